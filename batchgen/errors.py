@@ -1,0 +1,84 @@
+"""Every way a job can go wrong, with the exit code a script sees.
+
+A problem of the *job* is an exception; a problem of one *row* is a value (``RowError``) that ends
+up in ``errors.jsonl`` and never stops the run.
+
+    BatchgenError            exit 1   anything that is our fault
+    ├── UsageError           exit 2   wrong flag, job file, input path; nothing was written
+    │   ├── ModelError       exit 2   a model folder, config, tokenizer or weights file is unusable
+    │   └── ResumeMismatch   exit 2   the run directory belongs to a different job
+    ├── GateFailed           exit 4   plan --fail-if-over, report --compare, check
+    └── LockedError          exit 5   another process holds the run directory
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+
+class ExitCode(IntEnum):
+    """Process exit codes; scripts depend on them."""
+
+    OK = 0
+    CRASH = 1
+    USAGE = 2
+    ROWS_FAILED = 3
+    GATE_FAILED = 4
+    LOCKED = 5
+    STOPPED = 75
+
+
+class BatchgenError(Exception):
+    """Base of all errors this package raises on purpose; ``str()`` is one clear line for a person."""
+
+    exit_code: ExitCode = ExitCode.CRASH
+
+
+class UsageError(BatchgenError):
+    """The command, the job file or its input cannot work as given."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ModelError(UsageError):
+    """The model cannot be loaded: no such folder, another architecture, corrupt or missing tensors."""
+
+
+class ResumeMismatch(UsageError):
+    """The run directory was begun by a job whose outputs would differ."""
+
+
+class GateFailed(BatchgenError):
+    """A gate the user asked for did not pass."""
+
+    exit_code = ExitCode.GATE_FAILED
+
+
+class LockedError(BatchgenError):
+    """Another process holds the run directory."""
+
+    exit_code = ExitCode.LOCKED
+
+
+class RowErrorCode(StrEnum):
+    """Stable codes of ``errors.jsonl``."""
+
+    BAD_JSON = "bad_json"
+    MISSING_COLUMN = "missing_column"
+    BAD_TYPE = "bad_type"
+    EMPTY_PROMPT = "empty_prompt"
+    BAD_PARAM = "bad_param"
+    DUPLICATE_ID = "duplicate_id"
+    TOO_LONG = "too_long"
+    BAD_ENCODING = "bad_encoding"
+    TEMPLATE_ERROR = "template_error"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """Why one row has no result: a stable ``code`` and a sentence that names the column and the value."""
+
+    code: RowErrorCode
+    message: str
