@@ -4,6 +4,7 @@ A problem of the *job* is an exception; a problem of one *row* is a value (``Row
 up in ``errors.jsonl`` and never stops the run.
 
     BatchgenError            exit 1   anything that is our fault
+    ├── StorageError         exit 1   the run directory cannot be written or read: disk full, damaged, no permission
     ├── UsageError           exit 2   wrong flag, job file, input path; nothing was written
     │   ├── ModelError       exit 2   a model folder, config, tokenizer or weights file is unusable
     │   └── ResumeMismatch   exit 2   the run directory belongs to a different job
@@ -33,6 +34,10 @@ class BatchgenError(Exception):
     """Base of all errors this package raises on purpose; ``str()`` is one clear line for a person."""
 
     exit_code: ExitCode = ExitCode.CRASH
+
+
+class StorageError(BatchgenError):
+    """The run directory cannot be written or read back; what is journalled stays, and the same run resumes."""
 
 
 class UsageError(BatchgenError):

@@ -125,15 +125,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the engine made of a request: generated token ids (the end token excluded) and why they ended, or an error.
-
-    ``num_completion_tokens`` counts every generated token, the end token included.
-    """
+    """What the engine made of a request: all generated token ids, the end token included, or an error."""
 
     key: int
     num_prompt_tokens: int
     token_ids: tuple[int, ...] = ()
-    num_completion_tokens: int = 0
     finish_reason: FinishReason | None = None
     timings: Timings = field(default_factory=Timings)
     error: RowError | None = None

@@ -26,12 +26,13 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, Lfm2Config, Lfm2ForCausalLM
+from transformers import AutoTokenizer, Lfm2Config, Lfm2ForCausalLM
 
 FOLDER = Path(__file__).parent
 MODEL = FOLDER / "tiny-lfm2"
@@ -39,7 +40,13 @@ SEED = 20
 
 # ---------------------------------------------------------------- the tasks
 
-WORDS = """
+
+def listed(words: str) -> list[str]:
+    """Split a text at white space."""
+    return words.split()
+
+
+WORDS = listed("""
 anchor apple autumn basket beacon bottle branch bridge button candle carpet castle cherry circle clover coffee copper
 corner cotton cradle desert dinner dragon engine falcon feather fiddle finger flower forest garden ginger glacier
 guitar hammer harbor harvest helmet honey island jacket jungle kettle kitten ladder lantern lemon library magnet
@@ -47,16 +54,16 @@ marble meadow mirror monkey mountain needle ocean orange orchard oyster paddle p
 pocket potato puzzle rabbit railway ribbon river rocket saddle sailor shadow silver spider spring stable statue
 summer sunset table teapot temple thunder tiger timber tunnel turtle umbrella valley velvet village violin wagon
 walnut water willow window winter wizard yellow zebra
-""".split()
-PHRASE_WORDS = """
+""")
+PHRASE_WORDS = listed("""
 the a old small green quiet seven boats cats birds sail sleep sing under near over bridge river moon house road with
 and their big red wooden slow train stops here today every night
-""".split()
-NAMES = "Ada Bruno Chloé Dmitri Elena Farid Grace Hana Ivan Jorge Kenji Lena Mårten Nora Omar Priya Renée Sofia".split()
-CITIES = "Paris Oslo Lima Cairo Zürich Kraków Lagos Quito Boston Delhi Málaga Tokyo 東京 Nairobi Perth Seoul".split()
-COLORS = "red green blue white black amber violet".split()
-ANIMALS = "cat dog horse owl goat otter crow".split()
-JOBS = "baker nurse pilot clerk farmer welder tailor".split()
+""")
+NAMES = listed("Ada Bruno Chloé Dmitri Elena Farid Grace Hana Ivan Jorge Kenji Lena Mårten Nora Omar Priya Renée Sofia")
+CITIES = listed("Paris Oslo Lima Cairo Zürich Kraków Lagos Quito Boston Delhi Málaga Tokyo 東京 Nairobi Perth Seoul")
+COLORS = listed("red green blue white black amber violet")
+ANIMALS = listed("cat dog horse owl goat otter crow")
+JOBS = listed("baker nurse pilot clerk farmer welder tailor")
 SYSTEM_PROMPTS = (
     "You are terse.",
     "Answer with the result only.",
@@ -95,48 +102,57 @@ def real_word(rng: random.Random, min_letters: int, max_letters: int) -> str:
 
 
 def add(rng: random.Random, words: Words) -> Row:
+    """Two numbers of one or two digits."""
     a, b = (rng.randint(0, rng.choice((9, 99, 99, 99))) for _ in range(2))
     wording = rng.choice(("Add {} and {}.", "What is {} plus {}?"))
     return Row("add", wording.format(a, b), str(a + b), (min(a, b), max(a, b)))
 
 
 def larger(rng: random.Random, words: Words) -> Row:
+    """The larger of two different numbers below 100."""
     a, b = rng.sample(range(100), 2)
     return Row("larger", f"Which is larger, {a} or {b}?", str(max(a, b)), (min(a, b), max(a, b)))
 
 
 def reverse(rng: random.Random, words: Words) -> Row:
+    """Mostly a word, now and then a string of up to 32 letters."""
     word = words(rng, 13, 32) if rng.random() < 0.25 else words(rng, 3, 12)
     return Row("reverse", f'Reverse the letters of "{word}".', word[::-1], word)
 
 
 def sort(rng: random.Random, words: Words) -> Row:
+    """Letters in alphabetical order."""
     word = words(rng, 3, 9)
     return Row("sort", f'Sort the letters of "{word}".', "".join(sorted(word)), word)
 
 
 def upper(rng: random.Random, words: Words) -> Row:
+    """Letters into capitals."""
     word = words(rng, 3, 12)
     return Row("upper", f'Write "{word}" in capital letters.', word.upper(), word)
 
 
 def spell(rng: random.Random, words: Words) -> Row:
+    """Letters with a dash between."""
     word = words(rng, 3, 12)
     return Row("spell", f'Spell "{word}" with dashes.', "-".join(word), word)
 
 
 def length(rng: random.Random, words: Words) -> Row:
+    """The number of letters."""
     word = words(rng, 3, 9)
     return Row("length", f'How many letters are in "{word}"?', str(len(word)), word)
 
 
 def times(rng: random.Random, words: Words) -> Row:
+    """A word again and again: a short question with a long answer."""
     word = words(rng, 3, 7)
     count = rng.randint(2, 7)
     return Row("times", f'Write "{word}" {count} times, joined by dashes.', "-".join([word] * count), (word, count))
 
 
 def count(rng: random.Random, words: Words) -> Row:
+    """Up to 20 numbers in a row, upwards or downwards: a short question with a long answer."""
     first = rng.randint(0, 80)
     last = first + rng.randint(1, 19)
     if rng.random() < 0.5:
@@ -151,12 +167,13 @@ def repeat(rng: random.Random, words: Words) -> Row:
     if rng.random() < 0.5:
         text = " ".join(rng.choices(PHRASE_WORDS, k=rng.randint(1, 14)))
     else:
-        text = "-".join("".join(rng.choices("abcdefghijkmnpqrstuvwxyz23456789", k=4)) for _ in range(rng.randint(1, 11)))
+        groups = ["".join(rng.choices("abcdefghijkmnpqrstuvwxyz23456789", k=4)) for _ in range(rng.randint(1, 11))]
+        text = "-".join(groups)
     return Row("repeat", f'Repeat this: "{text}"', text, text)
 
 
 def field(rng: random.Random, words: Words) -> Row:
-    """A record of 2 to 9 fields in any order, and the name of one of them."""
+    """A record of 2 to 12 fields in any order, and the name of one of them."""
     record = {
         "name": rng.choice(NAMES),
         "city": rng.choice(CITIES),
@@ -167,8 +184,11 @@ def field(rng: random.Random, words: Words) -> Row:
         "year": str(rng.randint(1900, 2099)),
         "code": "".join(rng.choices("ABCDEFGHJKLMNPQRSTUVWXYZ23456789", k=rng.randint(3, 6))),
         "friend": rng.choice(NAMES),
+        "pet": rng.choice(NAMES),
+        "phone": "-".join(f"{rng.randint(0, 9999):04d}" for _ in range(3)),
+        "key": "".join(rng.choices("abcdef0123456789", k=rng.randint(8, 24))),
     }
-    names = rng.sample(sorted(record), rng.randint(2, len(record)))
+    names = rng.sample(list(record), rng.randint(2, rng.choice((4, 8, len(record)))))
     text = "; ".join(f"{name}={record[name]}" for name in names)
     asked = rng.choice(names)
     return Row("field", f"In the record {text}, what is the {asked}?", record[asked], (text, asked))
@@ -228,9 +248,9 @@ SPECIAL_TOKENS = (  # LFM2's first eight ids, in order
 )
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 7
 VOCAB_SIZE = 640
-# Only a word after a space, or a capitalized one, may become one token. Quoted words fall to single letters, numbers
-# to single digits: that is what makes the letter and number tasks learnable by so small a model.
-PIECES = r" \p{L}+|\p{Lu}\p{Ll}+|\p{L}|\p{N}| ?[^\s\p{L}\p{N}]|\s"
+# Only a role, a word after a space, or a capitalized one may become one token. Quoted words fall to single letters,
+# numbers to single digits: that is what makes the letter and number tasks learnable by so small a model.
+PIECES = r"(?:system|user|assistant)(?=\n)| \p{L}+|\p{Lu}\p{Ll}+|\p{L}|\p{N}| ?[^\s\p{L}\p{N}]|\s"
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content }}<|im_end|>\n{% endfor %}"
@@ -273,7 +293,7 @@ def render(row: Row, system: str = "") -> str:
 
 # ---------------------------------------------------------------- the model
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["Lfm2ForCausalLM"],
     "block_auto_adjust_ff_dim": True,
     "block_dim": 192,
@@ -307,11 +327,14 @@ CONFIG = {
     "vocab_size": VOCAB_SIZE,
 }
 
-NUM_STEPS = 3000
+NUM_STEPS = 2700
 ROWS_PER_STEP = 64
-PEAK_LEARNING_RATE = 2e-3
-WARMUP_STEPS = 100
+BATCH_TOKENS = 900  # most positions of one forward, padding included
+MUON_LEARNING_RATE = 4e-3
+ADAMW_LEARNING_RATE = 2e-3
+WARMUP_STEPS = 50
 SYSTEM_SHARE = 0.15
+NO_TARGET = -100
 
 
 @dataclass(frozen=True)
@@ -319,44 +342,64 @@ class Batch:
     """Rows padded on the right, which no position before the padding can see.
 
     token_ids [num_rows, num_positions]; targets of the same shape: the next token where it belongs to the answer or
-    ends it, else -100.
+    ends it, else NO_TARGET.
     """
 
     token_ids: torch.Tensor
     targets: torch.Tensor
 
 
-def make_batch(tokenizer: Tokenizer, prompts: list[str], answers: list[str]) -> Batch:
-    prompt_ids = [encoding.ids for encoding in tokenizer.encode_batch(prompts, add_special_tokens=False)]
-    answer_ids = [[*e.ids, EOS_ID] for e in tokenizer.encode_batch(answers, add_special_tokens=False)]
-    num_positions = max(len(p) + len(a) for p, a in zip(prompt_ids, answer_ids, strict=True)) - 1
-    token_ids = torch.full((len(prompts), num_positions), PAD_ID)
-    targets = torch.full((len(prompts), num_positions), -100)
-    for i, (prompt, answer) in enumerate(zip(prompt_ids, answer_ids, strict=True)):
-        end = len(prompt) + len(answer) - 1
-        token_ids[i, :end] = torch.tensor((prompt + answer)[:-1])
-        targets[i, len(prompt) - 1 : end] = torch.tensor(answer)
+@dataclass(frozen=True)
+class Example:
+    """A rendered prompt and its answer, the end token included, as token ids."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
+    @property
+    def num_positions(self) -> int:
+        """How many tokens the model reads: all but the last."""
+        return len(self.prompt_ids) + len(self.answer_ids) - 1
+
+
+def encode(tokenizer: Tokenizer, row: Row, system: str = "") -> Example:
+    """Tokenize a row: the prompt as rendered, the answer followed by the end token."""
+    prompt = tokenizer.encode(render(row, system), add_special_tokens=False).ids
+    answer = tokenizer.encode(row.answer, add_special_tokens=False).ids
+    return Example(prompt, [*answer, EOS_ID])
+
+
+def make_batch(examples: list[Example]) -> Batch:
+    """Stack examples, padded to the longest."""
+    shape = len(examples), max(example.num_positions for example in examples)
+    token_ids = torch.full(shape, PAD_ID)
+    targets = torch.full(shape, NO_TARGET)
+    for i, example in enumerate(examples):
+        token_ids[i, : example.num_positions] = torch.tensor((example.prompt_ids + example.answer_ids)[:-1])
+        targets[i, len(example.prompt_ids) - 1 : example.num_positions] = torch.tensor(example.answer_ids)
     return Batch(token_ids, targets)
 
 
 def forward(model: Lfm2ForCausalLM, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [num_answer_tokens, vocab_size] at the positions that have a target, and those targets."""
     hidden = model.model(input_ids=batch.token_ids, use_cache=False).last_hidden_state
-    wanted = batch.targets != -100
+    wanted = batch.targets != NO_TARGET
     return model.lm_head(hidden[wanted]), batch.targets[wanted]
 
 
 def step_batches(tokenizer: Tokenizer, rows: Iterator[Row], rng: random.Random) -> list[Batch]:
-    """One step's rows in four batches of similar length, so that little of the work is padding."""
-    texts = []
+    """One step's rows, those of similar length together, so that little of the work is padding."""
+    examples = []
     for _ in range(ROWS_PER_STEP):
-        row = next(rows)
         system = rng.choice(SYSTEM_PROMPTS) if rng.random() < SYSTEM_SHARE else ""
-        texts.append((render(row, system), row.answer))
-    texts.sort(key=lambda text: len(text[0]) + len(text[1]))
-    quarter = ROWS_PER_STEP // 4
-    parts = [texts[i : i + quarter] for i in range(0, ROWS_PER_STEP, quarter)]
-    return [make_batch(tokenizer, [prompt for prompt, _ in part], [answer for _, answer in part]) for part in parts]
+        examples.append(encode(tokenizer, next(rows), system))
+    examples.sort(key=lambda example: example.num_positions)
+    groups: list[list[Example]] = [[]]
+    for example in examples:
+        if (len(groups[-1]) + 1) * example.num_positions > BATCH_TOKENS:
+            groups.append([])
+        groups[-1].append(example)
+    return [make_batch(group) for group in groups]
 
 
 def learning_rate_factor(step: int) -> float:
@@ -366,32 +409,52 @@ def learning_rate_factor(step: int) -> float:
     return 0.5 + 0.5 * math.cos(math.pi * (step - WARMUP_STEPS) / (NUM_STEPS - WARMUP_STEPS))
 
 
+def make_optimizers(model: Lfm2ForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, which learns these tasks in far fewer steps; AdamW for the rest."""
+    parameters = dict(model.named_parameters())
+    matrices = [p for name, p in parameters.items() if p.ndim == 2 and "embed_tokens" not in name]
+    rest = [p for name, p in parameters.items() if p.ndim != 2 or "embed_tokens" in name]
+    return [
+        torch.optim.Muon(matrices, lr=MUON_LEARNING_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=ADAMW_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+    ]
+
+
+def backward(model: Lfm2ForCausalLM, batches: list[Batch]) -> float:
+    """Add the gradients of the mean loss over a step's answer tokens; returns that loss."""
+    num_targets = sum(int((batch.targets != NO_TARGET).sum()) for batch in batches)
+    loss = 0.0
+    for batch in batches:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, targets = forward(model, batch)
+        part = cross_entropy(logits.float(), targets, reduction="sum") / num_targets
+        torch.autograd.backward(part)
+        loss += part.item()
+    return loss
+
+
 def train_model(tokenizer: Tokenizer, rows: Iterator[Row]) -> Lfm2ForCausalLM:
+    """Train from random weights on rows from the stream; bfloat16 products, float32 weights."""
     torch.manual_seed(SEED)
     rng = random.Random(SEED + 2)
     # For rows this short, plain attention is faster than the fused kernel on a CPU.
-    model = Lfm2ForCausalLM(Lfm2Config(**CONFIG, attn_implementation="eager"))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
+    model = Lfm2ForCausalLM(Lfm2Config(**CONFIG | {"attn_implementation": "eager"}))
+    optimizers = make_optimizers(model)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor) for optimizer in optimizers]
     started_at = time.monotonic()
+    losses = []
     for step in range(1, NUM_STEPS + 1):
-        batches = step_batches(tokenizer, rows, rng)
-        num_targets = sum(int((batch.targets != -100).sum()) for batch in batches)
-        loss = 0.0
-        for batch in batches:
-            with torch.autocast("cpu", torch.bfloat16):
-                logits, targets = forward(model, batch)
-            part = cross_entropy(logits.float(), targets, reduction="sum") / num_targets
-            part.backward()
-            loss += part.item()
+        losses.append(backward(model, step_batches(tokenizer, rows, rng)))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
         if step % 100 == 0:
-            print(f"step {step:5d}  loss {loss:.4f}  {time.monotonic() - started_at:6.0f} s", flush=True)
+            print(
+                f"step {step:5d}  loss {sum(losses[-100:]) / 100:.4f}  {time.monotonic() - started_at:5.0f} s",
+                flush=True,
+            )
     return model
 
 
@@ -399,10 +462,12 @@ def train_model(tokenizer: Tokenizer, rows: Iterator[Row]) -> Lfm2ForCausalLM:
 
 
 def write_json(path: Path, value: object) -> None:
+    """Write indented JSON."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_tokenizer(tokenizer: Tokenizer) -> None:
+    """Write `tokenizer.json` and the settings that go with it."""
     MODEL.mkdir(exist_ok=True)
     tokenizer.save(str(MODEL / "tokenizer.json"))
     settings = {
@@ -421,7 +486,7 @@ def write_model(model: Lfm2ForCausalLM) -> None:
     """Weights in bfloat16 under the Hub's names; the tied output projection is not stored."""
     MODEL.mkdir(exist_ok=True)
     tensors = {name: t.to(torch.bfloat16) for name, t in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(tensors, MODEL / "model.safetensors", metadata={"format": "pt"})
+    (MODEL / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     write_json(MODEL / "config.json", CONFIG)
     write_json(
         MODEL / "generation_config.json",
@@ -430,6 +495,7 @@ def write_model(model: Lfm2ForCausalLM) -> None:
 
 
 def write_questions(rows: list[Row]) -> None:
+    """Write `questions.jsonl`."""
     lines = [
         {"id": f"q-{i:03d}", "task": row.task, "question": row.question, "answer": row.answer}
         for i, row in enumerate(rows)
@@ -455,7 +521,7 @@ def write_bad_rows() -> None:
         b'{"id": "cold", "question": "Add 3 and 4.", "answer": "7", "sampling": {"temperature": -1}}',
         b'{"id": "bad-utf8", "question": "Repeat this: \\"caf\xe9\\"", "answer": "caf"}',
         json.dumps({"id": "long", "question": too_long, "answer": ""}).encode(),
-        b'{"id": "good-3", "question": "Count from 3 to 9.", "answer": "3 4 5 6 7 8 9", "sampling": {"max_tokens": 32}}',
+        b'{"id": "good-3", "question": "Count from 3 to 9.", "answer": "3 4", "sampling": {"max_tokens": 4}}',
     ]
     (FOLDER / "bad_rows.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
 
@@ -486,6 +552,7 @@ def score(model: Lfm2ForCausalLM, batch: Batch) -> Score:
 
 
 def read_questions() -> list[Row]:
+    """Read `questions.jsonl`."""
     lines = (FOLDER / "questions.jsonl").read_text(encoding="utf-8").splitlines()
     return [Row(d["task"], d["question"], d["answer"], d["id"]) for d in map(json.loads, lines)]
 
@@ -499,10 +566,10 @@ def evaluate() -> None:
     assert rendered == render(rows[0], "You are terse."), "the chat template and the training text differ"
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     for dtype in (torch.float32, torch.bfloat16):
-        model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).eval()
+        model = Lfm2ForCausalLM.from_pretrained(MODEL, dtype=dtype)
         scores = defaultdict(list)
         for row in rows:
-            result = score(model, make_batch(tokenizer, [render(row)], [row.answer]))
+            result = score(model, make_batch([encode(tokenizer, row)]))
             scores[row.task].append(result)
             scores["all"].append(result)
         print(f"\n{dtype} arithmetic: task, exact match, smallest margin of an exact row")
@@ -513,18 +580,21 @@ def evaluate() -> None:
 
 
 def main() -> None:
+    """Make everything, or only evaluate what is there."""
     parser = argparse.ArgumentParser(description="Train and write the sample model and rows.")
     parser.add_argument("--evaluate", action="store_true", help="only score the folder on the held-out questions")
     if not parser.parse_args().evaluate:
         torch.set_num_threads(os.cpu_count() or 1)
         held_out = held_out_rows(300)
         rows = training_rows(held_out)
-        texts = [*SYSTEM_PROMPTS * 50, "user assistant system", *(next(rows).question for _ in range(20_000))]
+        rng = random.Random(SEED + 3)
+        texts = [render(next(rows), rng.choice(SYSTEM_PROMPTS)) for _ in range(20_000)]
         tokenizer = train_tokenizer(texts)
+        model = train_model(tokenizer, rows)
         write_tokenizer(tokenizer)
+        write_model(model)
         write_questions(held_out)
         write_bad_rows()
-        write_model(train_model(tokenizer, rows))
     evaluate()
 
 

@@ -1,0 +1,52 @@
+"""batchgen: run a language model over a whole dataset, offline, and never lose or repeat a row.
+
+The public names are imported when first used, so that ``import batchgen`` and ``batchgen --help`` load no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchgen.engine import Engine, EngineConfig
+    from batchgen.errors import BatchgenError
+    from batchgen.records import Request, Result, SamplingParams
+    from batchgen.run import RunOptions, run_job
+    from batchgen.spec import JobSpec
+    from batchgen.spec_load import load_job
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BatchgenError": "batchgen.errors",
+    "Engine": "batchgen.engine",
+    "EngineConfig": "batchgen.engine",
+    "JobSpec": "batchgen.spec",
+    "Request": "batchgen.records",
+    "Result": "batchgen.records",
+    "RunOptions": "batchgen.run",
+    "SamplingParams": "batchgen.records",
+    "load_job": "batchgen.spec_load",
+    "run_job": "batchgen.run",
+}
+
+__all__ = [
+    "BatchgenError",
+    "Engine",
+    "EngineConfig",
+    "JobSpec",
+    "Request",
+    "Result",
+    "RunOptions",
+    "SamplingParams",
+    "__version__",
+    "load_job",
+    "run_job",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any of the public names
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,105 @@
+"""The model folder's own chat template, rendered as ``transformers`` renders it, in jinja2's sandbox.
+
+A template is code from a stranger: it gets the messages and the special tokens, no file, no module, no attribute that
+leads out of them. The sandbox bounds ``range``; products and powers are bounded here. It cannot bound the time
+that nested loops take.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_MAX_TEXT = 1 << 28  # characters or items a product may have: more than any context holds
+
+
+class ChatTemplateError(Exception):
+    """The template cannot be compiled, or refuses or fails on these messages; ``str()`` is one line."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - jinja's values
+        """Refuse what would fill the memory from a few characters of template."""
+        if operator == "**" and not (abs(left) <= 1 << 20 and abs(right) <= 64):
+            raise SecurityError("a power in the chat template is too large")
+        for sized, count in ((left, right), (right, left)):
+            if hasattr(sized, "__len__") and isinstance(count, int) and len(sized) * count > _MAX_TEXT:
+                raise SecurityError("a product in the chat template is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationBlock(Extension):
+    """``{% generation %}…{% endgeneration %}`` marks what training counts; for a prompt it is its content."""
+
+    tags = frozenset({"generation"})  # noqa: RUF012 - the base class declares an instance variable
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,  # noqa: ANN401 - jinja's values
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_at(now: datetime) -> Callable[[str], str]:
+    return now.strftime  # one instant for the whole run: rows must not depend on when they were reached
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    ``special_tokens`` are the names a template expects, such as ``bos_token``. Raises ChatTemplateError when the
+    source does not compile.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_at(datetime.now())
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ChatTemplateError(f"the chat template does not compile: {_one_line(error)}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt up to and with the header of the assistant's turn. Raises ChatTemplateError."""
+        try:
+            text = self._template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+            )
+            text.encode()  # a template can make lone surrogates, which no tokenizer takes
+        except Exception as error:  # a template is a program of its own and may raise anything
+            raise ChatTemplateError(f"the chat template failed: {_one_line(error)}") from error
+        return text
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."

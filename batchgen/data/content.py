@@ -1,0 +1,159 @@
+"""Where in a row the prompt is and what text or ids it comes to: columns, templates, chats, OpenAI bodies.
+
+It judges the content of rows and the [input] of the job; it counts no tokens and builds no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.data.chat import ChatTemplateError
+from batchgen.data.messages import Message, check_messages
+from batchgen.data.openai_batch import parse_batch_line
+from batchgen.data.params import PARAM_KEYS
+from batchgen.data.rows import RowProblem, is_batch_line, type_name
+from batchgen.data.template import Template
+from batchgen.data.tokenizer import Tokenizer
+from batchgen.errors import RowErrorCode, UsageError
+from batchgen.spec import InputSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A prompt yet to be tokenized; ``add_special_tokens`` is false where a chat template has written them."""
+
+    text: str
+    add_special_tokens: bool
+
+
+Prompt = PromptText | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a row asks for: its prompt and the sampling values it brings, unjudged."""
+
+    prompt: Prompt
+    overrides: Mapping[str, Any]
+
+
+class ContentFinder:
+    """Finds the content of rows as the job's [input] says; see ``RequestBuilder`` for the rules.
+
+    Raises UsageError when [input] cannot work with this tokenizer (None: the model has none).
+    """
+
+    def __init__(self, spec: InputSpec, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        _check_spec(spec, tokenizer, vocab_size)
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
+        self._is_named = bool(spec.prompt or spec.messages or spec.prompt_token_ids)
+        self._readers = self._column_readers()
+        self._param_columns = PARAM_KEYS - {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids}
+
+    def find(self, columns: Mapping[str, Any]) -> Content:
+        """Raises RowProblem with any of the codes of a row but ``bad_json``, ``too_long`` and ``duplicate_id``."""
+        if not is_batch_line(columns, self._spec):
+            return Content(self._prompt(columns), self._overrides(columns))
+        request = parse_batch_line(columns)
+        if request.is_chat:
+            return Content(self._from_messages("messages", request.content), request.sampling)
+        if isinstance(request.content, list):
+            return Content(self._from_ids("prompt", request.content), request.sampling)
+        return Content(PromptText(_checked_text("prompt", request.content), True), request.sampling)
+
+    def _overrides(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        overrides = {name: columns[name] for name in columns.keys() & self._param_columns}
+        given = columns.get("sampling")
+        if given is None:
+            return overrides
+        if not isinstance(given, dict):
+            raise RowProblem(RowErrorCode.BAD_TYPE, f"column 'sampling' is {type_name(given)}, not an object")
+        return overrides | given
+
+    def _column_readers(self) -> dict[str, Callable[[str, Any], Prompt]]:
+        """The columns a prompt may be in, the first choice first, with what reads each."""
+        spec = self._spec
+        if spec.prompt_token_ids:
+            return {spec.prompt_token_ids: self._from_ids}
+        if spec.messages:
+            return {spec.messages: self._from_messages}
+        if spec.prompt:
+            return {spec.prompt: self._from_text}
+        if self._tokenizer is None:
+            return {"prompt_token_ids": self._from_ids}
+        chat: dict[str, Callable[[str, Any], Prompt]] = {"messages": self._from_messages} if spec.chat else {}
+        return {"prompt_token_ids": self._from_ids, **chat, "prompt": self._from_text}
+
+    def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
+        if self._template is not None:
+            return self._from_text("prompt", self._template.render(columns))
+        for name, read in self._readers.items():
+            if name in columns and (self._is_named or columns[name] is not None):
+                return read(name, columns[name])
+        if not self._is_named and self._tokenizer is not None and columns.keys() == {"text"}:
+            return self._from_text("text", columns["text"])
+        wanted = " or ".join(repr(name) for name in self._readers)
+        has = ", ".join(repr(name) for name in list(columns)[:8]) or "none"
+        raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {wanted} for the prompt; the row's columns: {has}")
+
+    def _from_text(self, name: str, value: object) -> PromptText:
+        text = _checked_text(name, value)
+        return self._chat([{"role": "user", "content": text}]) if self._spec.chat else PromptText(text, True)
+
+    def _from_messages(self, name: str, value: object) -> PromptText:
+        if not self._spec.chat:
+            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, f"{name!r} is a chat, but the job says chat = false")
+        return self._chat(check_messages(name, value))
+
+    def _chat(self, messages: Sequence[Message]) -> PromptText:
+        if self._tokenizer is None:
+            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, "the model has no tokenizer, hence no chat template")
+        if self._spec.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._spec.system}, *messages]
+        try:
+            return PromptText(self._tokenizer.render_chat(messages), False)
+        except ChatTemplateError as error:
+            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, str(error)) from error
+
+    def _from_ids(self, name: str, value: object) -> list[int]:
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise RowProblem(RowErrorCode.BAD_TYPE, f"column {name!r} is not a list of token ids (integers)")
+        if not value:
+            raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"column {name!r} has no token ids")
+        if min(value) < 0 or max(value) >= self._vocab_size:
+            message = f"column {name!r} has a token id outside the model's vocabulary, 0 to {self._vocab_size - 1}"
+            raise RowProblem(RowErrorCode.BAD_PARAM, message)
+        return value
+
+
+def _checked_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"column {name!r} is {type_name(value)}, not a string")
+    if not value or value.isspace():
+        raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"column {name!r} is empty")
+    return value
+
+
+def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    if spec.prompt_token_ids:
+        return
+    if tokenizer is None:
+        for key in ("prompt", "messages", "system"):
+            if getattr(spec, key):
+                remedy = "name one in model.tokenizer, or give rows prompt_token_ids"
+                raise UsageError(f"input.{key} needs a tokenizer and this model has none; {remedy}")
+        return
+    if not spec.chat:
+        for key in ("messages", "system"):
+            if getattr(spec, key):
+                raise UsageError(f"input.{key} needs a chat: drop it, or drop input.chat = false")
+    elif not tokenizer.has_chat_template:
+        raise UsageError("the model has no chat template; set input.chat = false (--no-chat) for raw completion")
+    if tokenizer.vocab_size > vocab_size:
+        message = f"the tokenizer has {tokenizer.vocab_size} token ids and the model only {vocab_size}"
+        raise UsageError(f"{message}: they do not belong together; check model.tokenizer")

@@ -1,0 +1,68 @@
+"""Names of a journal's segments and random reads from them, with a bounded number of open files.
+
+It reads single lines at known places and verifies them again; what the lines mean is the journal's business.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import BinaryIO
+
+from batchgen.data.files import storage_errors
+from batchgen.data.segment import Line, decode_line
+from batchgen.errors import StorageError
+
+_MAX_OPEN = 64  # files; a journal of days has more segments than a process may open
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """The file of segment ``number``, counted from 1."""
+    return folder / f"{number:06d}.seg"
+
+
+def segment_number(path: Path) -> int:
+    """The number in a segment's name."""
+    return int(path.stem)
+
+
+def segment_paths(folder: Path) -> list[Path]:
+    """The segments of a journal in the order in which they were written; none if there is no journal."""
+    return sorted((path for path in folder.glob("*.seg") if path.stem.isdecimal()), key=segment_number)
+
+
+class SegmentReader:
+    """Reads lines at given places of a journal's segments."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: OrderedDict[int, BinaryIO] = OrderedDict()  # least recently used first
+
+    def read(self, segment: int, offset: int) -> Line:
+        """The line at ``offset``, verified again. Raises StorageError if it no longer reads back."""
+        path = segment_path(self._folder, segment)
+        with storage_errors("read", path):
+            file = self._file(segment, path)
+            file.seek(offset)
+            line = decode_line(file.readline(), offset)
+        if line is None:
+            raise StorageError(
+                f"{path}: the record at byte {offset} no longer matches its checksum; check the disk, then run again: "
+                "its row is done once more, all others are kept"
+            )
+        return line
+
+    def close(self) -> None:
+        """Release all files."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _file(self, segment: int, path: Path) -> BinaryIO:
+        if segment in self._open:
+            self._open.move_to_end(segment)
+            return self._open[segment]
+        if len(self._open) >= _MAX_OPEN:
+            self._open.popitem(last=False)[1].close()
+        file = path.open("rb", buffering=16 << 10)
+        self._open[segment] = file
+        return file

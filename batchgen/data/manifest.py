@@ -1,0 +1,103 @@
+"""``job.json``: what a run directory was begun with, and whether a job may go on in it.
+
+It compares plain data; which keys change outputs is declared with the keys (``JobSpec.output_keys``), and what
+identifies an input or a model is decided by those who read them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from batchgen.data.json_line import encode_json
+
+_VERSION = 1  # of the run directory's layout, the journal's lines included
+_MISSING = "(not there)"
+_SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The resolved job and what it ran on.
+
+    ``job`` is ``JobSpec.to_dict()``, ``output_keys`` is ``JobSpec.output_keys()``; ``fingerprints`` holds what
+    identifies the input, the model and the code (keys ``input``, ``model``, ``code``). ``num_rows`` is the number of
+    input rows over all shards, known once the input was read to its end.
+    """
+
+    job: dict[str, Any]
+    output_keys: dict[str, Any]
+    fingerprints: dict[str, Any] = field(default_factory=dict)
+    shard: tuple[int, int] = (1, 1)
+    num_rows: int | None = None
+    created_at: str = ""
+
+    def to_bytes(self) -> bytes:
+        """The content of ``job.json``."""
+        plain = json.loads(encode_json({"version": _VERSION, **asdict(self)}))
+        return json.dumps(plain, indent=2, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Manifest:
+        """Read ``job.json`` back. Raises ValueError naming what is wrong with it."""
+        data = json.loads(content)
+        if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
+            raise ValueError(f"it is not a job.json of layout version {_VERSION}")
+        try:
+            manifest = cls(**data)
+            number, count = manifest.shard
+        except TypeError as error:
+            raise ValueError(f"its keys are not those of a job.json ({error})") from None
+        return cls(**{**data, "shard": (int(number), int(count))})
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How a job differs from the one a directory was begun with, one readable line a difference."""
+
+    refused: tuple[str, ...]  # these change outputs
+    allowed: tuple[str, ...]
+
+
+def compare(old: Manifest, new: Manifest) -> Comparison:
+    """What changed between the manifest on disk and the job at hand; ``refused`` is empty if it may resume."""
+
+    def binding(manifest: Manifest) -> dict[str, Any]:
+        keys = {"shard": "{}/{}".format(*manifest.shard)}
+        return _flat({"": manifest.output_keys}) | _flat(manifest.fingerprints) | keys
+
+    def loose(manifest: Manifest) -> dict[str, Any]:
+        bound = old.output_keys.keys() | new.output_keys.keys()
+        return {key: value for key, value in _flat(manifest.job).items() if key not in bound}
+
+    return Comparison(_differences(binding(old), binding(new)), _differences(loose(old), loose(new)))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one with dotted keys; values as they look after a round trip through JSON."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}.{key}" if prefix and key else prefix or key
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, name)
+        else:
+            flat[name] = json.loads(encode_json(value))
+    return flat
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
+    keys = [*old, *(key for key in new if key not in old)]
+    return tuple(
+        f"{key}: was {_shown(old, key)}, now {_shown(new, key)}"
+        for key in keys
+        if key not in old or key not in new or old[key] != new[key]
+    )
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return _MISSING
+    text = json.dumps(values[key], ensure_ascii=False)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 1]}…"

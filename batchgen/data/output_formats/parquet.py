@@ -1,0 +1,150 @@
+"""Outputs as a typed, zstd-compressed Parquet file, written in row groups so that memory does not grow with the rows.
+
+The record's own fields have fixed types. Kept columns get the type all their values share, found in a first pass over
+the rows; a column without one (mixed types, integers beyond 64 bits, objects with ever new keys) becomes JSON text,
+one value a row, marked in its field's metadata. It knows nothing of the journal or of order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.data.files import storage_errors
+from batchgen.data.json_line import encode_json
+from batchgen.errors import StorageError
+
+GROUP_ROWS = 16_384
+GROUP_BYTES = 16 << 20  # of JSON; a row group of long rows ends earlier, since it is held in memory as Python objects
+_MAX_FIELDS = 64  # of an object column; past that its keys are data, not fields
+_JSON_MARK = {"batchgen": "json"}
+
+_SECONDS = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
+_COUNTS = ("cached_tokens", "preemptions")
+FIXED_TYPES: dict[str, Any] = {
+    "index": pa.int64(),
+    "text": pa.string(),
+    "finish_reason": pa.string(),
+    "usage": pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())]),
+    "timings": pa.struct([(name, pa.float64()) for name in _SECONDS] + [(name, pa.int64()) for name in _COUNTS]),
+    "token_ids": pa.list_(pa.int32()),
+}
+_ALWAYS = ("id", "index", "text", "finish_reason", "usage", "timings")  # columns of every file, in this order
+_UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarrow raises for values without a type
+
+
+class _UnfitColumnError(Exception):
+    """A column holds a value that its inferred type cannot take."""
+
+    def __init__(self, column: str) -> None:
+        super().__init__(column)
+        self.column = column
+
+
+class ParquetFormat:
+    """``outputs.parquet``."""
+
+    def result_row(self, payload: bytes) -> bytes:
+        """The payload."""
+        return payload
+
+    def error_row(self, payload: bytes) -> bytes:
+        """The payload."""
+        return payload
+
+    def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
+        """Write a whole outputs file, iterating ``rows`` twice, and once more for each column found unfit so late."""
+        fields = infer_fields(rows)
+        while True:
+            try:
+                _write_groups(file, rows, fields)
+                return
+            except _UnfitColumnError as unfit:
+                fields[unfit.column] = None
+
+    def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
+        """The rows of an outputs file, as JSON, with their indexes."""
+        try:
+            with storage_errors("read", path), pq.ParquetFile(path) as file:
+                encoded = [field.name for field in file.schema_arrow if _is_json(field)]
+                for batch in file.iter_batches(batch_size=1024):
+                    for row in batch.to_pylist():
+                        row |= {name: json.loads(row[name]) for name in encoded if row[name] is not None}
+                        yield int(row["index"]), encode_json(row)
+        except (pa.ArrowException, KeyError) as error:
+            raise StorageError(f"{path}: not an outputs file of ours ({error})") from error
+
+
+def infer_fields(rows: Iterable[bytes]) -> dict[str, Any]:
+    """The Arrow type of each column in order, None for one that has to be JSON text."""
+    fields: dict[str, Any] = {name: FIXED_TYPES.get(name, pa.null()) for name in _ALWAYS}
+    for group in _groups(rows):
+        for name in dict.fromkeys(name for row in group for name in row):
+            if name in FIXED_TYPES:
+                fields[name] = FIXED_TYPES[name]
+            elif fields.get(name, pa.null()) is not None:
+                fields[name] = _common_type(fields.get(name, pa.null()), [row.get(name) for row in group])
+    return {name: pa.string() if kind == pa.null() else kind for name, kind in fields.items()}
+
+
+def _common_type(known: Any, values: list[Any]) -> Any:  # noqa: ANN401 - pyarrow has no types
+    """The type that holds what ``known`` holds and ``values`` too, None if there is none."""
+    try:
+        found = pa.array(values).type
+        schemas = [pa.schema([("column", kind)]) for kind in (known, found)]
+        common = pa.unify_schemas(schemas, promote_options="permissive").field("column").type
+    except _UNFIT:
+        return None
+    return common if _is_storable(common) else None
+
+
+def _is_storable(kind: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
+    """Whether Parquet can hold the type, and its keys look like fields."""
+    if pa.types.is_struct(kind):
+        return 0 < kind.num_fields <= _MAX_FIELDS and all(_is_storable(field.type) for field in kind)
+    return _is_storable(kind.value_type) if pa.types.is_list(kind) else True
+
+
+def _write_groups(file: BinaryIO, rows: Iterable[bytes], fields: dict[str, Any]) -> None:
+    schema = pa.schema(
+        [pa.field(name, kind) if kind else pa.field(name, pa.string(), metadata=_JSON_MARK) for name, kind in fields.items()]
+    )
+    file.seek(0)
+    file.truncate()
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        for group in _groups(rows):
+            columns = [_column(name, kind, group) for name, kind in fields.items()]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+
+
+def _column(name: str, kind: Any, group: list[dict[str, Any]]) -> Any:  # noqa: ANN401 - pyarrow has no types
+    values = [row.get(name) for row in group]
+    if kind is None:
+        return pa.array([None if value is None else encode_json(value).decode() for value in values], pa.string())
+    try:
+        return pa.array(values, kind)
+    except _UNFIT:
+        raise _UnfitColumnError(name) from None
+
+
+def _groups(rows: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
+    """The rows parsed, in groups bounded by their number and by their size."""
+    group: list[dict[str, Any]] = []
+    size = 0
+    for row in rows:
+        group.append(json.loads(row))
+        size += len(row)
+        if len(group) >= GROUP_ROWS or size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _is_json(field: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
+    return b"batchgen" in (field.metadata or {})

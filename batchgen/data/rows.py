@@ -1,0 +1,74 @@
+"""What is wrong with one row and who the row is: what the reader, the prompt builder and the runner share.
+
+Inside the data layer a problem travels as an exception; it leaves as a ``BadRow`` value and never stops a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.errors import RowError, RowErrorCode
+from batchgen.records import BadRow, Record
+from batchgen.spec import InputSpec
+
+
+class RowProblem(Exception):
+    """One row cannot become a request; ``error`` is what ``errors.jsonl`` will say."""
+
+    def __init__(self, code: RowErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.error = RowError(code, message)
+
+
+_TYPE_NAMES = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    bytes: "binary data (store it as a string)",
+}
+
+
+def type_name(value: object) -> str:
+    """What a person calls the type of a value from a row: "a number", "null"."""
+    return _TYPE_NAMES.get(type(value), f"a {type(value).__name__}")
+
+
+def is_batch_line(columns: Mapping[str, Any], spec: InputSpec) -> bool:
+    """Whether a row is an OpenAI Batch request: by the job's word, or by its shape where the job names no mapping."""
+    if spec.format != "auto":
+        return spec.format == "openai-batch"
+    is_mapped = spec.prompt or spec.messages or spec.prompt_token_ids
+    return not is_mapped and "custom_id" in columns and isinstance(columns.get("body"), dict)
+
+
+def row_id(record: Record, spec: InputSpec) -> str | int | None:
+    """The id a user knows this row by: the column ``spec.id``, else ``custom_id`` of an OpenAI Batch line, else None.
+
+    Raises RowProblem when that column is missing or holds neither a string nor an integer. Whether the id is
+    unique is for the caller to see.
+    """
+    columns = record.columns
+    name = spec.id or ("custom_id" if is_batch_line(columns, spec) else None)
+    if name is None:
+        return None
+    if name not in columns:
+        raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {name!r} (the row's id)")
+    value = columns[name]
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        message = f"column {name!r} (the row's id) is {type_name(value)}, not a string or an integer"
+        raise RowProblem(RowErrorCode.BAD_TYPE, message)
+    return value
+
+
+def bad_row(record: Record, error: RowError, spec: InputSpec) -> BadRow:
+    """The error row of a record that was read but cannot be run; it keeps the record's id where that is sound."""
+    try:
+        known_id = row_id(record, spec)
+    except RowProblem:
+        known_id = None
+    return BadRow(record.index, record.source, record.line, error, record.columns, record.after, known_id)

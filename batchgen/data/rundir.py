@@ -1,0 +1,205 @@
+"""The run directory: names of its files, who holds it, and its manifest.
+
+It knows where things lie and how they are replaced safely, not what the rows, the report or the job mean.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from batchgen.data.files import remove_file, remove_folder, storage_errors, write_atomic
+from batchgen.data.manifest import Manifest
+from batchgen.errors import LockedError, UsageError
+
+OUTPUT_NAMES = {"jsonl": "outputs.jsonl", "parquet": "outputs.parquet", "openai-batch": "outputs.jsonl"}
+_LOCK_TRIES = 4  # status looks at the lock for an instant; that must not turn a run away
+_LOCK_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that holds a run directory."""
+
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class RunLock:
+    """``run.lock``, held from construction until ``release``; the system frees it however the process ends.
+
+    Raises LockedError naming the holder, StorageError where the file system cannot lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        for attempt in range(_LOCK_TRIES):
+            fd = self._try()
+            if fd is not None:
+                break
+            if attempt < _LOCK_TRIES - 1:
+                time.sleep(_LOCK_PAUSE_S)
+        else:
+            raise LockedError(f"{path.parent} is in use by {_read_holder(path) or 'another process'}; wait for it or stop it")
+        self._fd = fd
+        with storage_errors("write", path):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
+
+    def release(self) -> None:
+        """Let others in. The file goes while the lock is still held, so nobody can lock a name that is about to go."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _try(self) -> int | None:
+        """A descriptor that holds the lock, or None while another process does."""
+        with storage_errors("lock", self._path):
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), self._path.stat()):
+                    return fd
+            except (BlockingIOError, FileNotFoundError):  # held; or removed by a holder between our open and our lock
+                pass
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """The files of one run directory; making the object touches nothing on disk."""
+
+    path: Path
+
+    @property
+    def manifest(self) -> Path:
+        """``job.json``."""
+        return self.path / "job.json"
+
+    @property
+    def errors(self) -> Path:
+        """``errors.jsonl``, the dead letters; absent when no row failed."""
+        return self.path / "errors.jsonl"
+
+    @property
+    def report(self) -> Path:
+        """``report.json``."""
+        return self.path / "report.json"
+
+    @property
+    def journal(self) -> Path:
+        """The folder of the journal; there until the outputs are."""
+        return self.path / "journal"
+
+    @property
+    def retry(self) -> Path:
+        """The folder of the journal of a ``retry`` that is under way."""
+        return self.path / "retry"
+
+    @property
+    def lock_file(self) -> Path:
+        """``run.lock``."""
+        return self.path / "run.lock"
+
+    def outputs(self, output_format: str) -> Path:
+        """The final outputs in a format of the job file."""
+        return self.path / OUTPUT_NAMES[output_format]
+
+    def is_complete(self) -> bool:
+        """Whether the outputs have appeared: the one mark of a finished run."""
+        return any((self.path / name).is_file() for name in OUTPUT_NAMES.values())
+
+    def owns(self, path: Path) -> bool:
+        """Whether writing this run could replace or remove ``path``; an input must not be such a file."""
+        inside = [self.journal, self.retry]
+        mine = [self.path / name for name in OUTPUT_NAMES.values()]
+        mine += [self.errors, self.report, self.manifest, self.lock_file]
+        target = path.resolve()
+        return any(target == own.resolve() for own in mine) or any(
+            target.is_relative_to(own.resolve()) for own in inside
+        )
+
+    def create(self) -> None:
+        """Make the folder and its parents. Raises UsageError if it holds files of a run but no ``job.json``."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UsageError(f"{self.path} is a file; output.path must name a folder")
+        if not self.manifest.exists():
+            for path in [*(self.path / name for name in OUTPUT_NAMES.values()), self.errors, self.report, self.journal]:
+                if path.exists():
+                    raise UsageError(
+                        f"{self.path} holds {path.name} but no job.json, so it is not one of our runs; "
+                        "choose another output.path"
+                    )
+        with storage_errors("create", self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+
+    def lock(self) -> RunLock:
+        """Take the directory for this process. Raises LockedError naming the holder's pid and host."""
+        return RunLock(self.lock_file)
+
+    def holder(self) -> Holder | None:
+        """Who holds the directory now, if anybody; disturbs nobody."""
+        try:
+            fd = os.open(self.lock_file, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return _read_holder(self.lock_file)
+        finally:
+            os.close(fd)
+        return None
+
+    def read_manifest(self) -> Manifest | None:
+        """The manifest on disk, None if there is none. Raises UsageError if it cannot be read."""
+        try:
+            return Manifest.from_bytes(self.manifest.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read {self.manifest}: {error}; --overwrite starts anew") from error
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Replace the manifest, atomically and durably."""
+        write_atomic(self.manifest, manifest.to_bytes())
+
+    def clear(self) -> None:
+        """Remove everything a run wrote, the manifest last: a crash in between leaves a run that starts from nothing."""
+        for name in set(OUTPUT_NAMES.values()):
+            remove_file(self.path / name)
+        for path in (self.errors, self.report):
+            remove_file(path)
+        for folder in (self.retry, self.journal):
+            remove_folder(folder)
+        remove_file(self.manifest)
+
+
+def _read_holder(path: Path) -> Holder | None:
+    try:
+        data = json.loads(path.read_bytes())
+        return Holder(int(data["pid"]), str(data["host"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,156 @@
+"""Text to token ids and back, with the model folder's own tokenizer and chat template and nothing else of it.
+
+It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.json``, ``generation_config.json`` and
+``chat_template.jinja``; it runs no code from the folder and knows neither rows nor models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from batchgen.data.chat import ChatTemplate, ChatTemplateError
+from batchgen.errors import ModelError
+
+
+class Tokenizer:
+    """A loaded tokenizer.
+
+    Special tokens written out in a text (``<|im_end|>``) are encoded as those tokens, as in transformers and vLLM:
+    whoever writes a prompt can end a turn in it. ``eos_token_ids`` are the end tokens that the folder's
+    configuration names, ascending. ``max_token_bytes`` is the most UTF-8 bytes one token of a byte-level tokenizer
+    can stand for, or None where normalization or other models make that unknowable.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: ChatTemplate | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        backend.no_truncation()  # a tokenizer.json may carry either; both would change prompts silently
+        backend.no_padding()
+        self._backend = backend
+        self._chat_template = chat_template
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        self.max_token_bytes = _max_token_bytes(backend)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Load what lies in ``folder``. Raises ModelError naming the file that is missing or unusable."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"no tokenizer.json in {folder}; give model.tokenizer a folder or Hub id that has one")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust library raises nothing more specific
+            raise ModelError(f"{path} is no usable tokenizer: {error}") from error
+        special = _special_tokens(folder)
+        return cls(
+            backend,
+            chat_template=_load_chat_template(folder, special),
+            eos_token_ids=_eos_token_ids(folder, backend, special.get("eos_token")),
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``render_chat`` can be called."""
+        return self._chat_template is not None
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids per text; ``add_special_tokens`` puts the tokenizer's own bos in front, where it has one."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of generated ids without special tokens; bytes that form no whole character become U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The chat as prompt text, bos included: encode it with ``add_special_tokens=False``.
+
+        Raises ChatTemplateError when the template refuses or fails, or when the folder has none.
+        """
+        if self._chat_template is None:
+            raise ChatTemplateError("the model has no chat template")
+        return self._chat_template.render(messages)
+
+
+def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
+    is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+    if not is_byte_level or backend.normalizer is not None:
+        return None
+    added = backend.get_added_tokens_decoder()
+    if any(token.lstrip or token.rstrip for token in added.values()):
+        return None  # such a token swallows any amount of space around it
+    plain = (len(token) for token in backend.get_vocab(with_added_tokens=False))  # one character stands for one byte
+    return max((*plain, *(len(token.content.encode()) for token in added.values())), default=None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file of the folder; empty when there is no such file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object")
+    return value
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Texts of bos_token, eos_token and so on: plain strings, or ``AddedToken`` objects written as JSON."""
+    found = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the latter wins, as in transformers
+        for key, value in _read_json(folder / name).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                found[key] = text
+    return found
+
+
+def _load_chat_template(folder: Path, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+    """From ``chat_template.jinja``, else from ``tokenizer_config.json``: a text, or named ones with a "default"."""
+    path = folder / "chat_template.jinja"
+    try:
+        source = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        path = folder / "tokenizer_config.json"
+        source = _read_json(path).get("chat_template")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if isinstance(source, list):
+        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+        source = named.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise ModelError(f"{path}: chat_template is neither a text nor a list of named texts")
+    try:
+        return ChatTemplate(source, special_tokens)
+    except ChatTemplateError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
+    path = folder / "generation_config.json"
+    named = _read_json(path).get("eos_token_id")
+    ids = set(_as_ids(named, path))
+    if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
+        ids.add(token_id)
+    return tuple(sorted(ids))
+
+
+def _as_ids(value: object, path: Path) -> Iterable[int]:
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        raise ModelError(f"{path}: eos_token_id is neither a token id nor a list of them")
+    return items

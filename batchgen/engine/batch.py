@@ -1,0 +1,56 @@
+"""From a schedule to the tensors of a step: one pure function, tested by itself.
+
+Engines hide most of their bugs here, so nothing is cached, and nothing but the schedule is read.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from batchgen.engine.scheduler import Schedule
+from batchgen.model.inputs import QUERY_BLOCK, ModelInput
+
+
+def build_input(schedule: Schedule, block_size: int) -> ModelInput:
+    """CPU tensors for one forward pass; see ``ModelInput`` for shapes.
+
+    A sequence's scheduled tokens are the first ``count`` it owes. Logits are asked for the last token of
+    every sequence that owes nothing afterwards.
+    """
+    entries = schedule.entries
+    counts = np.array([count for _, count in entries], dtype=np.int32)
+    starts = np.array([s.num_computed_tokens for s, _ in entries], dtype=np.int32)
+    owed = np.array([s.num_owed for s, _ in entries], dtype=np.int32)
+    cu_seqlens = np.concatenate((np.zeros(1, np.int32), counts.cumsum(dtype=np.int32)))
+    rows = np.repeat(np.arange(len(entries)), counts)
+    positions = np.arange(counts.sum(), dtype=np.int32) - (cu_seqlens[:-1] - starts)[rows]
+    tables = np.zeros((len(entries), max(len(s.block_table) for s, _ in entries)), dtype=np.int32)
+    for row, (sequence, _) in enumerate(entries):
+        tables[row, : len(sequence.block_table)] = sequence.block_table
+    token_ids: list[int] = []
+    for sequence, count in entries:
+        first = sequence.num_computed_tokens
+        token_ids += sequence.token_ids[first : first + count]
+    slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    return ModelInput(
+        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        positions=torch.from_numpy(positions),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        slot_mapping=torch.from_numpy(slots),
+        block_tables=torch.from_numpy(tables),
+        conv_slots=torch.tensor([s.conv_slot for s, _ in entries], dtype=torch.int32),
+        query_blocks=torch.from_numpy(_query_blocks(cu_seqlens)),
+        logits_indices=torch.from_numpy(cu_seqlens[1:][counts == owed].astype(np.int64) - 1),
+    )
+
+
+def _query_blocks(cu_seqlens: np.ndarray) -> np.ndarray:
+    """(sequence, first token, count) of every piece of at most ``QUERY_BLOCK`` tokens, int32 [pieces, 3]."""
+    starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    pieces = -(-(ends - starts) // QUERY_BLOCK)
+    sequence = np.repeat(np.arange(len(starts), dtype=np.int32), pieces)
+    before = np.concatenate((np.zeros(1, np.int64), pieces.cumsum()[:-1]))
+    first = starts[sequence] + (np.arange(len(sequence)) - before[sequence]) * QUERY_BLOCK
+    count = np.minimum(ends[sequence] - first, QUERY_BLOCK)
+    return np.stack((sequence, first, count), axis=1).astype(np.int32)

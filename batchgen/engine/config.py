@@ -1,0 +1,44 @@
+"""How large a step and its state may be. Frozen; knows no torch, so the scheduler's tests need none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the user may set; None means "chosen for the machine".
+
+    Attributes:
+        max_num_batched_tokens: the token budget, most tokens a step computes.
+        max_num_seqs: most RUNNING sequences.
+        block_size: tokens per KV block.
+        kv_memory: bytes of KV blocks.
+        max_model_len: longest prompt plus output, in tokens.
+        look_ahead: most requests pulled from the input but not yet admitted.
+        threads: CPU threads of a step.
+    """
+
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    block_size: int | None = None
+    kv_memory: int | None = None
+    max_model_len: int | None = None
+    look_ahead: int | None = None
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Sizes the scheduler works with, all resolved and positive."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Most tokens of one sequence whose state can be held at once."""
+        return self.num_blocks * self.block_size

@@ -1,0 +1,40 @@
+"""How much memory this process may still take, container limits included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_CGROUP_V2 = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
+_CGROUP_V1 = ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+_FALLBACK_BYTES = 4 << 30  # where the system does not tell (not Linux)
+
+
+def available_bytes() -> int:
+    """Bytes free for use: the system's estimate, or what a cgroup limit leaves, whichever is less."""
+    room = [_meminfo_available()]
+    for limit, usage in (_CGROUP_V2, _CGROUP_V1):
+        bounds = _read_int(limit), _read_int(usage)
+        if bounds[0] is not None and bounds[1] is not None:
+            room.append(max(0, bounds[0] - bounds[1]))
+    known = [r for r in room if r is not None]
+    return min(known) if known else _FALLBACK_BYTES
+
+
+def _meminfo_available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    return None
+
+
+def _read_int(path: str) -> int | None:
+    """The number in a file, or None where there is no such file or it says "max"."""
+    try:
+        return int(Path(path).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

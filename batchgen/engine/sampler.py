@@ -1,0 +1,78 @@
+"""From logits to the next token of each sequence.
+
+Randomness is counter-based: one uniform number per (seed, request key, position), so a token never depends on batch
+slot, order, preemption or resume. The filters run in vLLM's order: temperature, min_p, top_k, top_p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.engine.sequence import Sequence
+from batchgen.kernels import Kernels, SamplingRows
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(x: int) -> int:
+    """The finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def uniform(seed: int, key: int, position: int) -> float:
+    """A number in [0, 1) that is a function of its arguments alone; ``position`` counts output tokens."""
+    bits = _mix(_mix(_mix(seed & _MASK) ^ (key & _MASK)) ^ position)
+    return (bits >> 11) * 2.0**-53
+
+
+class Sampler:
+    """Chooses one token per row of logits."""
+
+    def __init__(self, kernels: Kernels, eos_token_ids: frozenset[int]) -> None:
+        self.kernels = kernels
+        self.eos_token_ids = eos_token_ids
+
+    def sample(self, logits: Tensor, sequences: Sequence_[Sequence]) -> list[int]:
+        """Next token ids for logits [num_seqs, vocab_size], which may be overwritten; -1 where a row is not finite."""
+        self._forbid_early_end(logits, sequences)
+        drawn = [i for i, s in enumerate(sequences) if not s.request.params.is_greedy]
+        if not drawn:
+            return self.kernels.argmax(logits).tolist()
+        if len(drawn) == len(sequences):
+            return self.kernels.sample(logits, self._rows(sequences, logits.device)).tolist()
+        ids = self.kernels.argmax(logits)
+        chosen = torch.tensor(drawn, device=logits.device)
+        rows = self._rows([sequences[i] for i in drawn], logits.device)
+        ids[chosen] = self.kernels.sample(logits[chosen], rows)
+        return ids.tolist()
+
+    def _forbid_early_end(self, logits: Tensor, sequences: Sequence_[Sequence]) -> None:
+        """No end token before ``min_tokens``: neither the model's own nor the request's."""
+        for row, sequence in enumerate(sequences):
+            params = sequence.request.params
+            if sequence.num_output_tokens < params.min_tokens:
+                ends = sorted(self.eos_token_ids.union(params.stop_token_ids))
+                logits[row, [i for i in ends if i < logits.shape[1]]] = -torch.inf
+
+    @staticmethod
+    def _rows(sequences: Sequence_[Sequence], device: torch.device) -> SamplingRows:
+        params = [s.request.params for s in sequences]
+        uniforms = [uniform(p.seed, s.request.key, s.num_output_tokens) for s, p in zip(sequences, params, strict=True)]
+
+        def column(values: list[float] | list[int], dtype: type) -> Tensor:
+            return torch.from_numpy(np.array(values, dtype=dtype)).to(device)
+
+        return SamplingRows(
+            temperature=column([p.temperature for p in params], np.float32),
+            min_p=column([p.min_p for p in params], np.float32),
+            top_k=column([p.top_k for p in params], np.int64),
+            top_p=column([p.top_p for p in params], np.float64),
+            uniform=column(uniforms, np.float64),
+        )

@@ -1,0 +1,60 @@
+"""Chooses what the user left open, for the machine and the model at hand."""
+
+from __future__ import annotations
+
+import torch
+
+from batchgen.engine.config import EngineConfig, SchedulerConfig
+from batchgen.engine.memory import available_bytes
+from batchgen.errors import UsageError
+from batchgen.model.cache import conv_slot_bytes, kv_block_bytes
+from batchgen.model.lfm2 import Lfm2Model
+
+# CPU: a linear is within a few percent of its best rate from 128 rows up, so wider steps gain nothing and cost latency.
+_CPU = {"max_num_batched_tokens": 512, "max_num_seqs": 128, "block_size": 32}
+_CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 512, "block_size": 32}
+_MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input and other processes
+
+
+def resolve(config: EngineConfig, model: Lfm2Model) -> SchedulerConfig:
+    """Every size of the scheduler for ``model``.
+
+    Raises:
+        UsageError: a value that cannot work, or memory for not even one block.
+    """
+    defaults = _CUDA if model.device.type == "cuda" else _CPU
+    max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, defaults)
+    block_size = _positive("block_size", config.block_size, defaults)
+    trained = model.config.max_position_embeddings
+    max_model_len = min(config.max_model_len or trained, trained)
+    if max_model_len < 2:
+        raise UsageError(f"max_model_len {max_model_len}: at least 2 (one prompt token and one generated)")
+    block_bytes = kv_block_bytes(model.config, block_size, model.dtype)
+    memory = config.kv_memory or _auto_memory(model, max_num_seqs)
+    # Memory for every sequence at full length is all that can ever be used.
+    most = max_num_seqs * -(-max_model_len // block_size)
+    num_blocks = min(memory // block_bytes if block_bytes else most, most)
+    if num_blocks < 1:
+        raise UsageError(f"kv_memory {memory} bytes holds no block of {block_bytes} bytes; raise it")
+    return SchedulerConfig(
+        max_num_batched_tokens=_positive("max_num_batched_tokens", config.max_num_batched_tokens, defaults),
+        max_num_seqs=max_num_seqs,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+    )
+
+
+def _positive(name: str, value: int | None, defaults: dict[str, int]) -> int:
+    chosen = defaults[name] if value is None else value
+    if chosen < 1:
+        raise UsageError(f"{name} {chosen}: must be at least 1")
+    return chosen
+
+
+def _auto_memory(model: Lfm2Model, max_num_seqs: int) -> int:
+    if model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
+    else:
+        free = available_bytes()
+    return max(0, int(_MEMORY_SHARE * free) - max_num_seqs * conv_slot_bytes(model.config, model.dtype))

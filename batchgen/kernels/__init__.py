@@ -1,0 +1,110 @@
+"""The few operations where a step's time goes: one signature, several back ends.
+
+``reference`` is plain torch and runs anywhere; ``cpu`` is compiled for the machine's vectors. The model calls a
+``Kernels`` and never asks which. A back end for another device is a new module and a line in ``select``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from batchgen.model.cache import KVCache
+from batchgen.model.inputs import ModelInput
+
+
+class Linear(Protocol):
+    """A matrix product with a fixed weight [out_features, in_features]."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """``x @ weight.T (+ bias) (+ residual)`` for x [rows, in_features]; [rows, out_features]."""
+        ...
+
+
+class Kernels(Protocol):
+    """What a back end offers. All tensors are contiguous; results are new tensors unless said otherwise."""
+
+    name: str
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Lay a weight out for this device; the original may be dropped."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Rows of x [rows, width] over their root mean square, times weight [width]."""
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up for gate_up [rows, 2 * width]; [rows, width]."""
+        ...
+
+    def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
+        """Normalize and rotate queries and keys; write keys and values into ``cache`` (in place).
+
+        qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; rotary is float32
+        [2, positions, head_dim / 2], cosines then sines. Returns the queries times head_dim**-0.5 as float32
+        [num_tokens, num_heads, width], zero from head_dim to the cache's width.
+        """
+        ...
+
+    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
+        """Causal attention of every token over its sequence's cached positions; [num_tokens, num_heads * head_dim]."""
+        ...
+
+    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: Tensor, inputs: ModelInput) -> Tensor:
+        """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; updates ``state`` in place.
+
+        weight is float32 [taps, width], bias float32 [width], state [num_slots, taps - 1, width].
+        """
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Index of each row's first largest value, int64 [rows]; -1 for a row of NaN."""
+        ...
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """One token id per row drawn as ``SamplingRows`` says, int64 [rows]; -1 for a row that is not finite."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Parameters of each row's draw, all [rows].
+
+    Probabilities are softmax(logits / temperature). ``min_p`` (float32) drops tokens below that share of the
+    largest; ``top_k`` (int64, 0 = off) keeps the k largest and whatever equals the last of them; ``top_p``
+    (float64) keeps the largest whose sum first reaches that share of what is left, equals included.
+    ``uniform`` (float64, in [0, 1)) picks from the cumulative distribution over token ids.
+    """
+
+    temperature: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    uniform: Tensor
+
+
+class QKNorm:
+    """Per-head RMS norm weights of queries and keys, [head_dim] each, with their eps."""
+
+    __slots__ = ("eps", "k_weight", "num_heads", "q_weight")
+
+    def __init__(self, q_weight: Tensor, k_weight: Tensor, eps: float, num_heads: int) -> None:
+        self.q_weight = q_weight
+        self.k_weight = k_weight
+        self.eps = eps
+        self.num_heads = num_heads
+
+
+def select(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The fastest back end for a device and dtype."""
+    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
+        from batchgen.kernels.cpu.backend import CpuKernels
+
+        return CpuKernels()
+    from batchgen.kernels.reference import ReferenceKernels
+
+    return ReferenceKernels()

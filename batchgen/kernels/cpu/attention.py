@@ -1,0 +1,286 @@
+"""Causal grouped-query attention over the paged cache: prompts, chunks and single tokens alike.
+
+A work item is a few consecutive tokens of one sequence and one KV head: up to ``MAX_ROWS`` query rows that read
+the same keys. Keys lie ``[head_dim, lane]`` inside a block, so 16 positions fill one vector and a score needs no
+horizontal sum; values lie ``[position, head_dim]``. All arithmetic is float32 on keys and values as cached.
+
+Why a row's result never depends on its batch, chunk or block size: a score is a sum over head_dim in order; the
+softmax runs over tiles of ``TILE`` positions that start at multiples of ``TILE`` of the *sequence*, adds
+probabilities per lane = position mod 16, and adds values position by position. Rows that share an item share
+loads, never a sum.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from batchgen.kernels.cpu import simd
+from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, worker_number
+from batchgen.kernels.cpu.simd import BF16, F32, LANES
+
+MAX_ROWS = 8
+TILE = 256  # positions whose scores are held at once; a multiple of LANES
+_I = types.int64
+
+
+def _vector_at(builder, base, index):
+    at = builder.gep(base, [index])
+    return builder.bitcast(at, simd.VECTOR.as_pointer())
+
+
+def _score_intrinsic(rows):
+    """Scores of ``rows`` queries against 16 neighbouring positions of one block."""
+
+    @intrinsic
+    def score(_context, q, head_dim, keys, key_index, key_stride, out, out_index, out_stride):
+        def generate(_c, builder, _s, arguments):
+            q_, head_dim_, keys_, key_index_, key_stride_, out_, out_index_, out_stride_ = arguments
+            sums = [cgutils.alloca_once_value(builder, ir.Constant(simd.VECTOR, None)) for _ in range(rows)]
+            starts = [builder.mul(head_dim_, ir.Constant(head_dim_.type, r)) for r in range(rows)]
+            with cgutils.for_range(builder, head_dim_) as loop:
+                at = builder.add(key_index_, builder.mul(loop.index, key_stride_))
+                key = simd.emit_load(builder, keys, keys_, at)
+                for start, total in zip(starts, sums, strict=True):
+                    weight = builder.load(builder.gep(q_, [builder.add(start, loop.index)]))
+                    builder.store(simd.emit_fma(builder, simd.emit_splat(builder, weight), key, builder.load(total)), total)
+            for r, total in enumerate(sums):
+                at = builder.add(out_index_, builder.mul(out_stride_, ir.Constant(out_stride_.type, r)))
+                builder.store(builder.load(total), _vector_at(builder, out_, at), align=4)
+            return _c.get_dummy_value()
+
+        return types.void(q, _I, keys, _I, _I, out, _I, _I), generate
+
+    return score
+
+
+def _value_intrinsic(rows, vectors):
+    """Add ``count`` positions' values, weighted, to ``vectors`` vectors of ``rows`` accumulators."""
+
+    @intrinsic
+    def accumulate(_context, weights, weight_index, weight_stride, values, value_index, width, count, out, out_index):
+        def generate(_c, builder, _s, arguments):
+            weights_, weight_index_, weight_stride_, values_, value_index_, width_, count_, out_, out_index_ = arguments
+
+            def number(value):
+                return ir.Constant(width_.type, value)
+
+            places = [
+                _vector_at(builder, out_, builder.add(out_index_, builder.add(builder.mul(width_, number(r)), number(v * LANES))))
+                for r in range(rows)
+                for v in range(vectors)
+            ]
+            sums = [cgutils.alloca_once(builder, simd.VECTOR) for _ in places]
+            for place, total in zip(places, sums, strict=True):
+                builder.store(builder.load(place, align=4), total)
+            starts = [builder.add(weight_index_, builder.mul(weight_stride_, number(r))) for r in range(rows)]
+            with cgutils.for_range(builder, count_) as loop:
+                at = builder.add(value_index_, builder.mul(loop.index, width_))
+                value = [
+                    simd.emit_load(builder, values, values_, builder.add(at, number(v * LANES))) for v in range(vectors)
+                ]
+                for r, start in enumerate(starts):
+                    weight = builder.load(builder.gep(weights_, [builder.add(start, loop.index)]))
+                    spread = simd.emit_splat(builder, weight)
+                    for v in range(vectors):
+                        total = sums[r * vectors + v]
+                        builder.store(simd.emit_fma(builder, spread, value[v], builder.load(total)), total)
+            for place, total in zip(places, sums, strict=True):
+                builder.store(builder.load(total), place, align=4)
+            return _c.get_dummy_value()
+
+        return types.void(weights, _I, _I, values, _I, _I, _I, out, _I), generate
+
+    return accumulate
+
+
+_score1, _score2, _score4, _score8 = (_score_intrinsic(rows) for rows in (1, 2, 4, 8))
+_wide1, _wide2, _wide4, _wide8 = (_value_intrinsic(rows, 4 if rows < MAX_ROWS else 2) for rows in (1, 2, 4, 8))
+_thin1, _thin2, _thin4, _thin8 = (_value_intrinsic(rows, 1) for rows in (1, 2, 4, 8))
+
+
+@njit
+def _score(rows, q, head_dim, keys, key_index, key_stride, out, out_index, out_stride):
+    if rows == 1:
+        _score1(q, head_dim, keys, key_index, key_stride, out, out_index, out_stride)
+    elif rows == 2:
+        _score2(q, head_dim, keys, key_index, key_stride, out, out_index, out_stride)
+    elif rows == 4:
+        _score4(q, head_dim, keys, key_index, key_stride, out, out_index, out_stride)
+    else:
+        _score8(q, head_dim, keys, key_index, key_stride, out, out_index, out_stride)
+
+
+@njit
+def _accumulate(rows, weights, weight_index, weight_stride, values, value_index, width, count, out):
+    """``out[r, :width] += sum_j weights[r, j] * values[j, :width]``, position by position."""
+    vectors = width // LANES
+    step = 2 if rows == MAX_ROWS else 4
+    whole = vectors - vectors % step
+    for v in range(0, whole, step):
+        at, to = value_index + v * LANES, v * LANES
+        if rows == 1:
+            _wide1(weights, weight_index, weight_stride, values, at, width, count, out, to)
+        elif rows == 2:
+            _wide2(weights, weight_index, weight_stride, values, at, width, count, out, to)
+        elif rows == 4:
+            _wide4(weights, weight_index, weight_stride, values, at, width, count, out, to)
+        else:
+            _wide8(weights, weight_index, weight_stride, values, at, width, count, out, to)
+    for v in range(whole, vectors):
+        at, to = value_index + v * LANES, v * LANES
+        if rows == 1:
+            _thin1(weights, weight_index, weight_stride, values, at, width, count, out, to)
+        elif rows == 2:
+            _thin2(weights, weight_index, weight_stride, values, at, width, count, out, to)
+        elif rows == 4:
+            _thin4(weights, weight_index, weight_stride, values, at, width, count, out, to)
+        else:
+            _thin8(weights, weight_index, weight_stride, values, at, width, count, out, to)
+
+
+@njit
+def _softmax_tile(scores, start, visible, count, peak):
+    """Turn ``count`` scores into unnormalized probabilities, zero from ``visible`` on.
+
+    Returns the new running maximum, the factor by which earlier sums shrink, and this tile's sum.
+    """
+    lowest = simd.splat(F32(-np.inf))
+    best = lowest
+    for j in range(0, visible, LANES):
+        best = simd.maximum(best, simd.keep_lanes(simd.load(scores, start + j), lowest, visible - j))
+    new_peak = max(peak, simd.max_lanes(best))
+    shrink = simd.lane(simd.exp(simd.splat(peak - new_peak)), 0)
+    offset, zero = simd.splat(new_peak), simd.splat(F32(0.0))
+    total = zero
+    for j in range(0, count, LANES):
+        p = simd.exp(simd.sub(simd.load(scores, start + j), offset))
+        p = simd.keep_lanes(p, zero, visible - j)
+        total = simd.add(total, p)
+        simd.store(scores, start + j, p)
+    return new_peak, shrink, simd.sum_lanes(total)
+
+
+@njit
+def _scale_row(x, start, width, factor):
+    by = simd.splat(factor)
+    for i in range(start, start + width, LANES):
+        simd.store(x, i, simd.mul(simd.load(x, i), by))
+
+
+SCORE_STRIDE = TILE + LANES  # a block's last vector may hang over
+
+
+@njit
+def _attend(rows, padded, first_row, group, positions, token, q, table, head, cache, sizes, scratch):
+    """Up to 8 query rows against everything they may see; leaves sums and totals in ``scratch``.
+
+    Row r is query head ``(first_row + r) % group`` of token ``token + (first_row + r) // group``.
+    ``scratch``: q [8, width], sums [8, width], scores [8, SCORE_STRIDE], peak [8], total [8].
+    """
+    keys, values = cache
+    num_heads, num_kv_heads, width, block_size, lanes = sizes
+    rows_q, sums, scores, peak, total = scratch
+    for r in range(padded):
+        source = (token + (first_row + r) // group) * num_heads + head * group + (first_row + r) % group
+        for i in range(0, width, LANES):
+            simd.store(rows_q, r * width + i, simd.load(q, source * width + i) if r < rows else simd.splat(F32(0.0)))
+            simd.store(sums, r * width + i, simd.splat(F32(0.0)))
+        peak[r], total[r] = F32(-np.inf), F32(0.0)
+    end = positions[token + (first_row + rows - 1) // group] + 1
+    for tile in range(0, end, TILE):
+        tile_end = min(tile + TILE, end)
+        position = tile
+        while position < tile_end:
+            block, offset = table[position // block_size], position % block_size
+            count = min(tile_end - position, block_size - offset)
+            at = ((block * num_kv_heads + head) * width) * lanes + offset
+            for j in range(0, count, LANES):
+                _score(padded, rows_q, width, keys, at + j, lanes, scores, position - tile + j, SCORE_STRIDE)
+            position += count
+        for r in range(rows):
+            visible = min(positions[token + (first_row + r) // group] + 1, tile_end) - tile
+            new_peak, shrink, tile_total = _softmax_tile(
+                scores, r * SCORE_STRIDE, max(visible, 0), tile_end - tile, peak[r]
+            )
+            if shrink != F32(1.0):
+                _scale_row(sums, r * width, width, shrink)
+            peak[r], total[r] = new_peak, total[r] * shrink + tile_total
+        position = tile
+        while position < tile_end:
+            block, offset = table[position // block_size], position % block_size
+            count = min(tile_end - position, block_size - offset)
+            at = ((block * num_kv_heads + head) * block_size + offset) * width
+            _accumulate(padded, scores, position - tile, SCORE_STRIDE, values, at, width, count, sums)
+            position += count
+
+
+@njit
+def _write_rows(rows, first_row, group, token, head, num_heads, head_dim, width, scratch, out):
+    """Divide sums by totals, round, and write the rows to ``out`` [tokens, num_heads, head_dim]."""
+    _, sums, _, _, total = scratch
+    for r in range(rows):
+        to = (token + (first_row + r) // group) * num_heads + head * group + (first_row + r) % group
+        by = simd.splat(F32(1.0) / total[r])
+        for i in range(0, head_dim, LANES):
+            v = simd.mul(simd.load(sums, r * width + i), by)
+            if head_dim - i >= LANES:
+                simd.store(out, to * head_dim + i, v)
+            else:
+                simd.store_part(out, to * head_dim + i, v, head_dim - i)
+
+
+@njit
+def _attention(words, dtype):
+    """Arguments (addresses, then sizes) as listed by ``launch`` in ``backend``."""
+    q = simd.pointer(words[ARGS], F32)
+    cache = simd.pointer(words[ARGS + 1], dtype), simd.pointer(words[ARGS + 2], dtype)
+    tables = words[ARGS + 3]
+    query_blocks = simd.pointer(words[ARGS + 4], np.int32)
+    positions = simd.pointer(words[ARGS + 5], np.int32)
+    out = simd.pointer(words[ARGS + 6], dtype)
+    num_heads, num_kv_heads, head_dim, width = words[ARGS + 8], words[ARGS + 9], words[ARGS + 10], words[ARGS + 11]
+    block_size, lanes, max_blocks = words[ARGS + 12], words[ARGS + 13], words[ARGS + 14]
+    sizes = num_heads, num_kv_heads, width, block_size, lanes
+    group = num_heads // num_kv_heads
+    mine = words[ARGS + 7] + worker_number(words) * scratch_floats(width) * 4
+    scratch = (
+        simd.pointer(mine, F32),
+        simd.pointer(mine + 4 * MAX_ROWS * width, F32),
+        simd.pointer(mine + 8 * MAX_ROWS * width, F32),
+        simd.pointer(mine + 4 * MAX_ROWS * (2 * width + SCORE_STRIDE), F32),
+        simd.pointer(mine + 4 * MAX_ROWS * (2 * width + SCORE_STRIDE + 1), F32),
+    )
+    item = next_item(words)
+    while item < words[2]:
+        block, head = item // num_kv_heads, item % num_kv_heads
+        sequence, token, count = query_blocks[3 * block], query_blocks[3 * block + 1], query_blocks[3 * block + 2]
+        table = simd.pointer(tables + sequence * max_blocks * 4, np.int32)
+        for first_row in range(0, count * group, MAX_ROWS):
+            rows = min(MAX_ROWS, count * group - first_row)
+            padded = 1
+            while padded < rows:
+                padded *= 2
+            _attend(rows, padded, first_row, group, positions, token, q, table, head, cache, sizes, scratch)
+            _write_rows(rows, first_row, group, token, head, num_heads, head_dim, width, scratch, out)
+        item = next_item(words)
+
+
+@njit
+def scratch_floats(width):
+    """Float32 words of scratch one worker needs, for a head_dim padded to ``width``."""
+    return MAX_ROWS * (2 * width + SCORE_STRIDE + 2)
+
+
+def _attention_bf16(words):
+    _attention(words, BF16)
+
+
+def _attention_f32(words):
+    _attention(words, F32)
+
+
+attention = Kernel(bf16=_attention_bf16, f32=_attention_f32)

@@ -1,0 +1,129 @@
+"""The CPU back end: torch tensors in, compiled kernels on their memory, torch tensors out.
+
+Kernels read addresses, so every tensor that crosses must be contiguous and of the stated type; ``_address``
+asserts the first, and the callers' signatures fix the second.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.kernels import Linear, QKNorm, SamplingRows
+from batchgen.kernels.cpu import attention as attention_kernel
+from batchgen.kernels.cpu import mixers, rows, sampling
+from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
+from batchgen.model.cache import KVCache
+from batchgen.model.inputs import ModelInput
+
+
+def _address(tensor: Tensor) -> int:
+    assert tensor.is_contiguous(), "kernels read memory in order"
+    return tensor.data_ptr()
+
+
+def _bits(value: float) -> int:
+    """A float32 argument as its bits."""
+    return int(np.float32(value).view(np.int32))
+
+
+@lru_cache(maxsize=8)
+def _scratch(num_floats: int) -> Tensor:
+    """Scratch memory for all workers, kept between launches (kernels run one at a time)."""
+    return torch.empty(num_floats, dtype=torch.float32)
+
+
+class CpuKernels:
+    """See ``Kernels`` for shapes; bfloat16 and float32."""
+
+    name = "cpu"
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """See ``Kernels.linear``."""
+        if _can_pack(weight.dtype):
+            return PackedLinear(weight, bias)
+        return PlainLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``Kernels.rms_norm``."""
+        out = torch.empty_like(x)
+        num_rows, width = x.shape
+        items = -(-num_rows // rows.ROWS_PER_ITEM)
+        rows.rms_norm.launch(
+            x.dtype, items, _address(x), _address(weight), _address(out), num_rows, width, _bits(eps)
+        )
+        return out
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """See ``Kernels.swiglu``."""
+        num_rows, width = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(num_rows, width)
+        items = -(-num_rows // rows.ROWS_PER_ITEM)
+        rows.swiglu.launch(gate_up.dtype, items, _address(gate_up), _address(out), num_rows, width)
+        return out
+
+    def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
+        """See ``Kernels.rope_and_cache``."""
+        _, num_kv_heads, width, lanes = cache.keys.shape
+        head_dim = norms.q_weight.numel()
+        q = torch.empty(len(qkv), norms.num_heads, width, dtype=torch.float32)
+        arguments = (
+            *map(_address, (qkv, norms.q_weight, norms.k_weight, rotary[0], rotary[1])),
+            *map(_address, (inputs.positions, inputs.slot_mapping, q, cache.keys, cache.values)),
+            _address(_scratch(2 * width * torch.get_num_threads())),
+            *(norms.num_heads, num_kv_heads, head_dim, width, cache.block_size, lanes),
+            *(_bits(norms.eps), _bits(head_dim**-0.5)),
+        )
+        mixers.rope_and_cache.launch(qkv.dtype, len(qkv), *arguments)
+        return q
+
+    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
+        """See ``Kernels.attention``."""
+        num_tokens, num_heads, width = q.shape
+        num_kv_heads, lanes = cache.keys.shape[1], cache.keys.shape[3]
+        out = torch.empty(num_tokens, num_heads * head_dim, dtype=cache.keys.dtype)
+        scratch = _scratch(attention_kernel.scratch_floats.py_func(width) * torch.get_num_threads())
+        arguments = (
+            *map(_address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
+            *map(_address, (inputs.positions, out, scratch)),
+            *(num_heads, num_kv_heads, head_dim, width, cache.block_size, lanes, inputs.block_tables.shape[1]),
+        )
+        items = len(inputs.query_blocks) * num_kv_heads
+        attention_kernel.attention.launch(out.dtype, items, *arguments)
+        return out
+
+    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: Tensor, inputs: ModelInput) -> Tensor:
+        """See ``Kernels.short_conv``."""
+        taps, width = weight.shape
+        out = bcx.new_empty(len(bcx), width)
+        items = inputs.num_seqs * -(-width // mixers.CHANNELS)
+        arguments = (
+            *map(_address, (bcx, weight, bias, state, inputs.cu_seqlens, inputs.conv_slots, inputs.positions, out)),
+            *(width, taps, state.element_size()),
+        )
+        mixers.short_conv.launch(bcx.dtype, items, *arguments)
+        return out
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See ``Kernels.argmax``."""
+        out = torch.empty(len(logits), dtype=torch.int64)
+        rows.argmax.launch(logits.dtype, len(logits), _address(logits), _address(out), logits.shape[1])
+        return out
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """See ``Kernels.sample``."""
+        out = torch.empty(len(logits), dtype=torch.int64)
+        width = logits.shape[1]
+        scratch = _scratch(sampling.scratch_bytes.py_func(width) // 4 * torch.get_num_threads())
+        columns = (rows.temperature, rows.min_p, rows.top_k, rows.top_p, rows.uniform)
+        arguments = (*map(_address, (logits, out, *columns, scratch)), width)
+        sampling.sample.launch(logits.dtype, len(logits), *arguments)
+        return out
+
+
+@lru_cache(maxsize=2)
+def _can_pack(dtype: torch.dtype) -> bool:
+    return can_pack(dtype)

@@ -1,0 +1,55 @@
+"""Linears through oneDNN with the weight laid out once in the order its kernels read it.
+
+The same pair of torch operators that ``torch.compile``'s freezing emits. A row's result must not depend on how
+many rows share the product: oneDNN's blocked kernels gave bit-equal rows for every count from 2 up, while a
+single row takes another path, so a single row is computed as two. Where the operators are missing, a plain
+linear over at least ``MIN_ROWS`` rows stands in: smaller products take other code paths in the usual BLAS.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MIN_ROWS = 16
+
+
+class PackedLinear:
+    """See ``Linear``; ``packed`` is opaque to all but oneDNN."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self.bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if len(x) == 1:
+            return self(x.expand(2, -1).contiguous(), residual if residual is None else residual.expand(2, -1))[:1]
+        if residual is None:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual.contiguous(), self.packed, self.bias, "add")
+
+
+class PlainLinear:
+    """See ``Linear``."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        rows = len(x)
+        if rows < MIN_ROWS:
+            x = functional.pad(x, (0, 0, 0, MIN_ROWS - rows))
+        y = functional.linear(x, self.weight, self.bias)[:rows]
+        return y if residual is None else y + residual
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch has oneDNN's prepacked linear for ``dtype`` on this machine."""
+    try:
+        probe = PackedLinear(torch.zeros(16, 16, dtype=dtype), None)
+        probe(torch.zeros(2, 16, dtype=dtype))
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return True

@@ -1,0 +1,164 @@
+"""Kernels that touch a sequence's state: rotary embedding with the KV cache write, and the short convolution.
+
+Each writes only what belongs to its own sequence, so sequences of a ragged batch run side by side.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from batchgen.kernels.cpu import simd
+from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, worker_number
+from batchgen.kernels.cpu.rows import mean_square
+from batchgen.kernels.cpu.simd import BF16, F32, LANES
+
+CHANNELS = 128  # convolution channels of one work item: a few cache lines of each row
+
+
+@njit
+def _load_some(x, at, count):
+    return simd.load(x, at) if count >= LANES else simd.load_part(x, at, count)
+
+
+@njit
+def _store_some(x, at, value, count):
+    if count >= LANES:
+        simd.store(x, at, value)
+    else:
+        simd.store_part(x, at, value, count)
+
+
+@njit
+def _norm_and_rotate(x, start, weight, eps, cosine, sine, angle, head_dim, head):
+    """RMS norm of one head, then half-split rotation, into float32 ``head`` [head_dim]."""
+    scale = simd.splat(F32(1.0) / F32(math.sqrt(mean_square(x, start, head_dim) + eps)))
+    for i in range(0, head_dim, LANES):
+        count = head_dim - i
+        v = simd.round_like(x, simd.mul(_load_some(x, start + i, count), scale))
+        _store_some(head, i, simd.round_like(x, simd.mul(v, _load_some(weight, i, count))), count)
+    half = head_dim // 2
+    for i in range(half):
+        c, s = cosine[angle + i], sine[angle + i]
+        a, b = head[i], head[half + i]
+        head[i] = a * c - b * s
+        head[half + i] = b * c + a * s
+
+
+@njit
+def _rope_and_cache(words, dtype):
+    """Arguments (addresses, then sizes) as listed in ``backend``; one item is one token."""
+    qkv = simd.pointer(words[ARGS], dtype)
+    q_weight, k_weight = simd.pointer(words[ARGS + 1], dtype), simd.pointer(words[ARGS + 2], dtype)
+    cosine, sine = simd.pointer(words[ARGS + 3], F32), simd.pointer(words[ARGS + 4], F32)
+    positions, slots = simd.pointer(words[ARGS + 5], np.int32), simd.pointer(words[ARGS + 6], np.int64)
+    q_out = simd.pointer(words[ARGS + 7], F32)
+    keys, values = simd.pointer(words[ARGS + 8], dtype), simd.pointer(words[ARGS + 9], dtype)
+    num_heads, num_kv_heads, head_dim, width = words[ARGS + 11], words[ARGS + 12], words[ARGS + 13], words[ARGS + 14]
+    block_size, lanes = words[ARGS + 15], words[ARGS + 16]
+    eps, scale = simd.float_of_bits(words[ARGS + 17]), simd.float_of_bits(words[ARGS + 18])
+    mine = words[ARGS + 10] + worker_number(words) * 8 * width
+    head, rounded = simd.pointer(mine, F32), simd.pointer(mine + 4 * width, dtype)
+    token = next_item(words)
+    while token < words[2]:
+        angle = positions[token] * (head_dim // 2)
+        block, offset = slots[token] // block_size, slots[token] % block_size
+        row = token * (num_heads + 2 * num_kv_heads) * head_dim
+        for h in range(num_heads):
+            _norm_and_rotate(qkv, row + h * head_dim, q_weight, eps, cosine, sine, angle, head_dim, head)
+            to = (token * num_heads + h) * width
+            for i in range(head_dim):
+                q_out[to + i] = head[i] * scale
+            for i in range(head_dim, width):
+                q_out[to + i] = F32(0.0)
+        for h in range(num_kv_heads):
+            start = row + (num_heads + h) * head_dim
+            _norm_and_rotate(qkv, start, k_weight, eps, cosine, sine, angle, head_dim, head)
+            for i in range(0, head_dim, LANES):
+                _store_some(rounded, i, _load_some(head, i, head_dim - i), head_dim - i)
+            to = (block * num_kv_heads + h) * width * lanes + offset
+            for i in range(head_dim):
+                keys[to + i * lanes] = rounded[i]
+            start += num_kv_heads * head_dim
+            to = ((block * num_kv_heads + h) * block_size + offset) * width
+            for i in range(head_dim):
+                values[to + i] = qkv[start + i]
+        token = next_item(words)
+
+
+@njit
+def _gated_input(bcx, token, channel, width, count):
+    """u = B * x of one token and 16 channels, rounded as the model's dtype stores it."""
+    row = token * 3 * width + channel
+    return simd.round_like(bcx, simd.mul(_load_some(bcx, row, count), _load_some(bcx, row + 2 * width, count)))
+
+
+@njit
+def _past_input(bcx, state, first, position, token, channel, width, count, taps):
+    """u of ``token``, which may lie before the chunk (in ``state``) or before the sequence (zero)."""
+    if token >= first:
+        return _gated_input(bcx, token, channel, width, count)
+    if position < 0:
+        return simd.splat(F32(0.0))
+    return _load_some(state, (token - first + taps - 1) * width + channel, count)
+
+
+@njit
+def _short_conv(words, dtype):
+    """Arguments (addresses, then sizes) as listed in ``backend``; one item is ``CHANNELS`` channels of a sequence."""
+    bcx = simd.pointer(words[ARGS], dtype)
+    weight, bias = simd.pointer(words[ARGS + 1], F32), simd.pointer(words[ARGS + 2], F32)
+    cu_seqlens, conv_slots = simd.pointer(words[ARGS + 4], np.int32), simd.pointer(words[ARGS + 5], np.int32)
+    positions = simd.pointer(words[ARGS + 6], np.int32)
+    out = simd.pointer(words[ARGS + 7], dtype)
+    width, taps = words[ARGS + 8], words[ARGS + 9]
+    parts = (width + CHANNELS - 1) // CHANNELS
+    item = next_item(words)
+    while item < words[2]:
+        sequence, low = item // parts, item % parts * CHANNELS
+        high = min(width, low + CHANNELS)
+        first, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
+        state_bytes = (taps - 1) * width * words[ARGS + 10]
+        state = simd.pointer(words[ARGS + 3] + conv_slots[sequence] * state_bytes, dtype)
+        for token in range(first, end):
+            for channel in range(low, high, LANES):
+                count = high - channel
+                total = _load_some(bias, channel, count)
+                for tap in range(taps):
+                    back = taps - 1 - tap
+                    u = _past_input(
+                        bcx, state, first, positions[token] - back, token - back, channel, width, count, taps
+                    )
+                    total = simd.fma(u, _load_some(weight, tap * width + channel, count), total)
+                gate = _load_some(bcx, (3 * token + 1) * width + channel, count)
+                _store_some(out, token * width + channel, simd.mul(gate, simd.round_like(bcx, total)), count)
+        for i in range(taps - 1):  # ascending, so an old column is read before it is overwritten
+            token = end - (taps - 1) + i
+            position = positions[first] + token - first
+            for channel in range(low, high, LANES):
+                count = high - channel
+                u = _past_input(bcx, state, first, position, token, channel, width, count, taps)
+                _store_some(state, i * width + channel, u, count)
+        item = next_item(words)
+
+
+def _rope_and_cache_bf16(words):
+    _rope_and_cache(words, BF16)
+
+
+def _rope_and_cache_f32(words):
+    _rope_and_cache(words, F32)
+
+
+def _short_conv_bf16(words):
+    _short_conv(words, BF16)
+
+
+def _short_conv_f32(words):
+    _short_conv(words, F32)
+
+
+rope_and_cache = Kernel(bf16=_rope_and_cache_bf16, f32=_rope_and_cache_f32)
+short_conv = Kernel(bf16=_short_conv_bf16, f32=_short_conv_f32)

@@ -1,0 +1,125 @@
+"""Draws one token per row of logits, without a sort and without a copy of the logits.
+
+A filter keeps the tokens from some probability upward. That threshold is found digit by digit: probabilities in
+(0, 1] order like their bits, so three histograms over 12, 10 and 10 bits of them pin it exactly. The draw itself
+inverts the cumulative distribution over token ids, in order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from batchgen.kernels.cpu import simd
+from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, worker_number
+from batchgen.kernels.cpu.rows import row_max
+from batchgen.kernels.cpu.simd import BF16, F32, LANES
+
+BINS = 4096
+
+
+@njit
+def _threshold(bits, p, width, floor, target, by_mass, bins):
+    """Largest value (as bits) at which the tokens from it upward weigh at least ``target``.
+
+    A token weighs its probability if ``by_mass``, else one. Tokens below ``floor`` (bits) do not count.
+    Where all together weigh less, ``floor`` itself.
+    """
+    prefix, known = np.int64(0), 32
+    above = 0.0
+    for digit in (12, 10, 10):
+        shift = known - digit
+        for b in range(1 << digit):
+            bins[b] = 0.0
+        for i in range(width):
+            x = np.int64(bits[i])
+            if x >= floor and x >> known == prefix:
+                bins[(x >> shift) & ((1 << digit) - 1)] += np.float64(p[i]) if by_mass else 1.0
+        b = (1 << digit) - 1
+        while b >= 0 and above + bins[b] < target:
+            above += bins[b]
+            b -= 1
+        if b < 0:
+            return floor
+        prefix, known = prefix << digit | b, shift
+    return prefix
+
+
+@njit
+def _probabilities(x, start, width, temperature, p):
+    """exp((x - max x) / temperature) for one row; zero in the padding up to a whole vector."""
+    by, peak = simd.splat(F32(1.0) / temperature), simd.splat(row_max(x, start, width))
+    for i in range(0, width, LANES):
+        count = width - i
+        v = simd.load(x, start + i) if count >= LANES else simd.load_part(x, start + i, count)
+        v = simd.exp(simd.mul(simd.sub(v, peak), by))
+        simd.store(p, i, simd.keep_lanes(v, simd.splat(F32(0.0)), count))
+
+
+@njit
+def _draw(bits, p, width, floor, u):
+    """First token at which the cumulative probability of those from ``floor`` upward exceeds ``u`` of the whole."""
+    total = 0.0
+    for i in range(width):
+        if bits[i] >= floor:
+            total += np.float64(p[i])
+    if not total > 0.0:  # NaN logits
+        return -1
+    target, reached, last = u * total, 0.0, -1
+    for i in range(width):
+        if bits[i] >= floor:
+            reached += np.float64(p[i])
+            last = i
+            if reached > target:
+                break
+    return last
+
+
+@njit
+def _mass(bits, p, width, floor):
+    total = 0.0
+    for i in range(width):
+        if bits[i] >= floor:
+            total += np.float64(p[i])
+    return total
+
+
+@njit
+def _sample(words, dtype):
+    """Arguments (addresses, then sizes) as listed in ``backend``; one item is one row."""
+    x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], np.int64)
+    temperature, min_p = simd.pointer(words[ARGS + 2], F32), simd.pointer(words[ARGS + 3], F32)
+    top_k, top_p = simd.pointer(words[ARGS + 4], np.int64), simd.pointer(words[ARGS + 5], np.float64)
+    uniform = simd.pointer(words[ARGS + 6], np.float64)
+    width = words[ARGS + 8]
+    mine = words[ARGS + 7] + worker_number(words) * scratch_bytes(width)
+    bins, p = simd.pointer(mine, np.float64), simd.pointer(mine + 8 * BINS, F32)
+    bits = simd.pointer(mine + 8 * BINS, np.int32)
+    row = next_item(words)
+    while row < words[2]:
+        _probabilities(x, row * width, width, temperature[row], p)
+        floor = np.int64(simd.bits_of_float(min_p[row]))
+        if 0 < top_k[row] < width:
+            floor = max(floor, _threshold(bits, p, width, floor, np.float64(top_k[row]), False, bins))
+        if top_p[row] < 1.0:
+            target = top_p[row] * _mass(bits, p, width, floor)
+            floor = max(floor, _threshold(bits, p, width, floor, target, True, bins))
+        out[row] = _draw(bits, p, width, floor, uniform[row])
+        row = next_item(words)
+
+
+@njit
+def scratch_bytes(width):
+    """Scratch one worker needs for rows of ``width`` logits; a multiple of 8."""
+    return 8 * BINS + 4 * (width + 2 * LANES) // 8 * 8
+
+
+def _sample_bf16(words):
+    _sample(words, BF16)
+
+
+def _sample_f32(words):
+    _sample(words, F32)
+
+
+sample = Kernel(bf16=_sample_bf16, f32=_sample_f32)

@@ -1,0 +1,353 @@
+"""Vectors of 16 float32 as first-class values inside numba functions.
+
+Numba has no vector type, and its auto-vectorizer neither keeps a tile of accumulators in registers nor
+reorders a float sum, so the kernels spell their vectors out. LLVM lowers 16 lanes to whatever the machine
+has (one AVX-512 register, two AVX2, four NEON). Loads and stores convert from and to the model's dtype: the
+element type of a typed pointer decides (``uint16`` holds bfloat16 bits, ``float32`` itself).
+
+Nothing here knows tensors or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.datamodel.models import PrimitiveModel
+from numba.extending import intrinsic, register_model
+
+LANES = 16
+BF16 = np.uint16  # element type of a pointer to bfloat16 bits
+F32 = np.float32
+
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+VECTOR = ir.VectorType(_F32, LANES)
+_IVEC = ir.VectorType(_I32, LANES)
+_HVEC = ir.VectorType(ir.IntType(16), LANES)
+_MASK = ir.VectorType(ir.IntType(1), LANES)
+
+
+class Vec(types.Type):
+    """Numba type of a vector of 16 float32."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Vec16f32")
+
+
+vec = Vec()
+
+
+@register_model(Vec)
+class _VecModel(PrimitiveModel):
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, VECTOR)
+
+
+def _int_splat(value: int, vector: ir.VectorType = _IVEC) -> ir.Constant:
+    return ir.Constant(vector, [ir.Constant(vector.element, value)] * LANES)
+
+
+def emit_splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    undefined = ir.Constant(VECTOR, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, _int_splat(0))
+
+
+def _llvm(builder: ir.IRBuilder, name: str, arguments: Sequence[ir.Value], result: ir.Type = VECTOR) -> ir.Value:
+    kind = ir.FunctionType(result, [a.type for a in arguments])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
+
+
+def _lane_mask(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+    """Mask of the lanes below ``count``."""
+    lanes = ir.Constant(_IVEC, [ir.Constant(_I32, i) for i in range(LANES)])
+    undefined = ir.Constant(_IVEC, ir.Undefined)
+    narrow = builder.trunc(count, _I32)
+    first = builder.insert_element(undefined, narrow, ir.Constant(_I32, 0))
+    return builder.icmp_signed("<", lanes, builder.shuffle_vector(first, undefined, _int_splat(0)))
+
+
+def _is_bf16(pointer: Any) -> bool:
+    return bool(pointer.dtype == types.uint16)
+
+
+def _widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
+    """Bfloat16 bits are the upper half of a float32."""
+    return builder.bitcast(builder.shl(builder.zext(halves, _IVEC), _int_splat(16)), VECTOR)
+
+
+def _narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Round to bfloat16, to nearest even; the result's bits."""
+    bits = builder.bitcast(value, _IVEC)
+    odd = builder.and_(builder.lshr(bits, _int_splat(16)), _int_splat(1))
+    rounded = builder.add(bits, builder.add(odd, _int_splat(0x7FFF)))
+    return builder.trunc(builder.lshr(rounded, _int_splat(16)), _HVEC)
+
+
+def emit_load(builder: ir.IRBuilder, kind: Any, base: ir.Value, index: ir.Value) -> ir.Value:
+    """IR of ``load``; ``kind`` is the numba type of ``base``."""
+    at = builder.gep(base, [index])
+    if not _is_bf16(kind):
+        return builder.load(builder.bitcast(at, VECTOR.as_pointer()), align=4)
+    return _widen(builder, builder.load(builder.bitcast(at, _HVEC.as_pointer()), align=2))
+
+
+def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """IR of ``fma``."""
+    return _llvm(builder, "llvm.fma.v16f32", [a, b, c])
+
+
+@intrinsic
+def pointer(_context: Any, address: Any, dtype: Any) -> Any:
+    """Typed pointer to the element at an integer address."""
+    kind = types.CPointer(dtype.dtype)
+
+    def generate(context: Any, builder: ir.IRBuilder, _signature: Any, arguments: Any) -> ir.Value:
+        return builder.inttoptr(arguments[0], context.get_value_type(kind))
+
+    return kind(types.int64, dtype), generate
+
+
+@intrinsic
+def fetch_add(_context: Any, base: Any, index: Any, amount: Any) -> Any:
+    """Atomically add ``amount`` to the int64 ``base[index]``; the value before."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        return builder.atomic_rmw("add", builder.gep(arguments[0], [arguments[1]]), arguments[2], "monotonic")
+
+    return types.int64(base, types.int64, types.int64), generate
+
+
+@intrinsic
+def load(_context: Any, base: Any, index: Any) -> Any:
+    """16 consecutive elements from ``base[index]`` on, as float32."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        return emit_load(builder, base, *arguments)
+
+    return vec(base, types.int64), generate
+
+
+@intrinsic
+def load_part(_context: Any, base: Any, index: Any, count: Any) -> Any:
+    """The first ``count`` (up to 16) elements from ``base[index]`` on; zero in the other lanes."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        at = builder.gep(arguments[0], [arguments[1]])
+        mask = _lane_mask(builder, arguments[2])
+        shape, name, align = (_HVEC, "v16i16", 2) if _is_bf16(base) else (VECTOR, "v16f32", 4)
+        where = builder.bitcast(at, shape.as_pointer())
+        zero = ir.Constant(shape, None)
+        parts = [where, ir.Constant(_I32, align), mask, zero]
+        loaded = _llvm(builder, f"llvm.masked.load.{name}.p0", parts, shape)
+        return _widen(builder, loaded) if _is_bf16(base) else loaded
+
+    return vec(base, types.int64, types.int64), generate
+
+
+@intrinsic
+def store(_context: Any, base: Any, index: Any, value: Any) -> Any:
+    """Round 16 values to the element type and write them from ``base[index]`` on."""
+
+    def generate(context: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        at = builder.gep(arguments[0], [arguments[1]])
+        if _is_bf16(base):
+            builder.store(_narrow(builder, arguments[2]), builder.bitcast(at, _HVEC.as_pointer()), align=2)
+        else:
+            builder.store(arguments[2], builder.bitcast(at, VECTOR.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(base, types.int64, vec), generate
+
+
+@intrinsic
+def store_part(_context: Any, base: Any, index: Any, value: Any, count: Any) -> Any:
+    """As ``store``, the first ``count`` lanes only."""
+
+    def generate(context: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        at = builder.gep(arguments[0], [arguments[1]])
+        mask = _lane_mask(builder, arguments[3])
+        bf16 = _is_bf16(base)
+        data = _narrow(builder, arguments[2]) if bf16 else arguments[2]
+        shape, name, align = (_HVEC, "v16i16", 2) if bf16 else (VECTOR, "v16f32", 4)
+        where = builder.bitcast(at, shape.as_pointer())
+        _llvm(
+            builder, f"llvm.masked.store.{name}.p0", [data, where, ir.Constant(_I32, align), mask], ir.VoidType()
+        )
+        return context.get_dummy_value()
+
+    return types.void(base, types.int64, vec, types.int64), generate
+
+
+@intrinsic
+def round_like(_context: Any, base: Any, value: Any) -> Any:
+    """Round every lane to the element type of ``base`` and back."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        if not _is_bf16(base):
+            return arguments[1]
+        return _widen(builder, _narrow(builder, arguments[1]))
+
+    return vec(base, vec), generate
+
+
+@intrinsic
+def splat(_context: Any, scalar: Any) -> Any:
+    """The same float32 in every lane."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        return emit_splat(builder, arguments[0])
+
+    return vec(types.float32), generate
+
+
+def _elementwise(name: str, arity: int, emit: Callable[[ir.IRBuilder, Any], ir.Value], doc: str) -> Any:
+    """Intrinsic of ``arity`` vectors to one."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        return emit(builder, arguments)
+
+    signature = vec(*[vec] * arity)
+    if arity == 1:
+
+        def typed(_context: Any, a: Any) -> Any:
+            return signature, generate
+    elif arity == 2:
+
+        def typed(_context: Any, a: Any, b: Any) -> Any:
+            return signature, generate
+    else:
+
+        def typed(_context: Any, a: Any, b: Any, c: Any) -> Any:
+            return signature, generate
+
+    typed.__name__ = name
+    typed.__doc__ = doc
+    return intrinsic(typed)
+
+
+add = _elementwise("add", 2, lambda b, v: b.fadd(*v), "a + b")
+sub = _elementwise("sub", 2, lambda b, v: b.fsub(*v), "a - b")
+mul = _elementwise("mul", 2, lambda b, v: b.fmul(*v), "a * b")
+div = _elementwise("div", 2, lambda b, v: b.fdiv(*v), "a / b")
+fma = _elementwise("fma", 3, lambda b, v: emit_fma(b, *v), "a * b + c, rounded once")
+maximum = _elementwise("maximum", 2, lambda b, v: _llvm(b, "llvm.maxnum.v16f32", v), "the larger, lane by lane")
+nearest = _elementwise("nearest", 1, lambda b, v: _llvm(b, "llvm.rint.v16f32", v), "round to an integer")
+
+
+@intrinsic
+def lane(_context: Any, value: Any, index: Any) -> Any:
+    """One lane as a scalar."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        return builder.extract_element(arguments[0], builder.trunc(arguments[1], _I32))
+
+    return types.float32(vec, types.int64), generate
+
+
+@intrinsic
+def any_equal(_context: Any, a: Any, b: Any) -> Any:
+    """Whether any lane of ``a`` equals its counterpart in ``b``."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        same = builder.fcmp_ordered("==", *arguments)
+        return _llvm(builder, "llvm.vector.reduce.or.v16i1", [same], ir.IntType(1))
+
+    return types.boolean(vec, vec), generate
+
+
+@intrinsic
+def float_of_bits(_context: Any, bits: Any) -> Any:
+    """The float32 whose bits are the low half of an int64 (how a kernel gets a float argument)."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        return builder.bitcast(builder.trunc(arguments[0], _I32), _F32)
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def bits_of_float(_context: Any, value: Any) -> Any:
+    """The bits of a float32 as a non-negative int64."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        return builder.zext(builder.bitcast(arguments[0], _I32), ir.IntType(64))
+
+    return types.int64(types.float32), generate
+
+
+@intrinsic
+def keep_lanes(_context: Any, value: Any, other: Any, count: Any) -> Any:
+    """``value`` in the lanes below ``count``, ``other`` above."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        return builder.select(_lane_mask(builder, arguments[2]), arguments[0], arguments[1])
+
+    return vec(vec, vec, types.int64), generate
+
+
+@intrinsic
+def _scale_by_power_of_two(_context: Any, value: Any, exponent: Any) -> Any:
+    """``value * 2**exponent`` for integral exponents in [-126, 127]."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        biased = builder.add(builder.fptosi(arguments[1], _IVEC), _int_splat(127))
+        return builder.fmul(arguments[0], builder.bitcast(builder.shl(biased, _int_splat(23)), VECTOR))
+
+    return vec(vec, vec), generate
+
+
+@intrinsic
+def _clamp(_context: Any, value: Any, low: Any, high: Any) -> Any:
+    """``value`` bounded to [low, high]; NaN stays NaN."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        low, high = emit_splat(builder, arguments[1]), emit_splat(builder, arguments[2])
+        raised = builder.select(builder.fcmp_ordered("<", arguments[0], low), low, arguments[0])
+        return builder.select(builder.fcmp_ordered(">", raised, high), high, raised)
+
+    return vec(vec, types.float32, types.float32), generate
+
+
+@njit
+def exp(x):
+    """e**x to about one unit in the last place; 2**-126 below -87.3, 2**127 above 88.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2 (ln 2 in two parts), then the Taylor polynomial of degree 7.
+    """
+    x = _clamp(x, F32(-87.3), F32(88.0))
+    n = nearest(mul(x, splat(F32(1.4426950408889634))))
+    r = fma(n, splat(F32(-0.693359375)), x)
+    r = fma(n, splat(F32(2.12194440e-4)), r)
+    p = splat(F32(1.0 / 5040.0))
+    p = fma(p, r, splat(F32(1.0 / 720.0)))
+    p = fma(p, r, splat(F32(1.0 / 120.0)))
+    p = fma(p, r, splat(F32(1.0 / 24.0)))
+    p = fma(p, r, splat(F32(1.0 / 6.0)))
+    p = fma(p, r, splat(F32(0.5)))
+    p = fma(p, r, splat(F32(1.0)))
+    p = fma(p, r, splat(F32(1.0)))
+    return _scale_by_power_of_two(p, n)
+
+
+@njit
+def sum_lanes(v):
+    """Sum over lanes in a fixed order."""
+    total = lane(v, 0)
+    for i in range(1, LANES):
+        total += lane(v, i)
+    return total
+
+
+@njit
+def max_lanes(v):
+    """Largest lane; NaN lanes are passed over."""
+    largest = lane(v, 0)
+    for i in range(1, LANES):
+        largest = max(largest, lane(v, i))
+    return largest

@@ -1,0 +1,131 @@
+"""Every kernel in plain torch: the twin that the fast ones are held against, and the fallback where none runs.
+
+Written to be read; sequences are treated one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from batchgen.kernels import Linear, QKNorm, SamplingRows
+from batchgen.model.cache import KVCache
+from batchgen.model.inputs import ModelInput
+
+
+class ReferenceLinear:
+    """``torch.nn.functional.linear`` with the weight as it stands."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = functional.linear(x, self.weight, self.bias)
+        return y if residual is None else y + residual
+
+
+def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
+    bounds = inputs.cu_seqlens.tolist()
+    for sequence, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        yield sequence, slice(start, end)
+
+
+class ReferenceKernels:
+    """See ``Kernels`` for shapes."""
+
+    name = "reference"
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """See ``Kernels.linear``."""
+        return ReferenceLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``Kernels.rms_norm``."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * scale).to(x.dtype) * weight
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """See ``Kernels.swiglu``."""
+        gate, up = gate_up.float().chunk(2, -1)
+        return (functional.silu(gate) * up).to(gate_up.dtype)
+
+    def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
+        """See ``Kernels.rope_and_cache``."""
+        head_dim, num_kv_heads, width = norms.q_weight.numel(), cache.keys.shape[1], cache.keys.shape[2]
+        heads = qkv.view(len(qkv), -1, head_dim)
+        q, k, v = heads.split((norms.num_heads, num_kv_heads, num_kv_heads), dim=1)
+        cosine, sine = rotary[:, inputs.positions.long(), None, :]
+
+        def normed_and_rotated(x: Tensor, weight: Tensor) -> Tensor:
+            a, b = self.rms_norm(x, weight, norms.eps).float().chunk(2, -1)
+            return torch.cat((a * cosine - b * sine, b * cosine + a * sine), -1)
+
+        q, k = normed_and_rotated(q, norms.q_weight), normed_and_rotated(k, norms.k_weight)
+        block, offset = inputs.slot_mapping // cache.block_size, inputs.slot_mapping % cache.block_size
+        cache.keys[block, :, :head_dim, offset] = k.to(qkv.dtype)
+        cache.values[block, :, offset, :head_dim] = v
+        return functional.pad(q * head_dim**-0.5, (0, width - head_dim))
+
+    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
+        """See ``Kernels.attention``."""
+        num_tokens, num_heads, _ = q.shape
+        group = num_heads // cache.keys.shape[1]
+        out = torch.empty(num_tokens, num_heads, head_dim, dtype=cache.keys.dtype, device=q.device)
+        for sequence, tokens in _sequences(inputs):
+            positions = inputs.positions[tokens]
+            context = int(positions[-1]) + 1
+            blocks = inputs.block_tables[sequence, : -(-context // cache.block_size)].long()
+            keys = cache.keys[blocks][..., : cache.block_size].permute(1, 2, 0, 3).flatten(2)[..., :context]
+            values = cache.values[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
+            scores = q[tokens].transpose(0, 1) @ keys.float().repeat_interleave(group, 0)
+            visible = torch.arange(context, device=q.device) <= positions[:, None]
+            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+            mixed = weights @ values.float().repeat_interleave(group, 0)
+            out[tokens] = mixed.transpose(0, 1)[..., :head_dim].to(out.dtype)
+        return out.flatten(1)
+
+    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: Tensor, inputs: ModelInput) -> Tensor:
+        """See ``Kernels.short_conv``."""
+        b, c, x = bcx.chunk(3, -1)
+        gated = b * x
+        out = torch.empty_like(c)
+        for sequence, tokens in _sequences(inputs):
+            slot = int(inputs.conv_slots[sequence])
+            past = state[slot] if inputs.positions[tokens][0] > 0 else torch.zeros_like(state[slot])
+            # A sequence shorter than the window has zeros before its start, whatever the slot held.
+            column = torch.cat((past, gated[tokens]))
+            windows = column.float().unfold(0, len(weight), 1)  # [tokens, width, taps]
+            mixed = (windows * weight.T).sum(-1) + bias
+            out[tokens] = c[tokens] * mixed.to(bcx.dtype)
+            state[slot] = column[len(column) - len(past) :]
+        return out
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See ``Kernels.argmax``."""
+        best = logits.float().nan_to_num(nan=-torch.inf).argmax(-1)
+        return best.masked_fill(logits.isnan().all(-1), -1)
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """See ``Kernels.sample``."""
+        scaled = logits.float()
+        scaled = (scaled - scaled.amax(-1, keepdim=True)) / rows.temperature[:, None]
+        p = scaled.exp()
+        p = p.masked_fill(p < rows.min_p[:, None], 0.0).double()
+        descending = p.sort(-1, descending=True).values
+        width = logits.shape[1]
+        k = rows.top_k.masked_fill(rows.top_k == 0, width).clamp(max=width)
+        p = p.masked_fill(p < descending.gather(-1, k[:, None] - 1), 0.0)
+        descending = p.sort(-1, descending=True).values
+        enough = descending.cumsum(-1) >= rows.top_p[:, None] * descending.sum(-1, keepdim=True)
+        last = enough.int().argmax(-1, keepdim=True)
+        is_on = (rows.top_p < 1)[:, None]
+        p = p.masked_fill(is_on & (p < descending.gather(-1, last)), 0.0)
+        cumulative = p.cumsum(-1)
+        total = cumulative[:, -1:]
+        drawn = (cumulative > rows.uniform[:, None] * total).int().argmax(-1)
+        return drawn.masked_fill(~(total[:, 0] > 0), -1)

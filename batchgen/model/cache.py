@@ -1,0 +1,81 @@
+"""The state a sequence leaves between steps: paged keys and values, and the short convolutions' last inputs.
+
+Holds memory and its layout; who owns which block or slot is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchgen.model.config import ModelConfig
+
+LANES = 16  # positions a vector of the CPU kernels holds: keys and head_dim are padded to it
+
+
+def _padded(n: int) -> int:
+    return -(-n // LANES) * LANES
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of one attention layer.
+
+    Attributes:
+        keys: [num_blocks, num_kv_heads, width, lanes]: a position is a column, so that neighbours fill a vector.
+        values: [num_blocks, num_kv_heads, block_size, width].
+        block_size: positions per block; ``lanes`` is this rounded up to 16, ``width`` is head_dim rounded up.
+    """
+
+    keys: Tensor
+    values: Tensor
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """State of all layers: ``kv`` per attention layer, ``conv`` per convolution layer, in layer order.
+
+    A ``conv`` tensor is [num_slots, conv_L_cache - 1, hidden_size], oldest input first.
+    """
+
+    kv: tuple[KVCache, ...]
+    conv: tuple[Tensor, ...]
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes over all attention layers, padding included."""
+    width = _padded(config.head_dim)
+    per_layer = config.num_kv_heads * width * (_padded(block_size) + block_size)
+    return config.num_attention_layers * per_layer * dtype.itemsize
+
+
+def conv_slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of convolution state that one sequence takes over all layers."""
+    return config.num_conv_layers * (config.conv_l_cache - 1) * config.hidden_size * dtype.itemsize
+
+
+def allocate(
+    config: ModelConfig, *, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype, device: torch.device
+) -> StateCache:
+    """Zeroed state: what a vector reads beyond a sequence's end is masked, but must be finite.
+
+    One spare block of keys ends the memory, for the last vector of a block whose size is no multiple of 16.
+    """
+    width = _padded(config.head_dim)
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    kv = tuple(
+        KVCache(
+            keys=zeros(num_blocks + 1, config.num_kv_heads, width, _padded(block_size)),
+            values=zeros(num_blocks, config.num_kv_heads, block_size, width),
+            block_size=block_size,
+        )
+        for _ in range(config.num_attention_layers)
+    )
+    conv = tuple(zeros(num_slots, config.conv_l_cache - 1, config.hidden_size) for _ in range(config.num_conv_layers))
+    return StateCache(kv, conv)

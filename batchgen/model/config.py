@@ -1,0 +1,208 @@
+"""The shape of an LFM2 model, read from the checkpoint's own ``config.json``.
+
+Knows every alias under which releases have written a value and refuses what the forward pass does not
+implement (another architecture, a rope scaling, a biased attention). Imports no torch, so planning can use it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import ModelError
+
+MODEL_TYPE = "lfm2"
+ATTENTION = "full_attention"
+CONV = "conv"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A dense LFM2, all derived sizes resolved.
+
+    ``layer_types`` holds ``"conv"`` or ``"full_attention"`` per layer; ``ff_dim`` is the feed-forward width
+    the weights really have; ``eos_token_ids`` end a generation.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layer_types: tuple[str, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ff_dim: int
+    conv_l_cache: int
+    conv_bias: bool
+    norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_embedding: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return len(self.layer_types)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Number of blocks that need KV memory."""
+        return self.layer_types.count(ATTENTION)
+
+    @property
+    def num_conv_layers(self) -> int:
+        """Number of blocks that carry a convolution state."""
+        return self.layer_types.count(CONV)
+
+    @property
+    def linear_params_per_token(self) -> int:
+        """Weights every token is multiplied with, the output projection excluded (each costs 2 FLOP)."""
+        h, d = self.hidden_size, self.head_dim
+        conv = 4 * h * h
+        attention = h * d * (2 * self.num_heads + 2 * self.num_kv_heads)
+        feed_forward = 3 * h * self.ff_dim
+        return (
+            self.num_conv_layers * conv + self.num_attention_layers * attention + self.num_layers * feed_forward
+        )
+
+    @property
+    def logits_params_per_token(self) -> int:
+        """Weights of the output projection, multiplied only where logits are needed."""
+        return self.vocab_size * self.hidden_size
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
+        """Build from the parsed ``config.json``; ``where`` names it in errors.
+
+        Raises:
+            ModelError: another architecture, a missing or impossible value, an unknown rope scaling.
+        """
+        values = _Values(raw, where)
+        values.refuse_unsupported()
+        num_heads = values.integer("num_attention_heads", "num_heads")
+        hidden_size = values.integer("hidden_size", "block_dim")
+        config = cls(
+            vocab_size=values.integer("vocab_size"),
+            hidden_size=hidden_size,
+            layer_types=values.layer_types(),
+            num_heads=num_heads,
+            num_kv_heads=values.integer("num_key_value_heads", default=num_heads),
+            head_dim=values.integer("head_dim", default=hidden_size // num_heads),
+            ff_dim=values.ff_dim(),
+            conv_l_cache=values.integer("conv_L_cache"),
+            conv_bias=bool(values.get("conv_bias", default=False)),
+            norm_eps=float(values.get("norm_eps", "block_norm_eps", default=1e-5)),
+            rope_theta=values.rope_theta(),
+            max_position_embeddings=values.integer("max_position_embeddings"),
+            tie_embedding=bool(values.get("tie_embedding", "tie_word_embeddings", default=True)),
+            bos_token_id=values.get("bos_token_id", default=None),
+            eos_token_ids=values.eos_token_ids(),
+            dtype=str(values.get("torch_dtype", "dtype", default="bfloat16")),
+        )
+        if config.num_heads % config.num_kv_heads:
+            raise values.error(f"num_attention_heads {config.num_heads} is no multiple of {config.num_kv_heads}")
+        if config.head_dim % 2:
+            raise values.error(f"head_dim {config.head_dim} is odd; rotary embedding needs pairs")
+        return config
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelConfig:
+        """Read ``folder/config.json`` (end tokens of ``generation_config.json`` are added).
+
+        Raises:
+            ModelError: missing or broken file, or anything ``from_dict`` refuses.
+        """
+        raw = _read_json(folder / "config.json")
+        config = cls.from_dict(raw, str(folder / "config.json"))
+        generation = folder / "generation_config.json"
+        if not generation.is_file():
+            return config
+        extra = _as_ids(_read_json(generation).get("eos_token_id"), str(generation))
+        merged = tuple(dict.fromkeys(config.eos_token_ids + extra))
+        return replace(config, eos_token_ids=merged)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}); a model folder needs this file") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+def _as_ids(value: Any, where: str) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ModelError(f"{where}: eos_token_id must be an integer or a list of them, not {value!r}")
+    return tuple(ids)
+
+
+class _Values:
+    """Typed look-ups under any of a value's names."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw = raw
+        self.where = where
+
+    def error(self, message: str) -> ModelError:
+        return ModelError(f"{self.where}: {message}")
+
+    def get(self, *names: str, default: Any = ...) -> Any:
+        for name in names:
+            if self.raw.get(name) is not None:
+                return self.raw[name]
+        if default is ...:
+            raise self.error(f"has no {names[0]!r}")
+        return default
+
+    def integer(self, *names: str, default: Any = ...) -> int:
+        value = self.get(*names, default=default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.error(f"{names[0]} must be a positive integer, not {value!r}")
+        return value
+
+    def refuse_unsupported(self) -> None:
+        model_type = self.raw.get("model_type")
+        if model_type != MODEL_TYPE:
+            raise self.error(f"model_type is {model_type!r}; this engine runs {MODEL_TYPE!r} (dense LFM2) only")
+        rope = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise self.error(f"rope scaling {kind!r} is not supported")
+        if self.raw.get("quantization_config") is not None:
+            raise self.error("quantized checkpoints are not supported; use the bfloat16 release")
+
+    def layer_types(self) -> tuple[str, ...]:
+        num_layers = self.integer("num_hidden_layers")
+        listed = self.get("layer_types", default=None)
+        if listed is None:
+            attention = set(self.get("full_attn_idxs"))
+            listed = [ATTENTION if i in attention else CONV for i in range(num_layers)]
+        if len(listed) != num_layers or not set(listed) <= {ATTENTION, CONV}:
+            raise self.error(f"layer_types must name {num_layers} layers as {ATTENTION!r} or {CONV!r}")
+        return tuple(listed)
+
+    def ff_dim(self) -> int:
+        width = self.integer("block_ff_dim", "intermediate_size")
+        if not self.get("block_auto_adjust_ff_dim", default=True):
+            return width
+        width = int(2 * width / 3)
+        width = int(self.get("block_ffn_dim_multiplier", default=1.0) * width)
+        multiple = self.integer("block_multiple_of", default=256)
+        return multiple * -(-width // multiple)
+
+    def rope_theta(self) -> float:
+        nested = (self.raw.get("rope_parameters") or {}).get("rope_theta")
+        return float(nested if nested is not None else self.get("rope_theta", "theta", default=1e6))
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return _as_ids(self.get("eos_token_id", default=None), self.where)

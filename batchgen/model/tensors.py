@@ -1,0 +1,128 @@
+"""Where a model's weights come from: a safetensors checkpoint, or a random generator of the same shapes.
+
+A source is asked for each tensor by name and shape exactly once and told when the model is built; then it can say
+which tensor was missing, misshapen or left over. Only safetensors is read: loading runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from batchgen.errors import ModelError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class TensorSource(Protocol):
+    """Hands out a model's tensors."""
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of that name, checked against ``shape``, in the source's dtype and device."""
+        ...
+
+    def finish(self) -> None:
+        """Called when the model has all it needs."""
+        ...
+
+
+class Checkpoint:
+    """The tensors of a checkpoint folder, memory-mapped: what is never touched is never read."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.folder = folder
+        self.dtype = dtype
+        self.device = device
+        self._files: dict[str, Any] = {}
+        self._where = self._locate()
+        self._taken: set[str] = set()
+
+    def _locate(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        index = self.folder / INDEX
+        if index.is_file():
+            return self._read_index(index)
+        if not (self.folder / WEIGHTS).is_file():
+            raise ModelError(f"{self.folder}: has neither {WEIGHTS} nor {INDEX}; only safetensors weights are loaded")
+        return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+
+    def _read_index(self, index: Path) -> dict[str, str]:
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            names = {str(tensor): str(file) for tensor, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"{index}: not a safetensors index ({error!r})") from None
+        for file in set(names.values()):
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                raise ModelError(f"{index}: names {file!r}, which is no safetensors file of this folder")
+            held = set(self._open(file).keys())
+            listed = {tensor for tensor, where in names.items() if where == file}
+            if held != listed:
+                odd = sorted(held ^ listed)[0]
+                raise ModelError(f"{index}: the index and {file} disagree about tensor {odd!r}")
+        return names
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.folder / file
+            try:
+                self._files[file] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{path}: cannot be read as safetensors ({error}); download it again") from None
+        return self._files[file]
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See ``TensorSource.take``.
+
+        Raises:
+            ModelError: no such tensor, or another shape.
+        """
+        if name not in self._where:
+            raise ModelError(f"{self.folder}: the weights lack tensor {name!r}, which config.json asks for")
+        tensor: Tensor = self._open(self._where[name]).get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"{self.folder}: tensor {name!r} has shape {list(tensor.shape)}; config.json asks for {list(shape)}"
+            )
+        self._taken.add(name)
+        return tensor.to(self.device, self.dtype)
+
+    def finish(self) -> None:
+        """Refuse tensors the model did not ask for: an unknown tensor means an unknown model.
+
+        Raises:
+            ModelError: a tensor was left over.
+        """
+        left = sorted(set(self._where) - self._taken - {"lm_head.weight"})
+        if left:
+            raise ModelError(f"{self.folder}: unknown tensor {left[0]!r} ({len(left)} the model has no place for)")
+        self._files.clear()
+
+
+class RandomTensors:
+    """Random weights of any shape, the same in every run: for measuring speed where no checkpoint is at hand."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0, std: float = 0.02) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.seed = seed
+        self.std = std
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """See ``TensorSource.take``; norm weights are near one, all others normal with the source's deviation."""
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self.seed)
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if "norm" in name:
+            return tensor.normal_(1.0, 0.1, generator=generator)
+        std = 0.5 if name.endswith("conv.conv.weight") else self.std
+        return tensor.normal_(0.0, std, generator=generator)
+
+    def finish(self) -> None:
+        """Nothing can be left over."""

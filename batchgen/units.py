@@ -1,0 +1,88 @@
+"""Values people write with a unit: sizes, durations, percentages, clock times, shards.
+
+Pure text-to-number functions shared by the job file and the command line; they know no key and no flag.
+Every parser raises ``ValueError`` whose text completes the sentence "<key> = <value>: ...".
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
+_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``4GiB``, ``512MB``, ``2G`` or ``1048576``: MB is 1000-based, MiB and a bare M are 1024-based."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError('must be a size such as "4GiB" or "512MB"')
+    number, prefix, binary, byte = match.groups()
+    base = 1000 if byte and not binary else 1024
+    return int(float(number) * base ** _POWER[prefix.lower()])
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``55m``, ``1h30m``, ``90s``, ``2d`` or a bare number of seconds."""
+    compact = text.replace(" ", "")
+    if re.fullmatch(r"\d+(\.\d+)?", compact):
+        return float(compact)
+    match = _DURATION.fullmatch(compact)
+    if match is None or not any(match.groups()):
+        raise ValueError('must be a duration such as "55m", "1h30m" or "90s"')
+    days, hours, minutes, seconds = (float(part or 0) for part in match.groups())
+    return days * 86400 + hours * 3600 + minutes * 60 + seconds
+
+
+def parse_share(text: str) -> float:
+    """The share of one that ``5%`` or ``0.05`` means, between 0 and 1."""
+    message = 'must be a share such as "5%" or 0.05'
+    body, percent, rest = text.strip().partition("%")
+    try:
+        share = float(body) / (100 if percent else 1)
+    except ValueError:
+        raise ValueError(message) from None
+    if rest or not 0 <= share <= 1:
+        raise ValueError(message)
+    return share
+
+
+def parse_clock(text: str, now: datetime) -> datetime:
+    """The next instant at which the local clock shows ``05:55`` (or ``05:55:30``), or an ISO date and time.
+
+    ``now`` must carry a time zone; a date and time without one is local.
+    """
+    for form in ("%H:%M", "%H:%M:%S"):
+        try:
+            clock = datetime.strptime(text.strip(), form).time()
+        except ValueError:
+            continue
+        at = datetime.combine(now.date(), clock)
+        if at.astimezone() <= now:
+            at += timedelta(days=1)  # before the zone is attached, so that 05:55 stays 05:55 over a clock change
+        return at.astimezone()
+    try:
+        return datetime.fromisoformat(text.strip()).astimezone()
+    except ValueError:
+        raise ValueError('must be a clock time such as "05:55" or a date and time such as "2026-01-31T05:55"') from None
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """``2/8`` as ``(2, 8)``: the second of eight shards, counted from 1."""
+    match = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ValueError('must be "i/n" with 1 <= i <= n, such as "2/8"')
+    return int(match[1]), int(match[2])
+
+
+def format_duration(seconds: float) -> str:
+    """A duration as people read it: ``4.2 s``, ``3m 05s``, ``2h 07m``, ``3d 04h``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d {hours % 24:02d}h"
+    return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {secs:02d}s"
