@@ -122,7 +122,7 @@ PATHS = Kind(_texts, "PATH")
 COLUMNS = Kind(_columns, "A,B|*", lambda text: [name.strip() for name in text.split(",") if name.strip()])
 
 
-def key(kind: Kind, text: str, default: Any = MISSING, *, flag: str = "", outputs: bool = True) -> Any:  # noqa: ANN401 - a field of any type
+def key(kind: Kind, text: str, default: Any = MISSING, *, flag: str = "", outputs: bool = True) -> Any:
     """Declare a key: its kind, help line, default, flag when not ``--name``, and whether it changes outputs."""
     metadata = {"kind": kind, "help": text, "flag": flag, "outputs": outputs}
     return field(default=default, metadata=metadata)
@@ -231,7 +231,7 @@ def job_from_dict(data: Mapping[str, Any]) -> JobSpec:
     Raises ``TypeError`` on keys this version does not know.
     """
 
-    def section(cls: type[Any], name: str) -> Any:  # noqa: ANN401 - one of the section types
+    def section(cls: type[Any], name: str) -> Any:
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data[name].items()})
 
     parts = {name: section(cls, name) for name, cls in SECTIONS.items()}

@@ -20,7 +20,7 @@ from batchgen.errors import UsageError
 from batchgen.records import SAMPLING_KEYS, SamplingParams
 from batchgen.spec import SECTIONS, JobSpec, Kind, flag_name
 
-type Values = dict[str, dict[str, Any]]
+Values = dict[str, dict[str, Any]]
 
 _ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
@@ -155,10 +155,10 @@ def _merge_sampling(layer: Layer, base: SamplingParams) -> SamplingParams:
     try:
         return merge_params(base, overrides)
     except ParamError as error:
-        raise layer.problem("sampling", error.key, overrides.get(error.key), error.message) from error
+        raise UsageError(f"{layer.place('sampling', error.key)}: {error}") from error
 
 
-def _resolve(base: Path, section: str, key: str, value: Any) -> Any:  # noqa: ANN401 - a value of any key
+def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
     """Make paths absolute; what is no path (``-``, ``hf:``, ``dummy:``, a Hub id) stays as it is."""
     if section == "input" and key == "path":
         return tuple(item if item == "-" or item.startswith("hf:") else _absolute(base, item) for item in value)
@@ -183,12 +183,8 @@ def _check_together(spec: JobSpec) -> None:
         raise UsageError("input.system needs input.chat = true: a raw completion has no system prompt")
     if "-" in spec.input.path and len(spec.input.path) > 1:
         raise UsageError('input.path = "-" (stdin) cannot be combined with other inputs')
-    output = Path(spec.output.path)
-    if output.is_file():
+    if Path(spec.output.path).is_file():
         raise UsageError(f"output.path = {spec.output.path!r} is a file: it must be a folder for the run")
-    for path in spec.input.path:
-        if path != "-" and not path.startswith("hf:") and Path(path).is_relative_to(output):
-            raise UsageError(f"input {path} lies inside the run directory {output}: an output may never replace it")
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:

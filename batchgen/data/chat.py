@@ -30,7 +30,7 @@ class ChatTemplateError(Exception):
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 - jinja's values
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Refuse what would fill the memory from a few characters of template."""
         if operator == "**" and not (abs(left) <= 1 << 20 and abs(right) <= 64):
             raise SecurityError("a power in the chat template is too large")
@@ -43,7 +43,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _GenerationBlock(Extension):
     """``{% generation %}…{% endgeneration %}`` marks what training counts; for a prompt it is its content."""
 
-    tags = frozenset({"generation"})  # noqa: RUF012 - the base class declares an instance variable
+    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -55,7 +55,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(
-    value: Any,  # noqa: ANN401 - jinja's values
+    value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
@@ -86,14 +86,13 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template does not compile: {_one_line(error)}") from error
-        self._special_tokens = dict(special_tokens)
+        constant = {"tools": None, "documents": None, "add_generation_prompt": True, **special_tokens}
+        self._template.globals = {**self._template.globals, **constant}  # a plain dict: jinja copies it for each row
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt up to and with the header of the assistant's turn. Raises ChatTemplateError."""
         try:
-            text = self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            )
+            text = self._template.render(messages=messages)
             text.encode()  # a template can make lone surrogates, which no tokenizer takes
         except Exception as error:  # a template is a program of its own and may raise anything
             raise ChatTemplateError(f"the chat template failed: {_one_line(error)}") from error

@@ -46,7 +46,7 @@ class ContentFinder:
     """
 
     def __init__(self, spec: InputSpec, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        _check_spec(spec, tokenizer, vocab_size)
+        _check_spec(spec, tokenizer)
         self._spec = spec
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -64,7 +64,9 @@ class ContentFinder:
             return Content(self._from_messages("messages", request.content), request.sampling)
         if isinstance(request.content, list):
             return Content(self._from_ids("prompt", request.content), request.sampling)
-        return Content(PromptText(_checked_text("prompt", request.content), True), request.sampling)
+        text = _checked_text("prompt", request.content)  # a completion is raw whatever the job's ``chat`` says
+        self._require_tokenizer()
+        return Content(PromptText(text, True), request.sampling)
 
     def _overrides(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
         overrides = {name: columns[name] for name in columns.keys() & self._param_columns}
@@ -111,14 +113,19 @@ class ContentFinder:
         return self._chat(check_messages(name, value))
 
     def _chat(self, messages: Sequence[Message]) -> PromptText:
-        if self._tokenizer is None:
-            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, "the model has no tokenizer, hence no chat template")
+        tokenizer = self._require_tokenizer()
         if self._spec.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._spec.system}, *messages]
         try:
-            return PromptText(self._tokenizer.render_chat(messages), False)
+            return PromptText(tokenizer.render_chat(messages), False)
         except ChatTemplateError as error:
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, str(error)) from error
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            message = "the model has no tokenizer, so a prompt must be a list of token ids"
+            raise RowProblem(RowErrorCode.BAD_TYPE, message)
+        return self._tokenizer
 
     def _from_ids(self, name: str, value: object) -> list[int]:
         if not isinstance(value, list) or not all(type(item) is int for item in value):
@@ -139,7 +146,7 @@ def _checked_text(name: str, value: object) -> str:
     return value
 
 
-def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None) -> None:
     if spec.prompt_token_ids:
         return
     if tokenizer is None:
@@ -154,6 +161,3 @@ def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None, vocab_size: int) -
                 raise UsageError(f"input.{key} needs a chat: drop it, or drop input.chat = false")
     elif not tokenizer.has_chat_template:
         raise UsageError("the model has no chat template; set input.chat = false (--no-chat) for raw completion")
-    if tokenizer.vocab_size > vocab_size:
-        message = f"the tokenizer has {tokenizer.vocab_size} token ids and the model only {vocab_size}"
-        raise UsageError(f"{message}: they do not belong together; check model.tokenizer")

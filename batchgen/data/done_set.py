@@ -57,12 +57,19 @@ class DoneSet:
             self._gap += 1
         return self._first + self._gap * self._step
 
+    def is_ours(self, index: int) -> bool:
+        """Whether the row belongs to this shard, finished or not."""
+        return index >= 0 and index % self._step == self._first
+
+    def covers(self, num_rows: int) -> bool:
+        """Whether these are exactly the shard's rows of an input of ``num_rows`` rows."""
+        return self.first_gap >= num_rows and len(self) == len(range(self._first, num_rows, self._step))
+
     def add(self, index: int, segment: int, offset: int, is_error: bool) -> None:
         """Note where a row's record lies, in place of an earlier one. Raises ValueError for a row of another shard."""
-        position, rest = divmod(index - self._first, self._step)
-        if rest or position < 0:
+        if not self.is_ours(index):
             raise ValueError(f"row {index} is not in this shard")
-        packed = self._packed
+        packed, position = self._packed, (index - self._first) // self._step
         if position >= len(packed):
             packed.extend([_ABSENT] * (position + 1 - len(packed)))
         elif packed[position] != _ABSENT:

@@ -7,7 +7,6 @@ folder; created with the user's umask) stand in one place. It knows bytes and pa
 from __future__ import annotations
 
 import errno
-import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -59,7 +58,7 @@ def staged_file(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = temporary_name(path)
     try:
-        with storage_errors("write", path), io.open(temporary, "wb", buffering=1 << 20) as file:  # noqa: UP020, PTH123 - see tests/data/faults.py
+        with storage_errors("write", path), temporary.open("wb", buffering=1 << 20) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -72,7 +71,7 @@ def staged_file(path: Path) -> Iterator[BinaryIO]:
 def publish(path: Path) -> None:
     """Let a staged file appear under its name, replacing what was there, and make that durable."""
     with storage_errors("write", path):
-        os.replace(temporary_name(path), path)  # noqa: PTH105 - see tests/data/faults.py
+        temporary_name(path).replace(path)
         sync_folder(path.parent)
 
 
@@ -96,6 +95,6 @@ def remove_folder(folder: Path) -> None:
     with storage_errors("remove", folder):
         shutil.rmtree(doomed, ignore_errors=True)
         if folder.is_dir():
-            os.replace(folder, doomed)  # noqa: PTH105 - see tests/data/faults.py
+            folder.replace(doomed)
             sync_folder(folder.parent)
             shutil.rmtree(doomed, ignore_errors=True)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from batchgen.data.done_set import DoneSet
 from batchgen.data.files import remove_folder, storage_errors, sync_folder
-from batchgen.data.journal_reader import SegmentReader, segment_number, segment_path, segment_paths
+from batchgen.data.journal_reader import CHECK_DISK, SegmentReader, segment_number, segment_path, segment_paths
 from batchgen.data.json_line import encode_json
 from batchgen.data.segment import ERROR, PARTIAL, RESULT, Damage, Line, encode_line, scan
 from batchgen.errors import StorageError
@@ -103,7 +103,7 @@ class Journal:
         journal = cls(folder, shard)
         with storage_errors("open the journal", folder):
             if not folder.is_dir():
-                os.mkdir(folder)  # noqa: PTH102 - see tests/data/faults.py
+                folder.mkdir()
                 sync_folder(folder.parent)
             for path in segment_paths(folder):
                 journal._recover(path)
@@ -126,8 +126,11 @@ class Journal:
     def append(self, entry: JournalEntry) -> None:
         """Add a finished row; it is durable after the next ``commit``, which follows by itself in good time.
 
-        Raises ValueError if the row is finished already (each row ends once), StorageError if the disk refuses.
+        Raises ValueError for a row that is finished already (each ends once) or of another shard, StorageError if the
+        disk refuses.
         """
+        if not self.done.is_ours(entry.index):
+            raise ValueError(f"row {entry.index} is not in this shard")
         if entry.index in self.done:
             raise ValueError(f"row {entry.index} is in the journal already")
         is_error = entry.kind == "error"
@@ -150,7 +153,7 @@ class Journal:
             self.commit()
 
     def commit(self) -> None:
-        """Make everything appended durable. Raises StorageError; the journal then takes no more, but can be reopened."""
+        """Make all that was appended durable. Raises StorageError; the journal then takes no more; reopen it."""
         started_at = time.monotonic()
         self._write()
         if self._unsynced and self._fd is not None:
@@ -186,16 +189,20 @@ class Journal:
         return (index for index in self.done if self.done.place(index).is_error == errors)
 
     def completed(self) -> Iterator[int]:
-        """Finished rows with a result in the order in which they finished."""
+        """Finished rows with a result in the order they finished in. Raises StorageError if one was damaged since."""
         self._write()
+        num_left = self.done.num_results
         for path in segment_paths(self._folder):
             number = segment_number(path)
             with storage_errors("read", path), path.open("rb") as file:
                 for line in scan(file):
-                    if isinstance(line, Line) and line.kind == RESULT and line.index in self.done:
-                        place = self.done.place(line.index)
+                    if isinstance(line, Line) and line.kind == RESULT and line.row in self.done:
+                        place = self.done.place(line.row)
                         if (place.segment, place.offset) == (number, line.offset):
-                            yield line.index
+                            yield line.row
+                            num_left -= 1
+        if num_left:
+            raise StorageError(f"{self._folder}: {num_left} records no longer match their checksum; {CHECK_DISK}")
 
     def _line(self, index: int) -> Line:
         self._write()
@@ -213,11 +220,13 @@ class Journal:
                     continue
                 self.recovery.num_records += 1
                 if line.kind == PARTIAL:
-                    if line.index not in self.done:
-                        self.partials[line.index] = tuple(json.loads(line.payload))
+                    if line.row not in self.done:
+                        self.partials[line.row] = tuple(json.loads(line.payload))
+                elif not self.done.is_ours(line.row):
+                    raise StorageError(f"{path}: row {line.row} is not of this shard; the journal is another run's")
                 else:
-                    self.done.add(line.index, self._number, line.offset, line.kind == ERROR)
-                    self.partials.pop(line.index, None)
+                    self.done.add(line.row, self._number, line.offset, line.kind == ERROR)
+                    self.partials.pop(line.row, None)
 
     def _note(self, path: Path, damage: Damage) -> None:
         if not damage.torn:
@@ -259,7 +268,7 @@ class Journal:
             self._size = 0
 
     def _write(self) -> None:
-        """Hand the buffer to the operating system. What a failed write leaves of a line is a torn tail, cut on reopening."""
+        """Hand the buffer to the operating system. A line that fails half written is a torn tail, cut on reopening."""
         if self._failed is not None:
             raise self._failed
         if self._fd is None or not self._buffer:

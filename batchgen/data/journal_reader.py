@@ -13,6 +13,7 @@ from batchgen.data.files import storage_errors
 from batchgen.data.segment import Line, decode_line
 from batchgen.errors import StorageError
 
+CHECK_DISK = "check the disk, then run again: what is damaged is done once more, all else is kept"
 _MAX_OPEN = 64  # files; a journal of days has more segments than a process may open
 
 
@@ -46,10 +47,7 @@ class SegmentReader:
             file.seek(offset)
             line = decode_line(file.readline(), offset)
         if line is None:
-            raise StorageError(
-                f"{path}: the record at byte {offset} no longer matches its checksum; check the disk, then run again: "
-                "its row is done once more, all others are kept"
-            )
+            raise StorageError(f"{path}: the record at byte {offset} no longer matches its checksum; {CHECK_DISK}")
         return line
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 
-def encode_json(value: Any) -> bytes:  # noqa: ANN401 - any value a row can hold
+def encode_json(value: Any) -> bytes:
     """``value`` as JSON without a newline.
 
     NaN and infinities become null, bytes base64 text, dates and times ISO 8601, keys and all else their ``str()``.
@@ -28,7 +28,7 @@ def encode_json(value: Any) -> bytes:  # noqa: ANN401 - any value a row can hold
         return json.dumps(json.loads(text)).encode()
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 - what json.dumps does not know
+def _plain(value: Any) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode()
     if hasattr(value, "isoformat"):
@@ -38,7 +38,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - what json.dumps does not know
     return str(value)
 
 
-def _sanitized(value: Any) -> Any:  # noqa: ANN401 - any value a row can hold
+def _sanitized(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -10,7 +10,7 @@ from batchgen.errors import RowErrorCode
 Message = dict[str, Any]
 
 
-def check_messages(name: str, value: Any) -> list[Message]:  # noqa: ANN401 - whatever a row holds
+def check_messages(name: str, value: Any) -> list[Message]:
     """The messages in column ``name``: objects with a ``role`` and a ``content`` that is text.
 
     Content given as OpenAI's list of ``{"type": "text", "text": ...}`` parts is joined; other fields go to the
@@ -24,7 +24,7 @@ def check_messages(name: str, value: Any) -> list[Message]:  # noqa: ANN401 - wh
     return messages
 
 
-def _check_message(where: str, message: Any) -> Message:  # noqa: ANN401 - whatever a row holds
+def _check_message(where: str, message: Any) -> Message:
     if not isinstance(message, dict):
         raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} is {type_name(message)}, not an object")
     if not isinstance(message.get("role"), str):
@@ -37,7 +37,7 @@ def _check_message(where: str, message: Any) -> Message:  # noqa: ANN401 - whate
     return {**message, "content": content}
 
 
-def _part_text(where: str, part: Any) -> str:  # noqa: ANN401 - whatever a row holds
+def _part_text(where: str, part: Any) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type_name(part)

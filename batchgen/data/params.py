@@ -117,7 +117,7 @@ def merge_params(base: SamplingParams, overrides: Mapping[str, Any]) -> Sampling
     return merged
 
 
-def _parsed(key: str, value: Any) -> Any:  # noqa: ANN401 - each rule takes what a file can hold and gives its key's type
+def _parsed(key: str, value: Any) -> Any:
     if key in _UNSUPPORTED:
         if value in _UNSUPPORTED[key]:
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from batchgen.data.content import ContentFinder, Prompt, PromptText
+from batchgen.data.content import ContentFinder, PromptText
 from batchgen.data.params import ParamError, merge_params
 from batchgen.data.rows import RowProblem, bad_row
 from batchgen.data.tokenizer import Tokenizer
@@ -22,11 +22,12 @@ _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer need
 
 @dataclass(slots=True)
 class _Draft:
-    """A row on its way: its prompt is text until it is tokenized, ids from then on."""
+    """A row on its way; ``text`` is what still has to be tokenized, None where the row brought ids."""
 
     record: Record
     params: SamplingParams
-    prompt: Prompt
+    text: PromptText | None
+    token_ids: list[int]
 
 
 class RequestBuilder:
@@ -38,7 +39,7 @@ class RequestBuilder:
     Sampling values come from the job, then from columns of their names, then from the row's ``sampling`` object.
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
-    ``max_model_len - 1`` tokens, which leaves room to generate one; ids must be below ``vocab_size``.
+    ``max_model_len - 1`` tokens, which leaves room to generate one; ids that rows bring must be below ``vocab_size``.
     Raises UsageError when [input] cannot work with this tokenizer.
     """
 
@@ -71,9 +72,11 @@ class RequestBuilder:
             return bad_row(record, problem.error, self._spec)
         except ParamError as error:
             return bad_row(record, RowError(RowErrorCode.BAD_PARAM, str(error)), self._spec)
-        if isinstance(content.prompt, PromptText) and (at_least := self._min_tokens(content.prompt.text)):
+        if not isinstance(content.prompt, PromptText):
+            return _Draft(record, params, None, content.prompt)
+        if at_least := self._min_tokens(content.prompt.text):
             return self._too_long(record, f"at least {at_least}")
-        return _Draft(record, params, content.prompt)
+        return _Draft(record, params, content.prompt, [])
 
     def _min_tokens(self, text: str) -> int:
         """The fewest tokens ``text`` can come to if that is too many already, else 0: spares tokenizing a book."""
@@ -83,25 +86,23 @@ class RequestBuilder:
         return -(-len(text) // token_bytes)
 
     def _tokenize(self, drafts: Iterable[_Draft]) -> None:
-        texts = [(draft, draft.prompt) for draft in drafts if isinstance(draft.prompt, PromptText)]
-        if self._tokenizer is None:
+        texts = [(draft, draft.text) for draft in drafts if draft.text is not None]
+        if self._tokenizer is None or not texts:
             return
         for add_special_tokens in (False, True):
-            alike = [(draft, prompt.text) for draft, prompt in texts if prompt.add_special_tokens == add_special_tokens]
+            alike = [(draft, text.text) for draft, text in texts if text.add_special_tokens == add_special_tokens]
             for batch in _batches(alike):
-                ids = self._tokenizer.encode_batch([text for _, text in batch], add_special_tokens)
-                for (draft, _), prompt_token_ids in zip(batch, ids, strict=True):
-                    draft.prompt = prompt_token_ids
+                encoded = self._tokenizer.encode_batch([text for _, text in batch], add_special_tokens)
+                for (draft, _), token_ids in zip(batch, encoded, strict=True):
+                    draft.token_ids = token_ids
 
     def _request(self, draft: _Draft) -> Request | BadRow:
-        if isinstance(draft.prompt, PromptText):
-            raise AssertionError("only a tokenizer lets text prompts through")
-        if len(draft.prompt) > self._max_prompt_tokens:
-            return self._too_long(draft.record, str(len(draft.prompt)))
-        if not draft.prompt:  # a tokenizer without bos may drop all of a text
+        if len(draft.token_ids) > self._max_prompt_tokens:
+            return self._too_long(draft.record, str(len(draft.token_ids)))
+        if not draft.token_ids:  # a tokenizer without bos may drop all of a text
             error = RowError(RowErrorCode.EMPTY_PROMPT, "the prompt comes to no tokens")
             return bad_row(draft.record, error, self._spec)
-        return Request(draft.record.index, tuple(draft.prompt), draft.params)
+        return Request(draft.record.index, tuple(draft.token_ids), draft.params)
 
     def _too_long(self, record: Record, num_tokens: str) -> BadRow:
         limit = f"the context of {self._max_prompt_tokens + 1} takes prompts of at most {self._max_prompt_tokens}"

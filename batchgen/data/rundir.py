@@ -50,7 +50,9 @@ class RunLock:
             if attempt < _LOCK_TRIES - 1:
                 time.sleep(_LOCK_PAUSE_S)
         else:
-            raise LockedError(f"{path.parent} is in use by {_read_holder(path) or 'another process'}; wait for it or stop it")
+            raise LockedError(
+                f"{path.parent} is in use by {_read_holder(path) or 'another process'}; wait for it or stop it"
+            )
         self._fd = fd
         with storage_errors("write", path):
             os.ftruncate(fd, 0)
@@ -187,7 +189,7 @@ class RunDir:
         write_atomic(self.manifest, manifest.to_bytes())
 
     def clear(self) -> None:
-        """Remove everything a run wrote, the manifest last: a crash in between leaves a run that starts from nothing."""
+        """Remove all that a run wrote, the manifest last: a crash in between leaves a run that starts from nothing."""
         for name in set(OUTPUT_NAMES.values()):
             remove_file(self.path / name)
         for path in (self.errors, self.report):

@@ -20,11 +20,11 @@ _KINDS = frozenset({RESULT, ERROR, PARTIAL})
 
 
 class Line(NamedTuple):  # a dataclass takes three times as long to make, and opening a journal makes one a row
-    """One intact line of a segment; ``offset`` is the byte where it starts. What follows the index is parsed on demand."""
+    """An intact line of a segment, that of row ``row``, starting at byte ``offset``; the rest is parsed on demand."""
 
     offset: int
     kind: bytes
-    index: int
+    row: int
     raw: bytes
 
     @property

@@ -70,7 +70,7 @@ def _parse_field(text: str) -> _Field:
     return _Field(match[1], tuple(re.findall(r"\[([^\[\]]+)\]", match[2])))
 
 
-def _look_up(field: _Field, columns: Mapping[str, Any]) -> Any:  # noqa: ANN401 - any value a row can hold
+def _look_up(field: _Field, columns: Mapping[str, Any]) -> Any:
     if field.column not in columns:
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {field.column!r}, which the prompt's template names")
     value = columns[field.column]
@@ -91,7 +91,7 @@ def _look_up(field: _Field, columns: Mapping[str, Any]) -> Any:  # noqa: ANN401 
     return value
 
 
-def _text(value: Any, field: _Field) -> str:  # noqa: ANN401 - any value a row can hold
+def _text(value: Any, field: _Field) -> str:
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, bytes):

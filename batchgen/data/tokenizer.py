@@ -7,7 +7,7 @@ It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.jso
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class Tokenizer:
 
 
 def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
-    is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+    is_byte_level = backend.decoder is not None and backend.decoder.decode(["Ã", "©"]) == "é"  # bytes C3 A9 of UTF-8
     if not is_byte_level or backend.normalizer is not None:
         return None
     added = backend.get_added_tokens_decoder()
@@ -120,16 +120,14 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 def _load_chat_template(folder: Path, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
     """From ``chat_template.jinja``, else from ``tokenizer_config.json``: a text, or named ones with a "default"."""
     path = folder / "chat_template.jinja"
+    source: object
     try:
         source = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         path = folder / "tokenizer_config.json"
-        source = _read_json(path).get("chat_template")
+        source = _named_template(_read_json(path).get("chat_template"))
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
-    if isinstance(source, list):
-        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
-        source = named.get("default")
     if source is None:
         return None
     if not isinstance(source, str):
@@ -140,17 +138,18 @@ def _load_chat_template(folder: Path, special_tokens: Mapping[str, str]) -> Chat
         raise ModelError(f"{path}: {error}") from error
 
 
+def _named_template(source: object) -> object:
+    if not isinstance(source, list):
+        return source
+    return next((i.get("template") for i in source if isinstance(i, dict) and i.get("name") == "default"), None)
+
+
 def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
     path = folder / "generation_config.json"
     named = _read_json(path).get("eos_token_id")
-    ids = set(_as_ids(named, path))
+    ids = set(named if isinstance(named, list) else [] if named is None else [named])
+    if not all(type(token_id) is int for token_id in ids):
+        raise ModelError(f"{path}: eos_token_id is neither a token id nor a list of them")
     if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
         ids.add(token_id)
     return tuple(sorted(ids))
-
-
-def _as_ids(value: object, path: Path) -> Iterable[int]:
-    items = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        raise ModelError(f"{path}: eos_token_id is neither a token id nor a list of them")
-    return items

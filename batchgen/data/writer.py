@@ -9,10 +9,10 @@ It needs room on the disk for the outputs beside the journal. It asks neither ho
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import itemgetter
-from pathlib import Path
 
 from batchgen.data.files import publish, remove_file, staged_file
 from batchgen.data.journal import Journal
@@ -33,14 +33,19 @@ class OutputCounts:
     errors: int
 
 
-@dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows that can be iterated again and again, each time read afresh."""
+    """Rows that can be iterated again and again, each time read afresh; ``count`` is that of the last whole pass."""
 
-    read: Callable[[], Iterator[IndexedRow]]
+    def __init__(self, read: Callable[[], Iterator[IndexedRow]]) -> None:
+        self._read = read
+        self.count = 0
 
     def __iter__(self) -> Iterator[bytes]:
-        return (row for _, row in self.read())
+        count = 0
+        for _, row in self._read():
+            yield row
+            count += 1
+        self.count = count
 
 
 def finalize(
@@ -49,29 +54,82 @@ def finalize(
     """Write the outputs and dead letters of a run whose rows are all in the journal; see the module for the order.
 
     ``num_rows`` counts the input's rows over all shards and goes into ``job.json``. ``model`` and ``chat`` shape
-    OpenAI responses. ``errors.jsonl`` is written only if a row failed. Afterwards, and after the report is written,
-    call ``journal.remove()``. Raises BatchgenError if a row is missing, StorageError if the disk refuses.
+    OpenAI responses. ``errors.jsonl`` is there afterwards only if a row failed. Once the report is written too, call
+    ``journal.remove()``. Raises BatchgenError if a row is missing, StorageError if the disk refuses.
     """
     journal.commit()
-    if journal.done.first_gap < num_rows or any(index >= num_rows for index in _beyond(journal, num_rows)):
+    if not journal.done.covers(num_rows):
         raise BatchgenError(
-            f"{run_dir.path}: the journal holds {len(journal.done)} rows and row {journal.done.first_gap} is not one of "
-            f"them, though the input has {num_rows}; nothing was written"
+            f"{run_dir.path}: the input has {num_rows} rows, but the journal holds {len(journal.done)} and the first "
+            f"unfinished one is row {journal.done.first_gap}; nothing was written"
         )
     form = output_format(output.format, model=model, chat=chat)
-    results = Rows(lambda: journal_results(journal, form, output.order))
-    errors = Rows(lambda: journal_errors(journal, form))
     manifest = run_dir.read_manifest()
     if manifest is not None and manifest.num_rows != num_rows:
         run_dir.write_manifest(replace(manifest, num_rows=num_rows))
-    counts = OutputCounts(journal.counts.results, journal.counts.errors)
-    with staged_file(run_dir.outputs(output.format)) as file:
-        form.write(file, results)
-    if counts.errors:
-        with staged_file(run_dir.errors) as file:
-            write_lines(file, errors)
-        publish(run_dir.errors)
-    else:
-        remove_file(run_dir.errors)
+    results = Rows(lambda: _results(journal, form, output.order))
+    errors = Rows(lambda: _errors(journal, form))
+    counts = stage(run_dir, output, form, results, errors)
+    publish_errors(run_dir, counts)
     publish(run_dir.outputs(output.format))
     return counts
+
+
+def finalize_retry(
+    run_dir: RunDir, output: OutputSpec, journal: Journal, *, model: str = "", chat: bool = True
+) -> OutputCounts:
+    """Put the rows of a retry's journal into the existing outputs and dead letters, in place of what was there.
+
+    The outputs are replaced first: a kill in between leaves rows in both files, never in none, and running the retry
+    again (nothing is left to generate) writes the same bytes. Then call ``journal.remove()``. Raises StorageError.
+    """
+    journal.commit()
+    form = output_format(output.format, model=model, chat=chat)
+
+    def results() -> Iterator[IndexedRow]:
+        kept = (row for row in form.read(run_dir.outputs(output.format)) if row[0] not in journal.done)
+        return join([kept, _results(journal, form, output.order)], output.order)
+
+    def errors() -> Iterator[IndexedRow]:
+        kept = (row for row in read_errors(run_dir) if row[0] not in journal.done)
+        return join([kept, _errors(journal, form)], "input")
+
+    counts = stage(run_dir, output, form, Rows(results), Rows(errors))
+    publish(run_dir.outputs(output.format))
+    publish_errors(run_dir, counts)
+    return counts
+
+
+def stage(run_dir: RunDir, output: OutputSpec, form: OutputFormat, results: Rows, errors: Rows) -> OutputCounts:
+    """Write both files beside their names, durably; nothing appears yet. Raises StorageError."""
+    with staged_file(run_dir.outputs(output.format)) as file:
+        form.write(file, results)
+    with staged_file(run_dir.errors) as file:
+        write_lines(file, errors)
+    return OutputCounts(results.count, errors.count)
+
+
+def publish_errors(run_dir: RunDir, counts: OutputCounts) -> None:
+    """Let the staged ``errors.jsonl`` appear; with no errors none is left."""
+    publish(run_dir.errors)
+    if not counts.errors:
+        remove_file(run_dir.errors)
+
+
+def join(streams: list[Iterator[IndexedRow]], order: str) -> Iterator[IndexedRow]:
+    """Streams of rows as one: by index if each is ascending and ``order`` is "input", else one after the other."""
+    return heapq.merge(*streams, key=itemgetter(0)) if order == "input" else chain(*streams)
+
+
+def read_errors(run_dir: RunDir) -> Iterator[IndexedRow]:
+    """The lines of ``errors.jsonl`` with their indexes; none if no row failed. Raises StorageError for a bad line."""
+    return read_lines(run_dir.errors) if run_dir.errors.exists() else iter(())
+
+
+def _results(journal: Journal, form: OutputFormat, order: str) -> Iterator[IndexedRow]:
+    indexes = journal.indexes(errors=False) if order == "input" else journal.completed()
+    return ((index, form.result_row(journal.payload(index))) for index in indexes)
+
+
+def _errors(journal: Journal, form: OutputFormat) -> Iterator[IndexedRow]:
+    return ((index, form.error_row(journal.payload(index))) for index in journal.indexes(errors=True))

@@ -113,7 +113,12 @@ class Engine:
     def _count(self, schedule: Schedule) -> None:
         stats = self.stats
         stats.num_steps += 1
-        decode = sum(1 for s, _ in schedule.entries if s.num_owed == 1 and s.num_output_tokens)
+        decode = 0
+        for sequence, count in schedule.entries:
+            done = sequence.num_computed_tokens
+            decode += sequence.num_owed == 1 and sequence.num_output_tokens > 0
+            stats.num_attended += count * done + count * (count + 1) // 2
+            stats.num_kv_read += done + count
         stats.num_decode_tokens += decode
         stats.num_prefill_tokens += schedule.num_tokens - decode
         stats.num_preemptions = self.scheduler.num_preemptions

@@ -39,6 +39,7 @@ class Sampler:
         self.kernels = kernels
         self.eos_token_ids = eos_token_ids
 
+    @torch.inference_mode()  # logits come from inference mode and may be written only inside it
     def sample(self, logits: Tensor, sequences: Sequence_[Sequence]) -> list[int]:
         """Next token ids for logits [num_seqs, vocab_size], which may be overwritten; -1 where a row is not finite."""
         self._forbid_early_end(logits, sequences)

@@ -54,14 +54,15 @@ class Scheduler:
         """Why a sequence could never be run to its end, or None; asked before it is added."""
         limit = self.config.max_model_len
         if sequence.num_prompt_tokens >= limit:
-            message = f"the prompt has {sequence.num_prompt_tokens} tokens; with max_model_len {limit} at most {limit - 1} fit"
+            length = sequence.num_prompt_tokens
+            message = f"the prompt has {length} tokens; with max_model_len {limit} at most {limit - 1} fit"
             return RowError(RowErrorCode.TOO_LONG, message)
         # The last token is never computed, so it needs no state.
         needed = min(sequence.num_prompt_tokens + sequence.request.params.max_tokens, limit) - 1
         if needed > self.config.max_num_tokens:
             message = (
-                f"prompt and max_tokens need KV memory for {needed} tokens; the pool holds {self.config.max_num_tokens}: "
-                "raise kv_memory or lower max_tokens"
+                f"prompt and max_tokens need KV memory for {needed} tokens; "
+                f"the pool holds {self.config.max_num_tokens}: raise kv_memory or lower max_tokens"
             )
             return RowError(RowErrorCode.TOO_LONG, message)
         return None
@@ -171,7 +172,9 @@ class Scheduler:
         self.pool.check([block for s in self.running for block in s.block_table])
         slots = [s.conv_slot for s in self.running]
         assert None not in slots and len(set(slots)) == len(slots), "a conv slot is missing or shared"
-        assert sorted([*self._free_slots, *(s for s in slots if s is not None)]) == list(range(self.config.max_num_seqs))
+        assert sorted([*self._free_slots, *(s for s in slots if s is not None)]) == list(
+            range(self.config.max_num_seqs)
+        )
         for s in self.running:
             assert 0 <= s.num_computed_tokens < s.num_tokens, "a running sequence owes nothing"
             assert len(s.block_table) == -(-s.num_computed_tokens // self.config.block_size), "blocks do not fit tokens"

@@ -13,13 +13,17 @@ class EngineStats:
     """Totals since the engine was made.
 
     ``num_prefill_tokens`` counts prompt tokens and recomputed ones, ``num_decode_tokens`` the single tokens of
-    sequences that owed just one; ``phase_s`` sums seconds by phase of a step.
+    sequences that owed just one; ``num_attended`` sums the positions every computed token looked at, and
+    ``num_kv_read`` the cached positions every step's sequences had (each read at least once), so that a roofline
+    can be drawn; ``phase_s`` sums seconds by phase of a step.
     """
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_output_tokens: int = 0
+    num_attended: int = 0
+    num_kv_read: int = 0
     num_preemptions: int = 0
     max_running: int = 0
     phase_s: dict[str, float] = field(default_factory=dict)

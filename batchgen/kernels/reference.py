@@ -6,6 +6,7 @@ Written to be read; sequences are treated one after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,13 +25,14 @@ class ReferenceLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See ``Linear``."""
         y = functional.linear(x, self.weight, self.bias)
         return y if residual is None else y + residual
 
 
 def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
     bounds = inputs.cu_seqlens.tolist()
-    for sequence, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for sequence, (start, end) in enumerate(pairwise(bounds)):
         yield sequence, slice(start, end)
 
 
@@ -58,7 +60,7 @@ class ReferenceKernels:
         """See ``Kernels.rope_and_cache``."""
         head_dim, num_kv_heads, width = norms.q_weight.numel(), cache.keys.shape[1], cache.keys.shape[2]
         heads = qkv.view(len(qkv), -1, head_dim)
-        q, k, v = heads.split((norms.num_heads, num_kv_heads, num_kv_heads), dim=1)
+        q, k, v = torch.split(heads, [norms.num_heads, num_kv_heads, num_kv_heads], dim=1)
         cosine, sine = rotary[:, inputs.positions.long(), None, :]
 
         def normed_and_rotated(x: Tensor, weight: Tensor) -> Tensor:

@@ -66,9 +66,7 @@ class ModelConfig:
         conv = 4 * h * h
         attention = h * d * (2 * self.num_heads + 2 * self.num_kv_heads)
         feed_forward = 3 * h * self.ff_dim
-        return (
-            self.num_conv_layers * conv + self.num_attention_layers * attention + self.num_layers * feed_forward
-        )
+        return self.num_conv_layers * conv + self.num_attention_layers * attention + self.num_layers * feed_forward
 
     @property
     def logits_params_per_token(self) -> int:

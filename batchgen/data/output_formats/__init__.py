@@ -37,7 +37,7 @@ def output_format(name: str, *, model: str = "", chat: bool = True) -> OutputFor
     if name == "openai-batch":
         return OpenAIBatchFormat(model, chat)
     if name == "parquet":
-        from batchgen.data.output_formats.parquet import ParquetFormat  # noqa: PLC0415 - pyarrow is slow to import
+        from batchgen.data.output_formats.parquet import ParquetFormat
 
         return ParquetFormat()
     raise UsageError(f'output.format = "{name}": must be one of jsonl, parquet, openai-batch')

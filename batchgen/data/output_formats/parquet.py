@@ -92,7 +92,7 @@ def infer_fields(rows: Iterable[bytes]) -> dict[str, Any]:
     return {name: pa.string() if kind == pa.null() else kind for name, kind in fields.items()}
 
 
-def _common_type(known: Any, values: list[Any]) -> Any:  # noqa: ANN401 - pyarrow has no types
+def _common_type(known: Any, values: list[Any]) -> Any:
     """The type that holds what ``known`` holds and ``values`` too, None if there is none."""
     try:
         found = pa.array(values).type
@@ -100,10 +100,12 @@ def _common_type(known: Any, values: list[Any]) -> Any:  # noqa: ANN401 - pyarro
         common = pa.unify_schemas(schemas, promote_options="permissive").field("column").type
     except _UNFIT:
         return None
+    if pa.types.is_floating(found) and any(isinstance(value, bool) for value in values):
+        return None  # pyarrow would make 1.0 of true
     return common if _is_storable(common) else None
 
 
-def _is_storable(kind: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
+def _is_storable(kind: Any) -> bool:
     """Whether Parquet can hold the type, and its keys look like fields."""
     if pa.types.is_struct(kind):
         return 0 < kind.num_fields <= _MAX_FIELDS and all(_is_storable(field.type) for field in kind)
@@ -111,9 +113,7 @@ def _is_storable(kind: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
 
 
 def _write_groups(file: BinaryIO, rows: Iterable[bytes], fields: dict[str, Any]) -> None:
-    schema = pa.schema(
-        [pa.field(name, kind) if kind else pa.field(name, pa.string(), metadata=_JSON_MARK) for name, kind in fields.items()]
-    )
+    schema = pa.schema([_field(name, kind) for name, kind in fields.items()])
     file.seek(0)
     file.truncate()
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
@@ -122,7 +122,7 @@ def _write_groups(file: BinaryIO, rows: Iterable[bytes], fields: dict[str, Any])
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
 
-def _column(name: str, kind: Any, group: list[dict[str, Any]]) -> Any:  # noqa: ANN401 - pyarrow has no types
+def _column(name: str, kind: Any, group: list[dict[str, Any]]) -> Any:
     values = [row.get(name) for row in group]
     if kind is None:
         return pa.array([None if value is None else encode_json(value).decode() for value in values], pa.string())
@@ -146,5 +146,9 @@ def _groups(rows: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
         yield group
 
 
-def _is_json(field: Any) -> bool:  # noqa: ANN401 - pyarrow has no types
+def _field(name: str, kind: Any) -> Any:
+    return pa.field(name, kind) if kind is not None else pa.field(name, pa.string(), metadata=_JSON_MARK)
+
+
+def _is_json(field: Any) -> bool:
     return b"batchgen" in (field.metadata or {})

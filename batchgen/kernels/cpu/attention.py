@@ -16,15 +16,18 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, worker_number
-from batchgen.kernels.cpu.simd import BF16, F32, LANES
+from batchgen.kernels.cpu.simd import BF16, F32, LANES, intrinsic
 
 MAX_ROWS = 8
 TILE = 256  # positions whose scores are held at once; a multiple of LANES
+SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
 _I = types.int64
+
+
+_LINE = 64  # bytes of a cache line: how far one prefetch reaches
 
 
 def _vector_at(builder, base, index):
@@ -32,24 +35,43 @@ def _vector_at(builder, base, index):
     return builder.bitcast(at, simd.VECTOR.as_pointer())
 
 
-def _score_intrinsic(rows):
-    """Scores of ``rows`` queries against 16 neighbouring positions of one block."""
+def _score_intrinsic(rows, vectors):
+    """Scores of ``rows`` queries against ``16 * vectors`` neighbouring positions of one block.
+
+    Even and odd dimensions are summed apart and added last: twice the independent additions hide their latency.
+    Meanwhile one cache line after the other is prefetched from ``ahead`` on, one a dimension.
+    """
 
     @intrinsic
-    def score(_context, q, head_dim, keys, key_index, key_stride, out, out_index, out_stride):
+    def score(_context, q, width, keys, key_index, key_stride, out, out_index, ahead):
         def generate(_c, builder, _s, arguments):
-            q_, head_dim_, keys_, key_index_, key_stride_, out_, out_index_, out_stride_ = arguments
-            sums = [cgutils.alloca_once_value(builder, ir.Constant(simd.VECTOR, None)) for _ in range(rows)]
-            starts = [builder.mul(head_dim_, ir.Constant(head_dim_.type, r)) for r in range(rows)]
-            with cgutils.for_range(builder, head_dim_) as loop:
-                at = builder.add(key_index_, builder.mul(loop.index, key_stride_))
-                key = simd.emit_load(builder, keys, keys_, at)
-                for start, total in zip(starts, sums, strict=True):
-                    weight = builder.load(builder.gep(q_, [builder.add(start, loop.index)]))
-                    builder.store(simd.emit_fma(builder, simd.emit_splat(builder, weight), key, builder.load(total)), total)
-            for r, total in enumerate(sums):
-                at = builder.add(out_index_, builder.mul(out_stride_, ir.Constant(out_stride_.type, r)))
-                builder.store(builder.load(total), _vector_at(builder, out_, at), align=4)
+            q_, width_, keys_, key_index_, key_stride_, out_, out_index_, ahead_ = arguments
+
+            def number(value):
+                return ir.Constant(width_.type, value)
+
+            grid = [(r, v) for r in range(rows) for v in range(vectors)]
+            zero = ir.Constant(simd.VECTOR, None)
+            sums = {(r, v, half): cgutils.alloca_once_value(builder, zero) for r, v in grid for half in range(2)}
+            starts = [builder.mul(width_, number(r)) for r in range(rows)]
+            with cgutils.for_range(builder, builder.udiv(width_, number(2))) as loop:
+                for half in range(2):
+                    d = builder.add(builder.mul(loop.index, number(2)), number(half))
+                    simd.emit_prefetch(builder, builder.add(ahead_, builder.mul(d, number(_LINE))))
+                    at = builder.add(key_index_, builder.mul(d, key_stride_))
+                    key = [
+                        simd.emit_load(builder, keys, keys_, builder.add(at, number(v * LANES))) for v in range(vectors)
+                    ]
+                    for r in range(rows):
+                        weight = builder.load(builder.gep(q_, [builder.add(starts[r], d)]))
+                        spread = simd.emit_splat(builder, weight)
+                        for v in range(vectors):
+                            total = sums[r, v, half]
+                            builder.store(simd.emit_fma(builder, spread, key[v], builder.load(total)), total)
+            for r, v in grid:
+                at = builder.add(out_index_, number(r * SCORE_STRIDE + v * LANES))
+                total = builder.fadd(builder.load(sums[r, v, 0]), builder.load(sums[r, v, 1]))
+                builder.store(total, _vector_at(builder, out_, at), align=4)
             return _c.get_dummy_value()
 
         return types.void(q, _I, keys, _I, _I, out, _I, _I), generate
@@ -58,26 +80,35 @@ def _score_intrinsic(rows):
 
 
 def _value_intrinsic(rows, vectors):
-    """Add ``count`` positions' values, weighted, to ``vectors`` vectors of ``rows`` accumulators."""
+    """Add ``count`` positions' values, weighted, to ``vectors`` vectors of ``rows`` accumulators.
+
+    Meanwhile two cache lines a position are prefetched from ``ahead`` on.
+    """
 
     @intrinsic
-    def accumulate(_context, weights, weight_index, weight_stride, values, value_index, width, count, out, out_index):
+    def accumulate(_context, weights, weight_index, values, value_index, width, count, out, out_index, ahead):
         def generate(_c, builder, _s, arguments):
-            weights_, weight_index_, weight_stride_, values_, value_index_, width_, count_, out_, out_index_ = arguments
+            weights_, weight_index_, values_, value_index_, width_, count_, out_, out_index_, ahead_ = arguments
 
             def number(value):
                 return ir.Constant(width_.type, value)
 
-            places = [
-                _vector_at(builder, out_, builder.add(out_index_, builder.add(builder.mul(width_, number(r)), number(v * LANES))))
-                for r in range(rows)
-                for v in range(vectors)
-            ]
+            def place(r, v):
+                return _vector_at(
+                    builder,
+                    out_,
+                    builder.add(out_index_, builder.add(builder.mul(width_, number(r)), number(v * LANES))),
+                )
+
+            places = [place(r, v) for r in range(rows) for v in range(vectors)]
             sums = [cgutils.alloca_once(builder, simd.VECTOR) for _ in places]
-            for place, total in zip(places, sums, strict=True):
-                builder.store(builder.load(place, align=4), total)
-            starts = [builder.add(weight_index_, builder.mul(weight_stride_, number(r))) for r in range(rows)]
+            for where, total in zip(places, sums, strict=True):
+                builder.store(builder.load(where, align=4), total)
+            starts = [builder.add(weight_index_, number(r * SCORE_STRIDE)) for r in range(rows)]
             with cgutils.for_range(builder, count_) as loop:
+                ahead_now = builder.add(ahead_, builder.mul(loop.index, number(2 * _LINE)))
+                simd.emit_prefetch(builder, ahead_now)
+                simd.emit_prefetch(builder, builder.add(ahead_now, number(_LINE)))
                 at = builder.add(value_index_, builder.mul(loop.index, width_))
                 value = [
                     simd.emit_load(builder, values, values_, builder.add(at, number(v * LANES))) for v in range(vectors)
@@ -88,34 +119,47 @@ def _value_intrinsic(rows, vectors):
                     for v in range(vectors):
                         total = sums[r * vectors + v]
                         builder.store(simd.emit_fma(builder, spread, value[v], builder.load(total)), total)
-            for place, total in zip(places, sums, strict=True):
-                builder.store(builder.load(total), place, align=4)
+            for where, total in zip(places, sums, strict=True):
+                builder.store(builder.load(total), where, align=4)
             return _c.get_dummy_value()
 
-        return types.void(weights, _I, _I, values, _I, _I, _I, out, _I), generate
+        return types.void(weights, _I, values, _I, _I, _I, out, _I, _I), generate
 
     return accumulate
 
 
-_score1, _score2, _score4, _score8 = (_score_intrinsic(rows) for rows in (1, 2, 4, 8))
+# Tiles of accumulators that fit 32 vector registers, by number of query rows.
+_score1, _score2, _score4 = (_score_intrinsic(rows, 2) for rows in (1, 2, 4))
+_score1_thin, _score2_thin, _score4_thin, _score8 = (_score_intrinsic(rows, 1) for rows in (1, 2, 4, 8))
 _wide1, _wide2, _wide4, _wide8 = (_value_intrinsic(rows, 4 if rows < MAX_ROWS else 2) for rows in (1, 2, 4, 8))
 _thin1, _thin2, _thin4, _thin8 = (_value_intrinsic(rows, 1) for rows in (1, 2, 4, 8))
 
 
 @njit
-def _score(rows, q, head_dim, keys, key_index, key_stride, out, out_index, out_stride):
-    if rows == 1:
-        _score1(q, head_dim, keys, key_index, key_stride, out, out_index, out_stride)
-    elif rows == 2:
-        _score2(q, head_dim, keys, key_index, key_stride, out, out_index, out_stride)
-    elif rows == 4:
-        _score4(q, head_dim, keys, key_index, key_stride, out, out_index, out_stride)
-    else:
-        _score8(q, head_dim, keys, key_index, key_stride, out, out_index, out_stride)
+def _score(rows, count, q, width, keys, at, stride, out, to, ahead):
+    """Scores of ``rows`` queries against ``count`` positions of a block, and up to 31 more that the caller masks."""
+    j = 0
+    while j < count:
+        wide = count - j > LANES and rows < MAX_ROWS
+        if rows == 1 and wide:
+            _score1(q, width, keys, at + j, stride, out, to + j, ahead)
+        elif rows == 1:
+            _score1_thin(q, width, keys, at + j, stride, out, to + j, ahead)
+        elif rows == 2 and wide:
+            _score2(q, width, keys, at + j, stride, out, to + j, ahead)
+        elif rows == 2:
+            _score2_thin(q, width, keys, at + j, stride, out, to + j, ahead)
+        elif rows == 4 and wide:
+            _score4(q, width, keys, at + j, stride, out, to + j, ahead)
+        elif rows == 4:
+            _score4_thin(q, width, keys, at + j, stride, out, to + j, ahead)
+        else:
+            _score8(q, width, keys, at + j, stride, out, to + j, ahead)
+        j += 2 * LANES if wide else LANES
 
 
 @njit
-def _accumulate(rows, weights, weight_index, weight_stride, values, value_index, width, count, out):
+def _accumulate(rows, weights, weight_index, values, value_index, width, count, out, ahead):
     """``out[r, :width] += sum_j weights[r, j] * values[j, :width]``, position by position."""
     vectors = width // LANES
     step = 2 if rows == MAX_ROWS else 4
@@ -123,26 +167,26 @@ def _accumulate(rows, weights, weight_index, weight_stride, values, value_index,
     for v in range(0, whole, step):
         at, to = value_index + v * LANES, v * LANES
         if rows == 1:
-            _wide1(weights, weight_index, weight_stride, values, at, width, count, out, to)
+            _wide1(weights, weight_index, values, at, width, count, out, to, ahead)
         elif rows == 2:
-            _wide2(weights, weight_index, weight_stride, values, at, width, count, out, to)
+            _wide2(weights, weight_index, values, at, width, count, out, to, ahead)
         elif rows == 4:
-            _wide4(weights, weight_index, weight_stride, values, at, width, count, out, to)
+            _wide4(weights, weight_index, values, at, width, count, out, to, ahead)
         else:
-            _wide8(weights, weight_index, weight_stride, values, at, width, count, out, to)
+            _wide8(weights, weight_index, values, at, width, count, out, to, ahead)
     for v in range(whole, vectors):
         at, to = value_index + v * LANES, v * LANES
         if rows == 1:
-            _thin1(weights, weight_index, weight_stride, values, at, width, count, out, to)
+            _thin1(weights, weight_index, values, at, width, count, out, to, ahead)
         elif rows == 2:
-            _thin2(weights, weight_index, weight_stride, values, at, width, count, out, to)
+            _thin2(weights, weight_index, values, at, width, count, out, to, ahead)
         elif rows == 4:
-            _thin4(weights, weight_index, weight_stride, values, at, width, count, out, to)
+            _thin4(weights, weight_index, values, at, width, count, out, to, ahead)
         else:
-            _thin8(weights, weight_index, weight_stride, values, at, width, count, out, to)
+            _thin8(weights, weight_index, values, at, width, count, out, to, ahead)
 
 
-@njit
+@simd.inline
 def _softmax_tile(scores, start, visible, count, peak):
     """Turn ``count`` scores into unnormalized probabilities, zero from ``visible`` on.
 
@@ -164,14 +208,11 @@ def _softmax_tile(scores, start, visible, count, peak):
     return new_peak, shrink, simd.sum_lanes(total)
 
 
-@njit
+@simd.inline
 def _scale_row(x, start, width, factor):
     by = simd.splat(factor)
     for i in range(start, start + width, LANES):
         simd.store(x, i, simd.mul(simd.load(x, i), by))
-
-
-SCORE_STRIDE = TILE + LANES  # a block's last vector may hang over
 
 
 @njit
@@ -181,7 +222,7 @@ def _attend(rows, padded, first_row, group, positions, token, q, table, head, ca
     Row r is query head ``(first_row + r) % group`` of token ``token + (first_row + r) // group``.
     ``scratch``: q [8, width], sums [8, width], scores [8, SCORE_STRIDE], peak [8], total [8].
     """
-    keys, values = cache
+    keys, values, keys_at, values_at, itemsize = cache
     num_heads, num_kv_heads, width, block_size, lanes = sizes
     rows_q, sums, scores, peak, total = scratch
     for r in range(padded):
@@ -197,9 +238,12 @@ def _attend(rows, padded, first_row, group, positions, token, q, table, head, ca
         while position < tile_end:
             block, offset = table[position // block_size], position % block_size
             count = min(tile_end - position, block_size - offset)
-            at = ((block * num_kv_heads + head) * width) * lanes + offset
-            for j in range(0, count, LANES):
-                _score(padded, rows_q, width, keys, at + j, lanes, scores, position - tile + j, SCORE_STRIDE)
+            at = (block * num_kv_heads + head) * width * lanes + offset
+            ahead = values_at + (table[tile // block_size] * num_kv_heads + head) * block_size * width * itemsize
+            if position + count < tile_end:
+                following = table[(position + count) // block_size]
+                ahead = keys_at + (following * num_kv_heads + head) * width * lanes * itemsize
+            _score(padded, count, rows_q, width, keys, at, lanes, scores, position - tile, ahead)
             position += count
         for r in range(rows):
             visible = min(positions[token + (first_row + r) // group] + 1, tile_end) - tile
@@ -214,7 +258,11 @@ def _attend(rows, padded, first_row, group, positions, token, q, table, head, ca
             block, offset = table[position // block_size], position % block_size
             count = min(tile_end - position, block_size - offset)
             at = ((block * num_kv_heads + head) * block_size + offset) * width
-            _accumulate(padded, scores, position - tile, SCORE_STRIDE, values, at, width, count, sums)
+            ahead = values_at + at * itemsize
+            if position + count < tile_end:
+                following = table[(position + count) // block_size]
+                ahead = values_at + (following * num_kv_heads + head) * block_size * width * itemsize
+            _accumulate(padded, scores, position - tile, values, at, width, count, sums, ahead)
             position += count
 
 
@@ -237,7 +285,8 @@ def _write_rows(rows, first_row, group, token, head, num_heads, head_dim, width,
 def _attention(words, dtype):
     """Arguments (addresses, then sizes) as listed by ``launch`` in ``backend``."""
     q = simd.pointer(words[ARGS], F32)
-    cache = simd.pointer(words[ARGS + 1], dtype), simd.pointer(words[ARGS + 2], dtype)
+    keys_at, values_at, itemsize = words[ARGS + 1], words[ARGS + 2], words[ARGS + 15]
+    cache = simd.pointer(keys_at, dtype), simd.pointer(values_at, dtype), keys_at, values_at, itemsize
     tables = words[ARGS + 3]
     query_blocks = simd.pointer(words[ARGS + 4], np.int32)
     positions = simd.pointer(words[ARGS + 5], np.int32)

@@ -52,9 +52,7 @@ class CpuKernels:
         out = torch.empty_like(x)
         num_rows, width = x.shape
         items = -(-num_rows // rows.ROWS_PER_ITEM)
-        rows.rms_norm.launch(
-            x.dtype, items, _address(x), _address(weight), _address(out), num_rows, width, _bits(eps)
-        )
+        rows.rms_norm.launch(x.dtype, items, _address(x), _address(weight), _address(out), num_rows, width, _bits(eps))
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -90,6 +88,7 @@ class CpuKernels:
             *map(_address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
             *map(_address, (inputs.positions, out, scratch)),
             *(num_heads, num_kv_heads, head_dim, width, cache.block_size, lanes, inputs.block_tables.shape[1]),
+            cache.keys.element_size(),
         )
         items = len(inputs.query_blocks) * num_kv_heads
         attention_kernel.attention.launch(out.dtype, items, *arguments)
@@ -103,6 +102,7 @@ class CpuKernels:
         arguments = (
             *map(_address, (bcx, weight, bias, state, inputs.cu_seqlens, inputs.conv_slots, inputs.positions, out)),
             *(width, taps, state.element_size()),
+            _address(_scratch(mixers.conv_scratch_floats.py_func(taps) * torch.get_num_threads())),
         )
         mixers.short_conv.launch(bcx.dtype, items, *arguments)
         return out

@@ -23,11 +23,15 @@ class PackedLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See ``Linear``."""
         if len(x) == 1:
             return self(x.expand(2, -1).contiguous(), residual if residual is None else residual.expand(2, -1))[:1]
+        y: Tensor
         if residual is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual.contiguous(), self.packed, self.bias, "add")
+            y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        else:
+            y = torch.ops.mkldnn._linear_pointwise.binary(x, residual.contiguous(), self.packed, self.bias, "add")
+        return y
 
 
 class PlainLinear:
@@ -38,6 +42,7 @@ class PlainLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See ``Linear``."""
         rows = len(x)
         if rows < MIN_ROWS:
             x = functional.pad(x, (0, 0, 0, MIN_ROWS - rows))

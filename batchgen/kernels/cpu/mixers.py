@@ -16,14 +16,15 @@ from batchgen.kernels.cpu.rows import mean_square
 from batchgen.kernels.cpu.simd import BF16, F32, LANES
 
 CHANNELS = 128  # convolution channels of one work item: a few cache lines of each row
+SEGMENT = 32  # tokens convolved at once: their inputs stay in the first-level cache
 
 
-@njit
+@simd.inline
 def _load_some(x, at, count):
     return simd.load(x, at) if count >= LANES else simd.load_part(x, at, count)
 
 
-@njit
+@simd.inline
 def _store_some(x, at, value, count):
     if count >= LANES:
         simd.store(x, at, value)
@@ -31,7 +32,7 @@ def _store_some(x, at, value, count):
         simd.store_part(x, at, value, count)
 
 
-@njit
+@simd.inline
 def _norm_and_rotate(x, start, weight, eps, cosine, sine, angle, head_dim, head):
     """RMS norm of one head, then half-split rotation, into float32 ``head`` [head_dim]."""
     scale = simd.splat(F32(1.0) / F32(math.sqrt(mean_square(x, start, head_dim) + eps)))
@@ -88,21 +89,35 @@ def _rope_and_cache(words, dtype):
         token = next_item(words)
 
 
-@njit
-def _gated_input(bcx, token, channel, width, count):
-    """u = B * x of one token and 16 channels, rounded as the model's dtype stores it."""
-    row = token * 3 * width + channel
-    return simd.round_like(bcx, simd.mul(_load_some(bcx, row, count), _load_some(bcx, row + 2 * width, count)))
+@simd.inline
+def _recall(state, position, low, high, width, taps, past):
+    """The inputs of the ``taps - 1`` positions before ``position`` into float32 ``past``; zero before the start."""
+    for i in range(taps - 1):
+        known = position - (taps - 1) + i >= 0
+        for channel in range(low, high, LANES):
+            u = _load_some(state, i * width + channel, high - channel) if known else simd.splat(F32(0.0))
+            simd.store(past, i * CHANNELS + channel - low, u)
 
 
-@njit
-def _past_input(bcx, state, first, position, token, channel, width, count, taps):
-    """u of ``token``, which may lie before the chunk (in ``state``) or before the sequence (zero)."""
-    if token >= first:
-        return _gated_input(bcx, token, channel, width, count)
-    if position < 0:
-        return simd.splat(F32(0.0))
-    return _load_some(state, (token - first + taps - 1) * width + channel, count)
+@simd.inline
+def _convolve(bcx, weight, bias, out, token, count, low, high, width, taps, past):
+    """``count`` tokens from ``token`` on; ``past`` holds earlier inputs first, then receives these tokens' own.
+
+    An input is u = B * x, rounded as the model's dtype stores it.
+    """
+    for t in range(count):
+        row = (token + t) * 3 * width
+        for channel in range(low, high, LANES):
+            left = high - channel
+            b, x = _load_some(bcx, row + channel, left), _load_some(bcx, row + 2 * width + channel, left)
+            at = t * CHANNELS + channel - low
+            simd.store(past, at + (taps - 1) * CHANNELS, simd.round_like(bcx, simd.mul(b, x)))
+            total = _load_some(bias, channel, left)
+            for tap in range(taps):
+                u = simd.load(past, at + tap * CHANNELS)
+                total = simd.fma(u, _load_some(weight, tap * width + channel, left), total)
+            y = simd.mul(_load_some(bcx, row + width + channel, left), simd.round_like(bcx, total))
+            _store_some(out, (token + t) * width + channel, y, left)
 
 
 @njit
@@ -114,6 +129,7 @@ def _short_conv(words, dtype):
     positions = simd.pointer(words[ARGS + 6], np.int32)
     out = simd.pointer(words[ARGS + 7], dtype)
     width, taps = words[ARGS + 8], words[ARGS + 9]
+    past = simd.pointer(words[ARGS + 11] + worker_number(words) * 4 * conv_scratch_floats(taps), F32)
     parts = (width + CHANNELS - 1) // CHANNELS
     item = next_item(words)
     while item < words[2]:
@@ -122,26 +138,23 @@ def _short_conv(words, dtype):
         first, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
         state_bytes = (taps - 1) * width * words[ARGS + 10]
         state = simd.pointer(words[ARGS + 3] + conv_slots[sequence] * state_bytes, dtype)
-        for token in range(first, end):
+        _recall(state, positions[first], low, high, width, taps, past)
+        for token in range(first, end, SEGMENT):
+            count = min(SEGMENT, end - token)
+            _convolve(bcx, weight, bias, out, token, count, low, high, width, taps, past)
+            for i in range((taps - 1) * CHANNELS):  # the newest inputs are the past of what follows
+                past[i] = past[count * CHANNELS + i]
+        for i in range(taps - 1):
             for channel in range(low, high, LANES):
-                count = high - channel
-                total = _load_some(bias, channel, count)
-                for tap in range(taps):
-                    back = taps - 1 - tap
-                    u = _past_input(
-                        bcx, state, first, positions[token] - back, token - back, channel, width, count, taps
-                    )
-                    total = simd.fma(u, _load_some(weight, tap * width + channel, count), total)
-                gate = _load_some(bcx, (3 * token + 1) * width + channel, count)
-                _store_some(out, token * width + channel, simd.mul(gate, simd.round_like(bcx, total)), count)
-        for i in range(taps - 1):  # ascending, so an old column is read before it is overwritten
-            token = end - (taps - 1) + i
-            position = positions[first] + token - first
-            for channel in range(low, high, LANES):
-                count = high - channel
-                u = _past_input(bcx, state, first, position, token, channel, width, count, taps)
-                _store_some(state, i * width + channel, u, count)
+                u = simd.load(past, i * CHANNELS + channel - low)
+                _store_some(state, i * width + channel, u, high - channel)
         item = next_item(words)
+
+
+@njit
+def conv_scratch_floats(taps):
+    """Float32 words of scratch one worker of ``short_conv`` needs."""
+    return (SEGMENT + taps - 1) * CHANNELS
 
 
 def _rope_and_cache_bf16(words):

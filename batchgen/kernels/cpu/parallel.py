@@ -75,18 +75,19 @@ def _cache_folder() -> Iterator[bool]:
     Numba keys a cached function on its own file alone, so a change in a module it calls would go unseen:
     the folder is named after the content of all modules here.
     """
-    before = numba.config.CACHE_DIR
+    settings: Any = numba.config
+    before = settings.CACHE_DIR
     folder = _source_keyed_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         yield False
         return
-    numba.config.CACHE_DIR = str(folder)
+    settings.CACHE_DIR = str(folder)
     try:
         yield os.access(folder, os.W_OK)
     finally:
-        numba.config.CACHE_DIR = before
+        settings.CACHE_DIR = before
 
 
 @lru_cache(maxsize=1)

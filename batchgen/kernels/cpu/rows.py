@@ -21,6 +21,7 @@ from batchgen.kernels.cpu.simd import (
     exp,
     float_of_bits,
     fma,
+    inline,
     keep_lanes,
     lane,
     load,
@@ -40,7 +41,7 @@ from batchgen.kernels.cpu.simd import (
 ROWS_PER_ITEM = 8  # small enough to balance the threads, large enough to hide the atomic
 
 
-@njit
+@inline
 def mean_square(x, start, width):
     """Mean of squares of ``x[start : start + width]``."""
     total = splat(F32(0.0))
@@ -75,7 +76,7 @@ def _rms_norm(words, dtype):
         item = next_item(words)
 
 
-@njit
+@inline
 def _silu_mul(gate, up):
     """gate * sigmoid(gate) * up."""
     sigmoid = div(splat(F32(1.0)), add(splat(F32(1.0)), exp(sub(splat(F32(0.0)), gate))))

@@ -18,9 +18,12 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.datamodel.models import PrimitiveModel
-from numba.extending import intrinsic, register_model
+from numba.extending import intrinsic as numba_intrinsic
+from numba.extending import register_model
 
 LANES = 16
+inline: Any = njit(forceinline=True)  # a call would pass vectors through memory
+intrinsic: Any = numba_intrinsic  # numba's own annotation describes the function before it is decorated
 BF16 = np.uint16  # element type of a pointer to bfloat16 bits
 F32 = np.float32
 
@@ -53,6 +56,7 @@ def _int_splat(value: int, vector: ir.VectorType = _IVEC) -> ir.Constant:
 
 
 def emit_splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    """IR of ``splat``."""
     undefined = ir.Constant(VECTOR, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
     return builder.shuffle_vector(first, undefined, _int_splat(0))
@@ -100,6 +104,13 @@ def emit_load(builder: ir.IRBuilder, kind: Any, base: ir.Value, index: ir.Value)
 def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """IR of ``fma``."""
     return _llvm(builder, "llvm.fma.v16f32", [a, b, c])
+
+
+def emit_prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """IR that asks for the cache line at an integer address, to be read soon."""
+    flags = [ir.Constant(_I32, flag) for flag in (0, 3, 1)]  # read, keep close, data
+    where = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    _llvm(builder, "llvm.prefetch.p0", [where, *flags], ir.VoidType())
 
 
 @intrinsic
@@ -176,9 +187,7 @@ def store_part(_context: Any, base: Any, index: Any, value: Any, count: Any) -> 
         data = _narrow(builder, arguments[2]) if bf16 else arguments[2]
         shape, name, align = (_HVEC, "v16i16", 2) if bf16 else (VECTOR, "v16f32", 4)
         where = builder.bitcast(at, shape.as_pointer())
-        _llvm(
-            builder, f"llvm.masked.store.{name}.p0", [data, where, ir.Constant(_I32, align), mask], ir.VoidType()
-        )
+        _llvm(builder, f"llvm.masked.store.{name}.p0", [data, where, ir.Constant(_I32, align), mask], ir.VoidType())
         return context.get_dummy_value()
 
     return types.void(base, types.int64, vec, types.int64), generate
@@ -213,19 +222,17 @@ def _elementwise(name: str, arity: int, emit: Callable[[ir.IRBuilder, Any], ir.V
         return emit(builder, arguments)
 
     signature = vec(*[vec] * arity)
-    if arity == 1:
 
-        def typed(_context: Any, a: Any) -> Any:
-            return signature, generate
-    elif arity == 2:
+    def one(_context: Any, a: Any) -> Any:
+        return signature, generate
 
-        def typed(_context: Any, a: Any, b: Any) -> Any:
-            return signature, generate
-    else:
+    def two(_context: Any, a: Any, b: Any) -> Any:
+        return signature, generate
 
-        def typed(_context: Any, a: Any, b: Any, c: Any) -> Any:
-            return signature, generate
+    def three(_context: Any, a: Any, b: Any, c: Any) -> Any:
+        return signature, generate
 
+    typed: Any = (one, two, three)[arity - 1]
     typed.__name__ = name
     typed.__doc__ = doc
     return intrinsic(typed)
@@ -314,7 +321,7 @@ def _clamp(_context: Any, value: Any, low: Any, high: Any) -> Any:
     return vec(vec, types.float32, types.float32), generate
 
 
-@njit
+@inline
 def exp(x):
     """e**x to about one unit in the last place; 2**-126 below -87.3, 2**127 above 88.
 
@@ -335,7 +342,7 @@ def exp(x):
     return _scale_by_power_of_two(p, n)
 
 
-@njit
+@inline
 def sum_lanes(v):
     """Sum over lanes in a fixed order."""
     total = lane(v, 0)
@@ -344,7 +351,7 @@ def sum_lanes(v):
     return total
 
 
-@njit
+@inline
 def max_lanes(v):
     """Largest lane; NaN lanes are passed over."""
     largest = lane(v, 0)

@@ -1,0 +1,1 @@
+"""Throughput of the engine on a workload, beside the roofline measured in the same process."""

@@ -1,0 +1,41 @@
+"""Kernels that keep time: the same operations, with seconds summed by kind of work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from batchgen.kernels import Kernels, Linear
+
+
+class TimedKernels:
+    """Forwards every operation of ``Kernels`` and adds its wall time to ``seconds``.
+
+    On an asynchronous device this would time launches, so it is for the CPU.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.name = kernels.name
+        self.seconds: dict[str, float] = {}
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A linear whose calls are timed."""
+        return self._timed("linear", self._kernels.linear(weight, bias))
+
+    def __getattr__(self, name: str) -> Any:
+        timed = self._timed(name, getattr(self._kernels, name))
+        setattr(self, name, timed)
+        return timed
+
+    def _timed(self, kind: str, work: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*arguments: Any) -> Tensor:
+            start = time.perf_counter()
+            result = work(*arguments)
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + time.perf_counter() - start
+            return result
+
+        return call

@@ -1,0 +1,69 @@
+"""What a benchmark runs: requests of known lengths, from a file or made up. Knows no engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchgen.errors import UsageError
+from batchgen.records import Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRange:
+    """A length, or a range from which lengths are drawn uniformly, both ends included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str, flag: str) -> LengthRange:
+        """From ``"128"`` or ``"100:1024"``.
+
+        Raises:
+            UsageError: anything else.
+        """
+        low, _, high = text.partition(":")
+        try:
+            lengths = cls(int(low), int(high or low))
+        except ValueError:
+            raise UsageError(f"{flag} {text!r}: expected a length such as 128 or a range such as 100:1024") from None
+        if not 1 <= lengths.low <= lengths.high:
+            raise UsageError(f"{flag} {text!r}: lengths start at 1 and do not fall")
+        return lengths
+
+
+def synthetic(num_requests: int, inputs: LengthRange, outputs: LengthRange, vocab_size: int) -> list[Request]:
+    """Made-up prompts of random tokens; the same for the same arguments."""
+    rng = random.Random(0)
+    requests = []
+    for key in range(num_requests):
+        prompt = tuple(rng.randrange(8, vocab_size) for _ in range(rng.randint(inputs.low, inputs.high)))
+        params = SamplingParams(max_tokens=rng.randint(outputs.low, outputs.high), ignore_eos=True)
+        requests.append(Request(key, prompt, params))
+    return requests
+
+
+def from_file(path: Path, *, ignore_eos: bool, limit: int | None = None) -> list[Request]:
+    """Requests of a JSONL file with ``prompt_token_ids`` and, by row, ``max_tokens``.
+
+    Raises:
+        UsageError: unreadable, or a line that holds no such row.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"--workload {path}: cannot be read ({error.strerror})") from None
+    requests = []
+    for number, line in enumerate(lines[:limit], 1):
+        try:
+            row: dict[str, Any] = json.loads(line)
+            prompt = tuple(int(token) for token in row["prompt_token_ids"])
+            max_tokens = int(row.get("max_tokens", SamplingParams().max_tokens))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path}, line {number}: needs prompt_token_ids and max_tokens ({error!r})") from None
+        requests.append(Request(number - 1, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)))
+    return requests

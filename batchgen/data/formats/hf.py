@@ -1,0 +1,154 @@
+"""Datasets read with the ``datasets`` library: from the Hugging Face Hub, streamed, or from a folder on disk.
+
+A cursor's ``row`` counts rows of the split. Nothing of a dataset is executed: only data files are read. The library is
+imported when the first such input is opened, since that alone takes a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import pyarrow as pa
+
+from batchgen.data.fingerprint import file_digest
+from batchgen.data.formats import Rows, Wanted
+from batchgen.data.formats.arrow import Origin, read_batches
+from batchgen.errors import BatchgenError, UsageError
+from batchgen.records import Cursor
+
+PREFIX = "hf:"
+_OPTIONS = ("config", "split", "revision")
+_BATCH_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetName:
+    """``hf:NAME?config=...&split=...&revision=...`` taken apart; NAME is a dataset on the Hub or a local folder."""
+
+    name: str
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> DatasetName:
+        """Raises UsageError on an option that does not exist."""
+        name, _, query = text.removeprefix(PREFIX).partition("?")
+        options = dict(parse_qsl(query, keep_blank_values=True))
+        unknown = options.keys() - set(_OPTIONS)
+        if unknown or not name:
+            raise UsageError(f"cannot read {text!r}; write hf:NAME?config=...&split=...&revision=... (all optional)")
+        return cls(name, **options)
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    """Whether ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk`` made this folder."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+class DatasetFile:
+    """One split of a dataset; ``text`` is how the job names it. Raises UsageError when it cannot be opened.
+
+    A connection that fails while rows are read raises BatchgenError: run again to resume.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        wanted = DatasetName.parse(text)
+        folder = Path(wanted.name)
+        self.path = folder if folder.is_dir() else None
+        try:
+            opened = _open_saved(folder) if is_saved_dataset(folder) else _open_builder(wanted)
+        except Exception as error:  # datasets raises a dozen unrelated types, its dependencies' among them
+            raise UsageError(f"cannot open {text}: {_one_line(error)}") from error
+        split = _choose_split(text, wanted.split, list(opened.splits))
+        self._dataset = opened.splits[split].with_format("arrow")
+        self._length: int | None = getattr(self._dataset, "num_rows", None)  # a streamed one has none
+        self._split = split
+        self._files = opened.files.get(split, ())
+        self._fallback_digest = opened.digest
+
+    def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
+        """See ``InputFile.read``."""
+        return (yield from read_batches(self._batches(at.row), at, Origin(self._text), stop, wanted))
+
+    def _batches(self, first: int) -> Iterator[pa.RecordBatch]:
+        if first == self._length:
+            return  # datasets refuses to skip all rows there are
+        try:
+            for table in self._dataset.skip(first).iter(batch_size=_BATCH_ROWS):
+                yield from table.to_batches()
+        except Exception as error:  # as above
+            raise BatchgenError(f"cannot read on in {self._text}: {_one_line(error)}; run again to resume") from error
+
+    def num_rows(self) -> int | None:
+        """The length of a saved dataset; what the Hub's description says, if anything, of others."""
+        if self._length is not None:
+            return self._length
+        splits = self._dataset.info.splits or {}
+        return int(splits[self._split].num_examples) if self._split in splits else None
+
+    def num_bytes(self) -> int | None:
+        """Unknown: rows may come over the network."""
+        return None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Name, split and a digest of the data files: of their content where they are local, else of their addresses.
+
+        A Hub address names the commit, so a dataset whose branch has moved on is another one.
+        """
+        digest = hashlib.sha256(b"" if self._files else self._fallback_digest.encode())
+        for name in self._files:
+            path = Path(name)
+            digest.update((file_digest(path) if path.is_file() else name).encode())
+        return {"path": self._text, "split": self._split, "sha256": digest.hexdigest()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What ``datasets`` gave: its dataset per split, the data files of each where known, and its own digest of them."""
+
+    splits: Mapping[str, Any]
+    files: Mapping[str, tuple[str, ...]]
+    digest: str
+
+
+def _open_saved(folder: Path) -> _Opened:
+    import datasets
+
+    opened = datasets.load_from_disk(str(folder))
+    splits = opened if isinstance(opened, datasets.DatasetDict) else {"": opened}
+    files = {name: tuple(item["filename"] for item in split.cache_files) for name, split in splits.items()}
+    return _Opened(splits, files, "")
+
+
+def _open_builder(wanted: DatasetName) -> _Opened:
+    import datasets
+
+    builder = datasets.load_dataset_builder(wanted.name, wanted.config, revision=wanted.revision)
+    data_files = getattr(builder.config, "data_files", None) or {}
+    files = {str(split): tuple(map(str, names)) for split, names in data_files.items()}
+    splits = {str(name): split for name, split in builder.as_streaming_dataset().items()}
+    return _Opened(splits, files, str(builder.hash))
+
+
+def _choose_split(text: str, wanted: str | None, splits: list[str]) -> str:
+    if wanted is None and len(splits) == 1:
+        return splits[0]
+    if wanted in splits:
+        return str(wanted)
+    example = f"{text.partition('?')[0]}?split={splits[0]}" if splits else text
+    if not example.startswith(PREFIX):
+        example = PREFIX + example
+    problem = "has several splits" if wanted is None else f"has no split {wanted!r}"
+    raise UsageError(f"{text} {problem}: choose one of {', '.join(splits) or '(none)'}, as in {example!r}")
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."

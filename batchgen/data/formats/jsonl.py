@@ -1,0 +1,75 @@
+"""JSON Lines: one object a line.
+
+Stricter than Python's parser where a row could not be written out again (lone surrogates, absurd nesting), as lenient
+where real data is sloppy: NaN and Infinity are read as floats and the last of duplicate keys wins.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from batchgen.data.rows import RowProblem, type_name
+from batchgen.errors import RowErrorCode
+
+MAX_DEPTH = 100  # of nesting: more could not be written out again within Python's recursion limit
+
+_decode = json.JSONDecoder().decode
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def parse_jsonl(line: bytes) -> dict[str, Any]:
+    """The columns in one line.
+
+    Raises RowProblem: bad_encoding for bytes that are no UTF-8 and escapes that form no character, bad_json for
+    what is no JSON or cannot be held (numbers of more than 4300 digits, more than 100 levels), bad_type for JSON
+    that is no object.
+    """
+    text = decode_utf8(line)
+    try:
+        value = _decode(text)
+    except json.JSONDecodeError as error:
+        raise RowProblem(RowErrorCode.BAD_JSON, f"no JSON: {error.msg} at character {error.pos + 1}") from error
+    except RecursionError as error:
+        raise _too_deep() from error
+    except ValueError as error:
+        raise RowProblem(RowErrorCode.BAD_JSON, "a number has more than 4300 digits") from error
+    if not isinstance(value, dict):
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"the line is {type_name(value)}, not a JSON object")
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise _too_deep()
+    if _SURROGATE.search(text):
+        _refuse_lone_surrogates(value)
+    return value
+
+
+def decode_utf8(line: bytes) -> str:
+    """Raises RowProblem bad_encoding, naming the byte."""
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        message = f"not UTF-8: {error.reason} at byte {error.start + 1} of the line"
+        raise RowProblem(RowErrorCode.BAD_ENCODING, message) from error
+
+
+def _too_deep() -> RowProblem:
+    return RowProblem(RowErrorCode.BAD_JSON, f"nested more than {MAX_DEPTH} levels deep")
+
+
+def _depth(value: object) -> int:
+    """Levels of nesting, counted without recursion."""
+    depth = 0
+    level = [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def _refuse_lone_surrogates(value: object) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        message = "a lone surrogate (half of an escaped character such as \\ud83d) is no text"
+        raise RowProblem(RowErrorCode.BAD_ENCODING, message) from error

@@ -1,0 +1,122 @@
+"""Files in which a row is a line: JSON Lines and plain text, which differ only in how a line is parsed.
+
+A cursor's ``offset`` is the byte after a line in the decompressed text and its ``row`` the number of lines before it,
+so reading can start anywhere without looking at what precedes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from batchgen.data.fingerprint import file_fingerprint
+from batchgen.data.formats import Rows, Wanted
+from batchgen.data.formats.text_stream import damage, open_text
+from batchgen.data.rows import RowProblem
+from batchgen.errors import RowErrorCode, UsageError
+from batchgen.records import BadRow, Cursor, Record
+
+MAX_LINE_BYTES = 256 << 20  # what a line may cost in memory; a longer one is an error row
+_BOM = b"\xef\xbb\xbf"
+_SHOWN_BYTES = 1000  # of a line too long to keep
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line that is a row: its bytes, its 1-based number, the offset after it, and why it cannot be parsed, if so."""
+
+    content: bytes
+    number: int
+    end: int
+    problem: RowProblem | None = None
+    is_torn: bool = False
+
+
+class LinesFile:
+    """A text file, plain or compressed. ``parse`` turns a line into columns or raises RowProblem.
+
+    Lines end with LF or CRLF. A byte order mark at the start is dropped. Blank lines (nothing but white space)
+    are counted as lines and are no rows. A compressed file that is cut off or corrupt gives the rows before the
+    damage and one ``bad_encoding`` row for the rest; a line of more than ``MAX_LINE_BYTES`` is a ``too_long`` row.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[bytes], dict[str, Any]]) -> None:
+        self.path = path
+        self._parse = parse
+        self._source = str(path)
+        self._num_bytes = path.stat().st_size
+
+    def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
+        """See ``InputFile.read``."""
+        index = at.index
+        if stop is not None and index >= stop:
+            return index
+        try:
+            with open_text(self.path, at.offset) as stream:
+                for line in _lines(stream, at.offset, at.row):
+                    if wanted is None or wanted(index):
+                        yield self._row(line, index, at.file)
+                    index += 1
+                    if index == stop:
+                        break
+        except OSError as error:
+            raise UsageError(f"cannot read {self._source}: {error.strerror or error}") from error
+        return index
+
+    def _row(self, line: _Line, index: int, file: int) -> Record | BadRow:
+        after = Cursor(file + 1, 0, 0, index + 1) if line.is_torn else Cursor(file, line.end, line.number, index + 1)
+        try:
+            if line.problem:
+                raise line.problem
+            return Record(index, self._source, line.number, self._parse(line.content), after)
+        except RowProblem as problem:
+            raw = line.content.decode(errors="backslashreplace").rstrip("\r\n")
+            return BadRow(index, self._source, line.number, problem.error, raw, after)
+
+    def num_rows(self) -> int | None:
+        """Not known without reading it all."""
+        return None
+
+    def num_bytes(self) -> int | None:
+        """Bytes on disk."""
+        return self._num_bytes
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Path, size and digest."""
+        return file_fingerprint(self.path)
+
+
+def _lines(stream: BinaryIO, offset: int, number: int) -> Iterator[_Line]:
+    """The lines of ``stream`` that are rows; ``offset`` bytes and ``number`` lines lie before it."""
+    torn = b""
+    while content := stream.readline(MAX_LINE_BYTES):
+        is_whole = content.endswith(b"\n")
+        if not is_whole and damage(stream):
+            torn = content
+            break
+        number += 1
+        if offset == 0:
+            offset, content = len(content), content.removeprefix(_BOM)
+        else:
+            offset += len(content)
+        if not is_whole and len(content) == MAX_LINE_BYTES:
+            offset += _skip_line(stream)
+            problem = RowProblem(RowErrorCode.TOO_LONG, f"the line has more than {MAX_LINE_BYTES} bytes")
+            yield _Line(content[:_SHOWN_BYTES], number, offset, problem)
+        elif content and not content.isspace():
+            yield _Line(content, number, offset)
+    if reason := damage(stream):
+        message = f"the compressed file is damaged here, the rest of it is unreadable: {reason}"
+        yield _Line(torn, number + 1, offset, RowProblem(RowErrorCode.BAD_ENCODING, message), is_torn=True)
+
+
+def _skip_line(stream: BinaryIO) -> int:
+    """Read to the end of the line without keeping it; the number of bytes."""
+    size = 0
+    while content := stream.readline(1 << 20):
+        size += len(content)
+        if content.endswith(b"\n"):
+            break
+    return size

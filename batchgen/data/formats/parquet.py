@@ -1,0 +1,94 @@
+"""Parquet files, a row group at a time.
+
+A cursor's ``offset`` is the row group and its ``row`` the row inside it. Groups without a wanted row are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.data.fingerprint import file_fingerprint
+from batchgen.data.formats import Rows, Wanted
+from batchgen.data.formats.arrow import Origin, Unreadable, batch_rows, read_batches
+from batchgen.errors import UsageError
+from batchgen.records import Cursor
+
+_BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size instead of whole
+
+
+class ParquetFile:
+    """A Parquet file. Raises UsageError when it is none or cannot be opened.
+
+    Row groups (or pages of them) that cannot be decoded become one ``bad_encoding`` row for each row that the
+    file's metadata promises there; the groups after them are read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._open() as file:
+            self._num_rows = file.metadata.num_rows
+        self._num_bytes = path.stat().st_size
+
+    def _open(self) -> pq.ParquetFile:
+        try:
+            return pq.ParquetFile(
+                self.path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+            )
+        except (OSError, pa.ArrowException) as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise UsageError(f"cannot read {self.path} as Parquet: {' '.join(reason.split())}") from error
+
+    def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
+        """See ``InputFile.read``."""
+        index = at.index
+        with self._open() as file:
+            groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+            rows_before = sum(group.num_rows for group in groups[: at.offset])
+            for number in range(at.offset, len(groups)):
+                if stop is not None and index >= stop:
+                    break
+                num_rows = groups[number].num_rows
+                first = min(at.row, num_rows) if number == at.offset else 0
+                end = index + num_rows - first
+                indexes = range(index, end if stop is None else min(end, stop))
+                if indexes and (wanted is None or any(map(wanted, indexes))):
+                    start = Cursor(at.file, number, first, index)
+                    batches = _batches(file, number, first)
+                    origin = Origin(str(self.path), rows_before)
+                    index = yield from read_batches(batches, start, origin, stop, wanted)
+                else:
+                    index = end
+                rows_before += num_rows
+        return index
+
+    def num_rows(self) -> int | None:
+        """From the metadata."""
+        return int(self._num_rows)
+
+    def num_bytes(self) -> int | None:
+        """Bytes on disk."""
+        return self._num_bytes
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Path, size and digest."""
+        return file_fingerprint(self.path)
+
+
+def _batches(file: pq.ParquetFile, group: int, first: int) -> Iterator[pa.RecordBatch | Unreadable]:
+    """The rows of a row group from the ``first`` on; what cannot be decoded comes as one ``Unreadable``."""
+    metadata = file.metadata.row_group(group)
+    passed = 0
+    try:
+        size = batch_rows(metadata.num_rows, metadata.total_byte_size)
+        for batch in file.iter_batches(size, row_groups=[group], use_threads=False):
+            passed += batch.num_rows
+            if passed > first:
+                yield batch.slice(max(0, batch.num_rows - (passed - first)))
+    except (OSError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())
+        yield Unreadable(metadata.num_rows - max(passed, first), f"row group {group} is damaged here: {reason}")

@@ -1,0 +1,91 @@
+"""The bytes of a text file, decompressed where its content says so; a damaged compressed file ends early and says why.
+
+Compression is told by the first bytes, never by the name: no UTF-8 text begins with the marks of gzip or zstd.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+
+_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_BUFFER_BYTES = 1 << 18
+_BLOCK_BYTES = (1 << 18, 1 << 10, 1)  # a block with damage in it is lost, so smaller ones are tried up to the damage
+
+
+class Decompressed(io.RawIOBase):
+    """The decompressed content of a file.
+
+    It ends at the first byte that cannot be decompressed, with ``damage`` saying what was wrong; everything before
+    is delivered. A real failure to read raises ``OSError``.
+    """
+
+    def __init__(self, path: Path, codec: str) -> None:
+        self.damage: str | None = None
+        self._path = path
+        self._codec = codec
+        self._blocks = self._read_blocks()
+        self._pending = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader passes
+        """Fill ``buffer`` as far as the next block reaches; 0 at the end."""
+        if not self._pending:
+            self._pending = memoryview(next(self._blocks, b""))
+        size = min(len(buffer), len(self._pending))
+        buffer[:size] = self._pending[:size]
+        self._pending = self._pending[size:]
+        return size
+
+    def _read_blocks(self) -> Iterator[bytes]:
+        done = 0
+        for block_bytes in _BLOCK_BYTES:
+            with pa.input_stream(str(self._path), compression=self._codec) as stream:
+                for start in range(0, done, _BUFFER_BYTES):
+                    stream.read(min(_BUFFER_BYTES, done - start))
+                try:
+                    while block := stream.read(block_bytes):
+                        done += len(block)
+                        yield block
+                except OSError as error:
+                    if error.errno is not None:
+                        raise
+                    self.damage = " ".join(str(error).split())
+                else:
+                    return
+
+
+def open_text(path: Path, offset: int = 0) -> BinaryIO:
+    """A stream of the file's text that starts ``offset`` bytes into the decompressed text. Raises ``OSError``.
+
+    A plain file is seeked, a compressed one is read up to there.
+    """
+    codec = compression(path)
+    if codec is None:
+        plain = path.open("rb", buffering=_BUFFER_BYTES)
+        plain.seek(offset)
+        return plain
+    stream: BinaryIO = io.BufferedReader(Decompressed(path, codec), _BUFFER_BYTES)
+    while offset and (skipped := stream.read(min(offset, _BUFFER_BYTES))):
+        offset -= len(skipped)
+    return stream
+
+
+def compression(path: Path) -> str | None:
+    """The compression of a file, ``gzip`` or ``zstd``; None for a plain one. Raises ``OSError``."""
+    with path.open("rb") as file:
+        head = file.read(4)
+    return next((codec for magic, codec in _MAGIC.items() if head.startswith(magic)), None)
+
+
+def damage(stream: BinaryIO) -> str | None:
+    """Why a stream of ``open_text`` ended before its file did; None while it has not."""
+    raw = getattr(stream, "raw", None)
+    return raw.damage if isinstance(raw, Decompressed) else None

@@ -1,0 +1,155 @@
+"""The input of a job as one run of rows, whatever files and formats it comes in, readable from any row on.
+
+It knows which files there are and in what order; how a file is read is its format's business, and what the rows mean
+is not known here at all.
+"""
+
+from __future__ import annotations
+
+import glob
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from batchgen.data.files import publish, staged_file
+from batchgen.data.formats import InputFile, Wanted
+from batchgen.data.formats.detect import resolve_format
+from batchgen.data.formats.hf import PREFIX, DatasetFile, is_saved_dataset
+from batchgen.data.formats.jsonl import parse_jsonl
+from batchgen.data.formats.lines import LinesFile
+from batchgen.data.formats.parquet import ParquetFile
+from batchgen.data.formats.text import parse_text
+from batchgen.errors import UsageError
+from batchgen.records import BadRow, Cursor, Record
+from batchgen.spec import InputSpec
+
+_START = Cursor(0, 0, 0, 0)
+
+
+class Source:
+    """The rows of an input; made by ``open_source``. Memory use does not grow with their number."""
+
+    def __init__(self, files: Sequence[InputFile], limit: int | None) -> None:
+        self._files = tuple(files)
+        self._limit = limit
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The local files and folders that are read: no output may overwrite them."""
+        return tuple(file.path for file in self._files if file.path is not None)
+
+    def read(self, start: Cursor | None = None, wanted: Wanted | None = None) -> Iterator[Record | BadRow]:
+        """The rows from ``start`` on, in input order, up to the job's limit.
+
+        Rows whose index is not ``wanted`` are passed over without being parsed. A row's ``after`` is a ``start``
+        from which exactly the rows behind it come. Raises UsageError when a file has become unreadable.
+        """
+        at = start or _START
+        for number in range(at.file, len(self._files)):
+            if number != at.file:
+                at = Cursor(number, 0, 0, at.index)
+            index = yield from self._files[number].read(at, self._limit, wanted)
+            at = Cursor(number, 0, 0, index)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resume is held against: for each file its path, size in bytes and ``sha256``.
+
+        The digest covers all of a file up to 64 MiB, and the size, both ends and 256 spread blocks of a larger
+        one (see ``file_digest``); modification times do not count. Raises UsageError when a file cannot be read.
+        """
+        return {"files": [file.fingerprint() for file in self._files]}
+
+    def num_rows(self) -> int | None:
+        """The number of rows, the limit applied, where it is known without reading them all."""
+        counts = [file.num_rows() for file in self._files]
+        known = [count for count in counts if count is not None]
+        if len(known) < len(counts):
+            return None
+        return sum(known) if self._limit is None else min(sum(known), self._limit)
+
+    def num_bytes(self) -> int | None:
+        """The size of all files as stored, compressed or not; None where some of them are not local."""
+        sizes = [file.num_bytes() for file in self._files]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
+
+
+def open_source(spec: InputSpec) -> Source:
+    """Find and open what ``spec.path`` names: files, globs, folders, ``hf:`` datasets.
+
+    Files come in the order of the list, those of a glob or folder sorted by name. Standard input must have been
+    spooled to a file. Raises UsageError when something is missing, unreadable, named twice or of no known format.
+    """
+    files: dict[str, InputFile] = {}
+    for entry in spec.path:
+        for item in _expand(entry, spec.format):
+            name = item if isinstance(item, str) else str(item.resolve())
+            if name in files:
+                raise UsageError(f"input {item} is named twice in input.path")
+            files[name] = _open_file(item, spec.format)
+    return Source(list(files.values()), spec.limit)
+
+
+def spool_stdin(target: Path, stdin: BinaryIO | None = None) -> None:
+    """Copy standard input to ``target``, which appears atomically, so that a resume can read it again.
+
+    A ``target`` that is there already is kept and standard input is left alone. Raises UsageError when standard
+    input is a terminal, StorageError when the copy cannot be written.
+    """
+    if target.exists():
+        return
+    source = stdin or sys.stdin.buffer
+    if source.isatty():
+        raise UsageError("input.path is - and standard input is a terminal; pipe rows into it")
+    with staged_file(target) as file:
+        shutil.copyfileobj(source, file, 1 << 20)
+    publish(target)
+
+
+def _expand(entry: str, form: str) -> list[Path | str]:
+    """The files one entry of ``input.path`` stands for; an ``hf:`` entry stays as it is."""
+    if entry.startswith(PREFIX):
+        return [entry]
+    path = Path(entry)
+    try:
+        if path.is_dir():
+            return [path] if form in ("auto", "hf") and is_saved_dataset(path) else _parquet_files(path)
+        if path.exists():
+            return [path]
+        found = map(Path, glob.iglob(entry, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+        matches = sorted(path for path in found if path.is_file())
+    except OSError as error:
+        raise UsageError(f"cannot read input {entry}: {error.strerror}") from error
+    if matches:
+        return list(matches)
+    if glob.has_magic(entry):
+        raise UsageError(f"no file matches input {entry}")
+    hint = "; a dataset on the Hub is written hf:NAME" if form == "hf" else ""
+    raise UsageError(f"no input file {entry}{hint}")
+
+
+def _parquet_files(folder: Path) -> list[Path | str]:
+    """The Parquet files in a folder and below, hidden ones and ``_metadata`` left out as Arrow does."""
+    names = sorted(folder.rglob("*.parquet"))
+    visible = [name for name in names if not any(part[0] in "._" for part in name.relative_to(folder).parts)]
+    if not visible:
+        raise UsageError(f"input {folder} is a folder without .parquet files; name files, as in '{folder}/*.jsonl'")
+    return list(visible)
+
+
+def _open_file(item: Path | str, form: str) -> InputFile:
+    if isinstance(item, str):
+        return DatasetFile(item)
+    if item.is_dir():
+        return DatasetFile(str(item))
+    if not item.is_file():
+        raise UsageError(f"input {item} is not a regular file; pipe it to standard input and name it -")
+    try:
+        resolved = resolve_format(item, form)
+        if resolved == "parquet":
+            return ParquetFile(item)
+        return LinesFile(item, parse_text if resolved == "text" else parse_jsonl)
+    except OSError as error:
+        raise UsageError(f"cannot read input {item}: {error.strerror or error}") from error

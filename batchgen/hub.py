@@ -1,0 +1,55 @@
+"""A model or tokenizer name to a local folder: one that is there, or a snapshot from the Hugging Face Hub's cache.
+
+It downloads what its caller's patterns allow and does not look into it. Patterns name data formats only, safetensors
+and JSON, so that neither pickles nor code of a repository ever reach the machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from batchgen.errors import ModelError
+
+_REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def resolve_folder(path: str, revision: str, patterns: Sequence[str]) -> Path:
+    """The folder that ``path`` names: a local one as it stands, else a Hub id's files that match ``patterns``.
+
+    The Hub's cache is used as ``huggingface_hub`` does; with ``HF_HUB_OFFLINE=1`` nothing else is. Raises
+    ModelError in one line that says how the name was read.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"model {path} is a file; give the folder it is in")
+    if not _REPO_ID.fullmatch(path) or path.startswith("."):
+        raise ModelError(f"no model folder {path} (and a Hub id is written NAME or ORGANIZATION/NAME)")
+    return _download(path, revision, patterns)
+
+
+def _download(repo_id: str, revision: str, patterns: Sequence[str]) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
+    except errors.GatedRepoError as error:
+        reason = "access to it must be granted: accept its terms on the Hub, then run hf auth login"
+        raise _not_found(repo_id, reason) from error
+    except errors.RepositoryNotFoundError as error:
+        raise _not_found(repo_id, "the Hub has no such model, or it is private and needs hf auth login") from error
+    except errors.RevisionNotFoundError as error:
+        raise _not_found(repo_id, f"the model on the Hub has no revision {revision!r}") from error
+    except Exception as error:  # the client lets connection, proxy and disk errors of several libraries through
+        if constants.HF_HUB_OFFLINE:
+            reason = f"revision {revision!r} is not in the Hub's cache, and HF_HUB_OFFLINE forbids to fetch it"
+        else:
+            reason = f"it could not be fetched: {' '.join(str(error).split())[:200]}"
+        raise _not_found(repo_id, reason) from error
+
+
+def _not_found(repo_id: str, reason: str) -> ModelError:
+    return ModelError(f"no model folder {repo_id}, and as a Hub id: {reason}")

@@ -1,0 +1,166 @@
+"""Join the shards of one job: proves that together they hold every input row once, then writes one run directory.
+
+It works on finished run directories alone: no model, no input file, no journal. Rows are copied, never interpreted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from batchgen.data.files import publish
+from batchgen.data.manifest import Manifest, compare
+from batchgen.data.output_formats import output_format
+from batchgen.data.rundir import RunDir
+from batchgen.data.writer import IndexedRow, OutputCounts, Rows, join, publish_errors, read_errors, stage
+from batchgen.errors import UsageError
+from batchgen.spec import OutputSpec, job_from_dict
+
+_NAMED_ROWS = 5  # of many missing rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """One finished shard; ``number`` counts from 1."""
+
+    run_dir: RunDir
+    manifest: Manifest
+    num_rows: int
+
+    @property
+    def number(self) -> int:
+        return self.manifest.shard[0]
+
+    def __str__(self) -> str:
+        return "shard {}/{} ({})".format(*self.manifest.shard, self.run_dir.path)
+
+
+def merge(folders: Sequence[Path], target: Path) -> OutputCounts:
+    """Write outputs, dead letters and ``job.json`` of all shards of a job into ``target``, which must not be a run yet.
+
+    Raises UsageError naming the shard and the rows if the shards are of different jobs, one is missing, unfinished or
+    given twice, or a row is missing, there twice or in the wrong shard; ``target`` then shows no outputs.
+    """
+    shards = _load(folders)
+    manifest = _merged(shards[0].manifest, target)
+    run_dir = RunDir(target)
+    if run_dir.is_complete() or run_dir.read_manifest() not in (None, manifest):
+        raise UsageError(f"{target} holds a run already; merge into a new folder")
+    run_dir.create()
+    with run_dir.lock():
+        run_dir.write_manifest(manifest)
+        return _write(shards, run_dir, job_from_dict(manifest.job).output)
+
+
+def _write(shards: Sequence[_Shard], run_dir: RunDir, output: OutputSpec) -> OutputCounts:
+    """Write the joined files; as in ``finalize``, the outputs appear last."""
+    form = output_format(output.format)
+    proof = _Proof(shards)
+
+    def results() -> Iterator[IndexedRow]:
+        proof.restart()
+        files = [(shard, form.read(shard.run_dir.outputs(output.format))) for shard in shards]
+        return join([proof.check(*file, ordered=output.order == "input") for file in files], output.order)
+
+    def errors() -> Iterator[IndexedRow]:
+        return join([proof.check(shard, read_errors(shard.run_dir), ordered=True) for shard in shards], "input")
+
+    counts = stage(run_dir, output, form, Rows(results), Rows(errors))
+    proof.finish()
+    publish_errors(run_dir, counts)
+    publish(run_dir.outputs(output.format))
+    return counts
+
+
+def _load(folders: Sequence[Path]) -> list[_Shard]:
+    """The shards in order. Raises UsageError unless they are all of one job's, each once and finished."""
+    shards = [_load_shard(RunDir(folder)) for folder in folders]
+    if not shards:
+        raise UsageError("nothing to merge: name the run directories of all shards")
+    first, count = shards[0], shards[0].manifest.shard[1]
+    for shard in shards[1:]:
+        _check_same_job(first, shard)
+    by_number: dict[int, _Shard] = {}
+    for shard in shards:
+        if shard.number in by_number:
+            raise UsageError(f"{by_number[shard.number]} is given twice, as {shard.run_dir.path} too")
+        by_number[shard.number] = shard
+    missing = [f"{number}/{count}" for number in range(1, count + 1) if number not in by_number]
+    if missing:
+        raise UsageError(f"shard {', '.join(missing)} is missing: give the run directories of all {count} shards")
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def _load_shard(run_dir: RunDir) -> _Shard:
+    manifest = run_dir.read_manifest()
+    if manifest is None:
+        raise UsageError(f"{run_dir.path} is not a run directory: it has no job.json")
+    if holder := run_dir.holder():
+        raise UsageError(f"{run_dir.path} is in use by {holder}; merge when it is done")
+    if manifest.num_rows is None or not run_dir.outputs(manifest.job["output"]["format"]).is_file():
+        raise UsageError(f"{run_dir.path} is not finished: run its shard again until it is")
+    return _Shard(run_dir, manifest, manifest.num_rows)
+
+
+def _check_same_job(first: _Shard, other: _Shard) -> None:
+    differences = compare(replace(first.manifest, shard=(1, 1)), replace(other.manifest, shard=(1, 1))).refused
+    if first.manifest.shard[1] != other.manifest.shard[1]:
+        differences = (f"shards: was {first.manifest.shard[1]}, now {other.manifest.shard[1]}", *differences)
+    if first.num_rows != other.num_rows:
+        differences += (f"input rows: was {first.num_rows}, now {other.num_rows}",)
+    for key in ("format", "order"):
+        values = [shard.manifest.job["output"][key] for shard in (first, other)]
+        if values[0] != values[1]:
+            differences += (f"output.{key}: was {values[0]}, now {values[1]}",)
+    if differences:
+        raise UsageError(f"{first} and {other} are not of one job: {'; '.join(differences)}")
+
+
+def _merged(manifest: Manifest, target: Path) -> Manifest:
+    """The manifest of the whole job, as if it had run unsharded in ``target``."""
+    job = {**manifest.job, "output": {**manifest.job["output"], "path": str(target)}}
+    return replace(manifest, job=job, shard=(1, 1))
+
+
+class _Proof:
+    """Watches rows go by: each must be of the shard it came from, and each row of the input must come once."""
+
+    def __init__(self, shards: Sequence[_Shard]) -> None:
+        self._shards = shards
+        self._num_rows = shards[0].num_rows
+        self._seen = bytearray(self._num_rows)
+
+    def restart(self) -> None:
+        """Forget all rows: another pass over them begins."""
+        self._seen = bytearray(self._num_rows)
+
+    def check(self, shard: _Shard, rows: Iterator[IndexedRow], *, ordered: bool) -> Iterator[IndexedRow]:
+        """The same rows; raises UsageError at the first that does not belong."""
+        last = -1
+        for index, row in rows:
+            if not 0 <= index < self._num_rows:
+                raise UsageError(f"{shard} holds row {index}, but the input has {self._num_rows} rows")
+            owner = self._shards[index % len(self._shards)]
+            if owner is not shard:
+                raise UsageError(f"{shard} holds row {index}, which belongs to {owner}")
+            if self._seen[index]:
+                raise UsageError(f"{shard} holds row {index} twice")
+            if ordered and index < last:
+                raise UsageError(f"{shard} holds row {index} after row {last}, not in input order; was it edited?")
+            self._seen[index] = 1
+            last = index
+            yield index, row
+
+    def finish(self) -> None:
+        """Raises UsageError if a row of the input has not come by."""
+        num_missing = self._seen.count(0)
+        if not num_missing:
+            return
+        named: list[str] = []
+        index = self._seen.find(0)
+        while index >= 0 and len(named) < _NAMED_ROWS:
+            named.append(f"{index} of {self._shards[index % len(self._shards)]}")
+            index = self._seen.find(0, index + 1)
+        more = "" if num_missing <= _NAMED_ROWS else f" and {num_missing - _NAMED_ROWS} more"
+        raise UsageError(f"rows are missing: row {', row '.join(named)}{more}; run those shards again")

@@ -1,0 +1,144 @@
+"""From input rows to requests: read in chunks, settle what can never run, hand out the rest as the engine asks.
+
+Error rows go straight to the journal; for every request handed out it remembers the row until the result comes. It
+knows nothing of the engine but that somebody pulls, and stops handing out as soon as it is told to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from batchgen.data.rows import RowProblem, bad_row, row_id
+from batchgen.errors import RowError, RowErrorCode
+from batchgen.records import BadRow, Record, Request
+from batchgen.run.clock import Clock
+from batchgen.run.ledger import Ledger
+from batchgen.run.stop import Stopper
+from batchgen.run.unique_ids import UniqueIds
+from batchgen.spec import InputSpec
+
+CHUNK_ROWS = 256
+CHUNK_CHARS = 4 << 20  # a chunk of long rows ends earlier, since it is held in memory
+
+
+class Builder(Protocol):
+    """What the feed needs of ``RequestBuilder``."""
+
+    def build(self, rows: Sequence[Record]) -> list[Request | BadRow]:
+        """One answer per row, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A row whose request is with the engine; ``id`` is what its user knows it by, if anything."""
+
+    record: Record
+    id: str | int | None
+
+
+class Screen:
+    """Turns a chunk of rows into requests and error rows, in order: ids, duplicates, prompts, sampling values."""
+
+    def __init__(self, spec: InputSpec, builder: Builder, ids: UniqueIds) -> None:
+        self._spec = spec
+        self._builder = builder
+        self._ids = ids
+
+    def screen(self, rows: Sequence[Record | BadRow]) -> list[tuple[Pending, Request] | BadRow]:
+        """One answer per row: what the row asks for, or why it cannot run."""
+        answers: dict[int, tuple[Pending, Request] | BadRow] = {}
+        pending: dict[int, Pending] = {}
+        for row in rows:
+            if isinstance(row, BadRow):
+                answers[row.index] = row
+                continue
+            try:
+                pending[row.index] = Pending(row, row_id(row, self._spec))
+            except RowProblem as problem:
+                answers[row.index] = bad_row(row, problem.error, self._spec)
+        for index, first in self._losers(rows, pending).items():
+            item = pending.pop(index, None)
+            if item is not None:  # an error row keeps its own code, it only lends its id
+                error = RowError(RowErrorCode.DUPLICATE_ID, f"id {item.id!r} is that of row {first} already")
+                answers[index] = bad_row(item.record, error, self._spec)
+        items = list(pending.values())
+        for item, answer in zip(items, self._builder.build([item.record for item in items]), strict=True):
+            answers[item.record.index] = answer if isinstance(answer, BadRow) else (item, answer)
+        return [answers[row.index] for row in rows]
+
+    def _losers(self, rows: Sequence[Record | BadRow], pending: dict[int, Pending]) -> dict[int, int]:
+        claims = []
+        for row in rows:
+            known = row.id if isinstance(row, BadRow) else pending[row.index].id if row.index in pending else None
+            if known is not None:
+                claims.append((row.index, known))
+        return self._ids.claim(claims) if claims else {}
+
+
+class Feed:
+    """The requests of a run, lazily.
+
+    ``pending`` holds the rows whose requests are with the engine, by index; ``is_exhausted`` says that there are no
+    more rows. Reading, checking and tokenizing is charged to the clock's "read".
+    """
+
+    def __init__(self, ledger: Ledger, screen: Screen, stopper: Stopper, clock: Clock) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._screen = screen
+        self._stopper = stopper
+        self.pending: dict[int, Pending] = {}
+        self.is_exhausted = False
+
+    def requests(self, rows: Iterable[Record | BadRow]) -> Iterator[Request]:
+        """The requests of ``rows`` in order, tokens of an earlier run included; ends early on a stop."""
+        chunks = chunked(rows)
+        while not self._stopper.requested:
+            with self._clock.on("read"):
+                chunk = next(chunks, [])
+                answers = self._screen.screen(chunk)
+            if not chunk:
+                self.is_exhausted = True
+                return
+            self._ledger.num_read += len(chunk)
+            for answer in answers:
+                if self._stopper.requested:
+                    return
+                if isinstance(answer, BadRow):
+                    self._ledger.fail(answer)
+                else:
+                    yield self._hand_out(*answer)
+            self._ledger.check_error_rate(self._stopper)
+
+    def _hand_out(self, pending: Pending, request: Request) -> Request:
+        self.pending[request.key] = pending
+        tokens = self._ledger.journal.partials.get(request.key, ())
+        return dataclasses.replace(request, output_token_ids=tokens) if tokens else request
+
+
+def chunked(rows: Iterable[Record | BadRow]) -> Iterator[list[Record | BadRow]]:
+    """Rows in lists bounded by their number and by the text they hold."""
+    chunk: list[Record | BadRow] = []
+    num_chars = 0
+    for row in rows:
+        chunk.append(row)
+        num_chars += _num_chars(row.columns if isinstance(row, Record) else row.raw)
+        if len(chunk) >= CHUNK_ROWS or num_chars >= CHUNK_CHARS:
+            yield chunk
+            chunk, num_chars = [], 0
+    if chunk:
+        yield chunk
+
+
+def _num_chars(value: object) -> int:
+    """About how much memory a value takes, in characters."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_chars, value.values()))
+    if isinstance(value, list):
+        return sum(map(_num_chars, value))
+    return 8

@@ -1,0 +1,254 @@
+"""The composition root of ``batchgen run``: the one place that sees reader, engine, journal, outputs and report.
+
+It decides the order of things, so that a refusal comes before anything is written and a kill at any moment leaves a
+run that resumes. What each thing does is said elsewhere.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from batchgen import __version__
+from batchgen.data.journal import Journal
+from batchgen.data.manifest import Manifest, compare
+from batchgen.data.prompt import RequestBuilder
+from batchgen.data.reader import Source, open_source, spool_stdin
+from batchgen.data.rundir import RunDir
+from batchgen.data.writer import finalize
+from batchgen.errors import ResumeMismatch, UsageError
+from batchgen.report import build_report, write_report
+from batchgen.run.display import make_display
+from batchgen.run.feed import Feed, Screen
+from batchgen.run.folders import tidy_on_refusal
+from batchgen.run.generate import generate
+from batchgen.run.ledger import Ledger
+from batchgen.run.model import Backend, EngineFactory, ModelInfo, load_engine, read_model
+from batchgen.run.options import RunOptions
+from batchgen.run.outcome import Outcome, about_job, journal_totals
+from batchgen.run.payloads import Payloads
+from batchgen.run.progress import Progress
+from batchgen.run.rows import RowRange, refuse_bad_rows
+from batchgen.run.stop import Stopper, StopRequested
+from batchgen.run.unique_ids import UniqueIds, journalled_ids
+from batchgen.spec import JobSpec
+
+SPOOL_NAME = "input.spool"  # standard input, kept so that a resume can read it again
+
+
+def run_job(
+    spec: JobSpec, options: RunOptions | None = None, *, engine_factory: EngineFactory = load_engine
+) -> Outcome:
+    """Run a job, or what is left of it, and say how it ended.
+
+    Handles SIGINT and SIGTERM while it works, when called from the main thread. Raises UsageError before anything is
+    written, LockedError if another process is at it, StorageError and other BatchgenErrors for what goes wrong later.
+    """
+    options = options or RunOptions()
+    run_dir = RunDir(Path(spec.output.path))
+    stopper = Stopper(options.limits)
+    progress = Progress(run_dir.path, make_display(options.progress, options.heartbeat_s), stopper)
+    with stopper.listening(), tidy_on_refusal(run_dir.path):
+        run_dir.create()
+        with run_dir.lock():
+            try:
+                with progress:
+                    return _Job(spec, options, run_dir, progress, engine_factory).run()
+            except StopRequested:
+                return Outcome.stopped(run_dir, stopper.reason or "", progress)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What can be known of a job before its run directory is touched."""
+
+    source: Source
+    model: ModelInfo
+    builder: RequestBuilder
+    manifest: Manifest
+
+
+class _Job:
+    """One invocation, holding the lock of its run directory."""
+
+    def __init__(
+        self, spec: JobSpec, options: RunOptions, run_dir: RunDir, progress: Progress, engine_factory: EngineFactory
+    ) -> None:
+        self.spec = spec
+        self.options = options
+        self.run_dir = run_dir
+        self.progress = progress
+        self.engine_factory = engine_factory
+        self.backend: Backend | None = None
+
+    def run(self) -> Outcome:
+        """Begin, resume, or find that all is done."""
+        begun = None if self.options.overwrite else self.run_dir.read_manifest()
+        if begun is None:
+            self.progress.begin_anew()
+        with self.progress.phase("checking the job", "load"):
+            inputs = self._read_inputs(is_new=begun is None)
+        if begun is not None:
+            inputs = replace(inputs, manifest=self._agreed(begun, inputs.manifest))
+            if self.run_dir.is_complete():
+                return self._already_done(inputs)
+        else:
+            if self.options.strict:
+                self._refuse_bad_rows(inputs, RowRange(inputs.source, self.options.shard))
+            inputs = self._begin(inputs)
+        with ExitStack() as stack:
+            journal = Journal.open(self.run_dir.journal, self.options.shard)
+            stack.callback(journal.close)
+            for line in journal.recovery.messages():
+                self.progress.display.note(line)
+            return self._work(inputs, journal, stack)
+
+    def _read_inputs(self, *, is_new: bool) -> _Inputs:
+        """Open all that the job names. Raises UsageError."""
+        spec, spool = self.spec, self.run_dir.path / SPOOL_NAME
+        where = spec.input
+        if where.path == ("-",):
+            if is_new:
+                spool.unlink(missing_ok=True)
+            elif spool.exists():
+                self.progress.display.note("resuming with the input read by the first run; standard input is not read")
+            spool_stdin(spool)
+            where = replace(where, path=(str(spool),))
+        try:
+            source = open_source(where)
+            for path in source.paths:
+                if self.run_dir.owns(path):
+                    raise UsageError(f"the input {path} would be overwritten by this run; choose another output.path")
+            model = read_model(spec)
+            builder = RequestBuilder(
+                where,
+                spec.sampling,
+                model.tokenizer,
+                max_model_len=model.max_model_len,
+                vocab_size=model.config.vocab_size,
+            )
+            return _Inputs(source, model, builder, self._manifest(source, model))
+        except UsageError:
+            if is_new:
+                spool.unlink(missing_ok=True)
+            raise
+
+    def _manifest(self, source: Source, model: ModelInfo) -> Manifest:
+        return Manifest(
+            job=self.spec.to_dict(),
+            output_keys=self.spec.output_keys(),
+            fingerprints={
+                "input": source.fingerprint(),
+                "model": model.fingerprint,
+                "code": {"batchgen": __version__},
+            },
+            shard=self.options.shard,
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+    def _agreed(self, begun: Manifest, now: Manifest) -> Manifest:
+        """The manifest to go on with. Raises ResumeMismatch when outputs would differ."""
+        numerics = begun.fingerprints.get("numerics")  # known once the weights are loaded; compared then
+        if numerics is not None:
+            now = replace(now, fingerprints={**now.fingerprints, "numerics": numerics})
+        found = compare(begun, now)
+        if found.refused:
+            raise ResumeMismatch(
+                f"{self.run_dir.path} was begun with another job; what changes its outputs:\n"
+                + "".join(f"  {line}\n" for line in found.refused)
+                + "run with --overwrite to start anew, or choose another output.path"
+            )
+        for line in found.allowed:
+            self.progress.display.note(f"resuming with {line}")
+        return replace(now, created_at=begun.created_at, num_rows=begun.num_rows)
+
+    def _begin(self, inputs: _Inputs) -> _Inputs:
+        """Start from nothing: the weights first, so that unusable ones leave no trace and no old run is lost."""
+        self.backend = self._load(inputs.model)
+        if self.options.overwrite:
+            self.run_dir.clear()
+        fingerprints = {**inputs.manifest.fingerprints, "numerics": self.backend.numerics}
+        return replace(inputs, manifest=replace(inputs.manifest, fingerprints=fingerprints))
+
+    def _load(self, model: ModelInfo) -> Backend:
+        with self.progress.phase("loading the model", "load"):
+            return self.engine_factory(self.spec, model)
+
+    def _resumed_backend(self, inputs: _Inputs) -> Backend:
+        """The engine, loaded now if it was not yet. Raises ResumeMismatch if it computes otherwise than before."""
+        self.backend = self.backend or self._load(inputs.model)
+        begun = inputs.manifest.fingerprints.get("numerics", self.backend.numerics)
+        if begun != self.backend.numerics:
+            raise ResumeMismatch(
+                f"{self.run_dir.path} was begun in {_named(begun)}, here the model runs in "
+                f"{_named(self.backend.numerics)}: set model.dtype and model.device, or --overwrite to start anew"
+            )
+        return self.backend
+
+    def _work(self, inputs: _Inputs, journal: Journal, stack: ExitStack) -> Outcome:
+        """Generate what the journal does not hold, then write the outputs."""
+        spec, progress = self.spec, self.progress
+        rows = RowRange(inputs.source, self.options.shard, journal)
+        if journal.done and self.options.strict:
+            self._refuse_bad_rows(inputs, rows)
+        self.run_dir.write_manifest(inputs.manifest)
+        progress.keeps_file = True
+        if progress.rows_total is None:
+            with progress.phase("counting the rows", "read"):
+                progress.rows_total = rows.count()
+        tokenizer = inputs.model.tokenizer
+        payloads = Payloads(spec, tokenizer.decode if tokenizer else None)
+        ledger = progress.ledger = Ledger(journal, payloads, self.options.max_error_rate, progress.clock)
+        progress.display.note(self._announcement(ledger))
+        ids = UniqueIds(self.run_dir.journal / "ids.sqlite")
+        stack.callback(ids.close)
+        if ids.is_new and journal.done:
+            ids.restore(journalled_ids(journal))
+        feed = Feed(ledger, Screen(spec.input, inputs.builder, ids), progress.stopper, progress.clock)
+        ledger.check_error_rate(progress.stopper)
+        is_done = generate(rows.read(), feed, ledger, progress, lambda: self._resumed_backend(inputs))
+        ids.close()
+        if not is_done:
+            progress.state = "stopped"
+            return Outcome.stopped(self.run_dir, progress.stopper.reason or "", progress)
+        with progress.phase("writing the outputs", "write"):
+            finalize(
+                self.run_dir, spec.output, journal, num_rows=rows.num_seen, model=spec.model.path, chat=spec.input.chat
+            )
+        return self._finish(inputs, journal)
+
+    def _already_done(self, inputs: _Inputs) -> Outcome:
+        """Nothing to do but what a kill just after the outputs appeared may have left undone."""
+        if self.run_dir.journal.is_dir():
+            self._finish(inputs, Journal.open(self.run_dir.journal, self.options.shard))
+        return Outcome.already_done(self.run_dir, self.spec)
+
+    def _finish(self, inputs: _Inputs, journal: Journal) -> Outcome:
+        """Write the report; then the journal has served."""
+        with self.progress.phase("writing the report", "write"):
+            totals = journal_totals(journal, self.spec.output.expected)
+        about = about_job(self.spec, inputs.manifest, self.backend)
+        report = build_report(totals, self.progress.spent(), about)
+        write_report(self.run_dir, report)
+        journal.remove()
+        self.progress.state = "finished"
+        self.progress.keeps_file = False
+        return Outcome.finished(self.run_dir, self.spec, report)
+
+    def _refuse_bad_rows(self, inputs: _Inputs, rows: RowRange) -> None:
+        with self.progress.phase("checking all rows (--strict)", "read"):
+            refuse_bad_rows(rows, inputs.builder, self.spec.input)
+
+    def _announcement(self, ledger: Ledger) -> str:
+        finished = ledger.num_done + ledger.num_failed
+        total = "?" if self.progress.rows_total is None else f"{self.progress.rows_total:,}"
+        part = "" if self.options.shard == (1, 1) else " of shard {}/{}".format(*self.options.shard)
+        resumed = f", {finished:,} of them finished already" if finished else ""
+        return f"{total} rows{part} into {Outcome.shown(self.run_dir.path)}{resumed}"
+
+
+def _named(numerics: dict[str, Any]) -> str:
+    return " on ".join(str(value) for value in numerics.values())

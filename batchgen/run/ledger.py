@@ -1,0 +1,70 @@
+"""What has become of the rows: every finished one goes through here into the journal and into the counts.
+
+The counts are what progress, limits and the final word look at. It decides when too many rows have failed, and
+nothing else about the run.
+"""
+
+from __future__ import annotations
+
+from batchgen.data.journal import Journal, JournalEntry
+from batchgen.records import BadRow, Record, Result
+from batchgen.run.clock import Clock
+from batchgen.run.payloads import Payloads, RowId
+from batchgen.run.stop import Stopper
+
+MIN_ROWS_FOR_RATE = 100  # an error rate means nothing over fewer rows, so it is taken as if there were that many
+
+
+class Ledger:
+    """The finished rows of a run; ``num_done`` and ``num_failed`` include those of earlier invocations.
+
+    Token counts are those of rows finished by this invocation.
+    """
+
+    def __init__(self, journal: Journal, payloads: Payloads, max_error_rate: float | None, clock: Clock) -> None:
+        self.journal = journal
+        self._clock = clock
+        self._payloads = payloads
+        self._max_error_rate = max_error_rate
+        counts = journal.counts
+        self.num_done = counts.results
+        self.num_failed = counts.errors
+        self.num_read = counts.results + counts.errors
+        self.num_prompt_tokens = 0
+        self.num_completion_tokens = 0
+
+    def finish(self, record: Record, row_id: RowId, result: Result) -> None:
+        """Enter what the engine made of a row, be it a result or an error. Raises StorageError."""
+        if result.error is not None:
+            where = (record.index, record.source, record.line)
+            self.fail(BadRow(*where, result.error, record.columns, record.after, row_id))
+            return
+        payload = self._payloads.result(record, row_id, result)
+        self._append(JournalEntry(record.index, record.after, "result", payload))
+        self.num_done += 1
+        self.num_prompt_tokens += result.num_prompt_tokens
+        self.num_completion_tokens += len(result.token_ids)
+
+    def fail(self, row: BadRow) -> None:
+        """Enter a row that cannot run. Raises StorageError."""
+        self._append(JournalEntry(row.index, row.after, "error", self._payloads.error(row)))
+        self.num_failed += 1
+
+    @property
+    def error_rate(self) -> float:
+        """Failed rows over rows read, as if at least a hundred had been read."""
+        return self.num_failed / max(self.num_read, MIN_ROWS_FOR_RATE)
+
+    @property
+    def has_too_many_errors(self) -> bool:
+        """Whether more rows failed than the user allows."""
+        return self._max_error_rate is not None and self.error_rate > self._max_error_rate
+
+    def check_error_rate(self, stopper: Stopper) -> None:
+        """Ask to stop if more rows failed than the user allows."""
+        if self.has_too_many_errors:
+            stopper.request(f"error rate of {self.error_rate:.1%}")
+
+    def _append(self, entry: JournalEntry) -> None:
+        with self._clock.on("write"):
+            self.journal.append(entry)

@@ -1,0 +1,132 @@
+"""The model as the runner sees it: what is known without weights, and the engine that has them.
+
+``read_model`` stays clear of torch; ``load_engine`` is the only door to it, so tests and other back ends can put
+another engine behind the same protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from batchgen.data.fingerprint import file_digest
+from batchgen.data.tokenizer import Tokenizer
+from batchgen.errors import UsageError
+from batchgen.hub import resolve_folder
+from batchgen.model import ModelConfig, is_dummy, load_config
+from batchgen.records import Request, Result
+from batchgen.spec import JobSpec
+
+_TOKENIZER_PATTERNS = ("*.json", "*.jinja")
+_MODEL_PATTERNS = ("*.safetensors", *_TOKENIZER_PATTERNS)
+
+
+class Stats(Protocol):
+    """What an engine has counted since it was made."""
+
+    num_steps: int
+    num_prefill_tokens: int
+    num_output_tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as plain data for the report."""
+
+
+class EngineLike(Protocol):
+    """What the runner needs of ``batchgen.engine.Engine``."""
+
+    @property
+    def stats(self) -> Stats:
+        """Counts since the engine was made."""
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Result]:
+        """Results in order of completion, pulling requests lazily."""
+
+    def stop(self) -> None:
+        """Make ``run`` return after the step under way."""
+
+    def unfinished(self) -> Mapping[int, tuple[int, ...]]:
+        """Tokens generated so far of every request that was not finished, by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """An engine with its weights, and the numerics it computes in; other numerics would give other tokens."""
+
+    engine: EngineLike
+    numerics: dict[str, str]
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model without its weights. ``tokenizer`` is None where there is none: rows then bring token ids."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    fingerprint: dict[str, Any]
+    max_model_len: int
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a text, by the word of the model's config or of the tokenizer's folder."""
+        return frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())
+
+
+EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
+
+
+def read_model(spec: JobSpec) -> ModelInfo:
+    """Find the model and read all of it but the weights. Raises ModelError, or UsageError for an impossible length."""
+    model = spec.model
+    config = load_config(model.path, model.revision)
+    folder = None if is_dummy(model.path) else resolve_folder(model.path, model.revision, _MODEL_PATTERNS)
+    tokenizer_folder = folder
+    if model.tokenizer:
+        revision = "main"  # model.revision is that of the model's own repository
+        tokenizer_folder = resolve_folder(model.tokenizer, revision, _TOKENIZER_PATTERNS)
+    tokenizer = None
+    if tokenizer_folder is not None and (model.tokenizer or (tokenizer_folder / "tokenizer.json").is_file()):
+        tokenizer = Tokenizer.load(tokenizer_folder)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        sizes = f"{tokenizer.vocab_size} tokens, the model {config.vocab_size}"
+        raise UsageError(f"the tokenizer has {sizes}: they do not belong together")
+    fingerprint: dict[str, Any] = {"weights": model.path} if folder is None else _folder_digests(folder)
+    if model.tokenizer and tokenizer_folder is not None:
+        fingerprint["tokenizer"] = _folder_digests(tokenizer_folder, _TOKENIZER_PATTERNS)
+    return ModelInfo(config, tokenizer, fingerprint, _max_model_len(spec, config))
+
+
+def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
+    """The engine of a job with its weights loaded. Raises ModelError for unusable weights; imports torch."""
+    import torch
+
+    from batchgen.engine import Engine, EngineConfig
+    from batchgen.model import load_model
+
+    sizes = {item.name: getattr(spec.engine, item.name) for item in fields(spec.engine)}
+    config = EngineConfig(**{name: None if value == "auto" else value for name, value in sizes.items()})
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)  # loading packs weights, which takes threads too
+    model = load_model(spec.model.path, spec.model.revision, dtype=spec.model.dtype, device=spec.model.device)
+    engine = Engine(model, config, eos_token_ids=info.eos_token_ids)
+    numerics = {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
+    return Backend(engine, numerics, torch.get_num_threads())
+
+
+def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:
+    wanted = spec.engine.max_model_len
+    if wanted == "auto":
+        return config.max_position_embeddings
+    if wanted > config.max_position_embeddings:
+        trained = config.max_position_embeddings
+        raise UsageError(f"engine.max_model_len = {wanted}: the model was trained for {trained} tokens at most")
+    return wanted
+
+
+def _folder_digests(folder: Path, patterns: Iterable[str] = _MODEL_PATTERNS) -> dict[str, Any]:
+    """Digests by file name: the same files elsewhere are the same model."""
+    names = sorted({path for pattern in patterns for path in folder.glob(pattern)})
+    return {path.name: file_digest(path) for path in names}

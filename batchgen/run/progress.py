@@ -1,0 +1,204 @@
+"""Where a run is, for whoever looks: the display, ``progress.json`` for ``batchgen status``, and the limits.
+
+One background thread looks at plain counters twice a second; the main thread never waits for it. It changes nothing
+about the run but to pass on that a limit has been reached.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from batchgen.errors import UsageError
+from batchgen.report import add_up
+from batchgen.run.clock import Clock
+from batchgen.run.display import Display
+from batchgen.run.ledger import Ledger
+from batchgen.run.model import EngineLike
+from batchgen.run.stop import Stopper, StopRequested
+
+PROGRESS_NAME = "progress.json"
+GENERATING = "generating"
+_TICK_S = 0.5
+_SAVE_EVERY_S = 2.0
+_RATE_WINDOW_S = 30.0
+
+
+class Progress:
+    """The counters of one invocation; a context manager that runs the thread.
+
+    ``rows_total`` counts the rows of this shard, None while unknown; it and ``spent_before``, what earlier invocations
+    on the same run spent, are taken from the file they left. ``ledger`` and ``engine`` are set once they exist. ``progress.json`` goes at the end unless
+    ``keeps_file``: when the report has taken over, or nothing was begun.
+    """
+
+    def __init__(self, folder: Path, display: Display, stopper: Stopper) -> None:
+        self.display = display
+        self.rows_total: int | None = None
+        self.spent_before: dict[str, Any] = {}
+        self.ledger: Ledger | None = None
+        self.engine: EngineLike | None = None
+        self.state = "running"
+        self.keeps_file = False  # set once there is something to resume
+        self._before: dict[str, Any] | None = None
+        self._path = folder / PROGRESS_NAME
+        self.stopper = stopper
+        self.clock = Clock()
+        self._engine_counts: dict[str, Any] = {}
+        self._phase = "starting"
+        self._phase_at = time.monotonic()
+        self._began = _now()
+        self._saved_at = 0.0
+        self._samples: deque[tuple[float, int]] = deque()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="batchgen-progress", daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._before = read_progress(self._path.parent)
+        if self._before is not None:
+            self.keeps_file = True
+            self.rows_total = self._before["rows"]["total"]
+            self.spent_before = self._before["spent"]
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+        if kind is not None:
+            self.state = "stopped" if issubclass(kind, StopRequested) else "failed"
+        self.display.close(self.snapshot())
+        if not self.keeps_file:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+        elif kind is not None and issubclass(kind, UsageError):
+            self._save(self._before or self.snapshot())  # this invocation was refused: it never happened
+        else:
+            self._save(self.snapshot())
+
+    def begin_anew(self) -> None:
+        """Forget what earlier invocations left: this run starts from nothing."""
+        self._before = None
+        self.keeps_file = False
+        self.rows_total = None
+        self.spent_before = {}
+
+    @contextmanager
+    def phase(self, name: str, account: str) -> Iterator[None]:
+        """Say what the run is doing or waiting for while inside, and charge the time to an account of the clock."""
+        outer = self._phase
+        self._phase, self._phase_at = name, time.monotonic()
+        with self.clock.on(account):
+            yield
+        self._phase, self._phase_at = outer, time.monotonic()
+
+    def spent(self) -> dict[str, Any]:
+        """What this and earlier invocations spent together; see ``report.build_report``."""
+        ledger = self.ledger
+        if self.engine is not None:
+            with suppress(RuntimeError):  # the main thread may add a kind of work while they are copied
+                self._engine_counts = self.engine.stats.to_dict()
+        mine = {
+            "sessions": 1,
+            "wall_s": self.clock.wall_s,
+            "seconds": self.clock.seconds(),
+            "engine": self._engine_counts,
+            "computed_tokens": self.computed_tokens,
+            "prompt_tokens": ledger.num_prompt_tokens if ledger else 0,
+            "completion_tokens": ledger.num_completion_tokens if ledger else 0,
+        }
+        return add_up(self.spent_before, mine)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens the engine went through in this invocation, prompts and half-done rows included."""
+        return self.engine.stats.num_prefill_tokens + self.engine.stats.num_output_tokens if self.engine else 0
+
+    def snapshot(self) -> dict[str, Any]:
+        """The content of ``progress.json``. Token counts of a killed invocation miss its last two seconds."""
+        spent = self.spent()
+        if self.ledger is not None:
+            done, failed = self.ledger.num_done, self.ledger.num_failed
+        else:
+            rows = self._before["rows"] if self._before else {}
+            done, failed = rows.get("done", 0), rows.get("failed", 0)
+        left = None if self.rows_total is None else max(self.rows_total - done - failed, 0)
+        finished = spent["prompt_tokens"] + spent["completion_tokens"]
+        to_come = None
+        if left is not None and done:
+            in_hand = max(spent["computed_tokens"] - finished, 0)
+            to_come = max(round(left * finished / done) - in_hand, 0)
+        rate = self._rate()
+        return {
+            "version": 1,
+            "state": self.state,
+            "phase": self._phase,
+            "phase_s": round(time.monotonic() - self._phase_at, 1),
+            "reason": self.stopper.reason,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started_at": self._began,
+            "updated_at": _now(),
+            "rows": {"total": self.rows_total, "done": done, "failed": failed, "left": left},
+            "tokens": {
+                "prompt": spent["prompt_tokens"],
+                "completion": spent["completion_tokens"],
+                "computed": spent["computed_tokens"],
+                "estimated": None if to_come is None else spent["computed_tokens"] + to_come,
+            },
+            "tokens_per_s": round(rate, 1),
+            "eta_s": round(to_come / rate, 1) if to_come is not None and rate > 0 else None,
+            "spent": spent,
+        }
+
+    def _save(self, snapshot: dict[str, Any]) -> None:
+        """Replace ``progress.json``. A disk that refuses does not matter here: the journal will say so."""
+        temporary = self._path.with_name(f".{PROGRESS_NAME}.tmp")
+        with suppress(OSError):
+            temporary.write_text(json.dumps(snapshot, indent=2) + "\n", encoding="utf-8")
+            temporary.replace(self._path)
+        self._saved_at = time.monotonic()
+
+    def _rate(self) -> float:
+        """Tokens per second over the last half minute."""
+        if len(self._samples) < 2:
+            return 0.0
+        (then, before), (now, after) = self._samples[0], self._samples[-1]
+        return (after - before) / (now - then) if now > then else 0.0
+
+    def _watch(self) -> None:
+        while not self._end.wait(_TICK_S):
+            now = time.monotonic()
+            if self.computed_tokens:
+                self._samples.append((now, self.computed_tokens))
+            while self._samples and now - self._samples[0][0] > _RATE_WINDOW_S:
+                self._samples.popleft()
+            self.stopper.check_limits(self.computed_tokens if self._phase == GENERATING else 0)
+            self.display.show(self.snapshot())
+            if now - self._saved_at >= _SAVE_EVERY_S:
+                self._save(self.snapshot())
+
+
+def read_progress(folder: Path) -> dict[str, Any] | None:
+    """What ``progress.json`` says, None where there is none to be read."""
+    try:
+        found = json.loads((folder / PROGRESS_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("version") == 1 else None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,136 @@
+"""Why and when a run stops early: signals, a deadline, a time or token budget, and the promise to be gone in 10 s.
+
+It turns all of them into one flag and one reason. It knows no rows and no journal; whoever generates asks the flag.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from types import FrameType
+from typing import NoReturn
+
+from batchgen.errors import ExitCode
+from batchgen.units import format_duration
+
+DRAIN_S = 8.0  # how long an orderly stop may take; the contract is 10 s, and leaving takes a moment too
+
+
+class StopRequested(BaseException):
+    """Ends work that has nothing to drain (loading, counting, writing outputs). No error: run again to resume."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When to stop by itself: an instant of the wall clock, seconds and tokens of this invocation."""
+
+    deadline: datetime | None = None
+    max_runtime_s: float | None = None
+    max_total_tokens: int | None = None
+
+
+class Stopper:
+    """The one place that knows whether to go on. ``reason`` is None until somebody asked to stop.
+
+    Between ``drain_with(stop)`` and its end a request calls ``stop`` and lets work in hand be finished; outside
+    of it the request ends the work by raising ``StopRequested`` in the main thread.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.reason: str | None = None
+        self._limits = limits
+        self._started_at = time.monotonic()
+        self._drain: Callable[[], None] | None = None
+        self._listening = False
+        self._asked_by_keyboard = False
+        self._delivered = False  # a request is delivered once: what follows it is tidying up, not to be disturbed
+        self._guard: threading.Timer | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether to stop."""
+        return self.reason is not None
+
+    def request(self, reason: str) -> None:
+        """Ask to stop, from any thread or a signal handler; only the first reason counts."""
+        if self.reason is not None:
+            return
+        self.reason = reason
+        self._guard = threading.Timer(DRAIN_S, self._give_up)
+        self._guard.daemon = True
+        self._guard.start()
+        if self._drain is not None:
+            self._delivered = True
+            self._drain()
+        elif self._listening and threading.current_thread() is not threading.main_thread():
+            main = threading.main_thread().ident
+            if main is not None:
+                signal.pthread_kill(main, signal.SIGTERM)  # only the main thread can raise in the main thread
+
+    def check_limits(self, num_tokens: int) -> None:
+        """Stop if a limit is reached; ``num_tokens`` were computed by this invocation."""
+        limits = self._limits
+        if limits.deadline is not None and datetime.now().astimezone() >= limits.deadline:
+            self.request(f"deadline {limits.deadline:%H:%M}")
+        elif limits.max_runtime_s is not None and time.monotonic() - self._started_at >= limits.max_runtime_s:
+            self.request(f"max runtime of {format_duration(limits.max_runtime_s)}")
+        elif limits.max_total_tokens is not None and num_tokens >= limits.max_total_tokens:
+            self.request(f"max total tokens of {limits.max_total_tokens}")
+
+    @contextmanager
+    def drain_with(self, stop: Callable[[], None]) -> Iterator[None]:
+        """While inside, a request calls ``stop`` instead of raising; one that came before calls it at once."""
+        self._drain = stop
+        try:
+            if self.requested:
+                self._delivered = True
+                stop()
+            yield
+        finally:
+            self._drain = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle SIGINT, SIGTERM and SIGHUP while inside; outside the main thread, where Python cannot, do nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            signals.append(signal.SIGHUP)
+        previous = {number: signal.signal(number, self._on_signal) for number in signals}
+        self._listening = True
+        try:
+            yield
+        finally:
+            self._listening = False
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            if self._guard is not None:
+                self._guard.cancel()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            if self._asked_by_keyboard:
+                self._leave("stopped at once by a second SIGINT; run again to resume")
+            self._asked_by_keyboard = True
+        self.request(signal.Signals(number).name)
+        if not self._delivered:
+            self._delivered = True
+            raise StopRequested
+
+    def _give_up(self) -> NoReturn:
+        self._leave(f"stopped ({self.reason}) with a step still under way; run again to resume")
+
+    def _leave(self, message: str) -> NoReturn:
+        """Leave without unwinding: the journal survives that at any byte, and only unwritten rows run again."""
+        with suppress(OSError):
+            os.write(sys.stderr.fileno(), f"\nbatchgen: {message}\n".encode())
+        os._exit(ExitCode.STOPPED)

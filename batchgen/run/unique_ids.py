@@ -1,0 +1,89 @@
+"""Which row had an id first: exact, across interruptions, in memory that does not grow with the rows.
+
+A small SQLite file beside the journal maps a 128-bit hash of each id to the row that claimed it. A claim is on disk
+before the row can reach the journal, so a row that is journalled never loses its id. It knows no columns.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+
+from batchgen.data.journal import Journal
+from batchgen.errors import StorageError
+
+_CACHE_KIB = 32 << 10
+Claim = tuple[int, str | int]
+
+
+class UniqueIds:
+    """The ids claimed so far; ``is_new`` says that the file was not there before.
+
+    ``path`` None keeps them in a temporary file that nobody else sees.
+    Raises StorageError where the file cannot be written or is damaged.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.is_new = path is None or not path.exists()
+        with self._storage():
+            self._db = sqlite3.connect(path or "", isolation_level=None)
+            self._db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # needs no shared memory: works on any file system
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute("CREATE TABLE IF NOT EXISTS ids (hash BLOB PRIMARY KEY, row INTEGER) WITHOUT ROWID")
+
+    def claim(self, rows: Sequence[Claim]) -> dict[int, int]:
+        """Claim ids for rows ``(index, id)`` in input order; returns the losers: index -> row that had the id first.
+
+        Claiming again for the same row is harmless. ``1`` and ``"1"`` are different ids.
+        """
+        hashed = [(_hash(row_id), index) for index, row_id in rows]
+        losers = {}
+        with self._storage():
+            self._db.execute("BEGIN")
+            self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", hashed)
+            for key, index in hashed:
+                (owner,) = self._db.execute("SELECT row FROM ids WHERE hash = ?", (key,)).fetchone()
+                if owner != index:
+                    losers[index] = owner
+            self._db.execute("COMMIT")
+        return losers
+
+    def restore(self, rows: Iterable[Claim]) -> None:
+        """Claim ids of rows known by other means, when the file was lost and the journal was not."""
+        with self._storage():
+            self._db.execute("BEGIN")
+            pairs = ((_hash(row_id), index) for index, row_id in rows)
+            self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", pairs)
+            self._db.execute("COMMIT")
+
+    def close(self) -> None:
+        """Release the file."""
+        self._db.close()
+
+    @contextmanager
+    def _storage(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            place = self._path or "a temporary file"
+            advice = "put that right, or remove the file if it is damaged, then run again"
+            raise StorageError(f"cannot keep track of ids in {place}: {error}; {advice}") from error
+
+
+def journalled_ids(journal: Journal) -> Iterator[Claim]:
+    """The ids of all finished rows, in input order."""
+    for index in journal.done:
+        row_id = json.loads(journal.payload(index))["id"]
+        if row_id is not None:
+            yield index, row_id
+
+
+def _hash(row_id: str | int) -> bytes:
+    return blake2b(json.dumps(row_id).encode(), digest_size=16).digest()

@@ -1,0 +1,197 @@
+"""Kill a process at its k-th call to the operating system, for every k, and see what the next run makes of it.
+
+``python faults.py SCENARIO FOLDER`` runs a scenario in forked children: once undisturbed, then killed at its first call,
+its second, and so on until a run gets through; each time what was left is run again, undisturbed, and all files are
+compared with those of the first run. A ``write`` that is hit leaves half of its bytes. Prints how many kills there were.
+"""
+
+import functools
+import io
+import itertools
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from batchgen.data import journal as journal_module
+from batchgen.data.files import remove_folder
+from batchgen.data.journal import Journal, JournalEntry
+from batchgen.data.manifest import Manifest
+from batchgen.data.output_formats.parquet import infer_fields
+from batchgen.data.rundir import RunDir
+from batchgen.data.writer import finalize, finalize_retry, read_errors
+from batchgen.merge import merge
+from batchgen.records import Cursor
+from batchgen.spec import InputSpec, JobSpec, ModelSpec, OutputSpec
+
+NUM_ROWS = 40
+KILLED = 77
+CALLS = ("write", "fsync", "open", "replace", "rename", "unlink", "rmdir", "mkdir", "ftruncate")
+
+
+def record(index: int) -> dict[str, Any]:
+    usage = {"prompt_tokens": 3, "completion_tokens": index}
+    text = "naïve\n" * (index % 5)
+    return {"id": f"q{index}", "index": index, "text": text, "finish_reason": "stop", "usage": usage, "timings": {}}
+
+
+def dead_letter(index: int) -> dict[str, Any]:
+    where = {"id": None, "index": index, "source": "in.jsonl", "line": index + 1}
+    return {**where, "code": "bad_json", "message": "not JSON", "row": "{"}
+
+
+def is_bad(index: int) -> bool:
+    return index % 9 == 4
+
+
+def append(journal: Journal, index: int, *, failed: bool) -> None:
+    after = Cursor(0, 10 * (index + 1), 0, index + 1)
+    payload = dead_letter(index) if failed else record(index)
+    journal.append(JournalEntry(index, after, "error" if failed else "result", payload))
+
+
+def run_job(path: Path, output_format: str, shard: tuple[int, int] = (1, 1)) -> None:
+    """What ``batchgen run`` does to a run directory, with rows that need no engine and finish out of order."""
+    number, count = shard
+    job = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("", format=output_format))
+    run_dir = RunDir(path)
+    run_dir.create()
+    with run_dir.lock():
+        if run_dir.is_complete():
+            remove_folder(run_dir.journal)
+            return
+        if run_dir.read_manifest() is None:
+            run_dir.write_manifest(Manifest(job.to_dict(), job.output_keys(), shard=shard))
+        journal = Journal.open(run_dir.journal, shard)
+        start = journal.resume_cursor.index if journal.resume_cursor else 0
+        todo = [i for i in range(start, NUM_ROWS) if i % count == number - 1 and i not in journal.done]
+        random.Random(0).shuffle(todo)
+        for step, index in enumerate(todo):
+            append(journal, index, failed=is_bad(index))
+            if step % 7 == 6:
+                journal.commit()
+            if step == 16:
+                journal.save_partials({index: (1, 2, 3) for index in todo[17:20]})
+        finalize(run_dir, job.output, journal, num_rows=NUM_ROWS, model="m")
+        journal.remove()
+
+
+def run_retry(path: Path, output_format: str) -> None:
+    """What ``batchgen retry`` does: failed rows run again, all but row 4 with success now."""
+    run_dir = RunDir(path)
+    with run_dir.lock():
+        journal = Journal.open(run_dir.retry)
+        for index in [index for index, _ in read_errors(run_dir) if index not in journal.done]:
+            append(journal, index, failed=index == 4)
+            journal.commit()
+        finalize_retry(run_dir, OutputSpec("", format=output_format), journal, model="m")
+        journal.remove()
+
+
+def run_anew(path: Path) -> None:
+    """What ``--overwrite`` does; when killed it is run again as a plain ``run`` or with ``--overwrite`` again."""
+    RunDir(path).clear()
+    run_job(path, "jsonl")
+
+
+def run_merge(path: Path) -> None:
+    target = path / "merged"
+    if not RunDir(target).is_complete():
+        merge([path / f"shard-{number}" for number in (3, 1, 2)], target)
+
+
+def prepare_shards(path: Path) -> None:
+    for number in (1, 2, 3):
+        run_job(path / f"shard-{number}", "parquet", (number, 3))
+
+
+def prepare_other_run(path: Path) -> None:
+    run_job(path, "parquet")
+    run_dir = RunDir(path)
+    run_dir.report.write_bytes(b"{}")
+    run_dir.write_manifest(replace(run_dir.read_manifest() or Manifest({}, {}), created_at="long ago"))
+
+
+SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
+    "jsonl": (lambda path: None, lambda path: run_job(path, "jsonl")),
+    "parquet": (lambda path: None, lambda path: run_job(path, "parquet")),
+    "openai": (lambda path: None, lambda path: run_job(path, "openai-batch")),
+    "retry-jsonl": (lambda path: run_job(path, "jsonl"), lambda path: run_retry(path, "jsonl")),
+    "retry-parquet": (lambda path: run_job(path, "parquet"), lambda path: run_retry(path, "parquet")),
+    "overwrite": (prepare_other_run, run_anew),
+    "merge": (prepare_shards, run_merge),
+}
+
+
+def kill_at(step: int) -> None:
+    """From now on count this process's calls to the system and end it, without any cleaning up, at call ``step``."""
+    calls = itertools.count()
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == step:
+                if name == "write":
+                    call(args[0], bytes(args[1])[: len(args[1]) // 2])
+                os._exit(KILLED)
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    for name in CALLS:
+        setattr(os, name, counted(name, getattr(os, name)))
+    io.open = counted("open", io.open)  # what pathlib opens files with
+
+
+def in_child(act: Callable[[], None]) -> int:
+    """Run ``act`` in a forked process; its exit code."""
+    pid = os.fork()
+    if not pid:
+        try:
+            act()
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All that lies in a folder but the lock, which a killed process leaves behind."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "run.lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def main(scenario: str, folder: Path) -> int:
+    """Prove one scenario; returns how many kills it survived. Raises AssertionError at the first it did not."""
+    infer_fields([b'{"id": 0}'])  # imports pyarrow, and pandas with it, once here instead of in every child
+    journal_module.SEGMENT_BYTES = 2000
+    journal_module.SYNC_SECONDS = journal_module.MAX_SYNC_SECONDS = 3600.0  # commits where the scenario says
+    prepare, act = SCENARIOS[scenario]
+    before, path = folder / "before", folder / "run"
+    before.mkdir()
+    assert in_child(lambda: prepare(before)) == 0
+    undisturbed: dict[str, bytes] = {}
+    for step in itertools.count(-1):  # -1 is never reached: undisturbed
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(before, path)
+        code = in_child(lambda step=step: (kill_at(step), act(path))[1])  # type: ignore[misc]
+        assert code in (0, KILLED), f"killed at call {step}: exit code {code}"
+        if step < 0:
+            undisturbed = content(path)
+        elif code == 0:
+            return step
+        assert in_child(lambda: act(path)) == 0, f"killed at call {step}: cannot go on"
+        found = content(path)
+        assert found.keys() == undisturbed.keys(), f"killed at call {step}: {found.keys()}"
+        differing = [name for name in found if found[name] != undisturbed[name]]
+        assert not differing, f"killed at call {step}: {differing} differ"
+    raise AssertionError("unreachable")
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1], Path(sys.argv[2])))

@@ -1,0 +1,298 @@
+"""The journal as its users see it: what was appended is there after reopening, once, and damage costs only itself."""
+
+import json
+import os
+import random
+from collections.abc import Iterable
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchgen.data import journal as journal_module
+from batchgen.data.done_set import DoneSet
+from batchgen.data.journal import Counts, Journal, JournalEntry, read_counts
+from batchgen.data.segment import Damage, Line, decode_line, encode_line, scan
+from batchgen.errors import StorageError
+from batchgen.records import Cursor
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def cursor(index: int) -> Cursor:
+    return Cursor(file=0, offset=100 * (index + 1), row=0, index=index + 1)
+
+
+def entry(index: int, kind: Literal["result", "error"] = "result", **payload: Any) -> JournalEntry:
+    return JournalEntry(index, cursor(index), kind, {"index": index, **payload})
+
+
+def filled(folder: Path, indexes: Iterable[int], shard: tuple[int, int] = (1, 1)) -> list[Path]:
+    journal = Journal.open(folder, shard)
+    for index in indexes:
+        journal.append(entry(index))
+    journal.close()
+    return sorted(folder.glob("*.seg"))
+
+
+def payloads(journal: Journal) -> dict[int, Any]:
+    return {index: json.loads(journal.payload(index)) for index in journal.done}
+
+
+def test_what_was_appended_is_there_after_reopening(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal")
+    journal.append(entry(0, text="one\ntwo"))
+    journal.append(entry(1, "error", code="bad_json"))
+    journal.close()
+    again = Journal.open(tmp_path / "journal")
+    assert payloads(again) == {0: {"index": 0, "text": "one\ntwo"}, 1: {"index": 1, "code": "bad_json"}}
+    assert again.counts == Counts(results=1, errors=1)
+    assert again.recovery.messages() == []
+    again.close()
+
+
+@given(payload=st.dictionaries(st.text(), ANY_JSON, max_size=4))
+def test_any_json_payload_survives_its_line(payload: dict[str, Any]) -> None:
+    raw = encode_line(b"r", 7, cursor(7), json.dumps(payload).encode())
+    line = decode_line(raw, 0)
+    assert (line.row, line.cursor, json.loads(line.payload)) == (7, cursor(7), payload)
+
+
+@given(st.binary(max_size=400))
+def test_arbitrary_bytes_are_scanned_to_the_last_byte_without_a_record(content: bytes) -> None:
+    found = list(scan(BytesIO(content)))
+    assert all(isinstance(item, Damage) for item in found)
+    assert sum(item.size for item in found) == len(content)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**12), st.text(max_size=20)), max_size=6), st.binary(max_size=40), st.data())
+def test_garbage_between_lines_costs_no_line(rows: list[Any], garbage: bytes, data: st.DataObject) -> None:
+    lines = [encode_line(b"r", index, cursor(index), json.dumps(text).encode()) for index, text in rows]
+    at = data.draw(st.integers(0, len(lines)))
+    content = b"".join(lines[:at]) + (garbage + b"\n" if garbage else b"") + b"".join(lines[at:])
+    found = [item.row for item in scan(BytesIO(content)) if isinstance(item, Line)]
+    assert found == [index for index, _ in rows]
+
+
+def test_a_flip_of_any_bit_is_noticed_and_costs_only_the_lines_it_touches() -> None:
+    lines = [encode_line(b"re"[i % 2 :][:1], i, cursor(i), b'{"text": "%d"}' % i) for i in range(4)]
+    content = b"".join(lines)
+    starts = [sum(map(len, lines[:i])) for i in range(len(lines))]
+    for position in range(len(content)):
+        hit = max(i for i, start in enumerate(starts) if start <= position)
+        lost = {hit, hit + 1} if content[position : position + 1] == b"\n" else {hit}
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << bit
+            kept = [item.row for item in scan(BytesIO(bytes(flipped))) if isinstance(item, Line)]
+            assert kept == [i for i in range(len(lines)) if i not in lost]
+
+
+def test_a_torn_tail_of_every_length_is_cut_and_its_row_appended_again(tmp_path: Path) -> None:
+    (segment,) = filled(tmp_path / "whole", range(3))
+    content = segment.read_bytes()
+    for size in range(len(content) + 1):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        (folder / segment.name).write_bytes(content[:size])
+        journal = Journal.open(folder)
+        num_whole = content[:size].count(b"\n")
+        assert list(journal.done) == list(range(num_whole))
+        assert (folder / segment.name).read_bytes() == content[: content.rfind(b"\n", 0, size) + 1]
+        for index in range(num_whole, 3):
+            journal.append(entry(index))
+        journal.close()
+        again = Journal.open(folder)
+        assert payloads(again) == {index: {"index": index} for index in range(3)}
+        assert again.recovery.messages() == []
+        again.close()
+
+
+def test_a_cut_tail_is_reported(tmp_path: Path) -> None:
+    (segment,) = filled(tmp_path, range(3))
+    os.truncate(segment, segment.stat().st_size - 5)
+    journal = Journal.open(tmp_path)
+    (message,) = journal.recovery.messages()
+    assert "unfinished record" in message
+    journal.close()
+
+
+def test_a_damaged_record_is_reported_with_its_place_and_the_rest_kept(tmp_path: Path) -> None:
+    (segment,) = filled(tmp_path, range(5))
+    content = bytearray(segment.read_bytes())
+    line_starts = [0] + [at + 1 for at, byte in enumerate(content) if byte == 10]
+    content[line_starts[2] + 30] ^= 4
+    segment.write_bytes(content)
+    journal = Journal.open(tmp_path)
+    assert list(journal.done) == [0, 1, 3, 4]
+    (message,) = journal.recovery.messages()
+    assert f"000001.seg is damaged at byte {line_starts[2]}" in message
+    journal.append(entry(2))
+    assert list(journal.done) == [0, 1, 2, 3, 4]
+    journal.close()
+
+
+def test_damage_that_appears_after_opening_is_never_read_as_a_row(tmp_path: Path) -> None:
+    (segment,) = filled(tmp_path, range(3))
+    journal = Journal.open(tmp_path)
+    content = bytearray(segment.read_bytes())
+    content[-10] ^= 1
+    segment.write_bytes(content)
+    with pytest.raises(StorageError, match="no longer matches its checksum"):
+        journal.payload(2)
+    journal.close()
+
+
+def test_a_row_ends_once(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    journal.append(entry(3))
+    with pytest.raises(ValueError, match="row 3 is in the journal already"):
+        journal.append(entry(3, "error"))
+    journal.close()
+
+
+def test_reading_resumes_before_the_first_gap(tmp_path: Path) -> None:
+    filled(tmp_path, [0, 1, 2, 4, 7])
+    journal = Journal.open(tmp_path)
+    assert journal.done.first_gap == 3
+    assert journal.resume_cursor == cursor(2)
+    journal.append(entry(3))
+    assert journal.resume_cursor == cursor(4)
+    journal.close()
+
+
+def test_an_empty_journal_reads_from_the_start(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal")
+    assert journal.resume_cursor is None
+    journal.append(entry(1))
+    assert journal.resume_cursor is None
+    journal.close()
+
+
+def test_a_shard_resumes_after_its_own_last_row_before_the_gap(tmp_path: Path) -> None:
+    filled(tmp_path, [1, 4, 7, 13], shard=(2, 3))
+    journal = Journal.open(tmp_path, shard=(2, 3))
+    assert journal.done.first_gap == 10
+    assert journal.resume_cursor == cursor(7)
+    journal.close()
+
+
+def test_a_row_of_another_shard_is_refused(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path, shard=(2, 3))
+    with pytest.raises(ValueError, match="row 3 is not in this shard"):
+        journal.append(entry(3))
+    assert 3 not in journal.done
+    journal.close()
+    assert Journal.open(tmp_path, shard=(2, 3)).recovery.num_records == 0
+
+
+def test_a_journal_of_another_shard_is_refused_by_name(tmp_path: Path) -> None:
+    filled(tmp_path, [1, 4], shard=(2, 3))
+    with pytest.raises(StorageError, match=r"000001\.seg: row 1 is not of this shard"):
+        Journal.open(tmp_path, shard=(1, 3))
+
+
+@given(st.lists(st.integers(0, 60), max_size=80), st.integers(1, 4), st.data())
+def test_the_done_set_is_a_set_with_a_first_gap(indexes: list[int], count: int, data: st.DataObject) -> None:
+    number = data.draw(st.integers(1, count))
+    mine = [index for index in indexes if index % count == number - 1]
+    done = DoneSet((number, count))
+    for index in mine:
+        done.add(index, segment=index + 1, offset=index * 1000, is_error=index % 2 == 0)
+    assert list(done) == sorted(set(mine))
+    assert all((index in done) == (index in mine) for index in range(-3, 64))
+    assert done.first_gap == next(i for i in range(number - 1, 1000, count) if i not in mine)
+    assert done.num_errors == len({index for index in mine if index % 2 == 0})
+    assert all(done.place(index).offset == index * 1000 for index in mine)
+
+
+def test_segments_rotate_and_all_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 200)
+    segments = filled(tmp_path, range(20))
+    assert len(segments) > 3
+    journal = Journal.open(tmp_path)
+    assert payloads(journal) == {index: {"index": index} for index in range(20)}
+    journal.close()
+
+
+def test_rows_are_readable_before_they_are_committed(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    journal.append(entry(0, text="a"))
+    assert json.loads(journal.payload(0)) == {"index": 0, "text": "a"}
+    journal.append(entry(1, text="b"))
+    assert json.loads(journal.payload(1)) == {"index": 1, "text": "b"}
+    journal.close()
+
+
+def test_input_order_and_completion_order(tmp_path: Path) -> None:
+    order = random.Random(5).sample(range(30), 30)
+    filled(tmp_path, order[:10])
+    filled(tmp_path, order[10:])
+    journal = Journal.open(tmp_path)
+    assert list(journal.indexes(errors=False)) == list(range(30))
+    assert list(journal.completed()) == order
+    journal.close()
+
+
+def test_partials_survive_and_go_when_their_row_finishes(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    journal.save_partials({4: (1, 2, 3), 5: (9,)})
+    journal.save_partials({4: (1, 2, 3, 4)})
+    journal.append(entry(5))
+    assert journal.partials == {4: (1, 2, 3, 4)}
+    journal.close()
+    again = Journal.open(tmp_path)
+    assert again.partials == {4: (1, 2, 3, 4)}
+    again.close()
+
+
+def test_the_counts_of_a_running_journal_are_read_without_touching_it(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path)
+    journal.append(entry(0))
+    journal.append(entry(1, "error"))
+    journal.commit()
+    (segment,) = tmp_path.glob("*.seg")
+    with segment.open("ab") as file:
+        file.write(b"half a li")
+    before = segment.read_bytes()
+    assert read_counts(tmp_path) == Counts(results=1, errors=1)
+    assert segment.read_bytes() == before
+    journal.close()
+
+
+def test_the_counts_of_no_journal_are_zero(tmp_path: Path) -> None:
+    assert read_counts(tmp_path / "journal") == Counts()
+    assert not (tmp_path / "journal").exists()
+
+
+def test_a_removed_journal_leaves_nothing_behind(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal")
+    journal.append(entry(0))
+    journal.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commits_come_by_themselves_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10**6, 10))
+    monkeypatch.setattr(journal_module.time, "monotonic", lambda: next(clock))
+    journal = Journal.open(tmp_path)
+    journal.append(entry(0))
+    assert read_counts(tmp_path) == Counts(results=1)
+    journal.close()
+
+
+def test_a_slow_disk_is_synced_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal.open(tmp_path)
+    seconds = iter([0.0, 0.1, 0.1, 5.0])  # a commit that takes 0.1 s, then a tick
+    monkeypatch.setattr(journal_module.time, "monotonic", lambda: next(seconds))
+    journal.commit()
+    assert journal._sync_every == pytest.approx(10.0)
+    monkeypatch.undo()
+    journal.close()

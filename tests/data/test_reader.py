@@ -1,0 +1,286 @@
+"""Every input format gives the same rows, from any row on, and says where it stands."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from input_helpers import FORMATS, codes, jsonl, read_bytes, sample_rows, source_of, zstd
+
+from batchgen.data import fingerprint
+from batchgen.data.formats import lines
+from batchgen.data.reader import open_source, spool_stdin
+from batchgen.errors import UsageError
+from batchgen.records import BadRow, Cursor, Record
+from batchgen.spec import InputSpec
+
+every_format = pytest.mark.parametrize("form", FORMATS)
+
+
+@every_format
+def test_every_format_gives_the_rows_in_order_with_index_and_line(form: str, tmp_path: Path) -> None:
+    rows = sample_rows(8)
+    read = list(source_of(FORMATS[form](rows, tmp_path)).read())
+    expected = [{"text": row["prompt"]} for row in rows] if form == "text" else rows
+    assert [row.columns for row in read if isinstance(row, Record)] == expected
+    assert [row.index for row in read] == list(range(8))
+    assert [row.line for row in read] == ([1, 2, 3, 4] * 2 if form == "parts" else list(range(1, 9)))
+
+
+@every_format
+def test_reading_from_behind_any_row_gives_exactly_the_rows_after_it(form: str, tmp_path: Path) -> None:
+    source = source_of(FORMATS[form](sample_rows(8), tmp_path))
+    read = list(source.read())
+    for number, row in enumerate(read):
+        assert list(source.read(row.after)) == read[number + 1 :]
+
+
+@every_format
+def test_rows_that_are_not_wanted_are_left_out_and_change_nothing_else(form: str, tmp_path: Path) -> None:
+    source = source_of(FORMATS[form](sample_rows(11), tmp_path))
+    read = list(source.read())
+    for wanted in ({0, 5, 10}, {4}, set(), {9, 10}):
+        assert list(source.read(wanted=wanted.__contains__)) == [row for row in read if row.index in wanted]
+        assert list(source.read(read[2].after, wanted.__contains__)) == [
+            row for row in read if row.index in wanted and row.index > 2
+        ]
+
+
+@every_format
+def test_a_limit_ends_the_rows_wherever_reading_starts(form: str, tmp_path: Path) -> None:
+    path = FORMATS[form](sample_rows(8), tmp_path)
+    read = list(source_of(path).read())
+    limited = source_of(path, limit=5)
+    assert list(limited.read()) == read[:5]
+    assert list(limited.read(read[1].after)) == read[2:5]
+    assert list(limited.read(read[4].after)) == []
+    assert limited.num_rows() in (5, None)
+    assert list(source_of(path, limit=100).read()) == read
+
+
+@every_format
+def test_the_number_of_rows_is_the_true_one_where_it_is_known(form: str, tmp_path: Path) -> None:
+    source = source_of(FORMATS[form](sample_rows(8), tmp_path))
+    assert source.num_rows() == (8 if form in ("parquet", "saved dataset") else None)
+
+
+@every_format
+def test_an_edit_changes_the_fingerprint_and_a_new_modification_time_does_not(form: str, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b")]
+    prints = []
+    for folder, rows in zip(folders, (sample_rows(8), [*sample_rows(7), {**sample_rows(8)[7], "prompt": "edited"}])):
+        folder.mkdir()
+        source = source_of(FORMATS[form](rows, folder))
+        before = source.fingerprint()
+        for path in folder.rglob("*"):
+            os.utime(path, (1, 1))
+        assert source.fingerprint() == before
+        prints.append([file["sha256"] for file in before["files"]])
+    assert prints[0] != prints[1]
+
+
+def test_a_large_file_is_fingerprinted_by_size_both_ends_and_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"_WHOLE_BYTES": 1000, "_EDGE_BYTES": 100, "_SAMPLES": 4, "_SAMPLE_BYTES": 10}.items():
+        monkeypatch.setattr(fingerprint, name, value)
+    path = tmp_path / "large"
+    content = bytes(range(256)) * 20
+    path.write_bytes(content)
+    digest = fingerprint.file_digest(path)
+    for place in (0, 99, 105, len(content) - 1):
+        path.write_bytes(content[:place] + b"\xff\xfe"[place % 2 :][:1] + content[place + 1 :])
+        assert fingerprint.file_digest(path) != digest
+    path.write_bytes(content + b"\n")
+    assert fingerprint.file_digest(path) != digest
+
+
+def test_a_byte_order_mark_crlf_and_blank_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:
+    content = b'\xef\xbb\xbf{"a": 1}\r\n\r\n  \t\n{"a": 2}\n\n{"a": 3}'
+    rows = read_bytes(tmp_path, content)
+    assert [(row.index, row.line, row.columns) for row in rows if isinstance(row, Record)] == [
+        (0, 1, {"a": 1}),
+        (1, 4, {"a": 2}),
+        (2, 6, {"a": 3}),
+    ]
+    assert [list(source_of(tmp_path / "rows.jsonl").read(row.after)) for row in rows] == [rows[1:], rows[2:], []]
+
+
+def test_a_text_line_keeps_its_white_space_and_loses_only_its_end(tmp_path: Path) -> None:
+    rows = read_bytes(tmp_path, "\ufeff  two\u2028lines \r\n\n\ttab\n".encode(), "rows.txt")
+    assert [row.columns for row in rows if isinstance(row, Record)] == [{"text": "  two\u2028lines "}, {"text": "\ttab"}]
+
+
+def test_json_is_read_as_leniently_as_python_does_where_that_loses_nothing(tmp_path: Path) -> None:
+    line = b'{"a": NaN, "b": 1, "b": 2, "c": 123456789012345678901234567890, "d": "\\u0000\\ud83d\\ude00"}\n'
+    [row] = read_bytes(tmp_path, line)
+    assert isinstance(row, Record)
+    assert row.columns["a"] != row.columns["a"]  # NaN
+    assert row.columns["b"] == 2
+    assert row.columns["c"] == 123456789012345678901234567890
+    assert row.columns["d"] == "\0😀"
+
+
+def test_a_line_of_50_megabytes_is_a_row_like_any_other(tmp_path: Path) -> None:
+    rows = [{"a": 1}, {"a": "x" * (50 << 20)}, {"a": 2}]
+    assert [row.columns for row in read_bytes(tmp_path, jsonl(rows)) if isinstance(row, Record)] == rows
+
+
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_a_line_beyond_the_limit_is_one_error_row_that_is_not_kept(
+    end: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 2000)
+    rows = read_bytes(tmp_path, b'{"a": 1}\n{"a": "' + b"x" * 5000 + b'"}' + end)
+    assert codes(rows) == ["ok", "too_long"]
+    assert isinstance(rows[1], BadRow) and len(rows[1].raw) == 1000
+    more = read_bytes(tmp_path, b'{"a": "' + b"x" * 5000 + b'"}\n{"a": 2}\n')
+    assert codes(more) == ["too_long", "ok"]
+    assert list(source_of(tmp_path / "rows.jsonl").read(more[0].after)) == more[1:]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstd], ids=["gzip", "zstd"])
+def test_a_compressed_file_cut_anywhere_gives_the_rows_before_the_cut_and_one_error_row(
+    compress, tmp_path: Path
+) -> None:
+    rows = sample_rows(40)
+    content = compress(jsonl(rows))
+    for cut in range(4, len(content), 7):
+        read = read_bytes(tmp_path, content[:cut])
+        good = [row.columns for row in read if isinstance(row, Record)]
+        assert good == rows[: len(good)]
+        assert codes(read) == ["ok"] * len(good) + ["bad_encoding"]
+        assert "damaged" in read[-1].error.message
+        assert list(source_of(tmp_path / "rows.jsonl").read(read[-1].after)) == []
+
+
+def test_reading_goes_on_with_the_next_file_after_a_damaged_one(tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl.gz").write_bytes(gzip.compress(jsonl(sample_rows(3)))[:-4])
+    (tmp_path / "2.jsonl").write_bytes(jsonl([{"a": 1}]))
+    source = source_of(tmp_path / "*")
+    rows = list(source.read())
+    assert codes(rows) == ["ok"] * 3 + ["bad_encoding", "ok"]
+    assert [list(source.read(row.after)) for row in rows] == [rows[n + 1 :] for n in range(5)]
+
+
+def test_a_gzip_file_of_several_members_is_read_to_its_end(tmp_path: Path) -> None:
+    rows = sample_rows(6)
+    read = read_bytes(tmp_path, gzip.compress(jsonl(rows[:3])) + gzip.compress(jsonl(rows[3:])))
+    assert [row.columns for row in read if isinstance(row, Record)] == rows
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows", "rows.weird", "rows.jsonl.gz"])
+def test_compression_and_format_are_told_by_content_whatever_the_name(name: str, tmp_path: Path) -> None:
+    rows = sample_rows(3)
+    for content in (jsonl(rows), gzip.compress(jsonl(rows)), zstd(jsonl(rows))):
+        assert [row.columns for row in read_bytes(tmp_path, content, name) if isinstance(row, Record)] == rows
+
+
+def test_a_parquet_file_is_known_by_its_content(tmp_path: Path) -> None:
+    path = Path(FORMATS["parquet"](sample_rows(3), tmp_path)).rename(tmp_path / "rows.bin")
+    assert source_of(path).num_rows() == 3
+
+
+def test_what_is_no_json_is_text_unless_the_job_says_otherwise(tmp_path: Path) -> None:
+    assert codes(read_bytes(tmp_path, b"one\ntwo\n", "stdin")) == ["ok", "ok"]
+    assert codes(read_bytes(tmp_path, b"one\ntwo\n", "stdin", format="jsonl")) == ["bad_json", "bad_json"]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.txt", "rows"])
+def test_an_empty_file_is_an_input_of_no_rows(name: str, tmp_path: Path) -> None:
+    assert read_bytes(tmp_path, b"", name) == []
+    assert read_bytes(tmp_path, gzip.compress(b""), name) == []
+    assert read_bytes(tmp_path, b"\n \n\r\n", name) == []
+
+
+def test_a_glob_is_sorted_and_a_list_keeps_its_order(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.jsonl"):
+        (tmp_path / name).write_bytes(jsonl([{"file": name}]))
+
+    def files(*names: str) -> list[str]:
+        source = open_source(InputSpec(path=tuple(str(tmp_path / name) for name in names)))
+        return [row.columns["file"] for row in source.read() if isinstance(row, Record)]
+
+    assert files("*.jsonl") == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert files("c.jsonl", "[ab].jsonl") == ["c.jsonl", "a.jsonl", "b.jsonl"]
+    with pytest.raises(UsageError, match=r"a\.jsonl is named twice"):
+        files("a.jsonl", "*.jsonl")
+
+
+def test_a_folder_gives_its_parquet_files_without_hidden_ones(tmp_path: Path) -> None:
+    for name in ("b/2.parquet", "a/1.parquet", ".cache/0.parquet", "_old/0.parquet"):
+        (tmp_path / name).parent.mkdir()
+        pq.write_table(pa.table({"name": [name]}), tmp_path / name)
+    source = source_of(tmp_path)
+    assert [row.columns["name"] for row in source.read() if isinstance(row, Record)] == ["a/1.parquet", "b/2.parquet"]
+    assert source.paths == (tmp_path / "a/1.parquet", tmp_path / "b/2.parquet")
+
+
+def test_a_parquet_row_group_without_wanted_rows_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = source_of(FORMATS["parquet"](sample_rows(9), tmp_path))
+    groups = []
+    read_group = pq.ParquetFile.iter_batches
+
+    def record(self, *args, row_groups, **options):
+        groups.extend(row_groups)
+        return read_group(self, *args, row_groups=row_groups, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", record)
+    assert [row.index for row in source.read(wanted=lambda index: index == 7)] == [7]
+    list(source.read(Cursor(0, 1, 3, 6)))
+    assert groups == [2, 2]
+
+
+def test_a_split_must_be_named_where_a_dataset_has_several(tmp_path: Path) -> None:
+    one = datasets.Dataset.from_list(sample_rows(2))
+    datasets.DatasetDict({"train": one, "test": one.select([1])}).save_to_disk(str(tmp_path / "d"))
+    with pytest.raises(UsageError, match=r"several splits: choose one of train, test, as in 'hf:.*\?split=train'"):
+        source_of(tmp_path / "d")
+    with pytest.raises(UsageError, match=r"no split 'dev': choose one of train, test"):
+        source_of(f"hf:{tmp_path / 'd'}?split=dev")
+    assert source_of(f"hf:{tmp_path / 'd'}?split=test").num_rows() == 1
+
+
+def test_images_in_a_dataset_stay_undecoded_bytes(tmp_path: Path) -> None:
+    features = datasets.Features({"image": datasets.Image()})
+    table = pa.table({"image": pa.array([{"bytes": b"no image", "path": None}], features.arrow_schema.field(0).type)})
+    one = datasets.Dataset(table, datasets.DatasetInfo(features=features))
+    one.save_to_disk(str(tmp_path / "d"))
+    [row] = source_of(tmp_path / "d").read()
+    assert isinstance(row, Record) and row.columns == {"image": {"bytes": b"no image", "path": None}}
+
+
+def test_stdin_is_spooled_once_and_can_then_be_read_any_number_of_times(tmp_path: Path) -> None:
+    target = tmp_path / "stdin.jsonl"
+    spool_stdin(target, io.BytesIO(jsonl(sample_rows(3))))
+    spool_stdin(target, io.BytesIO(b"a resume finds the first input"))
+    assert codes(list(source_of(target).read())) == ["ok"] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["stdin.jsonl"]
+
+
+def test_a_terminal_is_no_input(tmp_path: Path) -> None:
+    class Terminal(io.BytesIO):
+        def isatty(self) -> bool:
+            return True
+
+    with pytest.raises(UsageError, match="terminal"):
+        spool_stdin(tmp_path / "stdin", Terminal())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_vanishes_while_it_is_used_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(jsonl(sample_rows(2)))
+    source = source_of(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(UsageError, match=r"cannot read .*rows\.jsonl: No such file"):
+        list(source.read())
+    with pytest.raises(UsageError, match=r"cannot read .*rows\.jsonl: No such file"):
+        source.fingerprint()

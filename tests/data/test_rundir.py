@@ -1,0 +1,192 @@
+"""The run directory: one holder at a time, whole files only, and a manifest that says what changed."""
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchgen.data.files import staged_file, write_atomic
+from batchgen.data.manifest import Manifest, compare
+from batchgen.data.rundir import Holder, RunDir
+from batchgen.errors import LockedError, StorageError, UsageError
+
+MANIFEST = Manifest(
+    job={"model": {"path": "m"}, "sampling": {"temperature": 0.0}, "engine": {"max_num_seqs": "auto"}},
+    output_keys={"sampling.temperature": 0.0, "input.keep_columns": ("a", "b")},
+    fingerprints={"input": {"files": [{"size_bytes": 12}]}, "model": "abc"},
+)
+
+HOLD = """
+import sys
+from pathlib import Path
+from batchgen.data.rundir import RunDir
+with RunDir(Path(sys.argv[1])).lock():
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    run_dir = RunDir(tmp_path / "runs" / "a")
+    run_dir.create()
+    return run_dir
+
+
+@pytest.fixture
+def other_process(run_dir: RunDir) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run_dir.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_process_is_turned_away_with_the_holders_pid_and_host(
+    run_dir: RunDir, other_process: subprocess.Popen[bytes]
+) -> None:
+    with pytest.raises(LockedError) as caught:
+        run_dir.lock()
+    assert f"process {other_process.pid} on {socket.gethostname()}" in str(caught.value)
+    assert caught.value.exit_code == 5
+
+
+def test_a_process_that_was_killed_holds_nothing(run_dir: RunDir, other_process: subprocess.Popen[bytes]) -> None:
+    other_process.kill()
+    other_process.wait()
+    assert run_dir.lock_file.exists()
+    assert run_dir.holder() is None
+    with run_dir.lock():
+        assert json.loads(run_dir.lock_file.read_bytes())["pid"] == os.getpid()
+
+
+def test_the_holder_can_be_asked_for(run_dir: RunDir, other_process: subprocess.Popen[bytes]) -> None:
+    assert run_dir.holder() == Holder(other_process.pid, socket.gethostname())
+
+
+def test_asking_for_the_holder_turns_no_run_away(run_dir: RunDir) -> None:
+    with run_dir.lock():
+        pass
+    assert run_dir.holder() is None
+    with run_dir.lock():
+        assert run_dir.holder().pid == os.getpid()
+
+
+def test_a_released_lock_leaves_no_file(run_dir: RunDir) -> None:
+    with run_dir.lock():
+        assert run_dir.lock_file.exists()
+    assert not run_dir.lock_file.exists()
+
+
+def test_the_same_process_cannot_hold_a_directory_twice(run_dir: RunDir) -> None:
+    with run_dir.lock(), pytest.raises(LockedError):
+        run_dir.lock()
+
+
+def test_files_are_created_with_the_users_umask(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        write_atomic(tmp_path / "file", b"x")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+
+
+def test_a_file_whose_writing_fails_leaves_the_old_one_and_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(RuntimeError), staged_file(path) as file:
+        file.write(b"new")
+        raise RuntimeError
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+    assert path.read_bytes() == b"old"
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"cannot write .*gone/file: No such file or directory"):
+        write_atomic(tmp_path / "gone" / "file", b"x")
+
+
+def test_a_manifest_is_read_back_as_it_was_written(run_dir: RunDir) -> None:
+    assert run_dir.read_manifest() is None
+    run_dir.write_manifest(replace(MANIFEST, shard=(2, 8), num_rows=7))
+    again = run_dir.read_manifest()
+    assert (again.shard, again.num_rows, again.job) == ((2, 8), 7, MANIFEST.job)
+    assert compare(again, replace(MANIFEST, shard=(2, 8))).refused == ()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 99}', b'{"version": 1, "nonsense": 3}', b"\xff"])
+def test_a_manifest_that_is_none_is_refused_by_name(run_dir: RunDir, content: bytes) -> None:
+    run_dir.manifest.write_bytes(content)
+    with pytest.raises(UsageError, match=r"cannot read .*job\.json"):
+        run_dir.read_manifest()
+
+
+def test_the_same_job_has_no_differences() -> None:
+    again = Manifest.from_bytes(MANIFEST.to_bytes())
+    assert compare(again, MANIFEST) == compare(MANIFEST, MANIFEST)
+    assert compare(again, MANIFEST).refused == compare(again, MANIFEST).allowed == ()
+
+
+def test_what_changes_outputs_is_refused_and_named() -> None:
+    new = replace(
+        MANIFEST,
+        output_keys={"sampling.temperature": 0.7, "input.keep_columns": ("a", "b"), "sampling.top_k": 5},
+        fingerprints={"input": {"files": [{"size_bytes": 13}]}, "model": "abc"},
+        shard=(1, 2),
+    )
+    assert compare(MANIFEST, new).refused == (
+        "sampling.temperature: was 0.0, now 0.7",
+        'input.files: was [{"size_bytes": 12}], now [{"size_bytes": 13}]',
+        'shard: was "1/1", now "1/2"',
+        "sampling.top_k: was (not there), now 5",
+    )
+
+
+def test_what_does_not_change_outputs_is_allowed_and_named() -> None:
+    new = replace(MANIFEST, job={**MANIFEST.job, "engine": {"max_num_seqs": 8}})
+    assert compare(MANIFEST, new).refused == ()
+    assert compare(MANIFEST, new).allowed == ('engine.max_num_seqs: was "auto", now 8',)
+
+
+def test_a_long_difference_stays_on_one_line() -> None:
+    old, new = (replace(MANIFEST, output_keys={"input.prompt": text * 500}) for text in "ab")
+    assert len(compare(old, new).refused[0]) < 200
+
+
+def test_a_folder_with_outputs_of_someone_else_is_refused(run_dir: RunDir) -> None:
+    (run_dir.path / "outputs.jsonl").write_text("precious")
+    with pytest.raises(UsageError, match=r"holds outputs\.jsonl but no job\.json"):
+        run_dir.create()
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="is a file"):
+        RunDir(tmp_path / "file").create()
+
+
+def test_clearing_removes_what_a_run_wrote_and_nothing_else(run_dir: RunDir) -> None:
+    run_dir.write_manifest(MANIFEST)
+    (run_dir.path / "outputs.parquet").write_text("x")
+    (run_dir.path / "errors.jsonl").write_text("x")
+    (run_dir.path / "notes.txt").write_text("x")
+    run_dir.journal.mkdir()
+    (run_dir.journal / "000001.seg").write_text("x")
+    run_dir.clear()
+    assert [path.name for path in run_dir.path.iterdir()] == ["notes.txt"]
+
+
+def test_an_input_inside_the_run_directorys_own_files_is_recognised(run_dir: RunDir) -> None:
+    assert run_dir.owns(run_dir.path / "outputs.jsonl")
+    assert run_dir.owns(run_dir.path / ".." / "a" / "errors.jsonl")
+    assert run_dir.owns(run_dir.journal / "x.jsonl")
+    assert not run_dir.owns(run_dir.path / "questions.jsonl")

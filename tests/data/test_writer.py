@@ -1,0 +1,353 @@
+"""The final files: every row once, in order, in each format, readable by the tools that read such files."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.data import journal_reader
+from batchgen.data.journal import Journal, JournalEntry
+from batchgen.data.manifest import Manifest
+from batchgen.data.output_formats import parquet
+from batchgen.data.rundir import RunDir
+from batchgen.data.writer import OutputCounts, finalize, finalize_retry
+from batchgen.errors import BatchgenError, StorageError
+from batchgen.records import Cursor
+from batchgen.spec import OutputSpec
+
+Rows = Sequence[dict[str, Any]]
+
+TIMINGS = dict.fromkeys(("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s"), 0.25) | {
+    "cached_tokens": 3,
+    "preemptions": 0,
+}
+
+
+def record(index: int, **kept: Any) -> dict[str, Any]:
+    return {
+        "id": f"q-{index}",
+        "index": index,
+        "text": f"ответ {index}\n",
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 5, "completion_tokens": index},
+        "timings": TIMINGS,
+        **kept,
+    }
+
+
+def dead_letter(index: int) -> dict[str, Any]:
+    return {
+        "id": None,
+        "index": index,
+        "source": "in.jsonl",
+        "line": index + 1,
+        "code": "bad_json",
+        "message": "no JSON",
+        "row": "{",
+    }
+
+
+def journal_of(folder: Path, results: Rows, errors: Rows = ()) -> Journal:
+    journal = Journal.open(folder)
+    for kind, rows in (("result", results), ("error", errors)):
+        for row in rows:
+            index = row["index"]
+            journal.append(JournalEntry(index, Cursor(0, index, 0, index + 1), kind, row))
+    return journal
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def spec(output_format: str = "jsonl", order: str = "input") -> OutputSpec:
+    return OutputSpec(path="unused", format=output_format, order=order)
+
+
+def written(
+    run_dir: RunDir, results: Rows, errors: Rows = (), output_format: str = "jsonl", **options: Any
+) -> list[dict[str, Any]]:
+    journal = journal_of(run_dir.journal, results, errors)
+    counts = finalize(run_dir, spec(output_format), journal, num_rows=len(results) + len(errors), **options)
+    journal.remove()
+    assert counts == OutputCounts(len(results), len(errors))
+    if output_format == "parquet":
+        return pq.read_table(run_dir.outputs("parquet")).to_pylist()
+    return [json.loads(line) for line in run_dir.outputs(output_format).read_bytes().splitlines()]
+
+
+def test_rows_come_out_in_input_order_whatever_order_they_finished_in(run_dir: RunDir) -> None:
+    rows = [record(index) for index in range(50)]
+    assert written(run_dir, random.Random(0).sample(rows, 50)) == rows
+
+
+def test_completion_order_is_the_order_of_the_journal(run_dir: RunDir) -> None:
+    rows = random.Random(0).sample([record(index) for index in range(50)], 50)
+    journal = journal_of(run_dir.journal, rows)
+    finalize(run_dir, spec(order="completion"), journal, num_rows=50)
+    journal.close()
+    assert [json.loads(line) for line in run_dir.outputs("jsonl").read_bytes().splitlines()] == rows
+
+
+def test_the_output_line_is_the_record_as_a_person_would_write_it(run_dir: RunDir) -> None:
+    written(run_dir, [record(0, answer="é")])
+    line = run_dir.outputs("jsonl").read_text()
+    assert line.startswith('{"id": "q-0", "index": 0, "text": "ответ 0\\n", "finish_reason": "stop", "usage": {"prompt')
+    assert line.endswith('"preemptions": 0}, "answer": "é"}\n')
+
+
+def test_dead_letters_are_in_input_order(run_dir: RunDir) -> None:
+    written(run_dir, [record(1)], [dead_letter(2), dead_letter(0)])
+    assert [json.loads(line) for line in run_dir.errors.read_bytes().splitlines()] == [dead_letter(0), dead_letter(2)]
+
+
+def test_without_failed_rows_there_are_no_dead_letters(run_dir: RunDir) -> None:
+    run_dir.errors.write_text("of an earlier run")
+    written(run_dir, [record(0)])
+    assert not run_dir.errors.exists()
+
+
+@pytest.mark.parametrize("output_format", ["jsonl", "parquet", "openai-batch"])
+def test_a_job_without_rows_makes_an_empty_file(run_dir: RunDir, output_format: str) -> None:
+    assert written(run_dir, [], output_format=output_format) == []
+    assert run_dir.outputs(output_format).exists()
+
+
+@pytest.mark.parametrize("done", [[0, 1], [0, 2], [0, 1, 2, 3]])
+def test_a_missing_or_surplus_row_is_never_glossed_over(run_dir: RunDir, done: list[int]) -> None:
+    journal = journal_of(run_dir.journal, [record(index) for index in done])
+    with pytest.raises(BatchgenError, match="the input has 3 rows"):
+        finalize(run_dir, spec(), journal, num_rows=3)
+    journal.close()
+    assert not run_dir.is_complete()
+
+
+def test_a_shard_is_complete_with_its_own_rows(run_dir: RunDir) -> None:
+    journal = Journal.open(run_dir.journal, shard=(2, 3))
+    for index in (1, 4, 7):
+        journal.append(JournalEntry(index, Cursor(0, 0, 0, index + 1), "result", record(index)))
+    assert finalize(run_dir, spec(), journal, num_rows=9) == OutputCounts(3, 0)
+    journal.close()
+
+
+def test_the_number_of_input_rows_goes_into_the_manifest(run_dir: RunDir) -> None:
+    run_dir.write_manifest(Manifest(job={}, output_keys={}))
+    written(run_dir, [record(0)])
+    assert run_dir.read_manifest().num_rows == 1
+
+
+def test_a_record_that_rots_while_it_is_read_leaves_no_outputs(run_dir: RunDir) -> None:
+    journal = journal_of(run_dir.journal, [record(index) for index in range(3)])
+    journal.commit()
+    (segment,) = run_dir.journal.glob("*.seg")
+    content = bytearray(segment.read_bytes())
+    content[-50] ^= 1
+    segment.write_bytes(content)
+    for order in ("input", "completion"):
+        with pytest.raises(StorageError):
+            finalize(run_dir, spec(order=order), journal, num_rows=3)
+    journal.close()
+    assert [path.name for path in run_dir.path.iterdir()] == ["journal"]
+
+
+def test_more_segments_than_files_may_be_open(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_reader, "_MAX_OPEN", 2)
+    for index in range(6):
+        journal_of(run_dir.journal, [record(index)]).close()
+    journal = Journal.open(run_dir.journal)
+    finalize(run_dir, spec(), journal, num_rows=6)
+    assert len(journal._reader._open) == 2
+    journal.remove()
+
+
+# Parquet
+
+
+def test_parquet_has_fixed_types_for_the_records_own_fields(run_dir: RunDir) -> None:
+    rows = [record(index, token_ids=[1, 2]) for index in range(3)]
+    assert written(run_dir, rows, output_format="parquet") == rows
+    schema = pq.read_schema(run_dir.outputs("parquet"))
+    assert schema.names == ["id", "index", "text", "finish_reason", "usage", "timings", "token_ids"]
+    assert {name: schema.field(name).type for name in parquet.FIXED_TYPES} == parquet.FIXED_TYPES
+    assert str(schema.field("id").type) == "string"
+
+
+def test_parquet_is_compressed_and_cut_into_row_groups(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "GROUP_ROWS", 10)
+    written(run_dir, [record(index) for index in range(25)], output_format="parquet")
+    metadata = pq.read_metadata(run_dir.outputs("parquet"))
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [10, 10, 5]
+    assert metadata.row_group(0).column(1).compression == "ZSTD"
+
+
+def test_a_group_of_long_rows_ends_early(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "GROUP_BYTES", 1000)
+    written(run_dir, [record(index) for index in range(9)], output_format="parquet")
+    assert pq.read_metadata(run_dir.outputs("parquet")).num_row_groups > 2
+
+
+@pytest.mark.parametrize("group_rows", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("values", "kind", "read_back"),
+    [
+        (["a", None, "b"], "string", ["a", None, "b"]),
+        ([1, 2, None], "int64", [1, 2, None]),
+        ([1, 2.5, None], "double", [1.0, 2.5, None]),
+        ([None, None, None], "string", [None, None, None]),
+        ([[1], [], [2.5]], "list<element: double>", [[1.0], [], [2.5]]),
+        (
+            [{"a": 1}, {"b": "x"}, None],
+            "struct<a: int64, b: string>",
+            [{"a": 1, "b": None}, {"a": None, "b": "x"}, None],
+        ),
+        ([1, "a", None], "string", ["1", '"a"', None]),
+        ([True, 1.5, 2], "string", ["true", "1.5", "2"]),
+        ([1.5, True, 2], "string", ["1.5", "true", "2"]),
+        ([2**70, 1, None], "string", [str(2**70), "1", None]),
+        ([2**60, 1.5, None], "string", [str(2**60), "1.5", None]),
+        ([{}, {}, None], "string", ["{}", "{}", None]),
+        (["\ud800", "a", None], "string", ['"\\ud800"', '"a"', None]),
+        ([{"a": [{}]}, None, None], "string", ['{"a": [{}]}', None, None]),
+        ([[1], {"a": 1}, None], "string", ["[1]", '{"a": 1}', None]),
+    ],
+)
+def test_a_kept_column_takes_the_type_its_values_share(
+    run_dir: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    values: list[Any],
+    kind: str,
+    read_back: list[Any],
+    group_rows: int,
+) -> None:
+    monkeypatch.setattr(parquet, "GROUP_ROWS", group_rows)
+    rows = written(run_dir, [record(i, kept=value) for i, value in enumerate(values)], output_format="parquet")
+    assert [row["kept"] for row in rows] == read_back
+    assert str(pq.read_schema(run_dir.outputs("parquet")).field("kept").type) == kind
+
+
+def test_an_object_with_ever_new_keys_becomes_json_text(run_dir: RunDir) -> None:
+    rows = written(run_dir, [record(i, kept={f"key-{i}": i}) for i in range(100)], output_format="parquet")
+    assert rows[7]["kept"] == '{"key-7": 7}'
+
+
+KEPT = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.dictionaries(st.sampled_from(["k", "l"]), KEPT), min_size=1, max_size=6), st.integers(1, 6))
+def test_no_mixture_of_kept_values_stops_a_parquet_file(
+    tmp_path_factory: pytest.TempPathFactory, kept: list[dict[str, Any]], group_rows: int
+) -> None:
+    run_dir = RunDir(tmp_path_factory.mktemp("run"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parquet, "GROUP_ROWS", group_rows)
+        rows = written(run_dir, [record(i, **columns) for i, columns in enumerate(kept)], output_format="parquet")
+    assert [row["index"] for row in rows] == list(range(len(kept)))
+
+
+def test_parquet_rows_are_read_back_with_their_json_columns_decoded(run_dir: RunDir) -> None:
+    kept = [1, "a", {"b": [None]}]
+    written(run_dir, [record(i, kept=value) for i, value in enumerate(kept)], output_format="parquet")
+    rows = list(parquet.ParquetFormat().read(run_dir.outputs("parquet")))
+    assert [index for index, _ in rows] == [0, 1, 2]
+    assert [json.loads(row) for _, row in rows] == [record(i, kept=value) for i, value in enumerate(kept)]
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"nonsense" * 100])
+def test_a_parquet_file_that_is_none_is_one_clear_line(run_dir: RunDir, content: bytes) -> None:
+    path = run_dir.outputs("parquet")
+    path.write_bytes(content)
+    with pytest.raises(StorageError, match=r"outputs\.parquet"):
+        list(parquet.ParquetFormat().read(path))
+
+
+# OpenAI Batch
+
+
+def test_openai_chat_rows_validate_against_openais_types(run_dir: RunDir) -> None:
+    chat = pytest.importorskip("openai.types.chat")
+    rows = written(run_dir, [record(0), record(1)], output_format="openai-batch", model="LFM2-350M", chat=True)
+    for index, row in enumerate(rows):
+        body = chat.ChatCompletion.model_validate(row["response"]["body"], strict=True)
+        assert body.choices[0].message.content == f"ответ {index}\n"
+        assert body.usage.total_tokens == 5 + index
+        assert (row["custom_id"], row["error"], row["response"]["status_code"]) == (f"q-{index}", None, 200)
+    assert len({row["id"] for row in rows}) == 2
+
+
+def test_openai_completion_rows_validate_against_openais_types(run_dir: RunDir) -> None:
+    types = pytest.importorskip("openai.types")
+    (row,) = written(run_dir, [record(0)], output_format="openai-batch", model="m", chat=False)
+    body = types.Completion.model_validate(row["response"]["body"], strict=True)
+    assert (body.object, body.choices[0].text) == ("text_completion", "ответ 0\n")
+
+
+def test_a_kept_url_decides_the_shape_of_an_openai_row(run_dir: RunDir) -> None:
+    rows = [record(0, url="/v1/completions"), record(1, url="/v1/chat/completions"), record(2, url=None)]
+    objects = [row["response"]["body"]["object"] for row in written(run_dir, rows, output_format="openai-batch")]
+    assert objects == ["text_completion", "chat.completion", "chat.completion"]
+
+
+def test_a_failed_openai_row_has_openais_shape_and_what_a_dead_letter_holds(run_dir: RunDir) -> None:
+    written(run_dir, [], [{**dead_letter(0), "id": "r-1"}], output_format="openai-batch")
+    assert json.loads(run_dir.errors.read_bytes()) == {
+        "id": "batch_req_000000000000",
+        "custom_id": "r-1",
+        "response": None,
+        "error": {"code": "bad_json", "message": "no JSON"},
+        "index": 0,
+        "source": "in.jsonl",
+        "line": 1,
+        "row": "{",
+    }
+
+
+# retry
+
+
+@pytest.mark.parametrize("output_format", ["jsonl", "parquet", "openai-batch"])
+def test_a_retry_puts_rows_that_now_succeed_where_they_belong(tmp_path: Path, output_format: str) -> None:
+    retried, whole = RunDir(tmp_path / "retried"), RunDir(tmp_path / "whole")
+    for run_dir in (retried, whole):
+        run_dir.create()
+    good = [record(index, kept=index) for index in (0, 2, 4)]
+    late = [record(index, kept=index) for index in (3, 1)]
+    written(retried, good, [dead_letter(index) for index in (1, 3, 5)], output_format=output_format)
+    journal = journal_of(retried.retry, late, [dead_letter(5)])
+    assert finalize_retry(retried, spec(output_format), journal) == OutputCounts(5, 1)
+    journal.remove()
+    written(whole, good + late, [dead_letter(5)], output_format=output_format)
+    assert retried.outputs(output_format).read_bytes() == whole.outputs(output_format).read_bytes()
+    assert retried.errors.read_bytes() == whole.errors.read_bytes()
+
+
+def test_a_retry_in_completion_order_comes_last(run_dir: RunDir) -> None:
+    written(run_dir, [record(0), record(2)], [dead_letter(1)])
+    journal = journal_of(run_dir.retry, [record(1)])
+    finalize_retry(run_dir, replace(spec(), order="completion"), journal)
+    journal.remove()
+    lines = run_dir.outputs("jsonl").read_bytes().splitlines()
+    assert [json.loads(line)["index"] for line in lines] == [0, 2, 1]
+    assert not run_dir.errors.exists()
+
+
+def test_edited_outputs_stop_a_retry_with_the_line(run_dir: RunDir) -> None:
+    written(run_dir, [record(0), record(2)], [dead_letter(1)])
+    with run_dir.outputs("jsonl").open("ab") as file:
+        file.write(b"{}\n")
+    journal = journal_of(run_dir.retry, [record(1)])
+    with pytest.raises(StorageError, match=r"outputs\.jsonl, line 3"):
+        finalize_retry(run_dir, spec(), journal)
+    journal.close()

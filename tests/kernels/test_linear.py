@@ -1,0 +1,110 @@
+"""Linears: right, and a row's bits never depend on how many rows share the product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
+from batchgen.kernels.reference import ReferenceLinear
+
+LINEARS = {"packed": PackedLinear, "plain": PlainLinear}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+FEW_ROWS = [*range(1, 71), 97, 127, 128, 129, 255, 256, 257, 300]
+SHAPES = [(40, 24), (60, 37), (193, 100), (17, 33), (1, 64), (640, 192), (192, 640)]  # (out_features, in_features)
+MODEL_SHAPES = [(3072, 1024), (2048, 1024), (9216, 1024), (1024, 4608), (4096, 2048)]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make(kind: str, weight: Tensor, bias: Tensor | None) -> PackedLinear | PlainLinear:
+    if kind == "packed" and not can_pack(weight.dtype):
+        pytest.skip(f"this torch packs no {weight.dtype} linear")
+    return LINEARS[kind](weight, bias)
+
+
+def rows_that_differ(kind: str, dtype: torch.dtype, shape: tuple[int, int], counts: list[int]) -> list[tuple[int, int]]:
+    """(threads, rows) at which some row is not bit-equal to the same row of the largest product on one thread."""
+    generator = torch.Generator().manual_seed(shape[0] * 1000 + shape[1])
+    weight = torch.randn(shape, generator=generator).to(dtype)
+    bias = torch.randn(shape[0], generator=generator).to(dtype) if shape[0] % 2 else None
+    linear = make(kind, weight, bias)
+    x = torch.randn(max(counts), shape[1], generator=generator).to(dtype)
+    residual = torch.randn(max(counts), shape[0], generator=generator).to(dtype)
+    torch.set_num_threads(1)
+    whole, added = linear(x), linear(x, residual)
+    bad = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for count in counts:
+            same = torch.equal(linear(x[:count]), whole[:count])
+            if not (same and torch.equal(linear(x[:count], residual[:count]), added[:count])):
+                bad.append((threads, count))
+    return bad
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", LINEARS)
+def test_a_row_has_the_same_bits_in_any_product(kind: str, dtype: str, shape: tuple[int, int]) -> None:
+    assert rows_that_differ(kind, DTYPES[dtype], shape, FEW_ROWS) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", LINEARS)
+def test_a_row_has_the_same_bits_in_any_product_of_a_published_shape(
+    kind: str, dtype: str, shape: tuple[int, int]
+) -> None:
+    assert rows_that_differ(kind, DTYPES[dtype], shape, [*FEW_ROWS, 511, 512, 513]) == []
+
+
+@pytest.mark.parametrize("place", [0, 1, 7, 30, 39])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", LINEARS)
+def test_a_row_has_the_same_bits_wherever_it_stands(kind: str, dtype: str, place: int) -> None:
+    generator = torch.Generator().manual_seed(place)
+    linear = make(kind, torch.randn(96, 64, generator=generator).to(DTYPES[dtype]), None)
+    row = torch.randn(1, 64, generator=generator).to(DTYPES[dtype])
+    others = 1e3 * torch.randn(40, 64, generator=generator).to(DTYPES[dtype])
+    others[place] = row
+    assert torch.equal(linear(others)[place], linear(row)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", LINEARS)
+def test_a_row_of_nan_stays_alone(kind: str, dtype: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    linear = make(kind, torch.randn(96, 64, generator=generator).to(DTYPES[dtype]), None)
+    x = torch.randn(5, 64, generator=generator).to(DTYPES[dtype])
+    clean = linear(x)
+    x[2] = torch.nan
+    dirty = linear(x)
+    assert dirty[2].isnan().all()
+    assert torch.equal(dirty[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 15, 16, 17])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", LINEARS)
+def test_linear_equals_the_reference(kind: str, dtype: str, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DTYPES[dtype])
+
+    weight, bias, x, residual = random(50, 36), random(50), random(rows, 36), random(rows, 50)
+    tolerance = {"rtol": 2**-6, "atol": 2**-5} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-5}
+    for b in (None, bias):
+        fast, slow = make(kind, weight, b), ReferenceLinear(weight, b)
+        torch.testing.assert_close(fast(x), slow(x), **tolerance)
+        torch.testing.assert_close(fast(x, residual), slow(x, residual), **tolerance)

@@ -1,0 +1,138 @@
+"""Kernels that treat each row by itself: RMS norm, SwiGLU, argmax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.reference import ReferenceKernels
+
+FAST, SLOW = CpuKernels(), ReferenceKernels()
+BOTH = {"cpu": FAST, "reference": SLOW}
+DTYPES = [torch.float32, torch.bfloat16]
+WIDTHS = [1, 2, 8, 15, 16, 17, 24, 31, 33, 60, 64, 100, 1024]
+ROWS = [1, 2, 7, 8, 9, 33]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def assert_close(fast: Tensor, slow: Tensor) -> None:
+    """Equal to a last place or two of the dtype."""
+    tolerance = {"rtol": 2**-6, "atol": 1e-30} if fast.dtype == torch.bfloat16 else {"rtol": 2e-6, "atol": 1e-30}
+    torch.testing.assert_close(fast, slow, equal_nan=True, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rms_norm_equals_the_reference(width: int, dtype: torch.dtype) -> None:
+    weight = 1 + random(width, dtype=dtype, scale=0.2)
+    for rows in ROWS:
+        for scale in (1e-4, 1.0, 1e4):
+            x = random(rows, width, dtype=dtype, scale=scale)
+            assert_close(FAST.rms_norm(x, weight, 1e-5), SLOW.rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_swiglu_equals_the_reference(width: int, dtype: torch.dtype) -> None:
+    for rows in ROWS:
+        for scale in (0.01, 1.0, 20.0):
+            x = random(rows, 2 * width, dtype=dtype, scale=scale)
+            assert_close(FAST.swiglu(x), SLOW.swiglu(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu_is_finite_at_the_ends_of_the_range(dtype: torch.dtype) -> None:
+    gate = torch.tensor([[-3e38, -1e4, -90.0, -88.0, 0.0, 88.0, 90.0, 1e4]], dtype=dtype)
+    fast = FAST.swiglu(torch.cat((gate, torch.ones_like(gate)), 1))
+    torch.testing.assert_close(fast, gate.clamp(min=0), rtol=0, atol=1e-20 if dtype == torch.float32 else 1e-20)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [16, 33, 100])
+def test_a_row_has_the_same_bits_in_any_batch(width: int, dtype: torch.dtype) -> None:
+    weight = random(width, dtype=dtype)
+    x = random(40, width, dtype=dtype)
+    gate_up = random(40, 2 * width, dtype=dtype)
+    torch.set_num_threads(1)
+    normed, gated = FAST.rms_norm(x, weight, 1e-5), FAST.swiglu(gate_up)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for first, end in ((0, 1), (0, 8), (3, 20), (39, 40), (1, 40)):
+            assert torch.equal(FAST.rms_norm(x[first:end].contiguous(), weight, 1e-5), normed[first:end])
+            assert torch.equal(FAST.swiglu(gate_up[first:end].contiguous()), gated[first:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_nan_stays_alone(dtype: torch.dtype) -> None:
+    weight, x = random(24, dtype=dtype), random(9, 24, dtype=dtype)
+    clean, dirty = FAST.rms_norm(x, weight, 1e-5), x.clone()
+    dirty[4] = torch.nan
+    others = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(FAST.rms_norm(dirty, weight, 1e-5)[others], clean[others])
+
+
+def test_kernels_take_no_rows() -> None:
+    none = torch.empty(0, 32)
+    assert FAST.rms_norm(none, torch.ones(32), 1e-5).shape == (0, 32)
+    assert FAST.swiglu(none).shape == (0, 16)
+    assert FAST.argmax(none).shape == (0,)
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 2, 15, 16, 17, 40, 333])
+def test_argmax_takes_the_first_of_equals(width: int, dtype: torch.dtype, name: str) -> None:
+    kernels = BOTH[name]
+    x = random(50, width, dtype=dtype).round()  # few values: many ties
+    expected = [row.index(max(row)) for row in x.tolist()]
+    assert kernels.argmax(x).tolist() == expected
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 16, 33])
+def test_argmax_of_a_row_of_nan_is_minus_one(width: int, dtype: torch.dtype, name: str) -> None:
+    x = random(3, width, dtype=dtype)
+    x[1] = torch.nan
+    best = BOTH[name].argmax(x)
+    assert best[1] == -1
+    assert min(best[0], best[2]) >= 0
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_argmax_of_infinities(dtype: torch.dtype, name: str) -> None:
+    inf = torch.inf
+    rows = [[-inf, -inf, -inf], [-inf, -3e38, -inf], [3e38, inf, inf], [0.0, -inf, -0.0]]
+    assert BOTH[name].argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 1, 1, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.floats(width=32, allow_nan=False), min_size=19, max_size=19),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_argmax_equals_python_on_any_floats(rows: list[list[float]]) -> None:
+    x = torch.tensor(rows)
+    assert FAST.argmax(x).tolist() == [row.index(max(row)) for row in rows]
+    assert SLOW.argmax(x).tolist() == [row.index(max(row)) for row in rows]

@@ -1,0 +1,116 @@
+"""An engine without a model: tokens are a hash of request and position, so any two runs must agree to the byte.
+
+It keeps to the protocol of the real one (lazy pulling, look-ahead, continuous batching, stop, unfinished) and nothing
+more. Not a test itself; drivers in subprocesses inject it too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from batchgen.errors import RowError, RowErrorCode
+from batchgen.records import FinishReason, Request, Result, Timings
+from batchgen.run.model import Backend, EngineFactory, ModelInfo
+from batchgen.spec import JobSpec
+
+
+def stub_token(request: Request, position: int, vocab_size: int) -> int:
+    """The token at a position: greedy ones ignore the seed, as a model would."""
+    params = request.params
+    keyed = (request.key, params.seed) if not params.is_greedy else ()
+    text = repr((request.prompt_token_ids, keyed, position)).encode()
+    return 8 + int.from_bytes(blake2b(text, digest_size=4).digest()) % (vocab_size - 8)
+
+
+def stub_length(request: Request) -> int:
+    """How many tokens a request gets: from one to max_tokens, by its prompt."""
+    digest = blake2b(repr(request.prompt_token_ids).encode(), digest_size=4).digest()
+    return 1 + int.from_bytes(digest) % request.params.max_tokens
+
+
+@dataclass
+class StubStats:
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_output_tokens: int = 0
+    phase_s: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class StubEngine:
+    """``fails`` names keys that end in an ``internal`` error; ``step_s`` is how long a step takes."""
+
+    vocab_size: int = 640
+    max_num_seqs: int = 8
+    look_ahead: int = 16
+    step_s: float = 0.0
+    fails: frozenset[int] = frozenset()
+    stats: StubStats = field(default_factory=StubStats)
+    running: dict[int, tuple[Request, list[int], float]] = field(default_factory=dict)
+    num_pulled: int = 0
+    is_stopping: bool = False
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Result]:
+        source = iter(requests)
+        waiting: list[Request] = []
+        more = True
+        while not self.is_stopping:
+            while more and len(waiting) < self.look_ahead:
+                request = next(source, None)
+                if request is None:
+                    more = False
+                    break
+                self.num_pulled += 1
+                waiting.append(request)
+            while waiting and len(self.running) < self.max_num_seqs:
+                request = waiting.pop(len(waiting) // 2)  # not in order, as the real one
+                self.running[request.key] = (request, list(request.output_token_ids), time.monotonic())
+                self.stats.num_prefill_tokens += len(request.prompt_token_ids)
+            if not self.running:
+                return
+            yield from self.step()
+
+    def step(self) -> list[Result]:
+        time.sleep(self.step_s)
+        self.stats.num_steps += 1
+        results = []
+        for key, (request, tokens, started_at) in list(self.running.items()):
+            timings = Timings(total_s=time.monotonic() - started_at)
+            if key in self.fails:
+                error = RowError(RowErrorCode.INTERNAL, "the stub fails this row")
+                results.append(Result(key, len(request.prompt_token_ids), timings=timings, error=error))
+            elif len(tokens) < stub_length(request):
+                tokens.append(stub_token(request, len(tokens), self.vocab_size))
+                self.stats.num_output_tokens += 1
+                continue
+            else:
+                is_full = len(tokens) == request.params.max_tokens
+                reason = FinishReason.LENGTH if is_full else FinishReason.STOP
+                results.append(Result(key, len(request.prompt_token_ids), tuple(tokens), reason, timings))
+            del self.running[key]
+        return results
+
+    def stop(self) -> None:
+        self.is_stopping = True
+
+    def unfinished(self) -> dict[int, tuple[int, ...]]:
+        return {key: tuple(tokens) for key, (_, tokens, _) in self.running.items() if tokens}
+
+
+def stub_factory(made: list[StubEngine] | None = None, **options: Any) -> EngineFactory:
+    """A factory for ``run_job``; every engine it makes is added to ``made``."""
+
+    def make(spec: JobSpec, model: ModelInfo) -> Backend:
+        engine = StubEngine(vocab_size=model.config.vocab_size, **options)
+        if made is not None:
+            made.append(engine)
+        return Backend(engine, {"dtype": "float32", "device": "stub"}, 1)
+
+    return make

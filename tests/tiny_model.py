@@ -1,0 +1,193 @@
+"""Tiny random LFM2s and the few helpers that the tests of model, kernels and engine share.
+
+Weights come from ``RandomTensors``, wide enough (``STD``) that the next token is a clear choice: with the usual 0.02
+all logits are nearly equal and a wrong model would go unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from batchgen.engine import Engine, EngineConfig
+from batchgen.engine.batch import build_input
+from batchgen.engine.scheduler import Schedule
+from batchgen.engine.sequence import Sequence as EngineSequence
+from batchgen.kernels import Kernels, select
+from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.reference import ReferenceKernels
+from batchgen.model.cache import allocate, kv_block_bytes
+from batchgen.model.config import ModelConfig
+from batchgen.model.inputs import ModelInput
+from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.tensors import RandomTensors
+from batchgen.records import Request, Result, SamplingParams
+
+CPU = torch.device("cpu")
+BACK_ENDS: dict[str, type[Kernels]] = {"cpu": CpuKernels, "reference": ReferenceKernels}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+EOS = 7
+STD = 0.3
+
+
+def raw_config(**changes: Any) -> dict[str, Any]:
+    """A ``config.json`` as the Hub has it: 2 conv and 2 attention layers, 4 heads of 16 on 2 KV heads."""
+    return {
+        "model_type": "lfm2",
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "full_attn_idxs": [1, 3],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "block_ff_dim": 96,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        "torch_dtype": "float32",
+        **changes,
+    }
+
+
+def tiny_model(
+    dtype: torch.dtype = torch.float32, kernels: Kernels | None = None, seed: int = 0, **changes: Any
+) -> Lfm2Model:
+    """A random model of ``raw_config(**changes)``; the same weights for the same seed."""
+    config = ModelConfig.from_dict(raw_config(**changes), "tiny")
+    with torch.inference_mode():
+        return Lfm2Model(config, RandomTensors(dtype, CPU, seed, STD), kernels or select(CPU, dtype))
+
+
+class RecordedTensors(RandomTensors):
+    """Random tensors that remember what was asked for: the tensors a checkpoint of this shape must hold."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32, CPU, std=STD)
+        self.tensors: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self.tensors[name] = super().take(name, shape).clone()
+        return self.tensors[name]
+
+
+def write_checkpoint(folder: Path, **changes: Any) -> dict[str, Tensor]:
+    """Write ``config.json`` and ``model.safetensors``; the tensors written."""
+    raw = raw_config(**changes)
+    source = RecordedTensors()
+    Lfm2Model(ModelConfig.from_dict(raw, "tiny"), source, ReferenceKernels())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(source.tensors, folder / "model.safetensors")
+    return source.tensors
+
+
+def sequence_at(
+    token_ids: Sequence[int], num_computed: int, block_table: Sequence[int], conv_slot: int, key: int = 0
+) -> EngineSequence:
+    """A sequence in the middle of its life, as the scheduler would leave it before a step."""
+    sequence = EngineSequence(Request(key, tuple(token_ids)), 0.0)
+    sequence.num_computed_tokens = num_computed
+    sequence.block_table = list(block_table)
+    sequence.conv_slot = conv_slot
+    return sequence
+
+
+def whole_input(token_ids: Sequence[int], block_size: int) -> ModelInput:
+    """One sequence from its first token to its last, with logits for every token."""
+    blocks = range(-(-len(token_ids) // block_size))
+    schedule = Schedule(((sequence_at(token_ids, 0, blocks, 0), len(token_ids)),))
+    return replace(build_input(schedule, block_size), logits_indices=torch.arange(len(token_ids)))
+
+
+def prefix_logits(model: Lfm2Model, token_ids: Sequence[int], block_size: int = 16) -> Tensor:
+    """Logits [num_tokens, vocab_size] of a whole sequence in one uncached, unbatched forward pass."""
+    state = allocate(
+        model.config,
+        num_blocks=-(-len(token_ids) // block_size),
+        block_size=block_size,
+        num_slots=1,
+        dtype=model.dtype,
+        device=CPU,
+    )
+    return model.forward(whole_input(token_ids, block_size), state, len(token_ids) - 1)
+
+
+def engine_for(model: Lfm2Model, *, num_blocks: int, block_size: int, **sizes: Any) -> Engine:
+    """An engine with a pool of exactly ``num_blocks`` blocks."""
+    memory = num_blocks * kv_block_bytes(model.config, block_size, model.dtype)
+    return Engine(model, EngineConfig(block_size=block_size, kv_memory=memory, **sizes))
+
+
+def checked_run(engine: Engine, requests: Iterable[Request]) -> Iterator[Result]:
+    """``engine.run`` with the invariants of scheduler and pool asserted before and after every step."""
+    step = engine.step
+
+    def checked() -> list[Result]:
+        engine.scheduler.check()
+        results = step()
+        engine.scheduler.check()
+        return results
+
+    engine.step = checked  # type: ignore[method-assign]
+    yield from engine.run(requests)
+
+
+def tokens_of(results: Iterable[Result]) -> dict[int, tuple[int, ...]]:
+    """Generated tokens by request key; every key once and no error."""
+    tokens: dict[int, tuple[int, ...]] = {}
+    for result in results:
+        assert result.error is None, result.error
+        assert result.key not in tokens, f"request {result.key} was answered twice"
+        tokens[result.key] = result.token_ids
+    return tokens
+
+
+def solo(model: Lfm2Model, requests: Iterable[Request]) -> dict[int, tuple[int, ...]]:
+    """Tokens of every request run by itself, each in an engine of its own, prompt in one piece."""
+    tokens = {}
+    for request in requests:
+        total = len(request.prompt_token_ids) + request.params.max_tokens
+        engine = engine_for(
+            model, num_blocks=-(-total // 32), block_size=32, max_num_seqs=1, max_num_batched_tokens=total
+        )
+        tokens.update(tokens_of(engine.run([request])))
+    return tokens
+
+
+def random_requests(
+    count: int,
+    *,
+    seed: int,
+    prompt: tuple[int, int] = (1, 40),
+    output: tuple[int, int] = (1, 24),
+    params: SamplingParams | None = None,
+    vocab_size: int = 128,
+) -> list[Request]:
+    """``count`` requests with prompt and output lengths uniform in the given ranges; end tokens are honoured."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    return [
+        Request(
+            key,
+            tuple(torch.randint(8, vocab_size, (number(*prompt),), generator=generator).tolist()),
+            replace(params or SamplingParams(), max_tokens=number(*output)),
+        )
+        for key in range(count)
+    ]
