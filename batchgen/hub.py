@@ -21,7 +21,7 @@ def resolve_folder(path: str, revision: str, patterns: Sequence[str]) -> Path:
     The Hub's cache is used as ``huggingface_hub`` does; with ``HF_HUB_OFFLINE=1`` nothing else is. Raises
     ModelError in one line that says how the name was read.
     """
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if folder.is_dir():
         return folder
     if folder.exists():

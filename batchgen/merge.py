@@ -160,7 +160,7 @@ class _Proof:
         named: list[str] = []
         index = self._seen.find(0)
         while index >= 0 and len(named) < _NAMED_ROWS:
-            named.append(f"{index} of {self._shards[index % len(self._shards)]}")
+            named.append(f"row {index} (shard {index % len(self._shards) + 1}/{len(self._shards)})")
             index = self._seen.find(0, index + 1)
         more = "" if num_missing <= _NAMED_ROWS else f" and {num_missing - _NAMED_ROWS} more"
-        raise UsageError(f"rows are missing: row {', row '.join(named)}{more}; run those shards again")
+        raise UsageError(f"rows are missing: {', '.join(named)}{more}; run those shards anew with --overwrite")

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from batchgen import __version__
 from batchgen.data.files import write_atomic
 from batchgen.data.json_line import encode_json
 from batchgen.data.rundir import RunDir
@@ -24,7 +25,7 @@ from batchgen.units import format_duration
 
 REPORT_VERSION = 1
 _LATENCIES = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
-_PACKAGES = ("batchgen", "torch", "numpy", "numba", "tokenizers", "pyarrow")
+_PACKAGES = ("torch", "numpy", "numba", "tokenizers", "pyarrow")
 _BUCKETS_PER_E = 100  # buckets of durations one percent wide
 
 
@@ -65,23 +66,26 @@ class RowTotals:
     latencies: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in _LATENCIES})
 
     def add_result(self, record: Mapping[str, Any]) -> None:
-        """Take in an output record as journalled."""
-        usage, timings = record["usage"], record["timings"]
+        """Take in an output record as journalled, or a row of OpenAI batch outputs, which has no timings."""
+        if "response" in record:
+            body = record["response"]["body"]
+            record = {**body["choices"][0], "usage": body["usage"]}
+        usage, timings = record["usage"], record.get("timings", {})
         self.num_results += 1
         self.prompt_tokens += usage["prompt_tokens"]
         self.completion_tokens += usage["completion_tokens"]
-        self.cached_tokens += timings["cached_tokens"]
-        self.preemptions += timings["preemptions"]
+        self.cached_tokens += timings.get("cached_tokens", 0)
+        self.preemptions += timings.get("preemptions", 0)
         self.finish_reasons[record["finish_reason"]] += 1
-        for name, distribution in self.latencies.items():
-            distribution.add(timings[name])
+        for name in self.latencies.keys() & timings.keys():
+            self.latencies[name].add(timings[name])
         if self.expected is not None and record.get(self.expected) is not None:
             self.compared += 1
             self.correct += record.get("text", "").strip() == str(record[self.expected]).strip()
 
     def add_error(self, dead_letter: Mapping[str, Any]) -> None:
-        """Take in a line of ``errors.jsonl`` as journalled."""
-        self.errors[dead_letter["code"]] += 1
+        """Take in a line of ``errors.jsonl``; an OpenAI error file nests the code."""
+        self.errors[(dead_letter.get("error") or dead_letter)["code"]] += 1
 
 
 def add_up(totals: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,6 +100,11 @@ def add_up(totals: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
         else:
             result[key] = value
     return result
+
+
+def spent_in(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What the invocations behind a report spent, to be added to."""
+    return {key: report[key] for key in ("sessions", "wall_s", "seconds", "engine")}
 
 
 def build_report(rows: RowTotals, spent: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +137,7 @@ def build_report(rows: RowTotals, spent: Mapping[str, Any], about: Mapping[str, 
         "sessions": spent.get("sessions", 1),
         "engine": spent.get("engine", {}),
         "machine": {"platform": platform.platform(), "processor": _processor(), "python": platform.python_version()},
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "versions": {"batchgen": __version__} | {name: found for name in _PACKAGES if (found := _version(name))},
     }
     if rows.expected is not None:
         share = round(rows.correct / rows.compared, 6) if rows.compared else None

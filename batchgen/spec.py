@@ -132,11 +132,11 @@ def key(kind: Kind, text: str, default: Any = MISSING, *, flag: str = "", output
 class ModelSpec:
     """Which model, and in what form it runs. ``path`` is compared on resume by the content it leads to, not by name."""
 
-    path: str = key(MODEL, "Model: folder, Hub id or dummy:NAME.", flag="model", outputs=False)
-    revision: str = key(FILLED, "Branch, tag or commit on the Hub.", "main", outputs=False)
-    dtype: str = key(_one_of("auto", "bfloat16", "float16", "float32"), "Number format of weights.", "auto")
-    device: str = key(_one_of("auto", "cpu", "cuda"), "Where the model runs.", "auto")
-    tokenizer: str = key(TEXT, "Tokenizer: folder or Hub id [default: the model's].", "", outputs=False)
+    path: str = key(MODEL, "Model: folder, Hub id or dummy:NAME", flag="model", outputs=False)
+    revision: str = key(FILLED, "Branch, tag or commit on the Hub", "main", outputs=False)
+    dtype: str = key(_one_of("auto", "bfloat16", "float16", "float32"), "Number format of weights", "auto")
+    device: str = key(_one_of("auto", "cpu", "cuda"), "Where the model runs", "auto")
+    tokenizer: str = key(TEXT, "Folder or Hub id [the model's own]", "", outputs=False)
 
 
 @dataclass(frozen=True)
@@ -148,31 +148,31 @@ class InputSpec:
     """
 
     path: tuple[str, ...] = key(
-        PATHS, "File, glob, folder, - for stdin, or hf:NAME; may be repeated.", flag="input", outputs=False
+        PATHS, "File, glob, folder, - for stdin, or hf:NAME; may be repeated", flag="input", outputs=False
     )
     format: str = key(
-        _one_of("auto", "jsonl", "parquet", "hf", "openai-batch", "text"), "Input format.", "auto", flag="input-format"
+        _one_of("auto", "jsonl", "parquet", "hf", "openai-batch", "text"), "Input format", "auto", flag="input-format"
     )
-    id: str | None = key(COLUMN, "Column with a unique id.", None)
-    prompt: str | None = key(FILLED, "Column name, or template such as '{question}'.", None)
-    messages: str | None = key(COLUMN, "Column with a chat.", None)
-    prompt_token_ids: str | None = key(COLUMN, "Column with token ids, taken as they stand.", None)
-    system: str | None = key(TEXT, "System prompt.", None)
-    chat: bool = key(BOOL, "Wrap prompts in the model's chat template.", True)
-    keep_columns: tuple[str, ...] = key(COLUMNS, "Columns copied to the output.", ())
-    limit: int | None = key(POSITIVE, "Take the first N rows only.", None)
+    id: str | None = key(COLUMN, "Column with a unique id", None)
+    prompt: str | None = key(FILLED, "Column name, or template such as '{question}'", None)
+    messages: str | None = key(COLUMN, "Column with a chat", None)
+    prompt_token_ids: str | None = key(COLUMN, "Column with token ids, taken as they stand", None)
+    system: str | None = key(TEXT, "System prompt", None)
+    chat: bool = key(BOOL, "Wrap prompts in the model's chat template", True)
+    keep_columns: tuple[str, ...] = key(COLUMNS, "Columns copied to the output", ())
+    limit: int | None = key(POSITIVE, "Take the first N rows only", None)
 
 
 @dataclass(frozen=True)
 class EngineSpec:
     """Sizes of the engine. None of them changes outputs."""
 
-    max_num_batched_tokens: int | Auto = key(POSITIVE_OR_AUTO, "Most tokens a step computes.", "auto", outputs=False)
-    max_num_seqs: int | Auto = key(POSITIVE_OR_AUTO, "Most sequences running at once.", "auto", outputs=False)
-    block_size: int | Auto = key(POSITIVE_OR_AUTO, "Tokens in a KV block.", "auto", outputs=False)
-    kv_memory: int | Auto = key(SIZE_OR_AUTO, "Memory for KV blocks, such as 4GiB.", "auto", outputs=False)
-    max_model_len: int | Auto = key(POSITIVE_OR_AUTO, "Longest context, in tokens.", "auto")
-    threads: int | Auto = key(POSITIVE_OR_AUTO, "CPU threads.", "auto", outputs=False)
+    max_num_batched_tokens: int | Auto = key(POSITIVE_OR_AUTO, "Most tokens a step computes", "auto", outputs=False)
+    max_num_seqs: int | Auto = key(POSITIVE_OR_AUTO, "Most sequences running at once", "auto", outputs=False)
+    block_size: int | Auto = key(POSITIVE_OR_AUTO, "Tokens in a KV block", "auto", outputs=False)
+    kv_memory: int | Auto = key(SIZE_OR_AUTO, "Memory for KV blocks, such as 4GiB", "auto", outputs=False)
+    max_model_len: int | Auto = key(POSITIVE_OR_AUTO, "Longest context, in tokens", "auto")
+    threads: int | Auto = key(POSITIVE_OR_AUTO, "CPU threads", "auto", outputs=False)
 
 
 @dataclass(frozen=True)
@@ -182,13 +182,13 @@ class OutputSpec:
     ``expected`` names a column that is kept and compared with the text: exact match goes into the report.
     """
 
-    path: str = key(FOLDER, "The run directory.", flag="output", outputs=False)
+    path: str = key(FOLDER, "The run directory", flag="output", outputs=False)
     format: str = key(
-        _one_of("jsonl", "parquet", "openai-batch"), "Output format.", "jsonl", flag="output-format", outputs=False
+        _one_of("jsonl", "parquet", "openai-batch"), "Output format", "jsonl", flag="output-format", outputs=False
     )
-    order: str = key(_one_of("input", "completion"), "Order of the output rows.", "input", outputs=False)
-    token_ids: bool = key(BOOL, "Add the generated token ids.", False)
-    expected: str | None = key(COLUMN, "Column to compare the text with.", None)
+    order: str = key(_one_of("input", "completion"), "Order of the output rows", "input", outputs=False)
+    token_ids: bool = key(BOOL, "Add the generated token ids", False)
+    expected: str | None = key(COLUMN, "Column to compare the text with", None)
 
 
 @dataclass(frozen=True)

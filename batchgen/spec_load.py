@@ -10,7 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,11 @@ def load_job(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = 
     spec = JobSpec(sampling=sampling, **{name: cls(**merged[name]) for name, cls in SECTIONS.items()})
     _check_together(spec)
     return spec
+
+
+def override(spec: JobSpec, flags: Mapping[str, Mapping[str, Any]]) -> JobSpec:
+    """The job with other engine sizes. Raises UsageError naming the flag."""
+    return replace(spec, engine=replace(spec.engine, **_parse_section(Layer(flags, Path.cwd()), "engine")))
 
 
 def read_layer(path: Path) -> Layer:

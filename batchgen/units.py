@@ -77,6 +77,13 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def parse_count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError("must be a whole number of at least 1")
+    return int(text)
+
+
 def format_duration(seconds: float) -> str:
     """A duration as people read it: ``4.2 s``, ``3m 05s``, ``2h 07m``, ``3d 04h``."""
     if seconds < 60:

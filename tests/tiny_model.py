@@ -191,3 +191,21 @@ def random_requests(
         )
         for key in range(count)
     ]
+
+
+def ragged_input(
+    pieces: Sequence[tuple[int, int]], block_size: int, seed: int = 0, spare_blocks: int = 2
+) -> tuple[ModelInput, int]:
+    """Inputs for sequences given as (tokens cached, tokens of this step), and how many blocks they refer into.
+
+    Blocks are dealt in random order, ``spare_blocks`` are left free; sequence i has conv slot i.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    needed = [-(-(past + count) // block_size) for past, count in pieces]
+    num_blocks = sum(needed) + spare_blocks
+    deck = torch.randperm(num_blocks, generator=generator).tolist()
+    entries = []
+    for slot, ((past, count), blocks) in enumerate(zip(pieces, needed, strict=True)):
+        tokens = torch.randint(8, 128, (past + count,), generator=generator).tolist()
+        entries.append((sequence_at(tokens, past, [deck.pop() for _ in range(blocks)], slot, key=slot), count))
+    return build_input(Schedule(tuple(entries)), block_size), num_blocks

@@ -7,6 +7,7 @@ memory bandwidth. What the workload must compute and move is counted from the st
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from batchgen.model.lfm2 import Attention, Lfm2Model
 _ROW_COUNTS = (128, 256, 512)
 _COPY_BYTES = 1 << 28  # far beyond any cache
 _REPEATS = 5
+_SUSTAINED_S = 1.0  # a rate is what holds that long, not a lucky moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,12 @@ class Ceilings:
 
     flops_per_s: float
     memory_bytes_per_s: float
+
+    def mean(self, other: Ceilings) -> Ceilings:
+        """Halfway between two measurements, for a run that lay between them."""
+        return Ceilings(
+            (self.flops_per_s + other.flops_per_s) / 2, (self.memory_bytes_per_s + other.memory_bytes_per_s) / 2
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +51,7 @@ class Work:
 
 
 def measure(model: Lfm2Model) -> Ceilings:
-    """Both ceilings, each the best of several tries."""
+    """Both ceilings: the rate sustained over a second of passes at the best row count, and the best bandwidth."""
     return Ceilings(max(_linear_rate(model, rows) for rows in _ROW_COUNTS), _bandwidth(model.device))
 
 
@@ -65,15 +73,17 @@ def count(stats: EngineStats, config: ModelConfig, itemsize: int) -> Work:
     return Work(flops, float(weights) * stats.num_steps + float(kv) * stats.num_kv_read)
 
 
-def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    best = float("inf")
-    for _ in range(_REPEATS):
+def _times_s(work: Callable[[], object], device: torch.device, least_s: float) -> list[float]:
+    """Durations of repeated calls, until there are ``_REPEATS`` of them that took ``least_s`` together."""
+    work()
+    times: list[float] = []
+    while len(times) < _REPEATS or sum(times) < least_s:
         start = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
+        times.append(time.perf_counter() - start)
+    return times
 
 
 @torch.inference_mode()
@@ -96,13 +106,14 @@ def _linear_rate(model: Lfm2Model, rows: int) -> float:
             layer.feed_forward.gate_up(x[config.hidden_size])
             layer.feed_forward.down(x[config.ff_dim])
 
-    return 2.0 * config.linear_params_per_token * rows / _best_s(one_pass, model.device)
+    sustained_s = statistics.median(_times_s(one_pass, model.device, _SUSTAINED_S))
+    return 2.0 * config.linear_params_per_token * rows / sustained_s
 
 
 def _bandwidth(device: torch.device) -> float:
     """Bytes per second, the better of a large copy (read and written bytes) and a large sum (read only)."""
     source = torch.ones(_COPY_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    copied = 2 * _COPY_BYTES / _best_s(lambda: target.copy_(source), device)
-    summed = _COPY_BYTES / _best_s(source.sum, device)
+    copied = 2 * _COPY_BYTES / min(_times_s(lambda: target.copy_(source), device, 0.0))
+    summed = _COPY_BYTES / min(_times_s(source.sum, device, 0.0))
     return max(copied, summed)

@@ -53,7 +53,8 @@ class ContentFinder:
         self._template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
         self._is_named = bool(spec.prompt or spec.messages or spec.prompt_token_ids)
         self._readers = self._column_readers()
-        self._param_columns = PARAM_KEYS - {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids}
+        named = {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids}
+        self._param_columns = PARAM_KEYS - named - (self._template.columns if self._template else set())
 
     def find(self, columns: Mapping[str, Any]) -> Content:
         """Raises RowProblem with any of the codes of a row but ``bad_json``, ``too_long`` and ``duplicate_id``."""

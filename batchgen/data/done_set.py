@@ -45,9 +45,12 @@ class DoneSet:
 
     def __iter__(self) -> Iterator[int]:
         """Indexes in ascending order."""
-        for position, packed in enumerate(self._packed):
-            if packed != _ABSENT:
-                yield self._first + position * self._step
+        return (self._first + at * self._step for at, packed in enumerate(self._packed) if packed != _ABSENT)
+
+    def indexes(self, *, errors: bool) -> Iterator[int]:
+        """Indexes of the rows that ended in an error, or of those that ended in a result, in ascending order."""
+        found = enumerate(self._packed)
+        return (self._first + at * self._step for at, packed in found if packed != _ABSENT and packed & 1 == errors)
 
     @property
     def first_gap(self) -> int:

@@ -186,7 +186,7 @@ class Journal:
 
     def indexes(self, *, errors: bool) -> Iterator[int]:
         """Finished rows that ended in an error, or those with a result, in input order."""
-        return (index for index in self.done if self.done.place(index).is_error == errors)
+        return self.done.indexes(errors=errors)
 
     def completed(self) -> Iterator[int]:
         """Finished rows with a result in the order they finished in. Raises StorageError if one was damaged since."""

@@ -41,12 +41,12 @@ class SegmentReader:
 
     def read(self, segment: int, offset: int) -> Line:
         """The line at ``offset``, verified again. Raises StorageError if it no longer reads back."""
-        path = segment_path(self._folder, segment)
-        with storage_errors("read", path):
-            file = self._file(segment, path)
+        with storage_errors("read", self._folder):
+            file = self._file(segment)
             file.seek(offset)
             line = decode_line(file.readline(), offset)
         if line is None:
+            path = segment_path(self._folder, segment)
             raise StorageError(f"{path}: the record at byte {offset} no longer matches its checksum; {CHECK_DISK}")
         return line
 
@@ -55,12 +55,12 @@ class SegmentReader:
         while self._open:
             self._open.popitem()[1].close()
 
-    def _file(self, segment: int, path: Path) -> BinaryIO:
+    def _file(self, segment: int) -> BinaryIO:
         if segment in self._open:
             self._open.move_to_end(segment)
             return self._open[segment]
         if len(self._open) >= _MAX_OPEN:
             self._open.popitem(last=False)[1].close()
-        file = path.open("rb", buffering=16 << 10)
+        file = segment_path(self._folder, segment).open("rb", buffering=16 << 10)
         self._open[segment] = file
         return file

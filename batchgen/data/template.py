@@ -54,6 +54,11 @@ class Template:
         parts.append(text[end:])
         return cls(tuple(part for part in parts if part != ""))
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """The names of the columns it takes values from."""
+        return frozenset(part.column for part in self.parts if isinstance(part, _Field))
+
     def render(self, columns: Mapping[str, Any]) -> str:
         """The text for one row: strings as they stand, dates as ISO 8601, anything else as JSON.
 

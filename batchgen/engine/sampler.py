@@ -16,6 +16,7 @@ from batchgen.engine.sequence import Sequence
 from batchgen.kernels import Kernels, SamplingRows
 
 _MASK = (1 << 64) - 1
+_COLDEST, _HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def _mix(x: int) -> int:
@@ -71,7 +72,7 @@ class Sampler:
             return torch.from_numpy(np.array(values, dtype=dtype)).to(device)
 
         return SamplingRows(
-            temperature=column([p.temperature for p in params], np.float32),
+            temperature=column([min(max(p.temperature, _COLDEST), _HOTTEST) for p in params], np.float32),
             min_p=column([p.min_p for p in params], np.float32),
             top_k=column([p.top_k for p in params], np.int64),
             top_p=column([p.top_p for p in params], np.float64),

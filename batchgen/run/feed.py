@@ -31,6 +31,13 @@ class Builder(Protocol):
         """One answer per row, in order."""
 
 
+class Ours(Protocol):
+    """What the feed needs of ``RowRange``."""
+
+    def is_ours(self, index: int) -> bool:
+        """Whether a row is to be run here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A row whose request is with the engine; ``id`` is what its user knows it by, if anything."""
@@ -42,13 +49,14 @@ class Pending:
 class Screen:
     """Turns a chunk of rows into requests and error rows, in order: ids, duplicates, prompts, sampling values."""
 
-    def __init__(self, spec: InputSpec, builder: Builder, ids: UniqueIds) -> None:
+    def __init__(self, spec: InputSpec, builder: Builder, ids: UniqueIds, ours: Ours) -> None:
         self._spec = spec
         self._builder = builder
         self._ids = ids
+        self._ours = ours
 
     def screen(self, rows: Sequence[Record | BadRow]) -> list[tuple[Pending, Request] | BadRow]:
-        """One answer per row: what the row asks for, or why it cannot run."""
+        """One answer per row that is ours: what it asks for, or why it cannot run. Other rows only claim their ids."""
         answers: dict[int, tuple[Pending, Request] | BadRow] = {}
         pending: dict[int, Pending] = {}
         for row in rows:
@@ -64,10 +72,10 @@ class Screen:
             if item is not None:  # an error row keeps its own code, it only lends its id
                 error = RowError(RowErrorCode.DUPLICATE_ID, f"id {item.id!r} is that of row {first} already")
                 answers[index] = bad_row(item.record, error, self._spec)
-        items = list(pending.values())
+        items = [item for item in pending.values() if self._ours.is_ours(item.record.index)]
         for item, answer in zip(items, self._builder.build([item.record for item in items]), strict=True):
             answers[item.record.index] = answer if isinstance(answer, BadRow) else (item, answer)
-        return [answers[row.index] for row in rows]
+        return [answers[row.index] for row in rows if self._ours.is_ours(row.index)]
 
     def _losers(self, rows: Sequence[Record | BadRow], pending: dict[int, Pending]) -> dict[int, int]:
         claims = []
@@ -103,7 +111,7 @@ class Feed:
             if not chunk:
                 self.is_exhausted = True
                 return
-            self._ledger.num_read += len(chunk)
+            self._ledger.num_read += len(answers)
             for answer in answers:
                 if self._stopper.requested:
                     return

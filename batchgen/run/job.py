@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from batchgen import __version__
 from batchgen.data.journal import Journal
@@ -31,7 +30,7 @@ from batchgen.run.options import RunOptions
 from batchgen.run.outcome import Outcome, about_job, journal_totals
 from batchgen.run.payloads import Payloads
 from batchgen.run.progress import Progress
-from batchgen.run.rows import RowRange, refuse_bad_rows
+from batchgen.run.rows import RowRange, may_have_ids, refuse_bad_rows
 from batchgen.run.stop import Stopper, StopRequested
 from batchgen.run.unique_ids import UniqueIds, journalled_ids
 from batchgen.spec import JobSpec
@@ -40,12 +39,13 @@ SPOOL_NAME = "input.spool"  # standard input, kept so that a resume can read it 
 
 
 def run_job(
-    spec: JobSpec, options: RunOptions | None = None, *, engine_factory: EngineFactory = load_engine
+    spec: JobSpec, options: RunOptions | None = None, *, engine_factory: EngineFactory | None = None
 ) -> Outcome:
     """Run a job, or what is left of it, and say how it ended.
 
-    Handles SIGINT and SIGTERM while it works, when called from the main thread. Raises UsageError before anything is
-    written, LockedError if another process is at it, StorageError and other BatchgenErrors for what goes wrong later.
+    ``engine_factory`` makes the engine, by default the model's own. Handles SIGINT and SIGTERM while it works, when
+    called from the main thread. Raises UsageError before anything is written, LockedError if another process is at
+    it, StorageError and other BatchgenErrors for what goes wrong later.
     """
     options = options or RunOptions()
     run_dir = RunDir(Path(spec.output.path))
@@ -56,7 +56,7 @@ def run_job(
         with run_dir.lock():
             try:
                 with progress:
-                    return _Job(spec, options, run_dir, progress, engine_factory).run()
+                    return _Job(spec, options, run_dir, progress, engine_factory or load_engine).run()
             except StopRequested:
                 return Outcome.stopped(run_dir, stopper.reason or "", progress)
 
@@ -97,7 +97,7 @@ class _Job:
                 return self._already_done(inputs)
         else:
             if self.options.strict:
-                self._refuse_bad_rows(inputs, RowRange(inputs.source, self.options.shard))
+                self._refuse_bad_rows(inputs, None)
             inputs = self._begin(inputs)
         with ExitStack() as stack:
             journal = Journal.open(self.run_dir.journal, self.options.shard)
@@ -123,14 +123,7 @@ class _Job:
                 if self.run_dir.owns(path):
                     raise UsageError(f"the input {path} would be overwritten by this run; choose another output.path")
             model = read_model(spec)
-            builder = RequestBuilder(
-                where,
-                spec.sampling,
-                model.tokenizer,
-                max_model_len=model.max_model_len,
-                vocab_size=model.config.vocab_size,
-            )
-            return _Inputs(source, model, builder, self._manifest(source, model))
+            return _Inputs(source, model, model.builder(where, spec.sampling), self._manifest(source, model))
         except UsageError:
             if is_new:
                 spool.unlink(missing_ok=True)
@@ -180,20 +173,15 @@ class _Job:
     def _resumed_backend(self, inputs: _Inputs) -> Backend:
         """The engine, loaded now if it was not yet. Raises ResumeMismatch if it computes otherwise than before."""
         self.backend = self.backend or self._load(inputs.model)
-        begun = inputs.manifest.fingerprints.get("numerics", self.backend.numerics)
-        if begun != self.backend.numerics:
-            raise ResumeMismatch(
-                f"{self.run_dir.path} was begun in {_named(begun)}, here the model runs in "
-                f"{_named(self.backend.numerics)}: set model.dtype and model.device, or --overwrite to start anew"
-            )
+        self.backend.check(inputs.manifest.fingerprints.get("numerics"), self.run_dir.path)
         return self.backend
 
     def _work(self, inputs: _Inputs, journal: Journal, stack: ExitStack) -> Outcome:
         """Generate what the journal does not hold, then write the outputs."""
         spec, progress = self.spec, self.progress
-        rows = RowRange(inputs.source, self.options.shard, journal)
         if journal.done and self.options.strict:
-            self._refuse_bad_rows(inputs, rows)
+            self._refuse_bad_rows(inputs, journal)
+        rows = self._rows(inputs, journal)
         self.run_dir.write_manifest(inputs.manifest)
         progress.keeps_file = True
         if progress.rows_total is None:
@@ -207,9 +195,11 @@ class _Job:
         stack.callback(ids.close)
         if ids.is_new and journal.done:
             ids.restore(journalled_ids(journal))
-        feed = Feed(ledger, Screen(spec.input, inputs.builder, ids), progress.stopper, progress.clock)
+        feed = Feed(ledger, Screen(spec.input, inputs.builder, ids, rows), progress.stopper, progress.clock)
         ledger.check_error_rate(progress.stopper)
-        is_done = generate(rows.read(), feed, ledger, progress, lambda: self._resumed_backend(inputs))
+        is_done = generate(
+            rows.read(ids_are_lost=ids.is_new), feed, ledger, progress, lambda: self._resumed_backend(inputs)
+        )
         ids.close()
         if not is_done:
             progress.state = "stopped"
@@ -238,9 +228,12 @@ class _Job:
         self.progress.keeps_file = False
         return Outcome.finished(self.run_dir, self.spec, report)
 
-    def _refuse_bad_rows(self, inputs: _Inputs, rows: RowRange) -> None:
+    def _rows(self, inputs: _Inputs, journal: Journal | None) -> RowRange:
+        return RowRange(inputs.source, self.options.shard, journal, has_ids=may_have_ids(self.spec.input))
+
+    def _refuse_bad_rows(self, inputs: _Inputs, journal: Journal | None) -> None:
         with self.progress.phase("checking all rows (--strict)", "read"):
-            refuse_bad_rows(rows, inputs.builder, self.spec.input)
+            refuse_bad_rows(self._rows(inputs, journal), inputs.builder, self.spec.input)
 
     def _announcement(self, ledger: Ledger) -> str:
         finished = ledger.num_done + ledger.num_failed
@@ -248,7 +241,3 @@ class _Job:
         part = "" if self.options.shard == (1, 1) else " of shard {}/{}".format(*self.options.shard)
         resumed = f", {finished:,} of them finished already" if finished else ""
         return f"{total} rows{part} into {Outcome.shown(self.run_dir.path)}{resumed}"
-
-
-def _named(numerics: dict[str, Any]) -> str:
-    return " on ".join(str(value) for value in numerics.values())

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.data.fingerprint import file_digest
+from batchgen.data.prompt import RequestBuilder
 from batchgen.data.tokenizer import Tokenizer
-from batchgen.errors import UsageError
+from batchgen.errors import ResumeMismatch, UsageError
 from batchgen.hub import resolve_folder
 from batchgen.model import ModelConfig, is_dummy, load_config
-from batchgen.records import Request, Result
-from batchgen.spec import JobSpec
+from batchgen.records import Request, Result, SamplingParams
+from batchgen.spec import EngineSpec, InputSpec, JobSpec
+
+if TYPE_CHECKING:
+    from batchgen.engine import EngineConfig
 
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja")
 _MODEL_PATTERNS = ("*.safetensors", *_TOKENIZER_PATTERNS)
@@ -59,6 +63,15 @@ class Backend:
     numerics: dict[str, str]
     threads: int
 
+    def check(self, begun: Mapping[str, str] | None, folder: Path) -> None:
+        """Raises ResumeMismatch if the run was begun in other numerics; None means they are not known."""
+        if begun is not None and begun != self.numerics:
+            was, now = (" on ".join(numerics.values()) for numerics in (begun, self.numerics))
+            raise ResumeMismatch(
+                f"{folder} was begun in {was}, here the model runs in {now}, which gives other tokens: "
+                "set model.dtype and model.device, or --overwrite to start anew"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -73,6 +86,12 @@ class ModelInfo:
     def eos_token_ids(self) -> frozenset[int]:
         """The tokens that end a text, by the word of the model's config or of the tokenizer's folder."""
         return frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())
+
+    def builder(self, where: InputSpec, sampling: SamplingParams) -> RequestBuilder:
+        """What turns rows into requests for this model. Raises UsageError when [input] cannot work with it."""
+        return RequestBuilder(
+            where, sampling, self.tokenizer, max_model_len=self.max_model_len, vocab_size=self.config.vocab_size
+        )
 
 
 EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
@@ -103,17 +122,24 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     """The engine of a job with its weights loaded. Raises ModelError for unusable weights; imports torch."""
     import torch
 
-    from batchgen.engine import Engine, EngineConfig
+    from batchgen.engine import Engine
     from batchgen.model import load_model
 
-    sizes = {item.name: getattr(spec.engine, item.name) for item in fields(spec.engine)}
-    config = EngineConfig(**{name: None if value == "auto" else value for name, value in sizes.items()})
+    config = engine_config(spec.engine)
     if config.threads is not None:
         torch.set_num_threads(config.threads)  # loading packs weights, which takes threads too
     model = load_model(spec.model.path, spec.model.revision, dtype=spec.model.dtype, device=spec.model.device)
     engine = Engine(model, config, eos_token_ids=info.eos_token_ids)
     numerics = {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
     return Backend(engine, numerics, torch.get_num_threads())
+
+
+def engine_config(sizes: EngineSpec) -> EngineConfig:
+    """The engine's own settings: "auto" becomes None."""
+    from batchgen.engine import EngineConfig
+
+    values = {item.name: getattr(sizes, item.name) for item in fields(sizes)}
+    return EngineConfig(**{name: None if value == "auto" else value for name, value in values.items()})
 
 
 def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:

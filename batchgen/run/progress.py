@@ -38,8 +38,8 @@ class Progress:
     """The counters of one invocation; a context manager that runs the thread.
 
     ``rows_total`` counts the rows of this shard, None while unknown; it and ``spent_before``, what earlier invocations
-    on the same run spent, are taken from the file they left. ``ledger`` and ``engine`` are set once they exist. ``progress.json`` goes at the end unless
-    ``keeps_file``: when the report has taken over, or nothing was begun.
+    on the same run spent, are taken from the file they left. ``ledger`` and ``engine`` are set once they exist.
+    ``progress.json`` goes at the end unless ``keeps_file``: when the report has taken over, or nothing was begun.
     """
 
     def __init__(self, folder: Path, display: Display, stopper: Stopper) -> None:
@@ -59,7 +59,7 @@ class Progress:
         self._phase_at = time.monotonic()
         self._began = _now()
         self._saved_at = 0.0
-        self._samples: deque[tuple[float, int]] = deque()
+        self._samples: deque[tuple[float, int, int]] = deque()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="batchgen-progress", daemon=True)
 
@@ -135,12 +135,8 @@ class Progress:
             rows = self._before["rows"] if self._before else {}
             done, failed = rows.get("done", 0), rows.get("failed", 0)
         left = None if self.rows_total is None else max(self.rows_total - done - failed, 0)
-        finished = spent["prompt_tokens"] + spent["completion_tokens"]
-        to_come = None
-        if left is not None and done:
-            in_hand = max(spent["computed_tokens"] - finished, 0)
-            to_come = max(round(left * finished / done) - in_hand, 0)
-        rate = self._rate()
+        rate, row_rate = self._rates()
+        eta_s = left / row_rate if left is not None and row_rate > 0 else None
         return {
             "version": 1,
             "state": self.state,
@@ -156,10 +152,10 @@ class Progress:
                 "prompt": spent["prompt_tokens"],
                 "completion": spent["completion_tokens"],
                 "computed": spent["computed_tokens"],
-                "estimated": None if to_come is None else spent["computed_tokens"] + to_come,
+                "estimated": None if eta_s is None else spent["computed_tokens"] + round(eta_s * rate),
             },
             "tokens_per_s": round(rate, 1),
-            "eta_s": round(to_come / rate, 1) if to_come is not None and rate > 0 else None,
+            "eta_s": None if eta_s is None else round(eta_s, 1),
             "spent": spent,
         }
 
@@ -171,23 +167,26 @@ class Progress:
             temporary.replace(self._path)
         self._saved_at = time.monotonic()
 
-    def _rate(self) -> float:
-        """Tokens per second over the last half minute."""
+    def _rates(self) -> tuple[float, float]:
+        """Tokens and finished rows per second over the last half minute."""
         if len(self._samples) < 2:
-            return 0.0
-        (then, before), (now, after) = self._samples[0], self._samples[-1]
-        return (after - before) / (now - then) if now > then else 0.0
+            return 0.0, 0.0
+        (then, *before), (now, *after) = self._samples[0], self._samples[-1]
+        return (after[0] - before[0]) / (now - then), (after[1] - before[1]) / (now - then)
+
+    def _sample(self) -> None:
+        now = time.monotonic()
+        if self.computed_tokens and self.ledger is not None:
+            self._samples.append((now, self.computed_tokens, self.ledger.num_done))
+        while self._samples and now - self._samples[0][0] > _RATE_WINDOW_S:
+            self._samples.popleft()
 
     def _watch(self) -> None:
         while not self._end.wait(_TICK_S):
-            now = time.monotonic()
-            if self.computed_tokens:
-                self._samples.append((now, self.computed_tokens))
-            while self._samples and now - self._samples[0][0] > _RATE_WINDOW_S:
-                self._samples.popleft()
+            self._sample()
             self.stopper.check_limits(self.computed_tokens if self._phase == GENERATING else 0)
             self.display.show(self.snapshot())
-            if now - self._saved_at >= _SAVE_EVERY_S:
+            if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
                 self._save(self.snapshot())
 
 

@@ -20,19 +20,31 @@ _SHOWN_BAD_ROWS = 5
 
 
 class RowRange:
-    """The rows of shard ``(i, n)`` that ``journal`` does not hold; ``num_seen`` counts the rows passed, all shards'."""
+    """The rows of shard ``(i, n)`` that ``journal`` does not hold; ``num_seen`` counts the rows passed, all shards'.
 
-    def __init__(self, source: Source, shard: tuple[int, int], journal: Journal | None = None) -> None:
+    Where rows have ids, those of other shards are read too, for their ids alone: the first of two rows with one id
+    stays, in whichever shard it is.
+    """
+
+    def __init__(
+        self, source: Source, shard: tuple[int, int], journal: Journal | None = None, *, has_ids: bool = False
+    ) -> None:
         self._source = source
+        self._reads_others = has_ids and shard[1] > 1
         self._first, self._step = shard[0] - 1, shard[1]
         self._journal = journal
         self.num_seen = 0
 
-    def read(self) -> Iterator[Record | BadRow]:
-        """The rows, from the first unfinished one on."""
-        start = self._journal.resume_cursor if self._journal else None
+    def read(self, *, ids_are_lost: bool = False) -> Iterator[Record | BadRow]:
+        """The rows, from the first unfinished one on; from the first of all if other shards' ids have to be learnt."""
+        is_resumable = self._journal is not None and not (self._reads_others and ids_are_lost)
+        start = self._journal.resume_cursor if self._journal and is_resumable else None
         self.num_seen = start.index if start else 0
         return self._source.read(start, self._is_wanted)
+
+    def is_ours(self, index: int) -> bool:
+        """Whether a row is of this shard."""
+        return index % self._step == self._first
 
     def count(self) -> int | None:
         """How many rows the shard has in all; None where finding out would take too long."""
@@ -57,15 +69,21 @@ class RowRange:
 
     def _is_wanted(self, index: int) -> bool:
         self.num_seen = max(self.num_seen, index + 1)
-        if index % self._step != self._first:
-            return False
+        if not self.is_ours(index):
+            return self._reads_others
         return self._journal is None or index not in self._journal.done
+
+
+def may_have_ids(spec: InputSpec) -> bool:
+    """Whether rows can have ids of their own: by a column the job names, or as OpenAI Batch lines."""
+    is_mapped = spec.prompt or spec.messages or spec.prompt_token_ids
+    return spec.id is not None or spec.format == "openai-batch" or (spec.format == "auto" and not is_mapped)
 
 
 def refuse_bad_rows(rows: RowRange, builder: Builder, spec: InputSpec) -> None:
     """Read and check every row, generating nothing. Raises UsageError that names the first bad ones."""
     ids = UniqueIds(None)
-    screen = Screen(spec, builder, ids)
+    screen = Screen(spec, builder, ids, rows)
     bad: list[BadRow] = []
     num_bad = 0
     try:

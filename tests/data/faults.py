@@ -1,8 +1,8 @@
 """Kill a process at its k-th call to the operating system, for every k, and see what the next run makes of it.
 
-``python faults.py SCENARIO FOLDER`` runs a scenario in forked children: once undisturbed, then killed at its first call,
-its second, and so on until a run gets through; each time what was left is run again, undisturbed, and all files are
-compared with those of the first run. A ``write`` that is hit leaves half of its bytes. Prints how many kills there were.
+``python faults.py SCENARIO FOLDER`` runs a scenario in forked children: once undisturbed, then killed at its first
+call, its second, and so on until a run gets through; each time what was left is run again, undisturbed, and all files
+are compared with those of the first run. A ``write`` that is hit leaves half of its bytes. Prints the number of kills.
 """
 
 import functools
@@ -75,7 +75,7 @@ def run_job(path: Path, output_format: str, shard: tuple[int, int] = (1, 1)) -> 
             if step % 7 == 6:
                 journal.commit()
             if step == 16:
-                journal.save_partials({index: (1, 2, 3) for index in todo[17:20]})
+                journal.save_partials(dict.fromkeys(todo[17:20], (1, 2, 3)))
         finalize(run_dir, job.output, journal, num_rows=NUM_ROWS, model="m")
         journal.remove()
 

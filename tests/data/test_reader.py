@@ -5,7 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -72,13 +76,12 @@ def test_the_number_of_rows_is_the_true_one_where_it_is_known(form: str, tmp_pat
 
 @every_format
 def test_an_edit_changes_the_fingerprint_and_a_new_modification_time_does_not(form: str, tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("a", "b")]
     prints = []
-    for folder, rows in zip(folders, (sample_rows(8), [*sample_rows(7), {**sample_rows(8)[7], "prompt": "edited"}])):
-        folder.mkdir()
-        source = source_of(FORMATS[form](rows, folder))
+    for name, last in (("a", "question"), ("b", "edited")):
+        (tmp_path / name).mkdir()
+        source = source_of(FORMATS[form]([*sample_rows(7), {**sample_rows(8)[7], "prompt": last}], tmp_path / name))
         before = source.fingerprint()
-        for path in folder.rglob("*"):
+        for path in (tmp_path / name).rglob("*"):
             os.utime(path, (1, 1))
         assert source.fingerprint() == before
         prints.append([file["sha256"] for file in before["files"]])
@@ -114,7 +117,10 @@ def test_a_byte_order_mark_crlf_and_blank_lines_are_no_rows_but_count_as_lines(t
 
 def test_a_text_line_keeps_its_white_space_and_loses_only_its_end(tmp_path: Path) -> None:
     rows = read_bytes(tmp_path, "\ufeff  two\u2028lines \r\n\n\ttab\n".encode(), "rows.txt")
-    assert [row.columns for row in rows if isinstance(row, Record)] == [{"text": "  two\u2028lines "}, {"text": "\ttab"}]
+    assert [row.columns for row in rows if isinstance(row, Record)] == [
+        {"text": "  two\u2028lines "},
+        {"text": "\ttab"},
+    ]
 
 
 def test_json_is_read_as_leniently_as_python_does_where_that_loses_nothing(tmp_path: Path) -> None:
@@ -147,7 +153,7 @@ def test_a_line_beyond_the_limit_is_one_error_row_that_is_not_kept(
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstd], ids=["gzip", "zstd"])
 def test_a_compressed_file_cut_anywhere_gives_the_rows_before_the_cut_and_one_error_row(
-    compress, tmp_path: Path
+    compress: Callable[[bytes], bytes], tmp_path: Path
 ) -> None:
     rows = sample_rows(40)
     content = compress(jsonl(rows))
@@ -229,7 +235,7 @@ def test_a_parquet_row_group_without_wanted_rows_is_not_touched(
     groups = []
     read_group = pq.ParquetFile.iter_batches
 
-    def record(self, *args, row_groups, **options):
+    def record(self: pq.ParquetFile, *args: Any, row_groups: list[int], **options: Any) -> Any:
         groups.extend(row_groups)
         return read_group(self, *args, row_groups=row_groups, **options)
 
@@ -284,3 +290,39 @@ def test_a_file_that_vanishes_while_it_is_used_is_one_clear_line(tmp_path: Path)
         list(source.read())
     with pytest.raises(UsageError, match=r"cannot read .*rows\.jsonl: No such file"):
         source.fingerprint()
+
+
+CACHED_DATASET = """
+import sys
+from datasets.packaged_modules.json.json import Json
+builder = Json(dataset_name="tiny", config_name="main", hash="abc", data_files={"test": [sys.argv[1]]})
+builder.download_and_prepare(sys.argv[2])
+"""
+READ_DATASET = """
+from batchgen.data.reader import open_source
+from batchgen.errors import UsageError
+from batchgen.spec import InputSpec
+source = open_source(InputSpec(path=("hf:org/tiny?config=main",)))
+rows = list(source.read())
+assert list(source.read(rows[1].after)) == rows[2:]
+print(source.num_rows(), [row.columns["id"] for row in rows])
+try:
+    open_source(InputSpec(path=("hf:org/other",)))
+except UsageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_dataset_of_the_hub_is_read_from_the_cache_when_offline(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_bytes(jsonl(sample_rows(3)))
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+
+    def run(program: str, *arguments: str) -> list[str]:
+        command = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    run(CACHED_DATASET, str(tmp_path / "test.jsonl"), str(tmp_path / "datasets/org___tiny/main/0.0.0/abc"))
+    rows, missing = run(READ_DATASET)
+    assert rows == "3 ['q-0', 'q-1', 'q-2']"
+    assert missing.startswith("cannot open hf:org/other: Couldn't reach 'org/other' on the Hub")

@@ -14,7 +14,7 @@ from batchgen.kernels.reference import ReferenceLinear
 LINEARS = {"packed": PackedLinear, "plain": PlainLinear}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FEW_ROWS = [*range(1, 71), 97, 127, 128, 129, 255, 256, 257, 300]
-SHAPES = [(40, 24), (60, 37), (193, 100), (17, 33), (1, 64), (640, 192), (192, 640)]  # (out_features, in_features)
+SHAPES = [(40, 24), (193, 100), (8, 33), (192, 640)]  # (out_features, in_features)
 MODEL_SHAPES = [(3072, 1024), (2048, 1024), (9216, 1024), (1024, 4608), (4096, 2048)]
 
 

@@ -18,6 +18,7 @@ from batchgen.data.formats.arrow import Origin, Unreadable, batch_rows, read_bat
 from batchgen.errors import UsageError
 from batchgen.records import Cursor
 
+_FILE_ERRORS = (OSError, ValueError, pa.ArrowException)  # ValueError: names in the metadata that are no UTF-8
 _BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size instead of whole
 
 
@@ -39,7 +40,7 @@ class ParquetFile:
             return pq.ParquetFile(
                 self.path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
             )
-        except (OSError, pa.ArrowException) as error:
+        except _FILE_ERRORS as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise UsageError(f"cannot read {self.path} as Parquet: {' '.join(reason.split())}") from error
 
@@ -83,12 +84,14 @@ def _batches(file: pq.ParquetFile, group: int, first: int) -> Iterator[pa.Record
     """The rows of a row group from the ``first`` on; what cannot be decoded comes as one ``Unreadable``."""
     metadata = file.metadata.row_group(group)
     passed = 0
+    reason = "it has fewer rows than the file's metadata says"
     try:
         size = batch_rows(metadata.num_rows, metadata.total_byte_size)
         for batch in file.iter_batches(size, row_groups=[group], use_threads=False):
+            if passed + batch.num_rows > first:
+                yield batch.slice(max(0, first - passed), metadata.num_rows - max(first, passed))
             passed += batch.num_rows
-            if passed > first:
-                yield batch.slice(max(0, batch.num_rows - (passed - first)))
-    except (OSError, pa.ArrowException) as error:
+    except _FILE_ERRORS as error:
         reason = " ".join(str(error).split())
+    if passed < metadata.num_rows:
         yield Unreadable(metadata.num_rows - max(passed, first), f"row group {group} is damaged here: {reason}")

@@ -16,6 +16,7 @@ from batchgen.kernels.cpu.rows import row_max
 from batchgen.kernels.cpu.simd import BF16, F32, LANES
 
 BINS = 4096
+LEAST = np.int64(2 << 23)  # bits of 2**-125: exp ends at 2**-126, so a smaller probability stands for none
 
 
 @njit
@@ -47,32 +48,22 @@ def _threshold(bits, p, width, floor, target, by_mass, bins):
 
 @njit
 def _probabilities(x, start, width, temperature, p):
-    """exp((x - max x) / temperature) for one row; zero in the padding up to a whole vector."""
+    """exp((x - max x) / temperature) for one row, zero in the padding up to a whole vector.
+
+    Returns their rough sum: NaN if any logit is NaN or infinite upward (NaNs may have any sign, so they must be
+    caught before probabilities are ordered by their bits).
+    """
     by, peak = simd.splat(F32(1.0) / temperature), simd.splat(row_max(x, start, width))
+    zero = simd.splat(F32(0.0))
+    total = zero
     for i in range(0, width, LANES):
         count = width - i
         v = simd.load(x, start + i) if count >= LANES else simd.load_part(x, start + i, count)
         v = simd.exp(simd.mul(simd.sub(v, peak), by))
-        simd.store(p, i, simd.keep_lanes(v, simd.splat(F32(0.0)), count))
-
-
-@njit
-def _draw(bits, p, width, floor, u):
-    """First token at which the cumulative probability of those from ``floor`` upward exceeds ``u`` of the whole."""
-    total = 0.0
-    for i in range(width):
-        if bits[i] >= floor:
-            total += np.float64(p[i])
-    if not total > 0.0:  # NaN logits
-        return -1
-    target, reached, last = u * total, 0.0, -1
-    for i in range(width):
-        if bits[i] >= floor:
-            reached += np.float64(p[i])
-            last = i
-            if reached > target:
-                break
-    return last
+        v = simd.keep_lanes(v, zero, count)
+        total = simd.add(total, v)
+        simd.store(p, i, v)
+    return simd.sum_lanes(total)
 
 
 @njit
@@ -82,6 +73,19 @@ def _mass(bits, p, width, floor):
         if bits[i] >= floor:
             total += np.float64(p[i])
     return total
+
+
+@njit
+def _draw(bits, p, width, floor, u):
+    """First token at which the cumulative probability of those from ``floor`` upward exceeds ``u`` of the whole."""
+    target, reached, last = u * _mass(bits, p, width, floor), 0.0, -1
+    for i in range(width):
+        if bits[i] >= floor:
+            reached += np.float64(p[i])
+            last = i
+            if reached > target:
+                break
+    return last
 
 
 @njit
@@ -97,8 +101,11 @@ def _sample(words, dtype):
     bits = simd.pointer(mine + 8 * BINS, np.int32)
     row = next_item(words)
     while row < words[2]:
-        _probabilities(x, row * width, width, temperature[row], p)
-        floor = np.int64(simd.bits_of_float(min_p[row]))
+        if not _probabilities(x, row * width, width, temperature[row], p) > 0.0:
+            out[row] = -1
+            row = next_item(words)
+            continue
+        floor = max(np.int64(simd.bits_of_float(min_p[row])), LEAST)
         if 0 < top_k[row] < width:
             floor = max(floor, _threshold(bits, p, width, floor, np.float64(top_k[row]), False, bins))
         if top_p[row] < 1.0:

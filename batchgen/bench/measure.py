@@ -1,0 +1,163 @@
+"""Runs a workload several times and puts each figure beside the machine's own ceilings, measured in between.
+
+Machines drift, so the ceilings are taken anew around every repeat, and medians with their spread are what is told.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from batchgen.bench.roofline import Ceilings, Work, count, measure
+from batchgen.bench.timed import TimedKernels
+from batchgen.engine import Engine, EngineConfig
+from batchgen.errors import BatchgenError
+from batchgen.kernels import select
+from batchgen.model import load_config
+from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.loading import load, resolve_device, resolve_dtype
+from batchgen.records import Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """One run of the workload: seconds, what it computed, and the ceilings around it."""
+
+    wall_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_steps: int
+    num_preemptions: int
+    work: Work
+    ceilings: Ceilings
+    split_s: dict[str, float]
+
+    @property
+    def roofline_s(self) -> float:
+        """The shortest time these ceilings allow."""
+        return self.work.floor_s(self.ceilings)
+
+    def figures(self) -> dict[str, float]:
+        """The numbers of which medians are told."""
+        tokens = self.num_prompt_tokens + self.num_output_tokens
+        return {
+            "wall_s": self.wall_s,
+            "output_tokens_per_s": self.num_output_tokens / self.wall_s,
+            "total_tokens_per_s": tokens / self.wall_s,
+            "roofline_s": self.roofline_s,
+            "roofline_share": self.roofline_s / self.wall_s,
+            "roofline_flops_per_s": self.ceilings.flops_per_s,
+            "memory_bytes_per_s": self.ceilings.memory_bytes_per_s,
+        }
+
+
+def load_timed(path: str, revision: str, dtype: str, device: str) -> tuple[Lfm2Model, TimedKernels | None]:
+    """A model whose kernels keep time where that means something (on the CPU; elsewhere None)."""
+    where = resolve_device(device)
+    timed = TimedKernels(select(where, resolve_dtype(dtype, load_config(path, revision), where)))
+    if where.type != "cpu":
+        return load(path, revision, dtype, device), None
+    return load(path, revision, dtype, device, timed), timed
+
+
+def repeats(
+    model: Lfm2Model, timed: TimedKernels | None, config: EngineConfig, requests: list[Request], times: int
+) -> Iterator[Repeat]:
+    """Run the workload ``times`` times after a short warm-up, each with a fresh engine."""
+    warm_up = [Request(r.key, r.prompt_token_ids[:16], SamplingParams(max_tokens=2)) for r in requests[:8]]
+    _run(model, None, config, warm_up)
+    before = measure(model)
+    for _ in range(times):
+        wall_s, engine, split_s = _run(model, timed, config, requests)
+        after = measure(model)
+        stats = engine.stats
+        yield Repeat(
+            wall_s=wall_s,
+            num_prompt_tokens=sum(len(r.prompt_token_ids) for r in requests),
+            num_output_tokens=stats.num_output_tokens,
+            num_steps=stats.num_steps,
+            num_preemptions=stats.num_preemptions,
+            work=count(stats, model.config, model.dtype.itemsize),
+            ceilings=before.mean(after),
+            split_s=split_s,
+        )
+        before = after
+
+
+def _run(
+    model: Lfm2Model, timed: TimedKernels | None, config: EngineConfig, requests: list[Request]
+) -> tuple[float, Engine, dict[str, float]]:
+    engine = Engine(model, config)
+    if timed is not None:
+        timed.seconds.clear()
+    start = time.monotonic()
+    num_results = 0
+    for result in engine.run(requests):
+        num_results += 1
+        if result.error is not None:
+            raise BatchgenError(f"request {result.key} of the workload: {result.error.message}")
+    wall_s = time.monotonic() - start
+    if num_results != len(requests):
+        raise BatchgenError(f"{len(requests)} requests gave {num_results} results")
+    split_s = dict(timed.seconds) if timed else dict(engine.stats.phase_s)
+    if timed is not None:
+        split_s["host"] = wall_s - sum(split_s.values())
+    return wall_s, engine, split_s
+
+
+def summarize(model_name: str, model: Lfm2Model, config: EngineConfig, runs: list[Repeat]) -> dict[str, Any]:
+    """One JSON-able object: medians under the plain names, every repeat's figures under ``runs``."""
+    figures = [run.figures() for run in runs]
+    median = {name: statistics.median(f[name] for f in figures) for name in figures[0]}
+    sizes = Engine(model, config).config
+    return {
+        "model": model_name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "threads": torch.get_num_threads(),
+        "kernels": model.kernels.name,
+        "num_requests_tokens": {"prompt": runs[0].num_prompt_tokens, "output": runs[0].num_output_tokens},
+        **median,
+        "engine": asdict(sizes),
+        "num_steps": runs[0].num_steps,
+        "num_preemptions": runs[0].num_preemptions,
+        "split_s": {k: statistics.median(r.split_s.get(k, 0.0) for r in runs) for k in runs[0].split_s},
+        "peak_memory_bytes": _peak_memory(),
+        "runs": figures,
+        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+    }
+
+
+def _peak_memory() -> int:
+    """Largest resident size of this process so far; Linux counts in KiB, macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def render(summary: dict[str, Any]) -> str:
+    """The summary as text for a person, within 80 columns."""
+    walls = [run["wall_s"] for run in summary["runs"]]
+    tokens = summary["num_requests_tokens"]
+    lines = [
+        f"{summary['model']}  {summary['dtype']} on {summary['device']}, "
+        f"{summary['threads']} threads, {summary['kernels']} kernels",
+        f"  tokens           {tokens['prompt']:,} in, {tokens['output']:,} out, {summary['num_steps']:,} steps",
+        f"  wall time        {summary['wall_s']:.2f} s  ({min(walls):.2f} to {max(walls):.2f} in {len(walls)} runs)",
+        f"  output tokens/s  {summary['output_tokens_per_s']:.1f}",
+        f"  total tokens/s   {summary['total_tokens_per_s']:.1f}",
+        f"  roofline         {summary['roofline_s']:.2f} s at {summary['roofline_flops_per_s'] / 1e9:.0f} GFLOP/s, "
+        f"{summary['memory_bytes_per_s'] / 1e9:.0f} GB/s",
+        f"  share of it      {summary['roofline_share']:.1%}",
+        f"  peak memory      {summary['peak_memory_bytes'] / 2**20:,.0f} MiB",
+        "  time by work",
+    ]
+    for kind, seconds in sorted(summary["split_s"].items(), key=lambda item: -item[1]):
+        lines.append(f"    {kind:<15}{seconds:8.2f} s  {seconds / summary['wall_s']:6.1%}")
+    return "\n".join(lines)

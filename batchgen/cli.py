@@ -1,0 +1,259 @@
+"""The command line: parse, call one function, print, exit with the code scripts rely on. No logic lives here.
+
+Whatever is slow to import is imported by the command that needs it, so that help and status start at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import click
+
+from batchgen import __version__
+from batchgen.cli_bench import bench
+from batchgen.cli_options import TITLES, F, GroupedCommand, GroupedOption, job_options, take, take_job_flags
+from batchgen.errors import BatchgenError, ExitCode
+from batchgen.units import parse_clock, parse_count, parse_duration, parse_shard, parse_share
+
+if TYPE_CHECKING:
+    from batchgen.run import Outcome, RunOptions
+    from batchgen.run.model import EngineFactory
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
+RUN_TITLE = TITLES["run"]
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The console script: runs a command and exits with its code."""
+    sys.exit(call(argv))
+
+
+def call(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None = None) -> int:
+    """Run a command and return its exit code; every error becomes a line or two on stderr.
+
+    ``engine_factory`` replaces the model's own engine (see ``run_job``).
+    """
+    try:
+        return int(cli.main(argv, prog_name="batchgen", standalone_mode=False, obj=engine_factory) or ExitCode.OK)
+    except click.ClickException as error:
+        ctx = getattr(error, "ctx", None)
+        hint = f"; try '{ctx.command_path} --help'" if ctx else ""
+        return _fail(f"{error.format_message().rstrip('.')}{hint}", ExitCode.USAGE)
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted", ExitCode.STOPPED)
+    except BatchgenError as error:
+        return _fail(str(error), error.exit_code)
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.CRASH
+    except Exception as error:  # the last resort: a person gets a line, the traceback goes where it can be found
+        return _fail(f"{type(error).__name__}: {error} ({_keep_traceback()})", ExitCode.CRASH)
+
+
+def _fail(message: str, code: ExitCode) -> int:
+    click.echo(f"batchgen: error: {message}", err=True)
+    return code
+
+
+def _keep_traceback() -> str:
+    if os.environ.get("BATCHGEN_DEBUG"):
+        traceback.print_exc()
+        return "traceback above"
+    with tempfile.NamedTemporaryFile("w", prefix="batchgen-", suffix=".txt", delete=False) as file:
+        traceback.print_exc(file=file)
+    return f"this is a bug; traceback in {file.name}, BATCHGEN_DEBUG=1 shows it"
+
+
+def _conclude(outcome: Outcome, quiet: bool) -> int:
+    if not quiet:
+        for line in outcome.lines:
+            click.echo(f"batchgen: {line}", err=True)
+    return outcome.exit_code
+
+
+def _run_option(*names: str, **attributes: Any) -> Callable[[F], F]:
+    return click.option(*names, cls=GroupedOption, heading=RUN_TITLE, **attributes)
+
+
+def _progress_options(command: F) -> F:
+    for option in (
+        _run_option("--heartbeat", metavar="DURATION", default="30s", help="Time between lines off a terminal [30s]."),
+        _run_option("--json-progress", is_flag=True, help="Progress as JSON lines on stderr."),
+        _run_option("-q", "--quiet", is_flag=True, help="Say nothing but errors."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(__version__, message="batchgen %(version)s")
+def cli() -> None:
+    """Run a language model over a whole dataset, offline, and never lose or repeat a row.
+
+    \b
+    Example:
+      batchgen run jobs/quickstart.toml
+
+    Exit codes: 0 all rows done, 1 crash, 2 usage or resume mismatch, 3 finished with failed rows, 4 a gate failed,
+    5 locked by another run, 75 stopped early: run again to resume.
+    """
+
+
+@cli.command(cls=GroupedCommand)
+@click.argument("job", required=False, metavar="[JOB.toml]", type=click.Path(path_type=Path))
+@job_options("model", "input", "sampling", "engine", "output")
+@_run_option("--overwrite", is_flag=True, help="Start anew, dropping what the run directory holds.")
+@_run_option("--strict", is_flag=True, help="Refuse to start on any bad row.")
+@_run_option("--max-error-rate", metavar="SHARE", help="Stop when more rows fail, such as 5%.")
+@_run_option("--deadline", metavar="HH:MM", help="Stop at this time of day.")
+@_run_option("--max-runtime", metavar="DURATION", help="Stop after such as 55m.")
+@_run_option("--max-total-tokens", metavar="N", help="Stop after computing N tokens.")
+@_run_option("--shard", metavar="I/N", help="Run the I-th of N parts of the rows.")
+@_progress_options
+@click.pass_obj
+def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any) -> int:
+    """Run a job; run it again to resume.
+
+    A job that is done exits 0 at once. Every key of the job file has a flag, and flags win; without a job file
+    --model, --input and --output are needed. SIGTERM or Ctrl-C stop within 10 seconds and exit 75, nothing lost.
+
+    \b
+    Examples:
+      batchgen run jobs/quickstart.toml
+      batchgen run jobs/nightly.toml --deadline 05:55
+      batchgen run --model LiquidAI/LFM2-350M --input questions.jsonl \\
+          --prompt '{question}' --max-tokens 64 --output runs/questions
+      zcat prompts.txt.gz | batchgen run job.toml --input - --input-format text
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the run itself listens
+    options = _run_options(values)
+    from batchgen.spec_load import load_job
+
+    flags = take_job_flags(values)
+    if job is None and not flags:
+        raise click.UsageError("give a job file, or --model, --input and --output", click.get_current_context())
+    spec = load_job(job, flags)
+    from batchgen.run import run_job
+
+    return _conclude(run_job(spec, options, engine_factory=engine_factory), values["quiet"])
+
+
+def _progress_kind(values: dict[str, Any]) -> Literal["auto", "json", "quiet"]:
+    return "quiet" if values["quiet"] else "json" if values["json_progress"] else "auto"
+
+
+def _run_options(values: dict[str, Any]) -> RunOptions:
+    from batchgen.run.options import RunOptions
+    from batchgen.run.stop import Limits
+
+    limits = Limits(
+        take(values, "deadline", lambda text: parse_clock(text, datetime.now().astimezone())),
+        take(values, "max_runtime", parse_duration),
+        take(values, "max_total_tokens", parse_count),
+    )
+    return RunOptions(
+        overwrite=values["overwrite"],
+        strict=values["strict"],
+        max_error_rate=take(values, "max_error_rate", parse_share),
+        shard=take(values, "shard", parse_shard) or (1, 1),
+        limits=limits,
+        progress=_progress_kind(values),
+        heartbeat_s=take(values, "heartbeat", parse_duration),
+    )
+
+
+@cli.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def status(folder: Path, as_json: bool) -> int:
+    """Show how far a run is, running or not.
+
+    Takes no lock and disturbs nobody.
+
+    \b
+    Example:
+      batchgen status runs/questions
+    """
+    from batchgen.status import read_status, render_status
+
+    found = read_status(folder)
+    click.echo(json.dumps(found, indent=2) if as_json else render_status(found))
+    return ExitCode.OK
+
+
+@cli.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="The content of report.json instead of text.")
+def report(folder: Path, as_json: bool) -> int:
+    """Show the throughput report of a finished run.
+
+    \b
+    Example:
+      batchgen report runs/questions --json | jq .tokens_per_s
+    """
+    from batchgen.data.rundir import RunDir
+    from batchgen.report import read_report, render_report
+
+    found = read_report(RunDir(folder))
+    click.echo(json.dumps(found, indent=2) if as_json else render_report(found))
+    return ExitCode.OK
+
+
+@cli.command(cls=GroupedCommand)
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@job_options("engine")
+@_progress_options
+@click.pass_obj
+def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) -> int:
+    """Run failed rows again and merge those that now succeed.
+
+    Rows are taken from errors.jsonl as they stand there: mend a "row" by hand and retry runs the mended one.
+    Interrupted, it resumes when run again. Exits 3 while rows still fail.
+
+    \b
+    Examples:
+      batchgen retry runs/questions
+      batchgen retry runs/questions --kv-memory 8GiB
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the run itself listens
+    heartbeat_s = take(values, "heartbeat", parse_duration)
+    progress = _progress_kind(values)
+    from batchgen.retry import retry_job
+    from batchgen.run.options import RunOptions
+
+    options = RunOptions(progress=progress, heartbeat_s=heartbeat_s)
+    outcome = retry_job(folder, options, take_job_flags(values), engine_factory=engine_factory)
+    return _conclude(outcome, values["quiet"])
+
+
+@cli.command()
+@click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("-o", "--output", metavar="DIR", required=True, type=click.Path(path_type=Path), help="A new folder.")
+def merge(folders: tuple[Path, ...], output: Path) -> int:
+    """Join the shards of one job into one run.
+
+    All shards must be finished; that no row is missing or there twice is proved before anything appears.
+
+    \b
+    Example:
+      for i in 1 2; do batchgen run job.toml --shard $i/2 --output part$i; done
+      batchgen merge part1 part2 -o whole
+    """
+    from batchgen.merge import merge as merge_shards
+
+    counts = merge_shards(folders, output)
+    message = f"{counts.results:,} rows done, {counts.errors:,} failed, of {len(folders)} shards, into {output}"
+    click.echo(f"batchgen: {message}", err=True)
+    return ExitCode.ROWS_FAILED if counts.errors else ExitCode.OK
+
+
+cli.add_command(bench)

@@ -1,0 +1,74 @@
+"""The ``bench`` command: parse, run the workload, print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from batchgen.cli_options import GroupedCommand, job_options, take_job_flags
+from batchgen.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from batchgen.records import Request
+
+
+@click.command(cls=GroupedCommand)
+@click.option(
+    "--workload", type=click.Path(path_type=Path), metavar="FILE", help="JSONL with prompt_token_ids, max_tokens."
+)
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Take the first N rows of the workload.")
+@click.option("--num-requests", type=click.IntRange(1), metavar="N", help="Make up N requests instead.")
+@click.option("--input-len", metavar="A[:B]", help="Prompt length, or a range.")
+@click.option("--output-len", metavar="C[:D]", help="Output length, or a range.")
+@click.option("--ignore-eos", is_flag=True, help="Generate max_tokens whatever the model says.")
+@click.option(
+    "--repeats", default=3, show_default=True, type=click.IntRange(1), metavar="R", help="Runs of the workload."
+)
+@job_options("model", "engine")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def bench(as_json: bool, repeats: int, **values: Any) -> int:
+    """Measure throughput, beside this machine's roofline.
+
+    The roofline is measured in the same process: the sustained rate of the model's own linears, and memory
+    bandwidth. Medians over the repeats are told, with their range.
+
+    \b
+    Examples:
+      batchgen bench --model dummy:LFM2-350M --num-requests 256 \\
+          --input-len 100:1024 --output-len 100:1024
+      batchgen bench --model dummy:LFM2-350M --workload work.jsonl \\
+          --ignore-eos --repeats 3 --json
+    """
+    flags = take_job_flags(values)
+    if "path" not in flags.get("model", {}):
+        raise UsageError("--model is missing: a folder, a Hub id or dummy:NAME")
+    from batchgen.bench import measure
+    from batchgen.run.model import engine_config
+    from batchgen.spec_load import load_job
+
+    spec = load_job(None, {**flags, "input": {"path": ["-"]}, "output": {"path": "."}})  # a benchmark has neither
+    config, where = engine_config(spec.engine), spec.model
+    model, timed = measure.load_timed(where.path, where.revision, where.dtype, where.device)
+    requests = _requests(values, model.config.vocab_size)
+    runs = list(measure.repeats(model, timed, config, requests, repeats))
+    summary = measure.summarize(where.path, model, config, runs)
+    click.echo(json.dumps(summary, indent=2) if as_json else measure.render(summary))
+    return ExitCode.OK
+
+
+def _requests(values: dict[str, Any], vocab_size: int) -> list[Request]:
+    from batchgen.bench.workload import LengthRange, from_file, synthetic
+
+    made_up = [values[name] for name in ("num_requests", "input_len", "output_len")]
+    if values["workload"] is not None:
+        if any(v is not None for v in made_up):
+            raise UsageError("--workload brings its own lengths; leave out --num-requests, --input-len, --output-len")
+        return from_file(values["workload"], ignore_eos=values["ignore_eos"], limit=values["limit"])
+    if None in made_up:
+        raise UsageError("give --workload FILE, or --num-requests with --input-len and --output-len")
+    inputs = LengthRange.parse(values["input_len"], "--input-len")
+    outputs = LengthRange.parse(values["output_len"], "--output-len")
+    return synthetic(values["num_requests"], inputs, outputs, vocab_size)

@@ -1,0 +1,100 @@
+"""Where a run is, for somebody outside of it: from the files of its run directory, without taking its lock.
+
+A running process says so itself in ``progress.json``; of any other run the journal or the report knows better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from batchgen.data.journal import read_counts
+from batchgen.data.rundir import RunDir
+from batchgen.errors import UsageError
+from batchgen.report import read_report
+from batchgen.run.display import describe_rows
+from batchgen.run.progress import read_progress
+from batchgen.units import format_duration
+
+_NO_TOKENS = {"prompt": 0, "completion": 0, "computed": 0, "estimated": None}
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """State, rows, tokens, rate and time left of the run in ``folder``.
+
+    ``state`` is "running", "finished", "stopped" (on request: run again to resume), "failed" (an error ended it) or
+    "interrupted" (it was killed); a rate and ``eta_s`` are given while it runs. Raises UsageError for other folders.
+    """
+    run_dir = RunDir(folder)
+    progress = read_progress(folder)
+    manifest = run_dir.read_manifest()
+    if manifest is None and progress is None:
+        raise UsageError(f"{folder} is not a run directory: it has no job.json")
+    holder = run_dir.holder()
+    status: dict[str, Any] = {
+        "folder": str(folder),
+        "state": _state(run_dir, progress, is_held=holder is not None),
+        "phase": progress["phase"] if progress and holder else None,
+        "reason": progress["reason"] if progress else None,
+        "holder": {"pid": holder.pid, "host": holder.host} if holder else None,
+        "rows": {"total": None, "done": 0, "failed": 0, "left": None},
+        "tokens": dict(_NO_TOKENS),
+        "tokens_per_s": 0.0,
+        "eta_s": None,
+        "updated_at": None,
+    }
+    if progress is not None:
+        status |= {key: progress[key] for key in ("rows", "tokens", "updated_at")}
+        if holder is not None:
+            status |= {key: progress[key] for key in ("tokens_per_s", "eta_s")}
+    if status["state"] == "finished":
+        status |= _finished(run_dir)
+    elif holder is None and manifest is not None and run_dir.journal.is_dir():
+        counts = read_counts(run_dir.journal, manifest.shard)
+        status["rows"] = _rows(status["rows"]["total"], counts.results, counts.errors)
+    return status
+
+
+def render_status(status: Mapping[str, Any]) -> str:
+    """The status as a few lines for a person."""
+    holder, rows, tokens = status["holder"], status["rows"], status["tokens"]
+    who = f", process {holder['pid']} on {holder['host']}" if holder else ""
+    what = f": {status['phase']}" if status["phase"] else ""
+    reason = f" ({status['reason']})" if status["reason"] and not holder else ""
+    advice = {"stopped", "failed", "interrupted"} & {status["state"]}
+    lines = [f"{status['folder']}: {status['state']}{reason}{what}{who}" + ("; run again to resume" if advice else "")]
+    left = "" if rows["left"] is None else f", {rows['left']:,} left"
+    lines.append(f"rows    {describe_rows(rows)}: {rows['done']:,} done, {rows['failed']:,} failed{left}")
+    lines.append(f"tokens  {tokens['prompt']:,} in, {tokens['completion']:,} out")
+    if status["tokens_per_s"]:
+        eta = "" if status["eta_s"] is None else f", about {format_duration(status['eta_s'])} left"
+        lines.append(f"speed   {status['tokens_per_s']:,.0f} tok/s{eta}")
+    return "\n".join(lines)
+
+
+def _state(run_dir: RunDir, progress: Mapping[str, Any] | None, *, is_held: bool) -> str:
+    if is_held:
+        return "running"
+    if run_dir.is_complete():
+        return "finished"
+    recorded = progress["state"] if progress else "running"
+    return "interrupted" if recorded == "running" else str(recorded)
+
+
+def _finished(run_dir: RunDir) -> dict[str, Any]:
+    """What the report says; nothing where it was not written yet."""
+    if not run_dir.report.exists():
+        return {}
+    report = read_report(run_dir)
+    rows, tokens = report["rows"], report["tokens"]
+    return {
+        "rows": _rows(rows["total"], rows["done"], rows["failed"]),
+        "tokens": _NO_TOKENS | {key: tokens[key] for key in ("prompt", "completion")},
+        "updated_at": report["finished_at"],
+    }
+
+
+def _rows(total: int | None, done: int, failed: int) -> dict[str, Any]:
+    left = None if total is None else max(total - done - failed, 0)
+    return {"total": total, "done": done, "failed": failed, "left": left}

@@ -1,0 +1,301 @@
+"""Where a row's prompt and sampling values come from, and that a request carries exactly those."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from input_helpers import VOCAB_SIZE, codes, write_tokenizer
+
+from batchgen.data import prompt as prompt_module
+from batchgen.data.prompt import RequestBuilder
+from batchgen.data.rows import RowProblem, row_id
+from batchgen.data.template import Template
+from batchgen.data.tokenizer import Tokenizer
+from batchgen.errors import UsageError
+from batchgen.records import BadRow, Cursor, Record, Request, SamplingParams
+from batchgen.spec import InputSpec
+
+JOB = SamplingParams(max_tokens=32, seed=5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def spec(**keys: Any) -> InputSpec:
+    return InputSpec(path=("rows.jsonl",), **keys)
+
+
+def record(columns: Mapping[str, Any], index: int = 0) -> Record:
+    return Record(index, "rows.jsonl", index + 1, dict(columns), Cursor(0, 0, index + 1, index + 1))
+
+
+def build(
+    tokenizer: Tokenizer | None, *rows: Mapping[str, Any], max_model_len: int = 1000, **keys: Any
+) -> list[Request | BadRow]:
+    builder = RequestBuilder(spec(**keys), JOB, tokenizer, max_model_len=max_model_len, vocab_size=VOCAB_SIZE)
+    return builder.build([record(row, index) for index, row in enumerate(rows)])
+
+
+def text_of(tokenizer: Tokenizer, answer: Request | BadRow) -> str:
+    """The prompt as text, its special tokens written out."""
+    assert isinstance(answer, Request), answer
+    return tokenizer._backend.decode(list(answer.prompt_token_ids), skip_special_tokens=False)
+
+
+def chat(*turns: tuple[str, str]) -> str:
+    said = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
+    return f"<|startoftext|>{said}<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "expected"),
+    [
+        ({"prompt": "hi"}, {}, chat(("user", "hi"))),
+        ({"text": "hi"}, {}, chat(("user", "hi"))),
+        ({"q": "hi", "prompt": "no"}, {"prompt": "q"}, chat(("user", "hi"))),
+        ({"q": "hi", "n": {"a": [1, True]}}, {"prompt": "{q}: {n[a][0]}"}, chat(("user", "hi: 1"))),
+        ({"prompt": "hi"}, {"system": "Be terse."}, chat(("system", "Be terse."), ("user", "hi"))),
+        ({"prompt": "hi"}, {"chat": False}, "<|startoftext|>hi"),
+        ({"messages": [{"role": "user", "content": "hi"}], "prompt": "no"}, {}, chat(("user", "hi"))),
+        ({"messages": None, "prompt_token_ids": None, "prompt": "hi"}, {}, chat(("user", "hi"))),
+        (
+            {"c": [{"role": "system", "content": "Own."}, {"role": "user", "content": "hi"}]},
+            {"messages": "c", "system": "Job's."},
+            chat(("system", "Own."), ("user", "hi")),
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+            {},
+            chat(("user", "ab")),
+        ),
+        ({"prompt_token_ids": [1, 8, 9], "prompt": "no", "messages": "no"}, {}, None),
+        ({"ids": [1, 8, 9]}, {"prompt_token_ids": "ids"}, None),
+    ],
+)
+def test_the_prompt_is_what_the_job_names_or_else_the_first_column_there_is(
+    row: dict[str, Any], keys: dict[str, Any], expected: str | None, tokenizer: Tokenizer
+) -> None:
+    [answer] = build(tokenizer, row, **keys)
+    if expected is None:
+        assert isinstance(answer, Request) and answer.prompt_token_ids == (1, 8, 9)
+    else:
+        assert text_of(tokenizer, answer) == expected
+
+
+def test_the_user_can_end_a_turn_inside_a_prompt(tokenizer: Tokenizer) -> None:
+    [answer] = build(tokenizer, {"prompt": "a<|im_end|>"}, chat=False)
+    assert isinstance(answer, Request) and answer.prompt_token_ids[-1] == 7
+
+
+def test_answers_come_in_the_order_of_the_rows_with_their_index_as_key(tokenizer: Tokenizer) -> None:
+    answers = build(tokenizer, {"prompt": "a"}, {"prompt": ""}, {"prompt_token_ids": [8]}, {"prompt": "b"})
+    assert codes(answers) == ["ok", "empty_prompt", "ok", "ok"]
+    assert [a.index if isinstance(a, BadRow) else a.key for a in answers] == [0, 1, 2, 3]
+
+
+def test_rows_are_tokenized_alike_whatever_is_tokenized_with_them(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": "x" * n} for n in (1, 50, 3, 200, 7)]
+    together = build(tokenizer, *rows)
+    monkeypatch.setattr(prompt_module, "_MAX_ENCODED_CHARS", 60)
+    assert build(tokenizer, *rows) == together
+
+
+def test_sampling_values_come_from_the_job_then_columns_then_the_sampling_object(tokenizer: Tokenizer) -> None:
+    row = {"prompt": "a", "temperature": 0.5, "top_k": 3, "max_tokens": None, "sampling": {"top_k": 4, "seed": None}}
+    [answer] = build(tokenizer, row)
+    assert isinstance(answer, Request)
+    assert answer.params == SamplingParams(max_tokens=32, seed=5, temperature=0.5, top_k=4)
+
+
+def test_a_column_that_the_job_names_for_something_else_is_no_sampling_value(tokenizer: Tokenizer) -> None:
+    [answer] = build(tokenizer, {"seed": "s-1", "stop": "hi"}, id="seed", prompt="stop")
+    assert isinstance(answer, Request) and answer.params == JOB
+    [answer] = build(tokenizer, {"n": 17, "top_k": "hi"}, prompt="{n} {top_k}")
+    assert isinstance(answer, Request) and answer.params == JOB
+
+
+def test_a_prompt_leaves_room_for_one_token(tokenizer: Tokenizer) -> None:
+    rows = [{"prompt_token_ids": [8] * n} for n in (9, 10)]
+    fits, too_long = build(tokenizer, *rows, max_model_len=10)
+    assert isinstance(fits, Request) and isinstance(too_long, BadRow)
+    assert too_long.error.message == "prompt of 10 tokens; the context of 10 takes prompts of at most 9"
+
+
+def test_a_huge_prompt_is_refused_without_tokenizing_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "encode_batch", None)
+    [answer] = build(tokenizer, {"prompt": "x" * 1000}, max_model_len=10, chat=False)
+    assert isinstance(answer, BadRow)
+    assert answer.error.message.startswith("prompt of at least 67 tokens; the context of 10 takes")
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_only() -> None:
+    answers = build(None, {"prompt_token_ids": [1, 8]}, {"prompt": "hi"}, {"text": "hi"})
+    assert codes(answers) == ["ok", "missing_column", "missing_column"]
+    batch = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi"}}
+    assert codes(build(None, batch, {**batch, "body": {"prompt": [8]}})) == ["bad_type", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"prompt": "{a"}, "lone '{' at character 1"),
+        ({"prompt": "a}"}, "lone '}' at character 2"),
+        ({"prompt": "{}"}, "cannot read the field {}"),
+        ({"prompt": "{a!r}"}, "cannot read the field {a!r}"),
+        ({"prompt": "{a:>10}"}, "cannot read the field {a:>10}"),
+        ({"prompt": "{a[b}"}, "cannot read the field"),
+        ({"prompt": "{a[]}"}, "cannot read the field"),
+        ({"prompt": "{[a]}"}, "cannot read the field"),
+        ({"messages": "m", "chat": False}, "input.messages needs a chat"),
+        ({"system": "s", "chat": False}, "input.system needs a chat"),
+    ],
+)
+def test_an_input_section_that_cannot_work_is_refused_before_any_row(
+    keys: dict[str, Any], message: str, tokenizer: Tokenizer
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        build(tokenizer, **keys)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["prompt", "messages", "system"])
+def test_an_input_section_that_needs_a_tokenizer_is_refused_without_one(key: str) -> None:
+    with pytest.raises(UsageError, match=f"input.{key} needs a tokenizer"):
+        build(None, **{key: "x"})
+
+
+def test_a_model_without_a_chat_template_needs_raw_completion(tmp_path: Path) -> None:
+    plain = Tokenizer.load(write_tokenizer(tmp_path, chat_template=None))
+    with pytest.raises(UsageError, match=r"no chat template; set input\.chat = false"):
+        build(plain, {"prompt": "hi"})
+    assert codes(build(plain, {"prompt": "hi"}, chat=False)) == ["ok"]
+    assert codes(build(plain, {"ids": [8]}, prompt_token_ids="ids")) == ["ok"]
+
+
+BATCH_LINE = {
+    "custom_id": "request-1",
+    "method": "POST",
+    "url": "/v1/chat/completions",
+    "body": {
+        "model": "gpt-4o-mini",
+        "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello world!"}],
+        "max_tokens": 1000,
+    },
+}
+
+
+@pytest.mark.parametrize("form", ["auto", "openai-batch"])
+def test_the_documented_openai_batch_line_is_a_request(form: str, tokenizer: Tokenizer) -> None:
+    [answer] = build(tokenizer, BATCH_LINE, format=form)
+    assert text_of(tokenizer, answer) == chat(("system", "Be kind."), ("user", "Hello world!"))
+    assert isinstance(answer, Request) and answer.params == SamplingParams(max_tokens=1000, seed=5)
+    assert row_id(record(BATCH_LINE), spec(format=form)) == "request-1"
+
+
+def test_an_openai_completion_is_raw_text_or_token_ids_even_in_a_chat_job(tokenizer: Tokenizer) -> None:
+    line = {**BATCH_LINE, "url": "/v1/completions"}
+    text, ids = build(tokenizer, {**line, "body": {"prompt": "Say"}}, {**line, "body": {"prompt": [8, 9]}}, system="S")
+    assert text_of(tokenizer, text) == "<|startoftext|>Say"
+    assert isinstance(ids, Request) and ids.prompt_token_ids == (8, 9)
+
+
+def test_openai_fields_that_ask_for_nothing_special_are_accepted(tokenizer: Tokenizer) -> None:
+    neutral = {
+        "max_completion_tokens": 9,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "seed": 11,
+        "stop": None,
+        "n": 1,
+        "stream": False,
+        "presence_penalty": 0,
+        "response_format": {"type": "text"},
+        "tools": [],
+        "tool_choice": "none",
+        "user": "me",
+        "metadata": {"a": "b"},
+        "logprobs": False,
+    }
+    [answer] = build(tokenizer, {**BATCH_LINE, "body": {**BATCH_LINE["body"], **neutral}})
+    assert isinstance(answer, Request)
+    assert answer.params == SamplingParams(max_tokens=9, temperature=0.7, top_p=0.9, seed=11)
+
+
+def test_a_job_that_names_its_columns_takes_an_openai_line_as_any_row(tokenizer: Tokenizer) -> None:
+    [answer] = build(tokenizer, BATCH_LINE, prompt="{body[messages][1][content]}")
+    assert text_of(tokenizer, answer) == chat(("user", "Hello world!"))
+
+
+def test_an_error_row_keeps_the_row_its_place_and_its_id(tokenizer: Tokenizer) -> None:
+    [answer] = build(tokenizer, {"key": 17, "prompt": 3}, id="key")
+    assert answer == BadRow(0, "rows.jsonl", 1, answer.error, {"key": 17, "prompt": 3}, record({}, 0).after, 17)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("a", "a"), ("", ""), (7, 7), (10**40, 10**40)])
+def test_an_id_is_a_string_or_an_integer(value: Any, expected: Any) -> None:
+    assert row_id(record({"id": value}), spec(id="id")) == expected
+
+
+@pytest.mark.parametrize("value", [None, True, 1.5, ["a"], {"a": 1}])
+def test_any_other_id_is_a_problem_of_the_row(value: Any) -> None:
+    with pytest.raises(RowProblem, match="column 'id'"):
+        row_id(record({"id": value}), spec(id="id"))
+
+
+def test_a_row_has_no_id_unless_the_job_names_one() -> None:
+    assert row_id(record({"id": "a"}), spec()) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{a} {b}", "x 1.5"),
+        ("{{{a}}} {{}}", "{x} {}"),
+        ("{with space}|{dotted.name}", "s|d"),
+        ("{list}", '[1, "é"]'),
+        ("{object[key]} {object}", 'v {"key": "v"}'),
+        ("{list[1]}{list[0]}", "é1"),
+        ("{yes}", "true"),
+        ("no fields }}", "no fields }"),
+    ],
+)
+def test_a_template_writes_strings_as_they_stand_and_all_else_as_json(template: str, expected: str) -> None:
+    columns = {
+        "a": "x",
+        "b": 1.5,
+        "with space": "s",
+        "dotted.name": "d",
+        "list": [1, "é"],
+        "object": {"key": "v"},
+        "yes": True,
+    }
+    assert Template.parse(template).render(columns) == expected
+
+
+def test_a_template_cannot_reach_attributes() -> None:
+    with pytest.raises(RowProblem, match=r"no column 'a\.__class__'"):
+        Template.parse("{a.__class__}").render({"a": "x"})
+    with pytest.raises(RowProblem, match="looks for"):
+        Template.parse("{a[__class__]}").render({"a": "x"})
+
+
+@given(st.text(alphabet="{}[]ab!:.0", max_size=12), st.dictionaries(st.text("ab", min_size=1), st.text(), max_size=3))
+def test_any_template_is_refused_or_renders_or_names_what_is_missing(text: str, columns: dict[str, str]) -> None:
+    try:
+        template = Template.parse(text)
+    except UsageError as error:
+        assert "\n" not in str(error)
+        return
+    try:
+        assert isinstance(template.render(columns), str)
+    except RowProblem as problem:
+        assert problem.error.code in ("missing_column", "template_error")

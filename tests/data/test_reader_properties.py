@@ -1,0 +1,115 @@
+"""Whatever the bytes, the reader loses no neighbour, raises nothing but UsageError, and resumes from any row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from input_helpers import source_of, zstd
+
+from batchgen.errors import UsageError
+from batchgen.records import BadRow, Record
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+OBJECTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=3)
+GOOD_LINES = OBJECTS.map(lambda value: json.dumps(value).encode())
+JUNK_LINES = st.binary(max_size=30).map(lambda raw: raw.replace(b"\n", b"")) | st.sampled_from(
+    [b"", b" ", b"\r", b"\xef\xbb\xbf{}", b"{", b'{"a": "\xff"}', b'{"a": "\\ud800"}', b"[]", b"\0\0", b"null"]
+)
+LINES = st.lists(GOOD_LINES | JUNK_LINES, max_size=12)
+any_file = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def read_all_ways(path: Path, **keys: object) -> list[Record | BadRow]:
+    """The rows of a file, after checking that reading on from behind each gives the same ones."""
+    source = source_of(path, **keys)
+    rows = list(source.read())
+    assert [row.index for row in rows] == list(range(len(rows)))
+    for number in range(0, len(rows), max(1, len(rows) // 5)):
+        same = list(source.read(rows[number].after))
+        assert repr(same) == repr(rows[number + 1 :])  # repr: NaN is not equal to itself
+        skipped = list(source.read(wanted=lambda index, chosen=number: index == chosen))
+        assert repr(skipped) == repr([rows[number]])
+    return rows
+
+
+@any_file
+@given(lines=LINES, crlf=st.booleans(), has_end=st.booleans())
+def test_every_line_that_is_not_blank_is_one_row_whatever_its_neighbours(
+    lines: list[bytes], crlf: bool, has_end: bool, folder: Path
+) -> None:
+    end = b"\r\n" if crlf else b"\n"
+    lines = [b"{}", *lines]  # a file is known by its first bytes, which here say "JSON"
+    (folder / "rows.jsonl").write_bytes(end.join(lines) + (end if has_end else b""))
+    rows = read_all_ways(folder / "rows.jsonl")
+    expected = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    assert [row.line for row in rows] == [number for number, _ in expected]
+    for row, (_, line) in zip(rows, expected, strict=True):
+        if isinstance(row, Record):
+            assert repr(row.columns) == repr(json.loads(line))
+        else:
+            assert row.error.code in ("bad_json", "bad_type", "bad_encoding")
+
+
+@any_file
+@given(content=st.binary(max_size=300), form=st.sampled_from(["jsonl", "text", "auto", "openai-batch"]))
+def test_any_bytes_are_rows_or_one_clear_line(content: bytes, form: str, folder: Path) -> None:
+    (folder / "any").write_bytes(content)
+    try:
+        read_all_ways(folder / "any", format=form)
+    except UsageError as error:
+        assert "\n" not in str(error)
+
+
+@any_file
+@given(
+    objects=st.lists(OBJECTS, min_size=1, max_size=20), data=st.data(), compress=st.sampled_from([gzip.compress, zstd])
+)
+def test_a_damaged_compressed_file_costs_nothing_before_the_damage(
+    objects: list[dict[str, Any]], data: st.DataObject, compress: Callable[[bytes], bytes], folder: Path
+) -> None:
+    lines = [json.dumps(item).encode() + b"\n" for item in objects]
+    content = bytearray(compress(b"".join(lines)))
+    place = data.draw(st.integers(4, len(content) - 1))
+    if data.draw(st.booleans()):
+        del content[place:]
+    else:
+        content[place] ^= data.draw(st.integers(1, 255))
+    (folder / "rows.jsonl").write_bytes(content)
+    read_all_ways(folder / "rows.jsonl")
+
+
+@any_file
+@given(objects=st.lists(VALUES, min_size=1, max_size=30), data=st.data(), checksum=st.booleans())
+def test_a_damaged_parquet_file_has_all_its_rows_or_is_refused(
+    objects: list[Any], data: st.DataObject, checksum: bool, folder: Path
+) -> None:
+    table = pa.table({"n": range(len(objects)), "value": [json.dumps(item) for item in objects]})
+    pq.write_table(table, folder / "rows.parquet", row_group_size=7, write_page_checksum=checksum)
+    content = bytearray((folder / "rows.parquet").read_bytes())
+    for place in data.draw(st.lists(st.integers(4, len(content) - 1), max_size=3)):
+        content[place] ^= data.draw(st.integers(1, 255))
+    (folder / "rows.parquet").write_bytes(content)
+    try:
+        read_all_ways(folder / "rows.parquet", format="parquet")
+    except UsageError as error:
+        assert "\n" not in str(error)

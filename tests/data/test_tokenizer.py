@@ -1,0 +1,192 @@
+"""The folder's own tokenizer and chat template, as transformers uses them, trusted no more than they deserve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from input_helpers import CHAT_TEMPLATE, write_tokenizer
+
+from batchgen.data.chat import ChatTemplate, ChatTemplateError
+from batchgen.data.tokenizer import Tokenizer
+from batchgen.errors import ModelError
+
+LFM2 = Path(__file__).parents[3] / "shared" / "lfm2"
+needs_lfm2 = pytest.mark.skipif(not LFM2.is_dir(), reason="the published LFM2 tokenizer is not at hand")
+USER_TURN = [{"role": "user", "content": "The ruler of a kingdom is a"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def render(template: str, messages: list[dict[str, Any]] | None = None) -> str:
+    return ChatTemplate(template, {"bos_token": "<s>"}).render(USER_TURN if messages is None else messages)
+
+
+@needs_lfm2
+def test_the_published_tokenizer_and_template_give_the_golden_ids() -> None:
+    lfm2 = Tokenizer.load(LFM2)
+    golden = [1, 6, 6423, 708, 1098, 30095, 803, 768, 19662, 856, 768, 7, 708, 6, 64015, 708]
+    assert lfm2.encode_batch([lfm2.render_chat(USER_TURN)], add_special_tokens=False) == [golden]
+    assert lfm2.eos_token_ids == (7,)
+
+
+@needs_lfm2
+def test_ids_text_and_chats_agree_with_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    ours, theirs = Tokenizer.load(LFM2), transformers.AutoTokenizer.from_pretrained(LFM2)
+    texts = ["plain", " spaces  \n\t", "naïve 東京 🙂", "<|im_end|> inside", "1234567", "def f():\n    return 1"]
+    for text in texts:
+        for special in (True, False):
+            [ids] = ours.encode_batch([text], special)
+            assert ids == theirs(text, add_special_tokens=special).input_ids
+            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    chat = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": texts[2]}]
+    assert ours.render_chat(chat) == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+
+def test_special_tokens_are_added_in_front_only_when_asked(tokenizer: Tokenizer) -> None:
+    [with_bos] = tokenizer.encode_batch(["hi"], add_special_tokens=True)
+    [without] = tokenizer.encode_batch(["hi"], add_special_tokens=False)
+    assert with_bos == [1, *without]
+
+
+def test_special_tokens_written_in_a_text_are_encoded_as_such(tokenizer: Tokenizer) -> None:
+    [ids] = tokenizer.encode_batch(["a<|im_end|>b"], add_special_tokens=False)
+    assert ids[1] == 7 and len(ids) == 3
+
+
+def test_decoding_skips_special_tokens_and_marks_bytes_that_form_no_character(tokenizer: Tokenizer) -> None:
+    [ids] = tokenizer.encode_batch(["né🙂"], add_special_tokens=False)
+    assert tokenizer.decode([1, *ids, 7]) == "né🙂"
+    assert tokenizer.decode(ids[:2]) == "n\ufffd"
+    assert tokenizer.decode([]) == ""
+    assert tokenizer.decode([10**6]) == ""
+
+
+def test_no_token_stands_for_more_bytes_than_stated(tokenizer: Tokenizer) -> None:
+    assert tokenizer.max_token_bytes == len("<|startoftext|>")
+
+
+def test_truncation_and_padding_of_the_tokenizer_file_do_not_apply(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(2)
+    backend.enable_padding(length=50)
+    backend.save(str(folder / "tokenizer.json"))
+    assert [len(ids) for ids in Tokenizer.load(folder).encode_batch(["abcdef", "a"], False)] == [6, 1]
+
+
+@pytest.mark.parametrize(("named", "expected"), [(7, (7,)), ([2, 7], (2, 7)), (None, (7,)), (3, (3, 7))])
+def test_end_tokens_are_those_of_generation_config_and_of_the_tokenizer(
+    named: Any, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    assert Tokenizer.load(folder).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [[{"name": "rag", "template": "no"}, {"name": "default", "template": CHAT_TEMPLATE}], CHAT_TEMPLATE],
+    ids=["named", "text"],
+)
+def test_a_chat_template_may_be_a_text_or_named_texts(template: Any, tmp_path: Path) -> None:
+    loaded = Tokenizer.load(write_tokenizer(tmp_path, chat_template=template))
+    assert loaded.render_chat(USER_TURN).startswith("<|startoftext|><|im_start|>user\nThe ruler")
+
+
+def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, bos_token={"content": "<B>", "lstrip": False})
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    assert Tokenizer.load(folder).render_chat(USER_TURN) == "<B>The ruler of a kingdom is a"
+
+
+def test_a_folder_without_a_template_says_so(tmp_path: Path) -> None:
+    loaded = Tokenizer.load(write_tokenizer(tmp_path, chat_template=None))
+    assert not loaded.has_chat_template
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        loaded.render_chat(USER_TURN)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"{}", "no usable tokenizer"),
+        ("tokenizer.json", b"\xff", "no usable tokenizer"),
+        ("tokenizer.json", None, "no tokenizer.json in"),
+        ("tokenizer_config.json", b"{", "cannot read"),
+        ("tokenizer_config.json", b"[]", "no JSON object"),
+        ("tokenizer_config.json", b'{"chat_template": 5}', "neither a text nor"),
+        ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "does not compile"),
+        ("chat_template.jinja", b"{{ a", "does not compile"),
+        ("chat_template.jinja", b"\xff", "cannot read"),
+        ("generation_config.json", b'{"eos_token_id": "7"}', "neither a token id"),
+        ("generation_config.json", b"[" * 100_000, "cannot read"),
+    ],
+)
+def test_an_unusable_file_of_the_folder_is_one_line_that_names_it(
+    name: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path)
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content)
+    with pytest.raises(ModelError, match=message) as caught:
+        Tokenizer.load(folder)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_templates_are_rendered_as_transformers_renders_them() -> None:
+    assert render("{% if true %}\n  a\n  {% endif %}\nb") == "  a\nb"  # trim_blocks, lstrip_blocks
+    assert render("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "1"
+    assert render("{{ {'é': '<'} | tojson }}") == '{"é": "<"}'
+    assert render("{% generation %}{{ bos_token }}{% endgeneration %}") == "<s>"
+    assert render("{{ strftime_now('%Y') | length }}") == "4"
+    assert render("{% set ns = namespace(n=0) %}{% set ns.n = 2 %}{{ ns.n }}") == "2"
+    assert render("{{ tools is none }} {{ documents is none }} {{ add_generation_prompt }}") == "True True True"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__base__.__subclasses__()[0] }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ strftime_now.__self__.__class__.__init__.__globals__['x'] }}",
+        "{{ raise_exception.__globals__.json }}",
+        "{{ ''|attr('__class__')|attr('__mro__')|last }}{{ ''|attr('__class__').__name__ }}",
+        "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+        "{% set _ = messages.append(1) %}",
+        "{% include 'tokenizer.json' %}",
+        "{% import 'os' as os %}",
+        "{{ range(10**9) | list }}",
+        "{{ 'a' * 10**12 }}",
+        "{{ 10**12 * [0] }}",
+        "{{ 9**9**9 }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ 1 / 0 }}",
+        "{{ missing.attribute }}",
+        "{{ 'a' + none }}",
+        "{{ '%c' % 55357 }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_a_hostile_or_failing_template_is_one_line_and_nothing_else(template: str) -> None:
+    with pytest.raises(ChatTemplateError) as caught:
+        render(template)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_cannot_change_the_messages_of_a_row() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(ChatTemplateError):
+        render("{% set _ = messages[0].update(content='changed') %}", messages)
+    assert messages == [{"role": "user", "content": "hi"}]

@@ -1,0 +1,190 @@
+"""Paged attention: equal to dense attention in float64, and bit for bit the same however the work is cut up.
+
+Every cache here is poisoned: what no query may see (free blocks, positions past a sequence's end, lanes that only
+pad a block) holds NaN and infinities, as it may after another sequence went wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from tiny_model import BACK_ENDS, ragged_input
+from torch import Tensor
+
+from batchgen.kernels import Kernels
+from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.model.cache import LANES, KVCache
+from batchgen.model.inputs import ModelInput
+
+BLOCK_SIZES = [1, 3, 16, 24, 32, 256, 300]
+DTYPES = [torch.float32, torch.bfloat16]
+# (num_heads, num_kv_heads, head_dim)
+HEADS = [(3, 3, 16), (5, 5, 8), (4, 2, 64), (6, 2, 24), (4, 1, 40), (12, 1, 16), (1, 1, 128)]
+# (positions cached before, tokens of this step): whole prompts, chunks, single tokens, across the tile of 256
+PIECES = [(0, 1), (0, 7), (5, 1), (15, 17), (254, 1), (255, 1), (256, 1), (250, 13), (0, 260), (511, 2), (700, 3)]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries of this step and the keys and values of every position, per sequence."""
+
+    pieces: Sequence[tuple[int, int]]
+    heads: tuple[int, int, int]
+    queries: list[Tensor]  # [count, num_heads, head_dim], float32
+    keys: list[Tensor]  # [past + count, num_kv_heads, head_dim]
+    values: list[Tensor]
+
+
+def make_case(pieces: Sequence[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads, head_dim = heads
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return Case(
+        pieces,
+        heads,
+        [random(count, num_heads, head_dim) for _, count in pieces],
+        [2 * random(past + count, num_kv_heads, head_dim).to(dtype) for past, count in pieces],
+        [random(past + count, num_kv_heads, head_dim).to(dtype) for past, count in pieces],
+    )
+
+
+def poisoned_cache(case: Case, inputs: ModelInput, num_blocks: int, block_size: int) -> KVCache:
+    """The case's keys and values in their blocks; NaN, inf and -inf wherever a sequence could have left them."""
+    _, num_kv_heads, head_dim = case.heads
+    width = -(-head_dim // LANES) * LANES
+    lanes = -(-block_size // LANES) * LANES
+    dtype = case.keys[0].dtype
+    poison = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
+    keys = torch.zeros(num_blocks + 1, num_kv_heads, width, lanes, dtype=dtype)
+    values = torch.zeros(num_blocks, num_kv_heads, block_size, width, dtype=dtype)
+    for cache in (keys[:, :, :head_dim], values[..., :head_dim]):
+        cache.copy_(poison.repeat(-(-cache.numel() // 3))[: cache.numel()].view(cache.shape))
+    for row, (k, v) in enumerate(zip(case.keys, case.values, strict=True)):
+        position = torch.arange(len(k))
+        block, offset = inputs.block_tables[row].long()[position // block_size], position % block_size
+        keys[block, :, :head_dim, offset] = k
+        values[block, :, offset, :head_dim] = v
+    return KVCache(keys, values, block_size)
+
+
+def attend(kernels: Kernels, case: Case, block_size: int, seed: int = 0) -> list[Tensor]:
+    """Attention through a paged cache; [count, num_heads * head_dim] per sequence."""
+    inputs, num_blocks = ragged_input(case.pieces, block_size, seed)
+    cache = poisoned_cache(case, inputs, num_blocks, block_size)
+    num_heads, _, head_dim = case.heads
+    q = torch.zeros(inputs.num_tokens, num_heads, cache.keys.shape[2])
+    q[..., :head_dim] = torch.cat(case.queries) * head_dim**-0.5
+    out = kernels.attention(q, cache, inputs, head_dim)
+    return list(out.split([count for _, count in case.pieces]))
+
+
+def dense(case: Case) -> list[Tensor]:
+    """The same in float64 without pages."""
+    num_heads, num_kv_heads, head_dim = case.heads
+    group = num_heads // num_kv_heads
+    out = []
+    for (past, count), q, k, v in zip(case.pieces, case.queries, case.keys, case.values, strict=True):
+        wide_k, wide_v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+        scores = q.double().transpose(0, 1) @ wide_k.transpose(1, 2) * head_dim**-0.5
+        hidden = torch.arange(past + count) > past + torch.arange(count)[:, None]
+        mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide_v
+        out.append(mixed.transpose(0, 1).flatten(1))
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_paged_attention_equals_dense_attention(name: str, block_size: int, dtype: torch.dtype) -> None:
+    for seed, heads in enumerate(HEADS):
+        case = make_case(PIECES, heads, dtype, seed)
+        tolerance = {"rtol": 2**-8, "atol": 2**-12} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
+        for got, expected in zip(attend(BACK_ENDS[name](), case, block_size), dense(case), strict=True):
+            torch.testing.assert_close(got.double(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(5, 5, 8), (4, 2, 64), (12, 1, 16)], ids=str)
+def test_bits_do_not_depend_on_block_size_or_which_blocks(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    case = make_case(PIECES, heads, dtype, 1)
+    expected = attend(CpuKernels(), case, 32)
+    for block_size in BLOCK_SIZES:
+        for seed in (0, 1):
+            assert all(map(torch.equal, attend(CpuKernels(), case, block_size, seed), expected))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 24), (12, 1, 16)], ids=str)
+def test_bits_do_not_depend_on_the_other_sequences_or_the_threads(
+    heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    case = make_case(PIECES, heads, dtype, 2)
+    torch.set_num_threads(1)
+    expected = attend(CpuKernels(), case, 24)
+    torch.set_num_threads(2)
+    assert all(map(torch.equal, attend(CpuKernels(), case, 24), expected))
+    for i, piece in enumerate(PIECES):
+        alone = replace(
+            case,
+            pieces=[piece],
+            queries=case.queries[i : i + 1],
+            keys=case.keys[i : i + 1],
+            values=case.values[i : i + 1],
+        )
+        assert torch.equal(attend(CpuKernels(), alone, 24)[0], expected[i])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 24), (4, 1, 40), (12, 1, 16)], ids=str)
+@pytest.mark.parametrize("cuts", [[1] * 270, [5, 7, 9, 1, 100, 148], [3, 267], [256, 14]], ids=["1", "odd", "3", "tile"])
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(
+    cuts: list[int], heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    whole = make_case([(0, 270)], heads, dtype, 3)
+    expected = attend(CpuKernels(), whole, 32)[0]
+    got, past = [], 0
+    for count in cuts:
+        end = past + count
+        chunk = replace(
+            whole,
+            pieces=[(past, count)],
+            queries=[whole.queries[0][past:end]],
+            keys=[whole.keys[0][:end]],
+            values=[whole.values[0][:end]],
+        )
+        got += attend(CpuKernels(), chunk, 32)
+        past = end
+    assert torch.equal(torch.cat(got), expected)
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_attention_follows_scores_of_any_size(name: str) -> None:
+    case = make_case([(300, 4), (0, 20)], (4, 2, 16), torch.float32, 4)
+    for q in case.queries:
+        q *= 200.0  # a softmax so sharp that one position takes all
+    for got, expected in zip(attend(BACK_ENDS[name](), case, 16), dense(case), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_sequence_of_nan_spoils_no_other() -> None:
+    case = make_case([(20, 3), (0, 9), (40, 1)], (4, 2, 16), torch.float32, 5)
+    clean = attend(CpuKernels(), case, 16)
+    for poison in (torch.nan, torch.inf):
+        case.keys[1][4], case.values[1][4] = poison, poison
+        dirty = attend(CpuKernels(), case, 16)
+        assert torch.equal(dirty[0], clean[0])
+        assert torch.equal(dirty[2], clean[2])
+        assert dirty[1][4:].isnan().all()

@@ -1,0 +1,177 @@
+"""Rotary embedding with the cache write, and the short convolution: right, chunk by chunk the same, and contained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from tiny_model import BACK_ENDS, ragged_input
+from torch import Tensor
+from torch.nn import functional
+
+from batchgen.kernels import Kernels, QKNorm
+from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.model.cache import LANES, KVCache
+from batchgen.model.inputs import ModelInput
+
+DTYPES = [torch.float32, torch.bfloat16]
+PIECES = [(0, 1), (0, 2), (0, 9), (1, 1), (2, 1), (3, 40), (300, 5), (31, 1)]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rotary_table(num_positions: int, head_dim: int) -> Tensor:
+    angles = torch.arange(num_positions)[:, None] * 1e4 ** -(torch.arange(0, head_dim, 2) / head_dim)
+    return torch.stack((angles.cos(), angles.sin())).contiguous()
+
+
+def empty_cache(inputs: ModelInput, num_blocks: int, block_size: int, kv: int, dim: int, dtype: torch.dtype) -> KVCache:
+    width, lanes = (-(-n // LANES) * LANES for n in (dim, block_size))
+    keys = torch.full((num_blocks + 1, kv, width, lanes), 77.0, dtype=dtype)
+    return KVCache(keys, torch.full((num_blocks, kv, block_size, width), 77.0, dtype=dtype), block_size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 3, 16, 24, 256])
+@pytest.mark.parametrize("heads", [(3, 3, 16), (5, 1, 8), (4, 2, 24), (2, 2, 64), (4, 2, 12)], ids=str)
+def test_rope_and_cache_equals_the_reference(
+    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    inputs, num_blocks = ragged_input(PIECES, block_size)
+    qkv = normal(inputs.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, seed=1, dtype=dtype)
+    weights = [1 + normal(head_dim, seed=s, dtype=dtype) for s in (2, 3)]
+    norms = QKNorm(weights[0], weights[1], 1e-5, num_heads)
+    rotary = rotary_table(400, head_dim)
+    results = {}
+    for name, kernels in BACK_ENDS.items():
+        cache = empty_cache(inputs, num_blocks, block_size, num_kv_heads, head_dim, dtype)
+        q = kernels().rope_and_cache(qkv, norms, rotary, inputs, cache)
+        assert q.dtype == torch.float32
+        results[name] = (q, cache.keys, cache.values)
+    tolerance = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for fast, slow in zip(results["cpu"], results["reference"], strict=True):
+        torch.testing.assert_close(fast, slow, **tolerance)
+        assert torch.equal(fast == 77.0, slow == 77.0), "only the tokens' own slots are written"
+    assert torch.equal(results["cpu"][2], results["reference"][2]), "values are copied as they are"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rope_and_cache_has_the_same_bits_for_a_token_in_any_batch(dtype: torch.dtype) -> None:
+    heads, kv, dim = 4, 2, 24
+    norms = QKNorm(*(1 + normal(dim, seed=s, dtype=dtype) for s in (2, 3)), 1e-5, heads)
+    rotary = rotary_table(64, dim)
+    qkv = normal(40, (heads + 2 * kv) * dim, seed=1, dtype=dtype)
+    whole, _ = ragged_input([(0, 40)], 16, spare_blocks=0)
+
+    def rows(inputs: ModelInput, x: Tensor, positions: int) -> tuple[Tensor, Tensor]:
+        cache = empty_cache(inputs, 3, 16, kv, dim, dtype)
+        q = CpuKernels().rope_and_cache(x, norms, rotary, inputs, cache)
+        keys = cache.keys[inputs.block_tables[0].long()].permute(0, 3, 1, 2).flatten(0, 1)  # [positions, kv, width]
+        return q, keys[:positions]
+
+    torch.set_num_threads(1)
+    q, keys = rows(whole, qkv, 40)
+    torch.set_num_threads(2)
+    for past in (0, 1, 17, 39):
+        part, _ = ragged_input([(past, 1)], 16, spare_blocks=0)
+        got_q, got_keys = rows(part, qkv[past : past + 1], past + 1)
+        assert torch.equal(got_q[0], q[past])
+        assert torch.equal(got_keys[past], keys[past])
+
+
+def convolve(
+    kernels: Kernels,
+    columns: Sequence[Tensor],
+    cuts: Sequence[Sequence[int]],
+    weight: Tensor,
+    bias: Tensor,
+    state: Tensor,
+) -> list[Tensor]:
+    """Run whole sequences of bcx through steps; ``cuts[i]`` are the chunks of sequence i, one per step.
+
+    Slot numbers are those of the sequences in the step's order, so sequences all take part until they end together.
+    """
+    done = [0] * len(columns)
+    out: list[list[Tensor]] = [[] for _ in columns]
+    for step in range(len(cuts[0])):
+        pieces = [(past, cut[step]) for past, cut in zip(done, cuts, strict=True)]
+        inputs, _ = ragged_input(pieces, 16)
+        bcx = torch.cat([c[past : past + count] for c, (past, count) in zip(columns, pieces, strict=True)])
+        got = kernels.short_conv(bcx, weight, bias, state, inputs).split([count for _, count in pieces])
+        for i, (part, (past, count)) in enumerate(zip(got, pieces, strict=True)):
+            out[i].append(part)
+            done[i] = past + count
+    return [torch.cat(parts) for parts in out]
+
+
+def whole_convolution(bcx: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """C * conv1d(B * x) over one whole sequence, the convolution in float64."""
+    b, c, x = bcx.chunk(3, -1)
+    u = functional.pad((b * x).double().T, (len(weight) - 1, 0))
+    mixed = functional.conv1d(u, weight.double().T[:, None], bias.double(), groups=u.shape[0])
+    return c * mixed.T.to(bcx.dtype)
+
+
+CONV_CUTS = {
+    "whole": [[60], [1], [2], [33]],
+    "one by one": [[1] * 20, [1] * 20],
+    "chunks": [[1, 2, 1, 40], [3, 1, 5, 1], [30, 1, 1, 1], [2, 2, 2, 2]],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cuts", CONV_CUTS)
+@pytest.mark.parametrize(("width", "taps"), [(16, 3), (40, 4), (24, 2), (100, 3), (300, 3), (5, 5)])
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_chunks_of_a_convolution_equal_the_whole(
+    name: str, width: int, taps: int, cuts: str, dtype: torch.dtype
+) -> None:
+    weight, bias = normal(taps, width, seed=1), normal(width, seed=2)
+    columns = [normal(sum(c), 3 * width, seed=3 + i, dtype=dtype) for i, c in enumerate(CONV_CUTS[cuts])]
+    state = torch.full((len(columns), taps - 1, width), torch.nan, dtype=dtype)  # what an earlier sequence left
+    got = convolve(BACK_ENDS[name](), columns, CONV_CUTS[cuts], weight, bias, state)
+    tolerance = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for column, out in zip(columns, got, strict=True):
+        torch.testing.assert_close(out, whole_convolution(column, weight, bias), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "taps"), [(16, 3), (300, 3), (40, 4), (7, 2)])
+def test_convolution_has_the_same_bits_however_a_sequence_is_cut(width: int, taps: int, dtype: torch.dtype) -> None:
+    weight, bias = normal(taps, width, seed=1), normal(width, seed=2)
+    columns = [normal(20, 3 * width, seed=3 + i, dtype=dtype) for i in range(3)]
+
+    def run(cuts: list[list[int]], columns: list[Tensor], threads: int) -> tuple[list[Tensor], Tensor]:
+        torch.set_num_threads(threads)
+        state = torch.full((len(columns), taps - 1, width), torch.inf, dtype=dtype)
+        return convolve(CpuKernels(), columns, cuts, weight, bias, state), state
+
+    whole, whole_state = run([[20]] * 3, columns, 1)
+    for cuts in ([[1] * 20] * 3, [[2, 18], [19, 1], [1, 19]], [[7, 1, 12], [1, 1, 18], [3, 3, 14]]):
+        for threads in (1, 2):
+            parts, state = run(cuts, columns, threads)
+            assert all(map(torch.equal, parts, whole))
+            assert torch.equal(state, whole_state)
+    alone, _ = run([[4, 16]], columns[1:2], 2)
+    assert torch.equal(alone[0], whole[1])
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_convolution_touches_only_the_slots_of_its_sequences(name: str) -> None:
+    state = torch.full((5, 2, 24), 5.0)
+    inputs, _ = ragged_input([(0, 4), (0, 1)], 16)
+    BACK_ENDS[name]().short_conv(normal(5, 72, seed=0), normal(3, 24, seed=1), torch.zeros(24), state, inputs)
+    assert torch.equal(state[2:], torch.full((3, 2, 24), 5.0))
+    assert not (state[:2] == 5.0).any()
+    assert torch.equal(state[1, 0], torch.zeros(24)), "the state of a single token starts with the zero before it"

@@ -1,0 +1,264 @@
+"""Draws: which tokens stay allowed, with which probability, and that nothing but the row's own numbers decides.
+
+A draw inverts the cumulative distribution over token ids, so the middle of a token's share of [0, 1) must draw that
+token: one uniform per allowed token checks a whole distribution, without statistics.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_model import BACK_ENDS
+from torch import Tensor
+
+from batchgen.engine.sampler import uniform
+from batchgen.kernels import SamplingRows
+from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.reference import ReferenceKernels
+
+DTYPES = [torch.float32, torch.bfloat16]
+WIDTHS = [1, 2, 15, 16, 17, 100, 333]
+JUST_BELOW_ONE = 1 - 2.0**-53
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def rows_of(
+    uniforms: list[float], temperature: float = 1.0, min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0
+) -> SamplingRows:
+    """The same parameters for every uniform."""
+    n = len(uniforms)
+    return SamplingRows(
+        temperature=torch.full((n,), temperature, dtype=torch.float32),
+        min_p=torch.full((n,), min_p, dtype=torch.float32),
+        top_k=torch.full((n,), top_k, dtype=torch.int64),
+        top_p=torch.full((n,), top_p, dtype=torch.float64),
+        uniform=torch.tensor(uniforms, dtype=torch.float64),
+    )
+
+
+def draw(name: str, logits: Tensor, uniforms: list[float], **params: float) -> list[int]:
+    """One row of logits drawn from once per uniform."""
+    rows = rows_of(uniforms, **params)  # type: ignore[arg-type]
+    return BACK_ENDS[name]().sample(logits.expand(len(uniforms), -1).contiguous(), rows).tolist()
+
+
+def assert_draws_from(name: str, logits: Tensor, probabilities: Tensor, **params: float) -> None:
+    """The draws follow ``probabilities`` [width]: every share of [0, 1) gives its token, and no other token comes."""
+    cumulative = probabilities.double().cumsum(0)
+    shares = [(0.0 if i == 0 else cumulative[i - 1].item(), cumulative[i].item()) for i in range(len(cumulative))]
+    allowed = [i for i, (low, high) in enumerate(shares) if high - low > 1e-6]
+    middles = [(shares[i][0] + shares[i][1]) / 2 for i in allowed]
+    assert draw(name, logits, middles, **params) == allowed
+    possible = set(probabilities.nonzero().flatten().tolist())
+    grid = [0.0, JUST_BELOW_ONE, *(i / 97 for i in range(97))]
+    assert set(draw(name, logits, grid, **params)) <= possible
+
+
+def logits_of(width: int, seed: int, scale: float = 2.0) -> Tensor:
+    return torch.randn(width, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def warped(warper: object, logits: Tensor) -> Tensor:
+    """Probabilities that one of transformers' warpers leaves."""
+    return warper(torch.zeros(1, 1, dtype=torch.long), logits[None].clone())[0].double().softmax(-1)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("temperature", [0.01, 0.3, 1.0, 1.7, 50.0])
+def test_temperature_means_what_it_means_in_transformers(temperature: float, width: int, name: str) -> None:
+    from transformers.generation.logits_process import TemperatureLogitsWarper
+
+    logits = logits_of(width, seed=width)
+    expected = warped(TemperatureLogitsWarper(temperature), logits)
+    assert_draws_from(name, logits, expected, temperature=temperature)
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("top_k", [1, 2, 3, 16, 50, 1000])
+def test_top_k_allows_what_transformers_allows(top_k: int, width: int, name: str) -> None:
+    from transformers.generation.logits_process import TopKLogitsWarper
+
+    logits = logits_of(width, seed=width)
+    assert_draws_from(name, logits, warped(TopKLogitsWarper(top_k), logits), top_k=top_k)
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.8, 0.95, 0.999])
+def test_top_p_allows_what_transformers_allows(top_p: float, width: int, name: str) -> None:
+    from transformers.generation.logits_process import TopPLogitsWarper
+
+    logits = logits_of(width, seed=width)
+    assert_draws_from(name, logits, warped(TopPLogitsWarper(top_p), logits), top_p=top_p)
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("min_p", [1e-9, 0.02, 0.15, 0.5, 0.99, 1.0])
+def test_min_p_allows_what_transformers_allows(min_p: float, width: int, name: str) -> None:
+    from transformers.generation.logits_process import MinPLogitsWarper
+
+    logits = logits_of(width, seed=width)
+    assert_draws_from(name, logits, warped(MinPLogitsWarper(min_p), logits), min_p=min_p)
+
+
+def filtered(logits: Tensor, temperature: float, min_p: float, top_k: int, top_p: float) -> Tensor:
+    """What ``SamplingRows`` promises, in float64 and plain Python: temperature, min_p, top_k, top_p, equals kept."""
+    p = (logits.double() / temperature).softmax(-1)
+    p = torch.where(p >= min_p * p.max(), p, 0.0)
+    ranked = sorted(p.tolist(), reverse=True)
+    if top_k:
+        p = torch.where(p >= ranked[min(top_k, len(ranked)) - 1], p, 0.0)
+        ranked = sorted(p.tolist(), reverse=True)
+    if top_p < 1:
+        wanted, total = top_p * sum(ranked), 0.0
+        for least in ranked:
+            total += least
+            if total >= wanted:
+                break
+        p = torch.where(p >= least, p, 0.0)
+    return p / p.sum()
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(1, 70),
+    seed=st.integers(0, 10**6),
+    temperature=st.sampled_from([0.2, 0.7, 1.0, 2.5]),
+    min_p=st.sampled_from([0.0, 0.013, 0.11, 0.4]),
+    top_k=st.sampled_from([0, 1, 2, 5, 20, 69]),
+    top_p=st.sampled_from([1.0, 0.31, 0.77, 0.97]),
+)
+def test_filters_compose_in_their_order(
+    name: str, width: int, seed: int, temperature: float, min_p: float, top_k: int, top_p: float
+) -> None:
+    logits = logits_of(width, seed)
+    params = {"temperature": temperature, "min_p": min_p, "top_k": top_k, "top_p": top_p}
+    expected = filtered(logits, **params)  # type: ignore[arg-type]
+    assert_draws_from(name, logits, expected, **params)
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_what_equals_the_last_kept_token_is_kept(name: str) -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 0.0, 1.0, -1.0])
+    tied = torch.where(logits >= 1.0, logits, -torch.inf).double().softmax(-1)
+    assert_draws_from(name, logits, tied, top_k=2)
+    assert_draws_from(name, logits, tied, top_p=float(logits.double().softmax(-1)[1]) + 0.01)
+    equal = torch.zeros(6)
+    assert_draws_from(name, equal, torch.full((6,), 1 / 6), top_k=1)
+    assert_draws_from(name, equal, torch.full((6,), 1 / 6), top_p=0.5)
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_extreme_temperatures(name: str) -> None:
+    logits = torch.tensor([1.0, 3.0, 2.999, -500.0, 0.0])
+    grid = [i / 50 for i in range(50)]
+    for cold in (1e-4, 1e-10, 1e-37):
+        assert set(draw(name, logits, grid, temperature=cold)) == {1}
+    for hot in (1e9, 3e38):
+        assert_draws_from(name, logits, torch.full((5,), 0.2), temperature=hot)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_a_forbidden_token_is_never_drawn(name: str, dtype: torch.dtype) -> None:
+    logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf], dtype=dtype)
+    grid = [0.0, 2.0**-53, JUST_BELOW_ONE, *(i / 30 for i in range(30))]
+    for params in ({}, {"temperature": 1e6}, {"temperature": 0.01}, {"top_k": 4}, {"top_p": 0.9999999}):
+        assert set(draw(name, logits, grid, **params)) <= {1, 3}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_a_row_that_is_not_finite_draws_minus_one(name: str, dtype: torch.dtype) -> None:
+    good = [0.5] * 20
+    some = [*good[:7], torch.nan, *good[8:]]
+    infinite = [*good[:7], torch.inf, *good[8:]]
+    logits = torch.tensor([good, [torch.nan] * 20, some, infinite, [-torch.inf] * 20, good], dtype=dtype)
+    drawn = BACK_ENDS[name]().sample(logits, rows_of([0.5] * 6)).tolist()
+    assert drawn == [10, -1, -1, -1, -1, 10]
+
+
+def is_settled(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Rows whose draw no rounding could change: the reference draws the same a little to either side."""
+    draws = [
+        ReferenceKernels().sample(
+            logits,
+            SamplingRows(rows.temperature, rows.min_p, rows.top_k, rows.top_p + p, (rows.uniform + u).clamp(min=0)),
+        )
+        for p, u in itertools.product((-1e-5, 0, 1e-5), (-1e-5, 0, 1e-5))
+    ]
+    return torch.stack([d == draws[0] for d in draws]).all(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sample_equals_the_reference_with_the_same_uniforms(width: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    n = 200
+
+    def pick(values: list[float], kind: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=kind)[torch.randint(len(values), (n,), generator=generator)]
+
+    logits = (3 * torch.randn(n, width, generator=generator)).to(dtype)
+    rows = SamplingRows(
+        temperature=pick([0.01, 0.3, 1.0, 2.0, 100.0], torch.float32),
+        min_p=pick([0.0, 0.0, 0.05, 0.3], torch.float32),
+        top_k=pick([0, 0, 1, 5, 40, 10_000], torch.int64),
+        top_p=pick([1.0, 1.0, 0.2, 0.9, 0.99], torch.float64),
+        uniform=torch.rand(n, generator=generator, dtype=torch.float64),
+    )
+    settled = is_settled(logits, rows)
+    assert settled.float().mean() > 0.95
+    fast, slow = CpuKernels().sample(logits, rows), ReferenceKernels().sample(logits, rows)
+    assert torch.equal(fast[settled], slow[settled])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_draw_does_not_depend_on_the_other_rows_or_the_threads(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(60, 777, generator=generator)).to(dtype)
+    uniforms = torch.rand(60, generator=generator, dtype=torch.float64).tolist()
+    params = {"temperature": 0.8, "min_p": 0.01, "top_k": 40, "top_p": 0.95}
+    torch.set_num_threads(1)
+    together = CpuKernels().sample(logits, rows_of(uniforms, **params))
+    torch.set_num_threads(2)
+    assert torch.equal(CpuKernels().sample(logits, rows_of(uniforms, **params)), together)
+    alone = [CpuKernels().sample(logits[i : i + 1], rows_of([u], **params)) for i, u in enumerate(uniforms)]
+    assert torch.equal(torch.cat(alone), together)
+
+
+def chi_square(counts: Tensor, expected: Tensor) -> float:
+    return float(((counts - expected).square() / expected).sum())
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 1.0}, {"temperature": 1.5, "top_k": 8}, {"temperature": 0.7, "top_p": 0.9, "min_p": 0.02}],
+    ids=str,
+)
+def test_frequencies_follow_the_probabilities(params: dict[str, float], name: str) -> None:
+    """Over 20,000 keyed draws; 50 is above the 99.99th percentile of chi-square with up to 19 degrees of freedom."""
+    logits = logits_of(20, seed=3, scale=1.0)
+    full = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0, **params}
+    expected = filtered(logits, **full) * 20_000  # type: ignore[arg-type]
+    drawn = draw(name, logits, [uniform(11, key, key % 7) for key in range(20_000)], **params)
+    counts = torch.bincount(torch.tensor(drawn), minlength=20).double()
+    allowed = expected > 0
+    assert counts[~allowed].sum() == 0
+    assert chi_square(counts[allowed], expected[allowed]) < 50

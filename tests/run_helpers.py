@@ -1,0 +1,120 @@
+"""Small jobs for the stub engine, and what the tests want to know of a run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from batchgen.run import Outcome, RunOptions, run_job
+from batchgen.run.stop import Limits
+from batchgen.spec import JobSpec
+from batchgen.spec_load import load_job
+from stub_engine import StubEngine, stub_factory
+
+REPOSITORY = Path(__file__).parents[1]
+MODEL = REPOSITORY / "sample_data" / "tiny-lfm2"  # of which the stub uses the config and the tokenizer
+
+
+def rows_of(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"q-{i}", "question": f"What is {i} times {i}?", "answer": str(i * i)} for i in range(count)]
+
+
+class JobMaker:
+    """Jobs in one folder: ``write`` the input, then ``run`` (in this process) or ``command`` (in its own)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.input = folder / "input.jsonl"
+        self.output = folder / "out"
+        self.engines: list[StubEngine] = []  # made by the last run
+
+    def write(self, rows: Iterable[Mapping[str, Any] | str]) -> Path:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        self.input.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return self.input
+
+    def spec(self, **sections: Mapping[str, Any]) -> JobSpec:
+        """The job over the input with the given keys on top."""
+        flags: dict[str, dict[str, Any]] = {
+            "model": {"path": str(MODEL)},
+            "input": {"path": [str(self.input)], "id": "id", "prompt": "{question}"},
+            "output": {"path": str(self.output)},
+            "sampling": {"max_tokens": 16},
+        }
+        for name, values in sections.items():
+            flags[name] = {**flags.get(name, {}), **values}
+        return load_job(None, flags)
+
+    def run(self, spec: JobSpec | None = None, options: RunOptions | None = None, **stub: Any) -> Outcome:
+        self.engines = []
+        options = options or quiet()
+        return run_job(spec or self.spec(), options, engine_factory=stub_factory(self.engines, **stub))
+
+    def toml(self, **sections: Mapping[str, Any]) -> Path:
+        """The same job as a file."""
+        spec = self.spec(**sections)
+        path = self.folder / "job.toml"
+        parts = {
+            "model": {"path": spec.model.path},
+            "input": {"path": list(spec.input.path), "id": spec.input.id, "prompt": spec.input.prompt},
+            "output": {"path": spec.output.path, "format": spec.output.format},
+            "sampling": {"max_tokens": spec.sampling.max_tokens, "temperature": spec.sampling.temperature},
+        }
+        lines = []
+        for name, values in parts.items():
+            lines.append(f"[{name}]")
+            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return path
+
+    def outputs(self) -> list[dict[str, Any]]:
+        """The records of outputs.jsonl, timings aside."""
+        return without_timings(self.output / "outputs.jsonl")
+
+    def errors(self) -> list[dict[str, Any]]:
+        """The lines of errors.jsonl; none if it is not there."""
+        path = self.output / "errors.jsonl"
+        return read_lines(path) if path.exists() else []
+
+
+def quiet(**limits: Any) -> RunOptions:
+    return RunOptions(progress="quiet", limits=Limits(**limits))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def without_timings(path: Path) -> list[dict[str, Any]]:
+    """The records of an outputs file of any format, in file order."""
+    records = pq.read_table(path).to_pylist() if path.suffix == ".parquet" else read_lines(path)
+    for record in records:
+        record.pop("timings", None)
+    return records
+
+
+def start(arguments: Iterable[str | Path], **stub: Any) -> subprocess.Popen[str]:
+    """The command line with a stub engine, in a process of its own."""
+    command = [sys.executable, str(REPOSITORY / "tests" / "stub_cli.py"), json.dumps(stub), *map(str, arguments)]
+    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str]:
+    """Exit code and what it said on stderr."""
+    _, said = process.communicate(timeout=timeout)
+    return process.returncode, said

@@ -1,0 +1,233 @@
+"""Shards of one job become one run; anything that would lose or repeat a row is refused by shard and row."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen.data.journal import Journal, JournalEntry
+from batchgen.data.manifest import Manifest
+from batchgen.data.rundir import RunDir
+from batchgen.data.writer import OutputCounts, finalize
+from batchgen.errors import StorageError, UsageError
+from batchgen.merge import merge
+from batchgen.records import Cursor
+from batchgen.spec import InputSpec, JobSpec, ModelSpec, OutputSpec
+
+NUM_ROWS = 11
+BAD = (4, 5, 9)
+
+
+def job(path: Path, output_format: str = "jsonl", order: str = "input", dtype: str = "auto") -> JobSpec:
+    return JobSpec(ModelSpec("m", dtype=dtype), InputSpec(("in",)), OutputSpec(str(path), output_format, order))
+
+
+def record(index: int) -> dict[str, Any]:
+    usage = {"prompt_tokens": 1, "completion_tokens": 2}
+    kept = {"kept": index if index % 2 else str(index)}  # shard 1 of 2 keeps texts, shard 2 numbers
+    return {"id": index, "index": index, "text": "t", "finish_reason": "stop", "usage": usage, "timings": {}, **kept}
+
+
+def dead_letter(index: int) -> dict[str, Any]:
+    return {"id": index, "index": index, "source": "in", "line": 1, "code": "bad_json", "message": "m", "row": None}
+
+
+def run(spec: JobSpec, shard: tuple[int, int] = (1, 1), num_rows: int = NUM_ROWS) -> Path:
+    """A finished run directory of one shard, its rows finished in descending order."""
+    run_dir = RunDir(Path(spec.output.path))
+    run_dir.create()
+    run_dir.write_manifest(Manifest(spec.to_dict(), spec.output_keys(), {"input": {"size": 7}}, shard))
+    journal = Journal.open(run_dir.journal, shard)
+    for index in reversed(range(shard[0] - 1, num_rows, shard[1])):
+        after = Cursor(0, 0, 0, index + 1)
+        if index in BAD:
+            journal.append(JournalEntry(index, after, "error", dead_letter(index)))
+        else:
+            journal.append(JournalEntry(index, after, "result", record(index)))
+    finalize(run_dir, spec.output, journal, num_rows=num_rows, model="m")
+    journal.remove()
+    return run_dir.path
+
+
+def shards(folder: Path, count: int = 2, **options: Any) -> list[Path]:
+    return [run(job(folder / f"shard-{number}", **options), (number, count)) for number in range(1, count + 1)]
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+@pytest.mark.parametrize("output_format", ["jsonl", "parquet", "openai-batch"])
+@pytest.mark.parametrize("count", [1, 2, 3, 12])
+def test_merged_shards_are_the_bytes_of_the_unsharded_run(tmp_path: Path, output_format: str, count: int) -> None:
+    whole = RunDir(run(job(tmp_path / "whole", output_format)))
+    merged = RunDir(tmp_path / "merged")
+    counts = merge(shards(tmp_path, count, output_format=output_format), merged.path)
+    assert counts == OutputCounts(NUM_ROWS - len(BAD), len(BAD))
+    assert merged.outputs(output_format).read_bytes() == whole.outputs(output_format).read_bytes()
+    assert merged.errors.read_bytes() == whole.errors.read_bytes()
+
+
+def test_the_order_of_the_arguments_does_not_matter(tmp_path: Path) -> None:
+    folders = shards(tmp_path, 3)
+    merge(folders, tmp_path / "a")
+    merge(folders[::-1], tmp_path / "b")
+    assert (tmp_path / "a" / "outputs.jsonl").read_bytes() == (tmp_path / "b" / "outputs.jsonl").read_bytes()
+
+
+def test_shards_in_completion_order_follow_one_another(tmp_path: Path) -> None:
+    merge(shards(tmp_path, order="completion"), tmp_path / "merged")
+    indexes = [row["index"] for row in lines(tmp_path / "merged" / "outputs.jsonl")]
+    assert indexes == [10, 8, 6, 2, 0, 7, 3, 1]
+
+
+def test_a_merged_run_is_a_whole_run(tmp_path: Path) -> None:
+    merge(shards(tmp_path), tmp_path / "merged")
+    manifest = RunDir(tmp_path / "merged").read_manifest()
+    assert manifest is not None
+    assert (manifest.shard, manifest.num_rows) == ((1, 1), NUM_ROWS)
+    assert manifest.job["output"]["path"] == str(tmp_path / "merged")
+    assert sorted(path.name for path in (tmp_path / "merged").iterdir()) == [
+        "errors.jsonl",
+        "job.json",
+        "outputs.jsonl",
+    ]
+
+
+def test_parquet_columns_that_differ_between_shards_are_brought_together(tmp_path: Path) -> None:
+    folders = shards(tmp_path, output_format="parquet")
+    types = [str(pq.read_schema(folder / "outputs.parquet").field("kept").type) for folder in folders]
+    merge(folders, tmp_path / "merged")
+    merged = pq.read_table(tmp_path / "merged" / "outputs.parquet")
+    assert types == ["string", "int64"]
+    assert merged.column("kept").to_pylist() == ['"0"', "1", '"2"', "3", '"6"', "7", '"8"', '"10"']
+
+
+def test_nothing_to_merge_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="nothing to merge"):
+        merge([], tmp_path / "merged")
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folders = shards(tmp_path, 4)
+    with pytest.raises(UsageError, match="shard 2/4, 4/4 is missing"):
+        merge([folders[0], folders[2]], tmp_path / "merged")
+
+
+def test_a_shard_given_twice_is_named(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    with pytest.raises(UsageError, match=r"shard 2/2 \(.*shard-2\) is given twice"):
+        merge([*folders, folders[1]], tmp_path / "merged")
+
+
+def test_shards_of_different_jobs_are_told_apart(tmp_path: Path) -> None:
+    one, two = (job(tmp_path / name, dtype=dtype) for name, dtype in (("a", "float32"), ("b", "bfloat16")))
+    folders = [run(one, (1, 2)), run(two, (2, 2))]
+    with pytest.raises(UsageError, match=r'not of one job: model\.dtype: was "float32", now "bfloat16"'):
+        merge(folders, tmp_path / "merged")
+
+
+def test_shards_of_different_counts_are_told_apart(tmp_path: Path) -> None:
+    folders = [run(job(tmp_path / "a"), (1, 2)), run(job(tmp_path / "b"), (2, 3))]
+    with pytest.raises(UsageError, match="shards: was 2, now 3"):
+        merge(folders, tmp_path / "merged")
+
+
+def test_shards_of_inputs_that_grew_are_told_apart(tmp_path: Path) -> None:
+    folders = [run(job(tmp_path / "a"), (1, 2)), run(job(tmp_path / "b"), (2, 2), num_rows=13)]
+    with pytest.raises(UsageError, match="input rows: was 11, now 13"):
+        merge(folders, tmp_path / "merged")
+
+
+def test_shards_of_different_formats_are_told_apart(tmp_path: Path) -> None:
+    folders = [run(job(tmp_path / "a"), (1, 2)), run(job(tmp_path / "b", "parquet"), (2, 2))]
+    with pytest.raises(UsageError, match=r"output\.format: was jsonl, now parquet"):
+        merge(folders, tmp_path / "merged")
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"other is not a run directory: it has no job\.json"):
+        merge([tmp_path / "other"], tmp_path / "merged")
+
+
+def test_an_unfinished_shard_is_named(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    (folders[1] / "outputs.jsonl").unlink()
+    with pytest.raises(UsageError, match="shard-2 is not finished"):
+        merge(folders, tmp_path / "merged")
+
+
+def test_a_shard_in_use_is_named(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    with RunDir(folders[0]).lock(), pytest.raises(UsageError, match="shard-1 is in use by process"):
+        merge(folders, tmp_path / "merged")
+
+
+def test_a_run_is_never_merged_over(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    merge(folders, tmp_path / "merged")
+    for target in (tmp_path / "merged", folders[0]):
+        before = (target / "outputs.jsonl").read_bytes()
+        with pytest.raises(UsageError, match="holds a run already"):
+            merge(folders, target)
+        assert (target / "outputs.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([1, 3, 7, 7], r"shard 2/2 \(.*\) holds row 7 twice"),
+        ([1, 3, 6, 7], r"shard 2/2 \(.*\) holds row 6, which belongs to shard 1/2"),
+        ([1, 7], r"rows are missing: row 3 \(shard 2/2\); run"),
+        ([], r"row 1 \(shard 2/2\), row 3 \(shard 2/2\), row 7 \(shard 2/2\); run"),
+        ([1, 7, 3], r"holds row 3 after row 7, not in input order"),
+        ([1, 3, 7, 11], r"holds row 11, but the input has 11 rows"),
+        ([1, 3, 5, 7], r"holds row 5 twice"),  # as an error already
+    ],
+)
+def test_rows_that_do_not_add_up_are_refused(tmp_path: Path, rows: list[int], message: str) -> None:
+    folders = shards(tmp_path)
+    content = "".join(json.dumps(record(index)) + "\n" for index in rows)
+    (folders[1] / "outputs.jsonl").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        merge(folders, tmp_path / "merged")
+    assert not RunDir(tmp_path / "merged").is_complete()
+
+
+def test_of_many_missing_rows_the_first_are_named(tmp_path: Path) -> None:
+    folders = [run(job(tmp_path / str(n)), (n, 2), num_rows=40) for n in (1, 2)]
+    (folders[1] / "outputs.jsonl").write_text("")
+    with pytest.raises(UsageError, match=r"row 13 \(shard 2/2\) and 13 more; run those shards anew with --overwrite"):
+        merge(folders, tmp_path / "merged")
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    with (folders[0] / "outputs.jsonl").open("a") as file:
+        file.write("{\n")
+    with pytest.raises(StorageError, match=r"shard-1/outputs\.jsonl, line 6"):
+        merge(folders, tmp_path / "merged")
+
+
+def test_a_merge_that_was_refused_can_be_repeated(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    good = (folders[1] / "outputs.jsonl").read_bytes()
+    (folders[1] / "outputs.jsonl").write_text("")
+    with pytest.raises(UsageError):
+        merge(folders, tmp_path / "merged")
+    (folders[1] / "outputs.jsonl").write_bytes(good)
+    assert merge(folders, tmp_path / "merged").results == NUM_ROWS - len(BAD)
+
+
+def test_another_runs_folder_is_not_taken(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    target = RunDir(tmp_path / "merged")
+    target.create()
+    manifest = RunDir(folders[0]).read_manifest()
+    assert manifest is not None
+    target.write_manifest(replace(manifest, created_at="yesterday"))
+    with pytest.raises(UsageError, match="holds a run already"):
+        merge(folders, target.path)

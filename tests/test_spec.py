@@ -1,0 +1,257 @@
+"""The job file and its flags: what is accepted, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchgen.errors import UsageError
+from batchgen.spec import SECTIONS, JobSpec, job_from_dict
+from batchgen.spec_load import load_job
+from batchgen.units import (
+    format_duration,
+    parse_clock,
+    parse_count,
+    parse_duration,
+    parse_shard,
+    parse_share,
+    parse_size,
+)
+
+JOBS = sorted((Path(__file__).parents[1] / "jobs").glob("*.toml"))
+NEEDED = {"model": {"path": "dummy:LFM2-350M"}, "input": {"path": "in.jsonl"}, "output": {"path": "out"}}
+
+
+def from_text(folder: Path, text: str, flags: dict[str, dict[str, Any]] | None = None) -> JobSpec:
+    path = folder / "job.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_job(path, flags)
+
+
+def minimal(extra: str = "") -> str:
+    return f'[model]\npath = "m/n"\n[output]\npath = "out"\n[input]\npath = "in.jsonl"\n{extra}'
+
+
+def with_flags(section: str, key: str, value: object) -> dict[str, dict[str, Any]]:
+    flags = {name: dict(values) for name, values in NEEDED.items()}
+    flags.setdefault(section, {})[key] = value
+    return flags
+
+
+def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
+    spec = from_text(tmp_path, minimal())
+    assert (spec.model.revision, spec.model.dtype, spec.model.device) == ("main", "auto", "auto")
+    assert (spec.input.format, spec.input.chat, spec.input.keep_columns) == ("auto", True, ())
+    assert (spec.sampling.max_tokens, spec.sampling.temperature) == (256, 0.0)
+    assert {getattr(spec.engine, item.name) for item in fields(spec.engine)} == {"auto"}
+    assert (spec.output.format, spec.output.order, spec.output.token_ids) == ("jsonl", "input", False)
+
+
+def test_paths_in_the_file_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    spec = from_text(
+        tmp_path, '[model]\npath="models/m"\n[input]\npath=["a.jsonl","b/*.jsonl"]\n[output]\npath="../o"\n'
+    )
+    assert spec.model.path == str(tmp_path / "models/m")
+    assert spec.input.path == (str(tmp_path / "a.jsonl"), str(tmp_path / "b/*.jsonl"))
+    assert spec.output.path == str(tmp_path.parent / "o")
+
+
+def test_paths_in_flags_are_relative_to_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_job(None, NEEDED).input.path == (str(tmp_path / "in.jsonl"),)
+
+
+@pytest.mark.parametrize("name", ["LiquidAI/LFM2-350M", "dummy:LFM2-350M"])
+def test_a_model_that_is_no_folder_here_keeps_its_name(tmp_path: Path, name: str) -> None:
+    assert from_text(tmp_path, minimal().replace("m/n", name)).model.path == name
+
+
+@pytest.mark.parametrize("path", ["-", "hf:openai/gsm8k?config=main&split=test"])
+def test_inputs_that_are_no_files_keep_their_names(tmp_path: Path, path: str) -> None:
+    assert from_text(tmp_path, minimal().replace("in.jsonl", path)).input.path == (path,)
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    flags = {"sampling": {"max_tokens": 3}, "engine": {"kv_memory": "1GiB"}}
+    spec = from_text(tmp_path, minimal("[sampling]\nmax_tokens = 9\nseed = 4\n"), flags)
+    assert (spec.sampling.max_tokens, spec.sampling.seed, spec.engine.kv_memory) == (3, 4, 1 << 30)
+
+
+def test_a_flag_that_says_what_the_prompt_is_replaces_the_files_word(tmp_path: Path) -> None:
+    spec = from_text(tmp_path, minimal('prompt = "{q}"\n'), {"input": {"messages": "chat"}})
+    assert (spec.input.prompt, spec.input.messages) == (None, "chat")
+
+
+def test_environment_variables_are_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BG_DATA", "/data")
+    spec = from_text(tmp_path, minimal('prompt = "costs $${BG_DATA} {x}"\n').replace("in.jsonl", "${BG_DATA}/a.jsonl"))
+    assert spec.input.path == ("/data/a.jsonl",)
+    assert spec.input.prompt == "costs ${BG_DATA} {x}"
+
+
+def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BG_NOWHERE", raising=False)
+    with pytest.raises(UsageError, match=r"job\.toml:6: input\.path = .*the environment has no BG_NOWHERE"):
+        from_text(tmp_path, minimal().replace("in.jsonl", "${BG_NOWHERE}"))
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (
+            "[sampling]\ntemprature = 1\n",
+            r'job\.toml:8: sampling\.temprature: unknown key \(did you mean "temperature"',
+        ),
+        ("max_tokens = 1\n", r"input\.max_tokens: unknown key \(it belongs in \[sampling\]\)"),
+        ("[enigne]\n", r'unknown section \[enigne\] \(did you mean "engine"'),
+        ("limit = 0\n", r"job\.toml:7: input\.limit = 0: must be an integer of at least 1"),
+        ("limit = true\n", r"input\.limit = True: must be an integer"),
+        ('chat = "yes"\n', r"input\.chat = 'yes': must be true or false"),
+        ('format = "json"\n', r'must be one of auto, jsonl.*did you mean "jsonl"'),
+        ('keep_columns = ["*", "a"]\n', r'"\*" alone for all columns'),
+        ('id = ""\n', r"input\.id = '': must be a string that is not empty"),
+        ("prompt = 3\n", r"input\.prompt = 3: must be a string"),
+        ('prompt = "a"\nmessages = "b"\n', r"input\.prompt and input\.messages exclude each other"),
+        ('chat = false\nsystem = "s"\n', r"input\.system needs input\.chat = true"),
+        ('[engine]\nkv_memory = "4 gigs"\n', r'engine\.kv_memory = \'4 gigs\': must be a size such as "4GiB"'),
+        ("[engine]\nthreads = -1\n", r"engine\.threads = -1: must be"),
+        ("[sampling]\nmax_tokens = 0\n", r"job\.toml:8: sampling\.max_tokens: .*0"),
+        ("[sampling]\ntemperature = nan\n", r"sampling\.temperature"),
+        ("[sampling\n", r"job\.toml: not valid TOML: .*line 7"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name_and_line(tmp_path: Path, extra: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        from_text(tmp_path, minimal(extra))
+
+
+def test_a_flag_is_refused_by_its_own_name() -> None:
+    with pytest.raises(UsageError, match=r"--input-format = 'json'"):
+        load_job(None, with_flags("input", "format", "json"))
+
+
+@pytest.mark.parametrize("section", ["model", "input", "output"])
+def test_what_is_missing_is_said_with_its_flag(section: str) -> None:
+    flags = {name: values for name, values in NEEDED.items() if name != section}
+    with pytest.raises(UsageError, match=rf"{section}\.path is missing: .*--{section}"):
+        load_job(None, flags)
+
+
+def test_a_job_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    for name, words in (("no.toml", "cannot read the job file"), ("binary.toml", "not a text file in UTF-8")):
+        with pytest.raises(UsageError, match=words) as refusal:
+            load_job(tmp_path / name)
+        assert "\n" not in str(refusal.value)
+
+
+def test_an_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(UsageError, match="is a file"):
+        from_text(tmp_path, minimal())
+
+
+def test_stdin_stands_alone() -> None:
+    with pytest.raises(UsageError, match="cannot be combined"):
+        load_job(None, with_flags("input", "path", ["-", "a.jsonl"]))
+
+
+def test_a_spec_survives_json(tmp_path: Path) -> None:
+    extra = 'keep_columns = ["a", "b"]\n[sampling]\nstop_token_ids = [2, 3]\n[engine]\nkv_memory = "1GiB"\n'
+    spec = from_text(tmp_path, minimal(extra))
+    assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_engine_sizes_and_output_order_do_not_count_as_changing_outputs() -> None:
+    keys = load_job(None, NEEDED).output_keys()
+    assert {"input.prompt", "sampling.seed", "model.dtype", "output.token_ids"} <= keys.keys()
+    assert (
+        not {"engine.kv_memory", "engine.threads", "engine.max_num_seqs", "output.order", "output.path"} & keys.keys()
+    )
+
+
+def test_every_key_says_what_it_is_for() -> None:
+    for cls in SECTIONS.values():
+        for item in fields(cls):
+            assert item.metadata["help"], item.name
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_the_job_files_of_the_repository_load(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DATA", str(tmp_path))
+    spec = load_job(path)
+    assert Path(spec.output.path).is_absolute()
+
+
+def test_there_is_a_job_file_for_each_promised_use() -> None:
+    assert {path.stem for path in JOBS} >= {"quickstart", "gsm8k", "parquet", "openai_batch", "nightly"}
+
+
+@given(st.integers(0, 10**15))
+def test_a_plain_number_is_a_size_in_bytes(size: int) -> None:
+    assert parse_size(str(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4GiB", 4 << 30), ("4G", 4 << 30), ("4GB", 4 * 10**9), ("1.5 KiB".replace(" ", ""), 1536), ("7b", 7)],
+)
+def test_sizes_take_binary_and_decimal_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@given(st.integers(0, 50), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
+def test_durations_add_up(days: int, hours: int, minutes: int, seconds: int) -> None:
+    written = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    assert parse_duration(f"{days}d{hours}h {minutes}m{seconds}s") == written.total_seconds()
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (parse_size, "4XB"),
+        (parse_duration, "soon"),
+        (parse_duration, ""),
+        (parse_share, "5"),
+        (parse_share, "-1%"),
+        (parse_share, "5%x"),
+        (parse_shard, "0/3"),
+        (parse_shard, "4/3"),
+        (parse_shard, "1"),
+        (parse_count, "0"),
+        (parse_count, "-4"),
+        (parse_count, "1.5"),
+    ],
+)
+def test_values_without_sense_are_refused(parse: Any, text: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        parse(text)
+
+
+def test_shares_and_shards_are_understood() -> None:
+    assert (parse_share("5%"), parse_share("0.25"), parse_shard("2/8"), parse_count("7")) == (0.05, 0.25, (2, 8), 7)
+
+
+def test_a_clock_time_is_the_next_of_its_kind() -> None:
+    now = datetime(2026, 3, 1, 12, 0).astimezone()
+    assert parse_clock("12:01", now) == now + timedelta(minutes=1)
+    assert parse_clock("12:00", now) == datetime(2026, 3, 2, 12, 0).astimezone()
+    assert parse_clock("2026-03-05T05:55", now) == datetime(2026, 3, 5, 5, 55).astimezone()
+    with pytest.raises(ValueError, match="must be a clock time"):
+        parse_clock("25:00", now)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(4.2, "4.2 s"), (185, "3m 05s"), (7620, "2h 07m"), (273600, "3d 04h"), (59.97, "60.0 s")]
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
