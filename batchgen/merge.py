@@ -43,6 +43,7 @@ def merge(folders: Sequence[Path], target: Path) -> OutputCounts:
     given twice, or a row is missing, there twice or in the wrong shard; ``target`` then shows no outputs.
     """
     shards = _load(folders)
+    target = target.absolute()
     manifest = _merged(shards[0].manifest, target)
     run_dir = RunDir(target)
     if run_dir.is_complete() or run_dir.read_manifest() not in (None, manifest):

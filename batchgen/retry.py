@@ -174,3 +174,7 @@ class _EveryRow:
     def is_ours(self, index: int) -> bool:
         """Always."""
         return True
+
+    def num_ours_until(self, index: int) -> int:
+        """As many as there are indexes."""
+        return index + 1

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from stub_engine import StubEngine, stub_factory
 
 from batchgen.run import Outcome, RunOptions, run_job
 from batchgen.run.stop import Limits
 from batchgen.spec import JobSpec
 from batchgen.spec_load import load_job
-from stub_engine import StubEngine, stub_factory
 
 REPOSITORY = Path(__file__).parents[1]
 MODEL = REPOSITORY / "sample_data" / "tiny-lfm2"  # of which the stub uses the config and the tokenizer

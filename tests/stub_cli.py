@@ -1,16 +1,22 @@
 """The command line with the stub engine behind it, for tests that need a process of their own.
 
 Usage: ``python stub_cli.py '{"step_s": 0.01}' run JOB.toml ...``: the stub's options as JSON, then the command.
+Beside the stub's own, ``load_s`` makes loading slow and ``finalize_s`` the writing of the outputs.
 """
 
 import json
 import sys
+import time
 
 from stub_engine import stub_factory
 
 from batchgen.cli import call
+from batchgen.run import job
 
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
     options["fails"] = frozenset(options.get("fails", ()))
+    if finalize_s := options.pop("finalize_s", 0):
+        finalize = job.finalize
+        job.finalize = lambda *args, **kwargs: (time.sleep(finalize_s), finalize(*args, **kwargs))  # type: ignore
     sys.exit(call(sys.argv[2:], engine_factory=stub_factory(**options)))

@@ -45,12 +45,16 @@ class StubStats:
 
 @dataclass
 class StubEngine:
-    """``fails`` names keys that end in an ``internal`` error; ``step_s`` is how long a step takes."""
+    """``fails`` names keys that end in an ``internal`` error; ``step_s`` is how long a step takes.
+
+    After ``stop`` the step under way lasts ``stops_after_s`` more.
+    """
 
     vocab_size: int = 640
     max_num_seqs: int = 8
     look_ahead: int = 16
     step_s: float = 0.0
+    stops_after_s: float = 0.0
     fails: frozenset[int] = frozenset()
     stats: StubStats = field(default_factory=StubStats)
     running: dict[int, tuple[Request, list[int], float]] = field(default_factory=dict)
@@ -76,6 +80,8 @@ class StubEngine:
             if not self.running:
                 return
             yield from self.step()
+            if self.is_stopping:
+                time.sleep(self.stops_after_s)
 
     def step(self) -> list[Result]:
         time.sleep(self.step_s)
@@ -104,10 +110,11 @@ class StubEngine:
         return {key: tuple(tokens) for key, (_, tokens, _) in self.running.items() if tokens}
 
 
-def stub_factory(made: list[StubEngine] | None = None, **options: Any) -> EngineFactory:
-    """A factory for ``run_job``; every engine it makes is added to ``made``."""
+def stub_factory(made: list[StubEngine] | None = None, *, load_s: float = 0.0, **options: Any) -> EngineFactory:
+    """A factory for ``run_job``; every engine it makes is added to ``made``, after ``load_s`` seconds."""
 
     def make(spec: JobSpec, model: ModelInfo) -> Backend:
+        time.sleep(load_s)
         engine = StubEngine(vocab_size=model.config.vocab_size, **options)
         if made is not None:
             made.append(engine)

@@ -83,9 +83,10 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file if it is there, durably."""
+    """Remove a file if it is there, and what a killed write of it left behind; durably."""
     with storage_errors("remove", path):
         path.unlink(missing_ok=True)
+        temporary_name(path).unlink(missing_ok=True)
         sync_folder(path.parent)
 
 

@@ -3,10 +3,10 @@
 Segments of checksummed lines (see ``segment``) are only ever appended to; a journal that is opened again starts a new
 segment, so a crash can damage nothing older. It stores payloads it never looks into, and knows no output format.
 
-Durability: a record reaches the operating system after at most 1 MiB of records or with the next ``append`` or
-``tick`` half a second later, and is fsynced then (kill -9 costs what was not yet written, power loss what was not
-yet synced; both are simply run again). The half second stretches to a hundred times what the last sync cost, 30 s at
-most, so on slow disks too syncing stays near 1 % of a run.
+Durability: ``append`` hands the record to the operating system, so kill -9 costs nothing that was appended. It is
+fsynced, with all before it, by the next ``append`` or ``tick`` at least half a second after the last sync; power loss
+costs what was appended since, which is simply run again. The half second stretches to a hundred times what the last
+sync took, 30 s at most, so that on slow disks too syncing takes about 1 % of a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from batchgen.errors import StorageError
 from batchgen.records import Cursor
 
 SEGMENT_BYTES = 64 << 20
-WRITE_BYTES = 1 << 20
 SYNC_SECONDS = 0.5
 MAX_SYNC_SECONDS = 30.0
 SYNC_COST_FACTOR = 100
@@ -82,9 +81,7 @@ class Journal:
         self._reader = SegmentReader(folder)
         self._number = 0  # of the newest segment
         self._fd: int | None = None  # of the segment this process appends to
-        self._size = 0  # bytes of it that are written
-        self._buffer: list[bytes] = []
-        self._buffered = 0
+        self._size = 0  # of that segment in bytes
         self._unsynced = False
         self._synced_at = time.monotonic()
         self._sync_every = SYNC_SECONDS
@@ -124,7 +121,7 @@ class Journal:
         return None if last is None else self._line(last).cursor
 
     def append(self, entry: JournalEntry) -> None:
-        """Add a finished row; it is durable after the next ``commit``, which follows by itself in good time.
+        """Add a finished row. It survives the process from now on, a power loss from the next commit on.
 
         Raises ValueError for a row that is finished already (each ends once) or of another shard, StorageError if the
         disk refuses.
@@ -154,10 +151,11 @@ class Journal:
 
     def commit(self) -> None:
         """Make all that was appended durable. Raises StorageError; the journal then takes no more; reopen it."""
+        if self._failed is not None:
+            raise self._failed
         started_at = time.monotonic()
-        self._write()
         if self._unsynced and self._fd is not None:
-            with self._failing("write to"):
+            with self._failing():
                 os.fsync(self._fd)
             self._unsynced = False
         self._synced_at = time.monotonic()
@@ -190,7 +188,6 @@ class Journal:
 
     def completed(self) -> Iterator[int]:
         """Finished rows with a result in the order they finished in. Raises StorageError if one was damaged since."""
-        self._write()
         num_left = self.done.num_results
         for path in segment_paths(self._folder):
             number = segment_number(path)
@@ -205,7 +202,6 @@ class Journal:
             raise StorageError(f"{self._folder}: {num_left} records no longer match their checksum; {CHECK_DISK}")
 
     def _line(self, index: int) -> Line:
-        self._write()
         place = self.done.place(index)
         return self._reader.read(place.segment, place.offset)
 
@@ -238,27 +234,30 @@ class Journal:
         self.recovery.torn_bytes += damage.size
 
     def _append(self, line: bytes) -> int:
-        """Buffer a line, opening or rotating the segment as needed; returns the offset it will have there."""
+        """Write a line, opening or rotating the segment as needed; returns its offset there.
+
+        A line that fails half written is a torn tail, cut on reopening.
+        """
         if self._failed is not None:
             raise self._failed
-        if self._size + self._buffered >= SEGMENT_BYTES:
+        if self._size >= SEGMENT_BYTES:
             self._end_segment()
-        if self._fd is None:
-            self._begin_segment()
-        offset = self._size + self._buffered
-        self._buffer.append(line)
-        self._buffered += len(line)
-        if self._buffered >= WRITE_BYTES:
-            self._write()
+        with self._failing():
+            fd = self._begin_segment() if self._fd is None else self._fd
+            written = os.write(fd, line)
+            while written < len(line):
+                written += os.write(fd, line[written:])
+        offset = self._size
+        self._size += len(line)
+        self._unsynced = True
         return offset
 
-    def _begin_segment(self) -> None:
+    def _begin_segment(self) -> int:
         path = segment_path(self._folder, self._number + 1)
-        with self._failing("write to"):
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
-            sync_folder(self._folder)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        sync_folder(self._folder)
         self._number += 1
-        self._size = 0
+        return self._fd
 
     def _end_segment(self) -> None:
         self.commit()
@@ -267,27 +266,11 @@ class Journal:
             self._fd = None
             self._size = 0
 
-    def _write(self) -> None:
-        """Hand the buffer to the operating system. A line that fails half written is a torn tail, cut on reopening."""
-        if self._failed is not None:
-            raise self._failed
-        if self._fd is None or not self._buffer:
-            return
-        data = memoryview(b"".join(self._buffer))
-        size = len(data)
-        with self._failing("write to"):
-            while data:
-                data = data[os.write(self._fd, data) :]
-        self._size += size
-        self._buffer.clear()
-        self._buffered = 0
-        self._unsynced = True
-
     @contextmanager
-    def _failing(self, doing: str) -> Iterator[None]:
+    def _failing(self) -> Iterator[None]:
         """After any exception inside, what the file holds is unknown: nothing more may be written to it."""
         try:
-            with storage_errors(f"{doing} the journal", self._folder):
+            with storage_errors("write to the journal", self._folder):
                 yield
         except BaseException as error:
             interrupted = StorageError(f"{self._folder}: writing was interrupted; run again: finished rows are kept")

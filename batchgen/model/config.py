@@ -7,6 +7,7 @@ implement (another architecture, a rope scaling, a biased attention). Imports no
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,12 +94,12 @@ class ModelConfig:
             head_dim=values.integer("head_dim", default=hidden_size // num_heads),
             ff_dim=values.ff_dim(),
             conv_l_cache=values.integer("conv_L_cache"),
-            conv_bias=bool(values.get("conv_bias", default=False)),
-            norm_eps=float(values.get("norm_eps", "block_norm_eps", default=1e-5)),
+            conv_bias=values.flag("conv_bias", default=False),
+            norm_eps=values.number("norm_eps", "block_norm_eps", default=1e-5),
             rope_theta=values.rope_theta(),
             max_position_embeddings=values.integer("max_position_embeddings"),
-            tie_embedding=bool(values.get("tie_embedding", "tie_word_embeddings", default=True)),
-            bos_token_id=values.get("bos_token_id", default=None),
+            tie_embedding=values.flag("tie_embedding", "tie_word_embeddings", default=True),
+            bos_token_id=values.bos_token_id(),
             eos_token_ids=values.eos_token_ids(),
             dtype=str(values.get("torch_dtype", "dtype", default="bfloat16")),
         )
@@ -168,14 +169,33 @@ class _Values:
             raise self.error(f"{names[0]} must be a positive integer, not {value!r}")
         return value
 
+    def number(self, *names: str, default: float) -> float:
+        value = self.get(*names, default=default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.error(f"{names[0]} must be a positive number, not {value!r}")
+        return float(value)
+
+    def flag(self, *names: str, default: bool) -> bool:
+        value = self.get(*names, default=default)
+        if not isinstance(value, bool):
+            raise self.error(f"{names[0]} must be true or false, not {value!r}")
+        return value
+
+    def rope(self, name: str) -> Mapping[str, Any]:
+        """``rope_parameters`` or ``rope_scaling``; empty where the config has none."""
+        value = self.get(name, default={})
+        if not isinstance(value, dict):
+            raise self.error(f"{name} must be an object, not {value!r}")
+        return value
+
     def refuse_unsupported(self) -> None:
         model_type = self.raw.get("model_type")
         if model_type != MODEL_TYPE:
             raise self.error(f"model_type is {model_type!r}; this engine runs {MODEL_TYPE!r} (dense LFM2) only")
-        rope = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise self.error(f"rope scaling {kind!r} is not supported")
+        for rope in (self.rope("rope_parameters"), self.rope("rope_scaling")):
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            if kind != "default":
+                raise self.error(f"rope scaling {kind!r} is not supported")
         if self.raw.get("quantization_config") is not None:
             raise self.error("quantized checkpoints are not supported; use the bfloat16 release")
 
@@ -183,24 +203,37 @@ class _Values:
         num_layers = self.integer("num_hidden_layers")
         listed = self.get("layer_types", default=None)
         if listed is None:
-            attention = set(self.get("full_attn_idxs"))
+            attention = self.get("full_attn_idxs")
+            if not isinstance(attention, list) or not all(i in range(num_layers) for i in attention):
+                raise self.error(f"full_attn_idxs must list layers from 0 to {num_layers - 1}, not {attention!r}")
             listed = [ATTENTION if i in attention else CONV for i in range(num_layers)]
-        if len(listed) != num_layers or not set(listed) <= {ATTENTION, CONV}:
+        if (
+            not isinstance(listed, list)
+            or len(listed) != num_layers
+            or not all(kind in (ATTENTION, CONV) for kind in listed)
+        ):
             raise self.error(f"layer_types must name {num_layers} layers as {ATTENTION!r} or {CONV!r}")
         return tuple(listed)
 
     def ff_dim(self) -> int:
         width = self.integer("block_ff_dim", "intermediate_size")
-        if not self.get("block_auto_adjust_ff_dim", default=True):
+        if not self.flag("block_auto_adjust_ff_dim", default=True):
             return width
-        width = int(2 * width / 3)
-        width = int(self.get("block_ffn_dim_multiplier", default=1.0) * width)
+        scaled = self.number("block_ffn_dim_multiplier", default=1.0) * int(2 * width / 3)
+        if not 1 <= scaled < 2**31:
+            raise self.error(f"block_ff_dim {width} makes feed-forward layers of width {scaled:g}")
         multiple = self.integer("block_multiple_of", default=256)
-        return multiple * -(-width // multiple)
+        return multiple * -(-int(scaled) // multiple)
 
     def rope_theta(self) -> float:
-        nested = (self.raw.get("rope_parameters") or {}).get("rope_theta")
-        return float(nested if nested is not None else self.get("rope_theta", "theta", default=1e6))
+        nested = _Values(self.rope("rope_parameters"), self.where)
+        return nested.number("rope_theta", default=self.number("rope_theta", "theta", default=1e6))
+
+    def bos_token_id(self) -> int | None:
+        value = self.get("bos_token_id", default=None)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise self.error(f"bos_token_id must be an integer, not {value!r}")
+        return value
 
     def eos_token_ids(self) -> tuple[int, ...]:
         return _as_ids(self.get("eos_token_id", default=None), self.where)

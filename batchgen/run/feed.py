@@ -37,6 +37,9 @@ class Ours(Protocol):
     def is_ours(self, index: int) -> bool:
         """Whether a row is to be run here."""
 
+    def num_ours_until(self, index: int) -> int:
+        """How many rows up to and including this one are."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pending:
@@ -53,7 +56,7 @@ class Screen:
         self._spec = spec
         self._builder = builder
         self._ids = ids
-        self._ours = ours
+        self.ours = ours
 
     def screen(self, rows: Sequence[Record | BadRow]) -> list[tuple[Pending, Request] | BadRow]:
         """One answer per row that is ours: what it asks for, or why it cannot run. Other rows only claim their ids."""
@@ -72,10 +75,10 @@ class Screen:
             if item is not None:  # an error row keeps its own code, it only lends its id
                 error = RowError(RowErrorCode.DUPLICATE_ID, f"id {item.id!r} is that of row {first} already")
                 answers[index] = bad_row(item.record, error, self._spec)
-        items = [item for item in pending.values() if self._ours.is_ours(item.record.index)]
+        items = [item for item in pending.values() if self.ours.is_ours(item.record.index)]
         for item, answer in zip(items, self._builder.build([item.record for item in items]), strict=True):
             answers[item.record.index] = answer if isinstance(answer, BadRow) else (item, answer)
-        return [answers[row.index] for row in rows if self._ours.is_ours(row.index)]
+        return [answers[row.index] for row in rows if self.ours.is_ours(row.index)]
 
     def _losers(self, rows: Sequence[Record | BadRow], pending: dict[int, Pending]) -> dict[int, int]:
         claims = []
@@ -95,6 +98,7 @@ class Feed:
 
     def __init__(self, ledger: Ledger, screen: Screen, stopper: Stopper, clock: Clock) -> None:
         self._ledger = ledger
+        self._ours = screen.ours
         self._clock = clock
         self._screen = screen
         self._stopper = stopper
@@ -111,7 +115,7 @@ class Feed:
             if not chunk:
                 self.is_exhausted = True
                 return
-            self._ledger.num_read += len(answers)
+            self._ledger.num_read = self._ours.num_ours_until(chunk[-1].index)
             for answer in answers:
                 if self._stopper.requested:
                     return

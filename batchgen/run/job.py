@@ -196,7 +196,6 @@ class _Job:
         if ids.is_new and journal.done:
             ids.restore(journalled_ids(journal))
         feed = Feed(ledger, Screen(spec.input, inputs.builder, ids, rows), progress.stopper, progress.clock)
-        ledger.check_error_rate(progress.stopper)
         is_done = generate(
             rows.read(ids_are_lost=ids.is_new), feed, ledger, progress, lambda: self._resumed_backend(inputs)
         )

@@ -29,7 +29,7 @@ class Ledger:
         counts = journal.counts
         self.num_done = counts.results
         self.num_failed = counts.errors
-        self.num_read = counts.results + counts.errors
+        self.num_read = counts.results + counts.errors  # rows read of the input so far, by this or earlier invocations
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
 

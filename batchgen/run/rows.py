@@ -46,6 +46,10 @@ class RowRange:
         """Whether a row is of this shard."""
         return index % self._step == self._first
 
+    def num_ours_until(self, index: int) -> int:
+        """How many rows up to and including this one are of this shard."""
+        return len(range(self._first, index + 1, self._step))
+
     def count(self) -> int | None:
         """How many rows the shard has in all; None where finding out would take too long."""
         total = self._source.num_rows()
@@ -54,7 +58,7 @@ class RowRange:
             if size is None or size > COUNT_BYTES:
                 return None
             total = RowRange(self._source, (1, 1)).pass_over()
-        return len(range(self._first, total, self._step))
+        return self.num_ours_until(total - 1)
 
     def pass_over(self) -> int:
         """The number of rows of the input, found by reading to its end without parsing any."""

@@ -279,12 +279,26 @@ def test_a_removed_journal_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_commits_come_by_themselves_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 10**6, 10))
-    monkeypatch.setattr(journal_module.time, "monotonic", lambda: next(clock))
+def test_what_was_appended_outlives_its_process_without_a_commit(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
     journal.append(entry(0))
     assert read_counts(tmp_path) == Counts(results=1)
+    journal.close()
+
+
+def test_commits_come_by_themselves_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(journal_module.time, "monotonic", lambda: now_s)
+    journal = Journal.open(tmp_path)
+    journal.append(entry(0))
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    journal.append(entry(1))
+    assert not synced
+    now_s = 0.6
+    journal.append(entry(2))
+    assert len(synced) == 1
+    monkeypatch.undo()
     journal.close()
 
 

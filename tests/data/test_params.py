@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.data import params
@@ -95,6 +95,7 @@ def test_a_key_that_is_not_supported_is_refused_unless_it_asks_for_nothing(key: 
         merge_params(BASE, {key: value})
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(params.PARAM_KEYS)) | st.text(max_size=5),

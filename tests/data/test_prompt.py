@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_helpers import VOCAB_SIZE, codes, write_tokenizer
 
@@ -288,6 +288,7 @@ def test_a_template_cannot_reach_attributes() -> None:
         Template.parse("{a[__class__]}").render({"a": "x"})
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="{}[]ab!:.0", max_size=12), st.dictionaries(st.text("ab", min_size=1), st.text(), max_size=3))
 def test_any_template_is_refused_or_renders_or_names_what_is_missing(text: str, columns: dict[str, str]) -> None:
     try:

@@ -149,6 +149,7 @@ def test_a_line_beyond_the_limit_is_one_error_row_that_is_not_kept(
     more = read_bytes(tmp_path, b'{"a": "' + b"x" * 5000 + b'"}\n{"a": 2}\n')
     assert codes(more) == ["too_long", "ok"]
     assert list(source_of(tmp_path / "rows.jsonl").read(more[0].after)) == more[1:]
+    assert codes(read_bytes(tmp_path, b'\xef\xbb\xbf{"a": "' + b"x" * 5000 + b'"}\n{"a": 2}\n')) == codes(more)
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstd], ids=["gzip", "zstd"])
@@ -290,6 +291,12 @@ def test_a_file_that_vanishes_while_it_is_used_is_one_clear_line(tmp_path: Path)
         list(source.read())
     with pytest.raises(UsageError, match=r"cannot read .*rows\.jsonl: No such file"):
         source.fingerprint()
+
+
+def test_reading_and_prompting_import_neither_torch_nor_datasets() -> None:
+    program = "import sys, batchgen.data.reader, batchgen.data.prompt; print({'torch', 'datasets'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 CACHED_DATASET = """

@@ -178,6 +178,7 @@ def test_clearing_removes_what_a_run_wrote_and_nothing_else(run_dir: RunDir) -> 
     run_dir.write_manifest(MANIFEST)
     (run_dir.path / "outputs.parquet").write_text("x")
     (run_dir.path / "errors.jsonl").write_text("x")
+    (run_dir.path / ".outputs.jsonl.tmp").write_text("left by a kill")
     (run_dir.path / "notes.txt").write_text("x")
     run_dir.journal.mkdir()
     (run_dir.journal / "000001.seg").write_text("x")

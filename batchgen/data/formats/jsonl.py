@@ -30,7 +30,7 @@ def parse_jsonl(line: bytes) -> dict[str, Any]:
     try:
         value = _decode(text)
     except json.JSONDecodeError as error:
-        raise RowProblem(RowErrorCode.BAD_JSON, f"no JSON: {error.msg} at character {error.pos + 1}") from error
+        raise RowProblem(RowErrorCode.BAD_JSON, f"not valid JSON: {error.msg} at character {error.pos + 1}") from error
     except RecursionError as error:
         raise _too_deep() from error
     except ValueError as error:

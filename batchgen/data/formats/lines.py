@@ -96,12 +96,13 @@ def _lines(stream: BinaryIO, offset: int, number: int) -> Iterator[_Line]:
         if not is_whole and damage(stream):
             torn = content
             break
+        is_huge = not is_whole and len(content) == MAX_LINE_BYTES
+        is_first = offset == 0
         number += 1
-        if offset == 0:
-            offset, content = len(content), content.removeprefix(_BOM)
-        else:
-            offset += len(content)
-        if not is_whole and len(content) == MAX_LINE_BYTES:
+        offset += len(content)
+        if is_first:
+            content = content.removeprefix(_BOM)
+        if is_huge:
             offset += _skip_line(stream)
             problem = RowProblem(RowErrorCode.TOO_LONG, f"the line has more than {MAX_LINE_BYTES} bytes")
             yield _Line(content[:_SHOWN_BYTES], number, offset, problem)

@@ -1,0 +1,271 @@
+"""What a ``config.json`` may say: every alias a release has used, and a clear refusal of all else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.errors import ModelError
+from batchgen.model import is_dummy, load_config
+from batchgen.model.config import ModelConfig
+from batchgen.model.published import dummy_config
+
+CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "lfm2" / "configs"
+RAW: dict[str, Any] = {
+    "model_type": "lfm2",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "full_attn_idxs": [1, 3],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "block_ff_dim": 96,
+    "block_multiple_of": 16,
+    "conv_L_cache": 3,
+    "max_position_embeddings": 512,
+    "eos_token_id": 7,
+}
+PUBLISHED = ["LFM2-350M", "LFM2-700M", "LFM2-1.2B", "LFM2-2.6B"]
+
+
+def parsed(**changes: Any) -> ModelConfig:
+    """``RAW`` with changes; a value of ... takes the key away."""
+    raw = {key: value for key, value in {**RAW, **changes}.items() if value is not ...}
+    return ModelConfig.from_dict(raw, "config.json")
+
+
+def refusal(**changes: Any) -> str:
+    """The one line with which such a config is refused."""
+    with pytest.raises(ModelError) as caught:
+        parsed(**changes)
+    message = str(caught.value)
+    assert message.startswith("config.json: ")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"block_ff_dim": 96}, {"block_ff_dim": ..., "intermediate_size": 96}),
+        ({"rope_theta": 5e5}, {"theta": 5e5}),
+        ({"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
+        ({"rope_theta": 1e6}, {}),
+        ({"full_attn_idxs": [1, 3]}, {"full_attn_idxs": ..., "layer_types": ["conv", "full_attention"] * 2}),
+        ({"tie_embedding": False}, {"tie_word_embeddings": False}),
+        ({"tie_embedding": True}, {}),
+        ({"norm_eps": 1e-3}, {"block_norm_eps": 1e-3}),
+        ({"norm_eps": 1e-5}, {}),
+        ({"num_attention_heads": 4}, {"num_attention_heads": ..., "num_heads": 4}),
+        ({"torch_dtype": "float32"}, {"dtype": "float32"}),
+        ({"hidden_size": 64}, {"hidden_size": ..., "block_dim": 64}),
+        ({"num_key_value_heads": 4}, {"num_key_value_heads": ...}),
+        ({"head_dim": 16}, {}),
+        ({"eos_token_id": 7}, {"eos_token_id": [7]}),
+        ({}, {"rope_scaling": None}),
+        ({}, {"rope_scaling": {"rope_type": "default"}}),
+        ({}, {"conv_bias": False, "block_use_swiglu": True, "use_pos_enc": True, "use_cache": True}),
+    ],
+    ids=lambda changes: ",".join(changes) or "default",
+)
+def test_aliases_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert parsed(**one) == parsed(**other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "llama"}, ["'llama'", "'lfm2'"]),
+        ({"model_type": "lfm2_moe"}, ["'lfm2_moe'", "dense"]),
+        ({"model_type": ...}, ["model_type"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope", "'yarn'"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope", "'linear'"]),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, ["rope", "'llama3'"]),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn"}}, ["rope", "'yarn'"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantized"]),
+        ({"num_attention_heads": 5}, ["num_attention_heads", "5", "2"]),
+        ({"head_dim": 15}, ["head_dim", "15"]),
+        ({"layer_types": ["conv"]}, ["layer_types", "4"]),
+        ({"layer_types": ["conv", "conv", "conv", "sliding_attention"]}, ["layer_types"]),
+        ({"full_attn_idxs": ...}, ["full_attn_idxs"]),
+        ({"full_attn_idxs": [1, 4]}, ["full_attn_idxs", "4"]),
+        ({"vocab_size": "128"}, ["vocab_size", "'128'"]),
+        ({"vocab_size": True}, ["vocab_size"]),
+        ({"hidden_size": 0}, ["hidden_size", "0"]),
+        ({"hidden_size": 64.5}, ["hidden_size", "64.5"]),
+        ({"num_hidden_layers": -1}, ["num_hidden_layers", "-1"]),
+        ({"conv_L_cache": ...}, ["conv_L_cache"]),
+        ({"eos_token_id": "7"}, ["eos_token_id", "'7'"]),
+        ({"eos_token_id": [7, None]}, ["eos_token_id"]),
+        ({"norm_eps": "small"}, ["norm_eps", "'small'"]),
+        ({"rope_theta": [1]}, ["rope_theta"]),
+        ({"rope_theta": 0}, ["rope_theta", "0"]),
+        ({"rope_parameters": "default"}, ["rope_parameters"]),
+        ({"conv_bias": "false"}, ["conv_bias", "'false'"]),
+        ({"tie_embedding": 1}, ["tie_embedding", "1"]),
+        ({"block_auto_adjust_ff_dim": "yes"}, ["block_auto_adjust_ff_dim"]),
+        ({"block_ffn_dim_multiplier": "1"}, ["block_ffn_dim_multiplier"]),
+        ({"bos_token_id": "1"}, ["bos_token_id"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_a_config_that_cannot_be_run_is_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
+    message = refusal(**changes)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "block_ff_dim"])
+def test_a_missing_key_is_named(key: str) -> None:
+    assert f"'{key}'" in refusal(**{key: ...})
+
+
+ODD_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 200),
+    st.floats(),
+    st.text(max_size=4),
+    st.lists(st.one_of(st.integers(-2, 8), st.text(max_size=3), st.lists(st.integers(), max_size=1)), max_size=4),
+    st.dictionaries(st.sampled_from(["rope_type", "type", "rope_theta"]), st.one_of(st.integers(), st.text(), st.none())),
+)
+KEYS = [
+    *RAW,
+    "intermediate_size",
+    "layer_types",
+    "head_dim",
+    "conv_bias",
+    "norm_eps",
+    "rope_theta",
+    "rope_parameters",
+    "rope_scaling",
+    "tie_embedding",
+    "bos_token_id",
+    "torch_dtype",
+    "block_ffn_dim_multiplier",
+    "block_auto_adjust_ff_dim",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYS), ODD_VALUES, max_size=3))
+def test_any_json_in_a_config_is_either_understood_or_refused_in_one_line(changes: dict[str, Any]) -> None:
+    try:
+        config = parsed(**changes)
+    except ModelError as error:
+        assert "\n" not in str(error)
+    else:
+        assert len(config.layer_types) == config.num_layers
+        assert config.ff_dim > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(4, 20_000),
+    multiplier=st.sampled_from([0.5, 1.0, 1.3, 2]),
+    multiple=st.integers(1, 300),
+    adjust=st.booleans(),
+)
+def test_the_feed_forward_width_is_the_one_transformers_builds(
+    width: int, multiplier: float, multiple: int, adjust: bool
+) -> None:
+    import torch
+    from transformers import Lfm2Config
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
+
+    raw = {
+        "block_ff_dim": width,
+        "block_ffn_dim_multiplier": multiplier,
+        "block_multiple_of": multiple,
+        "block_auto_adjust_ff_dim": adjust,
+    }
+    with torch.device("meta"):
+        expected = Lfm2MLP(Lfm2Config(**{**RAW, **raw})).w1.out_features
+    assert parsed(**raw).ff_dim == expected
+
+
+def test_a_feed_forward_of_no_width_is_refused() -> None:
+    assert "block_ff_dim 1" in refusal(block_ff_dim=1)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_configs_agree_with_the_dummies(name: str) -> None:
+    path = CONFIGS / f"{name}.json"
+    if not path.is_file():
+        pytest.skip("the published configs are not at hand")
+    assert ModelConfig.from_dict(json.loads(path.read_text()), str(path)) == dummy_config(f"dummy:{name}")
+
+
+def test_every_published_dense_config_has_a_dummy() -> None:
+    if not CONFIGS.is_dir():
+        pytest.skip("the published configs are not at hand")
+    kinds = {path.stem: json.loads(path.read_text())["model_type"] for path in CONFIGS.glob("*.json")}
+    assert sorted(name for name, kind in kinds.items() if kind == "lfm2") == sorted(PUBLISHED)
+
+
+def test_the_mixture_of_experts_is_refused_in_one_line() -> None:
+    path = CONFIGS / "LFM2-8B-A1B.json"
+    if not path.is_file():
+        pytest.skip("the published configs are not at hand")
+    with pytest.raises(ModelError, match=r"LFM2-8B-A1B.json: model_type is 'lfm2_moe'.*dense.*$") as caught:
+        ModelConfig.from_dict(json.loads(path.read_text()), str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "ff_dim"),
+    [("LFM2-350M", 354_483_968, 4608), ("LFM2-700M", 742_489_344, 6912), ("LFM2-1.2B", 1_170_340_608, 8192)],
+)
+def test_published_shapes_have_the_published_number_of_parameters(name: str, parameters: int, ff_dim: int) -> None:
+    config = dummy_config(f"dummy:{name}")
+    assert config.ff_dim == ff_dim
+    norms = (2 * config.num_layers + 1) * config.hidden_size + 2 * config.num_attention_layers * config.head_dim
+    taps = config.num_conv_layers * config.conv_l_cache * config.hidden_size
+    assert config.linear_params_per_token + config.logits_params_per_token + norms + taps == parameters
+
+
+def test_an_unknown_dummy_names_the_known_ones() -> None:
+    assert is_dummy("dummy:LFM2-13B")
+    with pytest.raises(ModelError, match=r"LFM2-13B.*LFM2-350M, LFM2-700M, LFM2-1.2B, LFM2-2.6B"):
+        load_config("dummy:LFM2-13B")
+
+
+def write(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+
+
+def test_end_tokens_of_both_files_count(tmp_path: Path) -> None:
+    write(tmp_path, "config.json", json.dumps(RAW))
+    assert ModelConfig.from_folder(tmp_path).eos_token_ids == (7,)
+    write(tmp_path, "generation_config.json", json.dumps({"eos_token_id": [7, 2]}))
+    assert ModelConfig.from_folder(tmp_path).eos_token_ids == (7, 2)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '"lfm2"', "\ufeff{}", "null"])
+def test_a_broken_config_file_is_named(tmp_path: Path, content: str) -> None:
+    write(tmp_path, "config.json", content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_a_config_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00model")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json.*needs this file"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_reading_a_config_imports_no_torch() -> None:
+    code = "import sys; from batchgen.model import load_config; load_config('dummy:LFM2-350M'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

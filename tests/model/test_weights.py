@@ -1,0 +1,259 @@
+"""Strict loading: exactly the tensors the config asks for, from safetensors of this folder, or one clear line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_model import CPU, RecordedTensors, prefix_logits, raw_config, tiny_model, write_checkpoint
+from torch import Tensor
+
+from batchgen.errors import ExitCode, ModelError
+from batchgen.kernels.reference import ReferenceKernels
+from batchgen.model import load_config
+from batchgen.model.config import ModelConfig
+from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.loading import load, resolve_device, resolve_dtype
+from batchgen.model.tensors import Checkpoint, RandomTensors
+
+INDEX = "model.safetensors.index.json"
+PROMPT = [9, 30, 77, 12, 5]
+
+
+def load_folder(folder: Path, dtype: torch.dtype = torch.float32) -> Lfm2Model:
+    config = ModelConfig.from_folder(folder)
+    return Lfm2Model(config, Checkpoint(folder, dtype, CPU), ReferenceKernels())
+
+
+def refusal(folder: Path) -> str:
+    """The one line with which loading the folder fails."""
+    with pytest.raises(ModelError) as caught:
+        load_folder(folder)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+    return str(caught.value)
+
+
+def write_shards(folder: Path, **changes: object) -> dict[str, Tensor]:
+    """A checkpoint of three files with an index."""
+    tensors = write_checkpoint(folder, **changes)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number in range(3):
+        file = f"model-{number + 1:05}-of-00003.safetensors"
+        save_file({name: tensors[name] for name in names[number::3]}, folder / file)
+        weight_map.update(dict.fromkeys(names[number::3], file))
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return tensors
+
+
+def rewrite_index(folder: Path, name: str, file: str | None) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"].pop(name, None)
+    if file is not None:
+        index["weight_map"][name] = file
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embedding": False}, {"conv_bias": True}], ids=str)
+def test_a_checkpoint_is_loaded_as_it_was_written(tmp_path: Path, changes: dict[str, object]) -> None:
+    tensors = write_checkpoint(tmp_path, **changes)
+    source = RecordedTensors()
+    config = ModelConfig.from_dict(raw_config(**changes), "tiny")
+    expected = prefix_logits(Lfm2Model(config, source, ReferenceKernels()), PROMPT)
+    assert source.tensors.keys() == tensors.keys()
+    assert torch.equal(prefix_logits(load_folder(tmp_path), PROMPT), expected)
+
+
+def test_shards_hold_the_same_model_as_one_file(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "one")
+    write_shards(tmp_path / "three")
+    one, three = load_folder(tmp_path / "one"), load_folder(tmp_path / "three")
+    assert torch.equal(prefix_logits(one, PROMPT), prefix_logits(three, PROMPT))
+
+
+def test_weights_are_cast_to_the_dtype_asked_for(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    model = load_folder(tmp_path, torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(model.embedding, tensors["model.embed_tokens.weight"].bfloat16())
+
+
+def test_a_copy_of_the_tied_embedding_is_tolerated(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    load_folder(tmp_path)
+
+
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    save_file({**tensors, "model.layers.0.gate.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert "unknown tensor 'model.layers.0.gate.weight'" in refusal(tmp_path)
+
+
+def test_every_missing_tensor_is_named(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    for name in tensors:
+        save_file({n: t for n, t in tensors.items() if n != name}, tmp_path / "model.safetensors")
+        assert f"lack tensor '{name}'" in refusal(tmp_path)
+
+
+def test_every_tensor_of_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    for name, tensor in tensors.items():
+        longer = torch.zeros(tensor.shape[0] + 1, *tensor.shape[1:])
+        save_file({**tensors, name: longer}, tmp_path / "model.safetensors")
+        message = refusal(tmp_path)
+        assert f"'{name}'" in message
+        assert str(list(longer.shape)) in message
+        assert str(list(tensor.shape)) in message
+
+
+def test_a_transposed_square_weight_is_not_noticed_but_a_flat_one_is(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    name = "model.layers.0.conv.conv.weight"
+    save_file({**tensors, name: tensors[name].squeeze(1)}, tmp_path / "model.safetensors")
+    assert f"'{name}'" in refusal(tmp_path)
+
+
+def test_an_untied_model_must_have_its_head(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path, tie_embedding=False)
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "lack tensor 'lm_head.weight'" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors at all", b"\xff" * 64, b"PK\x03\x04" + bytes(100)])
+def test_a_corrupt_file_is_named(tmp_path: Path, content: bytes) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert "model.safetensors" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
+def test_a_truncated_file_is_named(tmp_path: Path, share: float) -> None:
+    write_checkpoint(tmp_path)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: int(share * len(content))])
+    message = refusal(tmp_path)
+    assert "model.safetensors" in message
+    assert "download it again" in message
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    name = "model.layers.0.feed_forward.w1.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors")
+    message = refusal(tmp_path)
+    assert f"'{name}'" in message
+    assert "int8" in message
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.pth", "model.ckpt"])
+def test_pickles_are_not_looked_at(tmp_path: Path, name: str) -> None:
+    tensors = write_checkpoint(tmp_path)
+    torch.save(tensors, tmp_path / name)
+    load_folder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "only safetensors" in refusal(tmp_path)
+
+
+def test_a_file_beside_the_named_one_is_not_looked_at(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"junk")
+    load_folder(tmp_path)
+
+
+def test_an_index_must_agree_with_its_files(tmp_path: Path) -> None:
+    name = "model.embedding_norm.weight"
+    write_shards(tmp_path)
+    where = json.loads((tmp_path / INDEX).read_text())["weight_map"][name]
+    rewrite_index(tmp_path, name, None)
+    assert f"{where} disagree about tensor '{name}'" in refusal(tmp_path)
+    other = next(f"model-0000{n}-of-00003.safetensors" for n in (1, 2) if str(n) not in where[:12])
+    rewrite_index(tmp_path, name, other)
+    assert f"disagree about tensor '{name}'" in refusal(tmp_path)
+
+
+def test_an_index_that_names_a_missing_file_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    assert "model-00002-of-00003.safetensors" in refusal(tmp_path)
+
+
+def test_an_index_that_lists_a_tensor_twice_over_two_files_is_refused(tmp_path: Path) -> None:
+    tensors = write_shards(tmp_path)
+    name = "model.embedding_norm.weight"
+    where = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+    other = next(file for file in set(where.values()) if file != where[name])
+    held = {n: t for n, t in tensors.items() if where[n] == other}
+    save_file({**held, name: tensors[name]}, tmp_path / other)
+    assert f"'{name}'" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../evil.safetensors", "/etc/passwd", "sub/evil.safetensors", "evil.bin", "..", ""])
+def test_an_index_cannot_name_a_file_elsewhere(tmp_path: Path, file: str) -> None:
+    folder = tmp_path / "model"
+    tensors = write_shards(folder)
+    name = "model.embedding_norm.weight"
+    save_file({name: tensors[name]}, tmp_path / "evil.safetensors")
+    rewrite_index(folder, name, file)
+    assert "no safetensors file of this folder" in refusal(folder)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', "\x00"])
+def test_a_broken_index_is_named(tmp_path: Path, content: str) -> None:
+    write_shards(tmp_path)
+    (tmp_path / INDEX).write_text(content)
+    assert INDEX in refusal(tmp_path)
+
+
+def test_random_weights_are_the_same_in_every_run_and_differ_by_seed() -> None:
+    def one(seed: int) -> Tensor:
+        return RandomTensors(torch.float32, CPU, seed).take("model.embed_tokens.weight", (20, 8))
+
+    assert torch.equal(one(0), one(0))
+    assert not torch.equal(one(0), one(1))
+
+
+def test_rotary_angles_do_not_depend_on_how_many_positions_were_needed() -> None:
+    one, other = tiny_model(), tiny_model()
+    far = one.rotary.upto(4000)
+    near = other.rotary.upto(3).clone()
+    assert torch.equal(far[:, : near.shape[1]], near)
+    assert torch.equal(other.rotary.upto(4000)[:, :4000], far[:, :4000])
+
+
+def test_dtype_and_device_are_checked_by_name() -> None:
+    config = ModelConfig.from_dict(raw_config(torch_dtype="bfloat16"), "tiny")
+    assert resolve_dtype("auto", config, torch.device("meta")) == torch.bfloat16
+    assert resolve_dtype("auto", config, CPU) in (torch.bfloat16, torch.float32)
+    assert resolve_dtype("float16", config, CPU) == torch.float16
+    with pytest.raises(ModelError, match=r"'int8'.*bfloat16, float16, float32"):
+        resolve_dtype("int8", config, CPU)
+    with pytest.raises(ModelError, match="float64"):
+        resolve_dtype("auto", ModelConfig.from_dict(raw_config(torch_dtype="float64"), "tiny"), torch.device("meta"))
+    assert resolve_device("cpu") == CPU
+    if not torch.cuda.is_available():
+        assert resolve_device("auto") == CPU
+        with pytest.raises(ModelError, match="--device cpu"):
+            resolve_device("cuda")
+    with pytest.raises(ModelError, match="'tpu'"):
+        resolve_device("tpu")
+
+
+def test_a_folder_is_loaded_by_its_path(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    assert load_config(str(tmp_path)).hidden_size == 64
+    model = load(str(tmp_path), "main", "float32", "cpu")
+    assert prefix_logits(model, PROMPT).shape == (5, 128)
+
+
+def test_a_folder_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        load_config(str(tmp_path / "nowhere"))

@@ -1,0 +1,280 @@
+"""The command line: help, flags, exit codes, and that every error is a line or two."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from run_helpers import REPOSITORY, JobMaker, finish, rows_of, start
+from stub_engine import stub_factory
+
+from batchgen import __version__
+from batchgen.cli import call, cli
+from batchgen.cli_options import SAMPLING_HELP
+from batchgen.records import SAMPLING_KEYS
+from batchgen.run.model import Backend, ModelInfo
+from batchgen.spec import SECTIONS, JobSpec, flag_name
+
+COMMANDS = sorted(cli.commands)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, **stub: Any) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command in this process."""
+    code = call([str(argument) for argument in arguments], engine_factory=stub_factory(**stub))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# ---------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+def test_help_fits_in_80_columns_and_has_an_example(
+    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    code, out, _ = said(capsys, *command, "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert re.search(r"Examples?:\n +\S.*batchgen " + " ".join(command), out)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_list_of_commands_shows_whole_sentences(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    _, out, _ = said(capsys, "--help")
+    (line,) = [line for line in out.splitlines() if line.strip().startswith(command)]
+    assert line.endswith(".")
+    assert not line.endswith("...")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from batchgen.cli import call; call(['run', '--help']);"
+        "print(sorted({'torch', 'pyarrow', 'datasets', 'numpy', 'tokenizers', 'numba'} & sys.modules.keys()))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_looking_at_a_run_loads_no_torch(job: JobMaker, command: str) -> None:
+    job.write(rows_of(2))
+    job.run()
+    code = f"import sys; from batchgen.cli import call; call(['{command}', {str(job.output)!r}]); print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_every_key_of_the_job_file_has_a_flag() -> None:
+    flags = {option for parameter in cli.commands["run"].params for option in parameter.opts + parameter.secondary_opts}
+    for cls in SECTIONS.values():
+        assert {f"--{flag_name(item)}" for item in fields(cls)} <= flags
+    assert {f"--{key.replace('_', '-')}" for key in SAMPLING_KEYS} <= flags
+    assert SAMPLING_HELP.keys() == set(SAMPLING_KEYS)
+
+
+def test_the_flags_of_the_contract_are_there() -> None:
+    contract = (
+        "model input output max-tokens temperature seed ignore-eos dtype device tokenizer threads prompt system no-chat "
+        "keep-columns limit order max-num-batched-tokens max-num-seqs block-size kv-memory max-model-len token-ids "
+        "overwrite strict max-error-rate deadline max-runtime max-total-tokens shard"
+    )
+    flags = {option for parameter in cli.commands["run"].params for option in parameter.opts + parameter.secondary_opts}
+    assert {f"--{name}" for name in contract.split()} <= flags
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--version") == (0, f"batchgen {__version__}\n", "")
+
+
+# ---------------------------------------------------------------- running
+
+
+def test_a_job_file_runs_with_flags_on_top(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(4))
+    code, out, err = said(capsys, "run", job.toml(), "--limit", "2", "--token-ids", "--keep-columns", "answer,question")
+    assert (code, out) == (0, "")
+    assert "2 rows done" in err
+    assert [set(row) >= {"token_ids", "answer", "question"} for row in job.outputs()] == [True, True]
+
+
+def test_a_job_runs_from_flags_alone(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(3))
+    spec = job.spec()
+    flags = ["--model", spec.model.path, "--input", job.input, "--prompt", "{question}", "--output", job.output]
+    code, _, _ = said(capsys, "run", *flags, "--max-tokens", "4", "--temperature", "0.5", "--stop-token-ids", "9,10")
+    assert code == 0
+    sampling = json.loads((job.output / "job.json").read_bytes())["job"]["sampling"]
+    assert (sampling["max_tokens"], sampling["temperature"], sampling["stop_token_ids"]) == (4, 0.5, [9, 10])
+
+
+def test_rows_come_from_standard_input_and_a_resume_reads_them_again(job: JobMaker) -> None:
+    job.write(rows_of(40))
+    flags = ["run", job.toml(), "--input", "-", "--quiet"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
+    command = [sys.executable, str(REPOSITORY / "tests" / "stub_cli.py"), "{}", *map(str, flags)]
+    with job.input.open("rb") as rows:
+        stopped = subprocess.run([*command, "--max-total-tokens", "50"], stdin=rows, env=environment, check=False)
+    resumed = subprocess.run(command, stdin=subprocess.DEVNULL, env=environment, check=False)
+    assert (stopped.returncode, resumed.returncode) == (75, 0)
+    assert len(job.outputs()) == 40
+
+
+def test_nothing_but_errors_is_said_when_quiet(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(2))
+    assert said(capsys, "run", job.toml(), "--quiet") == (0, "", "")
+
+
+def test_json_progress_is_one_object_a_line(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    _, err = finish(start(["run", job.toml(), "--json-progress", "--heartbeat", "0.1s"], step_s=0.02))
+    lines = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+    assert {line["event"] for line in lines} == {"progress", "note", "end"}
+    assert lines[-1]["rows"] == {"total": 60, "done": 60, "failed": 0, "left": 0}
+    assert any(line["phase"] == "generating" and line["tokens_per_s"] > 0 for line in lines if "phase" in line)
+
+
+def test_heartbeat_lines_come_by_time_when_not_on_a_terminal(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    code, err = finish(start(["run", job.toml(), "--heartbeat", "0.1s"], step_s=0.02))
+    assert code == 0
+    assert re.search(r"batchgen: \d+/60 rows, [\d,]+ tok/s, about .* left", err)
+    assert "\r" not in err
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run"], "give a job file, or --model, --input and --output"),
+        (["run", "nowhere.toml"], "cannot read the job file nowhere.toml"),
+        (["run", "{job}", "--max-tokns", "3"], "No such option '--max-tokns'"),
+        (["run", "{job}", "--max-tokens", "many"], "--max-tokens"),
+        (["run", "{job}", "--deadline", "25:00"], "--deadline 25:00: must be a clock time"),
+        (["run", "{job}", "--max-runtime", "soon"], "--max-runtime soon: must be a duration"),
+        (["run", "{job}", "--max-error-rate", "5"], "--max-error-rate 5: must be a share"),
+        (["run", "{job}", "--max-total-tokens", "0"], "--max-total-tokens 0: must be a whole number"),
+        (["run", "{job}", "--shard", "3/2"], "--shard 3/2: must be"),
+        (["run", "{job}", "--heartbeat", "x"], "--heartbeat x: must be a duration"),
+        (["run", "{job}", "--input", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["run", "{job}", "--model", "./nowhere"], "nowhere"),
+        (["run", "{job}", "--prompt", "{{unclosed"], "prompt"),
+        (["status", "nowhere"], "nowhere is not a run directory"),
+        (["report", "nowhere"], "no report.json in nowhere"),
+        (["retry", "nowhere"], "nowhere is not a run directory"),
+        (["merge", "nowhere", "-o", "x"], "nowhere is not a run directory"),
+        (["frobnicate"], "No such command 'frobnicate'"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    job.write(rows_of(2))
+    path = str(job.toml())
+    code, out, err = said(capsys, *(argument.replace("{job}", path) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert err.startswith("batchgen: error: ")
+    assert words in err
+    assert err.count("\n") == 1
+    assert not job.output.exists()
+
+
+def test_failed_rows_exit_3(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write([*rows_of(2), "{"])
+    code, _, err = said(capsys, "run", job.toml())
+    assert code == 3
+    assert "1 rows failed: bad_json 1; see " in err
+
+
+def test_a_directory_in_use_exits_5(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(400))
+    process = start(["run", job.toml()], step_s=0.05)
+    try:
+        while not (job.output / "run.lock").exists():
+            assert process.poll() is None
+        code, _, err = said(capsys, "run", job.toml())
+    finally:
+        process.kill()
+        process.communicate()
+    assert code == 5
+    assert str(process.pid) in err
+
+
+def broken(spec: JobSpec, model: ModelInfo) -> Backend:
+    raise ZeroDivisionError("a bug")
+
+
+def test_a_bug_is_a_line_with_the_place_of_its_traceback(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(2))
+    assert call(["run", str(job.toml()), "--quiet"], engine_factory=broken) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    match = re.search(r"traceback in (\S+),", err)
+    assert match is not None
+    path = Path(match[1])
+    assert "ZeroDivisionError: a bug" in path.read_text(encoding="utf-8")
+    path.unlink()
+
+
+def test_debug_shows_the_traceback(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHGEN_DEBUG", "1")
+    job.write(rows_of(2))
+    assert call(["run", str(job.toml()), "--quiet"], engine_factory=broken) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_before_the_run_listens_exits_75(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click.Group, "main", interrupted)
+    assert call(["run", "x.toml"]) == 75
+
+
+# ---------------------------------------------------------------- looking
+
+
+def test_a_report_is_text_or_json(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(3))
+    job.run(job.spec(output={"expected": "answer"}))
+    code, out, err = said(capsys, "report", job.output)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    for words in ("3 done, 0 failed", "exact match", "tokens/s", "p99"):
+        assert words in out
+    code, out, _ = said(capsys, "report", job.output, "--json")
+    assert json.loads(out) == json.loads((job.output / "report.json").read_bytes())
+
+
+def test_shards_are_merged(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(5))
+    parts = [job.folder / "part1", job.folder / "part2"]
+    for number, part in enumerate(parts, 1):
+        assert said(capsys, "run", job.toml(), "--shard", f"{number}/2", "--output", part, "--quiet")[0] == 0
+    code, _, err = said(capsys, "merge", *parts, "-o", job.output)
+    assert code == 0
+    assert "5 rows done" in err
+    assert len(job.outputs()) == 5
+
+
+def test_a_reader_that_goes_away_is_no_traceback(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(3))
+    job.run()
+    script = f"python -m batchgen report {job.output} --json | true"
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert "Traceback" not in result.stderr
+    assert isinstance(sys.stdout, io.TextIOBase)

@@ -1,0 +1,552 @@
+"""A run as its user sees it: every row once, resumed to the byte, refused before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from run_helpers import JobMaker, quiet, read_lines, rows_of, without_timings
+from stub_engine import StubEngine, stub_factory
+
+from batchgen.errors import BatchgenError, LockedError, ModelError, ResumeMismatch, StorageError, UsageError
+from batchgen.merge import merge
+from batchgen.records import Cursor, Record, Request, Result
+from batchgen.report import read_report
+from batchgen.run import RunOptions, run_job
+from batchgen.run import job as job_module
+from batchgen.run.feed import CHUNK_CHARS, CHUNK_ROWS, chunked
+from batchgen.run.model import Backend, ModelInfo
+from batchgen.run.payloads import kept_name
+from batchgen.spec import RECORD_KEYS, JobSpec
+
+
+def undisturbed(job: JobMaker, tmp_path: Path, **sections: Any) -> list[dict[str, Any]]:
+    """What the job gives when nothing interrupts it."""
+    output = {**sections.pop("output", {}), "path": str(tmp_path / "reference")}
+    job.run(job.spec(output=output, **sections))
+    return without_timings(next((tmp_path / "reference").glob("outputs.*")))
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+def test_every_row_comes_out_once_and_in_order(job: JobMaker) -> None:
+    job.write(rows_of(50))
+    outcome = job.run()
+    assert outcome.exit_code == 0
+    assert [(row["id"], row["index"]) for row in job.outputs()] == [(f"q-{i}", i) for i in range(50)]
+
+
+def test_an_output_record_has_the_documented_shape(job: JobMaker) -> None:
+    job.write(rows_of(1))
+    job.run()
+    (record,) = read_lines(job.output / "outputs.jsonl")
+    assert list(record) == ["id", "index", "text", "finish_reason", "usage", "timings"]
+    assert isinstance(record["text"], str)
+    assert record["finish_reason"] in {"stop", "length"}
+    assert record["usage"].keys() == {"prompt_tokens", "completion_tokens"}
+    assert record["timings"].keys() >= {"queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s"}
+
+
+def test_a_finished_run_directory_holds_just_the_documented_files(job: JobMaker) -> None:
+    job.write([*rows_of(3), "no json"])
+    job.run()
+    assert {path.name for path in job.output.iterdir()} == {"outputs.jsonl", "errors.jsonl", "report.json", "job.json"}
+
+
+def test_kept_columns_are_copied_and_the_expected_one_with_them(job: JobMaker) -> None:
+    job.write([{**row, "topic": {"deep": [i]}} for i, row in enumerate(rows_of(3))])
+    job.run(job.spec(input={"keep_columns": ["topic"]}, output={"expected": "answer"}))
+    assert [(row["topic"], row["answer"]) for row in job.outputs()] == [({"deep": [i]}, str(i * i)) for i in range(3)]
+
+
+def test_a_star_keeps_all_columns_and_renames_those_whose_names_are_taken(job: JobMaker) -> None:
+    job.write([{"id": "a", "question": "Why?", "text": "mine", "usage": 3}])
+    job.run(job.spec(input={"keep_columns": ["*"]}))
+    (record,) = job.outputs()
+    assert (record["id"], record["question"]) == ("a", "Why?")
+    assert (record["input_text"], record["input_usage"]) == ("mine", 3)
+
+
+@given(st.sets(st.sampled_from(sorted(RECORD_KEYS) + [f"input_{name}" for name in RECORD_KEYS]), min_size=1))
+def test_kept_columns_never_collide(names: set[str]) -> None:
+    columns = dict.fromkeys(names)
+    kept = [kept_name(name, columns) for name in names]
+    assert len(set(kept)) == len(kept)
+    assert not RECORD_KEYS & set(kept)
+
+
+def test_rows_without_an_id_column_are_known_by_their_position(job: JobMaker) -> None:
+    job.write([{"question": "a"}, {"question": "b"}])
+    job.run(dataclasses.replace(job.spec(), input=dataclasses.replace(job.spec().input, id=None)))
+    assert [row["id"] for row in job.outputs()] == [0, 1]
+
+
+def test_token_ids_are_added_on_request(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run(job.spec(output={"token_ids": True}))
+    assert all(len(row["token_ids"]) == row["usage"]["completion_tokens"] for row in job.outputs())
+
+
+def test_a_model_without_a_tokenizer_takes_ids_and_gives_ids(job: JobMaker) -> None:
+    job.write([{"id": i, "ids": [1, 2, 3 + i]} for i in range(3)])
+    spec = job.spec(model={"path": "dummy:LFM2-350M"})
+    where = dataclasses.replace(spec.input, prompt=None, prompt_token_ids="ids")
+    job.run(dataclasses.replace(spec, input=where))
+    assert all("text" not in row and row["token_ids"] for row in job.outputs())
+
+
+def test_rows_arrive_in_order_of_completion_when_asked(job: JobMaker) -> None:
+    job.write(rows_of(40))
+    job.run(job.spec(output={"order": "completion"}))
+    indexes = [row["index"] for row in job.outputs()]
+    assert sorted(indexes) == list(range(40))
+    assert indexes != sorted(indexes)
+
+
+def test_parquet_outputs_hold_the_same_records(job: JobMaker, tmp_path: Path) -> None:
+    job.write(rows_of(20))
+    job.run(job.spec(output={"format": "parquet"}))
+    assert without_timings(job.output / "outputs.parquet") == undisturbed(job, tmp_path)
+
+
+def test_an_empty_input_is_a_job_of_no_rows(job: JobMaker) -> None:
+    job.write([])
+    assert job.run().exit_code == 0
+    assert job.outputs() == []
+
+
+def test_limit_takes_the_first_rows(job: JobMaker) -> None:
+    job.write(rows_of(9))
+    job.run(job.spec(input={"limit": 4}))
+    assert [row["index"] for row in job.outputs()] == [0, 1, 2, 3]
+
+
+# ---------------------------------------------------------------- bad rows
+
+
+def test_bad_rows_become_dead_letters_and_disturb_nobody(job: JobMaker, tmp_path: Path) -> None:
+    good = rows_of(6)
+    job.write([good[0], "{", good[1], {"id": "x"}, good[2], {**good[3], "sampling": {"temperature": -1}}])
+    outcome = job.run()
+    assert outcome.exit_code == 3
+    assert [row["id"] for row in job.outputs()] == ["q-0", "q-1", "q-2"]
+    letters = [(letter["index"], letter["line"], letter["id"], letter["code"]) for letter in job.errors()]
+    assert letters == [(1, 2, None, "bad_json"), (3, 4, "x", "missing_column"), (5, 6, "q-3", "bad_param")]
+    assert job.errors()[1]["row"] == {"id": "x"}
+
+
+def test_the_first_of_two_rows_with_an_id_stays(job: JobMaker) -> None:
+    job.write([{"id": name, "question": "Why?"} for name in ("a", "b", "a", 1, "1", "a")])
+    job.run()
+    assert [row["index"] for row in job.outputs()] == [0, 1, 3, 4]
+    assert [(letter["index"], letter["code"]) for letter in job.errors()] == [(2, "duplicate_id"), (5, "duplicate_id")]
+    assert "row 0" in job.errors()[0]["message"]
+
+
+def test_a_row_that_fails_keeps_its_id_from_later_ones(job: JobMaker) -> None:
+    job.write([{"id": "a"}, {"id": "a", "question": "Why?"}])
+    job.run()
+    assert [letter["code"] for letter in job.errors()] == ["missing_column", "duplicate_id"]
+
+
+def test_an_error_of_the_engine_is_a_dead_letter_with_its_row(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    assert job.run(fails=frozenset({2})).exit_code == 3
+    (letter,) = job.errors()
+    assert (letter["index"], letter["code"], letter["row"]["id"]) == (2, "internal", "q-2")
+
+
+def test_strict_refuses_to_start_and_writes_nothing(job: JobMaker) -> None:
+    job.write([*rows_of(300), "{", {"id": "x"}])
+    with pytest.raises(UsageError, match=r"2 bad rows.*\n.*:301: bad_json.*\n.*:302: missing_column"):
+        job.run(options=RunOptions(strict=True, progress="quiet"))
+    assert not job.output.exists()
+
+
+def test_strict_lets_good_rows_run(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    assert job.run(options=RunOptions(strict=True, progress="quiet")).exit_code == 0
+
+
+def test_strict_finds_duplicates(job: JobMaker) -> None:
+    job.write(rows_of(2) + rows_of(1))
+    with pytest.raises(UsageError, match="duplicate_id"):
+        job.run(options=RunOptions(strict=True, progress="quiet"))
+
+
+def test_too_many_errors_stop_the_run_early(job: JobMaker) -> None:
+    job.write([*rows_of(100), *["{"] * 100, *rows_of(2000)[200:]])
+    outcome = job.run(options=RunOptions(max_error_rate=0.05, progress="quiet"))
+    assert outcome.exit_code == 3
+    assert not (job.output / "outputs.jsonl").exists()
+    assert job.engines[0].num_pulled < 1000
+    assert job.run(options=RunOptions(max_error_rate=0.5, progress="quiet")).exit_code == 3
+    assert len(job.outputs()) == 1900
+
+
+def test_a_few_errors_among_few_rows_do_not_count_as_a_rate(job: JobMaker) -> None:
+    job.write([*rows_of(3), "{"])
+    job.run(options=RunOptions(max_error_rate=0.05, progress="quiet"))
+    assert len(job.outputs()) == 3
+
+
+# ---------------------------------------------------------------- interrupted and resumed
+
+
+def interrupted(job: JobMaker, spec: JobSpec, num_tokens: int) -> None:
+    """Stop the job after so many tokens."""
+    outcome = job.run(spec, quiet(max_total_tokens=num_tokens))
+    assert outcome.exit_code == 75, outcome
+    assert not (job.output / "outputs.jsonl").exists()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_resumed_run_writes_what_an_undisturbed_one_does(job: JobMaker, tmp_path: Path, temperature: float) -> None:
+    job.write([*rows_of(60), "{", *rows_of(120)[60:]])
+    sampling = {"temperature": temperature, "seed": 3}
+    expected = undisturbed(job, tmp_path, sampling=sampling)
+    spec = job.spec(sampling=sampling)
+    for num_tokens in (1, 300, 700):
+        interrupted(job, spec, num_tokens)
+    assert job.run(spec).exit_code == 3
+    assert job.outputs() == expected
+    assert [letter["index"] for letter in job.errors()] == [60]
+
+
+def test_finished_rows_are_not_run_again_and_half_done_ones_go_on(job: JobMaker, tmp_path: Path) -> None:
+    job.write(rows_of(60))
+    undisturbed(job, tmp_path)
+    num_tokens = job.engines[0].stats.num_output_tokens
+    spec = job.spec()
+    interrupted(job, spec, 400)
+    first = job.engines[0].stats.num_output_tokens
+    num_finished = len(job.engines[0].running)
+    assert num_finished
+    job.run(spec)
+    assert first + job.engines[0].stats.num_output_tokens == num_tokens
+    assert job.engines[0].num_pulled < 60
+
+
+def test_when_only_the_outputs_are_missing_no_engine_is_made(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.write(rows_of(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(job_module, "finalize", failing)
+        with pytest.raises(StorageError):
+            job.run()
+    assert job.run().exit_code == 0
+    assert job.engines == []
+    assert len(job.outputs()) == 5
+
+
+def failing(*args: object, **kwargs: object) -> None:
+    raise StorageError("the disk is full")
+
+
+def test_a_kill_between_outputs_and_report_costs_nothing(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.write(rows_of(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(job_module, "write_report", failing)
+        with pytest.raises(StorageError):
+            job.run()
+    assert len(job.outputs()) == 5
+    assert job.run().exit_code == 0
+    assert json.loads((job.output / "report.json").read_bytes())["rows"]["done"] == 5
+    assert not (job.output / "journal").exists()
+
+
+def test_a_job_that_is_done_stays_done(job: JobMaker) -> None:
+    job.write(["{"])
+    assert job.run().exit_code == 3
+    before = (job.output / "errors.jsonl").stat().st_mtime_ns
+    outcome = job.run()
+    assert (outcome.exit_code, job.engines) == (0, [])
+    assert "already done" in outcome.lines[0]
+    assert (job.output / "errors.jsonl").stat().st_mtime_ns == before
+
+
+def test_overwrite_runs_a_finished_job_anew(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run()
+    job.write(rows_of(5))
+    job.run(options=RunOptions(overwrite=True, progress="quiet"))
+    assert len(job.outputs()) == 5
+    assert read_report(job_module.RunDir(job.output))["sessions"] == 1
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_change_of_what_outputs_depend_on_is_refused_with_a_diff(job: JobMaker, is_done: bool) -> None:
+    job.write(rows_of(60))
+    job.run() if is_done else interrupted(job, job.spec(), 100)
+    with pytest.raises(ResumeMismatch, match=r"sampling\.max_tokens: was 16, now 9(.|\n)*--overwrite"):
+        job.run(job.spec(sampling={"max_tokens": 9}))
+
+
+def test_a_changed_input_is_refused(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    interrupted(job, job.spec(), 100)
+    job.write(rows_of(61))
+    with pytest.raises(ResumeMismatch, match="input"):
+        job.run()
+
+
+def test_engine_sizes_and_output_format_may_change_on_resume(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    interrupted(job, job.spec(), 100)
+    spec = job.spec(engine={"max_num_seqs": 3}, output={"format": "parquet"})
+    assert job.run(spec).exit_code == 0
+    assert len(without_timings(job.output / "outputs.parquet")) == 60
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    interrupted(job, job.spec(), 100)
+    before = {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()}
+    with pytest.raises(ResumeMismatch):
+        job.run(job.spec(sampling={"seed": 9}))
+    assert {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()} == before
+
+
+def test_other_numerics_are_refused_on_resume(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    interrupted(job, job.spec(), 100)
+
+    def other(spec: JobSpec, model: ModelInfo) -> Backend:
+        return dataclasses.replace(stub_factory()(spec, model), numerics={"dtype": "bfloat16", "device": "stub"})
+
+    with pytest.raises(ResumeMismatch, match="begun in float32 on stub, here the model runs in bfloat16"):
+        run_job(job.spec(), quiet(), engine_factory=other)
+
+
+@pytest.mark.parametrize("ids_are_lost", [True, False])
+def test_duplicates_are_found_across_a_resume(job: JobMaker, ids_are_lost: bool) -> None:
+    rows = rows_of(300)
+    job.write([*rows, *rows[:20]])
+    interrupted(job, job.spec(), 4000)
+    if ids_are_lost:
+        for path in (job.output / "journal").glob("ids.sqlite*"):
+            path.unlink()
+    job.run()
+    assert [letter["index"] for letter in job.errors()] == list(range(300, 320))
+    assert {letter["code"] for letter in job.errors()} == {"duplicate_id"}
+
+
+def test_interruptions_do_not_show_in_the_reports_counts(job: JobMaker, tmp_path: Path) -> None:
+    job.write([*rows_of(60), "{"])
+    undisturbed(job, tmp_path)
+    expected = read_report(job_module.RunDir(tmp_path / "reference"))
+    for num_tokens in (100, 300):
+        interrupted(job, job.spec(), num_tokens)
+    report = job.run().report
+    assert report is not None
+    assert (report["sessions"], expected["sessions"]) == (3, 1)
+    for key in ("rows", "errors", "tokens", "finish_reasons"):
+        assert report[key] == expected[key]
+    assert report["engine"]["num_output_tokens"] == expected["engine"]["num_output_tokens"]
+
+
+def test_an_engine_that_crashes_leaves_a_run_that_resumes(job: JobMaker, tmp_path: Path) -> None:
+    job.write(rows_of(60))
+    expected = undisturbed(job, tmp_path)
+
+    class Crashing(StubEngine):
+        def step(self) -> list[Result]:
+            if self.stats.num_steps == 40:
+                raise RuntimeError("out of luck")
+            return super().step()
+
+    with pytest.raises(RuntimeError):
+        run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(Crashing(), {"dtype": "x"}, 1))
+    assert len(list((job.output / "journal").iterdir())) > 0
+    run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(StubEngine(), {"dtype": "x"}, 1))
+    assert job.outputs() == expected
+
+
+def test_a_deadline_that_has_passed_stops_before_the_first_row(job: JobMaker) -> None:
+    job.write(rows_of(2000))
+    outcome = job.run(options=quiet(deadline=datetime(2020, 1, 1, tzinfo=UTC)))
+    assert outcome.exit_code == 75
+
+
+def test_a_run_works_outside_the_main_thread(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    thread = threading.Thread(target=job.run)
+    thread.start()
+    thread.join()
+    assert len(job.outputs()) == 5
+
+
+# ---------------------------------------------------------------- refused before anything is written
+
+
+def unusable(spec: JobSpec, model: ModelInfo) -> Backend:
+    raise ModelError("model.safetensors is corrupt")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("input", "path", ["nowhere.jsonl"]),
+        ("model", "path", "./nowhere"),
+        ("model", "tokenizer", "./nowhere"),
+        ("engine", "max_model_len", 10**9),
+    ],
+)
+def test_a_job_that_cannot_run_leaves_no_trace(job: JobMaker, section: str, key: str, value: Any) -> None:
+    job.write(rows_of(3))
+    output = job.folder / "new" / "deep" / "out"
+    with pytest.raises(UsageError):
+        job.run(job.spec(**{section: {key: value}, "output": {"path": str(output)}}))
+    assert not (job.folder / "new").exists()
+
+
+def test_unusable_weights_leave_no_trace(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    with pytest.raises(ModelError):
+        run_job(job.spec(), quiet(), engine_factory=unusable)
+    assert not job.output.exists()
+
+
+def test_unusable_weights_do_not_cost_the_run_that_was_to_be_overwritten(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run()
+    with pytest.raises(ModelError):
+        run_job(job.spec(), RunOptions(overwrite=True, progress="quiet"), engine_factory=unusable)
+    assert len(job.outputs()) == 3
+
+
+def test_an_input_that_the_run_would_replace_is_refused(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run()
+    spec = job.spec(input={"path": [str(job.output / "outputs.jsonl")]})
+    with pytest.raises(UsageError, match="would be overwritten"):
+        job.run(spec, RunOptions(overwrite=True, progress="quiet"))
+    assert len(job.outputs()) == 3
+
+
+def test_a_folder_that_is_no_run_is_not_touched(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.output.mkdir()
+    (job.output / "outputs.jsonl").write_text("precious")
+    with pytest.raises(UsageError, match=r"no job\.json"):
+        job.run(options=RunOptions(overwrite=True, progress="quiet"))
+    assert (job.output / "outputs.jsonl").read_text() == "precious"
+
+
+def test_a_directory_in_use_is_refused_naming_the_holder(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.output.mkdir()
+    with job_module.RunDir(job.output).lock(), pytest.raises(LockedError, match="process"):
+        job.run()
+
+
+# ---------------------------------------------------------------- accuracy, shards, chunks
+
+
+def test_accuracy_counts_exact_matches(job: JobMaker, tmp_path: Path) -> None:
+    job.write(rows_of(4))
+    texts = [row["text"] for row in undisturbed(job, tmp_path)]
+    rows = rows_of(4)
+    job.write(
+        [
+            {**row, "answer": f" {text}\n" if i else "wrong"}
+            for i, (row, text) in enumerate(zip(rows, texts, strict=True))
+        ]
+    )
+    outcome = job.run(job.spec(output={"expected": "answer"}))
+    assert outcome.report is not None
+    assert outcome.report["accuracy"] == {"correct": 3, "total": 4, "exact_match": 0.75}
+    assert any("75.00%" in line for line in outcome.lines)
+
+
+@pytest.mark.parametrize("count", [1, 3, 7])
+def test_shards_together_are_the_whole(job: JobMaker, tmp_path: Path, count: int) -> None:
+    rows = rows_of(40)
+    job.write([*rows, *rows[:5], "{"])
+    expected = undisturbed(job, tmp_path)
+    errors = [(letter["index"], letter["message"]) for letter in read_lines(tmp_path / "reference" / "errors.jsonl")]
+    folders = [tmp_path / f"shard{i}" for i in range(1, count + 1)]
+    for number, folder in enumerate(folders, 1):
+        options = RunOptions(shard=(number, count), progress="quiet")
+        job.run(job.spec(output={"path": str(folder)}), options)
+    merge(folders, job.output)
+    assert job.outputs() == expected
+    assert [(letter["index"], letter["message"]) for letter in job.errors()] == errors
+
+
+def test_another_shard_does_not_go_into_the_same_directory(job: JobMaker) -> None:
+    job.write(rows_of(4))
+    job.run(options=RunOptions(shard=(1, 2), progress="quiet"))
+    with pytest.raises(ResumeMismatch, match="shard"):
+        job.run(options=RunOptions(shard=(2, 2), progress="quiet"))
+
+
+def test_an_interrupted_shard_resumes(job: JobMaker) -> None:
+    job.write(rows_of(100))
+    assert (
+        job.run(options=RunOptions(shard=(2, 3), progress="quiet", limits=quiet(max_total_tokens=200).limits)).exit_code
+        == 75
+    )
+    job.run(options=RunOptions(shard=(2, 3), progress="quiet"))
+    assert [row["index"] for row in job.outputs()] == list(range(1, 100, 3))
+
+
+@given(st.lists(st.integers(0, CHUNK_CHARS), max_size=20))
+def test_chunks_hold_all_rows_in_order_and_no_more_than_fits(sizes: list[int]) -> None:
+    rows = [Record(i, "f", i, {"x": "y" * size}, Cursor(0, 0, 0, i + 1)) for i, size in enumerate(sizes)]
+    chunks = list(chunked(rows))
+    assert [row for chunk in chunks for row in chunk] == rows
+    for chunk in chunks:
+        assert sum(sizes[row.index] for row in chunk[:-1]) < CHUNK_CHARS
+
+
+def test_a_chunk_of_short_rows_is_bounded_by_their_number() -> None:
+    rows: Iterator[Record] = (Record(i, "f", i, {"x": 1}, Cursor(0, 0, 0, i + 1)) for i in range(3 * CHUNK_ROWS))
+    assert [len(chunk) for chunk in chunked(rows)] == [CHUNK_ROWS] * 3
+
+
+def test_the_engine_is_fed_lazily(job: JobMaker) -> None:
+    job.write(rows_of(5000))
+    job.run(options=quiet(max_total_tokens=50))
+    assert job.engines[0].num_pulled < 100
+
+
+def test_a_result_for_a_row_nobody_asked_for_is_a_crash_not_a_row(job: JobMaker) -> None:
+    job.write(rows_of(3))
+
+    class Confused(StubEngine):
+        def step(self) -> list[Result]:
+            return [dataclasses.replace(result, key=99) for result in super().step()]
+
+    with pytest.raises((KeyError, BatchgenError)):
+        run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(Confused(), {}, 1))
+    assert not (job.output / "outputs.jsonl").exists()
+
+
+def test_requests_carry_the_tokens_of_an_earlier_run(job: JobMaker) -> None:
+    job.write(rows_of(30))
+    interrupted(job, job.spec(), 300)
+    half_done = {key: tuple(tokens) for key, (_, tokens, _) in job.engines[0].running.items() if tokens}
+    seen: dict[int, tuple[int, ...]] = {}
+
+    class Watching(StubEngine):
+        def run(self, requests: Any) -> Iterator[Result]:
+            def watched() -> Iterator[Request]:
+                for request in requests:
+                    seen[request.key] = request.output_token_ids
+                    yield request
+
+            return super().run(watched())
+
+    numerics = {"dtype": "float32", "device": "stub"}
+    run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(Watching(), numerics, 1))
+    assert half_done
+    assert {key: seen[key] for key in half_done} == half_done

@@ -1,0 +1,120 @@
+"""Stopping early, in a process of its own: signals, limits, and the promise to be gone within 10 seconds."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from run_helpers import JobMaker, finish, rows_of, start, without_timings
+
+from batchgen.errors import ExitCode
+from batchgen.run.progress import read_progress
+
+
+def until_rows_are_done(process: subprocess.Popen[str], folder: Path, count: int = 1) -> None:
+    """Wait until the run says that so many rows are done."""
+    while True:
+        assert process.poll() is None, process.communicate()
+        progress = read_progress(folder)
+        if progress is not None and progress["phase"] == "generating" and progress["rows"]["done"] >= count:
+            return
+        time.sleep(0.05)
+
+
+def until_phase(process: subprocess.Popen[str], folder: Path, phase: str) -> None:
+    while True:
+        assert process.poll() is None, process.communicate()
+        progress = read_progress(folder)
+        if progress is not None and progress["phase"] == phase:
+            return
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_drains_and_a_second_run_finishes_to_the_byte(
+    job: JobMaker, tmp_path: Path, number: signal.Signals
+) -> None:
+    job.write(rows_of(200))
+    job.run(job.spec(output={"path": str(tmp_path / "reference")}))
+    process = start(["run", job.toml()], step_s=0.02)
+    until_rows_are_done(process, job.output)
+    process.send_signal(number)
+    code, said = finish(process)
+    assert code == ExitCode.STOPPED
+    assert f"stopped ({number.name})" in said
+    assert "half done and saved" in said
+    assert finish(start(["run", job.toml()]))[0] == ExitCode.OK
+    assert job.outputs() == without_timings(tmp_path / "reference" / "outputs.jsonl")
+
+
+def test_a_signal_while_the_model_loads_stops_at_once_and_leaves_no_trace(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    process = start(["run", job.toml()], load_s=60)
+    until_phase(process, job.output, "loading the model")
+    process.send_signal(signal.SIGTERM)
+    code, said = finish(process, timeout=15)
+    assert code == ExitCode.STOPPED
+    assert "before the first row" in said
+    assert {path.name for path in job.output.glob("*")} == set()
+
+
+def test_a_second_interrupt_stops_at_once_and_the_journal_stays_sound(job: JobMaker) -> None:
+    job.write(rows_of(200))
+    process = start(["run", job.toml()], step_s=0.02, stops_after_s=60)
+    until_rows_are_done(process, job.output)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    code, said = finish(process, timeout=5)
+    assert code == ExitCode.STOPPED
+    assert "second SIGINT" in said
+    assert finish(start(["run", job.toml()]))[0] == ExitCode.OK
+    assert len(job.outputs()) == 200
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_end_cannot_hold_up_the_exit(job: JobMaker) -> None:
+    job.write(rows_of(200))
+    process = start(["run", job.toml()], step_s=0.02, stops_after_s=60)
+    until_rows_are_done(process, job.output)
+    process.send_signal(signal.SIGTERM)
+    code, said = finish(process, timeout=12)
+    assert code == ExitCode.STOPPED
+    assert "with a step still under way" in said
+    assert finish(start(["run", job.toml()]))[0] == ExitCode.OK
+    assert len(job.outputs()) == 200
+
+
+@pytest.mark.parametrize("phase_s", [{"step_s": 0.02}, {"load_s": 60}])
+def test_max_runtime_stops_whatever_the_run_is_doing(job: JobMaker, phase_s: dict[str, float]) -> None:
+    job.write(rows_of(400))
+    code, said = finish(start(["run", job.toml(), "--max-runtime", "1.5s"], **phase_s), timeout=30)
+    assert code == ExitCode.STOPPED
+    assert "max runtime of 1.5 s" in said
+
+
+def test_max_total_tokens_stops_and_the_next_run_goes_on(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    codes = []
+    for _ in range(30):
+        codes.append(finish(start(["run", job.toml(), "--max-total-tokens", "500"]))[0])
+        if codes[-1] != ExitCode.STOPPED:
+            break
+    assert codes[-1] == ExitCode.OK
+    assert len(codes) > 2
+    assert len(job.outputs()) == 60
+
+
+def test_a_stop_while_outputs_are_written_is_harmless(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    process = start(["run", job.toml()], finalize_s=60)
+    until_phase(process, job.output, "writing the outputs")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process, timeout=15)[0] == ExitCode.STOPPED
+    assert not (job.output / "outputs.jsonl").exists()
+    assert finish(start(["run", job.toml()]))[0] == ExitCode.OK
+    assert len(job.outputs()) == 20
