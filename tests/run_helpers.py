@@ -21,6 +21,8 @@ from batchgen.spec_load import load_job
 REPOSITORY = Path(__file__).parents[1]
 MODEL = REPOSITORY / "sample_data" / "tiny-lfm2"  # of which the stub uses the config and the tokenizer
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
+
 
 def rows_of(count: int) -> list[dict[str, Any]]:
     return [{"id": f"q-{i}", "question": f"What is {i} times {i}?", "answer": str(i * i)} for i in range(count)]
@@ -103,10 +105,9 @@ def without_timings(path: Path) -> list[dict[str, Any]]:
 def start(arguments: Iterable[str | Path], **stub: Any) -> subprocess.Popen[str]:
     """The command line with a stub engine, in a process of its own."""
     command = [sys.executable, str(REPOSITORY / "tests" / "stub_cli.py"), json.dumps(stub), *map(str, arguments)]
-    path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
     return subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": path},
+        env=ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

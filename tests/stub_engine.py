@@ -47,7 +47,7 @@ class StubStats:
 class StubEngine:
     """``fails`` names keys that end in an ``internal`` error; ``step_s`` is how long a step takes.
 
-    After ``stop`` the step under way lasts ``stops_after_s`` more.
+    After ``stop`` the step under way lasts ``stops_after_s`` more; step ``crashes_at`` raises.
     """
 
     vocab_size: int = 640
@@ -55,6 +55,7 @@ class StubEngine:
     look_ahead: int = 16
     step_s: float = 0.0
     stops_after_s: float = 0.0
+    crashes_at: int | None = None
     fails: frozenset[int] = frozenset()
     stats: StubStats = field(default_factory=StubStats)
     running: dict[int, tuple[Request, list[int], float]] = field(default_factory=dict)
@@ -84,7 +85,10 @@ class StubEngine:
                 time.sleep(self.stops_after_s)
 
     def step(self) -> list[Result]:
-        time.sleep(self.step_s)
+        if self.step_s:
+            time.sleep(self.step_s)
+        if self.stats.num_steps == self.crashes_at:
+            raise RuntimeError("out of luck")
         self.stats.num_steps += 1
         results = []
         for key, (request, tokens, started_at) in list(self.running.items()):

@@ -357,16 +357,10 @@ def test_an_engine_that_crashes_leaves_a_run_that_resumes(job: JobMaker, tmp_pat
     job.write(rows_of(60))
     expected = undisturbed(job, tmp_path)
 
-    class Crashing(StubEngine):
-        def step(self) -> list[Result]:
-            if self.stats.num_steps == 40:
-                raise RuntimeError("out of luck")
-            return super().step()
-
     with pytest.raises(RuntimeError):
-        run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(Crashing(), {"dtype": "x"}, 1))
-    assert len(list((job.output / "journal").iterdir())) > 0
-    run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(StubEngine(), {"dtype": "x"}, 1))
+        job.run(crashes_at=40)
+    job.run()
+    assert job.engines[0].num_pulled < 60
     assert job.outputs() == expected
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -35,6 +36,15 @@ BACK_ENDS: dict[str, type[Kernels]] = {"cpu": CpuKernels, "reference": Reference
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EOS = 7
 STD = 0.3
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """One thread unless a test sets more: for tiny tensors a second one only waits, the longer the busier the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def raw_config(**changes: Any) -> dict[str, Any]:

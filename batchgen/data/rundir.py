@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from batchgen.data.files import remove_file, remove_folder, storage_errors, write_atomic
+from batchgen.data.journal_reader import segment_paths
 from batchgen.data.manifest import Manifest
 from batchgen.errors import LockedError, UsageError
 
@@ -144,18 +145,25 @@ class RunDir:
         )
 
     def create(self) -> None:
-        """Make the folder and its parents. Raises UsageError if it holds files of a run but no ``job.json``."""
-        if self.path.exists() and not self.path.is_dir():
-            raise UsageError(f"{self.path} is a file; output.path must name a folder")
-        if not self.manifest.exists():
-            for path in [*(self.path / name for name in OUTPUT_NAMES.values()), self.errors, self.report, self.journal]:
-                if path.exists():
-                    raise UsageError(
-                        f"{self.path} holds {path.name} but no job.json, so it is not one of our runs; "
-                        "choose another output.path"
-                    )
-        with storage_errors("create", self.path):
+        """Make the folder and its parents.
+
+        Raises UsageError if that cannot be, or if the folder holds files of a run but no ``job.json``.
+        """
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
+            if self.manifest.exists():
+                return
+            mine = [*(self.path / name for name in OUTPUT_NAMES.values()), self.errors, self.report]
+            strays = [path for path in mine if path.exists()] + segment_paths(self.journal)
+        except FileExistsError as error:
+            raise UsageError(f"output.path = {self.path}: {error.filename} is a file, not a folder") from error
+        except OSError as error:
+            raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
+        if strays:
+            raise UsageError(
+                f"{self.path} holds {strays[0].relative_to(self.path)} but no job.json, so it is not one of our runs; "
+                "choose another output.path"
+            )
 
     def lock(self) -> RunLock:
         """Take the directory for this process. Raises LockedError naming the holder's pid and host."""

@@ -5,8 +5,10 @@ Holds memory and its layout; who owns which block or slot is the scheduler's bus
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,7 +69,10 @@ def allocate(
     width = _padded(config.head_dim)
 
     def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # Memory the system hands out zeroed and backs when first touched: a pool costs what is used of it.
+        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
     kv = tuple(
         KVCache(

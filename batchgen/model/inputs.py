@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-QUERY_BLOCK = 4  # most tokens of a sequence that attention treats as one piece of work
+QUERY_BLOCK = 16  # most tokens of a sequence that attention treats as one piece of work
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from batchgen.errors import ModelError
@@ -38,8 +40,10 @@ def resolve_device(device: str) -> torch.device:
     """The device that "auto", "cpu" or "cuda" means here.
 
     Raises:
-        ModelError: CUDA was asked for and is not there.
+        ModelError: another name, or CUDA was asked for and is not there.
     """
+    if device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", device):
+        raise ModelError(f"device {device!r} is not one of auto, cpu, cuda")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():

@@ -19,6 +19,7 @@ from batchgen.errors import ModelError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others want scales to mean anything
 
 
 class TensorSource(Protocol):
@@ -59,9 +60,11 @@ class Checkpoint:
             names = {str(tensor): str(file) for tensor, file in weight_map.items()}
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise ModelError(f"{index}: not a safetensors index ({error!r})") from None
-        for file in set(names.values()):
+        files = sorted(set(names.values()))
+        for file in files:
             if Path(file).name != file or not file.endswith(".safetensors"):
                 raise ModelError(f"{index}: names {file!r}, which is no safetensors file of this folder")
+        for file in files:
             held = set(self._open(file).keys())
             listed = {tensor for tensor, where in names.items() if where == file}
             if held != listed:
@@ -82,7 +85,7 @@ class Checkpoint:
         """See ``TensorSource.take``.
 
         Raises:
-            ModelError: no such tensor, or another shape.
+            ModelError: no such tensor, another shape, or no plain floating-point numbers.
         """
         if name not in self._where:
             raise ModelError(f"{self.folder}: the weights lack tensor {name!r}, which config.json asks for")
@@ -91,6 +94,8 @@ class Checkpoint:
             raise ModelError(
                 f"{self.folder}: tensor {name!r} has shape {list(tensor.shape)}; config.json asks for {list(shape)}"
             )
+        if tensor.dtype not in _WEIGHT_DTYPES:
+            raise ModelError(f"{self.folder}: tensor {name!r} is {tensor.dtype}; quantized weights are not supported")
         self._taken.add(name)
         return tensor.to(self.device, self.dtype)
 

@@ -168,10 +168,23 @@ def test_a_folder_with_outputs_of_someone_else_is_refused(run_dir: RunDir) -> No
         run_dir.create()
 
 
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["file", "file/below", "file/far/below"])
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UsageError, match="is a file"):
-        RunDir(tmp_path / "file").create()
+    with pytest.raises(UsageError, match=r"output\.path = .*file"):
+        RunDir(tmp_path / name).create()
+
+
+def test_a_run_killed_before_it_wrote_anything_is_no_obstacle(run_dir: RunDir) -> None:
+    run_dir.journal.mkdir()
+    run_dir.create()
+
+
+def test_journalled_rows_without_their_job_are_not_adopted(run_dir: RunDir) -> None:
+    run_dir.journal.mkdir()
+    (run_dir.journal / "000001.seg").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"holds journal/000001\.seg but no job\.json"):
+        run_dir.create()
 
 
 def test_clearing_removes_what_a_run_wrote_and_nothing_else(run_dir: RunDir) -> None:

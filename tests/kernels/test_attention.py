@@ -6,7 +6,7 @@ pad a block) holds NaN and infinities, as it may after another sequence went wro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -25,13 +25,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 HEADS = [(3, 3, 16), (5, 5, 8), (4, 2, 64), (6, 2, 24), (4, 1, 40), (12, 1, 16), (1, 1, 128)]
 # (positions cached before, tokens of this step): whole prompts, chunks, single tokens, across the tile of 256
 PIECES = [(0, 1), (0, 7), (5, 1), (15, 17), (254, 1), (255, 1), (256, 1), (250, 13), (0, 260), (511, 2), (700, 3)]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -149,7 +142,9 @@ def test_bits_do_not_depend_on_the_other_sequences_or_the_threads(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 24), (4, 1, 40), (12, 1, 16)], ids=str)
-@pytest.mark.parametrize("cuts", [[1] * 270, [5, 7, 9, 1, 100, 148], [3, 267], [256, 14]], ids=["1", "odd", "3", "tile"])
+@pytest.mark.parametrize(
+    "cuts", [[1] * 270, [5, 7, 9, 1, 100, 148], [3, 267], [256, 14]], ids=["1", "odd", "3", "tile"]
+)
 def test_bits_do_not_depend_on_how_a_prompt_is_cut(
     cuts: list[int], heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,13 +17,6 @@ from batchgen.model.inputs import ModelInput
 
 DTYPES = [torch.float32, torch.bfloat16]
 PIECES = [(0, 1), (0, 2), (0, 9), (1, 1), (2, 1), (3, 40), (300, 5), (31, 1)]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -44,9 +37,7 @@ def empty_cache(inputs: ModelInput, num_blocks: int, block_size: int, kv: int, d
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [1, 3, 16, 24, 256])
 @pytest.mark.parametrize("heads", [(3, 3, 16), (5, 1, 8), (4, 2, 24), (2, 2, 64), (4, 2, 12)], ids=str)
-def test_rope_and_cache_equals_the_reference(
-    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
-) -> None:
+def test_rope_and_cache_equals_the_reference(heads: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> None:
     num_heads, num_kv_heads, head_dim = heads
     inputs, num_blocks = ragged_input(PIECES, block_size)
     qkv = normal(inputs.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, seed=1, dtype=dtype)

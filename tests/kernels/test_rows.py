@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,13 +16,6 @@ BOTH = {"cpu": FAST, "reference": SLOW}
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 2, 8, 15, 16, 17, 24, 31, 33, 60, 64, 100, 1024]
 ROWS = [1, 2, 7, 8, 9, 33]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:

@@ -7,8 +7,6 @@ token: one uniform per allowed token checks a whole distribution, without statis
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,13 +22,6 @@ from batchgen.kernels.reference import ReferenceKernels
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 2, 15, 16, 17, 100, 333]
 JUST_BELOW_ONE = 1 - 2.0**-53
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def rows_of(

@@ -121,7 +121,9 @@ def test_a_config_that_cannot_be_run_is_refused_by_name(changes: dict[str, Any],
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "block_ff_dim"])
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "block_ff_dim"]
+)
 def test_a_missing_key_is_named(key: str) -> None:
     assert f"'{key}'" in refusal(**{key: ...})
 
@@ -133,7 +135,9 @@ ODD_VALUES = st.one_of(
     st.floats(),
     st.text(max_size=4),
     st.lists(st.one_of(st.integers(-2, 8), st.text(max_size=3), st.lists(st.integers(), max_size=1)), max_size=4),
-    st.dictionaries(st.sampled_from(["rope_type", "type", "rope_theta"]), st.one_of(st.integers(), st.text(), st.none())),
+    st.dictionaries(
+        st.sampled_from(["rope_type", "type", "rope_theta"]), st.one_of(st.integers(), st.text(), st.none())
+    ),
 )
 KEYS = [
     *RAW,

@@ -86,7 +86,9 @@ def test_weights_are_cast_to_the_dtype_asked_for(tmp_path: Path) -> None:
 
 def test_a_copy_of_the_tied_embedding_is_tolerated(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path)
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    save_file(
+        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
+    )
     load_folder(tmp_path)
 
 
@@ -114,7 +116,7 @@ def test_every_tensor_of_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path)
         assert str(list(tensor.shape)) in message
 
 
-def test_a_transposed_square_weight_is_not_noticed_but_a_flat_one_is(tmp_path: Path) -> None:
+def test_a_convolution_weight_without_its_middle_axis_is_named(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path)
     name = "model.layers.0.conv.conv.weight"
     save_file({**tensors, name: tensors[name].squeeze(1)}, tmp_path / "model.safetensors")

@@ -27,6 +27,7 @@ SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
 _I = types.int64
 
 
+_ACCUMULATORS = 16  # vectors of sums that leave registers for operands on every machine with 32
 _LINE = 64  # bytes of a cache line: how far one prefetch reaches
 
 
@@ -54,20 +55,23 @@ def _score_intrinsic(rows, vectors):
             zero = ir.Constant(simd.VECTOR, None)
             sums = {(r, v, half): cgutils.alloca_once_value(builder, zero) for r, v in grid for half in range(2)}
             starts = [builder.mul(width_, number(r)) for r in range(rows)]
-            with cgutils.for_range(builder, builder.udiv(width_, number(2))) as loop:
-                for half in range(2):
-                    d = builder.add(builder.mul(loop.index, number(2)), number(half))
-                    simd.emit_prefetch(builder, builder.add(ahead_, builder.mul(d, number(_LINE))))
-                    at = builder.add(key_index_, builder.mul(d, key_stride_))
-                    key = [
-                        simd.emit_load(builder, keys, keys_, builder.add(at, number(v * LANES))) for v in range(vectors)
-                    ]
-                    for r in range(rows):
-                        weight = builder.load(builder.gep(q_, [builder.add(starts[r], d)]))
-                        spread = simd.emit_splat(builder, weight)
-                        for v in range(vectors):
-                            total = sums[r, v, half]
-                            builder.store(simd.emit_fma(builder, spread, key[v], builder.load(total)), total)
+
+            def dimension(d, half):
+                simd.emit_prefetch(builder, builder.add(ahead_, builder.mul(d, number(_LINE))))
+                at = builder.add(key_index_, builder.mul(d, key_stride_))
+                key = [simd.emit_load(builder, keys, keys_, builder.add(at, number(v * LANES))) for v in range(vectors)]
+                for r in range(rows):
+                    weight = builder.load(builder.gep(q_, [builder.add(starts[r], d)]))
+                    spread = simd.emit_splat(builder, weight)
+                    for v in range(vectors):
+                        total = sums[r, v, half]
+                        builder.store(simd.emit_fma(builder, spread, key[v], builder.load(total)), total)
+
+            # Both halves at once where the registers hold their sums, one after the other where not.
+            for halves in [(0, 1)] if 2 * len(grid) <= _ACCUMULATORS else [(0,), (1,)]:
+                with cgutils.for_range(builder, builder.udiv(width_, number(2))) as loop:
+                    for half in halves:
+                        dimension(builder.add(builder.mul(loop.index, number(2)), number(half)), half)
             for r, v in grid:
                 at = builder.add(out_index_, number(r * SCORE_STRIDE + v * LANES))
                 total = builder.fadd(builder.load(sums[r, v, 0]), builder.load(sums[r, v, 1]))
@@ -129,8 +133,8 @@ def _value_intrinsic(rows, vectors):
 
 
 # Tiles of accumulators that fit 32 vector registers, by number of query rows.
-_score1, _score2, _score4 = (_score_intrinsic(rows, 2) for rows in (1, 2, 4))
-_score1_thin, _score2_thin, _score4_thin, _score8 = (_score_intrinsic(rows, 1) for rows in (1, 2, 4, 8))
+_score1, _score2, _score4, _score8 = (_score_intrinsic(rows, 2) for rows in (1, 2, 4, 8))
+_score1_thin, _score2_thin, _score4_thin, _score8_thin = (_score_intrinsic(rows, 1) for rows in (1, 2, 4, 8))
 _wide1, _wide2, _wide4, _wide8 = (_value_intrinsic(rows, 4 if rows < MAX_ROWS else 2) for rows in (1, 2, 4, 8))
 _thin1, _thin2, _thin4, _thin8 = (_value_intrinsic(rows, 1) for rows in (1, 2, 4, 8))
 
@@ -140,7 +144,7 @@ def _score(rows, count, q, width, keys, at, stride, out, to, ahead):
     """Scores of ``rows`` queries against ``count`` positions of a block, and up to 31 more that the caller masks."""
     j = 0
     while j < count:
-        wide = count - j > LANES and rows < MAX_ROWS
+        wide = count - j > LANES
         if rows == 1 and wide:
             _score1(q, width, keys, at + j, stride, out, to + j, ahead)
         elif rows == 1:
@@ -153,8 +157,10 @@ def _score(rows, count, q, width, keys, at, stride, out, to, ahead):
             _score4(q, width, keys, at + j, stride, out, to + j, ahead)
         elif rows == 4:
             _score4_thin(q, width, keys, at + j, stride, out, to + j, ahead)
-        else:
+        elif wide:
             _score8(q, width, keys, at + j, stride, out, to + j, ahead)
+        else:
+            _score8_thin(q, width, keys, at + j, stride, out, to + j, ahead)
         j += 2 * LANES if wide else LANES
 
 
@@ -187,141 +193,181 @@ def _accumulate(rows, weights, weight_index, values, value_index, width, count, 
 
 
 @simd.inline
-def _softmax_tile(scores, start, visible, count, peak):
-    """Turn ``count`` scores into unnormalized probabilities, zero from ``visible`` on.
+def _softmax_row(scores, start, visible, count, peak):
+    """Turn ``count`` scores (base-2 logarithms) into unnormalized probabilities, zero from ``visible`` on.
 
     Returns the new running maximum, the factor by which earlier sums shrink, and this tile's sum.
     """
-    lowest = simd.splat(F32(-np.inf))
-    best = lowest
-    for j in range(0, visible, LANES):
-        best = simd.maximum(best, simd.keep_lanes(simd.load(scores, start + j), lowest, visible - j))
+    lowest, zero = simd.splat(F32(-np.inf)), simd.splat(F32(0.0))
+    best, total = lowest, zero
+    whole = visible - visible % LANES
+    for j in range(0, whole, LANES):
+        best = simd.maximum(best, simd.load(scores, start + j))
+    if whole < visible:
+        best = simd.maximum(best, simd.keep_lanes(simd.load(scores, start + whole), lowest, visible - whole))
     new_peak = max(peak, simd.max_lanes(best))
-    shrink = simd.lane(simd.exp(simd.splat(peak - new_peak)), 0)
-    offset, zero = simd.splat(new_peak), simd.splat(F32(0.0))
-    total = zero
-    for j in range(0, count, LANES):
-        p = simd.exp(simd.sub(simd.load(scores, start + j), offset))
-        p = simd.keep_lanes(p, zero, visible - j)
+    shrink = simd.lane(simd.exp2(simd.splat(peak - new_peak)), 0)
+    offset = simd.splat(new_peak)
+    for j in range(0, whole, LANES):
+        p = simd.exp2(simd.sub(simd.load(scores, start + j), offset))
         total = simd.add(total, p)
         simd.store(scores, start + j, p)
+    if whole < visible:
+        p = simd.exp2(simd.sub(simd.load(scores, start + whole), offset))
+        p = simd.keep_lanes(p, zero, visible - whole)
+        total = simd.add(total, p)
+        simd.store(scores, start + whole, p)
+        whole += LANES
+    for j in range(whole, count, LANES):
+        simd.store(scores, start + j, zero)
     return new_peak, shrink, simd.sum_lanes(total)
 
 
-@simd.inline
-def _scale_row(x, start, width, factor):
-    by = simd.splat(factor)
-    for i in range(start, start + width, LANES):
-        simd.store(x, i, simd.mul(simd.load(x, i), by))
-
-
 @njit
-def _attend(rows, padded, first_row, group, positions, token, q, table, head, cache, sizes, scratch):
-    """Up to 8 query rows against everything they may see; leaves sums and totals in ``scratch``.
+def _gather_queries(num_rows, group, q, source, num_heads, width, scratch):
+    """Copy the query rows of one KV head together, scaled to base-2 logarithms, and clear their sums.
 
-    Row r is query head ``(first_row + r) % group`` of token ``token + (first_row + r) // group``.
-    ``scratch``: q [8, width], sums [8, width], scores [8, SCORE_STRIDE], peak [8], total [8].
+    Row r is query head ``r % group`` of the block's token ``r // group``; rows up to a multiple of 8 are zero.
     """
-    keys, values, keys_at, values_at, itemsize = cache
-    num_heads, num_kv_heads, width, block_size, lanes = sizes
-    rows_q, sums, scores, peak, total = scratch
-    for r in range(padded):
-        source = (token + (first_row + r) // group) * num_heads + head * group + (first_row + r) % group
+    rows_q, sums, _, peak, total = scratch
+    zero, by = simd.splat(F32(0.0)), simd.splat(F32(simd.LOG2_E))
+    for r in range(-(-num_rows // MAX_ROWS) * MAX_ROWS):
+        at = (source + (r // group) * num_heads + r % group) * width
         for i in range(0, width, LANES):
-            simd.store(rows_q, r * width + i, simd.load(q, source * width + i) if r < rows else simd.splat(F32(0.0)))
-            simd.store(sums, r * width + i, simd.splat(F32(0.0)))
+            simd.store(rows_q, r * width + i, simd.mul(simd.load(q, at + i), by) if r < num_rows else zero)
+            simd.store(sums, r * width + i, zero)
         peak[r], total[r] = F32(-np.inf), F32(0.0)
-    end = positions[token + (first_row + rows - 1) // group] + 1
-    for tile in range(0, end, TILE):
-        tile_end = min(tile + TILE, end)
-        position = tile
-        while position < tile_end:
-            block, offset = table[position // block_size], position % block_size
-            count = min(tile_end - position, block_size - offset)
-            at = (block * num_kv_heads + head) * width * lanes + offset
-            ahead = values_at + (table[tile // block_size] * num_kv_heads + head) * block_size * width * itemsize
-            if position + count < tile_end:
-                following = table[(position + count) // block_size]
-                ahead = keys_at + (following * num_kv_heads + head) * width * lanes * itemsize
-            _score(padded, count, rows_q, width, keys, at, lanes, scores, position - tile, ahead)
-            position += count
-        for r in range(rows):
-            visible = min(positions[token + (first_row + r) // group] + 1, tile_end) - tile
-            new_peak, shrink, tile_total = _softmax_tile(
-                scores, r * SCORE_STRIDE, max(visible, 0), tile_end - tile, peak[r]
-            )
-            if shrink != F32(1.0):
-                _scale_row(sums, r * width, width, shrink)
-            peak[r], total[r] = new_peak, total[r] * shrink + tile_total
-        position = tile
-        while position < tile_end:
-            block, offset = table[position // block_size], position % block_size
-            count = min(tile_end - position, block_size - offset)
-            at = ((block * num_kv_heads + head) * block_size + offset) * width
-            ahead = values_at + at * itemsize
-            if position + count < tile_end:
-                following = table[(position + count) // block_size]
-                ahead = values_at + (following * num_kv_heads + head) * block_size * width * itemsize
-            _accumulate(padded, scores, position - tile, values, at, width, count, sums, ahead)
-            position += count
 
 
 @njit
-def _write_rows(rows, first_row, group, token, head, num_heads, head_dim, width, scratch, out):
+def _score_tile(padded, q, tile, tile_end, table, head, cache, sizes, scores):
+    """Scores of ``padded`` query rows against the positions from ``tile`` to ``tile_end``."""
+    keys, _, keys_at, values_at, itemsize = cache
+    num_kv_heads, width, block_size, lanes = sizes
+    first_values = (table[tile // block_size] * num_kv_heads + head) * block_size * width * itemsize
+    position = tile
+    while position < tile_end:
+        block, offset = table[position // block_size], position % block_size
+        count = min(tile_end - position, block_size - offset)
+        at = (block * num_kv_heads + head) * width * lanes + offset
+        ahead = values_at + first_values
+        if position + count < tile_end:
+            following = table[(position + count) // block_size]
+            ahead = keys_at + (following * num_kv_heads + head) * width * lanes * itemsize
+        _score(padded, count, q, width, keys, at, lanes, scores, position - tile, ahead)
+        position += count
+
+
+@njit
+def _value_tile(padded, tile, tile_end, table, head, cache, sizes, scores, sums):
+    """Add the values of the positions from ``tile`` to ``tile_end``, weighted by ``scores``, to ``sums``."""
+    _, values, _, values_at, itemsize = cache
+    num_kv_heads, width, block_size, _ = sizes
+    position = tile
+    while position < tile_end:
+        block, offset = table[position // block_size], position % block_size
+        count = min(tile_end - position, block_size - offset)
+        at = ((block * num_kv_heads + head) * block_size + offset) * width
+        following = table[min(position + count, tile_end - 1) // block_size]
+        ahead = values_at + (following * num_kv_heads + head) * block_size * width * itemsize
+        _accumulate(padded, scores, position - tile, values, at, width, count, sums, ahead)
+        position += count
+
+
+@njit
+def _attend(num_rows, group, start, table, head, cache, sizes, scratch):
+    """Query rows (see ``_gather_queries``) against all they may see; leaves sums and totals in ``scratch``.
+
+    ``start`` is the position of the block's first token. Tiles are the outer loop, so that all rows of the block
+    meet a tile's keys and values while they are near.
+    """
+    rows_q, sums, scores, peak, total = scratch
+    width = sizes[1]
+    for tile in range(0, start + (num_rows - 1) // group + 1, TILE):
+        for first in range(0, num_rows, MAX_ROWS):
+            rows = min(MAX_ROWS, num_rows - first)
+            tile_end = min(tile + TILE, start + (first + rows - 1) // group + 1)
+            if tile_end <= tile:
+                continue
+            padded = 1
+            while padded < rows:
+                padded *= 2
+            _score_tile(padded, simd.shifted(rows_q, first * width), tile, tile_end, table, head, cache, sizes, scores)
+            for r in range(first, first + rows):
+                visible = max(min(start + r // group + 1, tile_end) - tile, 0)
+                peak[r], shrink, added = _softmax_row(
+                    scores, (r - first) * SCORE_STRIDE, visible, tile_end - tile, peak[r]
+                )
+                total[r] = total[r] * shrink + added
+                if shrink != F32(1.0):
+                    by = simd.splat(shrink)
+                    for i in range(r * width, (r + 1) * width, LANES):
+                        simd.store(sums, i, simd.mul(simd.load(sums, i), by))
+            _value_tile(padded, tile, tile_end, table, head, cache, sizes, scores, simd.shifted(sums, first * width))
+
+
+@njit
+def _write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, out):
     """Divide sums by totals, round, and write the rows to ``out`` [tokens, num_heads, head_dim]."""
     _, sums, _, _, total = scratch
-    for r in range(rows):
-        to = (token + (first_row + r) // group) * num_heads + head * group + (first_row + r) % group
+    for r in range(num_rows):
+        to = (target + (r // group) * num_heads + r % group) * head_dim
         by = simd.splat(F32(1.0) / total[r])
         for i in range(0, head_dim, LANES):
             v = simd.mul(simd.load(sums, r * width + i), by)
             if head_dim - i >= LANES:
-                simd.store(out, to * head_dim + i, v)
+                simd.store(out, to + i, v)
             else:
-                simd.store_part(out, to * head_dim + i, v, head_dim - i)
+                simd.store_part(out, to + i, v, head_dim - i)
+
+
+@njit
+def _divide_scratch(mine, num_rows, width):
+    """The parts of one worker's scratch: q and sums [rows, width], scores [8, SCORE_STRIDE], peak and total [rows]."""
+    sums = mine + 4 * num_rows * width
+    scores = sums + 4 * num_rows * width
+    peak = scores + 4 * MAX_ROWS * SCORE_STRIDE
+    return (
+        simd.pointer(mine, F32),
+        simd.pointer(sums, F32),
+        simd.pointer(scores, F32),
+        simd.pointer(peak, F32),
+        simd.pointer(peak + 4 * num_rows, F32),
+    )
 
 
 @njit
 def _attention(words, dtype):
-    """Arguments (addresses, then sizes) as listed by ``launch`` in ``backend``."""
+    """Arguments (addresses, then sizes) as listed in ``backend``; one item is a query block and a KV head."""
     q = simd.pointer(words[ARGS], F32)
     keys_at, values_at, itemsize = words[ARGS + 1], words[ARGS + 2], words[ARGS + 15]
     cache = simd.pointer(keys_at, dtype), simd.pointer(values_at, dtype), keys_at, values_at, itemsize
-    tables = words[ARGS + 3]
     query_blocks = simd.pointer(words[ARGS + 4], np.int32)
     positions = simd.pointer(words[ARGS + 5], np.int32)
     out = simd.pointer(words[ARGS + 6], dtype)
     num_heads, num_kv_heads, head_dim, width = words[ARGS + 8], words[ARGS + 9], words[ARGS + 10], words[ARGS + 11]
     block_size, lanes, max_blocks = words[ARGS + 12], words[ARGS + 13], words[ARGS + 14]
-    sizes = num_heads, num_kv_heads, width, block_size, lanes
+    sizes = num_kv_heads, width, block_size, lanes
     group = num_heads // num_kv_heads
-    mine = words[ARGS + 7] + worker_number(words) * scratch_floats(width) * 4
-    scratch = (
-        simd.pointer(mine, F32),
-        simd.pointer(mine + 4 * MAX_ROWS * width, F32),
-        simd.pointer(mine + 8 * MAX_ROWS * width, F32),
-        simd.pointer(mine + 4 * MAX_ROWS * (2 * width + SCORE_STRIDE), F32),
-        simd.pointer(mine + 4 * MAX_ROWS * (2 * width + SCORE_STRIDE + 1), F32),
-    )
+    most_rows = words[ARGS + 16]
+    mine = words[ARGS + 7] + worker_number(words) * 4 * scratch_floats(width, most_rows)
+    scratch = _divide_scratch(mine, most_rows, width)
     item = next_item(words)
     while item < words[2]:
         block, head = item // num_kv_heads, item % num_kv_heads
         sequence, token, count = query_blocks[3 * block], query_blocks[3 * block + 1], query_blocks[3 * block + 2]
-        table = simd.pointer(tables + sequence * max_blocks * 4, np.int32)
-        for first_row in range(0, count * group, MAX_ROWS):
-            rows = min(MAX_ROWS, count * group - first_row)
-            padded = 1
-            while padded < rows:
-                padded *= 2
-            _attend(rows, padded, first_row, group, positions, token, q, table, head, cache, sizes, scratch)
-            _write_rows(rows, first_row, group, token, head, num_heads, head_dim, width, scratch, out)
+        table = simd.pointer(words[ARGS + 3] + sequence * max_blocks * 4, np.int32)
+        first_head = token * num_heads + head * group
+        _gather_queries(count * group, group, q, first_head, num_heads, width, scratch)
+        _attend(count * group, group, positions[token], table, head, cache, sizes, scratch)
+        _write_rows(count * group, group, first_head, num_heads, head_dim, width, scratch, out)
         item = next_item(words)
 
 
 @njit
-def scratch_floats(width):
-    """Float32 words of scratch one worker needs, for a head_dim padded to ``width``."""
-    return MAX_ROWS * (2 * width + SCORE_STRIDE + 2)
+def scratch_floats(width, most_rows):
+    """Float32 words of scratch one worker needs: head_dim padded to ``width``, rows of a block to a multiple of 8."""
+    return 2 * most_rows * (width + 1) + MAX_ROWS * SCORE_STRIDE
 
 
 def _attention_bf16(words):

@@ -17,7 +17,7 @@ from batchgen.kernels.cpu import attention as attention_kernel
 from batchgen.kernels.cpu import mixers, rows, sampling
 from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
 from batchgen.model.cache import KVCache
-from batchgen.model.inputs import ModelInput
+from batchgen.model.inputs import QUERY_BLOCK, ModelInput
 
 
 def _address(tensor: Tensor) -> int:
@@ -83,12 +83,13 @@ class CpuKernels:
         num_tokens, num_heads, width = q.shape
         num_kv_heads, lanes = cache.keys.shape[1], cache.keys.shape[3]
         out = torch.empty(num_tokens, num_heads * head_dim, dtype=cache.keys.dtype)
-        scratch = _scratch(attention_kernel.scratch_floats.py_func(width) * torch.get_num_threads())
+        most_rows = -(-QUERY_BLOCK * (num_heads // num_kv_heads) // 8) * 8
+        floats = attention_kernel.scratch_floats.py_func(width, most_rows)
         arguments = (
             *map(_address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
-            *map(_address, (inputs.positions, out, scratch)),
+            *map(_address, (inputs.positions, out, _scratch(floats * torch.get_num_threads()))),
             *(num_heads, num_kv_heads, head_dim, width, cache.block_size, lanes, inputs.block_tables.shape[1]),
-            cache.keys.element_size(),
+            *(cache.keys.element_size(), most_rows),
         )
         items = len(inputs.query_blocks) * num_kv_heads
         attention_kernel.attention.launch(out.dtype, items, *arguments)

@@ -2,8 +2,9 @@
 
 The same pair of torch operators that ``torch.compile``'s freezing emits. A row's result must not depend on how
 many rows share the product: oneDNN's blocked kernels gave bit-equal rows for every count from 2 up, while a
-single row takes another path, so a single row is computed as two. Where the operators are missing, a plain
-linear over at least ``MIN_ROWS`` rows stands in: smaller products take other code paths in the usual BLAS.
+single row takes another path. So no fewer than ``MIN_PACKED_ROWS`` are computed: four take no longer than two,
+the time goes into reading the weights. Where the operators are missing, a plain linear over at least
+``MIN_PLAIN_ROWS`` rows stands in: smaller products take other code paths in the usual BLAS.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-MIN_ROWS = 16
+MIN_PACKED_ROWS = 4
+MIN_PLAIN_ROWS = 16
+
+
+def _at_least(x: Tensor, rows: int) -> Tensor:
+    """X with rows of zeros added where it has fewer than ``rows``."""
+    return x if len(x) >= rows else functional.pad(x, (0, 0, 0, rows - len(x)))
 
 
 class PackedLinear:
@@ -24,14 +31,15 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See ``Linear``."""
-        if len(x) == 1:
-            return self(x.expand(2, -1).contiguous(), residual if residual is None else residual.expand(2, -1))[:1]
+        rows = len(x)
+        x = _at_least(x, MIN_PACKED_ROWS)
         y: Tensor
         if residual is None:
             y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         else:
-            y = torch.ops.mkldnn._linear_pointwise.binary(x, residual.contiguous(), self.packed, self.bias, "add")
-        return y
+            residual = _at_least(residual.contiguous(), MIN_PACKED_ROWS)
+            y = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
+        return y[:rows]
 
 
 class PlainLinear:
@@ -44,9 +52,7 @@ class PlainLinear:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See ``Linear``."""
         rows = len(x)
-        if rows < MIN_ROWS:
-            x = functional.pad(x, (0, 0, 0, MIN_ROWS - rows))
-        y = functional.linear(x, self.weight, self.bias)[:rows]
+        y = functional.linear(_at_least(x, MIN_PLAIN_ROWS), self.weight, self.bias)[:rows]
         return y if residual is None else y + residual
 
 

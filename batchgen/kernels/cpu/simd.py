@@ -22,6 +22,7 @@ from numba.extending import intrinsic as numba_intrinsic
 from numba.extending import register_model
 
 LANES = 16
+LOG2_E = 1.4426950408889634
 inline: Any = njit(forceinline=True)  # a call would pass vectors through memory
 intrinsic: Any = numba_intrinsic  # numba's own annotation describes the function before it is decorated
 BF16 = np.uint16  # element type of a pointer to bfloat16 bits
@@ -122,6 +123,16 @@ def pointer(_context: Any, address: Any, dtype: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(kind))
 
     return kind(types.int64, dtype), generate
+
+
+@intrinsic
+def shifted(_context: Any, base: Any, index: Any) -> Any:
+    """Pointer to ``base[index]``."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        return builder.gep(arguments[0], [arguments[1]])
+
+    return base(base, types.int64), generate
 
 
 @intrinsic
@@ -311,35 +322,40 @@ def _scale_by_power_of_two(_context: Any, value: Any, exponent: Any) -> Any:
 
 @intrinsic
 def _clamp(_context: Any, value: Any, low: Any, high: Any) -> Any:
-    """``value`` bounded to [low, high]; NaN stays NaN."""
+    """``value`` bounded to [low, high]; NaN stays NaN (one instruction each, as x86's max and min pass it on)."""
 
     def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
-        low, high = emit_splat(builder, arguments[1]), emit_splat(builder, arguments[2])
-        raised = builder.select(builder.fcmp_ordered("<", arguments[0], low), low, arguments[0])
-        return builder.select(builder.fcmp_ordered(">", raised, high), high, raised)
+        x, low, high = arguments[0], emit_splat(builder, arguments[1]), emit_splat(builder, arguments[2])
+        x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+        return builder.select(builder.fcmp_ordered(">", x, high), high, x)
 
     return vec(vec, types.float32, types.float32), generate
 
 
 @inline
-def exp(x):
-    """e**x to about one unit in the last place; 2**-126 below -87.3, 2**127 above 88.
+def exp2(x):
+    """2**x to about one unit in the last place; 2**-126 below -126, 2**127 above 127; NaN stays NaN.
 
-    x = n ln 2 + r with |r| <= ln 2 / 2 (ln 2 in two parts), then the Taylor polynomial of degree 7.
+    x = n + f with |f| <= 1/2, then the Taylor polynomial of degree 7 in f.
     """
-    x = _clamp(x, F32(-87.3), F32(88.0))
-    n = nearest(mul(x, splat(F32(1.4426950408889634))))
-    r = fma(n, splat(F32(-0.693359375)), x)
-    r = fma(n, splat(F32(2.12194440e-4)), r)
-    p = splat(F32(1.0 / 5040.0))
-    p = fma(p, r, splat(F32(1.0 / 720.0)))
-    p = fma(p, r, splat(F32(1.0 / 120.0)))
-    p = fma(p, r, splat(F32(1.0 / 24.0)))
-    p = fma(p, r, splat(F32(1.0 / 6.0)))
-    p = fma(p, r, splat(F32(0.5)))
-    p = fma(p, r, splat(F32(1.0)))
-    p = fma(p, r, splat(F32(1.0)))
+    x = _clamp(x, F32(-126.0), F32(127.0))
+    n = nearest(x)
+    f = sub(x, n)
+    p = splat(F32(1.5252733804059840e-5))
+    p = fma(p, f, splat(F32(1.5403530393381609e-4)))
+    p = fma(p, f, splat(F32(1.3333558146428443e-3)))
+    p = fma(p, f, splat(F32(9.6181291076284772e-3)))
+    p = fma(p, f, splat(F32(5.5504108664821580e-2)))
+    p = fma(p, f, splat(F32(2.4022650695910072e-1)))
+    p = fma(p, f, splat(F32(6.9314718055994531e-1)))
+    p = fma(p, f, splat(F32(1.0)))
     return _scale_by_power_of_two(p, n)
+
+
+@inline
+def exp(x):
+    """e**x to about a hundred units in the last place at |x| = 80, one near 0; the bounds are those of ``exp2``."""
+    return exp2(mul(x, splat(F32(LOG2_E))))
 
 
 @inline

@@ -1,0 +1,3 @@
+from tiny_model import one_thread
+
+__all__ = ["one_thread"]  # applies to every test here

@@ -1,0 +1,81 @@
+"""Memory does not grow with the number of rows: a hundred times the rows, the same process but for a bounded rest.
+
+Input, ids, journal, outputs and report are the real ones; only the engine is a stub. Each run is a process of its own,
+whose peak resident memory is read when it is done.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from run_helpers import ENVIRONMENT, MODEL
+
+MAX_GROWTH_BYTES = 200 << 20
+CHUNK = 10_000
+
+PROGRAM = """
+import json, resource, sys
+from batchgen.run import RunOptions, run_job
+from batchgen.spec_load import load_job
+from stub_engine import stub_factory
+flags = json.loads(sys.argv[1])
+outcome = run_job(load_job(None, flags), RunOptions(progress="quiet"), engine_factory=stub_factory(max_num_seqs=256))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"code": outcome.exit_code, "rows": outcome.report["rows"], "seconds": outcome.report["seconds"],
+                  "peak_bytes": peak}))
+"""
+
+
+def row(index: int) -> dict[str, Any]:
+    return {
+        "id": f"row-{index}",
+        "question": f"What is {index}?",
+        "topic": "numbers",
+        "prompt_token_ids": [1, index % 600],
+    }
+
+
+def write_input(path: Path, count: int) -> None:
+    """So many rows, every thousandth a bad one, written a chunk at a time."""
+    chunks = ([row(i) for i in range(first, first + CHUNK)] for first in range(0, count, CHUNK))
+    if path.suffix == ".parquet":
+        with pq.ParquetWriter(path, pa.Table.from_pylist([row(0)]).schema) as writer:
+            for chunk in chunks:
+                writer.write_table(pa.Table.from_pylist(chunk))
+        return
+    with path.open("w", encoding="utf-8") as file:
+        for chunk in chunks:
+            file.writelines(f"{json.dumps(item)}\n" if item["id"][-3:] != "999" else "{\n" for item in chunk)
+
+
+def peak_bytes(folder: Path, form: str, count: int) -> int:
+    """Peak resident memory of a whole run over so many rows."""
+    source = folder / f"input.{form}"
+    write_input(source, count)
+    flags = {
+        "model": {"path": str(MODEL)},
+        "input": {"path": [str(source)], "id": "id", "prompt_token_ids": "prompt_token_ids", "keep_columns": ["topic"]},
+        "output": {"path": str(folder / f"out-{count}"), "format": form},
+        "sampling": {"max_tokens": 2},
+    }
+    command = [sys.executable, "-c", PROGRAM, json.dumps(flags)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    print(f"\n{form}, {count:,} rows: peak {found['peak_bytes'] / 2**20:,.0f} MiB, seconds {found['seconds']}")
+    assert found["rows"]["total"] == count
+    return int(found["peak_bytes"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_million_rows_take_little_more_memory_than_ten_thousand(tmp_path: Path, form: str) -> None:
+    small = peak_bytes(tmp_path, form, 10_000)
+    large = peak_bytes(tmp_path, form, 1_000_000)
+    assert large - small <= MAX_GROWTH_BYTES

@@ -1,0 +1,171 @@
+"""Dead letters run again: those that now succeed join the outputs, the rest stays where it was."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import JobMaker, finish, read_lines, rows_of, start, without_timings
+from stub_engine import stub_factory
+
+from batchgen import retry as retry_module
+from batchgen.cli import call
+from batchgen.errors import ResumeMismatch, StorageError, UsageError
+from batchgen.retry import retry_job
+from batchgen.run import Outcome, RunOptions
+
+FORMATS = ["jsonl", "parquet", "openai-batch"]
+
+
+def retried(job: JobMaker, *, flags: dict[str, Any] | None = None, **stub: Any) -> Outcome:
+    job.engines = []
+    options = RunOptions(progress="quiet")
+    return retry_job(job.output, options, flags or {}, engine_factory=stub_factory(job.engines, **stub))
+
+
+def outputs_of(folder: Path) -> list[dict[str, Any]]:
+    return without_timings(next(folder.glob("outputs.*")))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_rows_that_succeed_now_are_merged_in_order(job: JobMaker, tmp_path: Path, form: str) -> None:
+    job.write(rows_of(30))
+    job.run(job.spec(output={"path": str(tmp_path / "reference"), "format": form}))
+    job.run(job.spec(output={"format": form}), fails=frozenset({0, 7, 29}))
+    assert len(outputs_of(job.output)) == 27
+    outcome = retried(job)
+    assert outcome.exit_code == 0
+    assert job.engines[0].num_pulled == 3
+    assert outputs_of(job.output) == outputs_of(tmp_path / "reference")
+    assert not (job.output / "errors.jsonl").exists()
+
+
+def test_rows_that_fail_again_stay_dead_letters(job: JobMaker) -> None:
+    job.write([*rows_of(5), "{", {"id": "x"}])
+    job.run(fails=frozenset({1, 3}))
+    letters = job.errors()
+    assert retried(job, fails=frozenset({3})).exit_code == 3
+    assert [row["index"] for row in job.outputs()] == [0, 1, 2, 4]
+    assert job.errors() == [letter for letter in letters if letter["index"] != 1]
+
+
+def test_a_row_mended_by_hand_is_run_as_mended(job: JobMaker) -> None:
+    job.write([*rows_of(2), {"id": "x", "qestion": "Why?"}])
+    job.run()
+    (letter,) = job.errors()
+    letter["row"] = {"id": "x", "question": "Why?"}
+    (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
+    assert retried(job).exit_code == 0
+    assert [row["id"] for row in job.outputs()] == ["q-0", "q-1", "x"]
+
+
+def test_a_duplicate_stays_one_until_it_gets_an_id_of_its_own(job: JobMaker) -> None:
+    job.write(rows_of(2) + rows_of(1))
+    job.run()
+    assert retried(job).exit_code == 3
+    (letter,) = job.errors()
+    assert letter["code"] == "duplicate_id"
+    letter["row"]["id"] = "q-new"
+    (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
+    assert retried(job).exit_code == 0
+    assert [row["id"] for row in job.outputs()] == ["q-0", "q-1", "q-new"]
+
+
+def test_the_input_is_not_needed(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run(fails=frozenset({1}))
+    job.input.unlink()
+    assert retried(job).exit_code == 0
+
+
+def test_engine_sizes_may_be_others(job: JobMaker) -> None:
+    job.write([*rows_of(2), {"id": "long", "question": "Why? " * 40}])
+    job.run(job.spec(engine={"max_model_len": 64}))
+    assert [letter["code"] for letter in job.errors()] == ["too_long"]
+    assert retried(job, flags={"engine": {"max_model_len": 512}}).exit_code == 0
+    assert len(job.outputs()) == 3
+
+
+def test_the_report_counts_the_mended_rows(job: JobMaker) -> None:
+    job.write(rows_of(10))
+    job.run(job.spec(output={"expected": "answer"}), fails=frozenset({1, 2}))
+    report = retried(job, fails=frozenset({2})).report
+    assert report is not None
+    assert report["rows"] == {"total": 10, "done": 9, "failed": 1}
+    assert report["errors"] == {"internal": 1}
+    assert report["accuracy"]["total"] == 9
+    assert report["sessions"] == 2
+    tokens = sum(row["usage"]["completion_tokens"] for row in job.outputs())
+    assert report["tokens"]["completion"] == tokens
+
+
+def test_without_failed_rows_there_is_nothing_to_do(job: JobMaker) -> None:
+    job.write(rows_of(2))
+    job.run()
+    outcome = retried(job)
+    assert (outcome.exit_code, job.engines) == (0, [])
+    assert "nothing to retry" in outcome.lines[0]
+
+
+def test_a_run_that_is_not_finished_is_refused(job: JobMaker) -> None:
+    job.write(rows_of(30))
+    with pytest.raises(RuntimeError):
+        job.run(crashes_at=5)
+    with pytest.raises(UsageError, match="not finished"):
+        retried(job)
+
+
+def test_another_model_is_refused(job: JobMaker) -> None:
+    job.write(rows_of(2))
+    job.run(fails=frozenset({1}))
+    manifest = json.loads((job.output / "job.json").read_bytes())
+    manifest["fingerprints"]["model"]["model.safetensors"] = "other"
+    (job.output / "job.json").write_text(json.dumps(manifest))
+    with pytest.raises(ResumeMismatch, match="is not the model"):
+        retried(job)
+
+
+def test_a_killed_retry_resumes(job: JobMaker, tmp_path: Path) -> None:
+    job.write(rows_of(80))
+    job.run(job.spec(output={"path": str(tmp_path / "reference")}))
+    job.run(fails=frozenset(range(60)))
+    process = start(["retry", job.output], step_s=0.05)
+    while not any((job.output / "retry").glob("*.*")):
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGTERM)
+    code, said = finish(process)
+    assert code == 75, said
+    assert len(read_lines(job.output / "outputs.jsonl")) == 20
+    assert finish(start(["retry", job.output]))[0] == 0
+    assert job.outputs() == outputs_of(tmp_path / "reference")
+    assert {path.name for path in job.output.iterdir()} == {"outputs.jsonl", "report.json", "job.json"}
+
+
+def test_a_kill_before_the_report_is_made_good_by_the_next_retry(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(4))
+    job.run(fails=frozenset({1}))
+
+    def failing(*args: object) -> None:
+        raise StorageError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retry_module, "write_report", failing)
+        with pytest.raises(StorageError):
+            retried(job)
+    outcome = retried(job)
+    assert outcome.report is not None
+    assert outcome.report["rows"] == {"total": 4, "done": 4, "failed": 0}
+    assert job.engines == []
+    assert len(job.outputs()) == 4
+
+
+def test_the_command_says_what_it_did(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(3))
+    job.run(fails=frozenset({1}))
+    assert call(["retry", str(job.output)], engine_factory=stub_factory()) == 0
+    assert "1 rows that had failed are done now" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""What ``batchgen status`` says of a run in every state, from another process."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from run_helpers import JobMaker, finish, quiet, rows_of, start
+from test_signals import until_rows_are_done
+
+from batchgen.cli import call
+from batchgen.errors import UsageError
+from batchgen.status import read_status, render_status
+
+
+def test_a_running_run_is_seen_from_outside_and_not_disturbed(job: JobMaker) -> None:
+    job.write(rows_of(100))
+    process = start(["run", job.toml()], step_s=0.02)
+    until_rows_are_done(process, job.output, 5)
+    status = read_status(job.output)
+    assert status["state"] == "running"
+    assert status["holder"]["pid"] == process.pid
+    assert status["rows"]["total"] == 100
+    assert 0 < status["rows"]["done"] < 100
+    assert status["tokens"]["completion"] > 0
+    assert f"process {process.pid}" in render_status(status)
+    assert finish(process)[0] == 0
+
+
+def test_a_finished_run_shows_what_its_report_says(job: JobMaker) -> None:
+    job.write([*rows_of(5), "{"])
+    job.run()
+    status = read_status(job.output)
+    assert status["state"] == "finished"
+    assert status["rows"] == {"total": 6, "done": 5, "failed": 1, "left": 0}
+    assert "finished" in render_status(status).splitlines()[0]
+
+
+def test_a_stopped_run_says_why_and_what_to_do(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    job.run(options=quiet(max_total_tokens=200))
+    status = read_status(job.output)
+    assert status["state"] == "stopped"
+    assert status["rows"]["done"] + status["rows"]["left"] == 60
+    assert "max total tokens of 200" in render_status(status)
+    assert "run again to resume" in render_status(status)
+
+
+def test_a_killed_run_shows_what_its_journal_holds(job: JobMaker) -> None:
+    job.write(rows_of(100))
+    process = start(["run", job.toml()], step_s=0.02)
+    until_rows_are_done(process, job.output, 5)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    status = read_status(job.output)
+    assert (status["state"], status["holder"]) == ("interrupted", None)
+    assert 0 < status["rows"]["done"] < 100
+
+
+def test_a_crashed_run_is_failed(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    with pytest.raises(RuntimeError):
+        job.run(crashes_at=20)
+    assert read_status(job.output)["state"] == "failed"
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a run directory"):
+        read_status(tmp_path)
+
+
+def test_json_is_what_a_script_reads(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(3))
+    job.run()
+    assert call(["status", str(job.output), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert status.keys() >= {"state", "rows", "tokens", "tokens_per_s", "eta_s", "holder", "updated_at"}
