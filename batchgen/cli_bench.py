@@ -20,14 +20,19 @@ if TYPE_CHECKING:
     "--workload", type=click.Path(path_type=Path), metavar="FILE", help="JSONL with prompt_token_ids, max_tokens."
 )
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Take the first N rows of the workload.")
-@click.option("--num-requests", type=click.IntRange(1), metavar="N", help="Make up N requests instead.")
+@click.option(
+    "--preset",
+    type=click.Choice(["decode-heavy", "prefill-heavy", "few-shot", "yardstick", "single"]),
+    help="A made-up workload.",
+)
+@click.option("--num-requests", type=click.IntRange(1), metavar="N", help="Make up N requests.")
 @click.option("--input-len", metavar="A[:B]", help="Prompt length, or a range.")
 @click.option("--output-len", metavar="C[:D]", help="Output length, or a range.")
-@click.option("--ignore-eos", is_flag=True, help="Generate max_tokens whatever the model says.")
+@click.option("--ignore-eos", is_flag=True, help="Of a workload file: generate all max_tokens.")
 @click.option(
     "--repeats", default=3, show_default=True, type=click.IntRange(1), metavar="R", help="Runs of the workload."
 )
-@job_options("model", "engine")
+@job_options("model", "engine", without=("tokenizer",))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def bench(as_json: bool, repeats: int, **values: Any) -> int:
     """Measure throughput, beside this machine's roofline.
@@ -60,15 +65,16 @@ def bench(as_json: bool, repeats: int, **values: Any) -> int:
 
 
 def _requests(values: dict[str, Any], vocab_size: int) -> list[Request]:
-    from batchgen.bench.workload import LengthRange, from_file, synthetic
+    from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file
 
-    made_up = [values[name] for name in ("num_requests", "input_len", "output_len")]
+    lengths = [values[name] for name in ("num_requests", "input_len", "output_len")]
+    sources = [values["workload"] is not None, values["preset"] is not None, any(v is not None for v in lengths)]
+    if sum(sources) != 1 or (sources[2] and None in lengths):
+        raise UsageError("give --workload FILE, or --preset NAME, or --num-requests with --input-len and --output-len")
     if values["workload"] is not None:
-        if any(v is not None for v in made_up):
-            raise UsageError("--workload brings its own lengths; leave out --num-requests, --input-len, --output-len")
         return from_file(values["workload"], ignore_eos=values["ignore_eos"], limit=values["limit"])
-    if None in made_up:
-        raise UsageError("give --workload FILE, or --num-requests with --input-len and --output-len")
+    if values["preset"] is not None:
+        return PRESETS[values["preset"]].requests(vocab_size)
     inputs = LengthRange.parse(values["input_len"], "--input-len")
     outputs = LengthRange.parse(values["output_len"], "--output-len")
-    return synthetic(values["num_requests"], inputs, outputs, vocab_size)
+    return Shape(values["num_requests"], inputs, outputs).requests(vocab_size)

@@ -60,12 +60,12 @@ class GroupedCommand(click.Command):
                 formatter.write_dl(records)
 
 
-def job_options(*sections: str) -> Callable[[F], F]:
-    """Options for all keys of the named sections of the job file; see ``take_job_flags``."""
+def job_options(*sections: str, without: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Options for the keys of the named sections of the job file but some; see ``take_job_flags``."""
 
     def decorate(command: F) -> F:
         for section in reversed(sections):
-            for option in reversed(_options_of(section)):
+            for option in reversed(_options_of(section, without)):
                 command = option(command)
         return command
 
@@ -86,7 +86,7 @@ def take_job_flags(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return flags
 
 
-def _options_of(section: str) -> list[Callable[[F], F]]:
+def _options_of(section: str, without: tuple[str, ...]) -> list[Callable[[F], F]]:
     heading = TITLES[section]
     options = []
     if section == "sampling":
@@ -95,6 +95,8 @@ def _options_of(section: str) -> list[Callable[[F], F]]:
             options.append(_option(section, item.name, flag, _metavar(item.default), text + _shown(item), heading))
         return options
     for item in fields(SECTIONS[section]):
+        if item.name in without:
+            continue
         kind: Kind = item.metadata["kind"]
         metavar = None if kind is BOOL else kind.metavar
         text = item.metadata["help"] + _shown(item)

@@ -40,7 +40,7 @@ STD = 0.3
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """One thread unless a test sets more: for tiny tensors a second one only waits, the longer the busier the machine."""
+    """One thread unless a test sets more: for tiny tensors a second one only waits, longest on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -11,6 +11,8 @@ from typing import Any
 from batchgen.errors import UsageError
 from batchgen.records import Request, SamplingParams
 
+_FIRST_TOKEN = 8  # below lie the special tokens
+
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
@@ -36,15 +38,35 @@ class LengthRange:
         return lengths
 
 
-def synthetic(num_requests: int, inputs: LengthRange, outputs: LengthRange, vocab_size: int) -> list[Request]:
-    """Made-up prompts of random tokens; the same for the same arguments."""
-    rng = random.Random(0)
-    requests = []
-    for key in range(num_requests):
-        prompt = tuple(rng.randrange(8, vocab_size) for _ in range(rng.randint(inputs.low, inputs.high)))
-        params = SamplingParams(max_tokens=rng.randint(outputs.low, outputs.high), ignore_eos=True)
-        requests.append(Request(key, prompt, params))
-    return requests
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A made-up workload: how many requests, how long, and how many first tokens all prompts share."""
+
+    num_requests: int
+    inputs: LengthRange
+    outputs: LengthRange
+    shared_prefix: int = 0
+
+    def requests(self, vocab_size: int) -> list[Request]:
+        """Prompts of random tokens with forced output lengths; the same for the same shape."""
+        rng = random.Random(0)
+        shared = [rng.randrange(_FIRST_TOKEN, vocab_size) for _ in range(self.shared_prefix)]
+        requests = []
+        for key in range(self.num_requests):
+            own = rng.randint(self.inputs.low, self.inputs.high)
+            prompt = (*shared, *(rng.randrange(_FIRST_TOKEN, vocab_size) for _ in range(own)))
+            params = SamplingParams(max_tokens=rng.randint(self.outputs.low, self.outputs.high), ignore_eos=True)
+            requests.append(Request(key, prompt, params))
+        return requests
+
+
+PRESETS = {
+    "decode-heavy": Shape(128, LengthRange(32, 32), LengthRange(512, 512)),
+    "prefill-heavy": Shape(8, LengthRange(4096, 4096), LengthRange(16, 16)),
+    "few-shot": Shape(128, LengthRange(60, 160), LengthRange(60, 140), shared_prefix=1050),
+    "yardstick": Shape(256, LengthRange(100, 1024), LengthRange(100, 1024)),
+    "single": Shape(1, LengthRange(32, 32), LengthRange(128, 128)),
+}
 
 
 def from_file(path: Path, *, ignore_eos: bool, limit: int | None = None) -> list[Request]:

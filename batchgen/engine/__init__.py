@@ -1,6 +1,23 @@
-"""The continuous batcher. ``Engine`` and ``EngineConfig`` are its whole public surface."""
+"""The continuous batcher. ``Engine`` and ``EngineConfig`` are its whole public surface.
+
+``Engine`` is imported when first used: it needs torch, the scheduler and its tests do not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from batchgen.engine.config import EngineConfig
-from batchgen.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from batchgen.engine.engine import Engine
 
 __all__ = ["Engine", "EngineConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Engine":
+        from batchgen.engine.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

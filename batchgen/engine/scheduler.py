@@ -53,6 +53,8 @@ class Scheduler:
     def refusal(self, sequence: Sequence) -> RowError | None:
         """Why a sequence could never be run to its end, or None; asked before it is added."""
         limit = self.config.max_model_len
+        if not sequence.num_tokens:
+            return RowError(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
         if sequence.num_prompt_tokens >= limit:
             length = sequence.num_prompt_tokens
             message = f"the prompt has {length} tokens; with max_model_len {limit} at most {limit - 1} fit"
@@ -99,12 +101,12 @@ class Scheduler:
     def _admit(self, counts: dict[Sequence, int], budget: int) -> None:
         while budget and self.waiting and self._free_slots:
             sequence = self.waiting.peek()
+            # All it owes must fit, not just this chunk, and every running sequence keeps the block it may need next:
+            # a newcomer that is preempted half prefilled would start over again and again.
+            room = self.pool.num_free - len(self.running)
+            if self.running and self._blocks_missing(sequence, sequence.num_owed) > room:
+                return
             count = min(sequence.num_owed, budget)
-            # Leave every running sequence the block it may need next, or it would soon preempt the newcomer.
-            if self._blocks_missing(sequence, count) > self.pool.num_free - len(self.running):
-                if self.running:
-                    return
-                count = min(count, self.pool.num_free * self.config.block_size)
             self.waiting.pop()
             sequence.conv_slot = self._free_slots.pop()
             self.running.append(sequence)

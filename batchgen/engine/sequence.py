@@ -102,12 +102,13 @@ class Sequence:
         if scheduled is None or first is None or end is None:
             return Timings(preemptions=self.num_preemptions)
         decode_s = end - first
+        num_generated = self.num_output_tokens - len(self.request.output_token_ids)  # a resumed one brought some
         return Timings(
             queue_s=scheduled - start,
             prefill_s=first - scheduled,
             decode_s=decode_s,
             ttft_s=first - start,
-            tpot_s=decode_s / max(1, self.num_output_tokens - 1),
+            tpot_s=decode_s / max(1, num_generated - 1),
             total_s=end - start,
             preemptions=self.num_preemptions,
         )

@@ -6,15 +6,16 @@ Pure functions from a row and what became of it to plain data; writing it anywhe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from batchgen.data.rows import is_batch_line
-from batchgen.records import BadRow, Record, Result
+from batchgen.records import BadRow, Record, Result, Timings
 from batchgen.spec import RECORD_KEYS, JobSpec
 
 Decode = Callable[[Sequence[int]], str]
 RowId = str | int | None
+_TIMINGS = tuple(item.name for item in fields(Timings))
 
 
 class Payloads:
@@ -37,7 +38,7 @@ class Payloads:
             "prompt_tokens": result.num_prompt_tokens,
             "completion_tokens": len(result.token_ids),
         }
-        payload["timings"] = {name: round(value, 6) for name, value in asdict(result.timings).items()}
+        payload["timings"] = {name: round(getattr(result.timings, name), 6) for name in _TIMINGS}
         if self._spec.output.token_ids or self._decode is None:
             payload["token_ids"] = list(result.token_ids)
         return payload | self._kept(record)

@@ -7,6 +7,7 @@ token: one uniform per allowed token checks a whole distribution, without statis
 from __future__ import annotations
 
 import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,0 +1,148 @@
+"""Some seconds of real steps of this model on this machine, and what they say about a job. Imports torch.
+
+Real rows of the job are run first, for their own mix of work and for the lengths of their answers; then made-up
+batches of other sizes, so that a cost can be fitted over all a run will meet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+
+from batchgen.engine import Engine
+from batchgen.model.cache import kv_block_bytes
+from batchgen.model.loading import DTYPES
+from batchgen.plan_cost import Machine, StepCost, StepWork
+from batchgen.plan_estimate import Estimate, OutputLengths
+from batchgen.plan_survey import SampledPrompt, Survey
+from batchgen.records import Request, Result, SamplingParams
+from batchgen.run.model import ModelInfo, load_engine
+from batchgen.spec import JobSpec
+
+CALIBRATION_S = 10.0
+_REAL_SHARE = 0.5  # of the time: real rows; the rest goes to made-up batches
+_LEVELS = 6  # batch sizes the decode probe passes through
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was learnt; ``lengths`` is None when no sampled row came to its end. ``load_s`` includes the first steps."""
+
+    machine: Machine
+    block_bytes: int
+    numerics: dict[str, str]
+    load_s: float
+    measured_s: float
+    lengths: OutputLengths | None
+
+    def estimate(self, survey: Survey, lengths: OutputLengths) -> Estimate:
+        """The whole job: loading, reading, and the schedule played out over a sample of its rows."""
+        engine_s = self.machine.engine_s(survey.sample.items, survey.num_good, lengths)
+        return Estimate(f"{self.measured_s:.0f} s of real steps", self.load_s + survey.read_s + engine_s, engine_s)
+
+
+def calibrate(spec: JobSpec, info: ModelInfo, survey: Survey, seconds: float = CALIBRATION_S) -> Calibration:
+    """Load the model and run steps for about ``seconds``, one step of each kind at least. Raises ModelError."""
+    began = time.monotonic()
+    backend = load_engine(spec, info)
+    engine = backend.engine
+    assert isinstance(engine, Engine)
+    probe = _Probe(engine)
+    prompts = survey.sampled_prompts.items
+    probe.run(_requests(prompts[:2], max_tokens=2), began)  # first steps compile kernels and touch memory
+    probe.steps.clear()
+    load_s = time.monotonic() - began
+    start = time.monotonic()
+    finished, unfinished = probe.run(_requests(prompts), start + _REAL_SHARE * seconds)
+    while True:
+        probe.run(_prefill(engine, prompts), time.monotonic() + seconds / 10)
+        probe.run(_decode(engine, prompts), time.monotonic() + seconds / 3)
+        probe.run(_requests(prompts[:1], max_tokens=4), time.monotonic() + seconds / 10)
+        if time.monotonic() - start >= seconds:
+            break
+    block_size = engine.config.block_size
+    return Calibration(
+        machine=Machine(engine.config, engine.look_ahead, StepCost.fit(probe.steps)),
+        block_bytes=kv_block_bytes(info.config, block_size, DTYPES[backend.numerics["dtype"]]),
+        numerics=backend.numerics,
+        load_s=load_s,
+        measured_s=time.monotonic() - start,
+        lengths=OutputLengths.observed(finished, unfinished),
+    )
+
+
+@dataclass
+class _Probe:
+    """Runs requests on one engine, step by step, and keeps what each step did and took."""
+
+    engine: Engine
+    steps: list[tuple[StepWork, float]] = field(default_factory=list)
+
+    def run(self, requests: Iterable[Request], until: float) -> tuple[list[int], list[int]]:
+        """Output lengths of those that ended and of those that had not by the instant ``until``."""
+        scheduler = self.engine.scheduler
+        finished: list[int] = []
+        fixed = set()
+        for request in requests:
+            refused = self.engine.submit(request)
+            if refused is None and request.params.ignore_eos:
+                fixed.add(request.key)
+        while scheduler.has_work:
+            for result in self._step():
+                if result.key not in fixed:
+                    finished.append(len(result.token_ids))
+            if time.monotonic() >= until:
+                break
+        running = [s.num_output_tokens for s in scheduler.unfinished() if s.request.key not in fixed]
+        self._abandon()
+        return finished, running
+
+    def _step(self) -> list[Result]:
+        tokens, logits, attended = self._counts()
+        start = time.monotonic()
+        results = self.engine.step()
+        seconds = time.monotonic() - start
+        now = self._counts()
+        self.steps.append((StepWork(now[0] - tokens, now[1] - logits, now[2] - attended), seconds))
+        return results
+
+    def _counts(self) -> tuple[int, int, int]:
+        stats = self.engine.stats
+        return stats.num_prefill_tokens + stats.num_decode_tokens, stats.num_output_tokens, stats.num_attended
+
+    def _abandon(self) -> None:
+        """Forget what is under way."""
+        scheduler = self.engine.scheduler
+        for sequence in list(scheduler.running):
+            scheduler.finish(sequence)
+        while scheduler.waiting:
+            scheduler.waiting.pop()
+
+
+def _requests(prompts: Iterable[SampledPrompt], max_tokens: int | None = None) -> Iterator[Request]:
+    """The sampled rows as requests, as they are or cut to ``max_tokens``."""
+    for key, prompt in enumerate(prompts):
+        most = prompt.lengths.max_output
+        params = SamplingParams(max_tokens=min(most, max_tokens or most), ignore_eos=prompt.lengths.is_fixed)
+        yield Request(key, tuple(prompt.token_ids), params)
+
+
+def _prefill(engine: Engine, prompts: Sequence[SampledPrompt]) -> Iterator[Request]:
+    """About two full steps of prompts with one token each to generate."""
+    left = 2 * engine.config.max_num_batched_tokens
+    for key, prompt in enumerate(cycle(prompts)):
+        if left <= 0:
+            return
+        left -= len(prompt.token_ids)
+        yield Request(key, tuple(prompt.token_ids), SamplingParams(max_tokens=1))
+
+
+def _decode(engine: Engine, prompts: Sequence[SampledPrompt]) -> Iterator[Request]:
+    """As many sequences as run at once, with short prompts, ending in groups so that the batch shrinks by and by."""
+    sizes = engine.config
+    longest = max(1, 2 * sizes.max_num_batched_tokens // sizes.max_num_seqs)
+    for key, prompt in zip(range(sizes.max_num_seqs), cycle(prompts), strict=False):
+        params = SamplingParams(max_tokens=2 + key % _LEVELS, ignore_eos=True)
+        yield Request(key, tuple(prompt.token_ids[:longest]), params)

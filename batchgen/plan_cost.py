@@ -1,0 +1,125 @@
+"""What a step costs on this machine, and what a job of given lengths then takes.
+
+The engine's own scheduler is played out with no model behind it, each step charged a fitted cost; so packing, the
+token budget, memory and the tail count as they will. It measures nothing itself (``plan_calibrate`` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.scheduler import Schedule, Scheduler
+from batchgen.engine.sequence import Sequence
+from batchgen.plan_estimate import OutputLengths
+from batchgen.plan_survey import Lengths
+from batchgen.records import Request, SamplingParams
+
+SIMULATED_OUTPUTS = 400_000  # tokens: what can be played out in a few seconds
+_KNEES = (32, 128)  # token counts where a step's cost changes its slope: first weights are read, then products count
+Planned = tuple[Lengths, int]  # a row, and how many tokens it is going to generate
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes: tokens, rows of logits, and positions its tokens attend to."""
+
+    tokens: int
+    logits: int
+    attended: int
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> StepWork:
+        """The work of a schedule."""
+        attended = sum(c * s.num_computed_tokens + c * (c + 1) // 2 for s, c in schedule.entries)
+        return cls(schedule.num_tokens, len(schedule.completing), attended)
+
+    def features(self) -> tuple[float, ...]:
+        """What a step's seconds are a sum of."""
+        return (1.0, *(min(self.tokens, knee) for knee in _KNEES), self.tokens, self.logits, self.attended)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds per unit of each of ``StepWork.features``, none of them negative."""
+
+    weights: tuple[float, ...]
+
+    @classmethod
+    def fit(cls, steps: Many[tuple[StepWork, float]]) -> StepCost:
+        """Least squares of the relative error over measured (work, seconds)."""
+        features = np.array([work.features() for work, _ in steps])
+        scaled = features / np.array([seconds for _, seconds in steps])[:, None]
+        kept = list(range(features.shape[1]))
+        while True:
+            found = np.linalg.lstsq(scaled[:, kept], np.ones(len(steps)), rcond=None)[0]
+            if found.min() >= 0 or len(kept) == 1:
+                break
+            kept.pop(int(found.argmin()))  # a cost below zero is noise: without it the others take its place
+        weights = np.zeros(features.shape[1])
+        weights[kept] = np.maximum(found, 0)
+        return cls(tuple(weights.tolist()))
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds of one step."""
+        return sum(w * f for w, f in zip(self.weights, work.features(), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How an engine of certain sizes fares here."""
+
+    sizes: SchedulerConfig
+    look_ahead: int
+    cost: StepCost
+
+    def engine_s(self, sample: Many[Lengths], num_rows: int, lengths: OutputLengths) -> float:
+        """Seconds of all steps for ``num_rows`` rows like those of the sample.
+
+        Rows beyond the sample are charged what its latter half adds: that is free of the start, and of the tail too.
+        """
+        rows = [(row, lengths.of_row(i, row.max_output, row.is_fixed)) for i, row in enumerate(sample)]
+        few = self._affordable(rows)
+        whole_s = self.simulate(rows[:few])
+        if few == num_rows or few < 2:
+            return whole_s
+        half = few // 2
+        return whole_s + (whole_s - self.simulate(rows[:half])) / (few - half) * (num_rows - few)
+
+    def simulate(self, rows: Many[Planned]) -> float:
+        """Seconds of the steps that run these rows; those that can never run are left out, as in the engine."""
+        scheduler = Scheduler(self.sizes)
+        source = enumerate(rows)
+        seconds = 0.0
+        while True:
+            self._fill(scheduler, source)
+            if not scheduler.has_work:
+                return seconds
+            schedule = scheduler.schedule()
+            completing = schedule.completing
+            seconds += self.cost.step_s(StepWork.of(schedule))
+            scheduler.computed(schedule)
+            for sequence in completing:
+                sequence.append(0, 0.0)
+                if sequence.num_output_tokens >= rows[sequence.request.key][1]:
+                    scheduler.finish(sequence)
+
+    def _fill(self, scheduler: Scheduler, source: enumerate[Planned]) -> None:
+        while len(scheduler.waiting) < self.look_ahead:
+            number, planned = next(source, (-1, None))
+            if planned is None:
+                return
+            lengths = planned[0]
+            request = Request(number, (0,) * lengths.prompt, SamplingParams(max_tokens=lengths.max_output))
+            sequence = Sequence(request, 0.0)
+            if scheduler.refusal(sequence) is None:
+                scheduler.add(sequence)
+
+    def _affordable(self, rows: Many[Planned]) -> int:
+        """How many of the rows can be played out in reasonable time."""
+        totals = np.cumsum([output for _, output in rows])
+        within = int(np.searchsorted(totals, SIMULATED_OUTPUTS, side="right"))
+        return min(len(rows), max(within, 2 * self.sizes.max_num_seqs))

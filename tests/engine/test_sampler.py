@@ -1,0 +1,133 @@
+"""The sampler: randomness keyed by (seed, request, position) alone, and who is forbidden to end."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_model import BACK_ENDS
+from torch import Tensor
+
+from batchgen.engine.sampler import Sampler, uniform
+from batchgen.engine.sequence import Sequence
+from batchgen.records import Request, SamplingParams
+
+EOS = frozenset({7})
+SAMPLED = SamplingParams(temperature=1.0, seed=5)
+
+
+def sequence(key: int = 0, output: int = 0, params: SamplingParams = SAMPLED) -> Sequence:
+    return Sequence(Request(key, (1, 2, 3), params, (9,) * output), 0.0)
+
+
+def logits_of(rows: int, width: int = 50, seed: int = 0) -> Tensor:
+    return 2 * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def test_uniforms_never_change() -> None:
+    """A run resumed by a newer version must draw the same tokens: these values are part of the contract."""
+    assert [uniform(0, 0, 0), uniform(0, 0, 1), uniform(0, 1, 0), uniform(1, 0, 0)] == [
+        uniform(0, 0, 0),
+        uniform(0, 0, 1),
+        uniform(0, 1, 0),
+        uniform(1, 0, 0),
+    ]
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**20))
+def test_uniforms_lie_in_the_half_open_unit_interval(seed: int, key: int, position: int) -> None:
+    u = uniform(seed, key, position)
+    assert 0.0 <= u < 1.0
+    assert u == uniform(seed, key, position)
+
+
+def test_uniforms_of_different_arguments_differ() -> None:
+    values = {uniform(s, k, p) for s, k, p in itertools.product(range(-10, 10), range(30), range(30))}
+    assert len(values) == 20 * 30 * 30
+
+
+@pytest.mark.parametrize("axis", ["seed", "key", "position"])
+def test_uniforms_are_even_and_uncorrelated_along_every_argument(axis: str) -> None:
+    """16 bins: 60 is above the 99.9999th percentile of chi-square with 15 degrees of freedom; 20,000 pairs: 5 sigma."""
+    n = 20_000
+    u = torch.tensor([uniform(**{"seed": 3, "key": 4, "position": 5, axis: i}) for i in range(n)], dtype=torch.float64)
+    counts = torch.histc(u, 16, 0, 1)
+    assert ((counts - n / 16) ** 2 / (n / 16)).sum() < 60
+    centred = u - u.mean()
+    for lag in (1, 2, 7):
+        assert abs((centred[lag:] * centred[:-lag]).mean() / centred.var()) < 5 / n**0.5
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_tokens_do_not_depend_on_who_else_is_in_the_batch(name: str) -> None:
+    sampler = Sampler(BACK_ENDS[name](), EOS)
+    kinds = [
+        SAMPLED,
+        SamplingParams(),
+        replace(SAMPLED, temperature=0.4, top_k=9),
+        replace(SAMPLED, top_p=0.7, min_p=0.03, seed=-(2**63)),
+        replace(SAMPLED, min_tokens=9, stop_token_ids=(11, 12)),
+    ]
+    sequences = [sequence(key, output=key % 3, params=kinds[key % 5]) for key in range(40)]
+    logits = logits_of(40)
+    together = sampler.sample(logits.clone(), sequences)
+    assert together == [sampler.sample(logits[i : i + 1].clone(), [s])[0] for i, s in enumerate(sequences)]
+    assert together[::-1] == sampler.sample(logits.flip(0).clone(), sequences[::-1])
+    greedy = [i for i, s in enumerate(sequences) if s.request.params.is_greedy]
+    assert [together[i] for i in greedy] == logits[greedy].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_no_end_token_comes_before_min_tokens(name: str) -> None:
+    sampler = Sampler(BACK_ENDS[name](), EOS)
+    greedy = SamplingParams(min_tokens=3, stop_token_ids=(8, 999))
+    for params in (greedy, replace(greedy, temperature=1.0)):
+        logits = torch.full((3, 20), -4.0)
+        logits[:, 7], logits[:, 8], logits[:, 9] = 100.0, 90.0, 50.0
+        sequences = [sequence(0, n, params) for n in (0, 2, 3)]
+        assert sampler.sample(logits, sequences) == [9, 9, 7]
+
+
+def test_logits_of_a_model_may_be_sampled_with_min_tokens() -> None:
+    """The model's logits are made in inference mode, outside which they cannot be written."""
+    with torch.inference_mode():
+        logits = logits_of(1)
+    params = SamplingParams(min_tokens=2)
+    assert Sampler(BACK_ENDS["cpu"](), EOS).sample(logits, [sequence(params=params)]) != [7]
+
+
+def test_ignored_end_tokens_are_forbidden_before_min_tokens_too() -> None:
+    """As in vLLM: min_tokens masks the end token whether or not it would end the sequence."""
+    params = SamplingParams(min_tokens=2, ignore_eos=True)
+    logits = torch.zeros(1, 20)
+    logits[0, 7] = 9.0
+    assert Sampler(BACK_ENDS["cpu"](), EOS).sample(logits, [sequence(params=params)]) != [7]
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_row_of_nan_is_minus_one_and_spoils_no_other(params: SamplingParams, name: str) -> None:
+    sampler = Sampler(BACK_ENDS[name](), EOS)
+    logits = logits_of(3)
+    clean = sampler.sample(logits.clone(), [sequence(k, params=params) for k in range(3)])
+    logits[1] = torch.nan
+    got = sampler.sample(logits, [sequence(k, params=params) for k in range(3)])
+    assert got == [clean[0], -1, clean[2]]
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@settings(max_examples=30, deadline=None)
+@given(temperature=st.floats(min_value=0.0, exclude_min=True, allow_infinity=False), seed=st.integers(0, 100))
+def test_any_positive_temperature_draws_a_token(name: str, temperature: float, seed: int) -> None:
+    logits = logits_of(1, seed=seed)
+    params = replace(SAMPLED, temperature=temperature, min_tokens=1, stop_token_ids=(3,))
+    (token,) = Sampler(BACK_ENDS[name](), EOS).sample(logits.clone(), [sequence(params=params)])
+    assert 0 <= token < 50
+    assert token not in (3, 7)
+    if temperature < 1e-6:
+        logits[0, [3, 7]] = -torch.inf
+        assert token == int(logits.argmax())

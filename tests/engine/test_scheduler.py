@@ -1,0 +1,264 @@
+"""The scheduler alone, without a model: its order, its limits, and that everything ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.scheduler import Schedule, Scheduler
+from batchgen.engine.sequence import Sequence
+from batchgen.errors import RowErrorCode
+from batchgen.records import FinishReason, Request, SamplingParams
+
+
+def make(
+    budget: int = 16, num_seqs: int = 4, block_size: int = 4, num_blocks: int = 100, max_model_len: int = 1000
+) -> Scheduler:
+    return Scheduler(SchedulerConfig(budget, num_seqs, block_size, num_blocks, max_model_len))
+
+
+def add(scheduler: Scheduler, key: int, prompt: int, max_tokens: int = 10, output: int = 0) -> Sequence:
+    request = Request(key, tuple(range(100, 100 + prompt)), SamplingParams(max_tokens=max_tokens), (9,) * output)
+    sequence = Sequence(request, 0.0)
+    assert scheduler.refusal(sequence) is None
+    scheduler.add(sequence)
+    return sequence
+
+
+def keys_and_counts(schedule: Schedule) -> list[tuple[int, int]]:
+    return [(sequence.request.key, count) for sequence, count in schedule.entries]
+
+
+def step(scheduler: Scheduler, ends: Callable[[Sequence], bool] = lambda s: False) -> list[tuple[int, int]]:
+    """One step of a model whose every token is 9; a sequence ends at max_tokens or when ``ends`` says so."""
+    scheduler.check()
+    schedule = scheduler.schedule()
+    completing = schedule.completing
+    scheduler.computed(schedule)
+    for sequence in completing:
+        sequence.append(9, 0.0)
+        if sequence.max_new_tokens <= 0 or ends(sequence):
+            sequence.finish_reason = FinishReason.LENGTH
+            scheduler.finish(sequence)
+    scheduler.check()
+    return keys_and_counts(schedule)
+
+
+def test_importing_the_scheduler_loads_no_torch() -> None:
+    code = "import sys, batchgen.engine.scheduler, batchgen.engine.config; print({'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_engine_is_still_found_on_its_package() -> None:
+    code = "import batchgen.engine as e; print(e.Engine.__name__, e.EngineConfig.__name__, hasattr(e, 'Motor'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["Engine", "EngineConfig", "False"]
+
+
+def test_decode_comes_first_then_the_half_prefilled_then_the_waiting() -> None:
+    scheduler = make(budget=8)
+    add(scheduler, 0, prompt=3, max_tokens=50)
+    add(scheduler, 1, prompt=9, max_tokens=49)
+    add(scheduler, 2, prompt=4, max_tokens=48)
+    assert step(scheduler) == [(0, 3), (1, 5)]  # 1 is cut: the budget is spent
+    assert step(scheduler) == [(0, 1), (1, 4), (2, 3)]
+    assert step(scheduler) == [(0, 1), (1, 1), (2, 1)]  # 2 is done with its prompt: 4 tokens
+    add(scheduler, 3, prompt=20, max_tokens=60)
+    assert step(scheduler) == [(0, 1), (1, 1), (2, 1), (3, 5)]
+    assert step(scheduler) == [(0, 1), (1, 1), (2, 1), (3, 5)]
+
+
+def test_a_budget_of_one_still_ends_everything() -> None:
+    scheduler = make(budget=1)
+    for key in range(3):
+        add(scheduler, key, prompt=3, max_tokens=4)
+    steps = 0
+    while scheduler.has_work:
+        assert sum(count for _, count in step(scheduler)) == 1
+        steps += 1
+    assert steps == 3 * (3 + 3)
+
+
+def test_no_more_run_than_max_num_seqs_and_a_finished_one_makes_room_at_once() -> None:
+    scheduler = make(budget=100, num_seqs=2)
+    for key in range(3):
+        add(scheduler, key, prompt=2, max_tokens=30)
+    assert step(scheduler, ends=lambda s: s.request.key == 1) == [(0, 2), (1, 2)]
+    assert step(scheduler) == [(0, 1), (2, 2)]
+
+
+def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
+    scheduler = make(budget=100, num_seqs=2, block_size=1, num_blocks=14)
+    first = add(scheduler, 0, prompt=4, max_tokens=8)
+    second = add(scheduler, 1, prompt=4, max_tokens=7)
+    step(scheduler)
+    add(scheduler, 2, prompt=1, max_tokens=9)  # longer expected, but behind a preempted one
+    while not scheduler.num_preemptions:
+        step(scheduler)
+    assert second.num_preemptions == 1
+    assert first.num_preemptions == 0
+    assert (second.num_computed_tokens, second.block_table, second.conv_slot) == (0, [], None)
+    assert second.num_owed == second.num_tokens, "it keeps its tokens and owes them all again"
+    assert scheduler.waiting.peek() is second
+    while scheduler.has_work:
+        step(scheduler)
+    assert (first.num_output_tokens, second.num_output_tokens) == (8, 7)
+
+
+def test_tokens_given_to_a_preempted_sequence_go_back_to_the_budget() -> None:
+    """0 decodes and was admitted first but needs a block; 1 has been given its token before: its share returns."""
+    scheduler = make(budget=2, num_seqs=2, block_size=2, num_blocks=4)
+    add(scheduler, 0, prompt=1, max_tokens=8)
+    while scheduler.has_work:
+        assert 0 < sum(count for _, count in step(scheduler)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "numbers"),
+    [(50, 1, ("50", "49")), (51, 5, ("51", "50", "49")), (30, 30, ("49", "40")), (41, 1, ("41", "40"))],
+)
+def test_what_can_never_fit_is_refused_with_both_numbers(
+    prompt: int, max_tokens: int, numbers: tuple[str, ...]
+) -> None:
+    scheduler = make(block_size=4, num_blocks=10, max_model_len=50)
+    error = scheduler.refusal(Sequence(Request(0, (1,) * prompt, SamplingParams(max_tokens=max_tokens)), 0.0))
+    assert error is not None
+    assert error.code == RowErrorCode.TOO_LONG
+    assert all(number in error.message for number in numbers)
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [(40, 1), (31, 10), (1, 40), (49, 1)])
+def test_what_just_fits_is_run_to_its_end(prompt: int, max_tokens: int) -> None:
+    scheduler = make(budget=7, block_size=4, num_blocks=10 if prompt < 49 else 13, max_model_len=50)
+    sequence = add(scheduler, 0, prompt, max_tokens)
+    while scheduler.has_work:
+        step(scheduler)
+    assert sequence.num_output_tokens == max_tokens
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    error = make().refusal(Sequence(Request(0, ()), 0.0))
+    assert error is not None
+    assert error.code == RowErrorCode.EMPTY_PROMPT
+
+
+def test_a_prompt_that_does_not_fit_beside_the_running_is_not_begun_again_and_again() -> None:
+    """A long prompt and a long decode that together exceed the pool: one waits for the other, nobody starts over."""
+    scheduler = make(budget=32, block_size=4, num_blocks=64, num_seqs=8)
+    add(scheduler, 0, prompt=100, max_tokens=100)
+    step(scheduler)
+    add(scheduler, 1, prompt=225, max_tokens=4)
+    computed = 0
+    while scheduler.has_work:
+        computed += sum(count for _, count in step(scheduler))
+    assert scheduler.num_preemptions <= 2
+    assert computed <= 2 * (100 + 100 + 225 + 4)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, steps and random endings in any order, under sizes down to one."""
+
+    @initialize(
+        budget=st.integers(1, 24),
+        num_seqs=st.integers(1, 6),
+        block_size=st.integers(1, 7),
+        num_blocks=st.integers(1, 24),
+        max_model_len=st.integers(2, 60),
+    )
+    def begin(self, budget: int, num_seqs: int, block_size: int, num_blocks: int, max_model_len: int) -> None:
+        self.scheduler = make(budget, num_seqs, block_size, num_blocks, max_model_len)
+        self.added: list[Sequence] = []
+        self.finished: list[Sequence] = []
+
+    @rule(prompt=st.integers(1, 40), max_tokens=st.integers(1, 30), output=st.integers(0, 5))
+    def arrive(self, prompt: int, max_tokens: int, output: int) -> None:
+        config = self.scheduler.config
+        output = min(output, max_tokens - 1, max(0, config.max_model_len - prompt - 1))
+        request = Request(len(self.added), (1,) * prompt, SamplingParams(max_tokens=max_tokens), (9,) * output)
+        sequence = Sequence(request, 0.0)
+        error = self.scheduler.refusal(sequence)
+        needed = min(prompt + max_tokens, config.max_model_len) - 1
+        fits = prompt < config.max_model_len and -(-needed // config.block_size) <= config.num_blocks
+        assert (error is None) == fits
+        if error is None:
+            self.added.append(sequence)
+            self.scheduler.add(sequence)
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(data=st.data(), steps=st.integers(1, 6))
+    def run(self, data: st.DataObject, steps: int) -> None:
+        for _ in range(steps):
+            if self.scheduler.has_work:
+                self.step(lambda s: data.draw(st.integers(0, 9)) == 0)
+
+    def step(self, ends: Callable[[Sequence], bool]) -> None:
+        scheduler, config = self.scheduler, self.scheduler.config
+        before = list(scheduler.running)
+        owed = {s: s.num_owed for s in before}
+        schedule = scheduler.schedule()
+        self.check_schedule(schedule, before, owed)
+        completing = schedule.completing
+        scheduler.computed(schedule)
+        for sequence in completing:
+            sequence.append(9, 0.0)
+            sequence.finish_reason = sequence.stop_reason(frozenset(), config.max_model_len)
+            if sequence.is_finished or ends(sequence):
+                scheduler.finish(sequence)
+                self.finished.append(sequence)
+        scheduler.check()
+
+    def check_schedule(self, schedule: Schedule, before: list[Sequence], owed: dict[Sequence, int]) -> None:
+        scheduler, config = self.scheduler, self.scheduler.config
+        counts = dict(schedule.entries)
+        assert len(counts) == len(schedule.entries) > 0
+        assert schedule.num_tokens <= config.max_num_batched_tokens
+        assert all(1 <= count <= s.num_owed for s, count in counts.items())
+        assert len(scheduler.running) <= config.max_num_seqs
+        for s, count in counts.items():
+            assert len(s.block_table) == -(-(s.num_computed_tokens + count) // config.block_size)
+        # The victims were the last admitted, and nobody is let in while memory is short.
+        kept = [s for s in before if s.conv_slot is not None]
+        assert kept == before[: len(kept)]
+        admitted = scheduler.running[len(kept) :]
+        assert not (admitted and len(kept) < len(before))
+        # Decode first, then the half prefilled, then the admitted, each in order of admission.
+        assert list(counts) == [
+            *(s for s in kept if owed[s] == 1 and s in counts),
+            *(s for s in kept if owed[s] > 1 and s in counts),
+            *admitted,
+        ]
+        # Who is left out or cut short is so because the budget is spent.
+        if schedule.num_tokens < config.max_num_batched_tokens:
+            assert all(counts.get(s) == s.num_owed for s in kept + admitted)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        bound = 10 + 20 * sum(s.num_tokens + s.max_new_tokens for s in self.added)
+        steps = 0
+        while self.scheduler.has_work:
+            self.step(lambda s: False)
+            steps += 1
+            assert steps < bound, "some sequence never ends"
+        assert sorted(s.request.key for s in self.finished) == list(range(len(self.added)))
+        assert self.scheduler.pool.num_free == self.scheduler.config.num_blocks
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+class LongSchedulerMachine(SchedulerMachine):
+    pass
+
+
+TestSchedulerMachineAtLength = pytest.mark.slow(LongSchedulerMachine.TestCase)
+TestSchedulerMachineAtLength.settings = settings(max_examples=3000, stateful_step_count=60, deadline=None)

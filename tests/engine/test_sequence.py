@@ -1,0 +1,98 @@
+"""A sequence by itself: what it owes, when it ends, and its times."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchgen.engine.sequence import Sequence
+from batchgen.errors import RowError, RowErrorCode
+from batchgen.records import FinishReason, Request, SamplingParams, Timings
+
+EOS = frozenset({7, 2})
+
+
+def sequence(output: tuple[int, ...] = (), prompt: int = 4, **params: object) -> Sequence:
+    return Sequence(Request(3, tuple(range(10, 10 + prompt)), SamplingParams(**params), output), 100.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("output", "params", "expected"),
+    [
+        ((50,), {}, None),
+        ((50, 7), {}, FinishReason.STOP),
+        ((50, 2), {}, FinishReason.STOP),
+        ((7, 50), {}, None),
+        ((50, 7), {"ignore_eos": True}, None),
+        ((50,), {"stop_token_ids": (50,)}, FinishReason.STOP),
+        ((50,), {"stop_token_ids": (50,), "ignore_eos": True}, FinishReason.STOP),
+        ((50, 7), {"min_tokens": 2}, FinishReason.STOP),
+        ((50, 7), {"min_tokens": 3}, None),
+        ((50,), {"min_tokens": 2, "stop_token_ids": (50,)}, None),
+        ((50, 51), {"max_tokens": 2}, FinishReason.LENGTH),
+        ((50, 7), {"max_tokens": 2}, FinishReason.STOP),
+        ((50, 7), {"max_tokens": 2, "ignore_eos": True}, FinishReason.LENGTH),
+        ((50, 51, 52), {"max_tokens": 2}, FinishReason.LENGTH),
+    ],
+    ids=str,
+)
+def test_why_a_sequence_ends(
+    output: tuple[int, ...], params: dict[str, object], expected: FinishReason | None
+) -> None:
+    assert sequence(output, **params).stop_reason(EOS, 1000) == expected
+
+
+def test_a_full_context_ends_a_sequence() -> None:
+    assert sequence((50,), prompt=4).stop_reason(EOS, 6) is None
+    assert sequence((50, 51), prompt=4).stop_reason(EOS, 6) == FinishReason.LENGTH
+    assert sequence((50, 7), prompt=4).stop_reason(EOS, 6) == FinishReason.STOP
+
+
+def test_what_a_sequence_owes_is_derived_from_what_is_computed() -> None:
+    fresh = sequence()
+    assert (fresh.num_owed, fresh.num_output_tokens, fresh.max_new_tokens) == (4, 0, 256)
+    fresh.num_computed_tokens = 4
+    fresh.append(60, 101.0)
+    assert (fresh.num_owed, fresh.num_output_tokens, fresh.max_new_tokens) == (1, 1, 255)
+    fresh.num_computed_tokens = 0  # preempted
+    assert fresh.num_owed == 5
+    resumed = sequence((50, 51), max_tokens=3)
+    assert (resumed.num_owed, resumed.num_output_tokens, resumed.max_new_tokens) == (6, 2, 1)
+
+
+def test_times_add_up() -> None:
+    done = sequence()
+    done.first_scheduled_at = 101.5
+    for at in (102.0, 103.0, 104.0):
+        done.append(60, at)
+    done.num_preemptions = 2
+    done.finished_at = 104.0
+    done.finish_reason = FinishReason.LENGTH
+    result = done.result()
+    assert (result.key, result.num_prompt_tokens, result.token_ids) == (3, 4, (60, 60, 60))
+    assert result.timings == Timings(
+        queue_s=1.5, prefill_s=0.5, decode_s=2.0, ttft_s=2.0, tpot_s=1.0, total_s=4.0, preemptions=2
+    )
+
+
+def test_one_token_takes_no_time_per_further_token() -> None:
+    done = sequence()
+    done.first_scheduled_at = done.finished_at = 101.0
+    done.append(60, 101.0)
+    assert done.result().timings.tpot_s == 0.0
+
+
+def test_a_refused_request_has_no_times() -> None:
+    error = RowError(RowErrorCode.TOO_LONG, "too long")
+    result = sequence().result(error)
+    assert result.error is error
+    assert result.timings == Timings()
+    assert result.finish_reason is None
+
+
+def test_time_per_token_counts_the_tokens_of_this_run_only() -> None:
+    resumed = sequence((50,) * 100, max_tokens=103)
+    resumed.first_scheduled_at = 101.0
+    for at in (102.0, 103.0, 104.0):
+        resumed.append(60, at)
+    resumed.finished_at = 104.0
+    assert resumed.result().timings.tpot_s == 1.0
