@@ -21,6 +21,7 @@ import click
 from batchgen import __version__
 from batchgen.cli_bench import bench
 from batchgen.cli_options import TITLES, F, GroupedCommand, GroupedOption, job_options, take, take_job_flags
+from batchgen.cli_plan import plan
 from batchgen.errors import BatchgenError, ExitCode
 from batchgen.units import parse_clock, parse_count, parse_duration, parse_shard, parse_share
 
@@ -257,3 +258,4 @@ def merge(folders: tuple[Path, ...], output: Path) -> int:
 
 
 cli.add_command(bench)
+cli.add_command(plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
 
 from batchgen.engine import Engine
@@ -36,6 +36,10 @@ class Calibration:
     load_s: float
     measured_s: float
     lengths: OutputLengths | None
+
+    def sizes(self) -> dict[str, int]:
+        """The engine's sizes as plain data."""
+        return {"block_bytes": self.block_bytes, **asdict(self.machine.sizes)}
 
     def estimate(self, survey: Survey, lengths: OutputLengths) -> Estimate:
         """The whole job: loading, reading, and the schedule played out over a sample of its rows."""
@@ -95,7 +99,7 @@ class _Probe:
                     finished.append(len(result.token_ids))
             if time.monotonic() >= until:
                 break
-        running = [s.num_output_tokens for s in scheduler.unfinished() if s.request.key not in fixed]
+        running = [n for s in scheduler.unfinished() if s.request.key not in fixed and (n := s.num_output_tokens)]
         self._abandon()
         return finished, running
 
@@ -124,8 +128,8 @@ class _Probe:
 def _requests(prompts: Iterable[SampledPrompt], max_tokens: int | None = None) -> Iterator[Request]:
     """The sampled rows as requests, as they are or cut to ``max_tokens``."""
     for key, prompt in enumerate(prompts):
-        most = prompt.lengths.max_output
-        params = SamplingParams(max_tokens=min(most, max_tokens or most), ignore_eos=prompt.lengths.is_fixed)
+        most = prompt.params.max_tokens
+        params = replace(prompt.params, max_tokens=min(most, max_tokens or most))
         yield Request(key, tuple(prompt.token_ids), params)
 
 

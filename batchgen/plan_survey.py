@@ -12,11 +12,11 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from batchgen.plan_distinct import Distinct
-from batchgen.records import BadRow, Record, Request
+from batchgen.records import BadRow, Record, Request, SamplingParams
 from batchgen.run.feed import Pending, Screen, chunked
 
 MAX_LISTED_BAD_ROWS = 10_000
@@ -60,10 +60,10 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class SampledPrompt:
-    """A real row for a calibration to run."""
+    """A real row for a calibration to run; ``params.max_tokens`` is what its context leaves room for."""
 
     token_ids: array[int]
-    lengths: Lengths
+    params: SamplingParams
 
 
 @dataclass(order=True, frozen=True, slots=True)
@@ -140,7 +140,8 @@ class Survey:
         if (place := self.sample.offer()) is not None:
             self.sample.put(place, lengths)
         if (place := self.sampled_prompts.offer()) is not None:
-            self.sampled_prompts.put(place, SampledPrompt(array("i", token_ids), lengths))
+            params = replace(params, max_tokens=lengths.max_output)
+            self.sampled_prompts.put(place, SampledPrompt(array("i", token_ids), params))
         if len(self._longest) < NUM_LONGEST or length > self._longest[0].tokens:
             self._note_long(pending, length)
 

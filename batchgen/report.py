@@ -132,11 +132,12 @@ def build_report(rows: RowTotals, spent: Mapping[str, Any], about: Mapping[str, 
         "wall_s": round(wall_s, 3),
         "seconds": {name: round(seconds, 3) for name, seconds in spent.get("seconds", {}).items()},
         "tokens_per_s": {name: round(tokens[name] / wall_s, 2) if wall_s else 0.0 for name in tokens},
+        "generate_s": round(spent.get("seconds", {}).get("generate", 0.0), 3),
         "latency_s": {name: _percentiles(distribution) for name, distribution in rows.latencies.items()},
         "preemptions": rows.preemptions,
         "sessions": spent.get("sessions", 1),
         "engine": spent.get("engine", {}),
-        "machine": {"platform": platform.platform(), "processor": _processor(), "python": platform.python_version()},
+        "machine": {"platform": platform.platform(), "processor": processor_name(), "python": platform.python_version()},
         "versions": {"batchgen": __version__} | {name: found for name in _PACKAGES if (found := _version(name))},
     }
     if rows.expected is not None:
@@ -210,7 +211,8 @@ def _percentiles(distribution: Distribution) -> dict[str, float | None]:
     return {f"p{share:.0f}": distribution.percentile(share / 100) for share in (50, 90, 99)}
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """What this machine's processor calls itself; empty where it does not tell."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - a device of the kernel, read by line
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")

@@ -29,7 +29,9 @@ def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
     """Sequences anywhere in their lives, with distinct blocks in any order, and the block size."""
     block_size = draw(st.sampled_from([1, 2, 3, 5, 16, 32]))
     entries: list[tuple[Sequence, int]] = []
-    lives = draw(st.lists(st.tuples(st.integers(0, 70), st.integers(1, 45), st.integers(0, 20)), min_size=1, max_size=6))
+    lives = draw(
+        st.lists(st.tuples(st.integers(0, 70), st.integers(1, 45), st.integers(0, 20)), min_size=1, max_size=6)
+    )
     needed = [-(-(past + count) // block_size) for past, count, _ in lives]
     deck = draw(st.permutations(range(sum(needed))))
     slots = draw(st.permutations(range(len(lives))))

@@ -35,9 +35,7 @@ def sequence(output: tuple[int, ...] = (), prompt: int = 4, **params: object) ->
     ],
     ids=str,
 )
-def test_why_a_sequence_ends(
-    output: tuple[int, ...], params: dict[str, object], expected: FinishReason | None
-) -> None:
+def test_why_a_sequence_ends(output: tuple[int, ...], params: dict[str, object], expected: FinishReason | None) -> None:
     assert sequence(output, **params).stop_reason(EOS, 1000) == expected
 
 

@@ -1,0 +1,221 @@
+"""The dry run: everything about a job that can be said before a token is generated, and how long it would take.
+
+The composition root of ``batchgen plan``: it reads the input through the very code that a run uses, so that what it
+calls a bad row is one. It writes nothing, and imports torch only to calibrate.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from batchgen.data.reader import open_source, spool_stdin
+from batchgen.data.rundir import RunDir
+from batchgen.errors import GateFailed, UsageError
+from batchgen.model import ModelConfig
+from batchgen.plan_estimate import Estimate, OutputLengths, comparable, estimate_from_report, reported_lengths
+from batchgen.plan_survey import PREFIX_BLOCK, Survey
+from batchgen.report import processor_name, read_report
+from batchgen.run.feed import Screen
+from batchgen.run.model import ModelInfo, read_model
+from batchgen.run.rows import RowRange, may_have_ids
+from batchgen.run.unique_ids import UniqueIds
+from batchgen.spec import JobSpec
+from batchgen.units import format_duration
+
+PLAN_VERSION = 1
+_BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What a user decides about a plan: ``output_tokens`` is the mean answer they expect, ``shard`` is ``(i, n)``."""
+
+    calibrate: bool = False
+    output_tokens: int | None = None
+    shard: tuple[int, int] = (1, 1)
+
+
+def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
+    """Survey the job's input and say what a run of it would come to; see ``_content`` for the parts.
+
+    Raises UsageError as the run would for what the job names, ModelError for weights when calibrating.
+    """
+    with tempfile.TemporaryDirectory(prefix="batchgen-plan-") as folder:
+        where = spec.input
+        if where.path == ("-",):
+            spool = Path(folder) / "stdin"
+            spool_stdin(spool)
+            where = replace(where, path=(str(spool),))
+        model = read_model(spec)
+        rows = RowRange(open_source(where), options.shard, has_ids=may_have_ids(where))
+        ids = UniqueIds(None)
+        survey = Survey(Screen(where, model.builder(where, spec.sampling), ids, rows), model.max_model_len)
+        try:
+            survey.take(rows.read())
+        finally:
+            ids.close()
+    return _content(spec, options, model, survey)
+
+
+def check_time(plan: dict[str, Any], limit_s: float) -> None:
+    """Raises GateFailed if the plan's estimate is over ``limit_s`` seconds, UsageError if it has none."""
+    estimate = plan["estimate"]
+    if estimate is None:
+        raise UsageError(f"--fail-if-over needs an estimate: {plan['no_estimate']}")
+    if estimate["wall_s"] > limit_s:
+        found, limit = format_duration(estimate["wall_s"]), format_duration(limit_s)
+        raise GateFailed(f"the job would take about {found} ({estimate['basis']}), more than the {limit} allowed")
+
+
+def _content(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Survey) -> dict[str, Any]:
+    report = comparable(_last_report(spec), spec.model.path, processor_name())
+    lengths = OutputLengths.around("as given", options.output_tokens) if options.output_tokens else None
+    known = lengths or (reported_lengths(report) if report else OutputLengths("max_tokens, an upper bound"))
+    estimate: Estimate | None = None
+    sizes: dict[str, int] | None = None
+    numerics: dict[str, str] = report["numerics"] if report else {}
+    if options.calibrate and survey.num_good:
+        from batchgen.plan_calibrate import calibrate
+
+        found = calibrate(spec, model, survey)
+        known = lengths or found.lengths or known
+        estimate = found.estimate(survey, known)
+        numerics, sizes = found.numerics, found.sizes()
+    elif report is not None:
+        estimate = estimate_from_report(report, survey, known.total(survey))
+    output_tokens = known.total(survey)
+    return {
+        "version": PLAN_VERSION,
+        "model": spec.model.path,
+        "input": list(spec.input.path),
+        "rows": _rows(survey),
+        "errors": dict(sorted(survey.errors.items())),
+        "bad_rows": [
+            {"source": row.source, "line": row.line, "index": row.index, "id": row.id}
+            | {"code": str(row.error.code), "message": row.error.message}
+            for row in survey.bad_rows
+        ],
+        "prompt_tokens": _prompt_tokens(survey),
+        "longest": [
+            {"id": row.id, "tokens": row.tokens, "source": row.source, "line": row.line} for row in survey.longest
+        ],
+        "output_tokens": {
+            "at_most": OutputLengths("").total(survey),
+            "expected": output_tokens,
+            "basis": known.basis,
+        },
+        "repeats": _repeats(survey),
+        "kv": _kv(spec, model.config, survey, known, numerics, sizes),
+        "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),
+        "no_estimate": None if estimate else _why_not(survey),
+        "read": {"wall_s": round(survey.read_s, 3), "rows_per_s": round(_per_s(survey), 1)},
+    }
+
+
+def _last_report(spec: JobSpec) -> dict[str, Any] | None:
+    try:
+        return read_report(RunDir(Path(spec.output.path)))
+    except UsageError:
+        return None
+
+
+def _rows(survey: Survey) -> dict[str, int]:
+    bad = survey.errors.total()
+    return {"total": survey.num_good + bad, "good": survey.num_good, "bad": bad}
+
+
+def _per_s(survey: Survey) -> float:
+    return (survey.num_good + survey.errors.total()) / survey.read_s if survey.read_s else 0.0
+
+
+def _prompt_tokens(survey: Survey) -> dict[str, Any]:
+    """Totals, exact percentiles, and counts in bins that double: from 2**k to 2**(k+1) - 1 tokens."""
+    lengths = sorted(survey.prompt_lengths.items())
+    bins: dict[int, int] = {}
+    for length, count in lengths:
+        low = 1 << (length.bit_length() - 1)
+        bins[low] = bins.get(low, 0) + count
+    return {
+        "total": survey.prompt_tokens,
+        "mean": round(survey.prompt_tokens / survey.num_good, 1) if survey.num_good else None,
+        **{f"p{share}": _percentile(lengths, survey.num_good, share) for share in (50, 90, 99)},
+        "max": lengths[-1][0] if lengths else None,
+        "histogram": [{"from": low, "to": 2 * low - 1, "rows": count} for low, count in bins.items()],
+    }
+
+
+def _percentile(lengths: list[tuple[int, int]], num_rows: int, share: int) -> int | None:
+    rank = -(-num_rows * share // 100)
+    for length, count in lengths:
+        rank -= count
+        if rank <= 0:
+            return length
+    return None
+
+
+def _repeats(survey: Survey) -> dict[str, Any]:
+    """What prompts have in common. The engine computes every prompt anew today; these are what sharing would spare."""
+    duplicate_rows, duplicate_tokens = survey.prompts.repeated()
+    repeated_blocks, _ = survey.blocks.repeated()
+    return {
+        "is_exact": survey.prompts.is_exact and survey.blocks.is_exact,
+        "common_prefix_tokens": len(survey.common_prefix or ()),
+        "duplicate_prompts": duplicate_rows,
+        "duplicate_prompt_tokens": duplicate_tokens,
+        "shared_prefix_tokens": repeated_blocks * PREFIX_BLOCK,
+        "block_size": PREFIX_BLOCK,
+        "used_by_engine": False,
+    }
+
+
+def _kv(
+    spec: JobSpec,
+    config: ModelConfig,
+    survey: Survey,
+    lengths: OutputLengths,
+    numerics: dict[str, str],
+    sizes: dict[str, int] | None,
+) -> dict[str, Any]:
+    """Memory of attention state: what a row takes, and how many rows fit at once where the memory is known.
+
+    Without the engine's own sizes the memory of ``kv_memory = "auto"`` is not known, and blocks are not rounded up.
+    """
+    dtype = numerics.get("dtype") or (config.dtype if spec.model.dtype == "auto" else spec.model.dtype)
+    values = 2 * config.num_attention_layers * config.num_kv_heads * config.head_dim
+    token_bytes = values * _BYTES_PER_VALUE.get(dtype, 4)
+    memory = None if spec.engine.kv_memory == "auto" else spec.engine.kv_memory
+    max_num_seqs = None if spec.engine.max_num_seqs == "auto" else spec.engine.max_num_seqs
+    if sizes is not None:
+        token_bytes = sizes["block_bytes"] // sizes["block_size"]
+        memory, max_num_seqs = sizes["block_bytes"] * sizes["num_blocks"], sizes["max_num_seqs"]
+    rows = max(survey.num_good, 1)
+    mean_tokens = (survey.prompt_tokens + lengths.total(survey)) / rows
+    fits = None if memory is None or not mean_tokens else int(memory / (token_bytes * mean_tokens))
+    return {
+        "dtype": dtype,
+        "bytes_per_token": token_bytes,
+        "memory_bytes": memory,
+        "mean_row_bytes": round(token_bytes * mean_tokens),
+        "rows_that_fit": fits,
+        "max_num_seqs": max_num_seqs,
+    }
+
+
+def _estimate(estimate: Estimate, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+    wall_s = max(estimate.wall_s, 1e-9)
+    return {
+        "basis": estimate.basis,
+        "wall_s": round(estimate.wall_s, 3),
+        "engine_s": round(estimate.engine_s, 3),
+        "output_tokens_per_s": round(output_tokens / wall_s, 2),
+        "total_tokens_per_s": round((prompt_tokens + output_tokens) / wall_s, 2),
+    }
+
+
+def _why_not(survey: Survey) -> str:
+    if not survey.num_good:
+        return "no row can run"
+    return "this model has no finished run on this machine in the output folder; --calibrate measures for 10 s"

@@ -1,0 +1,281 @@
+"""The engine's promises to its caller, on a tiny random model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_model import EOS, checked_run, engine_for, random_requests, solo, tiny_model, tokens_of
+
+from batchgen.engine import Engine, EngineConfig
+from batchgen.errors import RowErrorCode
+from batchgen.model.lfm2 import Lfm2Model
+from batchgen.records import FinishReason, Request, Result, SamplingParams, Timings
+
+MODEL = tiny_model()
+PROMPT = (9, 30, 77, 12, 5)
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=1.0, top_p=0.9, seed=3)
+
+
+def run_one(request: Request, model: Lfm2Model = MODEL, **config: int) -> Result:
+    (result,) = Engine(model, EngineConfig(kv_memory=1 << 20, **config)).run([request])
+    return result
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple[int, ...]:
+    """Twelve greedy tokens after ``PROMPT``."""
+    return run_one(Request(0, PROMPT, GREEDY)).token_ids
+
+
+def test_max_tokens_ends_with_length(undisturbed: tuple[int, ...]) -> None:
+    result = run_one(Request(4, PROMPT, GREEDY))
+    assert (result.key, result.num_prompt_tokens, len(result.token_ids)) == (4, 5, 12)
+    assert result.finish_reason == FinishReason.LENGTH
+    assert result.error is None
+
+
+def test_a_stop_token_ends_with_stop_and_is_kept(undisturbed: tuple[int, ...]) -> None:
+    stop = undisturbed[4]
+    expected = undisturbed[: undisturbed.index(stop) + 1]
+    result = run_one(Request(0, PROMPT, replace(GREEDY, stop_token_ids=(stop,))))
+    assert (result.token_ids, result.finish_reason) == (expected, FinishReason.STOP)
+
+
+def test_the_end_token_ends_unless_ignored(undisturbed: tuple[int, ...]) -> None:
+    end = undisturbed[3]
+    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20), eos_token_ids=[end])
+    heeding, ignoring = Request(0, PROMPT, replace(GREEDY, ignore_eos=False)), Request(1, PROMPT, GREEDY)
+    results = {r.key: r for r in engine.run([heeding, ignoring])}
+    assert results[0].token_ids == undisturbed[: undisturbed.index(end) + 1]
+    assert results[0].finish_reason == FinishReason.STOP
+    assert results[1].token_ids == undisturbed
+
+
+def test_min_tokens_holds_the_end_back(undisturbed: tuple[int, ...]) -> None:
+    end = undisturbed[0]
+    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20), eos_token_ids=[end])
+    (result,) = engine.run([Request(0, PROMPT, SamplingParams(max_tokens=6, min_tokens=6))])
+    assert len(result.token_ids) == 6
+    assert end not in result.token_ids
+
+
+def test_a_full_context_ends_with_length(undisturbed: tuple[int, ...]) -> None:
+    result = run_one(Request(0, PROMPT, GREEDY), max_model_len=9)
+    assert (result.token_ids, result.finish_reason) == (undisturbed[:4], FinishReason.LENGTH)
+
+
+def test_a_prompt_that_fills_the_context_is_an_error_row_with_both_numbers() -> None:
+    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20, max_model_len=9))
+    requests = [Request(0, PROMPT * 2, GREEDY), Request(1, PROMPT, GREEDY), Request(2, (9,) * 9, GREEDY)]
+    results = {r.key: r for r in engine.run(requests)}
+    for key, length in ((0, "10"), (2, "9")):
+        error = results[key].error
+        assert error is not None
+        assert error.code == RowErrorCode.TOO_LONG
+        assert length in error.message
+        assert "8" in error.message
+        assert results[key].timings == Timings()
+    assert len(results[1].token_ids) == 4
+
+
+def test_what_the_pool_can_never_hold_is_an_error_row_before_it_starts() -> None:
+    engine = engine_for(MODEL, num_blocks=3, block_size=4)
+    results = {
+        r.key: r for r in engine.run([Request(0, PROMPT, GREEDY), Request(1, PROMPT, replace(GREEDY, max_tokens=8))])
+    }
+    assert results[0].error is not None
+    assert results[0].error.code == RowErrorCode.TOO_LONG
+    assert "16" in results[0].error.message
+    assert "12" in results[0].error.message
+    assert len(results[1].token_ids) == 8
+
+
+def test_an_empty_prompt_is_an_error_row_and_harms_no_other(undisturbed: tuple[int, ...]) -> None:
+    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20))
+    results = {r.key: r for r in engine.run([Request(0, PROMPT, GREEDY), Request(1, (), GREEDY)])}
+    assert results[1].error is not None
+    assert results[1].error.code == RowErrorCode.EMPTY_PROMPT
+    assert results[0].token_ids == undisturbed
+
+
+def test_no_requests_make_no_results() -> None:
+    assert list(Engine(MODEL, EngineConfig(kv_memory=1 << 20)).run([])) == []
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("had", [1, 5, 11])
+def test_a_resumed_request_continues_as_if_undisturbed(params: SamplingParams, had: int) -> None:
+    whole = run_one(Request(7, PROMPT, params)).token_ids
+    result = run_one(Request(7, PROMPT, params, whole[:had]))
+    assert result.token_ids == whole
+    assert result.num_prompt_tokens == 5
+
+
+def test_a_request_that_was_done_already_is_answered_at_once(undisturbed: tuple[int, ...]) -> None:
+    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20))
+    done = engine.submit(Request(0, PROMPT, GREEDY, undisturbed))
+    assert done is not None
+    assert (done.token_ids, done.finish_reason) == (undisturbed, FinishReason.LENGTH)
+    ended = engine.submit(Request(1, PROMPT, replace(GREEDY, ignore_eos=False), (50, EOS)))
+    assert ended is not None
+    assert ended.finish_reason == FinishReason.STOP
+    assert not engine.scheduler.has_work
+
+
+@pytest.mark.parametrize("stop_after", [1, 4, 11])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(temperature=1.0, min_p=0.01)], ids=["greedy", "sampled"]
+)
+def test_stopped_and_resumed_gives_the_tokens_of_an_undisturbed_run(stop_after: int, params: SamplingParams) -> None:
+    requests = random_requests(14, seed=stop_after, params=params)
+    expected = solo(MODEL, requests)
+    answers: dict[int, tuple[int, ...]] = {}
+    engines = 0
+    while len(answers) < len(requests):
+        engine = engine_for(MODEL, num_blocks=40, block_size=4, max_num_seqs=5, max_num_batched_tokens=11, look_ahead=3)
+        steps = iter(range(stop_after))
+        plain_step = engine.step
+
+        def step(
+            engine: Engine = engine, steps: Iterator[int] = steps, plain_step: object = plain_step
+        ) -> list[Result]:
+            if next(steps, None) is None:
+                engine.stop()
+            return plain_step()  # type: ignore[operator, no-any-return]
+
+        engine.step = step  # type: ignore[method-assign]
+        answers.update(tokens_of(engine.run([r for r in requests if r.key not in answers])))
+        partial = engine.unfinished()
+        assert partial.keys().isdisjoint(answers)
+        for key, tokens in partial.items():
+            assert expected[key][: len(tokens)] == tokens
+            assert tokens
+        requests = [replace(r, output_token_ids=partial.get(r.key, r.output_token_ids)) for r in requests]
+        engines += 1
+        assert engines < 500
+    assert answers == expected
+    assert engines > 2
+
+
+def test_tokens_of_a_request_not_yet_readmitted_survive_a_second_stop() -> None:
+    """A resumed request that is still waiting when the next stop comes keeps what it had."""
+    engine = engine_for(MODEL, num_blocks=40, block_size=4, max_num_seqs=1)
+    first, second = Request(0, PROMPT, replace(GREEDY, max_tokens=40)), Request(1, PROMPT, GREEDY, (50, 51))
+    engine.submit(first)
+    engine.submit(second)
+    engine.step()
+    assert engine.unfinished()[1] == (50, 51)
+
+
+def test_requests_are_pulled_only_as_far_as_looked_ahead() -> None:
+    pulled, done = 0, 0
+
+    def source() -> Iterator[Request]:
+        nonlocal pulled
+        for request in random_requests(60, seed=0):
+            pulled += 1
+            yield request
+
+    engine = engine_for(MODEL, num_blocks=100, block_size=4, max_num_seqs=3, look_ahead=5)
+    for _ in engine.run(source()):
+        done += 1
+        assert pulled - done <= 5 + 3
+    assert done == 60
+
+
+def test_an_endless_source_gives_results_at_once() -> None:
+    def source() -> Iterator[Request]:
+        key = 0
+        while True:
+            yield Request(key, PROMPT, replace(GREEDY, max_tokens=1 + key % 3))
+            key += 1
+
+    results = engine_for(MODEL, num_blocks=100, block_size=4, max_num_seqs=3).run(source())
+    assert len({next(results).key for _ in range(20)}) == 20
+
+
+def test_a_request_can_be_answered_from_within_the_source() -> None:
+    """The source may look at earlier results before it gives the next request (a feedback loop), without deadlock."""
+    seen: list[int] = []
+
+    def source() -> Iterator[Request]:
+        for key in range(4):
+            yield Request(key, PROMPT, GREEDY)
+            assert len(seen) <= key + 1
+
+    engine = engine_for(MODEL, num_blocks=100, block_size=4, look_ahead=1)
+    for result in engine.run(source()):
+        seen.append(result.key)
+    assert sorted(seen) == [0, 1, 2, 3]
+
+
+def test_times_are_consistent() -> None:
+    engine = engine_for(MODEL, num_blocks=14, block_size=4, max_num_seqs=4, max_num_batched_tokens=9)
+    results = list(engine.run(random_requests(15, seed=2, prompt=(1, 20))))
+    for result in results:
+        t = result.timings
+        assert min(t.queue_s, t.prefill_s, t.decode_s) >= 0
+        assert t.queue_s + t.prefill_s == pytest.approx(t.ttft_s)
+        assert t.ttft_s + t.decode_s == pytest.approx(t.total_s)
+        assert t.tpot_s * max(1, len(result.token_ids) - 1) == pytest.approx(t.decode_s)
+    assert sum(r.timings.preemptions for r in results) == engine.stats.num_preemptions > 0
+
+
+def test_what_is_counted_adds_up() -> None:
+    requests = random_requests(15, seed=2, prompt=(1, 20))
+    engine = engine_for(MODEL, num_blocks=200, block_size=4, max_num_seqs=4, max_num_batched_tokens=9)
+    results = list(engine.run(requests))
+    stats = engine.stats
+    assert stats.num_preemptions == 0
+    assert stats.num_output_tokens == sum(len(r.token_ids) for r in results)
+    assert stats.num_prefill_tokens == sum(len(r.prompt_token_ids) for r in requests)
+    assert stats.num_decode_tokens == stats.num_output_tokens - len(requests)
+    assert stats.max_running == 4
+    assert set(stats.phase_s) == {"schedule", "forward", "sample", "update"}
+    lengths = [r.num_prompt_tokens + len(r.token_ids) - 1 for r in results]
+    assert stats.num_attended == sum(n * (n + 1) // 2 for n in lengths)
+
+
+BAD = 100  # a token whose embedding is not finite
+
+
+def spoiled_model(value: float, dtype: torch.dtype) -> Lfm2Model:
+    model = tiny_model(dtype, tie_embedding=False)
+    model.embedding[BAD] = value
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_gone_wrong_is_an_error_row_and_leaves_nothing_behind(
+    value: float, dtype: torch.dtype, temperature: float
+) -> None:
+    """Its blocks and slots, full of NaN, are used by others afterwards and beside it."""
+    model = spoiled_model(value, dtype)
+    params = SamplingParams(temperature=temperature, ignore_eos=True)
+    good = [
+        replace(r, prompt_token_ids=tuple(t if t != BAD else 99 for t in r.prompt_token_ids))
+        for r in random_requests(12, seed=5, prompt=(1, 30), output=(1, 12), params=params)
+    ]
+    expected = {key: tokens for key, tokens in solo(model, good).items() if BAD not in tokens}
+    bad = [
+        Request(1000 + n, (9,) * n + (BAD,) + (10,) * (23 - n), replace(params, max_tokens=9)) for n in range(0, 24, 4)
+    ]
+    mixed = [request for pair in zip(bad, good[::2], good[1::2], strict=True) for request in pair]
+    engine = engine_for(model, num_blocks=16, block_size=5, max_num_seqs=4, max_num_batched_tokens=11)
+    results = {r.key: r for r in checked_run(engine, mixed)}
+    assert len(results) == len(mixed)
+    for request in bad:
+        error = results[request.key].error
+        assert error is not None
+        assert error.code == RowErrorCode.INTERNAL
+        assert "not finite" in error.message
+        assert results[request.key].token_ids == ()
+    for key, tokens in expected.items():
+        assert results[key].token_ids == tokens
+    assert len(expected) > 6

@@ -1,0 +1,95 @@
+"""What the user left open is chosen; what cannot work is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_model import tiny_model
+
+from batchgen.engine import Engine, EngineConfig
+from batchgen.engine import sizes as sizes_module
+from batchgen.engine.memory import available_bytes
+from batchgen.engine.sizes import resolve
+from batchgen.errors import ExitCode, UsageError
+from batchgen.model.cache import allocate, conv_slot_bytes, kv_block_bytes
+from batchgen.model.config import ModelConfig
+from batchgen.model.published import dummy_config
+
+MODEL = tiny_model(max_position_embeddings=500)
+BLOCK_BYTES = kv_block_bytes(MODEL.config, 16, torch.float32)
+
+
+def test_kv_memory_is_what_the_blocks_take() -> None:
+    config = EngineConfig(block_size=16, kv_memory=7 * BLOCK_BYTES + 1, max_num_seqs=5, max_num_batched_tokens=33)
+    sizes = resolve(config, MODEL)
+    assert (sizes.num_blocks, sizes.block_size, sizes.max_num_tokens) == (7, 16, 112)
+    assert (sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_model_len) == (5, 33, 500)
+
+
+def test_no_more_blocks_are_made_than_could_ever_be_used() -> None:
+    sizes = resolve(EngineConfig(block_size=16, kv_memory=1 << 40, max_num_seqs=3, max_model_len=40), MODEL)
+    assert sizes.num_blocks == 3 * 3
+
+
+def test_the_trained_length_bounds_the_context() -> None:
+    assert resolve(EngineConfig(max_model_len=10_000), MODEL).max_model_len == 500
+    assert resolve(EngineConfig(max_model_len=60), MODEL).max_model_len == 60
+    assert resolve(EngineConfig(), MODEL).max_model_len == 500
+
+
+def test_auto_memory_leaves_room_for_the_state_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = 100 * conv_slot_bytes(MODEL.config, torch.float32)
+    monkeypatch.setattr(sizes_module, "available_bytes", lambda: 2 * (10 * BLOCK_BYTES + slots))
+    assert resolve(EngineConfig(block_size=16, max_num_seqs=100), MODEL).num_blocks == 10
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_batched_tokens": 0},
+        {"max_num_seqs": -1},
+        {"block_size": 0},
+        {"max_model_len": 1},
+        {"max_model_len": 0},
+        {"max_model_len": -5},
+        {"kv_memory": 10},
+        {"kv_memory": 0},
+        {"kv_memory": -1},
+        {"look_ahead": 0},
+        {"look_ahead": -3},
+        {"threads": 0},
+    ],
+    ids=str,
+)
+def test_a_size_that_cannot_work_is_refused_by_name(changes: dict[str, int]) -> None:
+    (name,) = changes
+    with pytest.raises(UsageError, match=name) as caught:
+        Engine(MODEL, EngineConfig(**changes))
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_the_bytes_counted_are_the_bytes_allocated() -> None:
+    for block_size in (3, 16, 24):
+        state = allocate(
+            MODEL.config, num_blocks=9, block_size=block_size, num_slots=4, dtype=torch.bfloat16, device=MODEL.device
+        )
+        spare = sum(kv.keys[0].nbytes for kv in state.kv)
+        blocks = sum(kv.keys.nbytes + kv.values.nbytes for kv in state.kv) - spare
+        assert blocks == 9 * kv_block_bytes(MODEL.config, block_size, torch.bfloat16)
+        assert sum(c.nbytes for c in state.conv) == 4 * conv_slot_bytes(MODEL.config, torch.bfloat16)
+        assert all(not t.any() for kv in state.kv for t in (kv.keys, kv.values))
+        assert all(not c.any() for c in state.conv)
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_token_kib", "conv_kib"),
+    [("LFM2-350M", 12, 40), ("LFM2-700M", 12, 60), ("LFM2-1.2B", 12, 80), ("LFM2-2.6B", 16, 176)],
+)
+def test_the_published_shapes_take_the_published_state(name: str, kv_token_kib: int, conv_kib: int) -> None:
+    config: ModelConfig = dummy_config(f"dummy:{name}")
+    assert kv_block_bytes(config, 32, torch.bfloat16) == 32 * kv_token_kib * 1024
+    assert conv_slot_bytes(config, torch.bfloat16) == conv_kib * 1024
+
+
+def test_available_memory_is_a_sane_number() -> None:
+    assert 0 < available_bytes() < 1 << 50
