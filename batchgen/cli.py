@@ -22,6 +22,7 @@ from batchgen import __version__
 from batchgen.cli_bench import bench
 from batchgen.cli_options import TITLES, F, GroupedCommand, GroupedOption, job_options, take, take_job_flags
 from batchgen.cli_plan import plan
+from batchgen.cli_report import report
 from batchgen.errors import BatchgenError, ExitCode
 from batchgen.units import parse_clock, parse_count, parse_duration, parse_shard, parse_share
 
@@ -191,24 +192,6 @@ def status(folder: Path, as_json: bool) -> int:
     return ExitCode.OK
 
 
-@cli.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="The content of report.json instead of text.")
-def report(folder: Path, as_json: bool) -> int:
-    """Show the throughput report of a finished run.
-
-    \b
-    Example:
-      batchgen report runs/questions --json | jq .tokens_per_s
-    """
-    from batchgen.data.rundir import RunDir
-    from batchgen.report import read_report, render_report
-
-    found = read_report(RunDir(folder))
-    click.echo(json.dumps(found, indent=2) if as_json else render_report(found))
-    return ExitCode.OK
-
-
 @cli.command(cls=GroupedCommand)
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @job_options("engine")
@@ -259,3 +242,4 @@ def merge(folders: tuple[Path, ...], output: Path) -> int:
 
 cli.add_command(bench)
 cli.add_command(plan)
+cli.add_command(report)

@@ -7,6 +7,7 @@ calls a bad row is one. It writes nothing, and imports torch only to calibrate.
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,10 @@ def _content(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Surv
     sizes: dict[str, int] | None = None
     numerics: dict[str, str] = report["numerics"] if report else {}
     if options.calibrate and survey.num_good:
+        began = time.monotonic()
         from batchgen.plan_calibrate import calibrate
 
-        found = calibrate(spec, model, survey)
+        found = calibrate(spec, model, survey, began=began)
         known = lengths or found.lengths or known
         estimate = found.estimate(survey, known)
         numerics, sizes = found.numerics, found.sizes()

@@ -47,9 +47,14 @@ class Calibration:
         return Estimate(f"{self.measured_s:.0f} s of real steps", self.load_s + survey.read_s + engine_s, engine_s)
 
 
-def calibrate(spec: JobSpec, info: ModelInfo, survey: Survey, seconds: float = CALIBRATION_S) -> Calibration:
-    """Load the model and run steps for about ``seconds``, one step of each kind at least. Raises ModelError."""
-    began = time.monotonic()
+def calibrate(
+    spec: JobSpec, info: ModelInfo, survey: Survey, *, began: float, seconds: float = CALIBRATION_S
+) -> Calibration:
+    """Load the model and run steps for about ``seconds``, one step of each kind at least.
+
+    ``began`` is the monotonic instant before this module was imported: loading torch is part of a run too.
+    Raises ModelError.
+    """
     backend = load_engine(spec, info)
     engine = backend.engine
     assert isinstance(engine, Engine)

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.scheduler import Schedule, Scheduler
@@ -20,6 +21,7 @@ from batchgen.records import Request, SamplingParams
 
 SIMULATED_OUTPUTS = 400_000  # tokens: what can be played out in a few seconds
 _KNEES = (32, 128)  # token counts where a step's cost changes its slope: first weights are read, then products count
+_FIT_ROUNDS = 4
 Planned = tuple[Lengths, int]  # a row, and how many tokens it is going to generate
 
 
@@ -50,22 +52,34 @@ class StepCost:
 
     @classmethod
     def fit(cls, steps: Many[tuple[StepWork, float]]) -> StepCost:
-        """Least squares of the relative error over measured (work, seconds)."""
-        features = np.array([work.features() for work, _ in steps])
-        scaled = features / np.array([seconds for _, seconds in steps])[:, None]
-        kept = list(range(features.shape[1]))
-        while True:
-            found = np.linalg.lstsq(scaled[:, kept], np.ones(len(steps)), rcond=None)[0]
-            if found.min() >= 0 or len(kept) == 1:
-                break
-            kept.pop(int(found.argmin()))  # a cost below zero is noise: without it the others take its place
-        weights = np.zeros(features.shape[1])
-        weights[kept] = np.maximum(found, 0)
+        """Least squares over measured (work, seconds), each error taken relative to what the step should take.
+
+        Relative to what it did take would favour the fast steps, where a busy machine makes some of them slow.
+        """
+        features = np.array([work.features() for work, _ in steps], dtype=np.float64)
+        seconds = np.array([seconds for _, seconds in steps])
+        expected = seconds
+        for _ in range(_FIT_ROUNDS):
+            weights = _non_negative(features / expected[:, None], seconds / expected)
+            expected = np.maximum(features @ weights, seconds.min() / 10)
         return cls(tuple(weights.tolist()))
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one step."""
         return sum(w * f for w, f in zip(self.weights, work.features(), strict=True))
+
+
+def _non_negative(features: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Least squares with the negative coefficients taken out, worst first: what they stood for is noise."""
+    kept = list(range(features.shape[1]))
+    while True:
+        found = np.linalg.lstsq(features[:, kept], target, rcond=None)[0]
+        if found.min() >= 0 or len(kept) == 1:
+            break
+        kept.pop(int(found.argmin()))
+    weights = np.zeros(features.shape[1])
+    weights[kept] = np.maximum(found, 0)
+    return weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ MAX_LISTED_BAD_ROWS = 10_000
 NUM_LONGEST = 10
 PREFIX_BLOCK = 32  # tokens: prefixes are compared in steps of this, as a paged cache would share them
 _NUM_SAMPLED = 2000
-_NUM_PROMPTS = 64
+_NUM_PROMPTS = 256
 T = TypeVar("T")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ def render_plan(plan: Plan) -> str:
         _line("read in", f"{format_duration(read['wall_s'])} ({read['rows_per_s']:,.0f} rows/s)"),
     ]
     if not rows["good"]:
-        return "\n".join([*lines, _line("estimate", f"none: {plan['no_estimate']}")])
+        return "\n".join([*lines, *_estimate(plan)])
     spread = f"p50 {prompts['p50']:,}, p90 {prompts['p90']:,}, p99 {prompts['p99']:,}, max {prompts['max']:,} a row"
     lines += [
         _line("tokens in", f"{prompts['total']:,}; {spread}"),
@@ -103,10 +104,8 @@ def _size(num_bytes: float) -> str:
 def _estimate(plan: Plan) -> list[str]:
     estimate = plan["estimate"]
     if estimate is None:
-        return [
-            _line("estimate", "none: no finished run of this model on this machine in the"),
-            _line("", "output folder; --calibrate measures for 10 s"),
-        ]
+        first, *rest = textwrap.wrap(f"none: {plan['no_estimate']}", _WIDTH - 13)
+        return [_line("estimate", first), *(_line("", text) for text in rest)]
     rates = f"{estimate['output_tokens_per_s']:,.0f} out, {estimate['total_tokens_per_s']:,.0f} total"
     bound = " at most" if plan["output_tokens"]["basis"].startswith("max_tokens") else ""
     return [

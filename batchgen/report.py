@@ -1,17 +1,14 @@
-"""What a run amounted to: ``report.json`` and its text, from the finished rows and the seconds each invocation spent.
+"""``report.json``: what a run amounted to, from its finished rows and what each invocation spent.
 
 Totals come from the rows themselves, so a run interrupted ten times reports the same tokens as an undisturbed one;
-only times add up over invocations. It reads records and plain numbers, never the engine or the input.
+only times add up over invocations. ``KEYS`` says what every key means. It never sees the engine or the input.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import platform
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -21,97 +18,56 @@ from batchgen.data.files import write_atomic
 from batchgen.data.json_line import encode_json
 from batchgen.data.rundir import RunDir
 from batchgen.errors import UsageError
-from batchgen.units import format_duration
+from batchgen.report_advice import advice, bound_by
+from batchgen.report_rows import RowTotals
+from batchgen.report_spent import split, thin
 
-REPORT_VERSION = 1
-_LATENCIES = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
+REPORT_VERSION = 2
 _PACKAGES = ("torch", "numpy", "numba", "tokenizers", "pyarrow")
-_BUCKETS_PER_E = 100  # buckets of durations one percent wide
 
-
-class Distribution:
-    """Durations in seconds, kept as counts in buckets one percent wide: bounded memory, percentiles within 1 %."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[int | None] = Counter()
-
-    def add(self, seconds: float) -> None:
-        """Count one duration; zero and less are kept apart."""
-        self._counts[round(math.log(seconds) * _BUCKETS_PER_E) if seconds > 0 else None] += 1
-
-    def percentile(self, share: float) -> float | None:
-        """The duration that ``share`` of all (of one) do not exceed; None while there are none."""
-        rank = math.ceil(share * self._counts.total())
-        for bucket in sorted(self._counts, key=lambda b: -math.inf if b is None else b):
-            rank -= self._counts[bucket]
-            if rank <= 0:
-                return 0.0 if bucket is None else round(math.exp(bucket / _BUCKETS_PER_E), 6)
-        return None
-
-
-@dataclass
-class RowTotals:
-    """What the rows add up to. ``expected`` names the column whose text an output is compared with, if any."""
-
-    expected: str | None = None
-    num_results: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    preemptions: int = 0
-    correct: int = 0
-    compared: int = 0
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    latencies: dict[str, Distribution] = field(default_factory=lambda: {name: Distribution() for name in _LATENCIES})
-
-    def add_result(self, record: Mapping[str, Any]) -> None:
-        """Take in an output record as journalled, or a row of OpenAI batch outputs, which has no timings."""
-        if "response" in record:
-            body = record["response"]["body"]
-            record = {**body["choices"][0], "usage": body["usage"]}
-        usage, timings = record["usage"], record.get("timings", {})
-        self.num_results += 1
-        self.prompt_tokens += usage["prompt_tokens"]
-        self.completion_tokens += usage["completion_tokens"]
-        self.cached_tokens += timings.get("cached_tokens", 0)
-        self.preemptions += timings.get("preemptions", 0)
-        self.finish_reasons[record["finish_reason"]] += 1
-        for name in self.latencies.keys() & timings.keys():
-            self.latencies[name].add(timings[name])
-        if self.expected is not None and record.get(self.expected) is not None:
-            self.compared += 1
-            self.correct += record.get("text", "").strip() == str(record[self.expected]).strip()
-
-    def add_error(self, dead_letter: Mapping[str, Any]) -> None:
-        """Take in a line of ``errors.jsonl``; an OpenAI error file nests the code."""
-        self.errors[(dead_letter.get("error") or dead_letter)["code"]] += 1
-
-
-def add_up(totals: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of two invocations as one: ``max_*`` keys take the larger, others the sum, nested alike."""
-    result = dict(totals)
-    for key, value in more.items():
-        known = result.get(key)
-        if isinstance(value, Mapping):
-            result[key] = add_up(known if isinstance(known, Mapping) else {}, value)
-        elif isinstance(value, int | float) and isinstance(known, int | float):
-            result[key] = max(known, value) if key.startswith("max_") else known + value
-        else:
-            result[key] = value
-    return result
-
-
-def spent_in(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What the invocations behind a report spent, to be added to."""
-    return {key: report[key] for key in ("sessions", "wall_s", "seconds", "engine")}
+KEYS = {
+    "version": "of this format",
+    "model": "model.path of the job",
+    "input": "input.path of the job",
+    "shard": 'which part of the rows, as "i/n"',
+    "created_at": "when the first invocation began, ISO 8601",
+    "finished_at": "when the report was written, ISO 8601",
+    "numerics": "dtype and device the model ran in",
+    "threads": "CPU threads; null if the last invocation loaded no model",
+    "rows": "rows done, failed and in all (total)",
+    "errors": "failed rows by code",
+    "finish_reasons": "done rows by finish_reason",
+    "tokens": "of done rows: prompt, of them cached, completion; total is prompt + completion",
+    "wall_s": "seconds of all invocations, start to end",
+    "seconds": "wall_s by kind of work: load (checks, weights), read (reading, tokenizing), prefill, decode, sample, "
+    "host (between the model's steps), write (journal, outputs, report), other; they sum to wall_s",
+    "generate_s": "prefill + decode + sample + host",
+    "tokens_per_s": "each of tokens over wall_s",
+    "latency_s": "p50, p90, p99 over done rows of each of their timings",
+    "histograms": "done rows by length and latency: counts between logarithmic edges",
+    "slowest": "the rows with the longest total_s",
+    "preemptions": "sum over done rows",
+    "sessions": "how many invocations it took",
+    "occupancy": "means over steps: sequences, tokens_per_step, kv_use; sequences_share and tokens_share are of the "
+    "limits max_num_seqs and max_num_batched_tokens; max_kv_use is the fullest step. null where not measured",
+    "series": "columns over time, at most 2,000 points of one or more steps: at_s (start), span_s, steps, tokens, "
+    "prefill_tokens; sequences and kv_use are means",
+    "engine": "what the engine counted, all invocations together; see EngineStats",
+    "device_hours_per_million_output_tokens": "unit cpu: threads x wall_s; unit gpu: wall_s; over completion tokens",
+    "max_rss_bytes": "most memory the process held",
+    "bound_by": "what most of the time went into, in words",
+    "advice": "what to change, in sentences",
+    "machine": "platform, processor, python",
+    "versions": "of batchgen and what it stands on",
+    "accuracy": "with output.expected: rows compared (total), correct ones, and their share (exact_match)",
+}
 
 
 def build_report(rows: RowTotals, spent: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of ``report.json``.
+    """The content of ``report.json``; see ``KEYS``.
 
-    ``spent`` holds what all invocations together spent (``sessions``, ``wall_s``, ``seconds`` by kind of work,
-    ``engine`` counts); ``about`` says what ran where (model, input, numerics).
+    ``spent`` holds what all invocations together spent (``sessions``, ``wall_s``, ``seconds`` by account, ``engine``
+    counts with their ``series``); ``about`` says what ran where (model, input, numerics).
     """
     failed = rows.errors.total()
     tokens = {
@@ -121,6 +77,9 @@ def build_report(rows: RowTotals, spent: Mapping[str, Any], about: Mapping[str, 
         "total": rows.prompt_tokens + rows.completion_tokens,
     }
     wall_s = spent.get("wall_s", 0.0)
+    engine = dict(spent.get("engine", {}))
+    series = thin(engine.pop("series", {}))
+    accounts = spent.get("seconds", {})
     report: dict[str, Any] = {
         "version": REPORT_VERSION,
         **about,
@@ -130,20 +89,30 @@ def build_report(rows: RowTotals, spent: Mapping[str, Any], about: Mapping[str, 
         "finish_reasons": dict(sorted(rows.finish_reasons.items())),
         "tokens": tokens,
         "wall_s": round(wall_s, 3),
-        "seconds": {name: round(seconds, 3) for name, seconds in spent.get("seconds", {}).items()},
+        "seconds": {name: round(seconds, 3) for name, seconds in split(accounts, engine).items()},
+        "generate_s": round(accounts.get("generate", 0.0), 3),
         "tokens_per_s": {name: round(tokens[name] / wall_s, 2) if wall_s else 0.0 for name in tokens},
-        "generate_s": round(spent.get("seconds", {}).get("generate", 0.0), 3),
-        "latency_s": {name: _percentiles(distribution) for name, distribution in rows.latencies.items()},
+        "latency_s": {name: distribution.percentiles() for name, distribution in rows.latencies.items()},
+        "histograms": rows.histograms(),
+        "slowest": rows.slowest,
         "preemptions": rows.preemptions,
         "sessions": spent.get("sessions", 1),
-        "engine": spent.get("engine", {}),
-        "machine": {"platform": platform.platform(), "processor": processor_name(), "python": platform.python_version()},
+        "occupancy": _occupancy(engine),
+        "series": series,
+        "engine": engine,
+        "device_hours_per_million_output_tokens": _device_hours(about, wall_s, rows.completion_tokens),
+        "max_rss_bytes": spent.get("max_rss_bytes", 0),
+        "machine": {
+            "platform": platform.platform(),
+            "processor": processor_name(),
+            "python": platform.python_version(),
+        },
         "versions": {"batchgen": __version__} | {name: found for name in _PACKAGES if (found := _version(name))},
     }
     if rows.expected is not None:
         share = round(rows.correct / rows.compared, 6) if rows.compared else None
         report["accuracy"] = {"correct": rows.correct, "total": rows.compared, "exact_match": share}
-    return report
+    return report | {"bound_by": bound_by(report), "advice": advice(report)}
 
 
 def write_report(run_dir: RunDir, report: Mapping[str, Any]) -> None:
@@ -165,52 +134,6 @@ def read_report(run_dir: RunDir) -> dict[str, Any]:
     return report
 
 
-def render_report(report: Mapping[str, Any]) -> str:
-    """The report as text for a person, 80 columns wide at most."""
-    rows, tokens, rates = report["rows"], report["tokens"], report["tokens_per_s"]
-    sessions = report["sessions"]
-    lines = [
-        ("rows", f"{rows['done']:,} done, {rows['failed']:,} failed, {rows['total']:,} in all"),
-        ("errors", ", ".join(f"{code} {count:,}" for code, count in report["errors"].items())),
-        ("finished by", ", ".join(f"{reason} {count:,}" for reason, count in report["finish_reasons"].items())),
-        ("exact match", _render_accuracy(report.get("accuracy"))),
-        ("tokens", f"{tokens['prompt']:,} in ({tokens['cached']:,} cached), {tokens['completion']:,} out"),
-        ("tokens/s", f"{rates['prompt']:,.0f} in, {rates['completion']:,.0f} out, {rates['total']:,.0f} total"),
-        ("wall time", format_duration(report["wall_s"]) + (f" over {sessions} invocations" if sessions > 1 else "")),
-        ("spent on", _wrapped(f"{name} {format_duration(s)}" for name, s in report["seconds"].items() if s >= 0.05)),
-    ]
-    lines = [(name, text) for name, text in lines if text]
-    table = ["", f"{'seconds':<12} {'p50':>9} {'p90':>9} {'p99':>9}"]
-    for name, found in report["latency_s"].items():
-        if found["p50"] is not None:
-            table.append(
-                f"{name.removesuffix('_s'):<12} " + " ".join(f"{found[p]:>9.3f}" for p in ("p50", "p90", "p99"))
-            )
-    return "\n".join([*(f"{name:<12} {text}" for name, text in lines), *(table if len(table) > 2 else [])])
-
-
-def _render_accuracy(accuracy: Mapping[str, Any] | None) -> str:
-    if accuracy is None:
-        return ""
-    if not accuracy["total"]:
-        return "no row has the expected column"
-    return f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,})"
-
-
-def _wrapped(parts: Iterable[str]) -> str:
-    """Parts joined by commas, in lines that fit behind the label."""
-    lines = [""]
-    for part in parts:
-        if len(lines[-1]) + len(part) > 64:
-            lines.append("")
-        lines[-1] += f"{part}, "
-    return f"\n{'':<13}".join(line.rstrip() for line in lines).rstrip(",")
-
-
-def _percentiles(distribution: Distribution) -> dict[str, float | None]:
-    return {f"p{share:.0f}": distribution.percentile(share / 100) for share in (50, 90, 99)}
-
-
 def processor_name() -> str:
     """What this machine's processor calls itself; empty where it does not tell."""
     try:
@@ -218,6 +141,35 @@ def processor_name() -> str:
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
     except OSError:
         return platform.processor()
+
+
+def _occupancy(engine: Mapping[str, Any]) -> dict[str, Any]:
+    steps = engine.get("num_steps", 0)
+    if not steps or "sum_sequences" not in engine:
+        return dict.fromkeys((*_OCCUPANCY, "sequences_share", "tokens_share"))
+    sequences = engine["sum_sequences"] / steps
+    tokens = (engine["num_prefill_tokens"] + engine["num_decode_tokens"]) / steps
+    known = {
+        "sequences": round(sequences, 2),
+        "tokens_per_step": round(tokens, 2),
+        "kv_use": round(engine["sum_kv_use"] / steps, 4),
+        "max_kv_use": round(engine["max_kv_use"], 4),
+        "max_num_seqs": engine["max_num_seqs"],
+        "max_num_batched_tokens": engine["max_num_batched_tokens"],
+    }
+    shares = {"sequences_share": sequences / (known["max_num_seqs"] or 1)}
+    shares["tokens_share"] = tokens / (known["max_num_batched_tokens"] or 1)
+    return known | {name: round(share, 4) for name, share in shares.items()}
+
+
+_OCCUPANCY = ("sequences", "tokens_per_step", "kv_use", "max_kv_use", "max_num_seqs", "max_num_batched_tokens")
+
+
+def _device_hours(about: Mapping[str, Any], wall_s: float, completion_tokens: int) -> dict[str, Any]:
+    is_gpu = about.get("numerics", {}).get("device") == "cuda"
+    devices = 1 if is_gpu else about.get("threads")
+    hours = round(devices * wall_s / 3600 * 1e6 / completion_tokens, 4) if devices and completion_tokens else None
+    return {"unit": "gpu" if is_gpu else "cpu", "hours": hours}
 
 
 def _version(package: str) -> str | None:

@@ -20,7 +20,9 @@ from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize_retry, read_errors
 from batchgen.errors import ExitCode, ResumeMismatch, RowError, RowErrorCode, UsageError
 from batchgen.records import BadRow, Cursor, Record
-from batchgen.report import RowTotals, add_up, build_report, read_report, spent_in, write_report
+from batchgen.report import build_report, read_report, write_report
+from batchgen.report_rows import RowTotals
+from batchgen.report_spent import follow, spent_in
 from batchgen.run.display import make_display
 from batchgen.run.feed import Feed, Screen
 from batchgen.run.generate import generate
@@ -161,10 +163,11 @@ class _Retry:
         for _, line in read_errors(self.run_dir):
             totals.add_error(json.loads(line))
         before = read_report(self.run_dir)
-        spent = add_up(spent_in(before), self.progress.spent())
+        spent = follow(spent_in(before), self.progress.spent())
         report = build_report(totals, spent, about_job(self.spec, self.manifest, self.backend))
         if self.spec.output.format == "openai-batch":  # its outputs hold no times: they stay as of the first run
-            report |= {key: before[key] for key in ("latency_s", "preemptions", "accuracy") if key in before}
+            kept = ("latency_s", "histograms", "slowest", "preemptions", "accuracy")
+            report |= {key: before[key] for key in kept if key in before}
         return report
 
 

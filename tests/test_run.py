@@ -306,6 +306,13 @@ def test_engine_sizes_and_output_format_may_change_on_resume(job: JobMaker) -> N
     assert len(without_timings(job.output / "outputs.parquet")) == 60
 
 
+def test_a_finished_run_is_not_said_to_be_done_in_another_format(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run()
+    with pytest.raises(ResumeMismatch, match=r"output\.format = 'parquet'"):
+        job.run(job.spec(output={"format": "parquet"}))
+
+
 def test_a_refused_resume_leaves_the_run_as_it_was(job: JobMaker) -> None:
     job.write(rows_of(60))
     interrupted(job, job.spec(), 100)

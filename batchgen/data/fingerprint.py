@@ -15,8 +15,8 @@ _SAMPLE_BYTES = 64 << 10
 
 
 def file_fingerprint(path: Path) -> dict[str, Any]:
-    """What identifies a file on resume: its path, size in bytes and digest. Raises UsageError."""
-    return {"path": str(path), "sha256": file_digest(path), "bytes": path.stat().st_size}
+    """What identifies a file on resume, wherever it lies: its name, size in bytes and digest. Raises UsageError."""
+    return {"file": path.name, "sha256": file_digest(path), "bytes": path.stat().st_size}
 
 
 def file_digest(path: Path) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from batchgen.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,17 @@ class EngineConfig:
     max_model_len: int | None = None
     look_ahead: int | None = None
     threads: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values below 1.
+
+        Raises:
+            UsageError: names the value.
+        """
+        for name in (f.name for f in fields(self)):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} {value}: must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

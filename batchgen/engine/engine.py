@@ -48,7 +48,7 @@ class Engine:
         self.scheduler = Scheduler(self.config)
         self.runner = ModelRunner(model, self.config)
         self.sampler = Sampler(model.kernels, self.eos_token_ids)
-        self.stats = EngineStats()
+        self.stats = EngineStats(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         self._stopping = False
 
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
@@ -112,15 +112,15 @@ class Engine:
 
     def _count(self, schedule: Schedule) -> None:
         stats = self.stats
-        stats.num_steps += 1
         decode = 0
         for sequence, count in schedule.entries:
             done = sequence.num_computed_tokens
             decode += sequence.num_owed == 1 and sequence.num_output_tokens > 0
             stats.num_attended += count * done + count * (count + 1) // 2
             stats.num_kv_read += done + count
-        stats.num_decode_tokens += decode
-        stats.num_prefill_tokens += schedule.num_tokens - decode
+        pool = self.scheduler.pool
+        kv_use = 1 - pool.num_free / pool.num_blocks
+        stats.add_step(schedule.num_tokens - decode, decode, len(schedule.entries), kv_use)
         stats.num_preemptions = self.scheduler.num_preemptions
         stats.max_running = max(stats.max_running, len(self.scheduler.running))
 

@@ -61,7 +61,7 @@ class Sampler:
             params = sequence.request.params
             if sequence.num_output_tokens < params.min_tokens:
                 ends = sorted(self.eos_token_ids.union(params.stop_token_ids))
-                logits[row, [i for i in ends if i < logits.shape[1]]] = -torch.inf
+                logits[row, [i for i in ends if 0 <= i < logits.shape[1]]] = -torch.inf
 
     @staticmethod
     def _rows(sequences: Sequence_[Sequence], device: torch.device) -> SamplingRows:

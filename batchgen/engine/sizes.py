@@ -23,8 +23,8 @@ def resolve(config: EngineConfig, model: Lfm2Model) -> SchedulerConfig:
         UsageError: a value that cannot work, or memory for not even one block.
     """
     defaults = _CUDA if model.device.type == "cuda" else _CPU
-    max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, defaults)
-    block_size = _positive("block_size", config.block_size, defaults)
+    max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"]
+    block_size = config.block_size or defaults["block_size"]
     trained = model.config.max_position_embeddings
     max_model_len = min(config.max_model_len or trained, trained)
     if max_model_len < 2:
@@ -37,19 +37,12 @@ def resolve(config: EngineConfig, model: Lfm2Model) -> SchedulerConfig:
     if num_blocks < 1:
         raise UsageError(f"kv_memory {memory} bytes holds no block of {block_bytes} bytes; raise it")
     return SchedulerConfig(
-        max_num_batched_tokens=_positive("max_num_batched_tokens", config.max_num_batched_tokens, defaults),
+        max_num_batched_tokens=config.max_num_batched_tokens or defaults["max_num_batched_tokens"],
         max_num_seqs=max_num_seqs,
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
     )
-
-
-def _positive(name: str, value: int | None, defaults: dict[str, int]) -> int:
-    chosen = defaults[name] if value is None else value
-    if chosen < 1:
-        raise UsageError(f"{name} {chosen}: must be at least 1")
-    return chosen
 
 
 def _auto_memory(model: Lfm2Model, max_num_seqs: int) -> int:

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Seconds by kind of work since it was made; what no account claims is ``other``."""
+    """Seconds by kind of work since ``started_at``, when it was made; what no account claims is ``other``."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._account = "other"
-        self._since = self._started_at = time.monotonic()
+        self._since = self.started_at = time.monotonic()
 
     @property
     def wall_s(self) -> float:
         """Seconds since the clock was made."""
-        return time.monotonic() - self._started_at
+        return time.monotonic() - self.started_at
 
     @contextmanager
     def on(self, account: str) -> Iterator[None]:

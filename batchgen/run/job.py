@@ -94,6 +94,7 @@ class _Job:
         if begun is not None:
             inputs = replace(inputs, manifest=self._agreed(begun, inputs.manifest))
             if self.run_dir.is_complete():
+                self._refuse_other_format()
                 return self._already_done(inputs)
         else:
             if self.options.strict:
@@ -208,6 +209,15 @@ class _Job:
                 self.run_dir, spec.output, journal, num_rows=rows.num_seen, model=spec.model.path, chat=spec.input.chat
             )
         return self._finish(inputs, journal)
+
+    def _refuse_other_format(self) -> None:
+        """A finished run is what it is: its journal is gone, so it cannot be written again in another format."""
+        wanted = self.run_dir.outputs(self.spec.output.format)
+        if not wanted.is_file():
+            raise ResumeMismatch(
+                f"{self.run_dir.path} is finished, in another format than output.format = "
+                f"{self.spec.output.format!r}; --overwrite runs it anew"
+            )
 
     def _already_done(self, inputs: _Inputs) -> Outcome:
         """Nothing to do but what a kill just after the outputs appeared may have left undone."""

@@ -13,7 +13,7 @@ from batchgen.data.journal import Journal
 from batchgen.data.manifest import Manifest
 from batchgen.data.rundir import RunDir
 from batchgen.errors import ExitCode
-from batchgen.report import RowTotals
+from batchgen.report_rows import RowTotals
 from batchgen.run.model import Backend
 from batchgen.spec import JobSpec
 from batchgen.units import format_duration

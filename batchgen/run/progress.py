@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -20,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from batchgen.errors import UsageError
-from batchgen.report import add_up
+from batchgen.report_spent import follow, since
 from batchgen.run.clock import Clock
 from batchgen.run.display import Display
 from batchgen.run.ledger import Ledger
@@ -30,6 +32,7 @@ from batchgen.run.stop import Stopper, StopRequested
 PROGRESS_NAME = "progress.json"
 GENERATING = "generating"
 _TICK_S = 0.5
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there, KiB on Linux
 _SAVE_EVERY_S = 2.0
 _RATE_WINDOW_S = 30.0
 
@@ -109,17 +112,18 @@ class Progress:
         ledger = self.ledger
         if self.engine is not None:
             with suppress(RuntimeError):  # the main thread may add a kind of work while they are copied
-                self._engine_counts = self.engine.stats.to_dict()
+                self._engine_counts = since(self.engine.stats.to_dict(), self.clock.started_at)
         mine = {
             "sessions": 1,
             "wall_s": self.clock.wall_s,
             "seconds": self.clock.seconds(),
             "engine": self._engine_counts,
+            "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
             "computed_tokens": self.computed_tokens,
             "prompt_tokens": ledger.num_prompt_tokens if ledger else 0,
             "completion_tokens": ledger.num_completion_tokens if ledger else 0,
         }
-        return add_up(self.spent_before, mine)
+        return follow(self.spent_before, mine)
 
     @property
     def computed_tokens(self) -> int:

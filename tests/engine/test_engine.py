@@ -126,7 +126,7 @@ def test_a_request_that_was_done_already_is_answered_at_once(undisturbed: tuple[
     assert not engine.scheduler.has_work
 
 
-@pytest.mark.parametrize("stop_after", [1, 4, 11])
+@pytest.mark.parametrize("stop_after", [5, 11])
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(temperature=1.0, min_p=0.01)], ids=["greedy", "sampled"]
 )
@@ -245,12 +245,13 @@ BAD = 100  # a token whose embedding is not finite
 
 def spoiled_model(value: float, dtype: torch.dtype) -> Lfm2Model:
     model = tiny_model(dtype, tie_embedding=False)
+    model.embedding = model.embedding.clone()  # of an inference tensor, outside inference mode: may be written
     model.embedding[BAD] = value
     return model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_gone_wrong_is_an_error_row_and_leaves_nothing_behind(
     value: float, dtype: torch.dtype, temperature: float

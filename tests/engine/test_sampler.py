@@ -86,7 +86,7 @@ def test_tokens_do_not_depend_on_who_else_is_in_the_batch(name: str) -> None:
 @pytest.mark.parametrize("name", BACK_ENDS)
 def test_no_end_token_comes_before_min_tokens(name: str) -> None:
     sampler = Sampler(BACK_ENDS[name](), EOS)
-    greedy = SamplingParams(min_tokens=3, stop_token_ids=(8, 999))
+    greedy = SamplingParams(min_tokens=3, stop_token_ids=(8, 999, -11))
     for params in (greedy, replace(greedy, temperature=1.0)):
         logits = torch.full((3, 20), -4.0)
         logits[:, 7], logits[:, 8], logits[:, 9] = 100.0, 90.0, 50.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_model import tiny_model
 
-from batchgen.engine import Engine, EngineConfig
+from batchgen.engine import EngineConfig
 from batchgen.engine import sizes as sizes_module
 from batchgen.engine.memory import available_bytes
 from batchgen.engine.sizes import resolve
@@ -64,7 +64,7 @@ def test_auto_memory_leaves_room_for_the_state_of_convolutions(monkeypatch: pyte
 def test_a_size_that_cannot_work_is_refused_by_name(changes: dict[str, int]) -> None:
     (name,) = changes
     with pytest.raises(UsageError, match=name) as caught:
-        Engine(MODEL, EngineConfig(**changes))
+        resolve(EngineConfig(**changes), MODEL)
     assert caught.value.exit_code == ExitCode.USAGE
 
 

@@ -1,0 +1,68 @@
+"""The ``report`` command: read, compare, render, print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from batchgen.errors import ExitCode
+from batchgen.units import parse_share
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="The content of report.json instead of text.")
+@click.option("--html", metavar="FILE", type=click.Path(path_type=Path), help="Write a page with pictures to FILE.")
+@click.option("--compare", metavar="OTHER", type=click.Path(path_type=Path), help="Run directory to compare with.")
+@click.option("--max-regress", metavar="SHARE", help="With --compare: exit 4 on a regression, such as 5%.")
+def report(folder: Path, as_json: bool, html: Path | None, compare: Path | None, max_regress: str | None) -> int:
+    """Show how long a finished run took, how fast, and what failed.
+
+    With --compare the figures of OTHER stand beside it. A regression is a fall of tokens/s or exact match by more
+    than --max-regress of what OTHER had, or a larger share of failed rows. The page that --html writes is one file
+    that loads nothing (needs the extra batchgen[report]).
+
+    \b
+    Examples:
+      batchgen report runs/questions
+      batchgen report runs/questions --json | jq .tokens_per_s
+      batchgen report runs/questions --html report.html
+      batchgen report runs/new --compare runs/last --max-regress 5%
+    """
+    from batchgen.data.rundir import RunDir
+    from batchgen.report import read_report
+
+    limit = _share(max_regress)
+    found = read_report(RunDir(folder))
+    if compare is not None:
+        return _compare(found, read_report(RunDir(compare)), limit, as_json)
+    if limit is not None:
+        raise click.UsageError("--max-regress needs --compare OTHER", click.get_current_context())
+    if html is not None:
+        from batchgen.report_html import write_html
+
+        write_html(found, html)
+        return ExitCode.OK
+    from batchgen.report_text import render_report
+
+    click.echo(json.dumps(found, indent=2) if as_json else render_report(found))
+    return ExitCode.OK
+
+
+def _compare(now: dict[str, object], before: dict[str, object], limit: float | None, as_json: bool) -> int:
+    from batchgen.report_compare import compare_reports
+
+    comparison = compare_reports(now, before)
+    click.echo(json.dumps(comparison.to_dict(limit), indent=2) if as_json else comparison.render(limit))
+    if limit is not None:
+        comparison.check(limit)
+    return ExitCode.OK
+
+
+def _share(text: str | None) -> float | None:
+    try:
+        return None if text is None else parse_share(text)
+    except ValueError as error:
+        raise click.UsageError(f"--max-regress {text}: {error}", click.get_current_context()) from None

@@ -1,0 +1,135 @@
+"""The report's pictures as SVG texts, drawn by matplotlib (extra ``batchgen[report]``).
+
+matplotlib rather than plotly or bokeh: those bring megabytes of script into every file, while a picture here takes
+some kilobytes and needs no script at all. Colours are written as CSS variables, so one file serves light and dark.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from batchgen.errors import UsageError
+
+Report = Mapping[str, Any]
+
+# Colours that matplotlib writes, each of them a stand-in for a CSS variable of the page.
+_PREFILL, _DECODE, _TEXT, _GRID = "#0a0001", "#0a0002", "#0a0003", "#0a0004"
+_VARIABLES = {_PREFILL: "var(--prefill)", _DECODE: "var(--decode)", _TEXT: "var(--muted)", _GRID: "var(--line)"}
+_STYLE = {
+    "svg.fonttype": "none",  # text stays text: the page's font, small, can be searched
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": _TEXT,
+    "axes.labelcolor": _TEXT,
+    "axes.edgecolor": _GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+    "grid.color": _GRID,
+    "xtick.color": _TEXT,
+    "ytick.color": _TEXT,
+    "legend.frameon": False,
+}
+_SIZE = (5.0, 2.5)  # inches: small enough to be read at the width of a phone
+
+
+def draw(report: Report) -> dict[str, str]:
+    """Title -> SVG of every picture the report has numbers for. Raises UsageError where matplotlib is missing."""
+    pictures: dict[str, str] = {}
+    if report["series"].get("at_s"):
+        pictures["Tokens per second"] = _picture("rate", lambda ax: _throughput(ax, report))
+        pictures["How full the batch was"] = _picture("fill", lambda ax: _occupancy(ax, report))
+    if report["wall_s"]:
+        pictures["Where the time went"] = _picture("time", lambda ax: _seconds(ax, report))
+    names = {
+        "prompt_tokens": ("Prompt length", "tokens"),
+        "completion_tokens": ("Answer length", "tokens"),
+        "ttft_s": ("Time to first token", "seconds"),
+        "total_s": ("Total time of a row", "seconds"),
+    }
+    for key, (title, unit) in names.items():
+        histogram = report["histograms"][key]
+        if histogram["counts"]:
+            pictures[title] = _picture(key, lambda ax, h=histogram, u=unit: _histogram(ax, h, u))
+    return pictures
+
+
+def _picture(name: str, plot: Callable[[Any], None]) -> str:
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("--html needs matplotlib: pip install 'batchgen[report]'") from None
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):  # ids differ between pictures and not between runs
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        plot(figure.subplots())
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    for colour, variable in _VARIABLES.items():
+        svg = svg.replace(colour, variable)
+    return svg
+
+
+def _throughput(axes: Any, report: Report) -> None:
+    """Two areas on top of each other: prompt tokens and generated tokens, per second of each point's span."""
+    series = report["series"]
+    edges, tokens, prefill = _steps(series, "tokens"), series["tokens"], series["prefill_tokens"]
+    spans = [max(span, 1e-9) for span in series["span_s"]]
+    below = [p / s for p, s in zip(prefill, spans, strict=True)]
+    whole = [t / s for t, s in zip(tokens, spans, strict=True)]
+    axes.stairs(below, edges, fill=True, color=_PREFILL, label="prompts")
+    axes.stairs(whole, edges, baseline=below, fill=True, color=_DECODE, label="generated")
+    axes.set_ylim(0, _upper(whole))
+    _finish(axes, "seconds", "tokens/s")
+
+
+def _occupancy(axes: Any, report: Report) -> None:
+    series, edges = report["series"], _steps(report["series"], "sequences")
+    most = report["occupancy"]["max_num_seqs"] or 1
+    axes.stairs([100 * n / most for n in series["sequences"]], edges, baseline=None, color=_DECODE, label="sequences")
+    axes.stairs([100 * use for use in series["kv_use"]], edges, baseline=None, color=_PREFILL, label="KV memory")
+    axes.set_ylim(0, 105)
+    _finish(axes, "seconds", "% of the limit")
+
+
+def _seconds(axes: Any, report: Report) -> None:
+    spent = [(name, s) for name, s in report["seconds"].items() if s > 0.001 * report["wall_s"]]
+    spent.sort(key=lambda item: item[1])
+    axes.barh([name for name, _ in spent], [s for _, s in spent], color=_DECODE)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("seconds")
+
+
+def _histogram(axes: Any, histogram: Mapping[str, list[float]], unit: str) -> None:
+    axes.stairs(histogram["counts"], histogram["edges"], fill=True, color=_DECODE)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter("")
+    axes.set_xlabel(unit)
+    axes.set_ylabel("rows")
+
+
+def _steps(series: Mapping[str, list[float]], column: str) -> list[float]:
+    """The instants between points, one more than there are points."""
+    starts = series["at_s"][: len(series[column])]
+    return [*starts, starts[-1] + max(series["span_s"][-1], 1e-6)]
+
+
+def _upper(values: list[float]) -> float:
+    """An axis limit that a few very short steps do not blow up."""
+    ordered = sorted(values)
+    return 1.15 * max(ordered[int(0.98 * (len(ordered) - 1))], 1e-9)
+
+
+def _finish(axes: Any, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)

@@ -1,0 +1,105 @@
+"""What invocations spent, as plain numbers that add up: seconds by account, engine counts, the series of steps.
+
+It knows the shapes that ``run.progress`` and ``engine.stats`` write and nothing of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MAX_POINTS = 2000
+ENGINE_ACCOUNTS = ("prefill", "decode", "sample", "host")
+
+Numbers = Mapping[str, Any]
+
+
+def add_up(totals: Numbers, more: Numbers) -> dict[str, Any]:
+    """Numbers of two invocations as one: ``max_*`` keys take the larger, others the sum, nested alike; lists join."""
+    result = dict(totals)
+    for key, value in more.items():
+        known = result.get(key)
+        if isinstance(value, Mapping):
+            result[key] = add_up(known if isinstance(known, Mapping) else {}, value)
+        elif isinstance(value, list) and isinstance(known, list):
+            result[key] = known + value
+        elif isinstance(value, int | float) and isinstance(known, int | float):
+            result[key] = max(known, value) if key.startswith("max_") else known + value
+        else:
+            result[key] = value
+    return result
+
+
+def spent_in(report: Numbers) -> dict[str, Any]:
+    """What the invocations behind a report spent, to be added to: the inverse of what ``split`` did."""
+    accounts = {name: seconds for name, seconds in report["seconds"].items() if name not in ENGINE_ACCOUNTS}
+    return {
+        "sessions": report["sessions"],
+        "wall_s": report["wall_s"],
+        "seconds": {**accounts, "generate": report["generate_s"]},
+        "engine": {**report["engine"], "series": report["series"]},
+        "max_rss_bytes": report["max_rss_bytes"],
+    }
+
+
+def split(seconds: Numbers, engine: Numbers) -> dict[str, float]:
+    """The clock's accounts with "generate" broken down by what the engine measured, the sum unchanged.
+
+    A step that holds prompts and single tokens is shared out between prefill and decode by their numbers. ``host``
+    is what is left of generating: scheduling, bookkeeping, handing rows in and out.
+    """
+    accounts = {name: float(value) for name, value in seconds.items() if name != "generate"}
+    generate_s = float(seconds.get("generate", 0.0))
+    phases = engine.get("phase_s", {})
+    forward_s = min(phases.get("forward", 0.0), generate_s)
+    prefill_s = min(engine.get("forward_prefill_s", 0.0), forward_s)
+    sample_s = min(phases.get("sample", 0.0), generate_s - forward_s)
+    parts = (prefill_s, forward_s - prefill_s, sample_s, generate_s - forward_s - sample_s)
+    return accounts | dict(zip(ENGINE_ACCOUNTS, parts, strict=True))
+
+
+def follow(totals: Numbers, more: Numbers) -> dict[str, Any]:
+    """``add_up`` with ``more`` coming after ``totals`` in time: its series begins where their wall time ends."""
+    series = more.get("engine", {}).get("series")
+    if series:
+        at_s = [round(at + totals.get("wall_s", 0.0), 3) for at in series["at_s"]]
+        more = {**more, "engine": {**more["engine"], "series": {**series, "at_s": at_s}}}
+    total = add_up(totals, more)
+    if series:
+        total["engine"]["series"] = thin(total["engine"]["series"])
+    return total
+
+
+def since(engine: Numbers, started_at: float) -> dict[str, Any]:
+    """An engine's counts with the instants of its series as seconds since ``started_at`` on the same clock."""
+    if "series" not in engine:
+        return dict(engine)
+    series = dict(engine["series"])
+    at_s = [round(at - started_at, 3) for at in series.pop("at")]
+    return {**engine, "series": {"at_s": at_s, **series}}
+
+
+def thin(series: Numbers, max_points: int = MAX_POINTS) -> dict[str, Any]:
+    """A series of at most ``max_points``, neighbours merged two by two: sums stay, means are weighted by steps."""
+    columns = dict(series)
+    while len(columns.get("at_s", ())) > max_points:
+        columns = _halve(columns)
+    return columns
+
+
+def _halve(columns: Numbers) -> dict[str, Any]:
+    steps = columns["steps"]
+    halved: dict[str, Any] = {}
+    for name, column in columns.items():
+        pairs = [slice(i, i + 2) for i in range(0, len(column), 2)]
+        if name == "at_s":
+            halved[name] = column[::2]
+        elif name in ("sequences", "kv_use"):
+            halved[name] = [_mean(column[pair], steps[pair]) for pair in pairs]
+        else:
+            halved[name] = [round(sum(column[pair]), 6) for pair in pairs]
+    return halved
+
+
+def _mean(values: list[float], weights: list[int]) -> float:
+    return round(sum(v * w for v, w in zip(values, weights, strict=True)) / max(sum(weights), 1), 4)

@@ -1,0 +1,79 @@
+"""What stands in where a machine lacks something: torch's OpenMP, a cache folder, packed linears."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_model import DTYPES, engine_for, random_requests, solo, tiny_model, tokens_of
+
+from batchgen.kernels import select
+from batchgen.kernels.cpu import backend, parallel, rows
+from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.cpu.linear import PlainLinear
+from batchgen.kernels.reference import ReferenceKernels
+
+
+@pytest.fixture
+def python_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_launcher", lambda launch=parallel._python_launch(): launch)
+    torch.set_num_threads(2)
+
+
+@pytest.mark.usefixtures("python_threads")
+def test_plain_threads_give_the_same_bits_as_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(100, 40), torch.randn(40)
+    by_python = [CpuKernels().rms_norm(x, weight, 1e-5) for _ in range(20)]
+    monkeypatch.undo()
+    by_openmp = CpuKernels().rms_norm(x, weight, 1e-5)
+    assert all(torch.equal(y, by_openmp) for y in by_python)
+
+
+@pytest.mark.usefixtures("python_threads")
+def test_an_error_free_run_on_plain_threads_gives_the_same_tokens() -> None:
+    model, requests = tiny_model(), random_requests(4, seed=1)
+    engine = engine_for(model, num_blocks=30, block_size=7, max_num_batched_tokens=12)
+    assert tokens_of(engine.run(requests)) == solo(model, requests)
+
+
+@pytest.fixture
+def no_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cache folder that cannot be made: its parent is a file."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    parallel._source_keyed_folder.cache_clear()
+    yield
+    parallel._source_keyed_folder.cache_clear()
+
+
+@pytest.mark.usefixtures("no_cache_folder")
+def test_kernels_compile_where_nothing_can_be_cached() -> None:
+    kernel = parallel.Kernel(bf16=rows._argmax_bf16, f32=rows._argmax_f32)
+    x, out = torch.tensor([[1.0, 3.0, 2.0]]), torch.empty(1, dtype=torch.int64)
+    kernel.launch(torch.float32, 1, x.data_ptr(), out.data_ptr(), 3)
+    assert out.tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_linears_batch_as_they_run_alone(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_can_pack", lambda dtype: False)
+    model, requests = tiny_model(DTYPES[dtype]), random_requests(8, seed=1)
+    assert isinstance(model.lm_head, PlainLinear)
+    engine = engine_for(model, num_blocks=30, block_size=5, max_num_batched_tokens=23, max_num_seqs=6)
+    assert tokens_of(engine.run(requests)) == solo(model, requests)
+
+
+def test_the_fast_back_end_is_chosen_where_it_runs() -> None:
+    cpu = torch.device("cpu")
+    assert isinstance(select(cpu, torch.bfloat16), CpuKernels)
+    assert isinstance(select(cpu, torch.float32), CpuKernels)
+    assert isinstance(select(cpu, torch.float16), ReferenceKernels)
+    assert isinstance(select(torch.device("meta"), torch.bfloat16), ReferenceKernels)
+
+
+def test_float16_runs_on_the_reference_kernels() -> None:
+    model, requests = tiny_model(torch.float16), random_requests(3, seed=1)
+    assert isinstance(model.kernels, ReferenceKernels)
+    assert tokens_of(engine_for(model, num_blocks=60, block_size=8).run(requests)) == solo(model, requests)

@@ -1,0 +1,217 @@
+"""What ``batchgen plan`` says of a job, found without a token being generated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import ENVIRONMENT, MODEL, JobMaker, rows_of
+from test_memory import write_input
+
+from batchgen.cli import call
+from batchgen.errors import GateFailed, UsageError
+from batchgen.plan import PlanOptions, check_time, make_plan
+from batchgen.plan_text import render_plan
+
+
+def plan_of(job: JobMaker, **sections: Any) -> dict[str, Any]:
+    return make_plan(job.spec(**sections), PlanOptions())
+
+
+def plan_of_ids(job: JobMaker, **sections: Any) -> dict[str, Any]:
+    """The plan of rows that bring their token ids."""
+    spec = job.spec(**sections)
+    where = replace(spec.input, prompt=None, prompt_token_ids="prompt_token_ids")
+    return make_plan(replace(spec, input=where), PlanOptions())
+
+
+def long_text(words: int) -> str:
+    return " ".join(f"w{i}" for i in range(words))
+
+
+def test_every_bad_row_is_named_by_line_and_code(job: JobMaker) -> None:
+    rows: list[Any] = rows_of(600)
+    rows[10] = "{"
+    rows[299] = {"id": "no-question"}
+    rows[511] = {"id": "q-510", "question": "again"}
+    rows[599] = {"id": "params", "question": "hot", "sampling": {"temperature": -1}}
+    job.write(rows)
+    plan = plan_of(job)
+    assert plan["rows"] == {"total": 600, "good": 596, "bad": 4}
+    found = [(row["line"], row["code"]) for row in plan["bad_rows"]]
+    assert found == [(11, "bad_json"), (300, "missing_column"), (512, "duplicate_id"), (600, "bad_param")]
+
+
+def test_bad_rows_are_those_of_the_run_itself(job: JobMaker) -> None:
+    job.write([*rows_of(5), "{", {"id": "q-1", "question": "twice"}, {"id": "x", "question": ""}])
+    plan = plan_of(job)
+    job.run()
+    assert [(row["line"], row["code"]) for row in plan["bad_rows"]] == [
+        (row["line"], row["code"]) for row in job.errors()
+    ]
+
+
+def test_rows_that_are_too_long_are_bad_rows(job: JobMaker) -> None:
+    job.write([*rows_of(3), {"id": "long", "question": long_text(200)}])
+    plan = plan_of(job, engine={"max_model_len": 64})
+    assert plan["errors"] == {"too_long": 1}
+    assert plan["bad_rows"][0]["id"] == "long"
+
+
+def test_prompt_tokens_are_those_the_run_counts(job: JobMaker) -> None:
+    job.write(rows_of(40))
+    plan = plan_of(job)
+    outcome = job.run()
+    assert outcome.report is not None
+    assert plan["prompt_tokens"]["total"] == outcome.report["tokens"]["prompt"]
+
+
+def test_the_histogram_counts_every_good_row_once(job: JobMaker) -> None:
+    job.write([{"id": i, "question": long_text(i)} for i in range(1, 60)])
+    prompts = plan_of(job)["prompt_tokens"]
+    assert sum(found["rows"] for found in prompts["histogram"]) == 59
+    assert prompts["p50"] <= prompts["p90"] <= prompts["p99"] <= prompts["max"]
+
+
+def test_the_longest_rows_are_named_by_id_longest_first(job: JobMaker) -> None:
+    job.write([{"id": f"r{i}", "question": long_text(1 + i * 7 % 50)} for i in range(50)])
+    longest = plan_of(job)["longest"]
+    assert longest[0]["id"] == "r7"  # 7 * 7 % 50 == 49, the most words
+    assert [row["tokens"] for row in longest] == sorted((row["tokens"] for row in longest), reverse=True)
+
+
+def test_duplicate_prompts_are_counted_with_their_tokens(job: JobMaker) -> None:
+    rows = [{"id": i, "prompt_token_ids": [1, 5, 9 + i % 4]} for i in range(12)]
+    job.write(rows)
+    repeats = plan_of_ids(job)["repeats"]
+    assert (repeats["duplicate_prompts"], repeats["duplicate_prompt_tokens"]) == (8, 24)
+    assert repeats["is_exact"]
+
+
+def test_shared_prefixes_count_whole_blocks_seen_before(job: JobMaker) -> None:
+    shared = list(range(100, 164))  # two blocks of 32
+    job.write([{"id": i, "prompt_token_ids": [*shared, 200 + i]} for i in range(5)])
+    repeats = plan_of_ids(job)["repeats"]
+    assert repeats["common_prefix_tokens"] == 64
+    assert repeats["shared_prefix_tokens"] == 4 * 64
+    assert repeats["used_by_engine"] is False
+
+
+def test_output_tokens_are_bounded_by_max_tokens_and_the_context(job: JobMaker) -> None:
+    job.write([{"id": 1, "prompt_token_ids": [5] * 50}, {"id": 2, "prompt_token_ids": [5] * 10, "max_tokens": 3}])
+    outputs = plan_of_ids(job, engine={"max_model_len": 60})["output_tokens"]
+    assert (outputs["at_most"], outputs["expected"]) == (13, 13)
+    assert "upper bound" in outputs["basis"]
+
+
+def test_an_expected_output_is_taken_but_not_beyond_each_rows_limit(job: JobMaker) -> None:
+    job.write([{"id": 1, "question": "a"}, {"id": 2, "question": "b", "max_tokens": 3}])
+    plan = make_plan(job.spec(), PlanOptions(output_tokens=5))
+    assert plan["output_tokens"]["expected"] == 8
+
+
+def test_without_a_run_or_calibration_there_is_no_estimate_but_a_way_to_one(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    plan = plan_of(job)
+    assert plan["estimate"] is None
+    assert "--calibrate" in render_plan(plan)
+    with pytest.raises(UsageError, match="--calibrate"):
+        check_time(plan, 60)
+
+
+def test_the_last_run_of_the_same_model_gives_rate_and_lengths(job: JobMaker) -> None:
+    job.write(rows_of(30))
+    outcome = job.run(step_s=0.005)
+    assert outcome.report is not None
+    plan = plan_of(job)
+    assert plan["estimate"]["wall_s"] == pytest.approx(outcome.report["wall_s"], rel=0.5)
+    assert "last run" in plan["output_tokens"]["basis"]
+
+
+def test_a_report_of_another_model_is_no_basis(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    job.run(step_s=0.001)
+    report = json.loads((job.output / "report.json").read_text())
+    (job.output / "report.json").write_text(json.dumps(report | {"model": "another"}))
+    assert plan_of(job)["estimate"] is None
+
+
+def test_the_time_gate_lets_pass_what_is_within_it_and_exits_4_beyond(job: JobMaker) -> None:
+    job.write(rows_of(30))
+    job.run(step_s=0.005)
+    toml = job.toml()
+    assert call(["plan", str(toml), "--fail-if-over", "1h"]) == 0
+    assert call(["plan", str(toml), "--fail-if-over", "0.001s"]) == 4
+    with pytest.raises(GateFailed, match="allowed"):
+        check_time(plan_of(job), 0.001)
+
+
+def test_a_shard_plans_its_own_rows(job: JobMaker) -> None:
+    job.write(rows_of(10))
+    plan = make_plan(job.spec(), PlanOptions(shard=(1, 3)))
+    assert plan["rows"]["total"] == 4
+
+
+def test_the_text_fits_80_columns_whatever_the_rows(job: JobMaker) -> None:
+    job.write([{"id": "i" * 100, "question": long_text(500)}, *rows_of(20), "{", "[]"])
+    assert max(map(len, render_plan(plan_of(job)).splitlines())) <= 80
+
+
+def test_an_input_of_bad_rows_only_is_planned_too(job: JobMaker) -> None:
+    job.write(["{", "}"])
+    plan = plan_of(job)
+    assert plan["rows"] == {"total": 2, "good": 0, "bad": 2}
+    assert "no row can run" in render_plan(plan)
+
+
+def test_json_on_stdout_is_one_object(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(3))
+    assert call(["plan", str(job.toml()), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]["good"] == 3
+
+
+def test_a_plan_writes_nothing_and_loads_no_torch(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    program = (
+        "import sys\nfrom batchgen.cli import call\n"
+        "assert call(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "plan",
+        "--model",
+        str(MODEL),
+        "--input",
+        str(job.input),
+        "--prompt",
+        "id",
+    ]
+    before = sorted(job.folder.iterdir())
+    subprocess.run(command, env=ENVIRONMENT, cwd=job.folder, check=True, capture_output=True)
+    assert sorted(job.folder.iterdir()) == before
+
+
+PROGRAM = """
+import resource, sys
+from batchgen.cli import call
+assert call(["plan", "--model", sys.argv[1], "--input", sys.argv[2]]) == 0
+print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_a_million_rows_take_little_more_memory_than_ten_thousand(tmp_path: Path) -> None:
+    def peak(count: int) -> int:
+        write_input(tmp_path / "input.jsonl", count)
+        command = [sys.executable, "-c", PROGRAM, str(MODEL), str(tmp_path / "input.jsonl")]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+        return int(done.stdout.split()[-1])
+
+    assert peak(1_000_000) - peak(10_000) <= 200 << 20

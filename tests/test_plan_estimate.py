@@ -1,0 +1,108 @@
+"""From measured steps to a time: the fit, the schedule played out, and what is expected of output lengths."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from run_helpers import JobMaker, rows_of
+
+from batchgen.data.reader import open_source
+from batchgen.engine.config import SchedulerConfig
+from batchgen.plan_calibrate import calibrate
+from batchgen.plan_cost import Machine, StepCost, StepWork
+from batchgen.plan_estimate import OutputLengths
+from batchgen.plan_survey import Lengths, Reservoir, Survey
+from batchgen.run.feed import Screen
+from batchgen.run.model import read_model
+from batchgen.run.rows import RowRange
+from batchgen.run.unique_ids import UniqueIds
+
+SIZES = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, block_size=16, num_blocks=400, max_model_len=512)
+A_SECOND_A_STEP = StepCost((1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
+
+
+def machine(cost: StepCost = A_SECOND_A_STEP) -> Machine:
+    return Machine(SIZES, look_ahead=64, cost=cost)
+
+
+def test_a_fit_gives_back_the_cost_that_made_the_steps() -> None:
+    true = StepCost((0.01, 0.001, 0.0005, 0.0002, 0.0003, 0.00001))
+    works = [StepWork(n, min(n, 40), n * k) for n in (1, 4, 16, 30, 60, 100, 128, 256, 512) for k in (1, 10, 100)]
+    fitted = StepCost.fit([(work, true.step_s(work)) for work in works])
+    for work in works:
+        assert fitted.step_s(work) == pytest.approx(true.step_s(work), rel=0.02)
+
+
+def test_a_fit_never_makes_a_cost_negative() -> None:
+    fitted = StepCost.fit([(StepWork(n, n, n), 1.0 / n) for n in (1, 2, 4, 8)])
+    assert min(fitted.weights) >= 0
+
+
+def test_one_row_takes_a_step_for_its_prompt_and_one_for_each_further_token() -> None:
+    assert machine().simulate([(Lengths(10, 20, True), 5)]) == 5
+
+
+def test_a_prompt_beyond_the_budget_takes_several_steps() -> None:
+    assert machine().simulate([(Lengths(200, 1, True), 1)]) == 4  # 200 tokens in chunks of 64
+
+
+def test_rows_beyond_the_sample_are_charged_at_its_rate() -> None:
+    sample = [Lengths(8, 32, True)] * 64
+    lengths = OutputLengths("fixed")
+    whole = machine().engine_s(sample, 64, lengths)
+    assert machine().engine_s(sample, 640, lengths) == pytest.approx(10 * whole, rel=0.1)
+
+
+def test_a_row_that_can_never_run_costs_nothing() -> None:
+    assert machine().simulate([(Lengths(512, 1, True), 1)]) == 0
+
+
+def test_lengths_of_rows_that_all_ended_are_taken_as_they_are() -> None:
+    found = OutputLengths.observed([3, 5, 10], [])
+    assert found is not None
+    assert found.values == (3, 5, 10)
+
+
+def test_unfinished_rows_raise_the_expected_length() -> None:
+    found = OutputLengths.observed([10] * 10, [30] * 10)
+    assert found is not None
+    assert sum(found.values) / len(found.values) == pytest.approx(40, rel=0.05)
+
+
+def test_where_no_row_ended_nothing_is_claimed() -> None:
+    assert OutputLengths.observed([], [100]) is None
+
+
+def test_fixed_rows_are_reckoned_at_their_length_whatever_is_expected() -> None:
+    lengths = OutputLengths.around("given", 5)
+    assert lengths.of_row(0, 40, True) == 40
+    assert lengths.of_row(0, 40, False) == 5
+
+
+def test_a_sample_is_the_whole_stream_while_that_is_small_and_uniform_after() -> None:
+    def sample(count: int) -> list[int]:
+        reservoir: Reservoir[int] = Reservoir(100)
+        for item in range(count):
+            if (place := reservoir.offer()) is not None:
+                reservoir.put(place, item)
+        return reservoir.items
+
+    assert sample(100) == list(range(100))
+    many = sample(10_000)
+    assert len(many) == 100
+    assert sum(many) / 100 == pytest.approx(5_000, rel=0.2)
+
+
+def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    spec = job.spec(engine={"threads": 1})
+    info = read_model(spec)
+    rows = RowRange(open_source(spec.input), (1, 1))
+    survey = Survey(Screen(spec.input, info.builder(spec.input, spec.sampling), UniqueIds(None), rows), 512)
+    survey.take(rows.read())
+    found = calibrate(spec, info, survey, began=time.monotonic(), seconds=0.5)
+    assert found.lengths is not None
+    assert found.lengths.basis == "20 sampled rows run to their end"
+    estimate = found.estimate(survey, found.lengths)
+    assert 0 < estimate.engine_s < estimate.wall_s

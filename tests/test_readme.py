@@ -1,0 +1,37 @@
+"""The README says what the program says."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from batchgen.cli import cli
+from batchgen.errors import ExitCode, RowErrorCode
+from batchgen.spec_load import load_job
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_help_shown_is_the_programs_own() -> None:
+    shown = re.search(r"<!-- help: batchgen --help -->\n```\n(.*?)```", README, re.DOTALL)
+    assert shown is not None
+    result = CliRunner().invoke(cli, ["--help"], prog_name="batchgen", terminal_width=80)
+    assert shown[1] == result.output
+
+
+def test_the_job_file_shown_loads(tmp_path: Path) -> None:
+    shown = re.search(r"```toml\n(.*?)```", README, re.DOTALL)
+    assert shown is not None
+    path = tmp_path / "job.toml"
+    path.write_text(shown[1], encoding="utf-8")
+    spec = load_job(path)
+    assert spec.output.expected == "answer"
+    assert tomllib.loads(shown[1])["model"]["path"] == spec.model.path
+
+
+def test_every_exit_code_and_row_error_code_is_listed() -> None:
+    assert all(f"| {code.value} |" in README for code in ExitCode)
+    assert all(f"`{code}`" in README for code in RowErrorCode)

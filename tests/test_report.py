@@ -1,0 +1,167 @@
+"""``report.json``: every key documented, phases that sum to the wall time, resumed runs that add up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import MODEL, JobMaker, quiet, rows_of
+
+from batchgen.data.rundir import RunDir
+from batchgen.report import KEYS, build_report, read_report
+from batchgen.report_advice import advice, bound_by
+from batchgen.report_rows import Distribution, RowTotals
+from batchgen.report_text import render_report
+from batchgen.run import run_job
+
+ABOUT: dict[str, Any] = {
+    "model": "m",
+    "input": ["i"],
+    "shard": "1/1",
+    "created_at": "2026-01-01T00:00:00+00:00",
+    "numerics": {"dtype": "bfloat16", "device": "cpu"},
+    "threads": 2,
+}
+
+
+def record(index: int, **more: Any) -> dict[str, Any]:
+    timings = {"queue_s": 0.1, "prefill_s": 0.2, "decode_s": 1.0, "ttft_s": 0.3, "tpot_s": 0.1, "total_s": 1.0 + index}
+    usage = {"prompt_tokens": 10, "completion_tokens": 5}
+    return {"id": f"r{index}", "index": index, "finish_reason": "stop", "usage": usage, "timings": timings, **more}
+
+
+def made(errors: int = 0, rows: int = 20, **spent: Any) -> dict[str, Any]:
+    totals = RowTotals()
+    for index in range(rows):
+        totals.add_result(record(index))
+    for _ in range(errors):
+        totals.add_error({"code": "too_long"})
+    return build_report(totals, {"wall_s": 10.0, "seconds": {"generate": 9.0, "other": 1.0}, **spent}, ABOUT)
+
+
+def engine(**counts: Any) -> dict[str, Any]:
+    known: dict[str, Any] = {"num_steps": 10, "num_prefill_tokens": 200, "num_decode_tokens": 100, "sum_sequences": 70}
+    known |= {"sum_kv_use": 3.0, "max_kv_use": 0.5, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    known |= {"phase_s": {"forward": 8.0, "sample": 1.0}, "forward_prefill_s": 3.0}
+    return known | counts
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of a run by the real engine on the sample model."""
+    folder = tmp_path_factory.mktemp("real")
+    job = JobMaker(folder)
+    job.write([*rows_of(40), "{"])
+    spec = job.spec(engine={"threads": 1, "max_num_seqs": 8}, model={"path": str(MODEL)})
+    run_job(spec, quiet())
+    return read_report(RunDir(job.output))
+
+
+def test_every_key_is_documented_and_every_documented_key_is_there(real: dict[str, Any]) -> None:
+    assert real.keys() | {"accuracy"} == KEYS.keys()
+
+
+def test_the_phases_sum_to_the_wall_time_within_two_percent(real: dict[str, Any]) -> None:
+    assert sum(real["seconds"].values()) == pytest.approx(real["wall_s"], rel=0.02)
+    engine_s = sum(real["seconds"][name] for name in ("prefill", "decode", "sample", "host"))
+    assert engine_s == pytest.approx(real["generate_s"], rel=0.02)
+    assert all(seconds >= 0 for seconds in real["seconds"].values())
+
+
+def test_the_series_accounts_for_every_step_and_token(real: dict[str, Any]) -> None:
+    series, counts = real["series"], real["engine"]
+    assert sum(series["steps"]) == counts["num_steps"]
+    assert sum(series["tokens"]) == counts["num_prefill_tokens"] + counts["num_decode_tokens"]
+    assert sum(series["prefill_tokens"]) == counts["num_prefill_tokens"]
+    assert series["at_s"] == sorted(series["at_s"])
+    assert series["at_s"][-1] <= real["wall_s"]
+
+
+def test_occupancy_is_a_share_of_the_engines_limits(real: dict[str, Any]) -> None:
+    occupancy = real["occupancy"]
+    assert occupancy["max_num_seqs"] == 8
+    assert 0 < occupancy["sequences_share"] <= 1
+    assert 0 < occupancy["kv_use"] <= occupancy["max_kv_use"] <= 1
+
+
+def test_a_resumed_run_adds_up(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    assert job.run(options=quiet(max_total_tokens=200), step_s=0.001).report is None
+    resumed = job.run(step_s=0.001).report
+    whole = job.run(job.spec(output={"path": str(job.folder / "whole")})).report
+    assert resumed is not None and whole is not None
+    assert resumed["sessions"] == 2
+    assert resumed["tokens"] == whole["tokens"]
+    assert resumed["rows"] == whole["rows"]
+    assert sum(resumed["seconds"].values()) == pytest.approx(resumed["wall_s"], rel=0.02)
+
+
+def test_cpu_hours_count_threads_and_gpu_hours_do_not() -> None:
+    cpu = made()["device_hours_per_million_output_tokens"]
+    assert cpu == {"unit": "cpu", "hours": round(2 * 10 / 3600 * 1e6 / 100, 4)}
+    totals = RowTotals()
+    totals.add_result(record(0))
+    gpu = build_report(totals, {"wall_s": 3.6}, ABOUT | {"numerics": {"device": "cuda"}})
+    assert gpu["device_hours_per_million_output_tokens"] == {"unit": "gpu", "hours": 200.0}
+
+
+def test_a_step_of_both_kinds_is_shared_out_between_prefill_and_decode() -> None:
+    counts = engine(phase_s={"forward": 6.0, "sample": 1.0}, forward_prefill_s=4.0)
+    seconds = made(engine=counts)["seconds"]
+    assert seconds == {"other": 1.0, "prefill": 4.0, "decode": 2.0, "sample": 1.0, "host": 2.0}
+
+
+def test_the_slowest_rows_come_longest_first() -> None:
+    slowest = made(rows=50)["slowest"]
+    assert [row["index"] for row in slowest] == list(range(49, 39, -1))
+
+
+def test_a_histogram_counts_every_value_once() -> None:
+    distribution = Distribution()
+    for value in range(1, 2000):
+        distribution.add(value)
+    histogram = distribution.histogram()
+    assert sum(histogram["counts"]) == 1999
+    assert len(histogram["edges"]) == len(histogram["counts"]) + 1 <= 31
+    assert histogram["edges"][0] <= 1
+    assert histogram["edges"][-1] >= 1999
+
+
+def test_a_full_kv_pool_with_preemptions_is_named_with_its_flag() -> None:
+    report = made(engine=engine(max_kv_use=1.0, num_preemptions=10))
+    assert bound_by(report) == "KV memory"
+    assert "--kv-memory" in report["advice"][0]
+
+
+def test_full_batches_with_memory_left_advise_more_sequences() -> None:
+    assert "--max-num-seqs" in advice(made(engine=engine(sum_sequences=79)))[0]
+
+
+def test_failed_rows_get_advice_by_code() -> None:
+    assert any(text.startswith("80 rows too long") for text in made(errors=80)["advice"])
+
+
+def test_the_text_says_first_how_long_how_fast_and_what_failed() -> None:
+    lines = render_report(made(errors=3, engine=engine())).splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["took", "speed", "failed", "bound"]
+
+
+def test_the_text_fits_80_columns(real: dict[str, Any]) -> None:
+    crowded = made(errors=5, rows=1000, engine=engine(max_kv_use=1.0, num_preemptions=100))
+    crowded["machine"]["processor"] = "A processor with a name longer than anybody would ever want to read " * 3
+    for report in (real, crowded):
+        assert max(map(len, render_report(report).splitlines())) <= 80
+
+
+def test_a_report_of_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text(json.dumps({"version": 1}))
+    with pytest.raises(Exception, match="version 2"):
+        read_report(RunDir(tmp_path))
+
+
+def test_a_run_without_results_still_has_a_report() -> None:
+    report = build_report(RowTotals(), {}, ABOUT)
+    assert report["bound_by"] == "nothing was run"
+    assert render_report(report)
