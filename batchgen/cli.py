@@ -120,6 +120,7 @@ def cli() -> None:
 @_run_option("--max-runtime", metavar="DURATION", help="Stop after such as 55m.")
 @_run_option("--max-total-tokens", metavar="N", help="Stop after computing N tokens.")
 @_run_option("--shard", metavar="I/N", help="Run the I-th of N parts of the rows.")
+@_run_option("--metrics-file", metavar="FILE", type=click.Path(path_type=Path), help="Prometheus metrics at the end.")
 @_progress_options
 @click.pass_obj
 def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any) -> int:
@@ -134,6 +135,7 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
       batchgen run jobs/nightly.toml --deadline 05:55
       batchgen run --model LiquidAI/LFM2-350M --input questions.jsonl \\
           --prompt '{question}' --max-tokens 64 --output runs/questions
+      batchgen run jobs/nightly.toml --metrics-file metrics/nightly.prom
       zcat prompts.txt.gz | batchgen run job.toml --input - --input-format text
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the run itself listens
@@ -144,9 +146,16 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     if job is None and not flags:
         raise click.UsageError("give a job file, or --model, --input and --output", click.get_current_context())
     spec = load_job(job, flags)
+    from batchgen.report_metrics import check_available, write_metrics
     from batchgen.run import run_job
 
-    return _conclude(run_job(spec, options, engine_factory=engine_factory), values["quiet"])
+    metrics_file: Path | None = values["metrics_file"]
+    if metrics_file is not None:
+        check_available()
+    outcome = run_job(spec, options, engine_factory=engine_factory)
+    if metrics_file is not None:
+        write_metrics(metrics_file, spec.output.path, spec.model.path, outcome.report, outcome.exit_code)
+    return _conclude(outcome, values["quiet"])
 
 
 def _progress_kind(values: dict[str, Any]) -> Literal["auto", "json", "quiet"]:
@@ -175,20 +184,28 @@ def _run_options(values: dict[str, Any]) -> RunOptions:
 
 @cli.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-def status(folder: Path, as_json: bool) -> int:
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of text; with --watch an object a line.")
+@click.option("--watch", is_flag=True, help="Show it anew every 2 s until the run ends.")
+def status(folder: Path, as_json: bool, watch: bool) -> int:
     """Show how far a run is, running or not.
 
     Takes no lock and disturbs nobody.
 
     \b
-    Example:
+    Examples:
       batchgen status runs/questions
+      batchgen status runs/questions --watch
     """
-    from batchgen.status import read_status, render_status
+    from batchgen.status import read_status, render_status, watch_status
 
-    found = read_status(folder)
-    click.echo(json.dumps(found, indent=2) if as_json else render_status(found))
+    if not watch:
+        found = read_status(folder)
+        click.echo(json.dumps(found, indent=2) if as_json else render_status(found))
+        return ExitCode.OK
+    for found in watch_status(folder):
+        if sys.stdout.isatty() and not as_json:
+            click.clear()
+        click.echo(json.dumps(found) if as_json else render_status(found))
     return ExitCode.OK
 
 

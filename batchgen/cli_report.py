@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,11 +14,14 @@ from batchgen.units import parse_share
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="The content of report.json instead of text.")
+@click.option("--json", "as_json", is_flag=True, help="The content of report.json: --format json.")
+@click.option("--format", "form", type=click.Choice(["text", "json", "prometheus"]), default="text", help="[text]")
 @click.option("--html", metavar="FILE", type=click.Path(path_type=Path), help="Write a page with pictures to FILE.")
 @click.option("--compare", metavar="OTHER", type=click.Path(path_type=Path), help="Run directory to compare with.")
 @click.option("--max-regress", metavar="SHARE", help="With --compare: exit 4 on a regression, such as 5%.")
-def report(folder: Path, as_json: bool, html: Path | None, compare: Path | None, max_regress: str | None) -> int:
+def report(
+    folder: Path, as_json: bool, form: str, html: Path | None, compare: Path | None, max_regress: str | None
+) -> int:
     """Show how long a finished run took, how fast, and what failed.
 
     With --compare the figures of OTHER stand beside it. A regression is a fall of tokens/s or exact match by more
@@ -29,15 +33,17 @@ def report(folder: Path, as_json: bool, html: Path | None, compare: Path | None,
       batchgen report runs/questions
       batchgen report runs/questions --json | jq .tokens_per_s
       batchgen report runs/questions --html report.html
+      batchgen report runs/questions --format prometheus
       batchgen report runs/new --compare runs/last --max-regress 5%
     """
     from batchgen.data.rundir import RunDir
     from batchgen.report import read_report
 
     limit = _share(max_regress)
+    form = "json" if as_json else form
     found = read_report(RunDir(folder))
     if compare is not None:
-        return _compare(found, read_report(RunDir(compare)), limit, as_json)
+        return _compare(found, read_report(RunDir(compare)), limit, form == "json")
     if limit is not None:
         raise click.UsageError("--max-regress needs --compare OTHER", click.get_current_context())
     if html is not None:
@@ -45,13 +51,23 @@ def report(folder: Path, as_json: bool, html: Path | None, compare: Path | None,
 
         write_html(found, html)
         return ExitCode.OK
-    from batchgen.report_text import render_report
-
-    click.echo(json.dumps(found, indent=2) if as_json else render_report(found))
+    click.echo(_render(found, folder, form), nl=form != "prometheus")
     return ExitCode.OK
 
 
-def _compare(now: dict[str, object], before: dict[str, object], limit: float | None, as_json: bool) -> int:
+def _render(found: dict[str, Any], folder: Path, form: str) -> str:
+    if form == "json":
+        return json.dumps(found, indent=2)
+    if form == "prometheus":
+        from batchgen.report_metrics import render_metrics
+
+        return render_metrics(str(folder), found["model"], found)
+    from batchgen.report_text import render_report
+
+    return render_report(found)
+
+
+def _compare(now: dict[str, Any], before: dict[str, Any], limit: float | None, as_json: bool) -> int:
     from batchgen.report_compare import compare_reports
 
     comparison = compare_reports(now, before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from batchgen.data.reader import open_source, spool_stdin
 from batchgen.data.rundir import RunDir
 from batchgen.errors import GateFailed, UsageError
 from batchgen.model import ModelConfig
-from batchgen.plan_estimate import Estimate, OutputLengths, comparable, estimate_from_report, reported_lengths
+from batchgen.plan_estimate import Estimate, OutputLengths, comparable, estimate_from_report, limits, reported_lengths
 from batchgen.plan_survey import PREFIX_BLOCK, Survey
 from batchgen.report import processor_name, read_report
 from batchgen.run.feed import Screen
@@ -40,7 +41,7 @@ class PlanOptions:
 
 
 def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
-    """Survey the job's input and say what a run of it would come to; see ``_content`` for the parts.
+    """Survey the job's input and say what a run of it would come to.
 
     Raises UsageError as the run would for what the job names, ModelError for weights when calibrating.
     """
@@ -58,7 +59,7 @@ def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
             survey.take(rows.read())
         finally:
             ids.close()
-    return _content(spec, options, model, survey)
+    return _content(spec, model, survey, _forecast(spec, options, model, survey))
 
 
 def check_time(plan: dict[str, Any], limit_s: float) -> None:
@@ -71,24 +72,35 @@ def check_time(plan: dict[str, Any], limit_s: float) -> None:
         raise GateFailed(f"the job would take about {found} ({estimate['basis']}), more than the {limit} allowed")
 
 
-def _content(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Survey) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Forecast:
+    """What is expected of the rows, from an earlier run or a calibration; ``sizes`` are the engine's, if known."""
+
+    lengths: OutputLengths
+    estimate: Estimate | None
+    numerics: Mapping[str, str]
+    sizes: Mapping[str, int] | None = None
+
+
+def _forecast(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Survey) -> _Forecast:
     report = comparable(_last_report(spec), spec.model.path, processor_name())
-    lengths = OutputLengths.around("as given", options.output_tokens) if options.output_tokens else None
-    known = lengths or (reported_lengths(report) if report else OutputLengths("max_tokens, an upper bound"))
-    estimate: Estimate | None = None
-    sizes: dict[str, int] | None = None
-    numerics: dict[str, str] = report["numerics"] if report else {}
+    given = OutputLengths.around("as given", options.output_tokens) if options.output_tokens else None
     if options.calibrate and survey.num_good:
         began = time.monotonic()
         from batchgen.plan_calibrate import calibrate
 
         found = calibrate(spec, model, survey, began=began)
-        known = lengths or found.lengths or known
-        estimate = found.estimate(survey, known)
-        numerics, sizes = found.numerics, found.sizes()
-    elif report is not None:
-        estimate = estimate_from_report(report, survey, known.total(survey))
-    output_tokens = known.total(survey)
+        lengths = given or found.lengths or limits(survey)
+        return _Forecast(lengths, found.estimate(survey, lengths), found.numerics, found.sizes())
+    if report is None:
+        return _Forecast(given or limits(survey), None, {})
+    lengths = given or reported_lengths(report)
+    return _Forecast(lengths, estimate_from_report(report, survey, lengths.total(survey)), report["numerics"])
+
+
+def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: _Forecast) -> dict[str, Any]:
+    lengths, estimate = forecast.lengths, forecast.estimate
+    output_tokens = lengths.total(survey)
     return {
         "version": PLAN_VERSION,
         "model": spec.model.path,
@@ -107,10 +119,10 @@ def _content(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Surv
         "output_tokens": {
             "at_most": OutputLengths("").total(survey),
             "expected": output_tokens,
-            "basis": known.basis,
+            "basis": lengths.basis,
         },
         "repeats": _repeats(survey),
-        "kv": _kv(spec, model.config, survey, known, numerics, sizes),
+        "kv": _kv(spec, model.config, survey, forecast),
         "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),
         "no_estimate": None if estimate else _why_not(survey),
         "read": {"wall_s": round(survey.read_s, 3), "rows_per_s": round(_per_s(survey), 1)},
@@ -173,19 +185,13 @@ def _repeats(survey: Survey) -> dict[str, Any]:
     }
 
 
-def _kv(
-    spec: JobSpec,
-    config: ModelConfig,
-    survey: Survey,
-    lengths: OutputLengths,
-    numerics: dict[str, str],
-    sizes: dict[str, int] | None,
-) -> dict[str, Any]:
+def _kv(spec: JobSpec, config: ModelConfig, survey: Survey, forecast: _Forecast) -> dict[str, Any]:
     """Memory of attention state: what a row takes, and how many rows fit at once where the memory is known.
 
     Without the engine's own sizes the memory of ``kv_memory = "auto"`` is not known, and blocks are not rounded up.
     """
-    dtype = numerics.get("dtype") or (config.dtype if spec.model.dtype == "auto" else spec.model.dtype)
+    sizes = forecast.sizes
+    dtype = forecast.numerics.get("dtype") or (config.dtype if spec.model.dtype == "auto" else spec.model.dtype)
     values = 2 * config.num_attention_layers * config.num_kv_heads * config.head_dim
     token_bytes = values * _BYTES_PER_VALUE.get(dtype, 4)
     memory = None if spec.engine.kv_memory == "auto" else spec.engine.kv_memory
@@ -194,7 +200,7 @@ def _kv(
         token_bytes = sizes["block_bytes"] // sizes["block_size"]
         memory, max_num_seqs = sizes["block_bytes"] * sizes["num_blocks"], sizes["max_num_seqs"]
     rows = max(survey.num_good, 1)
-    mean_tokens = (survey.prompt_tokens + lengths.total(survey)) / rows
+    mean_tokens = (survey.prompt_tokens + forecast.lengths.total(survey)) / rows
     fits = None if memory is None or not mean_tokens else int(memory / (token_bytes * mean_tokens))
     return {
         "dtype": dtype,

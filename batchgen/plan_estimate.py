@@ -81,6 +81,13 @@ def comparable(report: Mapping[str, Any] | None, model: str, processor: str) -> 
     return report if report["tokens"]["completion"] and report["generate_s"] > 0 else None
 
 
+def limits(survey: Survey) -> OutputLengths:
+    """Every row at its limit: what is known before any has run."""
+    if all(is_fixed for _, is_fixed in survey.outputs):
+        return OutputLengths("fixed by ignore_eos")
+    return OutputLengths("max_tokens, an upper bound")
+
+
 def reported_lengths(report: Mapping[str, Any]) -> OutputLengths:
     """Output lengths as in an earlier run."""
     mean = report["tokens"]["completion"] / report["rows"]["done"]

@@ -67,7 +67,7 @@ def _histogram(bins: list[Mapping[str, int]]) -> list[str]:
 
 def _outputs(outputs: Mapping[str, Any]) -> str:
     if outputs["expected"] == outputs["at_most"]:
-        return f"{outputs['at_most']:,} at most ({outputs['basis']})"
+        return f"{outputs['at_most']:,} ({outputs['basis']})"
     return f"{outputs['expected']:,} expected ({outputs['basis']}), {outputs['at_most']:,} at most"
 
 

@@ -22,10 +22,9 @@ _OVERHEADS = {
     "host": "work between the model's steps",
 }
 _ERROR_ADVICE = {
-    "too_long": "rows too long for the context or KV memory: shorten them, or raise --max-model-len or --kv-memory",
-    "duplicate_id": "rows with an id that was there before: make input.id unique",
-    "missing_column": "rows without the column that the prompt needs: see errors.jsonl",
-    "internal": "rows the model had no finite answer for: please report this",
+    "too_long": "too long for the context or KV memory: shorten, or raise --max-model-len or --kv-memory",
+    "duplicate_id": "with an id that was there before: make input.id unique",
+    "internal": "without a finite answer from the model: please report this",
 }
 
 
@@ -63,8 +62,14 @@ def advice(report: Mapping[str, Any]) -> list[str]:
     cut_off = report["finish_reasons"].get("length", 0)
     if rows["done"] and cut_off > _CUT_OFF * rows["done"]:
         found.append(f"{cut_off:,} of {rows['done']:,} answers were cut off by max_tokens or the context")
+    others = 0
     for code, count in sorted(report["errors"].items(), key=lambda item: -item[1]):
-        found.append(f"{count:,} {_ERROR_ADVICE.get(code, f'rows failed with {code}: see errors.jsonl')}")
+        if code in _ERROR_ADVICE:
+            found.append(f"{_rows(count)} {_ERROR_ADVICE[code]}")
+        else:
+            others += count
+    if others:
+        found.append(f"{_rows(others)} that could not run as written: errors.jsonl says why, by line")
     return found
 
 
@@ -72,3 +77,7 @@ def _lacks_kv_memory(report: Mapping[str, Any]) -> bool:
     occupancy, rows = report["occupancy"], report["rows"]
     is_full = occupancy["max_kv_use"] is not None and occupancy["max_kv_use"] > _KV_FULL
     return is_full and report["engine"].get("num_preemptions", 0) > _OFTEN * rows["total"]
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"

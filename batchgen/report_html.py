@@ -46,7 +46,7 @@ def render_html(report: Mapping[str, Any]) -> str:
         tiles=_tiles(report),
         bound_by=report["bound_by"],
         advice=report["advice"],
-        pictures=[(title, Markup(svg)) for title, svg in draw(report).items()],  # noqa: S704 - drawn by us from numbers
+        pictures=[(title, Markup(svg)) for title, svg in draw(report).items()],
         tables=[table for table in tables if table.rows],
     )
 

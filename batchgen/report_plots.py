@@ -7,17 +7,20 @@ some kilobytes and needs no script at all. Colours are written as CSS variables,
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from batchgen.errors import UsageError
+from batchgen.report_spent import thin
 
 Report = Mapping[str, Any]
 
 # Colours that matplotlib writes, each of them a stand-in for a CSS variable of the page.
 _PREFILL, _DECODE, _TEXT, _GRID = "#0a0001", "#0a0002", "#0a0003", "#0a0004"
 _VARIABLES = {_PREFILL: "var(--prefill)", _DECODE: "var(--decode)", _TEXT: "var(--muted)", _GRID: "var(--line)"}
-_STYLE = {
+_STYLE: Any = {  # matplotlib types its keys as one huge literal
     "svg.fonttype": "none",  # text stays text: the page's font, small, can be searched
     "font.family": "sans-serif",
     "font.size": 9,
@@ -36,6 +39,7 @@ _STYLE = {
     "ytick.color": _TEXT,
     "legend.frameon": False,
 }
+_POINTS = 150  # of a series over time: more is noise at this size
 _SIZE = (5.0, 2.5)  # inches: small enough to be read at the width of a phone
 
 
@@ -43,20 +47,21 @@ def draw(report: Report) -> dict[str, str]:
     """Title -> SVG of every picture the report has numbers for. Raises UsageError where matplotlib is missing."""
     pictures: dict[str, str] = {}
     if report["series"].get("at_s"):
-        pictures["Tokens per second"] = _picture("rate", lambda ax: _throughput(ax, report))
-        pictures["How full the batch was"] = _picture("fill", lambda ax: _occupancy(ax, report))
+        pictures["Tokens per second"] = _picture("rate", partial(_throughput, report=report))
+        pictures["How full the batch was"] = _picture("fill", partial(_occupancy, report=report))
     if report["wall_s"]:
-        pictures["Where the time went"] = _picture("time", lambda ax: _seconds(ax, report))
+        pictures["Where the time went"] = _picture("time", partial(_seconds, report=report))
     names = {
         "prompt_tokens": ("Prompt length", "tokens"),
         "completion_tokens": ("Answer length", "tokens"),
         "ttft_s": ("Time to first token", "seconds"),
+        "tpot_s": ("Time per further token", "seconds"),
         "total_s": ("Total time of a row", "seconds"),
     }
     for key, (title, unit) in names.items():
         histogram = report["histograms"][key]
         if histogram["counts"]:
-            pictures[title] = _picture(key, lambda ax, h=histogram, u=unit: _histogram(ax, h, u))
+            pictures[title] = _picture(key, partial(_histogram, histogram=histogram, unit=unit))
     return pictures
 
 
@@ -80,7 +85,7 @@ def _picture(name: str, plot: Callable[[Any], None]) -> str:
 
 def _throughput(axes: Any, report: Report) -> None:
     """Two areas on top of each other: prompt tokens and generated tokens, per second of each point's span."""
-    series = report["series"]
+    series = thin(report["series"], _POINTS)
     edges, tokens, prefill = _steps(series, "tokens"), series["tokens"], series["prefill_tokens"]
     spans = [max(span, 1e-9) for span in series["span_s"]]
     below = [p / s for p, s in zip(prefill, spans, strict=True)]
@@ -92,7 +97,8 @@ def _throughput(axes: Any, report: Report) -> None:
 
 
 def _occupancy(axes: Any, report: Report) -> None:
-    series, edges = report["series"], _steps(report["series"], "sequences")
+    series = thin(report["series"], _POINTS)
+    edges = _steps(series, "sequences")
     most = report["occupancy"]["max_num_seqs"] or 1
     axes.stairs([100 * n / most for n in series["sequences"]], edges, baseline=None, color=_DECODE, label="sequences")
     axes.stairs([100 * use for use in series["kv_use"]], edges, baseline=None, color=_PREFILL, label="KV memory")
@@ -111,10 +117,20 @@ def _seconds(axes: Any, report: Report) -> None:
 def _histogram(axes: Any, histogram: Mapping[str, list[float]], unit: str) -> None:
     axes.stairs(histogram["counts"], histogram["edges"], fill=True, color=_DECODE)
     axes.set_xscale("log")
+    axes.set_xticks(_ticks(histogram["edges"]), minor=False)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.xaxis.set_minor_formatter("")
+    axes.minorticks_off()
     axes.set_xlabel(unit)
     axes.set_ylabel("rows")
+
+
+def _ticks(edges: list[float]) -> list[float]:
+    """Round values on a logarithmic axis between the outermost edges: 1, 2, 5, 10 and so on, or fewer if wide."""
+    low, high = edges[0], edges[-1]
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 1.5, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5) if high < 1000 * low else (1,)
+    ticks = [float(f"{factor}e{decade}") for decade in decades for factor in factors]
+    return [tick for tick in ticks if low <= tick <= high] or [low, high]
 
 
 def _steps(series: Mapping[str, list[float]], column: str) -> list[float]:

@@ -5,7 +5,8 @@ A running process says so itself in ``progress.json``; of any other run the jour
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from batchgen.run.display import describe_rows
 from batchgen.run.progress import read_progress
 from batchgen.units import format_duration
 
+WATCH_S = 2.0  # a run writes its progress no more often
 _NO_TOKENS = {"prompt": 0, "completion": 0, "computed": 0, "estimated": None}
 
 
@@ -54,6 +56,16 @@ def read_status(folder: Path) -> dict[str, Any]:
         counts = read_counts(run_dir.journal, manifest.shard)
         status["rows"] = _rows(status["rows"]["total"], counts.results, counts.errors)
     return status
+
+
+def watch_status(folder: Path, interval_s: float = WATCH_S) -> Iterator[dict[str, Any]]:
+    """``read_status`` every ``interval_s`` seconds, the last time when the run is no longer running."""
+    while True:
+        status = read_status(folder)
+        yield status
+        if status["state"] != "running":
+            return
+        time.sleep(interval_s)
 
 
 def render_status(status: Mapping[str, Any]) -> str:

@@ -8,11 +8,13 @@ from batchgen.engine.config import EngineConfig, SchedulerConfig
 from batchgen.engine.memory import available_bytes
 from batchgen.errors import UsageError
 from batchgen.model.cache import conv_slot_bytes, kv_block_bytes
+from batchgen.model.config import ModelConfig
 from batchgen.model.lfm2 import Lfm2Model
 
 # CPU: a linear is within a few percent of its best rate from 128 rows up, so wider steps gain nothing and cost latency.
 _CPU = {"max_num_batched_tokens": 512, "max_num_seqs": 128, "block_size": 32}
 _CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 512, "block_size": 32}
+_SHARED_PARAMS = 10_000_000  # a smaller model's products are over before a second thread has joined in
 _MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input and other processes
 
 
@@ -51,3 +53,8 @@ def _auto_memory(model: Lfm2Model, max_num_seqs: int) -> int:
     else:
         free = available_bytes()
     return max(0, int(_MEMORY_SHARE * free) - max_num_seqs * conv_slot_bytes(model.config, model.dtype))
+
+
+def auto_threads(config: ModelConfig) -> int:
+    """CPU threads for a process that runs one job: all that torch has, or one for a model too small to share."""
+    return torch.get_num_threads() if config.linear_params_per_token >= _SHARED_PARAMS else 1

@@ -109,7 +109,7 @@ class ReferenceKernels:
 
     def argmax(self, logits: Tensor) -> Tensor:
         """See ``Kernels.argmax``."""
-        best = logits.float().nan_to_num(nan=-torch.inf).argmax(-1)
+        best = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
         return best.masked_fill(logits.isnan().all(-1), -1)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -28,6 +28,7 @@ class Ledger:
         self._max_error_rate = max_error_rate
         counts = journal.counts
         self.num_done = counts.results
+        self.num_done_before = counts.results  # by earlier invocations
         self.num_failed = counts.errors
         self.num_read = counts.results + counts.errors  # rows read of the input so far, by this or earlier invocations
         self.num_prompt_tokens = 0

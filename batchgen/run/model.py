@@ -123,11 +123,12 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     import torch
 
     from batchgen.engine import Engine
+    from batchgen.engine.sizes import auto_threads
     from batchgen.model import load_model
 
     config = engine_config(spec.engine)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)  # loading packs weights, which takes threads too
+    # Before loading, which packs weights and takes threads too.
+    torch.set_num_threads(config.threads or auto_threads(info.config))
     model = load_model(spec.model.path, spec.model.revision, dtype=spec.model.dtype, device=spec.model.device)
     engine = Engine(model, config, eos_token_ids=info.eos_token_ids)
     numerics = {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}

@@ -62,7 +62,7 @@ class Progress:
         self._phase_at = time.monotonic()
         self._began = _now()
         self._saved_at = 0.0
-        self._samples: deque[tuple[float, int, int]] = deque()
+        self._samples: deque[tuple[float, int]] = deque()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="batchgen-progress", daemon=True)
 
@@ -139,8 +139,9 @@ class Progress:
             rows = self._before["rows"] if self._before else {}
             done, failed = rows.get("done", 0), rows.get("failed", 0)
         left = None if self.rows_total is None else max(self.rows_total - done - failed, 0)
-        rate, row_rate = self._rates()
-        eta_s = left / row_rate if left is not None and row_rate > 0 else None
+        rate = self._rate()
+        tokens_left = None if left is None else self._tokens_left(left)
+        eta_s = tokens_left / rate if tokens_left is not None and rate > 0 else None
         return {
             "version": 1,
             "state": self.state,
@@ -156,7 +157,7 @@ class Progress:
                 "prompt": spent["prompt_tokens"],
                 "completion": spent["completion_tokens"],
                 "computed": spent["computed_tokens"],
-                "estimated": None if eta_s is None else spent["computed_tokens"] + round(eta_s * rate),
+                "estimated": None if tokens_left is None else spent["computed_tokens"] + tokens_left,
             },
             "tokens_per_s": round(rate, 1),
             "eta_s": None if eta_s is None else round(eta_s, 1),
@@ -171,17 +172,32 @@ class Progress:
             temporary.replace(self._path)
         self._saved_at = time.monotonic()
 
-    def _rates(self) -> tuple[float, float]:
-        """Tokens and finished rows per second over the last half minute."""
+    def _tokens_left(self, rows_left: int) -> int | None:
+        """Tokens still to be computed if rows go on as those done by this invocation; None before the first of them.
+
+        What rows under way have come to already is taken off, up to half of it all: short rows are done first, so
+        that early on those under way seem to have more behind them than they have.
+        """
+        ledger = self.ledger
+        num_done = ledger.num_done - ledger.num_done_before if ledger else 0
+        if ledger is None or not num_done:
+            return None
+        finished = ledger.num_prompt_tokens + ledger.num_completion_tokens
+        expected = rows_left * finished / num_done
+        under_way = max(self.computed_tokens - finished, 0)
+        return round(expected - min(under_way, expected / 2))
+
+    def _rate(self) -> float:
+        """Tokens per second over the last half minute."""
         if len(self._samples) < 2:
-            return 0.0, 0.0
-        (then, *before), (now, *after) = self._samples[0], self._samples[-1]
-        return (after[0] - before[0]) / (now - then), (after[1] - before[1]) / (now - then)
+            return 0.0
+        (then, before), (now, after) = self._samples[0], self._samples[-1]
+        return (after - before) / (now - then)
 
     def _sample(self) -> None:
         now = time.monotonic()
         if self.computed_tokens and self.ledger is not None:
-            self._samples.append((now, self.computed_tokens, self.ledger.num_done))
+            self._samples.append((now, self.computed_tokens))
         while self._samples and now - self._samples[0][0] > _RATE_WINDOW_S:
             self._samples.popleft()
 

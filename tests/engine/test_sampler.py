@@ -84,6 +84,20 @@ def test_tokens_do_not_depend_on_who_else_is_in_the_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACK_ENDS)
+def test_a_draw_is_keyed_by_seed_request_and_output_position(name: str) -> None:
+    logits = logits_of(1, width=300).expand(90, -1).contiguous()
+    sequences = [
+        sequence(key, output=n, params=replace(SAMPLED, seed=seed))
+        for seed, key, n in itertools.product((0, 1, -4), range(3), range(10))
+    ]
+    uniforms = [uniform(s.request.params.seed, s.request.key, s.num_output_tokens) for s in sequences]
+    cumulative = logits[0].double().softmax(0).cumsum(0)
+    expected = torch.searchsorted(cumulative, torch.tensor(uniforms, dtype=torch.float64), right=True).tolist()
+    assert Sampler(BACK_ENDS[name](), EOS).sample(logits, sequences) == expected
+    assert len(set(expected)) > 20
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
 def test_no_end_token_comes_before_min_tokens(name: str) -> None:
     sampler = Sampler(BACK_ENDS[name](), EOS)
     greedy = SamplingParams(min_tokens=3, stop_token_ids=(8, 999, -11))

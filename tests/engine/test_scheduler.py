@@ -113,12 +113,29 @@ def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
     assert (first.num_output_tokens, second.num_output_tokens) == (8, 7)
 
 
-def test_tokens_given_to_a_preempted_sequence_go_back_to_the_budget() -> None:
-    """0 decodes and was admitted first but needs a block; 1 has been given its token before: its share returns."""
-    scheduler = make(budget=2, num_seqs=2, block_size=2, num_blocks=4)
-    add(scheduler, 0, prompt=1, max_tokens=8)
-    while scheduler.has_work:
-        assert 0 < sum(count for _, count in step(scheduler)) <= 2
+def place(scheduler: Scheduler, key: int, prompt: int, computed: int) -> None:
+    """Let a sequence run with so many tokens computed, in an order that today's admission would never make."""
+    sequence = Sequence(Request(key, (1,) * prompt, SamplingParams(max_tokens=2)), 0.0)
+    sequence.num_computed_tokens = computed
+    sequence.block_table = scheduler.pool.allocate(-(-computed // scheduler.config.block_size))
+    sequence.conv_slot = scheduler._free_slots.pop()
+    scheduler.running.append(sequence)
+
+
+def test_decode_comes_first_whoever_was_admitted_first() -> None:
+    scheduler = make(budget=8)
+    place(scheduler, 0, prompt=20, computed=3)
+    place(scheduler, 1, prompt=7, computed=6)
+    assert step(scheduler) == [(1, 1), (0, 7)]
+
+
+def test_tokens_given_to_a_sequence_preempted_later_in_the_step_go_back_to_the_budget() -> None:
+    scheduler = make(budget=8, block_size=1, num_blocks=25)
+    place(scheduler, 0, prompt=16, computed=14)
+    place(scheduler, 1, prompt=20, computed=3)
+    place(scheduler, 2, prompt=7, computed=6)
+    assert step(scheduler) == [(0, 2), (1, 6)]  # 2 had its token first, then lost its blocks to 0
+    assert scheduler.num_preemptions == 1
 
 
 @pytest.mark.parametrize(

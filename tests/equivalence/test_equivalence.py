@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 NUM_REQUESTS = 18
 
 
-@lru_cache(maxsize=None)
+@cache
 def model_of(name: str, dtype: str) -> Lfm2Model:
     """A random model of one of ``SHAPES``, or the trained sample model."""
     if name != "trained":
@@ -72,13 +72,13 @@ def model_of(name: str, dtype: str) -> Lfm2Model:
         return Lfm2Model(ModelConfig.from_folder(TRAINED), source, select(CPU, DTYPES[dtype]))
 
 
-@lru_cache(maxsize=None)
+@cache
 def requests_of(params: str) -> tuple[Request, ...]:
     """Requests of mixed lengths; the same in every test, so that they are run alone only once."""
     return tuple(random_requests(NUM_REQUESTS, seed=23, prompt=(1, 60), output=(1, 30), params=PARAMS[params]))
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected(name: str, dtype: str, params: str) -> dict[int, tuple[int, ...]]:
     return solo(model_of(name, dtype), requests_of(params))
 

@@ -115,9 +115,9 @@ def whole_convolution(bcx: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 CONV_CUTS = {
-    "whole": [[60], [1], [2], [33]],
+    "whole": [[150], [1], [2], [33]],
     "one by one": [[1] * 20, [1] * 20],
-    "chunks": [[1, 2, 1, 40], [3, 1, 5, 1], [30, 1, 1, 1], [2, 2, 2, 2]],
+    "chunks": [[1, 2, 1, 70], [3, 1, 5, 1], [30, 1, 1, 1], [2, 2, 2, 2]],
 }
 
 

@@ -110,9 +110,9 @@ def test_argmax_of_a_row_of_nan_is_minus_one(width: int, dtype: torch.dtype, nam
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_argmax_of_infinities(dtype: torch.dtype, name: str) -> None:
-    inf = torch.inf
-    rows = [[-inf, -inf, -inf], [-inf, -3e38, -inf], [3e38, inf, inf], [0.0, -inf, -0.0]]
-    assert BOTH[name].argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 1, 1, 0]
+    inf, largest = torch.inf, torch.finfo(dtype).max
+    rows = [[-inf, -inf, -inf], [-inf, -3e38, -inf], [3e38, inf, inf], [0.0, -inf, -0.0], [largest, inf, 0.0]]
+    assert BOTH[name].argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 1, 1, 0, 1]
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,124 @@
+"""The HTML report: one file that loads nothing, escapes everything, and has a picture for all there is to see."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import JobMaker, rows_of
+from test_report import engine, made
+
+from batchgen.cli import call
+from batchgen.report_html import render_html
+
+pytest.importorskip("matplotlib", reason="the extra batchgen[report] is not installed")
+
+
+def with_series(**more: Any) -> dict[str, Any]:
+    count = 400
+    series = {"at_s": [i / 10 for i in range(count)], "span_s": [0.1] * count, "steps": [1] * count}
+    series |= {"tokens": [50] * count, "prefill_tokens": [20] * count}
+    series |= {"sequences": [5.0] * count, "kv_use": [0.4] * count}
+    return made(errors=3, engine=engine(series=series)) | more
+
+
+class Page(HTMLParser):
+    """Collects what a browser would act on."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.titles: list[str] = []
+        self._in_heading = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
+        self._in_heading = tag == "h2"
+
+    def handle_data(self, data: str) -> None:
+        if self._in_heading:
+            self.titles.append(data)
+            self._in_heading = False
+
+
+def test_the_page_loads_nothing_and_runs_nothing() -> None:
+    text = render_html(with_series())
+    page = Page(text)
+    assert "script" not in page.tags
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    assert not re.search(r"url\((?!#)|@import", text)
+    assert "default-src 'none'" in text
+
+
+def test_every_picture_and_table_is_there() -> None:
+    page = Page(render_html(with_series()))
+    assert page.tags.count("svg") == 8
+    for title in ("Tokens per second", "How full the batch was", "Prompt length", "Failed rows", "Slowest rows"):
+        assert title in page.titles
+
+
+def test_texts_of_the_job_are_escaped() -> None:
+    report = with_series(model="<script>alert(1)</script>", input=["<img src=x>"])
+    report["slowest"][0]["id"] = "<b>id</b>"
+    text = render_html(report)
+    assert "<script" not in text
+    assert "<img" not in text
+    assert "<b>id" not in text
+
+
+def test_colours_follow_the_readers_light_or_dark_setting() -> None:
+    text = render_html(with_series())
+    assert "prefers-color-scheme: dark" in text
+    assert "stroke: var(--decode)" in text
+    assert "#0a000" not in text
+
+
+def test_the_same_report_gives_the_same_page() -> None:
+    report = with_series()
+    assert render_html(report) == render_html(report)
+
+
+def test_a_report_without_rows_or_series_still_gives_a_page() -> None:
+    report = made(rows=0, seconds={}, wall_s=0.0)
+    assert "nothing was run" in render_html(report)
+
+
+def test_the_command_writes_the_file(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    job.run()
+    page = job.folder / "report.html"
+    assert call(["report", str(job.output), "--html", str(page)]) == 0
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_file_that_cannot_be_written_is_one_clear_line(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(1))
+    job.run()
+    capsys.readouterr()
+    missing = Path(job.folder / "nowhere" / "report.html")
+    assert call(["report", str(job.output), "--html", str(missing)]) != 0
+    assert "nowhere" in capsys.readouterr().err
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.parametrize("width", [360, 1200])
+def test_a_browser_shows_it_without_a_word_on_its_console(tmp_path: Path, width: int) -> None:
+    page, picture = tmp_path / "report.html", tmp_path / "report.png"
+    page.write_text(render_html(with_series()), encoding="utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},2000"]
+    command = [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path}", f"--screenshot={picture}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert "CONSOLE" not in done.stderr
+    assert picture.stat().st_size > 10_000

@@ -1,0 +1,71 @@
+"""Metrics for the textfile collector: read back by Prometheus' own parser, written whole, present for every ending."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from run_helpers import JobMaker, rows_of
+from test_report import made
+
+from batchgen.cli import call
+from batchgen.report_metrics import render_metrics
+
+parser = pytest.importorskip("prometheus_client.parser", reason="the extra batchgen[metrics] is not installed")
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """Values by name and further labels."""
+    found = {}
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert {"run", "model"} <= sample.labels.keys()
+            more = [value for name, value in sorted(sample.labels.items()) if name not in ("run", "model")]
+            found[(sample.name, *more)] = sample.value
+    return found
+
+
+def test_figures_read_back_as_the_report_has_them() -> None:
+    report = made(errors=3)
+    found = samples(render_metrics("runs/a", "m", report, exit_code=3))
+    assert found["batchgen_rows", "done"] == 20
+    assert found["batchgen_failed_rows", "too_long"] == 3
+    assert found["batchgen_wall_seconds",] == report["wall_s"]
+    assert found["batchgen_latency_seconds", "total", "0.5"] == report["latency_s"]["total_s"]["p50"]
+    assert found["batchgen_exit_code",] == 3
+
+
+def test_names_with_quotes_and_newlines_are_escaped() -> None:
+    text = render_metrics('a"b\nc', "m", None, exit_code=0)
+    (family,) = parser.text_string_to_metric_families(text)
+    assert family.samples[0].labels["run"] == 'a"b\nc'
+
+
+def test_a_run_leaves_its_metrics_and_so_does_one_that_was_done_already(job: JobMaker) -> None:
+    job.write([*rows_of(5), "{"])
+    job.run()
+    file = job.folder / "job.prom"
+    assert call(["run", str(job.toml()), "--metrics-file", str(file), "--quiet"]) == 0
+    found = samples(file.read_text())
+    assert found["batchgen_rows", "done"] == 5
+    assert found["batchgen_exit_code",] == 0
+    assert sorted(path.name for path in job.folder.glob("*.prom*")) == ["job.prom"]
+
+
+def test_a_run_without_the_library_is_refused_before_it_starts(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(1))
+    monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
+    assert call(["run", str(job.toml()), "--metrics-file", str(job.folder / "x.prom")]) == 2
+    assert "batchgen[metrics]" in capsys.readouterr().err
+    assert not job.output.exists()
+
+
+def test_the_report_command_prints_them(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(4))
+    job.run()
+    capsys.readouterr()
+    assert call(["report", str(job.output), "--format", "prometheus"]) == 0
+    found: dict[Any, float] = samples(capsys.readouterr().out)
+    assert found["batchgen_rows", "done"] == 4

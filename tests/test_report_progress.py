@@ -1,0 +1,79 @@
+"""The time left of a run is told by tokens, and ``status --watch`` follows it to its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from run_helpers import JobMaker, finish, rows_of, start
+from test_signals import until_rows_are_done
+
+from batchgen.cli import call
+from batchgen.run.display import QuietDisplay
+from batchgen.run.progress import Progress
+from batchgen.run.stop import Limits, Stopper
+from batchgen.status import watch_status
+
+
+def progress(folder: Path, *, computed: int, done: int, finished_tokens: int, before: int = 0) -> Progress:
+    found = Progress(folder, QuietDisplay(), Stopper(Limits()))
+    found.rows_total = 100
+    counts = {"num_done": done, "num_failed": 0, "num_done_before": before}
+    counts |= {"num_prompt_tokens": finished_tokens, "num_completion_tokens": 0}
+    found.ledger = SimpleNamespace(**counts)  # type: ignore[assignment]  # the counts are all that is asked
+    stats = SimpleNamespace(num_prefill_tokens=computed, num_output_tokens=0, to_dict=dict)
+    found.engine = SimpleNamespace(stats=stats)  # type: ignore[assignment]  # likewise
+    return found
+
+
+def snapshot(found: Progress, rate: float) -> dict[str, Any]:
+    found._samples.extend([(0.0, 0), (1.0, round(rate))])
+    return found.snapshot()
+
+
+def test_the_time_left_is_the_tokens_left_over_the_rate(tmp_path: Path) -> None:
+    found = snapshot(progress(tmp_path, computed=1000, done=10, finished_tokens=1000), rate=50)
+    assert found["eta_s"] == 180  # 90 rows of 100 tokens each
+    assert found["tokens"]["estimated"] == 10_000
+
+
+def test_what_rows_under_way_have_computed_is_taken_off(tmp_path: Path) -> None:
+    found = snapshot(progress(tmp_path, computed=4000, done=10, finished_tokens=1000), rate=50)
+    assert found["eta_s"] == 120
+
+
+def test_much_work_under_way_does_not_make_the_end_seem_near(tmp_path: Path) -> None:
+    found = snapshot(progress(tmp_path, computed=20_000, done=10, finished_tokens=1000), rate=50)
+    assert found["eta_s"] == 90
+
+
+def test_rows_of_earlier_invocations_do_not_make_later_ones_look_short(tmp_path: Path) -> None:
+    found = snapshot(progress(tmp_path, computed=1000, done=50, before=40, finished_tokens=1000), rate=50)
+    assert found["eta_s"] == 100  # 50 rows of 100 tokens each
+
+
+def test_before_the_first_row_is_done_no_time_is_claimed(tmp_path: Path) -> None:
+    assert snapshot(progress(tmp_path, computed=500, done=0, finished_tokens=0), rate=50)["eta_s"] is None
+
+
+def test_watching_ends_with_the_run(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    process = start(["run", job.toml()], step_s=0.02)
+    until_rows_are_done(process, job.output, 2)
+    states = [status["state"] for status in watch_status(job.output, interval_s=0.1)]
+    assert finish(process)[0] == 0
+    assert states[0] == "running"
+    assert states[-1] == "finished"
+    assert set(states[:-1]) == {"running"}
+
+
+def test_watching_a_finished_run_shows_it_once(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(3))
+    job.run()
+    capsys.readouterr()
+    assert call(["status", str(job.output), "--watch", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["state"] == "finished"
