@@ -289,7 +289,7 @@ def test_no_setting_changes_a_token(dtype: str, params: str, sizes: dict[str, in
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     name=st.sampled_from([*SHAPES, "trained"]),
     dtype=st.sampled_from(list(DTYPES)),

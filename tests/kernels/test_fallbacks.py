@@ -18,7 +18,8 @@ from batchgen.kernels.reference import ReferenceKernels
 
 @pytest.fixture
 def python_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_launcher", lambda launch=parallel._python_launch(): launch)
+    launch = parallel._python_launch()
+    monkeypatch.setattr(parallel, "_launcher", lambda: launch)
     torch.set_num_threads(2)
 
 
