@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -77,8 +78,9 @@ def _keep_traceback() -> str:
 
 def _conclude(outcome: Outcome, quiet: bool) -> int:
     if not quiet:
-        for line in outcome.lines:
-            click.echo(f"batchgen: {line}", err=True)
+        with suppress(OSError, ValueError):  # nobody may be listening any more; the exit code still counts
+            for line in outcome.lines:
+                click.echo(f"batchgen: {line}", err=True)
     return outcome.exit_code
 
 

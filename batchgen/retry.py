@@ -126,15 +126,12 @@ class _Retry:
         for index, line in read_errors(self.run_dir):
             if index in journal.done:
                 continue
-            letter = json.loads(line)
-            where = (index, str(letter.get("source", "")), int(letter.get("line", 0)))
-            after = Cursor(0, 0, 0, index + 1)
-            if isinstance(letter.get("row"), dict):
-                yield Record(*where, letter["row"], after)
-            else:
-                error = letter.get("error") or letter  # an OpenAI error file nests them
-                known = RowError(RowErrorCode(error["code"]), str(error["message"]))
-                yield BadRow(*where, known, letter.get("row"), after, letter.get("custom_id", letter.get("id")))
+            try:
+                yield _failed_row(index, json.loads(line))
+            except (KeyError, TypeError, ValueError) as error:  # the file may have been mended by hand
+                raise UsageError(
+                    f"{self.run_dir.errors}: the line of row {index} is not as written: {error!r}"
+                ) from None
 
     def _known_ids(self) -> Iterator[Claim]:
         """The ids of the rows that have results: no retried row may take one of them."""
@@ -181,3 +178,14 @@ class _EveryRow:
     def num_ours_until(self, index: int) -> int:
         """As many as there are indexes."""
         return index + 1
+
+
+def _failed_row(index: int, letter: dict[str, Any]) -> Record | BadRow:
+    """The row of a dead letter, to be run again if it could be read at all."""
+    where = (index, str(letter.get("source", "")), int(letter.get("line", 0)))
+    after = Cursor(0, 0, 0, index + 1)
+    if isinstance(letter.get("row"), dict):
+        return Record(*where, letter["row"], after)
+    error = letter.get("error") or letter  # an OpenAI error file nests them
+    known = RowError(RowErrorCode(error["code"]), str(error["message"]))
+    return BadRow(*where, known, letter.get("row"), after, letter.get("custom_id", letter.get("id")))

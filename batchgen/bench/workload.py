@@ -76,11 +76,15 @@ def from_file(path: Path, *, ignore_eos: bool, limit: int | None = None) -> list
         UsageError: unreadable, or a line that holds no such row.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UsageError(f"--workload {path}: cannot be read ({error.strerror})") from None
-    requests = []
-    for number, line in enumerate(lines[:limit], 1):
+    requests: list[Request] = []
+    for number, line in enumerate(lines, 1):
+        if len(requests) == limit:
+            break
+        if not line.strip():
+            continue
         try:
             row: dict[str, Any] = json.loads(line)
             prompt = tuple(int(token) for token in row["prompt_token_ids"])
@@ -88,4 +92,6 @@ def from_file(path: Path, *, ignore_eos: bool, limit: int | None = None) -> list
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path}, line {number}: needs prompt_token_ids and max_tokens ({error!r})") from None
         requests.append(Request(number - 1, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)))
+    if not requests:
+        raise UsageError(f"--workload {path}: holds no request")
     return requests

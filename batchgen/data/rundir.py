@@ -16,10 +16,11 @@ from pathlib import Path
 from types import TracebackType
 
 from batchgen.data.files import remove_file, remove_folder, storage_errors, write_atomic
-from batchgen.data.journal_reader import segment_paths
 from batchgen.data.manifest import Manifest
 from batchgen.errors import LockedError, UsageError
 
+PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
+SPOOL_NAME = "input.spool"  # standard input, kept so that a resume can read it again
 OUTPUT_NAMES = {"jsonl": "outputs.jsonl", "parquet": "outputs.parquet", "openai-batch": "outputs.jsonl"}
 _LOCK_TRIES = 4  # status looks at the lock for an instant; that must not turn a run away
 _LOCK_PAUSE_S = 0.05
@@ -139,6 +140,7 @@ class RunDir:
         inside = [self.journal, self.retry]
         mine = [self.path / name for name in OUTPUT_NAMES.values()]
         mine += [self.errors, self.report, self.manifest, self.lock_file]
+        mine += [self.path / PROGRESS_NAME, self.path / SPOOL_NAME]
         target = path.resolve()
         return any(target == own.resolve() for own in mine) or any(
             target.is_relative_to(own.resolve()) for own in inside
@@ -154,7 +156,8 @@ class RunDir:
             if self.manifest.exists():
                 return
             mine = [*(self.path / name for name in OUTPUT_NAMES.values()), self.errors, self.report]
-            strays = [path for path in mine if path.exists()] + segment_paths(self.journal)
+            mine += [self.retry, *(path for path in [self.path / PROGRESS_NAME] if not _is_progress(path))]
+            strays = [path for path in mine if path.exists()] + sorted(self.journal.glob("*"))
         except FileExistsError as error:
             raise UsageError(f"output.path = {self.path}: {error.filename} is a file, not a folder") from error
         except OSError as error:
@@ -205,6 +208,15 @@ class RunDir:
         for folder in (self.retry, self.journal):
             remove_folder(folder)
         remove_file(self.manifest)
+
+
+def _is_progress(path: Path) -> bool:
+    """Whether a file is what a run that died before it wrote ``job.json`` left of its progress."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"version", "pid", "phase", "spent"} <= found.keys()
 
 
 def _read_holder(path: Path) -> Holder | None:

@@ -74,7 +74,7 @@ class Engine:
     def submit(self, request: Request) -> Result | None:
         """Queue a request; a result at once if it can never run, or has nothing left to generate."""
         sequence = Sequence(request, time.monotonic())
-        error = self.scheduler.refusal(sequence)
+        error = self._unknown_token(request) or self.scheduler.refusal(sequence)
         if error is not None:
             return sequence.result(error)
         if sequence.num_output_tokens:
@@ -82,6 +82,13 @@ class Engine:
             if sequence.is_finished:
                 return sequence.result()
         self.scheduler.add(sequence)
+        return None
+
+    def _unknown_token(self, request: Request) -> RowError | None:
+        known = self.runner.model.config.vocab_size
+        for token in (*request.prompt_token_ids, *request.output_token_ids):
+            if not 0 <= token < known:
+                return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {known}")
         return None
 
     def step(self) -> list[Result]:
@@ -99,7 +106,7 @@ class Engine:
             return self._update(completing, token_ids)
 
     def stop(self) -> None:
-        """Make ``run`` return after the step under way; safe to call from a signal handler."""
+        """Make ``run`` return after the step under way, for good; safe to call from a signal handler."""
         self._stopping = True
 
     def unfinished(self) -> dict[int, tuple[int, ...]]:

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal, Protocol, TextIO
 
 from tqdm import tqdm
@@ -45,6 +46,25 @@ class QuietDisplay:
 
     def close(self, snapshot: Snapshot) -> None:
         """Nothing."""
+
+
+class _Tolerant:
+    """A stream whose reader may go away: what cannot be shown is dropped, the run goes on."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 class LineDisplay:
@@ -150,11 +170,12 @@ class BarDisplay:
 
 def make_display(kind: Literal["auto", "json", "quiet"], interval_s: float) -> Display:
     """The display for where stderr leads."""
-    if kind == "quiet":
+    if kind == "quiet" or sys.stderr is None:  # None: the caller closed it
         return QuietDisplay()
+    file: Any = _Tolerant(sys.stderr)
     if kind == "json":
-        return JsonDisplay(interval_s, sys.stderr)
-    return BarDisplay(sys.stderr) if sys.stderr.isatty() else LineDisplay(interval_s, sys.stderr)
+        return JsonDisplay(interval_s, file)
+    return BarDisplay(file) if sys.stderr.isatty() else LineDisplay(interval_s, file)
 
 
 def describe_rows(rows: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from batchgen.data.journal import Journal
 from batchgen.data.manifest import Manifest, compare
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.reader import Source, open_source, spool_stdin
-from batchgen.data.rundir import RunDir
+from batchgen.data.rundir import SPOOL_NAME, RunDir
 from batchgen.data.writer import finalize
 from batchgen.errors import ResumeMismatch, UsageError
 from batchgen.report import build_report, write_report
@@ -34,8 +34,6 @@ from batchgen.run.rows import RowRange, may_have_ids, refuse_bad_rows
 from batchgen.run.stop import Stopper, StopRequested
 from batchgen.run.unique_ids import UniqueIds, journalled_ids
 from batchgen.spec import JobSpec
-
-SPOOL_NAME = "input.spool"  # standard input, kept so that a resume can read it again
 
 
 def run_job(
@@ -121,7 +119,7 @@ class _Job:
         try:
             source = open_source(where)
             for path in source.paths:
-                if self.run_dir.owns(path):
+                if self.run_dir.owns(path) and path != spool:
                     raise UsageError(f"the input {path} would be overwritten by this run; choose another output.path")
             model = read_model(spec)
             return _Inputs(source, model, model.builder(where, spec.sampling), self._manifest(source, model))

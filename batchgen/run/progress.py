@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from batchgen.data.rundir import PROGRESS_NAME
 from batchgen.errors import UsageError
 from batchgen.report_spent import follow, since
 from batchgen.run.clock import Clock
@@ -29,7 +30,6 @@ from batchgen.run.ledger import Ledger
 from batchgen.run.model import EngineLike
 from batchgen.run.stop import Stopper, StopRequested
 
-PROGRESS_NAME = "progress.json"
 GENERATING = "generating"
 _TICK_S = 0.5
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there, KiB on Linux
@@ -216,7 +216,8 @@ def read_progress(folder: Path) -> dict[str, Any] | None:
         found = json.loads((folder / PROGRESS_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.get("version") == 1 else None
+    is_known = isinstance(found, dict) and found.get("version") == 1 and {"rows", "spent"} <= found.keys()
+    return found if is_known else None
 
 
 def _now() -> str:

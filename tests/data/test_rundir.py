@@ -204,3 +204,13 @@ def test_an_input_inside_the_run_directorys_own_files_is_recognised(run_dir: Run
     assert run_dir.owns(run_dir.path / ".." / "a" / "errors.jsonl")
     assert run_dir.owns(run_dir.journal / "x.jsonl")
     assert not run_dir.owns(run_dir.path / "questions.jsonl")
+
+
+@pytest.mark.parametrize("name", ["journal/2026.md", "progress.json", "retry/notes.txt"])
+def test_a_folder_with_files_of_somebody_else_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+    theirs = tmp_path / name
+    theirs.parent.mkdir(exist_ok=True)
+    theirs.write_text("mine")
+    with pytest.raises(UsageError, match=r"no job\.json"):
+        RunDir(tmp_path).create()
+    assert theirs.read_text() == "mine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from batchgen.kernels.cpu import backend, parallel, rows
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.linear import PlainLinear
 from batchgen.kernels.reference import ReferenceKernels
+from batchgen.records import Request
 
 
 @pytest.fixture
@@ -78,3 +80,28 @@ def test_float16_runs_on_the_reference_kernels() -> None:
     model, requests = tiny_model(torch.float16), random_requests(3, seed=1)
     assert isinstance(model.kernels, ReferenceKernels)
     assert tokens_of(engine_for(model, num_blocks=60, block_size=8).run(requests)) == solo(model, requests)
+
+
+def test_engines_in_two_threads_do_not_disturb_each_other() -> None:
+    model, requests = tiny_model(), random_requests(8, seed=2)
+    expected = solo(model, requests)
+    found: list[dict[int, tuple[int, ...]]] = []
+
+    def run() -> None:
+        for _ in range(3):
+            engine = engine_for(model, num_blocks=60, block_size=8, max_num_batched_tokens=24)
+            found.append(tokens_of(engine.run(requests)))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 6
+
+
+def test_an_unknown_token_id_is_an_error_of_its_row_alone() -> None:
+    model, requests = tiny_model(), random_requests(2, seed=3)
+    bad = Request(99, (10**9,))
+    results = list(engine_for(model, num_blocks=60, block_size=8).run([bad, *requests]))
+    assert {r.key: r.error is None for r in results} == {99: False, **{r.key: True for r in requests}}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 
 from batchgen.kernels.cpu import simd
@@ -139,7 +139,7 @@ _wide1, _wide2, _wide4, _wide8 = (_value_intrinsic(rows, 4 if rows < MAX_ROWS el
 _thin1, _thin2, _thin4, _thin8 = (_value_intrinsic(rows, 1) for rows in (1, 2, 4, 8))
 
 
-@njit
+@simd.jit
 def _score(rows, count, q, width, keys, at, stride, out, to, ahead):
     """Scores of ``rows`` queries against ``count`` positions of a block, and up to 31 more that the caller masks."""
     j = 0
@@ -164,7 +164,7 @@ def _score(rows, count, q, width, keys, at, stride, out, to, ahead):
         j += 2 * LANES if wide else LANES
 
 
-@njit
+@simd.jit
 def _accumulate(rows, weights, weight_index, values, value_index, width, count, out, ahead):
     """``out[r, :width] += sum_j weights[r, j] * values[j, :width]``, position by position."""
     vectors = width // LANES
@@ -223,7 +223,7 @@ def _softmax_row(scores, start, visible, count, peak):
     return new_peak, shrink, simd.sum_lanes(total)
 
 
-@njit
+@simd.jit
 def _gather_queries(num_rows, group, q, source, num_heads, width, scratch):
     """Copy the query rows of one KV head together, scaled to base-2 logarithms, and clear their sums.
 
@@ -239,7 +239,7 @@ def _gather_queries(num_rows, group, q, source, num_heads, width, scratch):
         peak[r], total[r] = F32(-np.inf), F32(0.0)
 
 
-@njit
+@simd.jit
 def _score_tile(padded, q, tile, tile_end, table, head, cache, sizes, scores):
     """Scores of ``padded`` query rows against the positions from ``tile`` to ``tile_end``."""
     keys, _, keys_at, values_at, itemsize = cache
@@ -258,7 +258,7 @@ def _score_tile(padded, q, tile, tile_end, table, head, cache, sizes, scores):
         position += count
 
 
-@njit
+@simd.jit
 def _value_tile(padded, tile, tile_end, table, head, cache, sizes, scores, sums):
     """Add the values of the positions from ``tile`` to ``tile_end``, weighted by ``scores``, to ``sums``."""
     _, values, _, values_at, itemsize = cache
@@ -274,7 +274,7 @@ def _value_tile(padded, tile, tile_end, table, head, cache, sizes, scores, sums)
         position += count
 
 
-@njit
+@simd.jit
 def _attend(num_rows, group, start, table, head, cache, sizes, scratch):
     """Query rows (see ``_gather_queries``) against all they may see; leaves sums and totals in ``scratch``.
 
@@ -306,7 +306,7 @@ def _attend(num_rows, group, start, table, head, cache, sizes, scratch):
             _value_tile(padded, tile, tile_end, table, head, cache, sizes, scores, simd.shifted(sums, first * width))
 
 
-@njit
+@simd.jit
 def _write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, out):
     """Divide sums by totals, round, and write the rows to ``out`` [tokens, num_heads, head_dim]."""
     _, sums, _, _, total = scratch
@@ -321,7 +321,7 @@ def _write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, ou
                 simd.store_part(out, to + i, v, head_dim - i)
 
 
-@njit
+@simd.jit
 def _divide_scratch(mine, num_rows, width):
     """The parts of one worker's scratch: q and sums [rows, width], scores [8, SCORE_STRIDE], peak and total [rows]."""
     sums = mine + 4 * num_rows * width
@@ -336,7 +336,7 @@ def _divide_scratch(mine, num_rows, width):
     )
 
 
-@njit
+@simd.jit
 def _attention(words, dtype):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is a query block and a KV head."""
     q = simd.pointer(words[ARGS], F32)
@@ -364,7 +364,7 @@ def _attention(words, dtype):
         item = next_item(words)
 
 
-@njit
+@simd.jit
 def scratch_floats(width, most_rows):
     """Float32 words of scratch one worker needs: head_dim padded to ``width``, rows of a block to a multiple of 8."""
     return 2 * most_rows * (width + 1) + MAX_ROWS * SCORE_STRIDE

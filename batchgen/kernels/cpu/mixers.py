@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, worker_number
@@ -48,7 +47,7 @@ def _norm_and_rotate(x, start, weight, eps, cosine, sine, angle, head_dim, head)
         head[half + i] = b * c + a * s
 
 
-@njit
+@simd.jit
 def _rope_and_cache(words, dtype):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is one token."""
     qkv = simd.pointer(words[ARGS], dtype)
@@ -120,7 +119,7 @@ def _convolve(bcx, weight, bias, out, token, count, low, high, width, taps, past
             _store_some(out, (token + t) * width + channel, y, left)
 
 
-@njit
+@simd.jit
 def _short_conv(words, dtype):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is ``CHANNELS`` channels of a sequence."""
     bcx = simd.pointer(words[ARGS], dtype)
@@ -151,7 +150,7 @@ def _short_conv(words, dtype):
         item = next_item(words)
 
 
-@njit
+@simd.jit
 def conv_scratch_floats(taps):
     """Float32 words of scratch one worker of ``short_conv`` needs."""
     return (SEGMENT + taps - 1) * CHANNELS

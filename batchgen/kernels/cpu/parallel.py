@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,23 +26,25 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import cfunc, njit, types
+from numba import cfunc, types
 
-from batchgen.kernels.cpu.simd import fetch_add
+from batchgen.kernels.cpu.simd import fetch_add, jit
 
 ARGS = 3  # index of a kernel's first own argument
 SIGNATURE = types.void(types.CPointer(types.int64))
 
+_LAUNCHING = threading.Lock()  # engines in several threads share the workers and their scratch memory
+
 Launch = Callable[[int, int, int], None]
 
 
-@njit
+@jit
 def next_item(words):
     """Take the next work item; at or past ``words[2]`` there is none left."""
     return fetch_add(words, 0, 1)
 
 
-@njit
+@jit
 def worker_number(words):
     """The calling worker's number, from 0: the key to its own scratch memory."""
     return fetch_add(words, 1, 1)
@@ -65,7 +68,9 @@ class Kernel:
         """Run all items, on torch's number of threads; returns when the last is done."""
         words = np.array((0, 0, num_items, *arguments), dtype=np.int64)
         threads = min(num_items, torch.get_num_threads())
-        _launcher()(self.compile(dtype).address, words.ctypes.data, threads)
+        address = self.compile(dtype).address
+        with _LAUNCHING:
+            _launcher()(address, words.ctypes.data, threads)
 
 
 @contextmanager
@@ -77,10 +82,10 @@ def _cache_folder() -> Iterator[bool]:
     """
     settings: Any = numba.config
     before = settings.CACHE_DIR
-    folder = _source_keyed_folder()
     try:
+        folder = _source_keyed_folder()
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
         yield False
         return
     settings.CACHE_DIR = str(folder)

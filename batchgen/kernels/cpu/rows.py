@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item
 from batchgen.kernels.cpu.simd import (
@@ -22,6 +21,7 @@ from batchgen.kernels.cpu.simd import (
     float_of_bits,
     fma,
     inline,
+    jit,
     keep_lanes,
     lane,
     load,
@@ -55,7 +55,7 @@ def mean_square(x, start, width):
     return sum_lanes(total) / F32(width)
 
 
-@njit
+@jit
 def _rms_norm(words, dtype):
     """Arguments: x [rows, width], weight [width], out [rows, width] (addresses), rows, width, bits of eps."""
     x, weight, out = (pointer(words[ARGS], dtype), pointer(words[ARGS + 1], dtype), pointer(words[ARGS + 2], dtype))
@@ -83,7 +83,7 @@ def _silu_mul(gate, up):
     return mul(mul(gate, sigmoid), up)
 
 
-@njit
+@jit
 def _swiglu(words, dtype):
     """Arguments: gate_up [rows, 2 * width], out [rows, width] (addresses), rows, width."""
     gate_up, out = pointer(words[ARGS], dtype), pointer(words[ARGS + 1], dtype)
@@ -102,7 +102,7 @@ def _swiglu(words, dtype):
         item = next_item(words)
 
 
-@njit
+@jit
 def row_max(x, start, width):
     """Largest of ``x[start : start + width]``, NaN passed over; -inf where nothing is larger."""
     lowest = splat(F32(-np.inf))
@@ -115,7 +115,7 @@ def row_max(x, start, width):
     return max_lanes(best)
 
 
-@njit
+@jit
 def _first_equal(x, start, width, value):
     """Index of the first element equal to ``value``; -1 where there is none (all NaN)."""
     wanted, other = splat(value), splat(F32(np.nan))
@@ -130,7 +130,7 @@ def _first_equal(x, start, width, value):
     return -1
 
 
-@njit
+@jit
 def _argmax(words, dtype):
     """Arguments: x [rows, width], out int64 [rows] (addresses), width."""
     x, out = pointer(words[ARGS], dtype), pointer(words[ARGS + 1], np.int64)

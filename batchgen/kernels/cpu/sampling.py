@@ -8,7 +8,6 @@ inverts the cumulative distribution over token ids, in order.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, worker_number
@@ -19,7 +18,7 @@ BINS = 4096
 LEAST = np.int64(2 << 23)  # bits of 2**-125: exp ends at 2**-126, so a smaller probability stands for none
 
 
-@njit
+@simd.jit
 def _threshold(bits, p, width, floor, target, by_mass, bins):
     """Largest value (as bits) at which the tokens from it upward weigh at least ``target``.
 
@@ -40,13 +39,13 @@ def _threshold(bits, p, width, floor, target, by_mass, bins):
         while b >= 0 and above + bins[b] < target:
             above += bins[b]
             b -= 1
-        if b < 0:
-            return floor
+        if b < 0:  # nothing left to add: all of them weigh less, or rounding lost the last of it
+            return floor if known == 32 else max(floor, prefix << known)
         prefix, known = prefix << digit | b, shift
     return prefix
 
 
-@njit
+@simd.jit
 def _probabilities(x, start, width, temperature, p):
     """exp((x - max x) / temperature) for one row, zero in the padding up to a whole vector.
 
@@ -66,7 +65,7 @@ def _probabilities(x, start, width, temperature, p):
     return simd.sum_lanes(total)
 
 
-@njit
+@simd.jit
 def _mass(bits, p, width, floor):
     total = 0.0
     for i in range(width):
@@ -75,7 +74,7 @@ def _mass(bits, p, width, floor):
     return total
 
 
-@njit
+@simd.jit
 def _draw(bits, p, width, floor, u):
     """First token at which the cumulative probability of those from ``floor`` upward exceeds ``u`` of the whole."""
     target, reached, last = u * _mass(bits, p, width, floor), 0.0, -1
@@ -88,7 +87,7 @@ def _draw(bits, p, width, floor, u):
     return last
 
 
-@njit
+@simd.jit
 def _sample(words, dtype):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is one row."""
     x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], np.int64)
@@ -115,7 +114,7 @@ def _sample(words, dtype):
         row = next_item(words)
 
 
-@njit
+@simd.jit
 def scratch_bytes(width):
     """Scratch one worker needs for rows of ``width`` logits; a multiple of 8."""
     return 8 * BINS + 4 * (width + 2 * LANES) // 8 * 8

@@ -23,7 +23,9 @@ from numba.extending import register_model
 
 LANES = 16
 LOG2_E = 1.4426950408889634
-inline: Any = njit(forceinline=True)  # a call would pass vectors through memory
+# A kernel cannot raise: an exception inside the worker threads would leave its items undone, unseen.
+jit: Any = njit(error_model="numpy")
+inline: Any = njit(error_model="numpy", forceinline=True)  # a call would pass vectors through memory
 intrinsic: Any = numba_intrinsic  # numba's own annotation describes the function before it is decorated
 BF16 = np.uint16  # element type of a pointer to bfloat16 bits
 F32 = np.float32
