@@ -130,18 +130,12 @@ def key(kind: Kind, text: str, default: Any = MISSING, *, flag: str = "", output
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model, and in what form it runs.
-
-    On resume what these lead to is compared, not their names: the content of ``path``, the numerics that ``dtype``
-    and ``device`` give on this machine.
-    """
+    """Which model, and in what form it runs. ``path`` is compared on resume by the content it leads to, not by name."""
 
     path: str = key(MODEL, "Model: folder, Hub id or dummy:NAME", flag="model", outputs=False)
     revision: str = key(FILLED, "Branch, tag or commit on the Hub", "main", outputs=False)
-    dtype: str = key(
-        _one_of("auto", "bfloat16", "float16", "float32"), "Number format of weights", "auto", outputs=False
-    )
-    device: str = key(_one_of("auto", "cpu", "cuda"), "Where the model runs", "auto", outputs=False)
+    dtype: str = key(_one_of("auto", "bfloat16", "float16", "float32"), "Number format of weights", "auto")
+    device: str = key(_one_of("auto", "cpu", "cuda"), "Where the model runs", "auto")
     tokenizer: str = key(TEXT, "Folder or Hub id [the model's own]", "", outputs=False)
 
 

@@ -173,7 +173,7 @@ def test_a_spec_survives_json(tmp_path: Path) -> None:
 
 def test_engine_sizes_and_output_order_do_not_count_as_changing_outputs() -> None:
     keys = load_job(None, NEEDED).output_keys()
-    assert {"input.prompt", "sampling.seed", "output.token_ids"} <= keys.keys()
+    assert {"input.prompt", "sampling.seed", "model.dtype", "output.token_ids"} <= keys.keys()
     assert (
         not {"engine.kv_memory", "engine.threads", "engine.max_num_seqs", "output.order", "output.path"} & keys.keys()
     )
