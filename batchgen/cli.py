@@ -25,7 +25,7 @@ from batchgen.cli_options import TITLES, F, GroupedCommand, GroupedOption, job_o
 from batchgen.cli_plan import plan
 from batchgen.cli_report import report
 from batchgen.errors import BatchgenError, ExitCode
-from batchgen.units import parse_clock, parse_count, parse_duration, parse_shard, parse_share
+from batchgen.units import counted, parse_clock, parse_count, parse_duration, parse_shard, parse_share
 
 if TYPE_CHECKING:
     from batchgen.run import Outcome, RunOptions
@@ -37,6 +37,7 @@ RUN_TITLE = TITLES["run"]
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The console script: runs a command and exits with its code."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until a run listens by itself
     sys.exit(call(argv))
 
 
@@ -140,7 +141,6 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
       batchgen run jobs/nightly.toml --metrics-file metrics/nightly.prom
       zcat prompts.txt.gz | batchgen run job.toml --input - --input-format text
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the run itself listens
     options = _run_options(values)
     from batchgen.spec_load import load_job
 
@@ -227,7 +227,6 @@ def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) 
       batchgen retry runs/questions
       batchgen retry runs/questions --kv-memory 8GiB
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the run itself listens
     heartbeat_s = take(values, "heartbeat", parse_duration)
     progress = _progress_kind(values)
     from batchgen.retry import retry_job
@@ -252,10 +251,13 @@ def merge(folders: tuple[Path, ...], output: Path) -> int:
       batchgen merge part1 part2 -o whole
     """
     from batchgen.merge import merge as merge_shards
+    from batchgen.merge_report import write_merged_report
 
     counts = merge_shards(folders, output)
-    message = f"{counts.results:,} rows done, {counts.errors:,} failed, of {len(folders)} shards, into {output}"
-    click.echo(f"batchgen: {message}", err=True)
+    done = f"{counted(counts.results, 'row')} done, {counts.errors:,} failed"
+    click.echo(f"batchgen: {done}, of {counted(len(folders), 'shard')}, into {output}", err=True)
+    for shard in write_merged_report(folders, output):
+        click.echo(f"batchgen: no report of the whole, since {shard} has none", err=True)
     return ExitCode.ROWS_FAILED if counts.errors else ExitCode.OK
 
 

@@ -19,9 +19,9 @@ from batchgen.data.output_formats import output_format
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize_retry, read_errors
 from batchgen.errors import ExitCode, ResumeMismatch, RowError, RowErrorCode, UsageError
+from batchgen.merge_report import count_outputs
 from batchgen.records import BadRow, Cursor, Record
 from batchgen.report import build_report, read_report, write_report
-from batchgen.report_rows import RowTotals
 from batchgen.report_spent import follow, spent_in
 from batchgen.run.display import make_display
 from batchgen.run.feed import Feed, Screen
@@ -36,6 +36,7 @@ from batchgen.run.stop import Stopper, StopRequested
 from batchgen.run.unique_ids import Claim, UniqueIds
 from batchgen.spec import JobSpec, job_from_dict
 from batchgen.spec_load import override
+from batchgen.units import counted
 
 
 def retry_job(
@@ -150,15 +151,11 @@ class _Retry:
         self.progress.state = "finished"
         self.progress.keeps_file = False
         outcome = Outcome.finished(run_dir, spec, report)
-        return replace(outcome, lines=(f"{num_mended:,} rows that had failed are done now", *outcome.lines))
+        return replace(outcome, lines=(f"{counted(num_mended, 'failed row')} mended", *outcome.lines))
 
     def _report(self) -> dict[str, Any]:
         """The report anew, from the outputs as they are now; times of the first run and of retries add up."""
-        totals = RowTotals(self.spec.output.expected)
-        for _, row in self.form.read(self.run_dir.outputs(self.spec.output.format)):
-            totals.add_result(json.loads(row))
-        for _, line in read_errors(self.run_dir):
-            totals.add_error(json.loads(line))
+        totals = count_outputs(self.run_dir, self.spec.output)
         before = read_report(self.run_dir)
         spent = follow(spent_in(before), self.progress.spent())
         report = build_report(totals, spent, about_job(self.spec, self.manifest, self.backend))

@@ -84,6 +84,11 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 row``, ``2,000 rows``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def format_duration(seconds: float) -> str:
     """A duration as people read it: ``4.2 s``, ``3m 05s``, ``2h 07m``, ``3d 04h``."""
     if seconds < 60:

@@ -192,7 +192,7 @@ def test_failed_rows_exit_3(job: JobMaker, capsys: pytest.CaptureFixture[str]) -
     job.write([*rows_of(2), "{"])
     code, _, err = said(capsys, "run", job.toml())
     assert code == 3
-    assert "1 rows failed: bad_json 1; see " in err
+    assert "1 row failed: bad_json 1; see " in err
 
 
 def test_a_directory_in_use_exits_5(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,6 +266,12 @@ def test_shards_are_merged(job: JobMaker, capsys: pytest.CaptureFixture[str]) ->
     assert code == 0
     assert "5 rows done" in err
     assert len(job.outputs()) == 5
+    code, out, _ = said(capsys, "report", job.output, "--json")
+    merged = json.loads(out)
+    parts_reports = [json.loads((part / "report.json").read_bytes()) for part in parts]
+    assert merged["rows"] == {"total": 5, "done": 5, "failed": 0}
+    assert merged["tokens"]["total"] == sum(report["tokens"]["total"] for report in parts_reports)
+    assert merged["wall_s"] == pytest.approx(sum(report["wall_s"] for report in parts_reports), abs=0.01)
 
 
 def test_a_reader_that_goes_away_is_no_traceback(job: JobMaker) -> None:

@@ -168,4 +168,4 @@ def test_the_command_says_what_it_did(job: JobMaker, capsys: pytest.CaptureFixtu
     job.write(rows_of(3))
     job.run(fails=frozenset({1}))
     assert call(["retry", str(job.output)], engine_factory=stub_factory()) == 0
-    assert "1 rows that had failed are done now" in capsys.readouterr().err
+    assert "1 failed row mended" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from run_helpers import JobMaker, quiet, read_lines, rows_of, without_timings
 from stub_engine import StubEngine, stub_factory
 
+from batchgen.data.journal import read_counts
 from batchgen.errors import BatchgenError, LockedError, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.merge import merge
 from batchgen.records import Cursor, Record, Request, Result
@@ -261,6 +262,32 @@ def test_a_kill_between_outputs_and_report_costs_nothing(job: JobMaker, monkeypa
     assert job.run().exit_code == 0
     assert json.loads((job.output / "report.json").read_bytes())["rows"]["done"] == 5
     assert not (job.output / "journal").exists()
+
+
+def test_a_kill_after_all_was_written_leaves_no_progress_file(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    interrupted(job, job.spec(), 100)
+    left_over = (job.output / "progress.json").read_bytes()
+    job.run()
+    (job.output / "progress.json").write_bytes(left_over)
+    assert job.run().exit_code == 0
+    assert not (job.output / "progress.json").exists()
+
+
+def test_finished_rows_are_written_while_others_are_long_in_coming(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    seen: list[int] = []
+
+    class Slow(StubEngine):
+        def run(self, requests: Any) -> Iterator[Result]:
+            results = super().run(requests)
+            yield from (next(results) for _ in range(3))
+            while not seen:
+                seen.extend(index for index in range(read_counts(job.output / "journal").results))
+            yield from results
+
+    run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(Slow(), {}, 1))
+    assert len(seen) == 3
 
 
 def test_a_job_that_is_done_stays_done(job: JobMaker) -> None:

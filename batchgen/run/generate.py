@@ -29,12 +29,15 @@ def generate(rows: Rows, feed: Feed, ledger: Ledger, progress: Progress, load: C
     if first is not None:
         engine = load().engine
         progress.engine = engine
-        with progress.phase(GENERATING, "generate"), stopper.drain_with(engine.stop):
-            for result in engine.run(chain([first], requests)):
-                pending = feed.pending.pop(result.key)
-                ledger.finish(pending.record, pending.id, result)
-                stopper.check_limits(progress.computed_tokens)
-                ledger.check_error_rate(stopper)
+        try:
+            with progress.phase(GENERATING, "generate"), stopper.drain_with(engine.stop):
+                for result in engine.run(chain([first], requests)):
+                    pending = feed.pending.pop(result.key)
+                    ledger.finish(pending.record, pending.id, result)
+                    stopper.check_limits(progress.computed_tokens)
+                    ledger.check_error_rate(stopper)
+        finally:
+            ledger.close()
         if feed.pending:
             ledger.journal.save_partials(engine.unfinished())
     ledger.journal.commit()

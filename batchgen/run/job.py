@@ -34,6 +34,7 @@ from batchgen.run.rows import RowRange, may_have_ids, refuse_bad_rows
 from batchgen.run.stop import Stopper, StopRequested
 from batchgen.run.unique_ids import UniqueIds, journalled_ids
 from batchgen.spec import JobSpec
+from batchgen.units import counted
 
 
 def run_job(
@@ -87,8 +88,7 @@ class _Job:
         begun = None if self.options.overwrite else self.run_dir.read_manifest()
         if begun is None:
             self.progress.begin_anew()
-        with self.progress.phase("checking the job", "load"):
-            inputs = self._read_inputs(is_new=begun is None)
+        inputs = self._read_inputs(is_new=begun is None)
         if begun is not None:
             inputs = replace(inputs, manifest=self._agreed(begun, inputs.manifest))
             if self.run_dir.is_complete():
@@ -117,12 +117,16 @@ class _Job:
             spool_stdin(spool)
             where = replace(where, path=(str(spool),))
         try:
-            source = open_source(where)
+            with self.progress.phase("opening the input", "read"):
+                source = open_source(where)
             for path in source.paths:
                 if self.run_dir.owns(path) and path != spool:
                     raise UsageError(f"the input {path} would be overwritten by this run; choose another output.path")
-            model = read_model(spec)
-            return _Inputs(source, model, model.builder(where, spec.sampling), self._manifest(source, model))
+            with self.progress.phase("finding the model", "load"):
+                model = read_model(spec)
+            with self.progress.phase("checking the input", "read"):
+                manifest = self._manifest(source, model)
+            return _Inputs(source, model, model.builder(where, spec.sampling), manifest)
         except UsageError:
             if is_new:
                 spool.unlink(missing_ok=True)
@@ -221,6 +225,7 @@ class _Job:
         """Nothing to do but what a kill just after the outputs appeared may have left undone."""
         if self.run_dir.journal.is_dir():
             self._finish(inputs, Journal.open(self.run_dir.journal, self.options.shard))
+        self.progress.keeps_file = self.run_dir.retry.is_dir()  # a retry under way goes on counting in it
         return Outcome.already_done(self.run_dir, self.spec)
 
     def _finish(self, inputs: _Inputs, journal: Journal) -> Outcome:
@@ -244,7 +249,7 @@ class _Job:
 
     def _announcement(self, ledger: Ledger) -> str:
         finished = ledger.num_done + ledger.num_failed
-        total = "?" if self.progress.rows_total is None else f"{self.progress.rows_total:,}"
+        total = "rows" if self.progress.rows_total is None else counted(self.progress.rows_total, "row")
         part = "" if self.options.shard == (1, 1) else " of shard {}/{}".format(*self.options.shard)
         resumed = f", {finished:,} of them finished already" if finished else ""
-        return f"{total} rows{part} into {Outcome.shown(self.run_dir.path)}{resumed}"
+        return f"{total}{part} into {Outcome.shown(self.run_dir.path)}{resumed}"

@@ -6,7 +6,11 @@ nothing else about the run.
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
+
 from batchgen.data.journal import Journal, JournalEntry
+from batchgen.errors import StorageError
 from batchgen.records import BadRow, Record, Result
 from batchgen.run.clock import Clock
 from batchgen.run.payloads import Payloads, RowId
@@ -24,6 +28,8 @@ class Ledger:
     def __init__(self, journal: Journal, payloads: Payloads, max_error_rate: float | None, clock: Clock) -> None:
         self.journal = journal
         self._clock = clock
+        self._is_open = True
+        self._lock = threading.Lock()  # of the journal, while ``tick`` may come from another thread
         self._payloads = payloads
         self._max_error_rate = max_error_rate
         counts = journal.counts
@@ -51,6 +57,20 @@ class Ledger:
         self._append(JournalEntry(row.index, row.after, "error", self._payloads.error(row)))
         self.num_failed += 1
 
+    def tick(self) -> None:
+        """Let the journal write what waits in it, from another thread: rows may be long in coming.
+
+        A disk that refuses is not reported here: the journal takes nothing more, and the next row says why.
+        """
+        with self._lock, suppress(StorageError):
+            if self._is_open:
+                self.journal.tick()
+
+    def close(self) -> None:
+        """End of the rows: from here on the journal belongs to the caller alone."""
+        with self._lock:
+            self._is_open = False
+
     @property
     def error_rate(self) -> float:
         """Failed rows over rows read, as if at least a hundred had been read."""
@@ -67,5 +87,5 @@ class Ledger:
             stopper.request(f"error rate of {self.error_rate:.1%}")
 
     def _append(self, entry: JournalEntry) -> None:
-        with self._clock.on("write"):
+        with self._clock.on("write"), self._lock:
             self.journal.append(entry)

@@ -16,7 +16,7 @@ from batchgen.errors import ExitCode
 from batchgen.report_rows import RowTotals
 from batchgen.run.model import Backend
 from batchgen.spec import JobSpec
-from batchgen.units import format_duration
+from batchgen.units import counted, format_duration
 
 if TYPE_CHECKING:
     from batchgen.run.progress import Progress
@@ -41,10 +41,10 @@ class Outcome:
         """All rows have ended."""
         rows, tokens = report["rows"], report["tokens"]
         speed = f"{tokens['completion']:,} tokens out in {format_duration(report['wall_s'])}"
-        lines = [f"{rows['done']:,} rows done, {speed} ({report['tokens_per_s']['completion']:,.0f} tok/s)"]
+        lines = [f"{counted(rows['done'], 'row')} done, {speed} ({report['tokens_per_s']['completion']:,.0f} tok/s)"]
         if rows["failed"]:
             codes = ", ".join(f"{code} {count:,}" for code, count in report["errors"].items())
-            lines.append(f"{rows['failed']:,} rows failed: {codes}; see {cls.shown(run_dir.errors)}")
+            lines.append(f"{counted(rows['failed'], 'row')} failed: {codes}; see {cls.shown(run_dir.errors)}")
         accuracy = report.get("accuracy")
         if accuracy and accuracy["total"]:
             share = f"{accuracy['exact_match']:.2%}"

@@ -205,6 +205,8 @@ class Progress:
         while not self._end.wait(_TICK_S):
             self._sample()
             self.stopper.check_limits(self.computed_tokens if self._phase == GENERATING else 0)
+            if self.ledger is not None and self._phase == GENERATING:
+                self.ledger.tick()
             self.display.show(self.snapshot())
             if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
                 self._save(self.snapshot())

@@ -14,6 +14,7 @@ from batchgen.records import BadRow, Record
 from batchgen.run.feed import Builder, Screen, chunked
 from batchgen.run.unique_ids import UniqueIds
 from batchgen.spec import InputSpec
+from batchgen.units import counted
 
 COUNT_BYTES = 4 << 30  # larger inputs are not counted beforehand: it would take too long
 _SHOWN_BAD_ROWS = 5
@@ -100,4 +101,4 @@ def refuse_bad_rows(rows: RowRange, builder: Builder, spec: InputSpec) -> None:
     if num_bad:
         shown = "".join(f"\n  {row.source}:{row.line}: {row.error.code}: {row.error.message}" for row in bad)
         more = f"\n  and {num_bad - len(bad):,} more" if num_bad > len(bad) else ""
-        raise UsageError(f"--strict: {num_bad:,} bad rows, nothing was run:{shown}{more}")
+        raise UsageError(f"--strict: {counted(num_bad, 'bad row')}, nothing was run:{shown}{more}")

@@ -1,6 +1,6 @@
 """Which row had an id first: exact, across interruptions, in memory that does not grow with the rows.
 
-A small SQLite file beside the journal maps a 128-bit hash of each id to the row that claimed it. A claim is on disk
+A small SQLite file beside the journal maps each id, or a digest of a long one, to the row that claimed it. A claim is on disk
 before the row can reach the journal, so a row that is journalled never loses its id. It knows no columns.
 """
 
@@ -17,6 +17,7 @@ from batchgen.data.journal import Journal
 from batchgen.errors import StorageError
 
 _CACHE_KIB = 32 << 10
+_MAX_KEY_BYTES = 64
 Claim = tuple[int, str | int]
 
 
@@ -36,20 +37,20 @@ class UniqueIds:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # needs no shared memory: works on any file system
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute("CREATE TABLE IF NOT EXISTS ids (hash BLOB PRIMARY KEY, row INTEGER) WITHOUT ROWID")
+            self._db.execute("CREATE TABLE IF NOT EXISTS ids (id BLOB PRIMARY KEY, row INTEGER) WITHOUT ROWID")
 
     def claim(self, rows: Sequence[Claim]) -> dict[int, int]:
         """Claim ids for rows ``(index, id)`` in input order; returns the losers: index -> row that had the id first.
 
         Claiming again for the same row is harmless. ``1`` and ``"1"`` are different ids.
         """
-        hashed = [(_hash(row_id), index) for index, row_id in rows]
+        keyed = [(_key(row_id), index) for index, row_id in rows]
         losers = {}
         with self._storage():
             self._db.execute("BEGIN")
-            self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", hashed)
-            for key, index in hashed:
-                (owner,) = self._db.execute("SELECT row FROM ids WHERE hash = ?", (key,)).fetchone()
+            self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", keyed)
+            for key, index in keyed:
+                (owner,) = self._db.execute("SELECT row FROM ids WHERE id = ?", (key,)).fetchone()
                 if owner != index:
                     losers[index] = owner
             self._db.execute("COMMIT")
@@ -59,7 +60,7 @@ class UniqueIds:
         """Claim ids of rows known by other means, when the file was lost and the journal was not."""
         with self._storage():
             self._db.execute("BEGIN")
-            pairs = ((_hash(row_id), index) for index, row_id in rows)
+            pairs = ((_key(row_id), index) for index, row_id in rows)
             self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", pairs)
             self._db.execute("COMMIT")
 
@@ -85,5 +86,7 @@ def journalled_ids(journal: Journal) -> Iterator[Claim]:
             yield index, row_id
 
 
-def _hash(row_id: str | int) -> bytes:
-    return blake2b(json.dumps(row_id).encode(), digest_size=16).digest()
+def _key(row_id: str | int) -> bytes:
+    """The id as JSON, or a digest of it where it is long. Ids that follow each other lie together on the disk."""
+    text = json.dumps(row_id).encode()
+    return text if len(text) <= _MAX_KEY_BYTES else b"#" + blake2b(text, digest_size=32).digest()

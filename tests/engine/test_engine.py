@@ -102,6 +102,19 @@ def test_an_empty_prompt_is_an_error_row_and_harms_no_other(undisturbed: tuple[i
     assert results[0].token_ids == undisturbed
 
 
+@pytest.mark.parametrize("token", [-1, 128, 2**40])
+def test_a_token_the_model_does_not_know_is_an_error_row(token: int, undisturbed: tuple[int, ...]) -> None:
+    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20))
+    requests = [Request(0, PROMPT, GREEDY), Request(1, (9, token), GREEDY), Request(2, PROMPT, GREEDY, (token,))]
+    results = {r.key: r for r in engine.run(requests)}
+    for key in (1, 2):
+        error = results[key].error
+        assert error is not None
+        assert error.code == RowErrorCode.BAD_PARAM
+        assert str(token) in error.message
+    assert results[0].token_ids == undisturbed
+
+
 def test_no_requests_make_no_results() -> None:
     assert list(Engine(MODEL, EngineConfig(kv_memory=1 << 20)).run([])) == []
 

@@ -75,7 +75,7 @@ def model_of(name: str, dtype: str) -> Lfm2Model:
 @cache
 def requests_of(params: str) -> tuple[Request, ...]:
     """Requests of mixed lengths; the same in every test, so that they are run alone only once."""
-    return tuple(random_requests(NUM_REQUESTS, seed=23, prompt=(1, 60), output=(1, 30), params=PARAMS[params]))
+    return tuple(random_requests(NUM_REQUESTS, seed=23, prompt=(1, 50), output=(1, 24), params=PARAMS[params]))
 
 
 @cache
@@ -119,7 +119,7 @@ def test_batched_equals_solo(name: str, dtype: str, params: str) -> None:
     assert engine.stats.num_preemptions == 0
 
 
-@pytest.mark.parametrize("budget", [1, 2, 3, 5, 16, 17, 64, 255])
+@pytest.mark.parametrize("budget", [1, 2, 5, 16, 17, 100])
 @pytest.mark.parametrize("params", ["greedy", "filtered"])
 @every_dtype
 def test_chunked_equals_whole(budget: int, params: str, dtype: str) -> None:
@@ -129,7 +129,7 @@ def test_chunked_equals_whole(budget: int, params: str, dtype: str) -> None:
         )
     )
     assert batched(watched.engine, requests_of(params)) == expected("even", dtype, params)
-    assert watched.num_cut > (10 if budget < 64 else 0)
+    assert watched.num_cut > (10 if budget < 100 else 0)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16, 24, 31, 32, 100])
@@ -138,7 +138,7 @@ def test_chunked_equals_whole(budget: int, params: str, dtype: str) -> None:
 def test_any_block_size_gives_the_same(block_size: int, params: str, dtype: str) -> None:
     engine = engine_for(
         model_of("odd", dtype),
-        num_blocks=8 * -(-90 // block_size),
+        num_blocks=8 * -(-74 // block_size),
         block_size=block_size,
         max_num_batched_tokens=48,
         max_num_seqs=8,
@@ -146,8 +146,8 @@ def test_any_block_size_gives_the_same(block_size: int, params: str, dtype: str)
     assert batched(engine, requests_of(params)) == expected("odd", dtype, params)
 
 
-@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 95), (2, 50), (3, 34), (7, 14)])
-@every_params
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 80), (3, 28), (5, 17)])
+@pytest.mark.parametrize("params", ["greedy", "filtered"])
 @every_dtype
 @every_model
 def test_preempted_equals_undisturbed(name: str, dtype: str, params: str, block_size: int, num_blocks: int) -> None:
@@ -220,7 +220,7 @@ def test_logits_are_the_same_bit_for_bit(name: str, dtype: str, threads: int) ->
     """Chunked, preempted, in blocks of 3 and on two threads, against whole prefixes alone."""
     model = model_of(name, dtype)
     torch.set_num_threads(threads)
-    engine = engine_for(model, num_blocks=35, block_size=3, max_num_batched_tokens=20, max_num_seqs=12)
+    engine = engine_for(model, num_blocks=28, block_size=3, max_num_batched_tokens=20, max_num_seqs=12)
     seen = logits_of_every_token(engine, requests_of("greedy"))
     assert engine.stats.num_preemptions > 0
     torch.set_num_threads(1)
@@ -247,7 +247,7 @@ def test_the_reference_kernels_batch_as_they_run_alone_in_float32(params: str) -
     """Plain torch promises no equal bits, but on a tiny model its tokens must not change either."""
     model = tiny_model(kernels=ReferenceKernels())
     requests = requests_of(params)[:8]
-    engine = engine_for(model, num_blocks=35, block_size=3, max_num_batched_tokens=20, max_num_seqs=6)
+    engine = engine_for(model, num_blocks=28, block_size=3, max_num_batched_tokens=20, max_num_seqs=6)
     assert (
         batched(engine, requests)
         == solo(model, requests)
@@ -257,9 +257,9 @@ def test_the_reference_kernels_batch_as_they_run_alone_in_float32(params: str) -
 
 @st.composite
 def knobs(draw: st.DrawFn) -> dict[str, int]:
-    """Sizes of any kind; the pool holds the longest request (89 tokens of state) and often little more."""
+    """Sizes of any kind; the pool holds the longest request (73 tokens of state) and often little more."""
     block_size = draw(st.integers(1, 40))
-    least = -(-89 // block_size)
+    least = -(-73 // block_size)
     return {
         "block_size": block_size,
         "num_blocks": least + draw(st.integers(0, 2 * least)),

@@ -1,0 +1,50 @@
+"""The report of shards that were merged: their rows together, their times as if one machine had run one after another.
+
+It reads finished run directories only. A rate in it is thus that of one machine, not of all of them at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from batchgen.data.output_formats import output_format
+from batchgen.data.rundir import RunDir
+from batchgen.data.writer import read_errors
+from batchgen.report import build_report, read_report, write_report
+from batchgen.report_rows import RowTotals
+from batchgen.report_spent import follow, spent_in
+from batchgen.spec import OutputSpec, job_from_dict
+
+_ABOUT = ("model", "input", "created_at", "numerics", "threads")  # what the shards of one job have in common
+
+
+def count_outputs(run_dir: RunDir, output: OutputSpec) -> RowTotals:
+    """What the rows in a finished run's outputs and dead letters add up to. Raises StorageError if one is damaged."""
+    totals = RowTotals(output.expected)
+    form = output_format(output.format)
+    for _, row in form.read(run_dir.outputs(output.format)):
+        totals.add_result(json.loads(row))
+    for _, line in read_errors(run_dir):
+        totals.add_error(json.loads(line))
+    return totals
+
+
+def write_merged_report(folders: Sequence[Path], target: Path) -> list[Path]:
+    """Write ``report.json`` of the merged run in ``target``, unless shards have none; returns those."""
+    without = [folder for folder in folders if not RunDir(folder).report.exists()]
+    if without:
+        return without
+    run_dir = RunDir(target)
+    manifest = run_dir.read_manifest()
+    assert manifest is not None, "a merged run has a manifest"
+    reports = [read_report(RunDir(folder)) for folder in folders]
+    spent: dict[str, Any] = {}
+    for report in reports:
+        spent = follow(spent, spent_in(report))
+    about = {name: reports[0][name] for name in _ABOUT} | {"shard": "1/1"}
+    totals = count_outputs(run_dir, job_from_dict(manifest.job).output)
+    write_report(run_dir, build_report(totals, spent, about))
+    return []
