@@ -1,7 +1,7 @@
 """Which row had an id first: exact, across interruptions, in memory that does not grow with the rows.
 
-A small SQLite file beside the journal maps each id, or a digest of a long one, to the row that claimed it. A claim is on disk
-before the row can reach the journal, so a row that is journalled never loses its id. It knows no columns.
+A small SQLite file beside the journal maps each id, or a digest of a long one, to the row that claimed it. A claim is
+on disk before the row can reach the journal, so a row that is journalled never loses its id. It knows no columns.
 """
 
 from __future__ import annotations
