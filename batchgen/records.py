@@ -17,6 +17,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens reached, or the context is full
+    REPETITION = "repetition"  # caught in a loop, see SamplingParams.max_repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,14 @@ class BadRow:
 class SamplingParams:
     """How the tokens of one request are chosen; names and meanings are vLLM's.
 
-    ``temperature == 0`` is greedy. ``top_k == 0`` and ``top_p == 1`` and ``min_p == 0`` switch a filter off.
-    ``seed`` keys the randomness together with the request's key, sample and position, so tokens never
-    depend on the batch. Values are checked where they enter (``spec``, ``data``), not here.
+    ``temperature == 0`` is greedy. ``top_k == 0``, ``top_p == 1``, ``min_p == 0``, ``repetition_penalty == 1`` and
+    the other penalties at 0 switch a filter off. The repetition penalty counts prompt and output, presence and
+    frequency penalties the output alone. ``seed`` keys the randomness together with the request's key, sample and
+    position, so tokens never depend on the batch. ``logprobs`` and ``prompt_logprobs`` ask for that many most likely
+    tokens beside the chosen or given one (0: none but that one; None: no log-probabilities at all), before any
+    penalty or temperature. ``stop`` strings are not part of the text. ``max_repeats`` ends a row whose newest tokens
+    are one run of up to 64 tokens so many times over (0: never). ``choices`` are texts to be scored as
+    continuations instead of generating. Values are checked where they enter (``spec``, ``data``), not here.
     """
 
     max_tokens: int = 256
@@ -77,14 +83,28 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int = 0
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    max_repeats: int = 0
+    choices: tuple[str, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens seen before count less or more than others."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
 SAMPLING_KEYS: tuple[str, ...] = tuple(f.name for f in fields(SamplingParams))
@@ -95,13 +115,37 @@ class Request:
     """A tokenized row, ready for the engine.
 
     ``key`` is the row's index. ``output_token_ids`` are tokens an earlier, interrupted run already
-    generated: the engine continues after them.
+    generated: the engine continues after them. ``choices`` holds the tokens of ``params.choices``, in their order:
+    with any, the request is scored and generates nothing.
     """
 
     key: int
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
     output_token_ids: tuple[int, ...] = ()
+    choices: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log-probability of a token where it stands, and (token id, log-probability) of the likeliest there."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One generated sequence: all its token ids, the end token included.
+
+    ``stop`` is the stop string that ended it, completed by its last token. ``logprobs`` has an entry a token.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +169,12 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the engine made of a request: all generated token ids, the end token included, or an error."""
+    """What the engine made of a request: one sample or ``n`` of them, scores of choices, or an error.
+
+    ``token_ids``, ``finish_reason``, ``stop`` and ``logprobs`` are those of the first sample (see ``Sample``),
+    ``more_samples`` holds the others. ``choice_logprobs`` sums the log-probabilities of each choice's tokens; then
+    ``token_ids`` are the best choice's. ``prompt_logprobs`` has an entry a prompt token but the first.
+    """
 
     key: int
     num_prompt_tokens: int
@@ -133,3 +182,13 @@ class Result:
     finish_reason: FinishReason | None = None
     timings: Timings = field(default_factory=Timings)
     error: RowError | None = None
+    stop: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    more_samples: tuple[Sample, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    choice_logprobs: tuple[float, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """All samples, the first one first."""
+        return (Sample(self.token_ids, self.finish_reason, self.stop, self.logprobs), *self.more_samples)

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchgen.model.cache import KVCache
+from batchgen.model.cache import ConvState, KVCache
 from batchgen.model.inputs import ModelInput
 
 
@@ -54,10 +54,11 @@ class Kernels(Protocol):
         """Causal attention of every token over its sequence's cached positions; [num_tokens, num_heads * head_dim]."""
         ...
 
-    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: Tensor, inputs: ModelInput) -> Tensor:
+    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; updates ``state`` in place.
 
-        weight is float32 [taps, width], bias float32 [width], state [num_slots, taps - 1, width].
+        weight is float32 [taps, width], bias float32 [width]. Afterwards a sequence's slot holds its last
+        inputs, and every KV block whose last position was computed holds those up to there.
         """
         ...
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels import Linear, QKNorm, SamplingRows
-from batchgen.model.cache import KVCache
+from batchgen.model.cache import ConvState, KVCache
 from batchgen.model.inputs import ModelInput
 
 
@@ -91,20 +91,23 @@ class ReferenceKernels:
             out[tokens] = mixed.transpose(0, 1)[..., :head_dim].to(out.dtype)
         return out.flatten(1)
 
-    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: Tensor, inputs: ModelInput) -> Tensor:
+    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """See ``Kernels.short_conv``."""
         b, c, x = bcx.chunk(3, -1)
         gated = b * x
         out = torch.empty_like(c)
         for sequence, tokens in _sequences(inputs):
-            slot = int(inputs.conv_slots[sequence])
-            past = state[slot] if inputs.positions[tokens][0] > 0 else torch.zeros_like(state[slot])
+            slot = state.slots[int(inputs.conv_slots[sequence])]
+            past = slot if inputs.positions[tokens][0] > 0 else torch.zeros_like(slot)
             # A sequence shorter than the window has zeros before its start, whatever the slot held.
             column = torch.cat((past, gated[tokens]))
             windows = column.float().unfold(0, len(weight), 1)  # [tokens, width, taps]
             mixed = (windows * weight.T).sum(-1) + bias
             out[tokens] = c[tokens] * mixed.to(bcx.dtype)
-            state[slot] = column[len(column) - len(past) :]
+            ends = (inputs.positions[tokens] + 1) % state.block_size == 0  # of KV blocks
+            blocks = inputs.slot_mapping[tokens][ends] // state.block_size
+            state.blocks[blocks] = column[1:].unfold(0, len(past), 1).transpose(1, 2)[ends]
+            slot.copy_(column[len(column) - len(past) :].clone())
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:

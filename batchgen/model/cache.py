@@ -37,21 +37,39 @@ class KVCache:
 
 
 @dataclass(frozen=True, slots=True)
-class StateCache:
-    """State of all layers: ``kv`` per attention layer, ``conv`` per convolution layer, in layer order.
+class ConvState:
+    """The last inputs of one short convolution, oldest first.
 
-    A ``conv`` tensor is [num_slots, conv_L_cache - 1, hidden_size], oldest input first.
+    Attributes:
+        slots: [num_slots, conv_L_cache - 1, hidden_size], those of each running sequence.
+        blocks: [num_blocks, conv_L_cache - 1, hidden_size], those at the end of each KV block, so that a prefix can be
+            taken over with both halves of its state; no rows where none is kept.
+        block_size: positions per KV block.
     """
 
+    slots: Tensor
+    blocks: Tensor
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateCache:
+    """State of all layers: ``kv`` per attention layer, ``conv`` per convolution layer, in layer order."""
+
     kv: tuple[KVCache, ...]
-    conv: tuple[Tensor, ...]
+    conv: tuple[ConvState, ...]
+
+    def restore_conv(self, blocks: list[int], slots: list[int]) -> None:
+        """Give each of ``slots`` the convolution state at the end of the block beside it."""
+        for state in self.conv:
+            state.slots[slots] = state.blocks[blocks]
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes over all attention layers, padding included."""
+    """Bytes that one block takes over all layers, padding and the convolution state at its end included."""
     width = _padded(config.head_dim)
     per_layer = config.num_kv_heads * width * (_padded(block_size) + block_size)
-    return config.num_attention_layers * per_layer * dtype.itemsize
+    return config.num_attention_layers * per_layer * dtype.itemsize + conv_slot_bytes(config, dtype)
 
 
 def conv_slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -82,5 +100,9 @@ def allocate(
         )
         for _ in range(config.num_attention_layers)
     )
-    conv = tuple(zeros(num_slots, config.conv_l_cache - 1, config.hidden_size) for _ in range(config.num_conv_layers))
+    inputs = (config.conv_l_cache - 1, config.hidden_size)
+    conv = tuple(
+        ConvState(zeros(num_slots, *inputs), zeros(num_blocks, *inputs), block_size)
+        for _ in range(config.num_conv_layers)
+    )
     return StateCache(kv, conv)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels import Kernels, Linear, QKNorm
-from batchgen.model.cache import KVCache, StateCache
+from batchgen.model.cache import ConvState, KVCache, StateCache
 from batchgen.model.config import ATTENTION, ModelConfig
 from batchgen.model.inputs import ModelInput
 from batchgen.model.tensors import TensorSource
@@ -54,8 +54,8 @@ class ShortConv:
         bias = source.take(f"{prefix}.conv.bias", (width,)) if config.conv_bias else torch.zeros(width)
         self.bias = bias.float().to(weight.device)
 
-    def __call__(self, x: Tensor, residual: Tensor, state: Tensor, inputs: ModelInput) -> Tensor:
-        """X and residual [num_tokens, hidden_size]; state [num_slots, taps - 1, hidden_size] is updated."""
+    def __call__(self, x: Tensor, residual: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
+        """X and residual [num_tokens, hidden_size]; ``state`` is updated."""
         mixed = self.kernels.short_conv(self.in_proj(x), self.weight, self.bias, state, inputs)
         return self.out_proj(mixed, residual)
 

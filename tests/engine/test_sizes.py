@@ -75,10 +75,11 @@ def test_the_bytes_counted_are_the_bytes_allocated() -> None:
         )
         spare = sum(kv.keys[0].nbytes for kv in state.kv)
         blocks = sum(kv.keys.nbytes + kv.values.nbytes for kv in state.kv) - spare
+        blocks += sum(conv.blocks.nbytes for conv in state.conv)
         assert blocks == 9 * kv_block_bytes(MODEL.config, block_size, torch.bfloat16)
-        assert sum(c.nbytes for c in state.conv) == 4 * conv_slot_bytes(MODEL.config, torch.bfloat16)
+        assert sum(conv.slots.nbytes for conv in state.conv) == 4 * conv_slot_bytes(MODEL.config, torch.bfloat16)
         assert all(not t.any() for kv in state.kv for t in (kv.keys, kv.values))
-        assert all(not c.any() for c in state.conv)
+        assert all(not t.any() for conv in state.conv for t in (conv.slots, conv.blocks))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_the_bytes_counted_are_the_bytes_allocated() -> None:
 )
 def test_the_published_shapes_take_the_published_state(name: str, kv_token_kib: int, conv_kib: int) -> None:
     config: ModelConfig = dummy_config(f"dummy:{name}")
-    assert kv_block_bytes(config, 32, torch.bfloat16) == 32 * kv_token_kib * 1024
+    assert kv_block_bytes(config, 32, torch.bfloat16) == (32 * kv_token_kib + conv_kib) * 1024
     assert conv_slot_bytes(config, torch.bfloat16) == conv_kib * 1024
 
 

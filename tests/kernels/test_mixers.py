@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from batchgen.kernels import Kernels, QKNorm
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.model.cache import LANES, KVCache
+from batchgen.model.cache import LANES, ConvState, KVCache
 from batchgen.model.inputs import ModelInput
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -81,6 +81,11 @@ def test_rope_and_cache_has_the_same_bits_for_a_token_in_any_batch(dtype: torch.
         assert torch.equal(got_keys[past], keys[past])
 
 
+def conv_state(slots: Tensor, num_blocks: int, block_size: int) -> ConvState:
+    """State of one layer whose blocks hold what nobody wrote."""
+    return ConvState(slots, torch.full((num_blocks, *slots.shape[1:]), torch.nan, dtype=slots.dtype), block_size)
+
+
 def convolve(
     kernels: Kernels,
     columns: Sequence[Tensor],
@@ -97,9 +102,10 @@ def convolve(
     out: list[list[Tensor]] = [[] for _ in columns]
     for step in range(len(cuts[0])):
         pieces = [(past, cut[step]) for past, cut in zip(done, cuts, strict=True)]
-        inputs, _ = ragged_input(pieces, 16)
+        inputs, num_blocks = ragged_input(pieces, 16)
         bcx = torch.cat([c[past : past + count] for c, (past, count) in zip(columns, pieces, strict=True)])
-        got = kernels.short_conv(bcx, weight, bias, state, inputs).split([count for _, count in pieces])
+        conv = conv_state(state, num_blocks, 16)
+        got = kernels.short_conv(bcx, weight, bias, conv, inputs).split([count for _, count in pieces])
         for i, (part, (past, count)) in enumerate(zip(got, pieces, strict=True)):
             out[i].append(part)
             done[i] = past + count
@@ -161,8 +167,37 @@ def test_convolution_has_the_same_bits_however_a_sequence_is_cut(width: int, tap
 @pytest.mark.parametrize("name", BACK_ENDS)
 def test_convolution_touches_only_the_slots_of_its_sequences(name: str) -> None:
     state = torch.full((5, 2, 24), 5.0)
-    inputs, _ = ragged_input([(0, 4), (0, 1)], 16)
-    BACK_ENDS[name]().short_conv(normal(5, 72, seed=0), normal(3, 24, seed=1), torch.zeros(24), state, inputs)
+    inputs, num_blocks = ragged_input([(0, 4), (0, 1)], 16)
+    conv = conv_state(state, num_blocks, 16)
+    BACK_ENDS[name]().short_conv(normal(5, 72, seed=0), normal(3, 24, seed=1), torch.zeros(24), conv, inputs)
     assert torch.equal(state[2:], torch.full((3, 2, 24), 5.0))
     assert not (state[:2] == 5.0).any()
     assert torch.equal(state[1, 0], torch.zeros(24)), "the state of a single token starts with the zero before it"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("taps", [2, 3, 5])
+@pytest.mark.parametrize("block_size", [1, 3, 16, 40])
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_a_block_that_is_filled_keeps_the_state_at_its_end(
+    name: str, block_size: int, taps: int, dtype: torch.dtype
+) -> None:
+    pieces, width = [(0, 100), (7, 1), (block_size - 1, 1), (50, 49)], 24
+    inputs, num_blocks = ragged_input(pieces, block_size)
+    bcx = normal(151, 3 * width, seed=1, dtype=dtype)
+    before = normal(len(pieces), taps - 1, width, seed=2, dtype=dtype)
+    for row, (past, _) in enumerate(pieces):
+        before[row, : max(0, taps - 1 - past)] = 0  # before the start
+    conv = conv_state(before.clone(), num_blocks, block_size)
+    BACK_ENDS[name]().short_conv(bcx, normal(taps, width, seed=3), torch.zeros(width), conv, inputs)
+    u = (bcx[:, :width] * bcx[:, 2 * width :]).split([count for _, count in pieces])
+    written = set()
+    for row, (past, count) in enumerate(pieces):
+        column = torch.cat((before[row], u[row]))
+        for t in range(count):
+            if (past + t + 1) % block_size == 0:
+                block = int(inputs.block_tables[row, (past + t) // block_size])
+                assert torch.equal(conv.blocks[block], column[t + 1 : t + taps])
+                written.add(block)
+    assert written
+    assert all(conv.blocks[block].isnan().all() for block in set(range(num_blocks)) - written)

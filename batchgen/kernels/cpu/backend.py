@@ -16,7 +16,7 @@ from batchgen.kernels import Linear, QKNorm, SamplingRows
 from batchgen.kernels.cpu import attention as attention_kernel
 from batchgen.kernels.cpu import mixers, rows, sampling
 from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
-from batchgen.model.cache import KVCache
+from batchgen.model.cache import ConvState, KVCache
 from batchgen.model.inputs import QUERY_BLOCK, ModelInput
 
 
@@ -95,15 +95,17 @@ class CpuKernels:
         attention_kernel.attention.launch(out.dtype, items, *arguments)
         return out
 
-    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: Tensor, inputs: ModelInput) -> Tensor:
+    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """See ``Kernels.short_conv``."""
         taps, width = weight.shape
         out = bcx.new_empty(len(bcx), width)
         items = inputs.num_seqs * -(-width // mixers.CHANNELS)
         arguments = (
-            *map(_address, (bcx, weight, bias, state, inputs.cu_seqlens, inputs.conv_slots, inputs.positions, out)),
-            *(width, taps, state.element_size()),
+            *map(_address, (bcx, weight, bias, state.slots, inputs.cu_seqlens, inputs.conv_slots)),
+            *map(_address, (inputs.positions, out)),
+            *(width, taps, bcx.element_size()),
             _address(_scratch(mixers.conv_scratch_floats.py_func(taps) * torch.get_num_threads())),
+            *(_address(state.blocks), _address(inputs.slot_mapping), state.block_size),
         )
         mixers.short_conv.launch(bcx.dtype, items, *arguments)
         return out

@@ -119,6 +119,15 @@ def _convolve(bcx, weight, bias, out, token, count, low, high, width, taps, past
             _store_some(out, (token + t) * width + channel, y, left)
 
 
+@simd.inline
+def _remember(past, first, state, low, high, width, taps):
+    """The ``taps - 1`` inputs from row ``first`` of ``past`` on, as the state that follows them."""
+    for i in range(taps - 1):
+        for channel in range(low, high, LANES):
+            u = simd.load(past, (first + i) * CHANNELS + channel - low)
+            _store_some(state, i * width + channel, u, high - channel)
+
+
 @simd.jit
 def _short_conv(words, dtype):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is ``CHANNELS`` channels of a sequence."""
@@ -129,24 +138,25 @@ def _short_conv(words, dtype):
     out = simd.pointer(words[ARGS + 7], dtype)
     width, taps = words[ARGS + 8], words[ARGS + 9]
     past = simd.pointer(words[ARGS + 11] + worker_number(words) * 4 * conv_scratch_floats(taps), F32)
+    slots, block_size = simd.pointer(words[ARGS + 13], np.int64), words[ARGS + 14]
+    state_bytes = (taps - 1) * width * words[ARGS + 10]
     parts = (width + CHANNELS - 1) // CHANNELS
     item = next_item(words)
     while item < words[2]:
         sequence, low = item // parts, item % parts * CHANNELS
         high = min(width, low + CHANNELS)
         first, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
-        state_bytes = (taps - 1) * width * words[ARGS + 10]
         state = simd.pointer(words[ARGS + 3] + conv_slots[sequence] * state_bytes, dtype)
         _recall(state, positions[first], low, high, width, taps, past)
         for token in range(first, end, SEGMENT):
             count = min(SEGMENT, end - token)
             _convolve(bcx, weight, bias, out, token, count, low, high, width, taps, past)
+            for t in range(block_size - 1 - positions[token] % block_size, count, block_size):  # the ends of KV blocks
+                border = simd.pointer(words[ARGS + 12] + slots[token + t] // block_size * state_bytes, dtype)
+                _remember(past, t + 1, border, low, high, width, taps)
             for i in range((taps - 1) * CHANNELS):  # the newest inputs are the past of what follows
                 past[i] = past[count * CHANNELS + i]
-        for i in range(taps - 1):
-            for channel in range(low, high, LANES):
-                u = simd.load(past, i * CHANNELS + channel - low)
-                _store_some(state, i * width + channel, u, high - channel)
+        _remember(past, 0, state, low, high, width, taps)
         item = next_item(words)
 
 
