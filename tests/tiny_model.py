@@ -19,6 +19,7 @@ from torch import Tensor
 
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.batch import build_input
+from batchgen.engine.group import Group
 from batchgen.engine.scheduler import Schedule
 from batchgen.engine.sequence import Sequence as EngineSequence
 from batchgen.kernels import Kernels, select
@@ -109,7 +110,7 @@ def sequence_at(
     token_ids: Sequence[int], num_computed: int, block_table: Sequence[int], conv_slot: int, key: int = 0
 ) -> EngineSequence:
     """A sequence in the middle of its life, as the scheduler would leave it before a step."""
-    sequence = EngineSequence(Request(key, tuple(token_ids)), 0.0)
+    sequence = Group(Request(key, tuple(token_ids))).sequences[0]
     sequence.num_computed_tokens = num_computed
     sequence.block_table = list(block_table)
     sequence.conv_slot = conv_slot
@@ -137,8 +138,9 @@ def prefix_logits(model: Lfm2Model, token_ids: Sequence[int], block_size: int = 
 
 
 def engine_for(model: Lfm2Model, *, num_blocks: int, block_size: int, **sizes: Any) -> Engine:
-    """An engine with a pool of exactly ``num_blocks`` blocks."""
+    """An engine with a pool of exactly ``num_blocks`` blocks; it admits without foresight, so as to preempt."""
     memory = num_blocks * kv_block_bytes(model.config, block_size, model.dtype)
+    sizes = {"forecast_memory": False} | sizes
     return Engine(model, EngineConfig(block_size=block_size, kv_memory=memory, **sizes))
 
 

@@ -15,13 +15,12 @@ from batchgen.model.inputs import QUERY_BLOCK, ModelInput
 def build_input(schedule: Schedule, block_size: int) -> ModelInput:
     """CPU tensors for one forward pass; see ``ModelInput`` for shapes.
 
-    A sequence's scheduled tokens are the first ``count`` it owes. Logits are asked for the last token of
-    every sequence that owes nothing afterwards.
+    A sequence's scheduled tokens are the first ``count`` it owes. Logits are asked for the last token of every
+    sequence in ``schedule.completing``, then for the tokens before those in ``schedule.scored``.
     """
     entries = schedule.entries
     counts = np.array([count for _, count in entries], dtype=np.int32)
     starts = np.array([s.num_computed_tokens for s, _ in entries], dtype=np.int32)
-    owed = np.array([s.num_owed for s, _ in entries], dtype=np.int32)
     cu_seqlens = np.concatenate((np.zeros(1, np.int32), counts.cumsum(dtype=np.int32)))
     rows = np.repeat(np.arange(len(entries)), counts)
     positions = np.arange(counts.sum(), dtype=np.int32) - (cu_seqlens[:-1] - starts)[rows]
@@ -41,8 +40,18 @@ def build_input(schedule: Schedule, block_size: int) -> ModelInput:
         block_tables=torch.from_numpy(tables),
         conv_slots=torch.tensor([s.conv_slot for s, _ in entries], dtype=torch.int32),
         query_blocks=torch.from_numpy(_query_blocks(cu_seqlens)),
-        logits_indices=torch.from_numpy(cu_seqlens[1:][counts == owed].astype(np.int64) - 1),
+        logits_indices=torch.from_numpy(_logits_indices(schedule, cu_seqlens)),
     )
+
+
+def _logits_indices(schedule: Schedule, cu_seqlens: np.ndarray) -> np.ndarray:
+    bounds = zip(schedule.entries, cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
+    last, before_scored = [], []
+    for (sequence, count), start, end in bounds:
+        if sequence.completes(count):
+            last.append(end - 1)
+        before_scored += [start + i - 1 - sequence.num_computed_tokens for i in sequence.scored_in(count)]
+    return np.array(last + before_scored, dtype=np.int64)
 
 
 def _query_blocks(cu_seqlens: np.ndarray) -> np.ndarray:

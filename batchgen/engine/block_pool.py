@@ -1,42 +1,99 @@
-"""Which blocks of KV memory are free. Plain Python; knows neither tensors nor sequences."""
+"""Which blocks of KV memory are free, which are shared, and what the full ones hold. Plain Python, no tensors.
+
+A block belongs to whoever holds it, several at once if they share a prefix. Once full it may be given a digest (see
+``prefix``) under which others find it. It keeps its content when its last holder lets go, until the memory is needed:
+then the one unused longest is emptied first.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
 
 class BlockPool:
-    """``num_blocks`` interchangeable blocks, handed out and taken back one by one."""
+    """``num_blocks`` interchangeable blocks, handed out, shared and taken back."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is warm in the cache
-        self._is_free = bytearray(b"\x01" * num_blocks)
+        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is warm in the cache
+        self._unused: OrderedDict[int, None] = OrderedDict()  # full, known by a digest, held by nobody; oldest first
+        self._num_holders = [0] * num_blocks
+        self._digest: dict[int, bytes] = {}
+        self._block: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks nobody holds."""
-        return len(self._free)
+        return len(self._empty) + len(self._unused)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks; the caller has made sure that there are so many."""
-        if count > len(self._free):
-            raise AssertionError(f"asked for {count} blocks, {len(self._free)} are free")
-        taken = [self._free.pop() for _ in range(count)]
-        for block in taken:
-            self._is_free[block] = 0
+        """Take ``count`` blocks of no content; the caller has made sure that there are so many."""
+        if count > self.num_free:
+            raise AssertionError(f"asked for {count} blocks, {self.num_free} are free")
+        taken = []
+        for _ in range(count):
+            block = self._empty.pop() if self._empty else self._evict()
+            self._num_holders[block] = 1
+            taken.append(block)
         return taken
 
+    def _evict(self) -> int:
+        block, _ = self._unused.popitem(last=False)
+        del self._block[self._digest.pop(block)]
+        return block
+
     def free(self, blocks: list[int]) -> None:
-        """Give blocks back."""
+        """Let go of blocks held; the last one of a prefix is emptied before those it continues."""
         for block in reversed(blocks):
-            if self._is_free[block]:
+            if not self._num_holders[block]:
                 raise AssertionError(f"block {block} freed twice")
-            self._is_free[block] = 1
-            self._free.append(block)
+            self._num_holders[block] -= 1
+            if not self._num_holders[block]:
+                if block in self._digest:
+                    self._unused[block] = None
+                else:
+                    self._empty.append(block)
+
+    def find(self, digests: Iterable[bytes]) -> list[int]:
+        """The blocks that hold the longest known run of ``digests``, from the first on."""
+        found = []
+        for digest in digests:
+            block = self._block.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_unused(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` nobody holds."""
+        return sum(not self._num_holders[block] for block in blocks)
+
+    def num_sole(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` have one holder only."""
+        return sum(self._num_holders[block] == 1 for block in blocks)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Hold blocks that ``find`` named, as well as whoever else does."""
+        for block in blocks:
+            if not self._num_holders[block]:
+                del self._unused[block]
+            self._num_holders[block] += 1
+
+    def label(self, block: int, digest: bytes) -> None:
+        """Make a full block known under a digest, unless another one is."""
+        if digest not in self._block and block not in self._digest:
+            self._block[digest] = block
+            self._digest[block] = digest
 
     def check(self, held: list[int]) -> None:
-        """Assert that every block is either free or in ``held``, once."""
-        assert len(set(held)) == len(held), "a block is held twice"
-        assert len(set(self._free)) == len(self._free), "a block is free twice"
-        assert len(held) + len(self._free) == self.num_blocks, "blocks free + held != total"
-        assert all(self._is_free[b] for b in self._free), "a free block is marked as held"
-        assert not any(self._is_free[b] for b in held), "a held block is marked as free"
+        """Assert that every block is either free or in ``held``, as often as it is counted as held."""
+        holders = Counter(held)
+        assert all(self._num_holders[b] == holders[b] for b in range(self.num_blocks)), "holders are miscounted"
+        free = [*self._empty, *self._unused]
+        assert len(set(free)) == len(free), "a block is free twice"
+        assert len(holders) + len(free) == self.num_blocks, "blocks free + held != total"
+        assert not any(self._num_holders[b] for b in free), "a free block is held"
+        assert all(self._block[digest] == block for block, digest in self._digest.items()), "a digest leads elsewhere"
+        assert len(self._block) == len(self._digest), "a digest without a block"
+        assert not any(b in self._digest for b in self._empty), "an empty block has content"

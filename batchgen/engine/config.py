@@ -19,6 +19,10 @@ class EngineConfig:
         max_model_len: longest prompt plus output, in tokens.
         look_ahead: most requests pulled from the input but not yet admitted.
         threads: CPU threads of a step.
+        prefix_caching: whether equal beginnings of prompts are computed once.
+        share_duplicates: whether identical greedy requests are computed once.
+        longest_first: whether the longest expected are admitted first, not those that came first.
+        forecast_memory: whether admission looks at the memory that running sequences will still need.
     """
 
     max_num_batched_tokens: int | None = None
@@ -28,6 +32,10 @@ class EngineConfig:
     max_model_len: int | None = None
     look_ahead: int | None = None
     threads: int | None = None
+    prefix_caching: bool = True
+    share_duplicates: bool = True
+    longest_first: bool = True
+    forecast_memory: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values below 1.
@@ -37,19 +45,22 @@ class EngineConfig:
         """
         for name in (f.name for f in fields(self)):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and not isinstance(value, bool) and value < 1:
                 raise UsageError(f"{name} {value}: must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Sizes the scheduler works with, all resolved and positive."""
+    """Sizes the scheduler works with, all resolved and positive, and its policies; see ``EngineConfig``."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     block_size: int
     num_blocks: int
     max_model_len: int
+    prefix_caching: bool = True
+    longest_first: bool = True
+    forecast_memory: bool = True
 
     @property
     def max_num_tokens(self) -> int:

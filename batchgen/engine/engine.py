@@ -6,20 +6,24 @@ Everything happens in the caller's thread, one step at a time; the only thing th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from math import isfinite
 
 import torch
 
 from batchgen.engine.config import EngineConfig
+from batchgen.engine.duplicates import Duplicates
+from batchgen.engine.group import Group
 from batchgen.engine.model_runner import ModelRunner
+from batchgen.engine.penalties import TokenCounts
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.scheduler import Schedule, Scheduler
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Sequence, StopWatch
 from batchgen.engine.sizes import resolve
 from batchgen.engine.stats import EngineStats
 from batchgen.errors import RowError, RowErrorCode
 from batchgen.model.lfm2 import Lfm2Model
-from batchgen.records import Request, Result
+from batchgen.records import FinishReason, Request, Result
 
 
 class Engine:
@@ -32,9 +36,14 @@ class Engine:
     """
 
     def __init__(
-        self, model: Lfm2Model, config: EngineConfig | None = None, *, eos_token_ids: Iterable[int] | None = None
+        self,
+        model: Lfm2Model,
+        config: EngineConfig | None = None,
+        *,
+        eos_token_ids: Iterable[int] | None = None,
+        stop_watch: Callable[[tuple[str, ...]], StopWatch] | None = None,
     ) -> None:
-        """``eos_token_ids`` default to the model config's.
+        """``eos_token_ids`` default to the model config's; ``stop_watch`` makes what looks for stop strings in text.
 
         Raises:
             UsageError: a size that cannot work.
@@ -49,6 +58,9 @@ class Engine:
         self.runner = ModelRunner(model, self.config)
         self.sampler = Sampler(model.kernels, self.eos_token_ids)
         self.stats = EngineStats(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        self.duplicates = Duplicates()
+        self._shares_duplicates = config.share_duplicates
+        self._stop_watch = stop_watch
         self._stopping = False
 
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
@@ -59,63 +71,84 @@ class Engine:
         source = iter(requests)
         more = True
         while not self._stopping:
-            while more and len(self.scheduler.waiting) < self.look_ahead:
+            while more and len(self.scheduler.waiting) + self.duplicates.num_waiting < self.look_ahead:
                 request = next(source, None)
                 if request is None:
                     more = False
                     break
-                refused = self.submit(request)
-                if refused is not None:
-                    yield refused
+                answer = self.submit(request)
+                if answer is not None:
+                    yield answer
             if not self.scheduler.has_work:
                 return
             yield from self.step()
 
     def submit(self, request: Request) -> Result | None:
-        """Queue a request; a result at once if it can never run, or has nothing left to generate."""
-        sequence = Sequence(request, time.monotonic())
-        error = self._unknown_token(request) or self.scheduler.refusal(sequence)
-        if error is not None:
-            return sequence.result(error)
-        if sequence.num_output_tokens:
-            sequence.finish_reason = sequence.stop_reason(self.eos_token_ids, self.config.max_model_len)
-            if sequence.is_finished:
-                return sequence.result()
-        self.scheduler.add(sequence)
+        """Queue a request; a result at once if it can never run, was answered before, or is done already."""
+        group = Group(request)
+        group.error = self._unusable(request) or next(filter(None, map(self.scheduler.refusal, group.sequences)), None)
+        if group.error is not None:
+            return group.result()
+        if self._shares_duplicates:
+            answer = self.duplicates.answered(request)
+            self.stats.num_shared_requests = self.duplicates.num_shared
+            if answer is not None or not self.duplicates.begin(group):
+                return answer
+        for sequence in group.sequences:
+            self._prepare(sequence)
+        if group.sequences[0].is_finished:  # by what an earlier run generated
+            return self._end(group.sequences[0])[0]
+        for sequence in group.sequences:
+            self.scheduler.add(sequence)
         return None
 
-    def _unknown_token(self, request: Request) -> RowError | None:
+    def _unusable(self, request: Request) -> RowError | None:
         known = self.runner.model.config.vocab_size
-        for token in (*request.prompt_token_ids, *request.output_token_ids):
-            if not 0 <= token < known:
-                return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {known}")
+        for tokens in (request.prompt_token_ids, request.output_token_ids, *request.choices):
+            for token in tokens:
+                if not 0 <= token < known:
+                    return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {known}")
+        if request.params.stop and self._stop_watch is None:
+            return RowError(RowErrorCode.BAD_PARAM, "stop strings need a tokenizer, and this model has none")
         return None
+
+    def _prepare(self, sequence: Sequence) -> None:
+        """Set up what watches and counts the tokens, with those that an earlier run generated."""
+        request = sequence.request
+        if request.params.stop and self._stop_watch is not None:
+            sequence.stop_watch = self._stop_watch(request.params.stop)
+        if request.params.has_penalties:
+            sequence.counts = TokenCounts(request.prompt_token_ids, request.output_token_ids)
+        sequence.token_ids = sequence.token_ids[: len(sequence.token_ids) - len(request.output_token_ids)]
+        for token_id in request.output_token_ids:
+            sequence.token_ids.append(token_id)
+            sequence.finish_reason = sequence.stop_reason(self.eos_token_ids, self.config.max_model_len)
 
     def step(self) -> list[Result]:
         """Advance every scheduled sequence; the results of those that ended."""
         with self.stats.phase("schedule"):
             schedule = self.scheduler.schedule()
-        completing = schedule.completing
+        completing, scored = schedule.completing, schedule.scored
         with self.stats.phase("forward"):
             logits = self.runner.run(schedule)
         with self.stats.phase("sample"):
-            token_ids = self.sampler.sample(logits, completing) if completing else []
+            token_ids = self.sampler.sample(logits[: len(completing)], completing) if completing else []
+            self.sampler.score(logits[len(completing) :], scored)
         with self.stats.phase("update"):
             self._count(schedule)
             self.scheduler.computed(schedule)
-            return self._update(completing, token_ids)
+            ended = self._update(completing, token_ids)
+            ended += [s for s, _ in schedule.entries if not s.generates and not s.num_owed]
+            return [result for sequence in ended for result in self._end(sequence)]
 
     def stop(self) -> None:
         """Make ``run`` return after the step under way, for good; safe to call from a signal handler."""
         self._stopping = True
 
     def unfinished(self) -> dict[int, tuple[int, ...]]:
-        """Tokens generated so far, by request key, of every sequence that has some and is not finished."""
-        return {
-            s.request.key: tuple(s.token_ids[s.num_prompt_tokens :])
-            for s in self.scheduler.unfinished()
-            if s.num_output_tokens
-        }
+        """Tokens generated so far, by request key, of every request that could go on from them."""
+        tokens = {s.request.key: s.group.resumable_tokens for s in self.scheduler.unfinished()}
+        return {key: generated for key, generated in tokens.items() if generated}
 
     def _count(self, schedule: Schedule) -> None:
         stats = self.stats
@@ -129,22 +162,43 @@ class Engine:
         kv_use = 1 - pool.num_free / pool.num_blocks
         stats.add_step(schedule.num_tokens - decode, decode, len(schedule.entries), kv_use)
         stats.num_preemptions = self.scheduler.num_preemptions
+        stats.num_queried_tokens = self.scheduler.num_queried_tokens
+        stats.num_cached_tokens = self.scheduler.num_cached_tokens
+        stats.num_recomputed_tokens = self.scheduler.num_recomputed_tokens
+        stats.num_shared_requests = self.duplicates.num_shared
         stats.max_running = max(stats.max_running, len(self.scheduler.running))
 
-    def _update(self, completing: list[Sequence], token_ids: list[int]) -> list[Result]:
+    def _update(self, completing: list[Sequence], token_ids: list[int]) -> list[Sequence]:
+        """Append the new tokens; the sequences that end with them."""
         now = time.monotonic()
-        results = []
+        ended = []
         for sequence, token_id in zip(completing, token_ids, strict=True):
-            error = None
             if token_id < 0:
-                message = f"the model's logits after token {sequence.num_tokens} are not finite"
-                error = RowError(RowErrorCode.INTERNAL, message)
-            else:
-                self.stats.num_output_tokens += 1
-                sequence.append(token_id, now)
-                sequence.finish_reason = sequence.stop_reason(self.eos_token_ids, self.config.max_model_len)
-            if sequence.is_finished or error:
-                sequence.finished_at = now
-                self.scheduler.finish(sequence)
-                results.append(sequence.result(error))
-        return results
+                self._fail(sequence, f"the model's logits after token {sequence.num_tokens} are not finite")
+                ended.append(sequence)
+                continue
+            self.stats.num_output_tokens += 1
+            sequence.append(token_id, now)
+            sequence.finish_reason = sequence.stop_reason(self.eos_token_ids, self.config.max_model_len)
+            if sequence.is_finished:
+                ended.append(sequence)
+        return ended
+
+    def _end(self, sequence: Sequence) -> list[Result]:
+        """Let a sequence go; the results that are complete with it."""
+        sequence.finished_at = time.monotonic()
+        if not sequence.generates:
+            sequence.finish_reason = FinishReason.STOP if sequence.request.choices else FinishReason.LENGTH
+            sequence.first_token_at = sequence.finished_at
+        if not all(isfinite(score.logprob) for score in sequence.scores):
+            self._fail(sequence, "the model's logits over the given tokens are not finite")
+        if sequence.conv_slot is not None:
+            self.scheduler.finish(sequence)
+        if not sequence.group.is_finished:
+            return []
+        result = sequence.group.result()
+        return [result, *(self.duplicates.end(sequence.group, result) if self._shares_duplicates else [])]
+
+    @staticmethod
+    def _fail(sequence: Sequence, message: str) -> None:
+        sequence.group.error = RowError(RowErrorCode.INTERNAL, message)

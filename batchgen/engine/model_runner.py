@@ -27,7 +27,10 @@ class ModelRunner:
         )
 
     def run(self, schedule: Schedule) -> Tensor:
-        """Logits [num_completing, vocab_size] of the sequences that ``schedule.completing`` names, in its order."""
+        """Logits [rows, vocab_size]: a row for each of ``schedule.completing``, then one a token of ``.scored``."""
         inputs = build_input(schedule, self.block_size)
+        if schedule.resumed:
+            last = [s.block_table[s.num_computed_tokens // self.block_size - 1] for s in schedule.resumed]
+            self.state.restore_conv(last, [s.conv_slot for s in schedule.resumed if s.conv_slot is not None])
         max_position = int(inputs.positions.max())
         return self.model.forward(inputs.to(self.model.device), self.state, max_position)

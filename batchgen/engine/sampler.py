@@ -1,19 +1,23 @@
-"""From logits to the next token of each sequence.
+"""From logits to the next token of each sequence, and to log-probabilities where they are asked for.
 
-Randomness is counter-based: one uniform number per (seed, request key, position), so a token never depends on batch
-slot, order, preemption or resume. The filters run in vLLM's order: temperature, min_p, top_k, top_p.
+Randomness is counter-based: one uniform number per (seed, request key, sample, position), so a token never depends on
+batch slot, order, preemption or resume. The order is vLLM's: log-probabilities of the logits as they come, then
+``min_tokens``, penalties, temperature, min_p, top_k, top_p.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
+from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.engine.penalties import penalize
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels import Kernels, SamplingRows
+from batchgen.records import TokenLogprob
 
 _MASK = (1 << 64) - 1
 _COLDEST, _HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -27,9 +31,9 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def uniform(seed: int, key: int, position: int) -> float:
+def uniform(seed: int, key: int, sample: int, position: int) -> float:
     """A number in [0, 1) that is a function of its arguments alone; ``position`` counts output tokens."""
-    bits = _mix(_mix(_mix(seed & _MASK) ^ (key & _MASK)) ^ position)
+    bits = _mix(_mix(_mix(_mix(seed & _MASK) ^ (key & _MASK)) ^ sample) ^ position)
     return (bits >> 11) * 2.0**-53
 
 
@@ -43,7 +47,47 @@ class Sampler:
     @torch.inference_mode()  # logits come from inference mode and may be written only inside it
     def sample(self, logits: Tensor, sequences: Sequence_[Sequence]) -> list[int]:
         """Next token ids for logits [num_seqs, vocab_size], which may be overwritten; -1 where a row is not finite."""
+        reported = [i for i, s in enumerate(sequences) if s.request.params.logprobs is not None]
+        raw = logits[reported] if reported else None
         self._forbid_early_end(logits, sequences)
+        penalized = [(i, s.counts, s.request.params) for i, s in enumerate(sequences) if s.counts is not None]
+        if penalized:
+            logits = logits.float()
+            penalize(logits, *zip(*penalized, strict=True))
+        token_ids = self._choose(logits, sequences)
+        if raw is not None:
+            wanted = [sequences[i].request.params.logprobs or 0 for i in reported]
+            found = self._logprobs(raw, [token_ids[i] for i in reported], wanted)
+            for i, logprob in zip(reported, found, strict=True):
+                sequences[i].logprobs.append(logprob)
+        return token_ids
+
+    @torch.inference_mode()
+    def score(self, logits: Tensor, scored: Sequence_[tuple[Sequence, range]]) -> None:
+        """Book the log-probabilities of given tokens; logits [num_scored, vocab_size], a row for each in order."""
+        if not scored:
+            return
+        tokens = [s.token_ids[i] for s, indexes in scored for i in indexes]
+        wanted = [s.request.params.prompt_logprobs or 0 for s, indexes in scored for _ in indexes]
+        found = iter(self._logprobs(logits, tokens, wanted))
+        for sequence, indexes in scored:
+            sequence.scores += islice(found, len(indexes))
+            sequence.next_scored = indexes.stop
+
+    def _logprobs(self, logits: Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprob]:
+        """The log-probability of a token in each row, and of the ``num_top`` likeliest there (equals by id)."""
+        columns = torch.tensor(token_ids, device=logits.device).clamp(min=0)  # -1: a row that is not finite
+        norm = self.kernels.logsumexp(logits)
+        own = (logits.gather(1, columns[:, None])[:, 0].float() - norm).tolist()
+        top = logits.topk(max(num_top), dim=1)
+        values, ids = (top.values.float() - norm[:, None]).tolist(), top.indices.tolist()
+        rows = zip(token_ids, own, values, ids, num_top, strict=True)
+        return [
+            TokenLogprob(token, value, tuple(sorted(zip(i[:k], v[:k], strict=True), key=lambda t: (-t[1], t[0]))))
+            for token, value, v, i, k in rows
+        ]
+
+    def _choose(self, logits: Tensor, sequences: Sequence_[Sequence]) -> list[int]:
         drawn = [i for i, s in enumerate(sequences) if not s.request.params.is_greedy]
         if not drawn:
             return self.kernels.argmax(logits).tolist()
@@ -66,7 +110,9 @@ class Sampler:
     @staticmethod
     def _rows(sequences: Sequence_[Sequence], device: torch.device) -> SamplingRows:
         params = [s.request.params for s in sequences]
-        uniforms = [uniform(p.seed, s.request.key, s.num_output_tokens) for s, p in zip(sequences, params, strict=True)]
+        uniforms = [
+            uniform(s.request.params.seed, s.request.key, s.sample_index, s.num_output_tokens) for s in sequences
+        ]
 
         def column(values: list[float] | list[int], dtype: type) -> Tensor:
             return torch.from_numpy(np.array(values, dtype=dtype)).to(device)

@@ -12,16 +12,26 @@ from dataclasses import dataclass
 
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.forecast import OutputLengths, peak_tokens
+from batchgen.engine.prefix import extend_digests
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.waiting import WaitingQueue
 from batchgen.errors import RowError, RowErrorCode
 
+_MAX_DEFERRED = 64  # waiting sequences passed over in a step because what they share is being computed
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step's work: ordered (sequence, num_scheduled_tokens), every count at least 1."""
+    """One step's work.
+
+    Attributes:
+        entries: ordered (sequence, num_scheduled_tokens), every count at least 1.
+        resumed: sequences that start behind a cached prefix, whose convolution state comes with its last block.
+    """
 
     entries: tuple[tuple[Sequence, int], ...]
+    resumed: tuple[Sequence, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -31,7 +41,12 @@ class Schedule:
     @property
     def completing(self) -> list[Sequence]:
         """The sequences that will owe nothing after the step, so that their next token can be sampled."""
-        return [sequence for sequence, count in self.entries if count == sequence.num_owed]
+        return [s for s, count in self.entries if s.completes(count)]
+
+    @property
+    def scored(self) -> list[tuple[Sequence, range]]:
+        """The tokens (indexes) that this step's logits score, by sequence."""
+        return [(s, found) for s, count in self.entries if (found := s.scored_in(count))]
 
 
 class Scheduler:
@@ -40,10 +55,16 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
-        self.waiting = WaitingQueue()
+        self.waiting = WaitingQueue(config.longest_first)
         self.running: list[Sequence] = []  # in order of admission
+        self.lengths = OutputLengths()
         self.num_preemptions = 0
+        self.num_queried_tokens = 0  # of fresh sequences, when they were admitted
+        self.num_cached_tokens = 0  # taken over from the prefix cache by fresh sequences
+        self.num_recomputed_tokens = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._most_blocks_running = 0  # what the running ones would take at their longest, nothing shared
+        self._promised: dict[bytes, Sequence] = {}  # blocks of prompts that a running sequence is computing
 
     @property
     def has_work(self) -> bool:
@@ -53,14 +74,14 @@ class Scheduler:
     def refusal(self, sequence: Sequence) -> RowError | None:
         """Why a sequence could never be run to its end, or None; asked before it is added."""
         limit = self.config.max_model_len
-        if not sequence.num_tokens:
+        if not sequence.num_prompt_tokens:
             return RowError(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
-        if sequence.num_prompt_tokens >= limit:
-            length = sequence.num_prompt_tokens
-            message = f"the prompt has {length} tokens; with max_model_len {limit} at most {limit - 1} fit"
+        length = sequence.num_prompt_tokens if sequence.generates else sequence.num_tokens
+        if length > limit - sequence.generates:
+            what = "the prompt has" if sequence.generates else "prompt and choice have"
+            message = f"{what} {length} tokens; with max_model_len {limit} at most {limit - sequence.generates} fit"
             return RowError(RowErrorCode.TOO_LONG, message)
-        # The last token is never computed, so it needs no state.
-        needed = min(sequence.num_prompt_tokens + sequence.request.params.max_tokens, limit) - 1
+        needed = self._most_tokens(sequence)
         if needed > self.config.max_num_tokens:
             message = (
                 f"prompt and max_tokens need KV memory for {needed} tokens; "
@@ -69,8 +90,16 @@ class Scheduler:
             return RowError(RowErrorCode.TOO_LONG, message)
         return None
 
+    def _most_tokens(self, sequence: Sequence) -> int:
+        """Most tokens whose state the sequence will ever hold: the last one is never computed, unless given."""
+        if not sequence.generates:
+            return sequence.num_tokens
+        return min(sequence.num_prompt_tokens + sequence.request.params.max_tokens, self.config.max_model_len) - 1
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that ``refusal`` has no objection to."""
+        if self.config.prefix_caching:
+            extend_digests(sequence.digests, sequence.token_ids, self.config.block_size)
         self.waiting.push(sequence)
 
     def schedule(self) -> Schedule:
@@ -94,32 +123,94 @@ class Scheduler:
             if sequence.conv_slot is not None:
                 counts[sequence] = count
                 budget -= count
-        if self.num_preemptions == preemptions_before:
-            self._admit(counts, budget)
-        return Schedule(tuple(counts.items()))
+        resumed = self._admit(counts, budget) if self.num_preemptions == preemptions_before else []
+        return Schedule(tuple(counts.items()), tuple(resumed))
 
-    def _admit(self, counts: dict[Sequence, int], budget: int) -> None:
-        while budget and self.waiting and self._free_slots:
+    def _admit(self, counts: dict[Sequence, int], budget: int) -> list[Sequence]:
+        """Admit waiting sequences as far as budget, slots and memory go; returns those that start behind a prefix."""
+        resumed: list[Sequence] = []
+        deferred: list[Sequence] = []
+        while budget and self.waiting and self._free_slots and len(deferred) < _MAX_DEFERRED:
             sequence = self.waiting.peek()
-            # All it owes must fit, not just this chunk, and every running sequence keeps the block it may need next:
-            # a newcomer that is preempted half prefilled would start over again and again.
-            room = self.pool.num_free - len(self.running)
-            if self.running and self._blocks_missing(sequence, sequence.num_owed) > room:
-                return
+            prefix = self.pool.find(self._usable_digests(sequence))
+            if self._is_promised(sequence, len(prefix)):
+                deferred.append(self.waiting.pop())
+                continue
+            if self.running and not self._has_room(sequence, prefix):
+                break
+            self._start(self.waiting.pop(), prefix)
+            if prefix:
+                resumed.append(sequence)
             count = min(sequence.num_owed, budget)
-            self.waiting.pop()
-            sequence.conv_slot = self._free_slots.pop()
-            self.running.append(sequence)
             self._allot(sequence, count)
-            if sequence.first_scheduled_at is None:
-                sequence.first_scheduled_at = time.monotonic()
             counts[sequence] = count
             budget -= count
+        for sequence in deferred:
+            self.waiting.put_back(sequence)
+        return resumed
+
+    def _usable_digests(self, sequence: Sequence) -> list[bytes]:
+        return sequence.digests[: sequence.max_cached_tokens // self.config.block_size]
+
+    def _is_promised(self, sequence: Sequence, num_found: int) -> bool:
+        """Whether the next block of the prompt is being computed by a sequence that runs already."""
+        usable = self._usable_digests(sequence)
+        return not sequence.num_preemptions and len(usable) > num_found and usable[num_found] in self._promised
+
+    def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
+        """Whether admitting the sequence behind ``prefix`` leaves memory for those that run.
+
+        All it owes must fit, not just this chunk, and every running sequence keeps the block it may need next: a
+        newcomer that is preempted half prefilled would start over again and again.
+        """
+        pool = self.pool
+        missing = self._blocks_needed(sequence.num_tokens) - len(prefix)
+        room = pool.num_free - pool.num_unused(prefix)
+        if missing > room - len(self.running):
+            return False
+        if not self.config.forecast_memory:
+            return True
+        most = self._most_blocks_running + self._most_blocks(sequence)
+        return most <= self.config.num_blocks or self._peak_blocks(sequence, prefix) <= self.config.num_blocks
+
+    def _peak_blocks(self, newcomer: Sequence, prefix: list[int]) -> int:
+        """The most blocks that will probably be held at once if ``newcomer`` runs too."""
+        size = self.config.block_size
+        own = [self.pool.num_sole(s.block_table) for s in self.running]  # the others outlive their sequence
+        shared = self.config.num_blocks - self.pool.num_free + self.pool.num_unused(prefix) - sum(own)
+        held = [s.num_tokens - (len(s.block_table) - n) * size for s, n in zip(self.running, own, strict=True)]
+        held.append(newcomer.num_tokens - len(prefix) * size)
+        more = (self.lengths.expected_more(s) for s in (*self.running, newcomer))
+        return shared + self._blocks_needed(peak_tokens(held, more, size))
+
+    def _most_blocks(self, sequence: Sequence) -> int:
+        return self._blocks_needed(self._most_tokens(sequence))
+
+    def _blocks_needed(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def _start(self, sequence: Sequence, prefix: list[int]) -> None:
+        """Give a sequence a slot and the cached blocks it begins with."""
+        self.pool.share(prefix)
+        sequence.block_table = prefix
+        self._most_blocks_running += self._most_blocks(sequence)
+        sequence.num_computed_tokens = len(prefix) * self.config.block_size
+        if sequence.num_preemptions:
+            self.num_recomputed_tokens += max(0, sequence.max_computed_tokens - sequence.num_computed_tokens)
+        else:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_cached_tokens += sequence.num_computed_tokens
+        sequence.conv_slot = self._free_slots.pop()
+        self.running.append(sequence)
+        for digest in self._usable_digests(sequence)[len(prefix) :]:
+            self._promised.setdefault(digest, sequence)
+        if sequence.first_scheduled_at is None:
+            sequence.first_scheduled_at = time.monotonic()
 
     def _blocks_missing(self, sequence: Sequence, count: int) -> int:
         """Blocks to add before ``count`` more tokens of the sequence can be computed."""
-        total = -(-(sequence.num_computed_tokens + count) // self.config.block_size)
-        return total - len(sequence.block_table)
+        return self._blocks_needed(sequence.num_computed_tokens + count) - len(sequence.block_table)
 
     def _allot(self, sequence: Sequence, count: int) -> None:
         sequence.block_table += self.pool.allocate(self._blocks_missing(sequence, count))
@@ -140,6 +231,7 @@ class Scheduler:
         return victims
 
     def _preempt(self, sequence: Sequence) -> None:
+        sequence.max_computed_tokens = max(sequence.max_computed_tokens, sequence.num_computed_tokens)
         self._release(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
@@ -151,17 +243,35 @@ class Scheduler:
         self.running.remove(sequence)
         self.pool.free(sequence.block_table)
         sequence.block_table = []
+        self._most_blocks_running -= self._most_blocks(sequence)
+        for digest in sequence.digests:
+            if self._promised.get(digest) is sequence:
+                del self._promised[digest]
         assert sequence.conv_slot is not None
         self._free_slots.append(sequence.conv_slot)
         sequence.conv_slot = None
 
     def computed(self, schedule: Schedule) -> None:
         """Book the schedule's tokens as cached; called once their forward pass is under way."""
+        size = self.config.block_size
         for sequence, count in schedule.entries:
+            before = sequence.num_computed_tokens // size
             sequence.num_computed_tokens += count
+            full = sequence.num_computed_tokens // size
+            if full > before and self.config.prefix_caching:
+                self._label(sequence, before, full)
+
+    def _label(self, sequence: Sequence, first: int, end: int) -> None:
+        """Make blocks that have become full known to others, and to the sequence itself should it be preempted."""
+        extend_digests(sequence.digests, sequence.token_ids, self.config.block_size)
+        for block, digest in zip(sequence.block_table[first:end], sequence.digests[first:end], strict=True):
+            self.pool.label(block, digest)
+            self._promised.pop(digest, None)
 
     def finish(self, sequence: Sequence) -> None:
         """Let a running sequence go; its memory serves the next step."""
+        if sequence.generates:
+            self.lengths.add(sequence.num_output_tokens)
         self._release(sequence)
 
     def unfinished(self) -> Iterable[Sequence]:
@@ -177,6 +287,8 @@ class Scheduler:
         assert sorted([*self._free_slots, *(s for s in slots if s is not None)]) == list(
             range(self.config.max_num_seqs)
         )
+        assert all(s in self.running for s in self._promised.values()), "a promise nobody will keep"
+        assert self._most_blocks_running == sum(map(self._most_blocks, self.running))
         for s in self.running:
             assert 0 <= s.num_computed_tokens < s.num_tokens, "a running sequence owes nothing"
             assert len(s.block_table) == -(-s.num_computed_tokens // self.config.block_size), "blocks do not fit tokens"

@@ -1,57 +1,108 @@
-"""The engine's state of one request while it is under way."""
+"""The engine's state of one sequence of tokens while it is under way."""
 
 from __future__ import annotations
 
-from batchgen.errors import RowError
-from batchgen.records import FinishReason, Request, Result, Timings
+from typing import TYPE_CHECKING, Protocol
+
+from batchgen.engine.looping import LoopWatch
+from batchgen.records import FinishReason, Request, Sample, TokenLogprob
+
+if TYPE_CHECKING:
+    from batchgen.engine.group import Group
+    from batchgen.engine.penalties import TokenCounts
+
+
+class StopWatch(Protocol):
+    """Looks for stop strings in a text that grows token by token."""
+
+    def push(self, token_id: int) -> str | None:
+        """Take in the next generated token; the stop string that it completes, if any."""
 
 
 class Sequence:
-    """A request's tokens so far, and where its state is kept.
+    """The tokens so far of one sample, or of a text to be scored, and where their state is kept.
 
     What is computed lags behind what is known: a sequence owes ``num_owed`` tokens to the cache. A fresh prompt
-    owes all of itself, a decoding sequence owes one, a preempted one owes everything again; nothing else tells
-    these phases apart.
+    owes all of itself, a decoding sequence owes one, a preempted one owes what its cached blocks do not hold; nothing
+    else tells these phases apart.
+
+    Tokens from ``next_scored`` up to ``end_scored`` (indexes into ``token_ids``) are still to be scored: their
+    log-probabilities are wanted from the position before each. ``digests`` name the full blocks in order, as far as
+    they have been asked for.
     """
 
     __slots__ = (
         "block_table",
         "conv_slot",
+        "counts",
+        "digests",
+        "end_scored",
         "finish_reason",
         "finished_at",
         "first_scheduled_at",
         "first_token_at",
+        "generates",
+        "group",
+        "logprobs",
+        "loop_watch",
+        "matched_stop",
+        "max_computed_tokens",
+        "next_scored",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "order",
         "request",
-        "submitted_at",
+        "sample_index",
+        "scores",
+        "stop_watch",
         "token_ids",
     )
 
-    def __init__(self, request: Request, submitted_at: float) -> None:
+    def __init__(self, request: Request, group: Group, sample_index: int = 0) -> None:
         self.request = request
+        self.group = group
+        self.sample_index = sample_index
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.generates = request.params.max_tokens > 0
         self.num_computed_tokens = 0
+        self.max_computed_tokens = 0
+        self.num_cached_tokens = 0
         self.block_table: list[int] = []
+        self.digests: list[bytes] = []
         self.conv_slot: int | None = None
+        self.order: tuple[int, int, int] = (0, 0, 0)
         self.finish_reason: FinishReason | None = None
+        self.matched_stop: str | None = None
+        self.stop_watch: StopWatch | None = None
+        self.loop_watch = LoopWatch(request.params.max_repeats) if request.params.max_repeats else None
+        self.counts: TokenCounts | None = None
+        self.logprobs: list[TokenLogprob] = []
+        self.scores: list[TokenLogprob] = []
+        self.next_scored = self.end_scored = 0
         self.num_preemptions = 0
-        self.submitted_at = submitted_at
         self.first_scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
 
+    def score(self, first: int, choice: tuple[int, ...] = ()) -> None:
+        """Ask for scores of the tokens from index ``first`` on; with ``choice``, of that after the prompt instead."""
+        if choice:
+            self.token_ids = [*self.request.prompt_token_ids, *choice]
+            self.generates = False
+        self.next_scored, self.end_scored = first, len(self.token_ids)
+
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
+        """Tokens known so far."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
         """Generated tokens."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return len(self.token_ids) - self.num_prompt_tokens if self.generates else 0
 
     @property
     def num_owed(self) -> int:
@@ -61,7 +112,22 @@ class Sequence:
     @property
     def max_new_tokens(self) -> int:
         """Tokens this sequence may still generate before ``max_tokens`` ends it."""
-        return self.request.params.max_tokens - self.num_output_tokens
+        return self.request.params.max_tokens - self.num_output_tokens if self.generates else 0
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Most tokens whose state may come from elsewhere: the logits of the others are wanted."""
+        wanted_from = self.next_scored if self.next_scored < self.end_scored else self.num_tokens
+        return wanted_from - 1
+
+    def completes(self, count: int) -> bool:
+        """Whether computing ``count`` more tokens leaves nothing owed, so that the next token can be chosen."""
+        return self.generates and count == self.num_owed
+
+    def scored_in(self, count: int) -> range:
+        """Which tokens (indexes) the logits of the next ``count`` computed positions score."""
+        done = self.num_computed_tokens
+        return range(max(self.next_scored, done + 1), min(self.end_scored, done + count + 1))
 
     @property
     def is_finished(self) -> bool:
@@ -73,42 +139,29 @@ class Sequence:
         self.token_ids.append(token_id)
         if self.first_token_at is None:
             self.first_token_at = at
+        if self.counts is not None:
+            self.counts.add(token_id)
 
     def stop_reason(self, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
-        """Why the newest token ends the sequence, or None."""
+        """Why the newest token ends the sequence, or None; to be asked once for each."""
         params = self.request.params
         newest = self.token_ids[-1]
-        if self.num_output_tokens >= params.min_tokens and (
-            newest in params.stop_token_ids or (newest in eos_token_ids and not params.ignore_eos)
-        ):
-            return FinishReason.STOP
+        stop = self.stop_watch.push(newest) if self.stop_watch is not None else None
+        is_loop = self.loop_watch.push(newest) if self.loop_watch is not None else False
+        if self.num_output_tokens >= params.min_tokens:
+            if newest in params.stop_token_ids or (newest in eos_token_ids and not params.ignore_eos):
+                return FinishReason.STOP
+            if stop is not None:
+                self.matched_stop = stop
+                return FinishReason.STOP
+            if is_loop:
+                return FinishReason.REPETITION
         if self.max_new_tokens <= 0 or self.num_tokens >= max_model_len:
             return FinishReason.LENGTH
         return None
 
-    def result(self, error: RowError | None = None) -> Result:
-        """What came of the request, once finished or failed."""
-        return Result(
-            key=self.request.key,
-            num_prompt_tokens=self.num_prompt_tokens,
-            token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
-            finish_reason=self.finish_reason,
-            timings=self._timings(),
-            error=error,
-        )
-
-    def _timings(self) -> Timings:
-        start, scheduled, first, end = self.submitted_at, self.first_scheduled_at, self.first_token_at, self.finished_at
-        if scheduled is None or first is None or end is None:
-            return Timings(preemptions=self.num_preemptions)
-        decode_s = end - first
-        num_generated = self.num_output_tokens - len(self.request.output_token_ids)  # a resumed one brought some
-        return Timings(
-            queue_s=scheduled - start,
-            prefill_s=first - scheduled,
-            decode_s=decode_s,
-            ttft_s=first - start,
-            tpot_s=decode_s / max(1, num_generated - 1),
-            total_s=end - start,
-            preemptions=self.num_preemptions,
-        )
+    def to_sample(self) -> Sample:
+        """What was generated."""
+        logprobs = tuple(self.logprobs) if self.request.params.logprobs is not None else None
+        tokens = tuple(self.token_ids[self.num_prompt_tokens :])
+        return Sample(tokens, self.finish_reason, self.matched_stop, logprobs)

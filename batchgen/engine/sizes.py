@@ -44,6 +44,9 @@ def resolve(config: EngineConfig, model: Lfm2Model) -> SchedulerConfig:
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
+        prefix_caching=config.prefix_caching,
+        longest_first=config.longest_first,
+        forecast_memory=config.forecast_memory,
     )
 
 

@@ -70,7 +70,9 @@ class EngineStats:
     ``num_kv_read`` the cached positions every step's sequences had (each read at least once), so that a roofline
     can be drawn; ``phase_s`` sums seconds by phase of a step, ``forward_prefill_s`` the part of "forward" that falls
     to prefill tokens when a step's time is shared out evenly; ``sum_sequences`` and ``sum_kv_use`` (share of the
-    blocks) sum over steps.
+    blocks) sum over steps. Of ``num_queried_tokens`` of prompts admitted, ``num_cached_tokens`` were taken over from
+    the prefix cache; ``num_recomputed_tokens`` had been computed before a preemption; ``num_shared_requests`` were
+    answered with the result of an identical one.
     """
 
     max_num_seqs: int = 0
@@ -82,6 +84,10 @@ class EngineStats:
     num_attended: int = 0
     num_kv_read: int = 0
     num_preemptions: int = 0
+    num_queried_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_shared_requests: int = 0
     max_running: int = 0
     sum_sequences: int = 0
     sum_kv_use: float = 0.0

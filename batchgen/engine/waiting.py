@@ -10,28 +10,43 @@ from batchgen.engine.sequence import Sequence
 
 
 class WaitingQueue:
-    """Preempted sequences first, then the longest expected first, equals in order of arrival.
+    """Preempted sequences first, then the longest expected first, those that share a prefix together, then by arrival.
 
-    Offline the whole file is known, at least as far as the engine looks ahead. Starting the longest early
-    keeps the end of a job from being run by a handful of stragglers.
+    Offline the whole file is known, at least as far as the engine looks ahead. Starting the longest early keeps the
+    end of a job from being run by a handful of stragglers. ``longest_first`` off leaves only the arrival to count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest_first: bool = True) -> None:
+        self._longest_first = longest_first
         self._preempted: deque[Sequence] = deque()
-        self._fresh: list[tuple[int, int, Sequence]] = []
+        self._fresh: list[tuple[tuple[int, int, int], Sequence]] = []
         self._arrivals = 0
+        self._families: dict[bytes, tuple[int, int]] = {}  # by first block: arrival of the first member, members here
 
     def __len__(self) -> int:
         return len(self._preempted) + len(self._fresh)
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._preempted
-        yield from (sequence for _, _, sequence in self._fresh)
+        yield from (sequence for _, sequence in self._fresh)
 
     def push(self, sequence: Sequence) -> None:
-        """Add a fresh sequence."""
+        """Add a fresh sequence; its ``digests`` say which others begin as it does."""
         self._arrivals += 1
-        heapq.heappush(self._fresh, (-sequence.max_new_tokens, self._arrivals, sequence))
+        if self._longest_first:
+            family, _ = self._families.get(_family(sequence), (self._arrivals, 0))
+            sequence.order = (-max(sequence.max_new_tokens, 0), family, self._arrivals)
+        else:
+            sequence.order = (0, 0, self._arrivals)
+        self.put_back(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Return a fresh sequence that was popped to its place."""
+        name = _family(sequence)
+        if name:
+            _, members = self._families.get(name, (0, 0))
+            self._families[name] = (sequence.order[1], members + 1)
+        heapq.heappush(self._fresh, (sequence.order, sequence))
 
     def push_preempted(self, sequence: Sequence) -> None:
         """Add a sequence that lost its state; the one admitted earliest comes back first."""
@@ -39,8 +54,20 @@ class WaitingQueue:
 
     def peek(self) -> Sequence:
         """The next to be admitted."""
-        return self._preempted[0] if self._preempted else self._fresh[0][2]
+        return self._preempted[0] if self._preempted else self._fresh[0][1]
 
     def pop(self) -> Sequence:
         """Remove and return the next to be admitted."""
-        return self._preempted.popleft() if self._preempted else heapq.heappop(self._fresh)[2]
+        if self._preempted:
+            return self._preempted.popleft()
+        _, sequence = heapq.heappop(self._fresh)
+        name = _family(sequence)
+        if name:
+            since, members = self._families.pop(name)
+            if members > 1:
+                self._families[name] = (since, members - 1)
+        return sequence
+
+
+def _family(sequence: Sequence) -> bytes:
+    return sequence.digests[0] if sequence.digests else b""

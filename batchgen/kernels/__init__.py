@@ -70,6 +70,10 @@ class Kernels(Protocol):
         """One token id per row drawn as ``SamplingRows`` says, int64 [rows]; -1 for a row that is not finite."""
         ...
 
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        """The logarithm of the sum of each row's exponentials, float32 [rows]; NaN or inf for a row not finite."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:

@@ -134,3 +134,7 @@ class ReferenceKernels:
         total = cumulative[:, -1:]
         drawn = (cumulative > rows.uniform[:, None] * total).int().argmax(-1)
         return drawn.masked_fill(~(total[:, 0] > 0), -1)
+
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        """See ``Kernels.logsumexp``."""
+        return logits.float().logsumexp(-1)

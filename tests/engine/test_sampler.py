@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tiny_model import BACK_ENDS
 from torch import Tensor
 
+from batchgen.engine.group import Group
 from batchgen.engine.sampler import Sampler, uniform
 from batchgen.engine.sequence import Sequence
 from batchgen.records import Request, SamplingParams
@@ -21,7 +22,7 @@ SAMPLED = SamplingParams(temperature=1.0, seed=5)
 
 
 def sequence(key: int = 0, output: int = 0, params: SamplingParams = SAMPLED) -> Sequence:
-    return Sequence(Request(key, (1, 2, 3), params, (9,) * output), 0.0)
+    return Group(Request(key, (1, 2, 3), params, (9,) * output)).sequences[0]
 
 
 def logits_of(rows: int, width: int = 50, seed: int = 0) -> Tensor:
@@ -31,32 +32,34 @@ def logits_of(rows: int, width: int = 50, seed: int = 0) -> Tensor:
 def test_uniforms_never_change() -> None:
     """A run resumed by a newer version must draw the same tokens: these values are part of the contract."""
     golden = {
-        (0, 0, 0): 0.13870941014555427,
-        (0, 0, 1): 0.18436667429957676,
-        (0, 1, 0): 0.2691303195904541,
-        (1, 0, 0): 0.6935121390102292,
-        (-1, 2**40, 7): 0.027754147895968306,
+        (0, 0, 0, 0): 0.1296456182997474,
+        (0, 0, 0, 1): 0.16526896395580137,
+        (0, 0, 1, 0): 0.8513026201288322,
+        (0, 1, 0, 0): 0.8193382636014529,
+        (1, 0, 0, 0): 0.8847898165349132,
+        (-1, 2**40, 3, 7): 0.9661681116661577,
     }
     assert {arguments: uniform(*arguments) for arguments in golden} == golden
 
 
-@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**20))
-def test_uniforms_lie_in_the_half_open_unit_interval(seed: int, key: int, position: int) -> None:
-    u = uniform(seed, key, position)
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(0, 127), st.integers(0, 2**20))
+def test_uniforms_lie_in_the_half_open_unit_interval(seed: int, key: int, sample: int, position: int) -> None:
+    u = uniform(seed, key, sample, position)
     assert 0.0 <= u < 1.0
-    assert u == uniform(seed, key, position)
+    assert u == uniform(seed, key, sample, position)
 
 
 def test_uniforms_of_different_arguments_differ() -> None:
-    values = {uniform(s, k, p) for s, k, p in itertools.product(range(-10, 10), range(30), range(30))}
-    assert len(values) == 20 * 30 * 30
+    axes = range(-10, 10), range(20), range(5), range(20)
+    assert len({uniform(*arguments) for arguments in itertools.product(*axes)}) == 20 * 20 * 5 * 20
 
 
-@pytest.mark.parametrize("axis", ["seed", "key", "position"])
+@pytest.mark.parametrize("axis", ["seed", "key", "sample", "position"])
 def test_uniforms_are_even_and_uncorrelated_along_every_argument(axis: str) -> None:
     """16 bins: 60 is above the 99.9999th percentile of chi-square with 15 degrees of freedom; 20,000 pairs: 5 sigma."""
     n = 20_000
-    u = torch.tensor([uniform(**{"seed": 3, "key": 4, "position": 5, axis: i}) for i in range(n)], dtype=torch.float64)
+    at = {"seed": 3, "key": 4, "sample": 1, "position": 5}
+    u = torch.tensor([uniform(**at | {axis: i}) for i in range(n)], dtype=torch.float64)
     counts = torch.histc(u, 16, 0, 1)
     assert ((counts - n / 16) ** 2 / (n / 16)).sum() < 60
     centred = u - u.mean()
@@ -90,7 +93,7 @@ def test_a_draw_is_keyed_by_seed_request_and_output_position(name: str) -> None:
         sequence(key, output=n, params=replace(SAMPLED, seed=seed))
         for seed, key, n in itertools.product((0, 1, -4), range(3), range(10))
     ]
-    uniforms = [uniform(s.request.params.seed, s.request.key, s.num_output_tokens) for s in sequences]
+    uniforms = [uniform(s.request.params.seed, s.request.key, 0, s.num_output_tokens) for s in sequences]
     cumulative = logits[0].double().softmax(0).cumsum(0)
     expected = torch.searchsorted(cumulative, torch.tensor(uniforms, dtype=torch.float64), right=True).tolist()
     assert Sampler(BACK_ENDS[name](), EOS).sample(logits, sequences) == expected

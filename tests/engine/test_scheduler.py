@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.group import Group
 from batchgen.engine.scheduler import Schedule, Scheduler
 from batchgen.engine.sequence import Sequence
 from batchgen.errors import RowErrorCode
@@ -19,14 +21,20 @@ from batchgen.records import FinishReason, Request, SamplingParams
 
 
 def make(
-    budget: int = 16, num_seqs: int = 4, block_size: int = 4, num_blocks: int = 100, max_model_len: int = 1000
+    budget: int = 16,
+    num_seqs: int = 4,
+    block_size: int = 4,
+    num_blocks: int = 100,
+    max_model_len: int = 1000,
+    policies: tuple[bool, bool, bool] = (False, True, False),
 ) -> Scheduler:
-    return Scheduler(SchedulerConfig(budget, num_seqs, block_size, num_blocks, max_model_len))
+    """``policies`` are prefix caching, longest first and memory forecast: those whose effects a test is not about."""
+    return Scheduler(SchedulerConfig(budget, num_seqs, block_size, num_blocks, max_model_len, *policies))
 
 
 def add(scheduler: Scheduler, key: int, prompt: int, max_tokens: int = 10, output: int = 0) -> Sequence:
     request = Request(key, tuple(range(100, 100 + prompt)), SamplingParams(max_tokens=max_tokens), (9,) * output)
-    sequence = Sequence(request, 0.0)
+    sequence = Group(request).sequences[0]
     assert scheduler.refusal(sequence) is None
     scheduler.add(sequence)
     return sequence
@@ -115,11 +123,10 @@ def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
 
 def place(scheduler: Scheduler, key: int, prompt: int, computed: int) -> None:
     """Let a sequence run with so many tokens computed, in an order that today's admission would never make."""
-    sequence = Sequence(Request(key, (1,) * prompt, SamplingParams(max_tokens=2)), 0.0)
+    sequence = Group(Request(key, (1,) * prompt, SamplingParams(max_tokens=2))).sequences[0]
+    scheduler._start(sequence, [])
     sequence.num_computed_tokens = computed
     sequence.block_table = scheduler.pool.allocate(-(-computed // scheduler.config.block_size))
-    sequence.conv_slot = scheduler._free_slots.pop()
-    scheduler.running.append(sequence)
 
 
 def test_decode_comes_first_whoever_was_admitted_first() -> None:
@@ -146,7 +153,7 @@ def test_what_can_never_fit_is_refused_with_both_numbers(
     prompt: int, max_tokens: int, numbers: tuple[str, ...]
 ) -> None:
     scheduler = make(block_size=4, num_blocks=10, max_model_len=50)
-    error = scheduler.refusal(Sequence(Request(0, (1,) * prompt, SamplingParams(max_tokens=max_tokens)), 0.0))
+    error = scheduler.refusal(Group(Request(0, (1,) * prompt, SamplingParams(max_tokens=max_tokens))).sequences[0])
     assert error is not None
     assert error.code == RowErrorCode.TOO_LONG
     assert all(number in error.message for number in numbers)
@@ -162,7 +169,7 @@ def test_what_just_fits_is_run_to_its_end(prompt: int, max_tokens: int) -> None:
 
 
 def test_an_empty_prompt_is_refused() -> None:
-    error = make().refusal(Sequence(Request(0, ()), 0.0))
+    error = make().refusal(Group(Request(0, ())).sequences[0])
     assert error is not None
     assert error.code == RowErrorCode.EMPTY_PROMPT
 
@@ -189,18 +196,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 7),
         num_blocks=st.integers(1, 24),
         max_model_len=st.integers(2, 60),
+        policies=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     )
-    def begin(self, budget: int, num_seqs: int, block_size: int, num_blocks: int, max_model_len: int) -> None:
-        self.scheduler = make(budget, num_seqs, block_size, num_blocks, max_model_len)
+    def begin(self, **sizes: Any) -> None:
+        self.scheduler = make(**sizes)
         self.added: list[Sequence] = []
         self.finished: list[Sequence] = []
 
-    @rule(prompt=st.integers(1, 40), max_tokens=st.integers(1, 30), output=st.integers(0, 5))
-    def arrive(self, prompt: int, max_tokens: int, output: int) -> None:
+    @rule(prompt=st.integers(1, 40), same=st.integers(0, 40), max_tokens=st.integers(1, 30), output=st.integers(0, 5))
+    def arrive(self, prompt: int, same: int, max_tokens: int, output: int) -> None:
         config = self.scheduler.config
         output = min(output, max_tokens - 1, max(0, config.max_model_len - prompt - 1))
-        request = Request(len(self.added), (1,) * prompt, SamplingParams(max_tokens=max_tokens), (9,) * output)
-        sequence = Sequence(request, 0.0)
+        key = len(self.added)
+        tokens = tuple(1 if place < same else 10 + key for place in range(prompt))
+        request = Request(key, tokens, SamplingParams(max_tokens=max_tokens), (9,) * output)
+        sequence = Group(request).sequences[0]
         error = self.scheduler.refusal(sequence)
         needed = min(prompt + max_tokens, config.max_model_len) - 1
         fits = prompt < config.max_model_len and -(-needed // config.block_size) <= config.num_blocks

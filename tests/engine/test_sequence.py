@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from batchgen.engine.group import Group
 from batchgen.engine.sequence import Sequence
 from batchgen.errors import RowError, RowErrorCode
 from batchgen.records import FinishReason, Request, SamplingParams, Timings
@@ -12,7 +13,7 @@ EOS = frozenset({7, 2})
 
 
 def sequence(output: tuple[int, ...] = (), prompt: int = 4, **params: object) -> Sequence:
-    return Sequence(Request(3, tuple(range(10, 10 + prompt)), SamplingParams(**params), output), 100.0)  # type: ignore[arg-type]
+    return Group(Request(3, tuple(range(10, 10 + prompt)), SamplingParams(**params), output)).sequences[0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,8 @@ def test_times_add_up() -> None:
     done.num_preemptions = 2
     done.finished_at = 104.0
     done.finish_reason = FinishReason.LENGTH
-    result = done.result()
+    done.group.submitted_at = 100.0
+    result = done.group.result()
     assert (result.key, result.num_prompt_tokens, result.token_ids) == (3, 4, (60, 60, 60))
     assert result.timings == Timings(
         queue_s=1.5, prefill_s=0.5, decode_s=2.0, ttft_s=2.0, tpot_s=1.0, total_s=4.0, preemptions=2
@@ -76,12 +78,14 @@ def test_one_token_takes_no_time_per_further_token() -> None:
     done = sequence()
     done.first_scheduled_at = done.finished_at = 101.0
     done.append(60, 101.0)
-    assert done.result().timings.tpot_s == 0.0
+    assert done.group.result().timings.tpot_s == 0.0
 
 
 def test_a_refused_request_has_no_times() -> None:
     error = RowError(RowErrorCode.TOO_LONG, "too long")
-    result = sequence().result(error)
+    group = sequence().group
+    group.error = error
+    result = group.result()
     assert result.error is error
     assert result.timings == Timings()
     assert result.finish_reason is None
@@ -93,4 +97,4 @@ def test_time_per_token_counts_the_tokens_of_this_run_only() -> None:
     for at in (102.0, 103.0, 104.0):
         resumed.append(60, at)
     resumed.finished_at = 104.0
-    assert resumed.result().timings.tpot_s == 1.0
+    assert resumed.group.result().timings.tpot_s == 1.0

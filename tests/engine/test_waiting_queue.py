@@ -5,13 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.engine.group import Group
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.waiting import WaitingQueue
 from batchgen.records import Request, SamplingParams
 
 
 def sequence(key: int, max_tokens: int = 10, output: int = 0) -> Sequence:
-    return Sequence(Request(key, (1, 2), SamplingParams(max_tokens=max_tokens), tuple(range(output))), 0.0)
+    return Group(Request(key, (1, 2), SamplingParams(max_tokens=max_tokens), tuple(range(output)))).sequences[0]
 
 
 def drained(queue: WaitingQueue) -> list[int]:

@@ -249,7 +249,7 @@ def test_frequencies_follow_the_probabilities(params: dict[str, float], name: st
     logits = logits_of(20, seed=3, scale=1.0)
     full = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0, **params}
     expected = filtered(logits, **full) * 20_000  # type: ignore[arg-type]
-    drawn = draw(name, logits, [uniform(11, key, key % 7) for key in range(20_000)], **params)
+    drawn = draw(name, logits, [uniform(11, key, 0, key % 7) for key in range(20_000)], **params)
     counts = torch.bincount(torch.tensor(drawn), minlength=20).double()
     allowed = expected > 0
     assert counts[~allowed].sum() == 0

@@ -116,6 +116,12 @@ class CpuKernels:
         rows.argmax.launch(logits.dtype, len(logits), _address(logits), _address(out), logits.shape[1])
         return out
 
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        """See ``Kernels.logsumexp``."""
+        out = torch.empty(len(logits), dtype=torch.float32)
+        sampling.logsumexp.launch(logits.dtype, len(logits), _address(logits), _address(out), logits.shape[1])
+        return out
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """See ``Kernels.sample``."""
         out = torch.empty(len(logits), dtype=torch.int64)

@@ -7,6 +7,8 @@ inverts the cumulative distribution over token ids, in order.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from batchgen.kernels.cpu import simd
@@ -120,6 +122,24 @@ def scratch_bytes(width):
     return 8 * BINS + 4 * (width + 2 * LANES) // 8 * 8
 
 
+@simd.jit
+def _logsumexp(words, dtype):
+    """Arguments: x [rows, width], out float32 [rows] (addresses), width."""
+    x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], F32)
+    width = words[ARGS + 2]
+    lowest = simd.splat(F32(-np.inf))
+    row = next_item(words)
+    while row < words[2]:
+        start, peak = row * width, row_max(x, row * width, width)
+        by, total = simd.splat(peak), simd.splat(F32(0.0))
+        for i in range(0, width, LANES):
+            count = width - i
+            v = simd.load(x, start + i) if count >= LANES else simd.load_part(x, start + i, count)
+            total = simd.add(total, simd.exp(simd.keep_lanes(simd.sub(v, by), lowest, count)))
+        out[row] = peak + F32(math.log(simd.sum_lanes(total)))
+        row = next_item(words)
+
+
 def _sample_bf16(words):
     _sample(words, BF16)
 
@@ -128,4 +148,13 @@ def _sample_f32(words):
     _sample(words, F32)
 
 
+def _logsumexp_bf16(words):
+    _logsumexp(words, BF16)
+
+
+def _logsumexp_f32(words):
+    _logsumexp(words, F32)
+
+
 sample = Kernel(bf16=_sample_bf16, f32=_sample_f32)
+logsumexp = Kernel(bf16=_logsumexp_bf16, f32=_logsumexp_f32)
