@@ -99,15 +99,14 @@ class CpuKernels:
         """See ``Kernels.short_conv``."""
         taps, width = weight.shape
         out = bcx.new_empty(len(bcx), width)
-        items = inputs.num_seqs * -(-width // mixers.CHANNELS)
         arguments = (
             *map(_address, (bcx, weight, bias, state.slots, inputs.cu_seqlens, inputs.conv_slots)),
             *map(_address, (inputs.positions, out)),
             *(width, taps, bcx.element_size()),
-            _address(_scratch(mixers.conv_scratch_floats.py_func(taps) * torch.get_num_threads())),
+            _address(_scratch(mixers.conv_scratch_floats.py_func(taps, width) * torch.get_num_threads())),
             *(_address(state.blocks), _address(inputs.slot_mapping), state.block_size),
         )
-        mixers.short_conv.launch(bcx.dtype, items, *arguments)
+        mixers.short_conv.launch(bcx.dtype, inputs.num_seqs, *arguments)
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:

@@ -14,8 +14,7 @@ from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, worker_number
 from batchgen.kernels.cpu.rows import mean_square
 from batchgen.kernels.cpu.simd import BF16, F32, LANES
 
-CHANNELS = 128  # convolution channels of one work item: a few cache lines of each row
-SEGMENT = 32  # tokens convolved at once: their inputs stay in the first-level cache
+SEGMENT = 32  # tokens convolved at once: their inputs stay in the cache
 
 
 @simd.inline
@@ -89,81 +88,79 @@ def _rope_and_cache(words, dtype):
 
 
 @simd.inline
-def _recall(state, position, low, high, width, taps, past):
+def _recall(state, position, width, taps, past):
     """The inputs of the ``taps - 1`` positions before ``position`` into float32 ``past``; zero before the start."""
     for i in range(taps - 1):
         known = position - (taps - 1) + i >= 0
-        for channel in range(low, high, LANES):
-            u = _load_some(state, i * width + channel, high - channel) if known else simd.splat(F32(0.0))
-            simd.store(past, i * CHANNELS + channel - low, u)
+        for channel in range(0, width, LANES):
+            u = _load_some(state, i * width + channel, width - channel) if known else simd.splat(F32(0.0))
+            _store_some(past, i * width + channel, u, width - channel)
 
 
 @simd.inline
-def _convolve(bcx, weight, bias, out, token, count, low, high, width, taps, past):
+def _convolve(bcx, weight, bias, out, token, count, width, taps, past):
     """``count`` tokens from ``token`` on; ``past`` holds earlier inputs first, then receives these tokens' own.
 
     An input is u = B * x, rounded as the model's dtype stores it.
     """
     for t in range(count):
         row = (token + t) * 3 * width
-        for channel in range(low, high, LANES):
-            left = high - channel
+        for channel in range(0, width, LANES):
+            left = width - channel
             b, x = _load_some(bcx, row + channel, left), _load_some(bcx, row + 2 * width + channel, left)
-            at = t * CHANNELS + channel - low
-            simd.store(past, at + (taps - 1) * CHANNELS, simd.round_like(bcx, simd.mul(b, x)))
+            at = t * width + channel
+            _store_some(past, at + (taps - 1) * width, simd.round_like(bcx, simd.mul(b, x)), left)
             total = _load_some(bias, channel, left)
             for tap in range(taps):
-                u = simd.load(past, at + tap * CHANNELS)
+                u = _load_some(past, at + tap * width, left)
                 total = simd.fma(u, _load_some(weight, tap * width + channel, left), total)
             y = simd.mul(_load_some(bcx, row + width + channel, left), simd.round_like(bcx, total))
             _store_some(out, (token + t) * width + channel, y, left)
 
 
 @simd.inline
-def _remember(past, first, state, low, high, width, taps):
+def _remember(past, first, state, width, taps):
     """The ``taps - 1`` inputs from row ``first`` of ``past`` on, as the state that follows them."""
-    for i in range(taps - 1):
-        for channel in range(low, high, LANES):
-            u = simd.load(past, (first + i) * CHANNELS + channel - low)
-            _store_some(state, i * width + channel, u, high - channel)
+    for i in range(0, (taps - 1) * width, LANES):
+        left = (taps - 1) * width - i
+        _store_some(state, i, _load_some(past, first * width + i, left), left)
 
 
 @simd.jit
 def _short_conv(words, dtype):
-    """Arguments (addresses, then sizes) as listed in ``backend``; one item is ``CHANNELS`` channels of a sequence."""
+    """Arguments (addresses, then sizes) as listed in ``backend``; one item is a sequence.
+
+    A row is worked through from end to end, not in strips of channels: memory is read as it lies, twice as fast.
+    """
     bcx = simd.pointer(words[ARGS], dtype)
     weight, bias = simd.pointer(words[ARGS + 1], F32), simd.pointer(words[ARGS + 2], F32)
     cu_seqlens, conv_slots = simd.pointer(words[ARGS + 4], np.int32), simd.pointer(words[ARGS + 5], np.int32)
     positions = simd.pointer(words[ARGS + 6], np.int32)
     out = simd.pointer(words[ARGS + 7], dtype)
     width, taps = words[ARGS + 8], words[ARGS + 9]
-    past = simd.pointer(words[ARGS + 11] + worker_number(words) * 4 * conv_scratch_floats(taps), F32)
+    past = simd.pointer(words[ARGS + 11] + worker_number(words) * 4 * conv_scratch_floats(taps, width), F32)
     slots, block_size = simd.pointer(words[ARGS + 13], np.int64), words[ARGS + 14]
     state_bytes = (taps - 1) * width * words[ARGS + 10]
-    parts = (width + CHANNELS - 1) // CHANNELS
-    item = next_item(words)
-    while item < words[2]:
-        sequence, low = item // parts, item % parts * CHANNELS
-        high = min(width, low + CHANNELS)
+    sequence = next_item(words)
+    while sequence < words[2]:
         first, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
         state = simd.pointer(words[ARGS + 3] + conv_slots[sequence] * state_bytes, dtype)
-        _recall(state, positions[first], low, high, width, taps, past)
+        _recall(state, positions[first], width, taps, past)
         for token in range(first, end, SEGMENT):
             count = min(SEGMENT, end - token)
-            _convolve(bcx, weight, bias, out, token, count, low, high, width, taps, past)
+            _convolve(bcx, weight, bias, out, token, count, width, taps, past)
             for t in range(block_size - 1 - positions[token] % block_size, count, block_size):  # the ends of KV blocks
                 border = simd.pointer(words[ARGS + 12] + slots[token + t] // block_size * state_bytes, dtype)
-                _remember(past, t + 1, border, low, high, width, taps)
-            for i in range((taps - 1) * CHANNELS):  # the newest inputs are the past of what follows
-                past[i] = past[count * CHANNELS + i]
-        _remember(past, 0, state, low, high, width, taps)
-        item = next_item(words)
+                _remember(past, t + 1, border, width, taps)
+            _remember(past, count, past, width, taps)  # the newest inputs are the past of what follows
+        _remember(past, 0, state, width, taps)
+        sequence = next_item(words)
 
 
 @simd.jit
-def conv_scratch_floats(taps):
-    """Float32 words of scratch one worker of ``short_conv`` needs."""
-    return (SEGMENT + taps - 1) * CHANNELS
+def conv_scratch_floats(taps, width):
+    """Float32 words of scratch one worker of ``short_conv`` needs; a multiple of 16."""
+    return ((SEGMENT + taps - 1) * width + LANES - 1) // LANES * LANES
 
 
 def _rope_and_cache_bf16(words):
