@@ -1,0 +1,131 @@
+"""The trained sample model answers as well whatever is switched on or off, alone and together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchgen.data.prompt import RequestBuilder
+from batchgen.data.stop_strings import StopStrings, cut_text
+from batchgen.data.tokenizer import Tokenizer
+from batchgen.engine import Engine, EngineConfig
+from batchgen.model import load_model
+from batchgen.model.lfm2 import Lfm2Model
+from batchgen.records import Cursor, Record, Request, Result, SamplingParams
+from batchgen.spec import InputSpec
+
+SAMPLE_DATA = Path(__file__).resolve().parents[2] / "sample_data"
+MODEL = SAMPLE_DATA / "tiny-lfm2"
+START = Cursor(0, 0, 0, 0)
+POLICIES = ("prefix_caching", "share_duplicates", "longest_first", "forecast_memory")
+
+
+@cache
+def model() -> Lfm2Model:
+    return load_model(str(MODEL), dtype="bfloat16")
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(MODEL)
+
+
+@cache
+def rows() -> tuple[dict[str, Any], ...]:
+    lines = (SAMPLE_DATA / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    return tuple(json.loads(line) for line in lines)
+
+
+def answers(params: SamplingParams, **policies: Any) -> list[Result]:
+    """A result per row of the sample questions."""
+    torch.set_num_threads(1)
+    spec = InputSpec(path=("questions.jsonl",), prompt="{question}")
+    builder = RequestBuilder(spec, params, tokenizer(), max_model_len=512, vocab_size=model().config.vocab_size)
+    requests = builder.build([Record(i, "questions.jsonl", i + 1, row, START) for i, row in enumerate(rows())])
+    assert all(isinstance(request, Request) for request in requests)
+    config = EngineConfig(kv_memory=16 << 20, max_num_seqs=64, **policies)
+    engine = Engine(model(), config, eos_token_ids=tokenizer().eos_token_ids, stop_watch=StopStrings(tokenizer()))
+    results = {result.key: result for result in engine.run(r for r in requests if isinstance(r, Request))}
+    return [results[i] for i in range(len(rows()))]
+
+
+@cache
+def plain() -> tuple[str, ...]:
+    """The answers with every policy off and one row after the other."""
+    off = dict.fromkeys(POLICIES, False)
+    return tuple(text(result) for result in answers(SamplingParams(max_tokens=64), **off))
+
+
+def text(result: Result) -> str:
+    assert result.error is None
+    return tokenizer().decode(result.token_ids)
+
+
+def accuracy(texts: tuple[str, ...] | list[str]) -> float:
+    return sum(row["answer"] == found for row, found in zip(rows(), texts, strict=True)) / len(rows())
+
+
+def test_the_sample_model_knows_its_answers() -> None:
+    assert accuracy(plain()) >= 0.95
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "all"])
+def test_policies_change_no_answer(policy: str) -> None:
+    on = {name: policy in (name, "all") for name in POLICIES}
+    assert tuple(map(text, answers(SamplingParams(max_tokens=64), **on))) == plain()
+
+
+def first_of_three(result: Result) -> str:
+    assert len({sample.token_ids for sample in result.samples}) == 1
+    assert len(result.samples) == 3
+    return text(result)
+
+
+FEATURES: dict[str, tuple[dict[str, Any], Callable[[Result], str]]] = {
+    "samples": ({"n": 3}, first_of_three),
+    "log-probabilities": ({"logprobs": 3, "prompt_logprobs": 0}, text),
+    "a stop string that never comes": ({"stop": ("\u2603",)}, text),
+    "loops": ({"max_repeats": 8}, text),
+    "penalties of nothing": ({"repetition_penalty": 1.0 + 1e-7}, text),
+    "together": ({"n": 3, "logprobs": 1, "stop": ("\u2603",), "max_repeats": 8, "seed": 9}, first_of_three),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_change_no_answer(feature: str) -> None:
+    params, read = FEATURES[feature]
+    found = answers(replace(SamplingParams(max_tokens=64), **params))
+    assert tuple(map(read, found)) == plain()
+
+
+def test_a_stop_string_ends_an_answer_where_its_text_has_it() -> None:
+    stop = (" ",)
+    found = answers(SamplingParams(max_tokens=64, stop=stop))
+    for result, whole in zip(found, plain(), strict=True):
+        expected = whole.split(" ", 1)[0] if " " in whole else whole
+        got = cut_text(tokenizer().decode, result.token_ids, result.stop) if result.stop else text(result)
+        assert got == expected
+
+
+def test_the_right_answer_is_the_likeliest_choice() -> None:
+    """Each row's own answer against those of other rows, as a labelling job would ask."""
+    spec = InputSpec(path=("questions.jsonl",), prompt="{question}")
+    builder = RequestBuilder(spec, SamplingParams(), tokenizer(), max_model_len=512, vocab_size=65536)
+    some = rows()[:60]
+    asked = [
+        {"question": row["question"], "choices": list(dict.fromkeys([other["answer"], row["answer"]]))}
+        for row, other in zip(some, some[7:] + some[:7], strict=True)
+    ]
+    records = [Record(i, "", i + 1, row, START) for i, row in enumerate(asked) if len(row["choices"]) == 2]
+    requests = [request for request in builder.build(records) if isinstance(request, Request)]
+    assert len(requests) == len(records) > 40
+    engine = Engine(model(), EngineConfig(kv_memory=16 << 20))
+    right = [tokenizer().decode(result.token_ids) == some[result.key]["answer"] for result in engine.run(requests)]
+    assert sum(right) / len(right) > 0.95
