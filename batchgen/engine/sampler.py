@@ -43,6 +43,7 @@ class Sampler:
     def __init__(self, kernels: Kernels, eos_token_ids: frozenset[int]) -> None:
         self.kernels = kernels
         self.eos_token_ids = eos_token_ids
+        self._wide = torch.empty(0)  # kept from step to step: fresh memory would cost more than what is done in it
 
     @torch.inference_mode()  # logits come from inference mode and may be written only inside it
     def sample(self, logits: Tensor, sequences: Sequence_[Sequence]) -> list[int]:
@@ -52,7 +53,7 @@ class Sampler:
         self._forbid_early_end(logits, sequences)
         penalized = [(i, s.counts, s.request.params) for i, s in enumerate(sequences) if s.counts is not None]
         if penalized:
-            logits = logits.float()
+            logits = self._widened(logits)
             penalize(logits, *zip(*penalized, strict=True))
         token_ids = self._choose(logits, sequences)
         if raw is not None:
@@ -86,6 +87,12 @@ class Sampler:
             TokenLogprob(token, value, tuple(sorted(zip(i[:k], v[:k], strict=True), key=lambda t: (-t[1], t[0]))))
             for token, value, v, i, k in rows
         ]
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        """A float32 copy, overwritten by the next one."""
+        if logits.numel() > self._wide.numel():
+            self._wide = torch.empty(logits.numel(), device=logits.device)
+        return self._wide[: logits.numel()].view_as(logits).copy_(logits)
 
     def _choose(self, logits: Tensor, sequences: Sequence_[Sequence]) -> list[int]:
         drawn = [i for i, s in enumerate(sequences) if not s.request.params.is_greedy]
