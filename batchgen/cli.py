@@ -21,6 +21,7 @@ import click
 
 from batchgen import __version__
 from batchgen.cli_bench import bench
+from batchgen.cli_check import check
 from batchgen.cli_options import TITLES, F, GroupedCommand, GroupedOption, job_options, take, take_job_flags
 from batchgen.cli_plan import plan
 from batchgen.cli_report import report
@@ -262,5 +263,6 @@ def merge(folders: tuple[Path, ...], output: Path) -> int:
 
 
 cli.add_command(bench)
+cli.add_command(check)
 cli.add_command(plan)
 cli.add_command(report)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file
 from batchgen.cli_options import GroupedCommand, job_options, take_job_flags
 from batchgen.errors import ExitCode, UsageError
 
@@ -20,11 +21,7 @@ if TYPE_CHECKING:
     "--workload", type=click.Path(path_type=Path), metavar="FILE", help="JSONL with prompt_token_ids, max_tokens."
 )
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Take the first N rows of the workload.")
-@click.option(
-    "--preset",
-    type=click.Choice(["decode-heavy", "prefill-heavy", "few-shot", "yardstick", "single"]),
-    help="A made-up workload.",
-)
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="A made-up workload.")
 @click.option("--num-requests", type=click.IntRange(1), metavar="N", help="Make up N requests.")
 @click.option("--input-len", metavar="A[:B]", help="Prompt length, or a range.")
 @click.option("--output-len", metavar="C[:D]", help="Output length, or a range.")
@@ -56,17 +53,15 @@ def bench(as_json: bool, repeats: int, **values: Any) -> int:
 
     spec = load_job(None, {**flags, "input": {"path": ["-"]}, "output": {"path": "."}})  # a benchmark has neither
     config, where = engine_config(spec.engine), spec.model
-    model, timed = measure.load_timed(where.path, where.revision, where.dtype, where.device)
+    model, timed = measure.load_timed(where, config.threads)
     requests = _requests(values, model.config.vocab_size)
     runs = list(measure.repeats(model, timed, config, requests, repeats))
-    summary = measure.summarize(where.path, model, config, runs)
+    summary = measure.summarize(where.path, model, runs)
     click.echo(json.dumps(summary, indent=2) if as_json else measure.render(summary))
     return ExitCode.OK
 
 
 def _requests(values: dict[str, Any], vocab_size: int) -> list[Request]:
-    from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file
-
     lengths = [values[name] for name in ("num_requests", "input_len", "output_len")]
     sources = [values["workload"] is not None, values["preset"] is not None, any(v is not None for v in lengths)]
     if sum(sources) != 1 or (sources[2] and None in lengths):

@@ -23,10 +23,22 @@ SAMPLING_HELP = {
     "top_p": "Nucleus sampling",
     "top_k": "Keep the K likeliest tokens; 0 keeps all",
     "min_p": "Least probability, as a share of the likeliest",
+    "repetition_penalty": "Above 1: tokens seen before become less likely",
+    "presence_penalty": "Taken off the logits of generated tokens",
+    "frequency_penalty": "The same, once for each time generated",
     "seed": "Seed of the job",
+    "stop": "Text that ends the output and is no part of it; may be repeated",
     "stop_token_ids": "Further end tokens, as in 2,7",
     "ignore_eos": "Go on after an end token",
+    "n": "Samples per row",
+    "logprobs": "Add log-probabilities, and the K likeliest tokens",
+    "prompt_logprobs": "The same for the prompt, and its perplexity",
+    "max_repeats": "End a row that says one thing N times over; 0: never",
+    "choices": "Text to score instead of generating; repeated, one for each",
+    "preset": "card: the values that the model's card recommends",
 }
+_METAVARS = {"stop": "TEXT", "stop_token_ids": "IDS", "logprobs": "K", "prompt_logprobs": "K", "choices": "TEXT"}
+_REPEATED = {("input", "path"), ("sampling", "stop"), ("sampling", "choices")}
 TITLES = {
     "model": "Model",
     "input": "Input",
@@ -92,7 +104,9 @@ def _options_of(section: str, without: tuple[str, ...]) -> list[Callable[[F], F]
     if section == "sampling":
         for item in fields(SamplingParams):
             flag, text = item.name.replace("_", "-"), SAMPLING_HELP[item.name]
-            options.append(_option(section, item.name, flag, _metavar(item.default), text + _shown(item), heading))
+            metavar = _METAVARS.get(item.name) or _metavar(item.default)
+            options.append(_option(section, item.name, flag, metavar, text + _shown(item), heading))
+        options.append(_option(section, "preset", "preset", "NAME", SAMPLING_HELP["preset"], heading))
         return options
     for item in fields(SECTIONS[section]):
         if item.name in without:
@@ -113,7 +127,7 @@ def _option(section: str, key: str, flag: str, metavar: str | None, text: str, h
         heading=heading,
         metavar=metavar,
         default=None,
-        multiple=(section, key) == ("input", "path"),
+        multiple=(section, key) in _REPEATED,
         help=f"{text}.",
     )
 
@@ -127,7 +141,7 @@ def _shown(item: Field[Any]) -> str:
 def _metavar(default: object) -> str | None:
     if isinstance(default, bool):
         return None
-    return "NUMBER" if isinstance(default, float) else "N" if isinstance(default, int) else "IDS"
+    return "NUMBER" if isinstance(default, float) else "N"
 
 
 def _value(section: str, key: str, value: Any) -> object:
@@ -136,9 +150,11 @@ def _value(section: str, key: str, value: Any) -> object:
 
 
 def _sampling_value(key: str, value: Any) -> object:
+    if isinstance(value, tuple):
+        return list(value)
     if not isinstance(value, str):
         return value
-    if isinstance(getattr(SamplingParams(), key), tuple):
+    if key == "stop_token_ids":
         return [_number(part) for part in value.split(",")]
     return _number(value)
 

@@ -17,7 +17,7 @@ from batchgen.units import parse_share
 @click.option("--json", "as_json", is_flag=True, help="The content of report.json: --format json.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "prometheus"]), default="text", help="[text]")
 @click.option("--html", metavar="FILE", type=click.Path(path_type=Path), help="Write a page with pictures to FILE.")
-@click.option("--compare", metavar="OTHER", type=click.Path(path_type=Path), help="Run directory to compare with.")
+@click.option("--compare", metavar="OTHER", type=click.Path(path_type=Path), help="Run directory, or its report.json.")
 @click.option("--max-regress", metavar="SHARE", help="With --compare: exit 4 on a regression, such as 5%.")
 def report(
     folder: Path, as_json: bool, form: str, html: Path | None, compare: Path | None, max_regress: str | None
@@ -37,13 +37,16 @@ def report(
       batchgen report runs/new --compare runs/last --max-regress 5%
     """
     from batchgen.data.rundir import RunDir
-    from batchgen.report import read_report
+    from batchgen.report import read_report, read_report_file
 
     limit = _share(max_regress)
     form = "json" if as_json else form
+    if compare is not None and (html is not None or form == "prometheus"):
+        raise click.UsageError("--compare gives text or --json, no page and no metrics", click.get_current_context())
     found = read_report(RunDir(folder))
     if compare is not None:
-        return _compare(found, read_report(RunDir(compare)), limit, form == "json")
+        before = read_report_file(compare) if compare.is_file() else read_report(RunDir(compare))
+        return _compare(found, before, limit, form == "json")
     if limit is not None:
         raise click.UsageError("--max-regress needs --compare OTHER", click.get_current_context())
     if html is not None:

@@ -18,7 +18,15 @@ from batchgen.report_rows import RowTotals
 from batchgen.report_spent import follow, spent_in
 from batchgen.spec import OutputSpec, job_from_dict
 
-_ABOUT = ("model", "input", "created_at", "numerics", "threads")  # what the shards of one job have in common
+_ABOUT = (
+    "model",
+    "input",
+    "created_at",
+    "numerics",
+    "threads",
+    "sizes",
+    "roofline",
+)  # what the shards of one job have in common
 
 
 def count_outputs(run_dir: RunDir, output: OutputSpec) -> RowTotals:
@@ -44,7 +52,7 @@ def write_merged_report(folders: Sequence[Path], target: Path) -> list[Path]:
     spent: dict[str, Any] = {}
     for report in reports:
         spent = follow(spent, spent_in(report))
-    about = {name: reports[0][name] for name in _ABOUT} | {"shard": "1/1"}
+    about = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _ABOUT}
     totals = count_outputs(run_dir, job_from_dict(manifest.job).output)
-    write_report(run_dir, build_report(totals, spent, about))
+    write_report(run_dir, build_report(totals, spent, about | {"shard": "1/1"}))
     return []

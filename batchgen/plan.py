@@ -15,9 +15,10 @@ from typing import Any
 
 from batchgen.data.reader import open_source, spool_stdin
 from batchgen.data.rundir import RunDir
+from batchgen.engine.config import SchedulerConfig
 from batchgen.errors import GateFailed, UsageError
-from batchgen.model import ModelConfig
 from batchgen.plan_estimate import Estimate, OutputLengths, comparable, estimate_from_report, limits, reported_lengths
+from batchgen.plan_kv import kv_plan
 from batchgen.plan_survey import PREFIX_BLOCK, Survey
 from batchgen.report import processor_name, read_report
 from batchgen.run.feed import Screen
@@ -28,7 +29,6 @@ from batchgen.spec import JobSpec
 from batchgen.units import format_duration
 
 PLAN_VERSION = 1
-_BYTES_PER_VALUE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
             spool_stdin(spool)
             where = replace(where, path=(str(spool),))
         model = read_model(spec)
-        rows = RowRange(open_source(where), options.shard, has_ids=may_have_ids(where))
+        source = open_source(where, RunDir(Path(spec.output.path)).owns)
+        rows = RowRange(source, options.shard, has_ids=may_have_ids(where))
         ids = UniqueIds(None)
         survey = Survey(Screen(where, model.builder(where, spec.sampling), ids, rows), model.max_model_len)
         try:
@@ -79,7 +80,7 @@ class _Forecast:
     lengths: OutputLengths
     estimate: Estimate | None
     numerics: Mapping[str, str]
-    sizes: Mapping[str, int] | None = None
+    sizes: SchedulerConfig | None = None
 
 
 def _forecast(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Survey) -> _Forecast:
@@ -91,7 +92,7 @@ def _forecast(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Sur
 
         found = calibrate(spec, model, survey, began=began)
         lengths = given or found.lengths or limits(survey)
-        return _Forecast(lengths, found.estimate(survey, lengths), found.numerics, found.sizes())
+        return _Forecast(lengths, found.estimate(survey, lengths), found.numerics, found.machine.sizes)
     if report is None:
         return _Forecast(given or limits(survey), None, {})
     lengths = given or reported_lengths(report)
@@ -101,6 +102,7 @@ def _forecast(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Sur
 def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: _Forecast) -> dict[str, Any]:
     lengths, estimate = forecast.lengths, forecast.estimate
     output_tokens = lengths.total(survey)
+    mean_tokens = (survey.prompt_tokens + output_tokens) / max(survey.num_good, 1)
     return {
         "version": PLAN_VERSION,
         "model": spec.model.path,
@@ -122,7 +124,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: _Forecas
             "basis": lengths.basis,
         },
         "repeats": _repeats(survey),
-        "kv": _kv(spec, model.config, survey, forecast),
+        "kv": kv_plan(spec, model.config, mean_tokens, forecast.numerics, forecast.sizes),
         "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),
         "no_estimate": None if estimate else _why_not(survey),
         "read": {"wall_s": round(survey.read_s, 3), "rows_per_s": round(_per_s(survey), 1)},
@@ -171,7 +173,7 @@ def _percentile(lengths: list[tuple[int, int]], num_rows: int, share: int) -> in
 
 
 def _repeats(survey: Survey) -> dict[str, Any]:
-    """What prompts have in common. The engine computes every prompt anew today; these are what sharing would spare."""
+    """What prompts have in common: the engine computes that once, as long as memory lasts to keep it."""
     duplicate_rows, duplicate_tokens = survey.prompts.repeated()
     repeated_blocks, _ = survey.blocks.repeated()
     return {
@@ -181,34 +183,6 @@ def _repeats(survey: Survey) -> dict[str, Any]:
         "duplicate_prompt_tokens": duplicate_tokens,
         "shared_prefix_tokens": repeated_blocks * PREFIX_BLOCK,
         "block_size": PREFIX_BLOCK,
-        "used_by_engine": False,
-    }
-
-
-def _kv(spec: JobSpec, config: ModelConfig, survey: Survey, forecast: _Forecast) -> dict[str, Any]:
-    """Memory of attention state: what a row takes, and how many rows fit at once where the memory is known.
-
-    Without the engine's own sizes the memory of ``kv_memory = "auto"`` is not known, and blocks are not rounded up.
-    """
-    sizes = forecast.sizes
-    dtype = forecast.numerics.get("dtype") or (config.dtype if spec.model.dtype == "auto" else spec.model.dtype)
-    values = 2 * config.num_attention_layers * config.num_kv_heads * config.head_dim
-    token_bytes = values * _BYTES_PER_VALUE.get(dtype, 4)
-    memory = None if spec.engine.kv_memory == "auto" else spec.engine.kv_memory
-    max_num_seqs = None if spec.engine.max_num_seqs == "auto" else spec.engine.max_num_seqs
-    if sizes is not None:
-        token_bytes = sizes["block_bytes"] // sizes["block_size"]
-        memory, max_num_seqs = sizes["block_bytes"] * sizes["num_blocks"], sizes["max_num_seqs"]
-    rows = max(survey.num_good, 1)
-    mean_tokens = (survey.prompt_tokens + forecast.lengths.total(survey)) / rows
-    fits = None if memory is None or not mean_tokens else int(memory / (token_bytes * mean_tokens))
-    return {
-        "dtype": dtype,
-        "bytes_per_token": token_bytes,
-        "memory_bytes": memory,
-        "mean_row_bytes": round(token_bytes * mean_tokens),
-        "rows_that_fit": fits,
-        "max_num_seqs": max_num_seqs,
     }
 
 

@@ -1,22 +1,22 @@
 """Some seconds of real steps of this model on this machine, and what they say about a job. Imports torch.
 
 Real rows of the job are run first, for their own mix of work and for the lengths of their answers; then made-up
-batches of other sizes, so that a cost can be fitted over all a run will meet.
+batches of other sizes, so that a cost can be fitted over all a run will meet. No made-up prompt comes twice: the
+engine would not compute it again.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import cycle
+from dataclasses import dataclass, field, replace
+from itertools import count, cycle
 
 from batchgen.engine import Engine
-from batchgen.model.cache import kv_block_bytes
-from batchgen.model.loading import DTYPES
 from batchgen.plan_cost import Machine, StepCost, StepWork
 from batchgen.plan_estimate import Estimate, OutputLengths
-from batchgen.plan_survey import SampledPrompt, Survey
+from batchgen.plan_survey import PREFIX_BLOCK, SampledPrompt, Survey
 from batchgen.records import Request, Result, SamplingParams
 from batchgen.run.model import ModelInfo, load_engine
 from batchgen.spec import JobSpec
@@ -31,19 +31,15 @@ class Calibration:
     """What was learnt; ``lengths`` is None when no sampled row came to its end. ``load_s`` includes the first steps."""
 
     machine: Machine
-    block_bytes: int
     numerics: dict[str, str]
     load_s: float
     measured_s: float
     lengths: OutputLengths | None
 
-    def sizes(self) -> dict[str, int]:
-        """The engine's sizes as plain data."""
-        return {"block_bytes": self.block_bytes, **asdict(self.machine.sizes)}
-
     def estimate(self, survey: Survey, lengths: OutputLengths) -> Estimate:
         """The whole job: loading, reading, and the schedule played out over a sample of its rows."""
-        engine_s = self.machine.engine_s(survey.sample.items, survey.num_good, lengths)
+        num_rows, shared = survey.computed_rows, survey.shared_tokens_per_row
+        engine_s = self.machine.engine_s(survey.sample.items, num_rows, lengths, shared)
         return Estimate(f"{self.measured_s:.0f} s of real steps", self.load_s + survey.read_s + engine_s, engine_s)
 
 
@@ -65,16 +61,16 @@ def calibrate(
     load_s = time.monotonic() - began
     start = time.monotonic()
     finished, unfinished = probe.run(_requests(prompts), start + _REAL_SHARE * seconds)
+    lengths = [len(prompt.token_ids) for prompt in prompts] or [PREFIX_BLOCK]  # rows may only score
+    made_up = _MadeUp(engine, info.config.vocab_size, lengths)
     while True:
-        probe.run(_prefill(engine, prompts), time.monotonic() + seconds / 10)
-        probe.run(_decode(engine, prompts), time.monotonic() + seconds / 3)
-        probe.run(_requests(prompts[:1], max_tokens=4), time.monotonic() + seconds / 10)
+        probe.run(made_up.prefill(), time.monotonic() + seconds / 10)
+        probe.run(made_up.decode(), time.monotonic() + seconds / 3)
+        probe.run(made_up.single(), time.monotonic() + seconds / 10)
         if time.monotonic() - start >= seconds:
             break
-    block_size = engine.config.block_size
     return Calibration(
         machine=Machine(engine.config, engine.look_ahead, StepCost.fit(probe.steps)),
-        block_bytes=kv_block_bytes(info.config, block_size, DTYPES[backend.numerics["dtype"]]),
         numerics=backend.numerics,
         load_s=load_s,
         measured_s=time.monotonic() - start,
@@ -138,20 +134,34 @@ def _requests(prompts: Iterable[SampledPrompt], max_tokens: int | None = None) -
         yield Request(key, tuple(prompt.token_ids), params)
 
 
-def _prefill(engine: Engine, prompts: Sequence[SampledPrompt]) -> Iterator[Request]:
-    """About two full steps of prompts with one token each to generate."""
-    left = 2 * engine.config.max_num_batched_tokens
-    for key, prompt in enumerate(cycle(prompts)):
-        if left <= 0:
-            return
-        left -= len(prompt.token_ids)
-        yield Request(key, tuple(prompt.token_ids), SamplingParams(max_tokens=1))
+class _MadeUp:
+    """Requests of random tokens, as long as real prompts."""
 
+    def __init__(self, engine: Engine, vocab_size: int, lengths: Sequence[int]) -> None:
+        self._sizes = engine.config
+        self._vocab_size = vocab_size
+        self._lengths = cycle(lengths)
+        self._keys = count()
+        self._rng = random.Random(0)
 
-def _decode(engine: Engine, prompts: Sequence[SampledPrompt]) -> Iterator[Request]:
-    """As many sequences as run at once, with short prompts, ending in groups so that the batch shrinks by and by."""
-    sizes = engine.config
-    longest = max(1, 2 * sizes.max_num_batched_tokens // sizes.max_num_seqs)
-    for key, prompt in zip(range(sizes.max_num_seqs), cycle(prompts), strict=False):
-        params = SamplingParams(max_tokens=2 + key % _LEVELS, ignore_eos=True)
-        yield Request(key, tuple(prompt.token_ids[:longest]), params)
+    def _request(self, length: int, max_tokens: int) -> Request:
+        prompt = tuple(self._rng.choices(range(self._vocab_size), k=length))
+        return Request(next(self._keys), prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+
+    def prefill(self) -> Iterator[Request]:
+        """About two full steps of prompts with one token each to generate."""
+        left = 2 * self._sizes.max_num_batched_tokens
+        while left > 0:
+            length = next(self._lengths)
+            left -= length
+            yield self._request(length, 1)
+
+    def decode(self) -> Iterator[Request]:
+        """As many sequences as run at once, with short prompts, ending in groups: the batch shrinks by and by."""
+        longest = max(1, 2 * self._sizes.max_num_batched_tokens // self._sizes.max_num_seqs)
+        for number in range(self._sizes.max_num_seqs):
+            yield self._request(min(next(self._lengths), longest), 2 + number % _LEVELS)
+
+    def single(self) -> Iterator[Request]:
+        """One alone."""
+        yield self._request(next(self._lengths), 4)

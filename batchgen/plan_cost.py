@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.group import Group
 from batchgen.engine.scheduler import Schedule, Scheduler
-from batchgen.engine.sequence import Sequence
 from batchgen.plan_estimate import OutputLengths
 from batchgen.plan_survey import Lengths
 from batchgen.records import Request, SamplingParams
@@ -90,26 +90,29 @@ class Machine:
     look_ahead: int
     cost: StepCost
 
-    def engine_s(self, sample: Many[Lengths], num_rows: int, lengths: OutputLengths) -> float:
-        """Seconds of all steps for ``num_rows`` rows like those of the sample.
+    def engine_s(self, sample: Many[Lengths], num_rows: int, lengths: OutputLengths, shared: int = 0) -> float:
+        """Seconds of all steps for ``num_rows`` rows like those of the sample, which begin with ``shared`` same tokens.
 
         Rows beyond the sample are charged what its latter half adds: that is free of the start, and of the tail too.
         """
         rows = [(row, lengths.of_row(i, row.max_output, row.is_fixed)) for i, row in enumerate(sample)]
         few = self._affordable(rows)
-        whole_s = self.simulate(rows[:few])
+        whole_s = self.simulate(rows[:few], shared)
         if few == num_rows or few < 2:
             return whole_s
         half = few // 2
-        return whole_s + (whole_s - self.simulate(rows[:half])) / (few - half) * (num_rows - few)
+        return whole_s + (whole_s - self.simulate(rows[:half], shared)) / (few - half) * (num_rows - few)
 
-    def simulate(self, rows: Many[Planned]) -> float:
-        """Seconds of the steps that run these rows; those that can never run are left out, as in the engine."""
+    def simulate(self, rows: Many[Planned], shared: int = 0) -> float:
+        """Seconds of the steps that run these rows; those that can never run are left out, as in the engine.
+
+        Prompts begin with ``shared`` same tokens, which the scheduler's prefix cache finds as it would in a run.
+        """
         scheduler = Scheduler(self.sizes)
         source = enumerate(rows)
         seconds = 0.0
         while True:
-            self._fill(scheduler, source)
+            self._fill(scheduler, source, shared)
             if not scheduler.has_work:
                 return seconds
             schedule = scheduler.schedule()
@@ -121,16 +124,18 @@ class Machine:
                 if sequence.num_output_tokens >= rows[sequence.request.key][1]:
                     scheduler.finish(sequence)
 
-    def _fill(self, scheduler: Scheduler, source: enumerate[Planned]) -> None:
+    def _fill(self, scheduler: Scheduler, source: enumerate[Planned], shared: int) -> None:
         while len(scheduler.waiting) < self.look_ahead:
             number, planned = next(source, (-1, None))
             if planned is None:
                 return
             lengths = planned[0]
-            request = Request(number, (0,) * lengths.prompt, SamplingParams(max_tokens=lengths.max_output))
-            sequence = Sequence(request, 0.0)
-            if scheduler.refusal(sequence) is None:
-                scheduler.add(sequence)
+            own = max(lengths.prompt - shared, 0)
+            prompt = (0,) * (lengths.prompt - own) + (number + 1,) * own
+            request = Request(number, prompt, SamplingParams(max_tokens=max(1, lengths.max_output)))
+            for sequence in Group(request).sequences:
+                if scheduler.refusal(sequence) is None:
+                    scheduler.add(sequence)
 
     def _affordable(self, rows: Many[Planned]) -> int:
         """How many of the rows can be played out in reasonable time."""

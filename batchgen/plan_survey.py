@@ -51,7 +51,10 @@ class Reservoir(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of one row: its prompt, the most it may generate, and whether it will generate just that many."""
+    """Tokens of one row: its prompt, the most it may generate, and whether it will generate just that many.
+
+    A row that only scores choices has them in its prompt and generates nothing.
+    """
 
     prompt: int
     max_output: int
@@ -98,6 +101,7 @@ class Survey:
         self.sampled_prompts: Reservoir[SampledPrompt] = Reservoir(_NUM_PROMPTS)
         self.read_s = 0.0
         self._longest: list[LongRow] = []
+        self._is_greedy = True
 
     @property
     def num_good(self) -> int:
@@ -108,6 +112,22 @@ class Survey:
     def prompt_tokens(self) -> int:
         """Tokens of all prompts together."""
         return sum(length * count for length, count in self.prompt_lengths.items())
+
+    @property
+    def computed_rows(self) -> int:
+        """Rows the engine has to compute: where all are greedy, those of one prompt are computed once."""
+        return self.num_good - self._spared[0]
+
+    @property
+    def shared_tokens_per_row(self) -> int:
+        """Tokens, on the mean of ``computed_rows``, with which an earlier prompt began too, in whole blocks."""
+        shared = self.blocks.repeated()[0] * PREFIX_BLOCK - self._spared[1]
+        return max(0, shared) // max(self.computed_rows, 1)
+
+    @property
+    def _spared(self) -> tuple[int, int]:
+        """Rows that need not be computed, and the tokens of their prompts."""
+        return self.prompts.repeated() if self._is_greedy else (0, 0)
 
     @property
     def longest(self) -> list[LongRow]:
@@ -133,14 +153,17 @@ class Survey:
     def _add(self, pending: Pending, request: Request) -> None:
         token_ids, params = request.prompt_token_ids, request.params
         length = len(token_ids)
-        lengths = Lengths(length, min(params.max_tokens, self._max_model_len - length), params.ignore_eos)
+        is_scored = bool(request.choices)
+        is_fixed = params.ignore_eos or is_scored
+        max_output = 0 if is_scored else min(params.max_tokens, self._max_model_len - length)
         self.prompt_lengths[length] += 1
-        self.outputs[lengths.max_output, lengths.is_fixed] += 1
+        self.outputs[max_output, is_fixed] += 1 if params.is_greedy else params.n
+        self._is_greedy &= params.is_greedy
         self._compare(token_ids)
         if (place := self.sample.offer()) is not None:
-            self.sample.put(place, lengths)
-        if (place := self.sampled_prompts.offer()) is not None:
-            params = replace(params, max_tokens=lengths.max_output)
+            self.sample.put(place, Lengths(length + sum(map(len, request.choices)), max_output, is_fixed))
+        if not is_scored and (place := self.sampled_prompts.offer()) is not None:
+            params = replace(params, max_tokens=max_output)
             self.sampled_prompts.put(place, SampledPrompt(array("i", token_ids), params))
         if len(self._longest) < NUM_LONGEST or length > self._longest[0].tokens:
             self._note_long(pending, length)

@@ -73,24 +73,28 @@ def _outputs(outputs: Mapping[str, Any]) -> str:
 
 def _repeats(plan: Plan) -> list[str]:
     repeats, total = plan["repeats"], plan["prompt_tokens"]["total"]
+    if not repeats["shared_prefix_tokens"] and not repeats["duplicate_prompts"]:
+        return [_line("repeated", "no prompt comes twice, no two share a whole block of tokens")]
     about = "" if repeats["is_exact"] else "about "
     share = repeats["shared_prefix_tokens"] / total
     prefix = f"{about}{repeats['shared_prefix_tokens']:,} tokens in shared prefixes ({share:.0%} of the input)"
     alike = f"{about}{repeats['duplicate_prompts']:,} prompts ({repeats['duplicate_prompt_tokens']:,} tokens) twice"
     lines = [_line("repeated", prefix), _line("", alike)]
+    lines.append(_line("", "the engine computes these once, as long as its memory keeps them"))
     if repeats["common_prefix_tokens"]:
         lines.append(_line("", f"all prompts begin with the same {repeats['common_prefix_tokens']:,} tokens"))
-    if not repeats["used_by_engine"] and (repeats["shared_prefix_tokens"] or repeats["duplicate_prompts"]):
-        lines.append(_line("", "this engine computes them anew each time; a prefix cache would not"))
     return lines
 
 
 def _kv(kv: Mapping[str, Any]) -> list[str]:
     row = f"{_size(kv['bytes_per_token'])} a token, {_size(kv['mean_row_bytes'])} a row of mean length ({kv['dtype']})"
-    if kv["rows_that_fit"] is None:
-        return [_line("KV memory", row), _line("", 'kv_memory "auto" takes half of what is free when the run starts')]
-    most = "" if kv["max_num_seqs"] is None else f"; max_num_seqs {kv['max_num_seqs']:,}"
-    return [_line("KV memory", row), _line("", f"{_size(kv['memory_bytes'])} hold {kv['rows_that_fit']:,} rows{most}")]
+    if kv["memory_bytes"] is None:
+        return [_line("KV memory", row), _line("", 'kv_memory "auto" on a GPU: --calibrate asks it what is free')]
+    fits = f"{_size(kv['memory_bytes'])} hold {kv['tokens_that_fit']:,} tokens, {kv['rows_that_fit']:,} such rows"
+    lines = [_line("KV memory", row), _line("", f"{fits}; max_num_seqs {kv['max_num_seqs']:,}")]
+    if kv["is_auto"]:
+        lines.append(_line("", 'kv_memory "auto", by what is free now; the run asks again'))
+    return lines
 
 
 def _size(num_bytes: float) -> str:

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from batchgen import __version__
@@ -19,10 +20,11 @@ from batchgen.data.json_line import encode_json
 from batchgen.data.rundir import RunDir
 from batchgen.errors import UsageError
 from batchgen.report_advice import advice, bound_by
+from batchgen.report_roofline import roofline_section
 from batchgen.report_rows import RowTotals
-from batchgen.report_spent import split, thin
+from batchgen.report_spent import split, tail_s, thin
 
-REPORT_VERSION = 2
+REPORT_VERSION = 3
 _PACKAGES = ("torch", "numpy", "numba", "tokenizers", "pyarrow")
 
 KEYS = {
@@ -34,6 +36,8 @@ KEYS = {
     "finished_at": "when the report was written, ISO 8601",
     "numerics": "dtype and device the model ran in",
     "threads": "CPU threads; null if the last invocation loaded no model",
+    "sizes": "what the engine worked with, chosen by the user or by auto: max_num_batched_tokens, max_num_seqs, "
+    "block_size, num_blocks, kv_bytes, max_model_len, kernels and its policies; null where not known",
     "rows": "rows done, failed and in all (total)",
     "errors": "failed rows by code",
     "finish_reasons": "done rows by finish_reason",
@@ -47,12 +51,20 @@ KEYS = {
     "histograms": "done rows by length and latency: counts between logarithmic edges",
     "slowest": "the rows with the longest total_s",
     "preemptions": "sum over done rows",
+    "recomputed_tokens": "computed again after a preemption",
+    "prefix_cache": "prompt tokens looked up (queried), found (hit), and their share (hit_rate); null where not used",
+    "duplicates": "rows that got the answer of an identical one without being computed",
+    "tail_s": "seconds at the end in which fewer than half of the largest number of sequences ran; null if unknown",
     "sessions": "how many invocations it took",
     "occupancy": "means over steps: sequences, tokens_per_step, kv_use; sequences_share and tokens_share are of the "
     "limits max_num_seqs and max_num_batched_tokens; max_kv_use is the fullest step. null where not measured",
     "series": "columns over time, at most 2,000 points of one or more steps: at_s (start), span_s, steps, tokens, "
     "prefill_tokens; sequences and kv_use are means",
     "engine": "what the engine counted, all invocations together; see EngineStats",
+    "roofline": "flops and bytes the steps needed at least, the rates measured on this machine (flops_per_s, "
+    "memory_bytes_per_s; source and measured_at say how and when), floor_s at those rates, and what was reached in "
+    "generate_s: flops_share, bytes_share, share (the larger); costs are those of one unit of what the engine counts. "
+    "Rates and shares are null where nothing was measured, all is null where the engine does not count",
     "device_hours_per_million_output_tokens": "unit cpu: threads x wall_s; unit gpu: wall_s; over completion tokens",
     "max_rss_bytes": "most memory the process held",
     "bound_by": "what most of the time went into, in words",
@@ -61,6 +73,7 @@ KEYS = {
     "versions": "of batchgen and what it stands on",
     "accuracy": "with output.expected: rows compared (total), correct ones, and their share (exact_match)",
 }
+_OPTIONAL_KEYS = {"accuracy"}
 
 
 def build_report(rows: RowTotals, spent: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,10 +82,9 @@ def build_report(rows: RowTotals, spent: Mapping[str, Any], about: Mapping[str, 
     ``spent`` holds what all invocations together spent (``sessions``, ``wall_s``, ``seconds`` by account, ``engine``
     counts with their ``series``); ``about`` says what ran where (model, input, numerics).
     """
-    failed = rows.errors.total()
     tokens = {
         "prompt": rows.prompt_tokens,
-        "cached": rows.cached_tokens,
+        "cached": rows.cached_tokens or spent.get("engine", {}).get("num_cached_tokens", 0),
         "completion": rows.completion_tokens,
         "total": rows.prompt_tokens + rows.completion_tokens,
     }
@@ -80,28 +92,52 @@ def build_report(rows: RowTotals, spent: Mapping[str, Any], about: Mapping[str, 
     engine = dict(spent.get("engine", {}))
     series = thin(engine.pop("series", {}))
     accounts = spent.get("seconds", {})
+    generate_s = accounts.get("generate", 0.0)
     report: dict[str, Any] = {
         "version": REPORT_VERSION,
+        "sizes": None,
         **about,
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "rows": {"total": rows.num_results + failed, "done": rows.num_results, "failed": failed},
-        "errors": dict(sorted(rows.errors.items())),
-        "finish_reasons": dict(sorted(rows.finish_reasons.items())),
+        **_rows(rows),
         "tokens": tokens,
         "wall_s": round(wall_s, 3),
         "seconds": {name: round(seconds, 3) for name, seconds in split(accounts, engine).items()},
-        "generate_s": round(accounts.get("generate", 0.0), 3),
+        "generate_s": round(generate_s, 3),
         "tokens_per_s": {name: round(tokens[name] / wall_s, 2) if wall_s else 0.0 for name in tokens},
-        "latency_s": {name: distribution.percentiles() for name, distribution in rows.latencies.items()},
-        "histograms": rows.histograms(),
-        "slowest": rows.slowest,
-        "preemptions": rows.preemptions,
+        **_saved_and_lost(engine),
+        "tail_s": spent["tail_s"] if "tail_s" in spent else tail_s(series),
         "sessions": spent.get("sessions", 1),
         "occupancy": _occupancy(engine),
         "series": series,
         "engine": engine,
+        "roofline": roofline_section(about.get("roofline"), engine, generate_s),
         "device_hours_per_million_output_tokens": _device_hours(about, wall_s, rows.completion_tokens),
         "max_rss_bytes": spent.get("max_rss_bytes", 0),
+        **_machine(),
+    }
+    return report | {"bound_by": bound_by(report), "advice": advice(report)}
+
+
+def _rows(rows: RowTotals) -> dict[str, Any]:
+    """What the rows alone tell."""
+    failed = rows.errors.total()
+    found: dict[str, Any] = {
+        "rows": {"total": rows.num_results + failed, "done": rows.num_results, "failed": failed},
+        "errors": dict(sorted(rows.errors.items())),
+        "finish_reasons": dict(sorted(rows.finish_reasons.items())),
+        "latency_s": {name: distribution.percentiles() for name, distribution in rows.latencies.items()},
+        "histograms": rows.histograms(),
+        "slowest": rows.slowest,
+        "preemptions": rows.preemptions,
+    }
+    if rows.expected is not None:
+        share = round(rows.correct / rows.compared, 6) if rows.compared else None
+        found["accuracy"] = {"correct": rows.correct, "total": rows.compared, "exact_match": share}
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    return {
         "machine": {
             "platform": platform.platform(),
             "processor": processor_name(),
@@ -109,10 +145,6 @@ def build_report(rows: RowTotals, spent: Mapping[str, Any], about: Mapping[str, 
         },
         "versions": {"batchgen": __version__} | {name: found for name in _PACKAGES if (found := _version(name))},
     }
-    if rows.expected is not None:
-        share = round(rows.correct / rows.compared, 6) if rows.compared else None
-        report["accuracy"] = {"correct": rows.correct, "total": rows.compared, "exact_match": share}
-    return report | {"bound_by": bound_by(report), "advice": advice(report)}
 
 
 def write_report(run_dir: RunDir, report: Mapping[str, Any]) -> None:
@@ -122,16 +154,27 @@ def write_report(run_dir: RunDir, report: Mapping[str, Any]) -> None:
 
 def read_report(run_dir: RunDir) -> dict[str, Any]:
     """The report of a finished run. Raises UsageError where there is none."""
-    try:
-        report = json.loads(run_dir.report.read_bytes())
-    except FileNotFoundError:
+    if not run_dir.report.exists():
         hint = "the run is not finished: see batchgen status" if run_dir.manifest.exists() else "not a run directory"
-        raise UsageError(f"no report.json in {run_dir.path} ({hint})") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {run_dir.report}: {error}") from error
-    if not isinstance(report, dict) or report.get("version") != REPORT_VERSION:
-        raise UsageError(f"{run_dir.report} is not a report of version {REPORT_VERSION}")
-    return report
+        raise UsageError(f"no report.json in {run_dir.path} ({hint})")
+    return read_report_file(run_dir.report)
+
+
+def read_report_file(path: Path) -> dict[str, Any]:
+    """A report that was written by this version. Raises UsageError for anything else."""
+    try:
+        report = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is no report: not valid JSON ({error})") from error
+    found = report.get("version") if isinstance(report, dict) else None
+    if found != REPORT_VERSION:
+        was = f"is a report of version {found}" if isinstance(found, int) else "is no report"
+        raise UsageError(f"{path} {was}; this batchgen reads version {REPORT_VERSION}")
+    if missing := sorted(KEYS.keys() - _OPTIONAL_KEYS - report.keys()):
+        raise UsageError(f"{path} is not whole: it lacks {', '.join(missing[:3])}")
+    return dict(report)
 
 
 def processor_name() -> str:
@@ -163,6 +206,17 @@ def _occupancy(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _OCCUPANCY = ("sequences", "tokens_per_step", "kv_use", "max_kv_use", "max_num_seqs", "max_num_batched_tokens")
+
+
+def _saved_and_lost(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Work the engine was spared, and work it had to do twice."""
+    queried, hit = engine.get("num_queried_tokens", 0), engine.get("num_cached_tokens", 0)
+    cache = {"queried": queried, "hit": hit, "hit_rate": round(hit / queried, 4)} if queried else None
+    return {
+        "prefix_cache": cache,
+        "duplicates": engine.get("num_shared_requests", 0),
+        "recomputed_tokens": engine.get("num_recomputed_tokens", 0),
+    }
 
 
 def _device_hours(about: Mapping[str, Any], wall_s: float, completion_tokens: int) -> dict[str, Any]:

@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from batchgen.units import format_duration
+
 _LARGE = 0.3  # of the wall time: what takes that much is worth a word
 _BUSY = 0.9  # of the places for sequences: as full as it gets
 _KV_FULL = 0.95
 _OFTEN = 0.05  # preemptions per row
 _ROOM = 0.5
 _CUT_OFF = 0.1  # of the rows
+_LONG_TAIL = 0.1  # of the wall time
+_LEAST_TAIL_S = 1.0  # less is not worth a word
 
 _OVERHEADS = {
     "load": "loading the model",
@@ -55,8 +59,11 @@ def advice(report: Mapping[str, Any]) -> list[str]:
     elif share is not None and share > _BUSY and (occupancy["kv_use"] or 0.0) < _ROOM:
         most = occupancy["max_num_seqs"]
         found.append(f"all {most:,} places were taken and KV memory was left: try a higher --max-num-seqs")
-    elif share is not None and share < _ROOM and rows["total"] > occupancy["max_num_seqs"]:
-        found.append("few sequences ran at a time: the end of the job waited for its longest rows")
+    tail_s = report["tail_s"] or 0.0
+    if tail_s > max(_LONG_TAIL * report["wall_s"], _LEAST_TAIL_S):
+        tail = format_duration(tail_s)
+        why = "waiting for the longest answers: give a run more rows, or lower max_tokens"
+        found.append(f"the last {tail} ran less than half full, {why}")
     if bound_by(report) == _OVERHEADS["load"]:
         found.append("loading took longer than it should pay for: give a run more rows")
     cut_off = report["finish_reasons"].get("length", 0)

@@ -57,6 +57,8 @@ class Figure:
         """A value as text."""
         if value is None:
             return "-"
+        if self.form == "megabytes":
+            return f"{value / 1e6:,.0f}"
         return format_duration(value) if self.form == "duration" else format(value, self.form)
 
 
@@ -82,17 +84,19 @@ class Comparison:
             f"{f.name} {f.show(f.before)} -> {f.show(f.now)}" for f in self.figures if f.is_regression(max_regress)
         ]
         if worse:
-            raise GateFailed(f"regression (tokens/s and exact match may fall by {max_regress:.0%}): {'; '.join(worse)}")
+            raise GateFailed(
+                f"regression (tokens/s and exact match may fall by {100 * max_regress:g}%): {'; '.join(worse)}"
+            )
 
     def render(self, max_regress: float | None) -> str:
         """A table of at most 80 columns."""
         lines = [f"{'':<18} {'before':>14} {'now':>14} {'change':>9}"]
         for f in self.figures:
             change = "" if f.change is None else f"{f.change:+.1%}"
-            mark = "" if f.rule is Rule.SHOWN else "  counts"
-            if max_regress is not None and f.is_regression(max_regress):
-                mark = "  REGRESSION"
-            lines.append(f"{f.name:<18} {f.show(f.before):>14} {f.show(f.now):>14} {change:>9}{mark}")
+            line = f"{f.name:<18} {f.show(f.before):>14} {f.show(f.now):>14} {change:>9}"
+            if max_regress is not None and f.rule is not Rule.SHOWN:
+                line += "  REGRESSION" if f.is_regression(max_regress) else "  passes"
+            lines.append(line.rstrip())
         lines += [text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…" for text in self.differences]
         return "\n".join(lines)
 
@@ -111,6 +115,8 @@ def compare_reports(now: Report, before: Report) -> Comparison:
         _figure("TTFT p50, s", now, before, ("latency_s", "ttft_s", "p50"), Rule.SHOWN, ",.3f"),
         _figure("TPOT p50, s", now, before, ("latency_s", "tpot_s", "p50"), Rule.SHOWN, ",.4f"),
         _figure("preemptions", now, before, ("preemptions",), Rule.SHOWN, ",.0f"),
+        _figure("roofline share", now, before, ("roofline", "share"), Rule.SHOWN, ".1%"),
+        _figure("most memory, MB", now, before, ("max_rss_bytes",), Rule.SHOWN, "megabytes"),
     )
     known = tuple(f for f in figures if f.before is not None or f.now is not None)
     differences = tuple(

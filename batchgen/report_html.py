@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from markupsafe import Markup
 
 from batchgen.data.files import write_atomic
 from batchgen.report_plots import draw
+from batchgen.report_text import describe_roofline
 from batchgen.units import format_duration
 
 _ID_WIDTH = 40
@@ -42,7 +44,7 @@ def render_html(report: Mapping[str, Any]) -> str:
     tables = [_errors(report), _latencies(report), _slowest(report), _about(report)]
     return environment.from_string(source).render(
         model=report["model"],
-        subtitle=f"{', '.join(report['input'])} · finished {report['finished_at']}",
+        subtitle=f"{', '.join(report['input'])} · finished {_clock(report['finished_at'])}",
         tiles=_tiles(report),
         bound_by=report["bound_by"],
         advice=report["advice"],
@@ -85,7 +87,7 @@ def _latencies(report: Mapping[str, Any]) -> _Table:
     rows = []
     for name, found in report["latency_s"].items():
         if found["p50"] is not None:
-            rows.append((name.removesuffix("_s"), *(f"{found[share]:.3f}" for share in ("p50", "p90", "p99"))))
+            rows.append((name.removesuffix("_s"), *(f"{found[share]:,.3f}" for share in ("p50", "p90", "p99"))))
     return _Table("Latency of a row, seconds", ("", "p50", "p90", "p99"), rows)
 
 
@@ -111,7 +113,18 @@ def _about(report: Mapping[str, Any]) -> _Table:
         mean = f"{occupancy['sequences']:,.1f} sequences, {occupancy['tokens_per_step']:,.1f} tokens"
         limits = f"limits {occupancy['max_num_seqs']:,} and {occupancy['max_num_batched_tokens']:,}"
         rows.append(("mean step", f"{mean} ({limits})"))
+    if report["sizes"]:
+        sizes = report["sizes"]
+        rows.append(("KV memory", f"{sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"))
+    if report["tail_s"]:
+        rows.append(("tail", f"{format_duration(report['tail_s'])} at the end with less than half of the sequences"))
+    if report["roofline"]:
+        rows.append(("roofline", describe_roofline(report["roofline"])))
     return _Table("Run and machine", (), rows)
+
+
+def _clock(instant: str) -> str:
+    return datetime.fromisoformat(instant).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _short(row_id: object) -> str:

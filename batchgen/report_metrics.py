@@ -98,6 +98,13 @@ def _add_report(gauges: _Gauges, report: Mapping[str, Any]) -> None:
     gauges.add_by("phase", "phase_seconds", "Wall time by kind of work", report["seconds"])
     gauges.add_by(("phase", "quantile"), "latency_seconds", "Quantiles of row latencies", latencies)
     gauges.add("preemptions", "Preemptions of done rows", report["preemptions"])
+    gauges.add("duplicates", "Rows answered with the result of an identical one", report["duplicates"])
+    if report["tail_s"] is not None:
+        gauges.add("tail_seconds", "Time at the end with less than half of the sequences", report["tail_s"])
+    if report["prefix_cache"] is not None:
+        gauges.add("prefix_cache_hit_ratio", "Share of prompt tokens found in it", report["prefix_cache"]["hit_rate"])
+    if report["roofline"] and report["roofline"]["share"] is not None:
+        gauges.add("roofline_ratio", "Share of this machine's measured rates", report["roofline"]["share"])
     gauges.add("sessions", "Invocations the run took", report["sessions"])
     gauges.add("max_rss_bytes", "Most memory the process held", report["max_rss_bytes"])
     accuracy = report.get("accuracy")

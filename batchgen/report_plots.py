@@ -52,16 +52,17 @@ def draw(report: Report) -> dict[str, str]:
     if report["wall_s"]:
         pictures["Where the time went"] = _picture("time", partial(_seconds, report=report))
     names = {
-        "prompt_tokens": ("Prompt length", "tokens"),
-        "completion_tokens": ("Answer length", "tokens"),
-        "ttft_s": ("Time to first token", "seconds"),
-        "tpot_s": ("Time per further token", "seconds"),
-        "total_s": ("Total time of a row", "seconds"),
+        "prompt_tokens": "Prompt length",
+        "completion_tokens": "Answer length",
+        "ttft_s": "Time to first token",
+        "tpot_s": "Time per further token",
+        "total_s": "Total time of a row",
     }
-    for key, (title, unit) in names.items():
+    for key, title in names.items():
         histogram = report["histograms"][key]
         if histogram["counts"]:
-            pictures[title] = _picture(key, partial(_histogram, histogram=histogram, unit=unit))
+            is_time = key.endswith("_s")
+            pictures[title] = _picture(key, partial(_histogram, histogram=histogram, is_time=is_time))
     return pictures
 
 
@@ -86,39 +87,44 @@ def _picture(name: str, plot: Callable[[Any], None]) -> str:
 def _throughput(axes: Any, report: Report) -> None:
     """Two areas on top of each other: prompt tokens and generated tokens, per second of each point's span."""
     series = thin(report["series"], _POINTS)
-    edges, tokens, prefill = _steps(series, "tokens"), series["tokens"], series["prefill_tokens"]
+    edges, unit = _steps(series, "tokens")
+    tokens, prefill = series["tokens"], series["prefill_tokens"]
     spans = [max(span, 1e-9) for span in series["span_s"]]
     below = [p / s for p, s in zip(prefill, spans, strict=True)]
     whole = [t / s for t, s in zip(tokens, spans, strict=True)]
     axes.stairs(below, edges, fill=True, color=_PREFILL, label="prompts")
     axes.stairs(whole, edges, baseline=below, fill=True, color=_DECODE, label="generated")
     axes.set_ylim(0, _upper(whole))
-    _finish(axes, "seconds", "tokens/s")
+    _finish(axes, unit, "tokens/s")
 
 
 def _occupancy(axes: Any, report: Report) -> None:
     series = thin(report["series"], _POINTS)
-    edges = _steps(series, "sequences")
+    edges, unit = _steps(series, "sequences")
     most = report["occupancy"]["max_num_seqs"] or 1
     axes.stairs([100 * n / most for n in series["sequences"]], edges, baseline=None, color=_DECODE, label="sequences")
     axes.stairs([100 * use for use in series["kv_use"]], edges, baseline=None, color=_PREFILL, label="KV memory")
     axes.set_ylim(0, 105)
-    _finish(axes, "seconds", "% of the limit")
+    _finish(axes, unit, "% of the limit")
 
 
 def _seconds(axes: Any, report: Report) -> None:
     spent = [(name, s) for name, s in report["seconds"].items() if s > 0.001 * report["wall_s"]]
     spent.sort(key=lambda item: item[1])
-    axes.barh([name for name, _ in spent], [s for _, s in spent], color=_DECODE)
+    unit, unit_s = _time_unit(report["wall_s"])
+    axes.barh([name for name, _ in spent], [s / unit_s for _, s in spent], color=_DECODE)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("seconds")
+    axes.set_xlabel(unit)
 
 
-def _histogram(axes: Any, histogram: Mapping[str, list[float]], unit: str) -> None:
-    axes.stairs(histogram["counts"], histogram["edges"], fill=True, color=_DECODE)
+def _histogram(axes: Any, histogram: Mapping[str, list[float]], is_time: bool) -> None:
+    edges = histogram["edges"]
+    unit, unit_s = _time_unit(edges[-1]) if is_time else ("tokens", 1.0)
+    edges = [edge / unit_s for edge in edges]
+    axes.stairs(histogram["counts"], edges, fill=True, color=_DECODE)
     axes.set_xscale("log")
-    axes.set_xticks(_ticks(histogram["edges"]), minor=False)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xticks(_ticks(edges), minor=False)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}" if value < 1e4 else f"{value:,.0f}")
     axes.minorticks_off()
     axes.set_xlabel(unit)
     axes.set_ylabel("rows")
@@ -128,15 +134,23 @@ def _ticks(edges: list[float]) -> list[float]:
     """Round values on a logarithmic axis between the outermost edges: 1, 2, 5, 10 and so on, or fewer if wide."""
     low, high = edges[0], edges[-1]
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 1.5, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5) if high < 1000 * low else (1,)
+    factors = (1, 1.5, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5) if high < 300 * low else (1,)
     ticks = [float(f"{factor}e{decade}") for decade in decades for factor in factors]
     return [tick for tick in ticks if low <= tick <= high] or [low, high]
 
 
-def _steps(series: Mapping[str, list[float]], column: str) -> list[float]:
-    """The instants between points, one more than there are points."""
+def _steps(series: Mapping[str, list[float]], column: str) -> tuple[list[float], str]:
+    """The instants between points, one more than there are points, and their unit."""
     starts = series["at_s"][: len(series[column])]
-    return [*starts, starts[-1] + max(series["span_s"][-1], 1e-6)]
+    edges = [*starts, starts[-1] + max(series["span_s"][-1], 1e-6)]
+    unit, unit_s = _time_unit(edges[-1])
+    return [edge / unit_s for edge in edges], unit
+
+
+def _time_unit(longest_s: float) -> tuple[str, float]:
+    """The unit in which times of up to so many seconds read well, and its seconds."""
+    units = (("milliseconds", 1e-3, 1.0), ("seconds", 1.0, 300.0), ("minutes", 60.0, 18_000.0))
+    return next(((name, unit_s) for name, unit_s, most_s in units if longest_s < most_s), ("hours", 3600.0))
 
 
 def _upper(values: list[float]) -> float:
@@ -146,6 +160,7 @@ def _upper(values: list[float]) -> float:
 
 
 def _finish(axes: Any, x: str, y: str) -> None:
+    axes.set_xlim(left=0)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)

@@ -31,7 +31,10 @@ def add_up(totals: Numbers, more: Numbers) -> dict[str, Any]:
 
 
 def spent_in(report: Numbers) -> dict[str, Any]:
-    """What the invocations behind a report spent, to be added to: the inverse of what ``split`` did."""
+    """What the invocations behind a report spent, to be added to: the inverse of what ``split`` did.
+
+    Its ``tail_s`` is that of runs that came to their end, so that those of shards add up.
+    """
     accounts = {name: seconds for name, seconds in report["seconds"].items() if name not in ENGINE_ACCOUNTS}
     return {
         "sessions": report["sessions"],
@@ -39,6 +42,7 @@ def spent_in(report: Numbers) -> dict[str, Any]:
         "seconds": {**accounts, "generate": report["generate_s"]},
         "engine": {**report["engine"], "series": report["series"]},
         "max_rss_bytes": report["max_rss_bytes"],
+        "tail_s": report["tail_s"] or 0.0,
     }
 
 
@@ -85,6 +89,17 @@ def thin(series: Numbers, max_points: int = MAX_POINTS) -> dict[str, Any]:
     while len(columns.get("at_s", ())) > max_points:
         columns = _halve(columns)
     return columns
+
+
+def tail_s(series: Numbers) -> float | None:
+    """Seconds from the end back to where half of the most sequences ran for the last time; None without a series."""
+    sequences = series.get("sequences")
+    if not sequences:
+        return None
+    full = max(sequences) / 2
+    last = max(i for i, count in enumerate(sequences) if count >= full)
+    last = max(i for i, count in enumerate(sequences) if count >= full)
+    return round(float(sum(series["span_s"][last + 1 :])), 3)
 
 
 def _halve(columns: Numbers) -> dict[str, Any]:

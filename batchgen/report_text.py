@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from batchgen.units import format_duration
+from batchgen.units import counted, format_duration
 
 _WIDTH = 80
 _LABEL = 12
@@ -36,6 +36,7 @@ def _summary(report: Mapping[str, Any]) -> Iterator[str]:
     for number, text in enumerate(report["advice"]):
         yield from _line("advice" if not number else "", text)
     yield from _line("tokens", f"{tokens['prompt']:,} in ({tokens['cached']:,} cached), {tokens['completion']:,} out")
+    yield from _line("spared", ", ".join(_spared(report)))
 
 
 def _details(report: Mapping[str, Any]) -> Iterator[str]:
@@ -46,6 +47,9 @@ def _details(report: Mapping[str, Any]) -> Iterator[str]:
     shares = (f"{_ACCOUNTS.get(name, name)} {s / wall_s:.0%}" for name, s in spent if s >= 0.005 * wall_s)
     yield from _line("time went to", ", ".join(shares))
     yield from _line("batch", ", ".join(_batch(report)))
+    yield from _line("tail", _tail(report))
+    yield from _line("roofline", describe_roofline(report["roofline"]))
+    yield from _line("memory", ", ".join(_memory(report)))
     hours = report["device_hours_per_million_output_tokens"]
     if hours["hours"] is not None:
         yield from _line("cost", f"{hours['hours']:,.2f} {hours['unit'].upper()}-hours per million output tokens")
@@ -56,10 +60,44 @@ def _batch(report: Mapping[str, Any]) -> Iterable[str]:
     occupancy = report["occupancy"]
     if occupancy["sequences"] is not None:
         yield f"{occupancy['sequences']:,.1f} of {occupancy['max_num_seqs']:,} sequences"
-        yield f"{occupancy['tokens_per_step']:,.1f} tokens a step"
+        yield f"{occupancy['tokens_per_step']:,.1f} of {occupancy['max_num_batched_tokens']:,} tokens a step"
         yield f"KV {occupancy['kv_use']:.0%} used, {occupancy['max_kv_use']:.0%} at most"
     if report["preemptions"]:
-        yield f"{report['preemptions']:,} preemptions"
+        yield f"{report['preemptions']:,} preemptions ({report['recomputed_tokens']:,} tokens recomputed)"
+
+
+def _spared(report: Mapping[str, Any]) -> Iterator[str]:
+    """What did not have to be computed."""
+    cache = report["prefix_cache"]
+    if cache and cache["hit"]:
+        yield f"{cache['hit']:,} prompt tokens by the prefix cache ({cache['hit_rate']:.0%} of those looked up)"
+    if report["duplicates"]:
+        yield f"{counted(report['duplicates'], 'row')} like another one"
+
+
+def _tail(report: Mapping[str, Any]) -> str:
+    if not report["tail_s"]:
+        return ""
+    share = report["tail_s"] / (report["wall_s"] or 1.0)
+    return f"{format_duration(report['tail_s'])} at the end with less than half of the sequences ({share:.0%})"
+
+
+def describe_roofline(roofline: Mapping[str, Any] | None) -> str:
+    """What was reached of this machine's measured rates, and where those come from."""
+    if roofline is None:
+        return ""
+    if roofline["share"] is None:
+        return "not known; batchgen bench measures it"
+    flops = f"{roofline['flops_share']:.0%} of {roofline['flops_per_s'] / 1e9:,.0f} GFLOP/s"
+    moved = f"{roofline['bytes_share']:.0%} of {roofline['memory_bytes_per_s'] / 1e9:,.0f} GB/s"
+    return f"{flops}, {moved} while generating ({roofline['source']}, {roofline['measured_at'][:10]})"
+
+
+def _memory(report: Mapping[str, Any]) -> Iterator[str]:
+    if report["max_rss_bytes"]:
+        yield f"{report['max_rss_bytes'] / 2**20:,.0f} MiB at most"
+    if report["sizes"]:
+        yield f"KV {report['sizes']['kv_bytes'] / 2**20:,.0f} MiB in blocks of {report['sizes']['block_size']} tokens"
 
 
 def _machine(report: Mapping[str, Any]) -> str:
@@ -67,6 +105,7 @@ def _machine(report: Mapping[str, Any]) -> str:
     parts = [report["machine"]["processor"] or report["machine"]["platform"]]
     parts += [f"{threads} thread{'s' if threads > 1 else ''}"] if threads else []
     parts += [" on ".join(numerics.values())] if numerics else []
+    parts += [f"{report['sizes']['kernels']} kernels"] if report["sizes"] else []
     return ", ".join(parts)
 
 

@@ -60,8 +60,9 @@ def retry_job(
     stopper = Stopper(options.limits)
     progress = Progress(run_dir.path, make_display(options.progress, options.heartbeat_s), stopper)
     with stopper.listening(), run_dir.lock():
+        run_dir.sweep()
         try:
-            with progress:
+            with progress, stopper.interruptible():
                 return _Retry(spec, run_dir, manifest, progress, engine_factory or load_engine).run()
         except StopRequested:
             return Outcome.stopped(run_dir, stopper.reason or "", progress)
@@ -101,7 +102,7 @@ class _Retry:
         spec, progress = self.spec, self.progress
         with progress.phase("checking the model", "load"):
             model = read_model(spec)
-            if model.fingerprint != self.manifest.fingerprints.get("model"):
+            if model.fingerprint() != self.manifest.fingerprints.get("model"):
                 raise ResumeMismatch(
                     f"{spec.model.path} is not the model that {self.run_dir.path} was run with; a run has one model"
                 )

@@ -19,6 +19,7 @@ Auto = Literal["auto"]
 
 RECORD_KEYS = frozenset(
     {"id", "index", "text", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
+    | {"choices", "prompt_logprobs", "perplexity"}
 )  # what an output record holds itself; a kept column of such a name is written as input_<name>
 
 
@@ -130,12 +131,17 @@ def key(kind: Kind, text: str, default: Any = MISSING, *, flag: str = "", output
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model, and in what form it runs. ``path`` is compared on resume by the content it leads to, not by name."""
+    """Which model, and in what form it runs.
+
+    On resume it is compared by the content that ``path`` leads to, and by the dtype and device that it really runs in.
+    """
 
     path: str = key(MODEL, "Model: folder, Hub id or dummy:NAME", flag="model", outputs=False)
     revision: str = key(FILLED, "Branch, tag or commit on the Hub", "main", outputs=False)
-    dtype: str = key(_one_of("auto", "bfloat16", "float16", "float32"), "Number format of weights", "auto")
-    device: str = key(_one_of("auto", "cpu", "cuda"), "Where the model runs", "auto")
+    dtype: str = key(
+        _one_of("auto", "bfloat16", "float16", "float32"), "Number format of weights", "auto", outputs=False
+    )
+    device: str = key(_one_of("auto", "cpu", "cuda"), "Where the model runs", "auto", outputs=False)
     tokenizer: str = key(TEXT, "Folder or Hub id [the model's own]", "", outputs=False)
 
 
@@ -165,7 +171,7 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Sizes of the engine. None of them changes outputs."""
+    """Sizes and policies of the engine. None of them changes outputs."""
 
     max_num_batched_tokens: int | Auto = key(POSITIVE_OR_AUTO, "Most tokens a step computes", "auto", outputs=False)
     max_num_seqs: int | Auto = key(POSITIVE_OR_AUTO, "Most sequences running at once", "auto", outputs=False)
@@ -173,6 +179,10 @@ class EngineSpec:
     kv_memory: int | Auto = key(SIZE_OR_AUTO, "Memory for KV blocks, such as 4GiB", "auto", outputs=False)
     max_model_len: int | Auto = key(POSITIVE_OR_AUTO, "Longest context, in tokens", "auto")
     threads: int | Auto = key(POSITIVE_OR_AUTO, "CPU threads", "auto", outputs=False)
+    prefix_caching: bool = key(BOOL, "Compute equal beginnings of prompts once", True, outputs=False)
+    share_duplicates: bool = key(BOOL, "Compute identical greedy rows once", True, outputs=False)
+    longest_first: bool = key(BOOL, "Admit the longest expected rows first", True, outputs=False)
+    forecast_memory: bool = key(BOOL, "Admit rows only as memory will last", True, outputs=False)
 
 
 @dataclass(frozen=True)
@@ -218,6 +228,14 @@ class JobSpec:
 
 
 SECTIONS: dict[str, type[Any]] = {"model": ModelSpec, "input": InputSpec, "engine": EngineSpec, "output": OutputSpec}
+
+
+def is_default(key: str, value: object) -> bool:
+    """Whether ``value``, maybe read from JSON, is that of a job which says nothing of the dotted ``key``."""
+    value = tuple(value) if isinstance(value, list) else value
+    section, _, name = key.partition(".")
+    cls = SamplingParams if section == "sampling" else SECTIONS.get(section)
+    return any(item.name == name and item.default == value for item in fields(cls)) if cls else False
 
 
 def flag_name(item: Field[Any]) -> str:

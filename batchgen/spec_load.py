@@ -15,9 +15,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from batchgen.data.params import ParamError, merge_params
+from batchgen.data.params import PARAM_KEYS, ParamError, merge_params
+from batchgen.data.presets import card_values
 from batchgen.errors import UsageError
-from batchgen.records import SAMPLING_KEYS, SamplingParams
+from batchgen.records import SamplingParams
 from batchgen.spec import SECTIONS, JobSpec, Kind, flag_name
 
 Values = dict[str, dict[str, Any]]
@@ -60,7 +61,6 @@ def load_job(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = 
     if flags:
         layers.append(Layer(flags, Path.cwd()))
     merged: Values = {name: {} for name in SECTIONS}
-    sampling = SamplingParams()
     for layer in layers:
         for name in SECTIONS:
             values = _parse_section(layer, name)
@@ -68,7 +68,9 @@ def load_job(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = 
                 for prompt in _PROMPT_KEYS:  # a flag that says what the prompt is replaces whatever the file says
                     merged[name].pop(prompt, None)
             merged[name] |= values
-        sampling = _merge_sampling(layer, sampling)
+    sampling = SamplingParams()
+    for layer in layers:
+        sampling = _merge_sampling(layer, sampling, merged["model"].get("path", ""))
     for name, cls in SECTIONS.items():
         for item in fields(cls):
             if name != "engine" and item.name == "path" and "path" not in merged[name]:
@@ -113,11 +115,11 @@ def read_layer(path: Path) -> Layer:
 
 
 def _check_known(layer: Layer, section: str, key: str) -> None:
-    known = SAMPLING_KEYS if section == "sampling" else tuple(item.name for item in fields(SECTIONS[section]))
+    known = PARAM_KEYS if section == "sampling" else tuple(item.name for item in fields(SECTIONS[section]))
     if key in known:
         return
     elsewhere = [name for name, cls in SECTIONS.items() if key in {item.name for item in fields(cls)}]
-    elsewhere += ["sampling"] if key in SAMPLING_KEYS else []
+    elsewhere += ["sampling"] if key in PARAM_KEYS else []
     hint = f" (it belongs in [{elsewhere[0]}])" if elsewhere else _nearest(key, known)
     raise UsageError(f"{layer.place(section, key)}: unknown key{hint}")
 
@@ -155,10 +157,9 @@ def _parse_section(layer: Layer, name: str) -> dict[str, Any]:
     return parsed
 
 
-def _merge_sampling(layer: Layer, base: SamplingParams) -> SamplingParams:
-    overrides = dict(layer.values.get("sampling", {}))
+def _merge_sampling(layer: Layer, base: SamplingParams, model: str) -> SamplingParams:
     try:
-        return merge_params(base, overrides)
+        return merge_params(base, layer.values.get("sampling", {}), card_values(model))
     except ParamError as error:
         raise UsageError(f"{layer.place('sampling', error.key)}: {error}") from error
 

@@ -102,17 +102,13 @@ def without_timings(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def start(arguments: Iterable[str | Path], **stub: Any) -> subprocess.Popen[str]:
-    """The command line with a stub engine, in a process of its own."""
+def start(arguments: Iterable[str | Path], *, stdin: Path | str = os.devnull, **stub: Any) -> subprocess.Popen[str]:
+    """The command line with a stub engine, in a process of its own; ``stdin`` is the file it is given as such."""
     command = [sys.executable, str(REPOSITORY / "tests" / "stub_cli.py"), json.dumps(stub), *map(str, arguments)]
-    return subprocess.Popen(
-        command,
-        env=ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    with Path(stdin).open("rb") as file:
+        return subprocess.Popen(
+            command, env=ENVIRONMENT, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str]:

@@ -60,6 +60,7 @@ class StubEngine:
     stats: StubStats = field(default_factory=StubStats)
     running: dict[int, tuple[Request, list[int], float]] = field(default_factory=dict)
     num_pulled: int = 0
+    num_started: int = 0
     is_stopping: bool = False
 
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
@@ -75,7 +76,9 @@ class StubEngine:
                 self.num_pulled += 1
                 waiting.append(request)
             while waiting and len(self.running) < self.max_num_seqs:
-                request = waiting.pop(len(waiting) // 2)  # not in order, as the real one
+                # Not in order, as the real one, and as there no row waits for ever.
+                request = waiting.pop(0 if self.num_started % 3 == 0 else len(waiting) // 2)
+                self.num_started += 1
                 self.running[request.key] = (request, list(request.output_token_ids), time.monotonic())
                 self.stats.num_prefill_tokens += len(request.prompt_token_ids)
             if not self.running:

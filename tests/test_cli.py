@@ -18,7 +18,7 @@ from stub_engine import stub_factory
 from batchgen import __version__
 from batchgen.cli import call, cli
 from batchgen.cli_options import SAMPLING_HELP
-from batchgen.records import SAMPLING_KEYS
+from batchgen.data.params import PARAM_KEYS
 from batchgen.run.model import Backend, ModelInfo
 from batchgen.spec import SECTIONS, JobSpec, flag_name
 
@@ -77,8 +77,8 @@ def test_every_key_of_the_job_file_has_a_flag() -> None:
     flags = {option for parameter in cli.commands["run"].params for option in parameter.opts + parameter.secondary_opts}
     for cls in SECTIONS.values():
         assert {f"--{flag_name(item)}" for item in fields(cls)} <= flags
-    assert {f"--{key.replace('_', '-')}" for key in SAMPLING_KEYS} <= flags
-    assert SAMPLING_HELP.keys() == set(SAMPLING_KEYS)
+    assert {f"--{key.replace('_', '-')}" for key in PARAM_KEYS} <= flags
+    assert SAMPLING_HELP.keys() == set(PARAM_KEYS)
 
 
 def test_the_flags_of_the_contract_are_there() -> None:
@@ -114,6 +114,25 @@ def test_a_job_runs_from_flags_alone(job: JobMaker, capsys: pytest.CaptureFixtur
     assert code == 0
     sampling = json.loads((job.output / "job.json").read_bytes())["job"]["sampling"]
     assert (sampling["max_tokens"], sampling["temperature"], sampling["stop_token_ids"]) == (4, 0.5, [9, 10])
+
+
+def test_sampling_flags_come_to_what_a_job_file_would_say(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(2))
+    flags = ["--stop", "a,b", "--stop", "\n", "--n", "2", "--logprobs", "3", "--repetition-penalty", "1.1"]
+    code, _, _ = said(capsys, "run", job.toml(), *flags, "--preset", "card", "--presence-penalty", "-1.5")
+    assert code == 0
+    sampling = json.loads((job.output / "job.json").read_bytes())["job"]["sampling"]
+    expected = {"stop": ["a,b", "\n"], "n": 2, "logprobs": 3, "repetition_penalty": 1.1, "presence_penalty": -1.5}
+    assert {name: sampling[name] for name in expected} == expected
+    assert (sampling["temperature"], sampling["min_p"]) == (0.3, 0.15)
+    assert "preset" not in sampling
+
+
+def test_choices_are_repeated_and_may_hold_commas(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(2))
+    code, _, err = said(capsys, "run", job.toml(), "--choices", "yes, please", "--n", "2", "--choices", "no")
+    assert code == 2
+    assert err.splitlines()[-1].endswith("--n: n = 2 does not go with choices: they are scored, nothing is generated")
 
 
 def test_rows_come_from_standard_input_and_a_resume_reads_them_again(job: JobMaker) -> None:

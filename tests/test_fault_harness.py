@@ -6,6 +6,7 @@ and starts it again, until it has been killed often enough and is left to finish
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from pathlib import Path
@@ -40,11 +41,13 @@ def undisturbed(job: JobMaker, folder: Path, arguments: list[str]) -> Path:
     return folder
 
 
-def killed_until_done(arguments: list[str | Path], num_kills: int, rng: random.Random) -> None:
+def killed_until_done(
+    arguments: list[str | Path], num_kills: int, rng: random.Random, stdin: Path | str = os.devnull
+) -> None:
     """Run a command to its end, killing it ``num_kills`` times on the way."""
     kills = 0
     while True:
-        process = start(arguments, step_s=STEP_S)
+        process = start(arguments, stdin=stdin, step_s=STEP_S)
         if kills < num_kills:
             time.sleep(rng.uniform(0.1, 2.0))
             if process.poll() is None:
@@ -56,7 +59,9 @@ def killed_until_done(arguments: list[str | Path], num_kills: int, rng: random.R
         assert code == 3 or "already done" in said, said  # killed after the outputs had appeared
         if kills >= num_kills:
             return
-        process = start([*arguments, "--overwrite"], step_s=STEP_S)  # done too early: once more from the start
+        process = start(
+            [*arguments, "--overwrite"], stdin=stdin, step_s=STEP_S
+        )  # done too early: once more from the start
         time.sleep(2)
         process.kill()
         process.communicate()
@@ -113,6 +118,17 @@ def test_kills_of_a_shard_change_no_byte(job: JobMaker, tmp_path: Path) -> None:
     reference = undisturbed(job, tmp_path / "reference", ["--shard", "2/2"])
     killed_until_done(["run", job.toml(), "--shard", "2/2"], 10, random.Random(3))
     same_content(reference, job.output)
+
+
+@pytest.mark.slow
+def test_kills_of_a_job_over_standard_input_change_no_byte(job: JobMaker, tmp_path: Path) -> None:
+    job.write(hard_rows())
+    reference = undisturbed(job, tmp_path / "reference", [])
+    killed_until_done(["run", job.toml(), "--input", "-"], 20, random.Random(4), stdin=job.input)
+    assert job.outputs() == without_timings(reference / "outputs.jsonl")
+    letters = read_lines(reference / "errors.jsonl")
+    assert job.errors() == [{**letter, "source": str(job.output / "input.spool")} for letter in letters]
+    assert {path.name for path in job.output.iterdir()} == {path.name for path in reference.iterdir()}
 
 
 def test_two_runs_at_once_one_wins_and_the_other_exits_5(job: JobMaker, tmp_path: Path) -> None:

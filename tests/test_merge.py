@@ -1,6 +1,7 @@
 """Shards of one job become one run; anything that would lose or repeat a row is refused by shard and row."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ NUM_ROWS = 11
 BAD = (4, 5, 9)
 
 
-def job(path: Path, output_format: str = "jsonl", order: str = "input", dtype: str = "auto") -> JobSpec:
-    return JobSpec(ModelSpec("m", dtype=dtype), InputSpec(("in",)), OutputSpec(str(path), output_format, order))
+def job(path: Path, output_format: str = "jsonl", order: str = "input", **where: Any) -> JobSpec:
+    return JobSpec(ModelSpec("m"), InputSpec(("in",), **where), OutputSpec(str(path), output_format, order))
 
 
 def record(index: int) -> dict[str, Any]:
@@ -35,11 +36,14 @@ def dead_letter(index: int) -> dict[str, Any]:
     return {"id": index, "index": index, "source": "in", "line": 1, "code": "bad_json", "message": "m", "row": None}
 
 
-def run(spec: JobSpec, shard: tuple[int, int] = (1, 1), num_rows: int = NUM_ROWS) -> Path:
+def run(
+    spec: JobSpec, shard: tuple[int, int] = (1, 1), num_rows: int = NUM_ROWS, numerics: Mapping[str, str] | None = None
+) -> Path:
     """A finished run directory of one shard, its rows finished in descending order."""
     run_dir = RunDir(Path(spec.output.path))
     run_dir.create()
-    run_dir.write_manifest(Manifest(spec.to_dict(), spec.output_keys(), {"input": {"size": 7}}, shard))
+    fingerprints = {"input": {"size": 7}, "numerics": dict(numerics or {"dtype": "float32", "device": "cpu"})}
+    run_dir.write_manifest(Manifest(spec.to_dict(), spec.output_keys(), fingerprints, shard))
     journal = Journal.open(run_dir.journal, shard)
     for index in reversed(range(shard[0] - 1, num_rows, shard[1])):
         after = Cursor(0, 0, 0, index + 1)
@@ -124,9 +128,16 @@ def test_a_shard_given_twice_is_named(tmp_path: Path) -> None:
 
 
 def test_shards_of_different_jobs_are_told_apart(tmp_path: Path) -> None:
-    one, two = (job(tmp_path / name, dtype=dtype) for name, dtype in (("a", "float32"), ("b", "bfloat16")))
+    one, two = (job(tmp_path / name, prompt=prompt) for name, prompt in (("a", "{x}"), ("b", "{y}")))
     folders = [run(one, (1, 2)), run(two, (2, 2))]
-    with pytest.raises(UsageError, match=r'not of one job: model\.dtype: was "float32", now "bfloat16"'):
+    with pytest.raises(UsageError, match=r'not of one job: input\.prompt: was "{x}", now "{y}"'):
+        merge(folders, tmp_path / "merged")
+
+
+def test_shards_that_were_run_in_different_numerics_are_told_apart(tmp_path: Path) -> None:
+    other = {"dtype": "bfloat16", "device": "cpu"}
+    folders = [run(job(tmp_path / "a"), (1, 2)), run(job(tmp_path / "b"), (2, 2), numerics=other)]
+    with pytest.raises(UsageError, match=r'not of one job: numerics\.dtype: was "float32", now "bfloat16"'):
         merge(folders, tmp_path / "merged")
 
 

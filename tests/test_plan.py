@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import ENVIRONMENT, MODEL, JobMaker, rows_of
+from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of
 from test_memory import write_input
 
+from batchgen import plan_kv
 from batchgen.cli import call
 from batchgen.errors import GateFailed, UsageError
 from batchgen.plan import PlanOptions, check_time, make_plan
 from batchgen.plan_text import render_plan
+from batchgen.run import run_job
 
 
 def plan_of(job: JobMaker, **sections: Any) -> dict[str, Any]:
@@ -99,7 +101,52 @@ def test_shared_prefixes_count_whole_blocks_seen_before(job: JobMaker) -> None:
     repeats = plan_of_ids(job)["repeats"]
     assert repeats["common_prefix_tokens"] == 64
     assert repeats["shared_prefix_tokens"] == 4 * 64
-    assert repeats["used_by_engine"] is False
+
+
+def test_without_weights_the_plan_says_how_many_tokens_and_rows_fit(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    given = plan_of(job, engine={"kv_memory": "1MiB"})
+    kv = given["kv"]
+    assert kv["memory_bytes"] <= 1 << 20
+    assert kv["tokens_that_fit"] * kv["bytes_per_token"] == pytest.approx(kv["memory_bytes"], rel=0.01)
+    assert kv["rows_that_fit"] == kv["memory_bytes"] // kv["mean_row_bytes"]
+    assert f"hold {kv['tokens_that_fit']:,} tokens, {kv['rows_that_fit']:,} such rows" in render_plan(given)
+    found = plan_of(job, model={"device": "cpu"})
+    assert found["kv"]["tokens_that_fit"] > kv["tokens_that_fit"]
+    assert "by what is free now" in render_plan(found)
+
+
+def test_the_kv_plan_is_what_the_engine_then_takes(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    sizes = {"kv_memory": "1MiB", "block_size": 16, "max_num_seqs": 4, "threads": 1}
+    spec = job.spec(engine=sizes, model={"device": "cpu"})
+    kv = make_plan(spec, PlanOptions())["kv"]
+    outcome = run_job(spec, quiet())
+    assert outcome.report is not None
+    taken = outcome.report["sizes"]
+    assert (kv["memory_bytes"], kv["max_num_seqs"], kv["block_size"]) == (taken["kv_bytes"], 4, 16)
+    assert kv["tokens_that_fit"] == taken["num_blocks"] * 16
+    assert kv["dtype"] == outcome.report["numerics"]["dtype"]
+
+
+def test_weights_take_their_share_of_what_is_free(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.write([{"id": 1, "prompt_token_ids": [5] * 50}])
+    monkeypatch.setattr(plan_kv, "available_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(plan_kv, "_NVIDIA", job.folder / "no-driver")
+    kv = plan_of_ids(job, model={"path": "dummy:LFM2-350M", "dtype": "bfloat16"})["kv"]
+    half_of_rest = ((2 << 30) - 2 * 354.5e6) / 2
+    assert kv["memory_bytes"] == pytest.approx(half_of_rest, rel=0.02)
+
+
+def test_a_gpus_memory_is_not_guessed(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.write(rows_of(5))
+    named = plan_of(job, model={"device": "cuda"})
+    monkeypatch.setattr(plan_kv, "_NVIDIA", job.folder)  # a machine with a driver
+    found = plan_of(job)
+    for plan in (named, found):
+        assert (plan["kv"]["memory_bytes"], plan["kv"]["rows_that_fit"]) == (None, None)
+        assert "--calibrate asks it what is free" in render_plan(plan)
+    assert plan_of(job, engine={"kv_memory": "1MiB"})["kv"]["rows_that_fit"] > 0
 
 
 def test_output_tokens_are_bounded_by_max_tokens_and_the_context(job: JobMaker) -> None:
@@ -205,19 +252,25 @@ def test_a_plan_writes_nothing_and_loads_no_torch(job: JobMaker) -> None:
 
 
 PROGRAM = """
-import resource, sys
-from batchgen.cli import call
-assert call(["plan", "--model", sys.argv[1], "--input", sys.argv[2]]) == 0
-print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+import json, resource, sys
+from batchgen.plan import PlanOptions, make_plan
+from batchgen.spec_load import load_job
+flags = {"model": {"path": sys.argv[1]}, "input": {"path": [sys.argv[2]]}, "output": {"path": "."}}
+plan = make_plan(load_job(None, flags), PlanOptions())
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"peak_bytes": peak, "rows": plan["rows"], "bad": [row["line"] for row in plan["bad_rows"]]}))
 """
 
 
 @pytest.mark.slow
-def test_a_million_rows_take_little_more_memory_than_ten_thousand(tmp_path: Path) -> None:
-    def peak(count: int) -> int:
+def test_a_million_rows_take_little_more_memory_than_ten_thousand_and_every_bad_one_is_found(tmp_path: Path) -> None:
+    def peak_bytes(count: int) -> int:
         write_input(tmp_path / "input.jsonl", count)
         command = [sys.executable, "-c", PROGRAM, str(MODEL), str(tmp_path / "input.jsonl")]
         done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-        return int(done.stdout.split()[-1])
+        found = json.loads(done.stdout)
+        assert found["rows"] == {"total": count, "good": count * 999 // 1000, "bad": count // 1000}
+        assert found["bad"] == list(range(1000, count + 1, 1000))
+        return int(found["peak_bytes"])
 
-    assert peak(1_000_000) - peak(10_000) <= 200 << 20
+    assert peak_bytes(1_000_000) - peak_bytes(10_000) <= 200 << 20

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from run_helpers import JobMaker, rows_of
@@ -54,6 +56,13 @@ def test_rows_beyond_the_sample_are_charged_at_its_rate() -> None:
     assert machine().engine_s(sample, 640, lengths) == pytest.approx(10 * whole, rel=0.1)
 
 
+def test_a_shared_beginning_is_charged_once() -> None:
+    rows = [(Lengths(64, 1, True), 1)] * 8
+    apart, together = machine().simulate(rows), machine().simulate(rows, shared=48)
+    assert apart == 8  # each prompt fills a step
+    assert together < apart
+
+
 def test_a_row_that_can_never_run_costs_nothing() -> None:
     assert machine().simulate([(Lengths(512, 1, True), 1)]) == 0
 
@@ -78,6 +87,42 @@ def test_fixed_rows_are_reckoned_at_their_length_whatever_is_expected() -> None:
     lengths = OutputLengths.around("given", 5)
     assert lengths.of_row(0, 40, True) == 40
     assert lengths.of_row(0, 40, False) == 5
+
+
+def surveyed(job: JobMaker, rows: list[dict[str, Any]]) -> Survey:
+    job.write(rows)
+    spec = job.spec()
+    where = replace(spec.input, prompt=None, prompt_token_ids="prompt_token_ids")
+    info = read_model(spec)
+    selected = RowRange(open_source(where), (1, 1))
+    survey = Survey(Screen(where, info.builder(where, spec.sampling), UniqueIds(None), selected), 512)
+    survey.take(selected.read())
+    return survey
+
+
+def test_what_the_engine_computes_once_is_not_reckoned_twice(job: JobMaker) -> None:
+    shared = list(range(100, 164))  # two blocks
+    rows = [{"id": i, "prompt_token_ids": [*shared, 200 + i]} for i in range(8)]
+    found = surveyed(job, [*rows, *({**row, "id": f"again-{row['id']}"} for row in rows)])
+    assert (found.num_good, found.computed_rows) == (16, 8)
+    assert found.shared_tokens_per_row == pytest.approx(7 * 64 / 8, abs=1)
+
+
+def test_a_row_that_only_scores_choices_is_played_out_too() -> None:
+    assert machine().simulate([(Lengths(10, 0, True), 0)]) == 1
+
+
+def test_every_sample_of_a_row_counts_among_its_output(job: JobMaker) -> None:
+    rows = [
+        {"id": i, "prompt_token_ids": [5, i + 6], "sampling": {"n": 3, "temperature": t}} for i, t in ((0, 1), (1, 0))
+    ]
+    found = surveyed(job, [{**row, "max_tokens": 10} for row in rows])
+    assert found.outputs.total() == 3 + 1  # greedy samples are all alike
+
+
+def test_identical_rows_that_are_sampled_are_all_reckoned(job: JobMaker) -> None:
+    rows = [{"id": i, "prompt_token_ids": [5, 6, 7], "temperature": 1.0} for i in range(4)]
+    assert surveyed(job, rows).computed_rows == 4
 
 
 def test_a_sample_is_the_whole_stream_while_that_is_small_and_uniform_after() -> None:

@@ -10,6 +10,7 @@ import pytest
 from run_helpers import MODEL, JobMaker, quiet, rows_of
 
 from batchgen.data.rundir import RunDir
+from batchgen.errors import UsageError
 from batchgen.report import KEYS, build_report, read_report
 from batchgen.report_advice import advice, bound_by
 from batchgen.report_rows import Distribution, RowTotals
@@ -140,6 +141,64 @@ def test_full_batches_with_memory_left_advise_more_sequences() -> None:
     assert "--max-num-seqs" in advice(made(engine=engine(sum_sequences=79)))[0]
 
 
+def tailed(seconds: float) -> dict[str, Any]:
+    """A report of 10 s whose batch was full but for so many seconds at the end."""
+    spans = [10.0 - seconds, seconds]
+    series = {"at_s": [0.0, spans[0]], "span_s": spans, "sequences": [8.0, 1.0], "steps": [9, 9], "kv_use": [0.5, 0.1]}
+    return made(engine=engine(series=series))
+
+
+def test_a_long_tail_is_told_with_advice_and_a_short_one_without() -> None:
+    assert tailed(3.0)["tail_s"] == 3.0
+    assert any("the last 3.0 s ran less than half full" in text for text in tailed(3.0)["advice"])
+    assert "3.0 s at the end" in render_report(tailed(3.0))
+    assert not any("half full" in text for text in tailed(0.9)["advice"])
+
+
+def test_what_was_spared_and_recomputed_is_told_where_the_engine_counts_it() -> None:
+    counts = {"num_cached_tokens": 300, "num_queried_tokens": 1000, "num_shared_requests": 7}
+    counts |= {"num_recomputed_tokens": 55}
+    report = made(engine=engine(**counts))
+    assert report["tokens"]["cached"] == 300
+    assert report["prefix_cache"] == {"queried": 1000, "hit": 300, "hit_rate": 0.3}
+    assert (report["duplicates"], report["recomputed_tokens"]) == (7, 55)
+    text = " ".join(render_report(report).split())
+    assert "300 prompt tokens by the prefix cache (30% of those looked up), 7 rows like another one" in text
+
+
+def test_an_engine_without_a_prefix_cache_reports_none() -> None:
+    report = made(engine=engine())
+    assert (report["prefix_cache"], report["duplicates"], report["recomputed_tokens"]) == (None, 0, 0)
+    assert "spared" not in render_report(report)
+
+
+def test_cached_tokens_of_rows_and_engine_are_not_counted_twice() -> None:
+    totals = RowTotals()
+    totals.add_result(record(0, timings={"cached_tokens": 4}))
+    assert build_report(totals, {"engine": engine(num_cached_tokens=4)}, ABOUT)["tokens"]["cached"] == 4
+
+
+def test_the_sizes_of_the_engine_and_its_memory_are_told(real: dict[str, Any]) -> None:
+    assert real["sizes"]["max_num_seqs"] == 8
+    assert real["sizes"]["block_size"] > 0
+    text = render_report(real)
+    assert f"in blocks of {real['sizes']['block_size']} tokens" in text
+    assert "MiB at most" in text
+
+
+def test_the_roofline_is_told_with_its_source_or_with_the_way_to_one(real: dict[str, Any]) -> None:
+    costs = real["roofline"]["costs"]
+    known = {"costs": costs, "flops_per_s": 1e9, "memory_bytes_per_s": 1e9}
+    known |= {"source": "measured by batchgen bench", "measured_at": "2026-01-02T03:04:05+00:00"}
+    counts = engine(num_output_tokens=100, num_attended=100, num_kv_read=100)
+    totals = RowTotals()
+    report = build_report(totals, {"engine": counts, "seconds": {"generate": 9.0}}, ABOUT | {"roofline": known})
+    assert "measured by batchgen bench, 2026-01-02" in " ".join(render_report(report).split())
+    known["flops_per_s"] = None
+    report = build_report(totals, {"engine": counts, "seconds": {"generate": 9.0}}, ABOUT | {"roofline": known})
+    assert "batchgen bench measures it" in " ".join(render_report(report).split())
+
+
 def test_failed_rows_get_advice_by_code() -> None:
     assert any(text.startswith("80 rows too long") for text in made(errors=80)["advice"])
 
@@ -158,7 +217,14 @@ def test_the_text_fits_80_columns(real: dict[str, Any]) -> None:
 
 def test_a_report_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps({"version": 1}))
-    with pytest.raises(Exception, match="version 2"):
+    with pytest.raises(UsageError, match="is a report of version 1; this batchgen reads version 3"):
+        read_report(RunDir(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 3}', '{"version": "3"}'])
+def test_a_file_that_is_no_report_is_one_clear_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "report.json").write_text(content)
+    with pytest.raises(UsageError, match=r"report\.json"):
         read_report(RunDir(tmp_path))
 
 

@@ -90,3 +90,25 @@ def test_a_limit_without_a_baseline_is_a_usage_error(job: JobMaker) -> None:
     job.write(rows_of(1))
     job.run()
     assert call(["report", str(job.output), "--max-regress", "5%"]) == 2
+
+
+def test_a_baseline_may_be_a_report_that_was_kept(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(8))
+    job.run()
+    kept = job.folder / "baseline.json"
+    kept.write_bytes((job.output / "report.json").read_bytes())
+    assert call(["report", str(job.output), "--compare", str(kept), "--max-regress", "5%"]) == 0
+    assert capsys.readouterr().out.count("passes") >= 3
+
+
+@pytest.mark.parametrize("other", [["--html", "page.html"], ["--format", "prometheus"]])
+def test_a_comparison_has_no_page_and_no_metrics(job: JobMaker, other: list[str]) -> None:
+    job.write(rows_of(1))
+    job.run()
+    assert call(["report", str(job.output), "--compare", str(job.output), *other]) == 2
+    assert not (job.folder / "page.html").exists()
+
+
+def test_a_fine_limit_is_told_as_it_was_given() -> None:
+    with pytest.raises(GateFailed, match=r"may fall by 0\.5%"):
+        compare_reports(report(rate=90), report()).check(0.005)

@@ -65,6 +65,14 @@ def test_every_picture_and_table_is_there() -> None:
         assert title in page.titles
 
 
+def test_times_are_in_units_that_read_well() -> None:
+    short, long = with_series(), with_series(wall_s=4000.0)
+    long["series"] = {**long["series"], "at_s": [10.0 * i for i in range(400)], "span_s": [10.0] * 400}
+    assert ">seconds<" in render_html(short)
+    assert ">milliseconds<" in render_html(short)  # of a token
+    assert render_html(long).count(">minutes<") == 3
+
+
 def test_texts_of_the_job_are_escaped() -> None:
     report = with_series(model="<script>alert(1)</script>", input=["<img src=x>"])
     report["slowest"][0]["id"] = "<b>id</b>"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.engine.stats import MAX_POINTS, EngineStats, Point, StepSeries
-from batchgen.report_spent import add_up, follow, since, spent_in, thin
+from batchgen.report_spent import add_up, follow, since, spent_in, tail_s, thin
 
 
 def series_of(steps: list[int]) -> dict[str, Any]:
@@ -69,7 +69,25 @@ def test_what_a_report_spent_is_what_it_was_built_from() -> None:
         "engine": {"num_steps": 5},
         "series": {"at_s": [0.0]},
         "max_rss_bytes": 7,
+        "tail_s": 0.5,
     }
     spent = spent_in(report)
     assert spent["seconds"] == {"load": 1.0, "generate": 8.0}
     assert spent["engine"] == {"num_steps": 5, "series": {"at_s": [0.0]}}
+    assert follow(spent, spent)["tail_s"] == 1.0
+
+
+def running(sequences: list[float]) -> dict[str, Any]:
+    return {"span_s": [2.0] * len(sequences), "sequences": sequences}
+
+
+def test_the_tail_begins_where_half_of_the_most_sequences_ran_for_the_last_time() -> None:
+    assert tail_s(running([1, 8, 8, 4, 3, 1])) == 4.0
+    assert tail_s(running([1, 8, 2, 8, 5])) == 0.0  # a dip that is filled again is no tail
+    assert tail_s({}) is None
+
+
+def test_a_session_that_only_runs_the_last_rows_is_all_tail() -> None:
+    first = {"wall_s": 10.0, "engine": {"series": {**series_of([1, 1]), "sequences": [8.0, 8.0]}}}
+    last = {"wall_s": 3.0, "engine": {"series": {**series_of([1, 1, 1]), "sequences": [2.0, 2.0, 1.0]}}}
+    assert tail_s(follow(first, last)["engine"]["series"]) == 3.0

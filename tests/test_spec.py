@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import UsageError
-from batchgen.spec import SECTIONS, JobSpec, job_from_dict
+from batchgen.spec import SECTIONS, JobSpec, is_default, job_from_dict
 from batchgen.spec_load import load_job
 from batchgen.units import (
     format_duration,
@@ -50,7 +50,7 @@ def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
     assert (spec.model.revision, spec.model.dtype, spec.model.device) == ("main", "auto", "auto")
     assert (spec.input.format, spec.input.chat, spec.input.keep_columns) == ("auto", True, ())
     assert (spec.sampling.max_tokens, spec.sampling.temperature) == (256, 0.0)
-    assert {getattr(spec.engine, item.name) for item in fields(spec.engine)} == {"auto"}
+    assert {getattr(spec.engine, item.name) for item in fields(spec.engine)} == {"auto", True}
     assert (spec.output.format, spec.output.order, spec.output.token_ids) == ("jsonl", "input", False)
 
 
@@ -126,6 +126,14 @@ def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch:
         ("[engine]\nthreads = -1\n", r"engine\.threads = -1: must be"),
         ("[sampling]\nmax_tokens = 0\n", r"job\.toml:8: sampling\.max_tokens: .*0"),
         ("[sampling]\ntemperature = nan\n", r"sampling\.temperature"),
+        (
+            '[sampling]\npreset = "best"\n',
+            r"job\.toml:8: sampling\.preset: preset = 'best' is not known; known is card",
+        ),
+        ('[sampling]\nprset = "card"\n', r'sampling\.prset: unknown key \(did you mean "preset"'),
+        ('preset = "card"\n', r"input\.preset: unknown key \(it belongs in \[sampling\]\)"),
+        ("[sampling]\nn = 2\nchoices = ['a', 'b']\n", r"job\.toml:8: sampling\.n: n = 2 does not go with choices"),
+        ('[sampling]\nstop = ""\n', r"job\.toml:8: sampling\.stop: stop = '' holds an empty string"),
         ("[sampling\n", r"job\.toml: not valid TOML: .*line 7"),
     ],
 )
@@ -166,17 +174,72 @@ def test_stdin_stands_alone() -> None:
 
 
 def test_a_spec_survives_json(tmp_path: Path) -> None:
-    extra = 'keep_columns = ["a", "b"]\n[sampling]\nstop_token_ids = [2, 3]\n[engine]\nkv_memory = "1GiB"\n'
-    spec = from_text(tmp_path, minimal(extra))
-    assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    generated = 'stop_token_ids = [2, 3]\nstop = ["\\n\\n", "Q:"]\nn = 3\nlogprobs = 2\nmax_repeats = 4\n'
+    for sampling in (generated, 'choices = ["yes", " no"]\n', "prompt_logprobs = 0\nmax_tokens = 0\n"):
+        extra = f'keep_columns = ["a", "b"]\n[sampling]\n{sampling}[engine]\nkv_memory = "1GiB"\n'
+        spec = from_text(tmp_path, minimal(extra))
+        assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_a_spec_written_before_a_key_existed_has_its_default(tmp_path: Path) -> None:
+    spec = from_text(tmp_path, minimal())
+    data = json.loads(json.dumps(spec.to_dict()))
+    for key in ("stop", "n", "logprobs", "choices", "repetition_penalty"):
+        del data["sampling"][key]
+    assert job_from_dict(data) == spec
+
+
+def test_a_default_is_known_as_one_whatever_form_it_is_read_in() -> None:
+    keys = load_job(None, NEEDED).output_keys()
+    assert all(is_default(key, value) for key, value in json.loads(json.dumps(keys)).items())
+    others = {"sampling.n": 2, "sampling.stop": ["a"], "input.chat": False, "model.path": "m", "no.such": 1, "x": None}
+    assert not any(is_default(key, value) for key, value in others.items())
+
+
+@pytest.mark.parametrize(
+    ("model", "top_k", "temperature"), [("LiquidAI/LFM2-350M", 0, 0.3), ("LiquidAI/LFM2.5-350M", 50, 0.1)]
+)
+def test_a_preset_becomes_the_values_of_the_models_card(
+    model: str, top_k: int, temperature: float, tmp_path: Path
+) -> None:
+    text = minimal('[sampling]\npreset = "card"\nmax_tokens = 9\n').replace("m/n", model)
+    sampling = from_text(tmp_path, text).sampling
+    assert (sampling.top_k, sampling.temperature, sampling.repetition_penalty) == (top_k, temperature, 1.05)
+    assert sampling.max_tokens == 9
+
+
+def test_the_model_that_a_flag_names_says_which_card(tmp_path: Path) -> None:
+    text = minimal('[sampling]\npreset = "card"\n')
+    assert from_text(tmp_path, text, {"model": {"path": "LiquidAI/LFM2.5-350M"}}).sampling.top_k == 50
+
+
+def test_what_stands_beside_a_preset_or_comes_later_wins_and_what_came_before_does_not(tmp_path: Path) -> None:
+    text = minimal('[sampling]\npreset = "card"\ntemperature = 0.9\nmin_p = 0.2\n')
+    flags = {"sampling": {"min_p": 0.5}}
+    sampling = from_text(tmp_path, text, flags).sampling
+    assert (sampling.temperature, sampling.min_p, sampling.repetition_penalty) == (0.9, 0.5, 1.05)
+    text = minimal("[sampling]\ntemperature = 0.9\nmax_tokens = 7\n")
+    sampling = from_text(tmp_path, text, {"sampling": {"preset": "card"}}).sampling
+    assert (sampling.temperature, sampling.max_tokens) == (0.3, 7)
 
 
 def test_engine_sizes_and_output_order_do_not_count_as_changing_outputs() -> None:
     keys = load_job(None, NEEDED).output_keys()
-    assert {"input.prompt", "sampling.seed", "model.dtype", "output.token_ids"} <= keys.keys()
+    assert {"input.prompt", "sampling.seed", "output.token_ids"} <= keys.keys()
     assert (
         not {"engine.kv_memory", "engine.threads", "engine.max_num_seqs", "output.order", "output.path"} & keys.keys()
     )
+
+
+def test_dtype_and_device_are_compared_by_what_they_come_to() -> None:
+    assert not {"model.dtype", "model.device"} & load_job(None, NEEDED).output_keys().keys()
+
+
+@pytest.mark.parametrize("device", ["cuda:9", "gpu", "cuda:0"])
+def test_a_device_that_is_none_is_refused_in_one_line(device: str) -> None:
+    with pytest.raises(UsageError, match=rf"^--device = '{device}': must be one of auto, cpu, cuda") as caught:
+        load_job(None, with_flags("model", "device", device))
+    assert "\n" not in str(caught.value)
 
 
 def test_every_key_says_what_it_is_for() -> None:

@@ -10,20 +10,25 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from batchgen.bench.roofline import Ceilings, Work, count, measure
+from batchgen.bench.facts import engine_sizes, model_key
+from batchgen.bench.roofline import measure
 from batchgen.bench.timed import TimedKernels
 from batchgen.engine import Engine, EngineConfig
+from batchgen.engine.sizes import auto_threads
 from batchgen.errors import BatchgenError
 from batchgen.kernels import select
 from batchgen.model import load_config
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.loading import load, resolve_device, resolve_dtype
 from batchgen.records import Request, SamplingParams
+from batchgen.report_roofline import Ceilings, Costs, Measured, Work, remember
+from batchgen.spec import ModelSpec
+from batchgen.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class Repeat:
     work: Work
     ceilings: Ceilings
     split_s: dict[str, float]
+    sizes: dict[str, Any]
 
     @property
     def roofline_s(self) -> float:
@@ -58,13 +64,13 @@ class Repeat:
         }
 
 
-def load_timed(path: str, revision: str, dtype: str, device: str) -> tuple[Lfm2Model, TimedKernels | None]:
+def load_timed(where: ModelSpec, threads: int | None) -> tuple[Lfm2Model, TimedKernels | None]:
     """A model whose kernels keep time where that means something (on the CPU; elsewhere None)."""
-    where = resolve_device(device)
-    timed = TimedKernels(select(where, resolve_dtype(dtype, load_config(path, revision), where)))
-    if where.type != "cpu":
-        return load(path, revision, dtype, device), None
-    return load(path, revision, dtype, device, timed), timed
+    config, device = load_config(where.path, where.revision), resolve_device(where.device)
+    torch.set_num_threads(threads or auto_threads(config))
+    timed = TimedKernels(select(device, resolve_dtype(where.dtype, config, device)))
+    kept = timed if device.type == "cpu" else None
+    return load(where.path, where.revision, where.dtype, where.device, kept), kept
 
 
 def repeats(
@@ -84,11 +90,13 @@ def repeats(
             num_output_tokens=stats.num_output_tokens,
             num_steps=stats.num_steps,
             num_preemptions=stats.num_preemptions,
-            work=count(stats, model.config, model.dtype.itemsize),
+            work=Costs.of(model.config, model.dtype.itemsize).work(stats.to_dict()),
             ceilings=before.mean(after),
             split_s=split_s,
+            sizes=engine_sizes(engine),
         )
         before = after
+        remember(model_key(model), Measured.now(after, "measured by batchgen bench"))
 
 
 def _run(
@@ -112,11 +120,10 @@ def _run(
     return wall_s, engine, split_s
 
 
-def summarize(model_name: str, model: Lfm2Model, config: EngineConfig, runs: list[Repeat]) -> dict[str, Any]:
+def summarize(model_name: str, model: Lfm2Model, runs: list[Repeat]) -> dict[str, Any]:
     """One JSON-able object: medians under the plain names, every repeat's figures under ``runs``."""
     figures = [run.figures() for run in runs]
     median = {name: statistics.median(f[name] for f in figures) for name in figures[0]}
-    sizes = Engine(model, config).config
     return {
         "model": model_name,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -125,7 +132,7 @@ def summarize(model_name: str, model: Lfm2Model, config: EngineConfig, runs: lis
         "kernels": model.kernels.name,
         "num_requests_tokens": {"prompt": runs[0].num_prompt_tokens, "output": runs[0].num_output_tokens},
         **median,
-        "engine": asdict(sizes),
+        "engine": runs[-1].sizes,
         "num_steps": runs[0].num_steps,
         "num_preemptions": runs[0].num_preemptions,
         "split_s": {k: statistics.median(r.split_s.get(k, 0.0) for r in runs) for k in runs[0].split_s},
@@ -144,10 +151,10 @@ def _peak_memory() -> int:
 def render(summary: dict[str, Any]) -> str:
     """The summary as text for a person, within 80 columns."""
     walls = [run["wall_s"] for run in summary["runs"]]
-    tokens = summary["num_requests_tokens"]
+    tokens, sizes = summary["num_requests_tokens"], summary["engine"]
     lines = [
         f"{summary['model']}  {summary['dtype']} on {summary['device']}, "
-        f"{summary['threads']} threads, {summary['kernels']} kernels",
+        f"{counted(summary['threads'], 'thread')}, {summary['kernels']} kernels",
         f"  tokens           {tokens['prompt']:,} in, {tokens['output']:,} out, {summary['num_steps']:,} steps",
         f"  wall time        {summary['wall_s']:.2f} s  ({min(walls):.2f} to {max(walls):.2f} in {len(walls)} runs)",
         f"  output tokens/s  {summary['output_tokens_per_s']:.1f}",
@@ -155,6 +162,8 @@ def render(summary: dict[str, Any]) -> str:
         f"  roofline         {summary['roofline_s']:.2f} s at {summary['roofline_flops_per_s'] / 1e9:.0f} GFLOP/s, "
         f"{summary['memory_bytes_per_s'] / 1e9:.0f} GB/s",
         f"  share of it      {summary['roofline_share']:.1%}",
+        f"  a step at most   {sizes['max_num_batched_tokens']:,} tokens, {sizes['max_num_seqs']:,} sequences",
+        f"  KV memory        {sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens",
         f"  peak memory      {summary['peak_memory_bytes'] / 2**20:,.0f} MiB",
         "  time by work",
     ]

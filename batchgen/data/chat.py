@@ -1,43 +1,28 @@
 """The model folder's own chat template, rendered as ``transformers`` renders it, in jinja2's sandbox.
 
 A template is code from a stranger: it gets the messages and the special tokens, no file, no module, no attribute that
-leads out of them. The sandbox bounds ``range``; products and powers are bounded here. It cannot bound the time
-that nested loops take.
+leads out of them, and ``sandbox`` bounds what it can allocate.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_MAX_TEXT = 1 << 28  # characters or items a product may have: more than any context holds
+from batchgen.data.sandbox import MAX_SIZE, BoundedEnvironment
+
+_MAX_INDENT = 64
 
 
 class ChatTemplateError(Exception):
     """The template cannot be compiled, or refuses or fails on these messages; ``str()`` is one line."""
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuse what would fill the memory from a few characters of template."""
-        if operator == "**" and not (abs(left) <= 1 << 20 and abs(right) <= 64):
-            raise SecurityError("a power in the chat template is too large")
-        for sized, count in ((left, right), (right, left)):
-            if hasattr(sized, "__len__") and isinstance(count, int) and len(sized) * count > _MAX_TEXT:
-                raise SecurityError("a product in the chat template is too large")
-        return super().call_binop(context, operator, left, right)
 
 
 class _GenerationBlock(Extension):
@@ -57,10 +42,12 @@ def _raise_exception(message: str) -> None:
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if (len(indent) if isinstance(indent, str) else indent or 0) > _MAX_INDENT:
+        raise jinja2.TemplateError(f"tojson cannot indent by more than {_MAX_INDENT}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -76,7 +63,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = _Environment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _tojson
@@ -92,11 +79,21 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt up to and with the header of the assistant's turn. Raises ChatTemplateError."""
         try:
-            text = self._template.render(messages=messages)
+            text = "".join(_bounded(self._template.generate(messages=messages)))
             text.encode()  # a template can make lone surrogates, which no tokenizer takes
         except Exception as error:  # a template is a program of its own and may raise anything
             raise ChatTemplateError(f"the chat template failed: {_one_line(error)}") from error
         return text
+
+
+def _bounded(pieces: Iterator[str]) -> Iterator[str]:
+    """The pieces, as long as they do not come to more than any context holds."""
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > MAX_SIZE:
+            raise jinja2.TemplateError("it makes too long a text")
+        yield piece
 
 
 def _one_line(error: Exception) -> str:

@@ -21,14 +21,14 @@ from batchgen.spec import InputSpec
 
 
 @dataclass(frozen=True, slots=True)
-class PromptText:
-    """A prompt yet to be tokenized; ``add_special_tokens`` is false where a chat template has written them."""
+class PlainText:
+    """A text yet to be tokenized; ``add_special_tokens`` is false where a chat template has written them."""
 
     text: str
     add_special_tokens: bool
 
 
-Prompt = PromptText | list[int]
+Prompt = PlainText | list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class ContentFinder:
         self._is_named = bool(spec.prompt or spec.messages or spec.prompt_token_ids)
         self._readers = self._column_readers()
         named = {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids}
-        self._param_columns = PARAM_KEYS - named - (self._template.columns if self._template else set())
+        self._param_columns = set(PARAM_KEYS) - named - (self._template.columns if self._template else set())
 
     def find(self, columns: Mapping[str, Any]) -> Content:
         """Raises RowProblem with any of the codes of a row but ``bad_json``, ``too_long`` and ``duplicate_id``."""
@@ -67,10 +67,10 @@ class ContentFinder:
             return Content(self._from_ids("prompt", request.content), request.sampling)
         text = _checked_text("prompt", request.content)  # a completion is raw whatever the job's ``chat`` says
         self._require_tokenizer()
-        return Content(PromptText(text, True), request.sampling)
+        return Content(PlainText(text, True), request.sampling)
 
     def _overrides(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        overrides = {name: columns[name] for name in columns.keys() & self._param_columns}
+        overrides = {name: value for name, value in columns.items() if name in self._param_columns}
         given = columns.get("sampling")
         if given is None:
             return overrides
@@ -104,21 +104,21 @@ class ContentFinder:
         has = ", ".join(repr(name) for name in list(columns)[:8]) or "none"
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {wanted} for the prompt; the row's columns: {has}")
 
-    def _from_text(self, name: str, value: object) -> PromptText:
+    def _from_text(self, name: str, value: object) -> PlainText:
         text = _checked_text(name, value)
-        return self._chat([{"role": "user", "content": text}]) if self._spec.chat else PromptText(text, True)
+        return self._chat([{"role": "user", "content": text}]) if self._spec.chat else PlainText(text, True)
 
-    def _from_messages(self, name: str, value: object) -> PromptText:
+    def _from_messages(self, name: str, value: object) -> PlainText:
         if not self._spec.chat:
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, f"{name!r} is a chat, but the job says chat = false")
         return self._chat(check_messages(name, value))
 
-    def _chat(self, messages: Sequence[Message]) -> PromptText:
+    def _chat(self, messages: Sequence[Message]) -> PlainText:
         tokenizer = self._require_tokenizer()
         if self._spec.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._spec.system}, *messages]
         try:
-            return PromptText(tokenizer.render_chat(messages), False)
+            return PlainText(tokenizer.render_chat(messages), False)
         except ChatTemplateError as error:
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, str(error)) from error
 

@@ -90,9 +90,14 @@ def remove_file(path: Path) -> None:
         sync_folder(path.parent)
 
 
+def doomed_name(folder: Path) -> Path:
+    """Where ``folder`` goes to be removed: a hidden neighbour of fixed name, which a kill can leave half empty."""
+    return folder.with_name(f".{folder.name}.removed")
+
+
 def remove_folder(folder: Path) -> None:
     """Remove a folder and all in it: after a crash at any moment it is there whole, or gone under that name."""
-    doomed = folder.with_name(f".{folder.name}.removed")
+    doomed = doomed_name(folder)
     with storage_errors("remove", folder):
         shutil.rmtree(doomed, ignore_errors=True)
         if folder.is_dir():

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchgen.data.json_line import encode_json
+from batchgen.spec import is_default
 
 _VERSION = 1  # of the run directory's layout, the journal's lines included
 _MISSING = "(not there)"
@@ -62,11 +63,18 @@ class Comparison:
 
 
 def compare(old: Manifest, new: Manifest) -> Comparison:
-    """What changed between the manifest on disk and the job at hand; ``refused`` is empty if it may resume."""
+    """What changed between the manifest on disk and the job at hand; ``refused`` is empty if it may resume.
+
+    A key that one of them lacks, because it was written before there was such a key, is as good as there with its
+    default.
+    """
+    values = new.output_keys | old.output_keys
+    implied = {key for key in new.output_keys.keys() ^ old.output_keys.keys() if is_default(key, values[key])}
 
     def binding(manifest: Manifest) -> dict[str, Any]:
         keys = {"shard": "{}/{}".format(*manifest.shard)}
-        return _flat({"": manifest.output_keys}) | _flat(manifest.fingerprints) | keys
+        known = {key: value for key, value in manifest.output_keys.items() if key not in implied}
+        return _flat({"": known}) | _flat(manifest.fingerprints) | keys
 
     def loose(manifest: Manifest) -> dict[str, Any]:
         bound = old.output_keys.keys() | new.output_keys.keys()

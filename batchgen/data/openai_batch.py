@@ -7,7 +7,7 @@ field by field; what only concerns OpenAI's service is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +34,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "logit_bias": ({},),
     "modalities": (["text"],),
-    "top_logprobs": (0,),
-    "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
 }
@@ -67,22 +65,40 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
     url, body = columns["url"], columns["body"]
     if url not in (_CHAT_URL, _COMPLETION_URL):
         raise RowProblem(RowErrorCode.BAD_PARAM, f"url {url!r} is neither {_CHAT_URL!r} nor {_COMPLETION_URL!r}")
-    content_field = "messages" if url == _CHAT_URL else "prompt"
+    is_chat = url == _CHAT_URL
+    content_field = "messages" if is_chat else "prompt"
     if content_field not in body:
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no {content_field!r} in the body of this request to {url}")
-    return BatchRequest(url == _CHAT_URL, body[content_field], _sampling(body, content_field))
+    sampling = _sampling(body, {content_field, "max_completion_tokens", *(["top_logprobs"] if is_chat else [])})
+    if is_chat:
+        sampling |= _chat_logprobs(body)
+    return BatchRequest(is_chat, body[content_field], sampling)
 
 
-def _sampling(body: Mapping[str, Any], content_field: str) -> dict[str, Any]:
-    """The body's sampling values under this package's names; refuses a field that could not be honoured."""
+def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
+    """The body's sampling values under this package's names; refuses a field that could not be honoured.
+
+    Those in ``read`` are for others to judge.
+    """
     sampling: dict[str, Any] = {}
+    neutral = _NEUTRAL | {"best_of": (body.get("n") or 1,)}  # the best n of n are all of them
     for name, value in body.items():
         if name in PARAM_KEYS:
             sampling[name] = value
-        elif value is None or name == content_field or name in _IGNORED or name == "max_completion_tokens":
+        elif value is None or name in read or name in _IGNORED:
             continue
-        elif value not in _NEUTRAL.get(name, ()):
+        elif value not in neutral.get(name, ()):
             raise RowProblem(RowErrorCode.BAD_PARAM, f"body field {name!r} is not supported with this value")
     if body.get("max_completion_tokens") is not None:
         sampling["max_tokens"] = body["max_completion_tokens"]
     return sampling
+
+
+def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat says whether in ``logprobs`` and how many in ``top_logprobs``, a completion both in ``logprobs``."""
+    wanted, num_top = body.get("logprobs"), body.get("top_logprobs")
+    if not isinstance(wanted, bool | None):
+        raise RowProblem(RowErrorCode.BAD_PARAM, "body field 'logprobs' of a chat must be true or false")
+    if num_top and not wanted:
+        raise RowProblem(RowErrorCode.BAD_PARAM, "body field 'top_logprobs' needs 'logprobs': true")
+    return {"logprobs": num_top} if wanted and num_top is not None else {}

@@ -6,13 +6,19 @@ Names, ranges and meanings are vLLM's. A key is one line of ``_RULES``; it knows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
+from batchgen.data.presets import PRESET_NAMES, card_values
 from batchgen.records import SamplingParams
 
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000
+MAX_SAMPLES = 128
+MAX_LOGPROBS = 20  # as of OpenAI's API, and vLLM's default
+MAX_CHOICES = 1000
 _MIN_TEMPERATURE = 0.01  # vLLM raises smaller positive ones to this: dividing logits by less overflows float16
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
@@ -59,10 +65,54 @@ def _top_k(value: object) -> int:
     return max(_integer(-1, _INT32_MAX)(value), 0)  # vLLM writes "off" as 0 or -1
 
 
+def _num_logprobs(value: object) -> int | None:
+    if isinstance(value, bool):
+        return 0 if value else None  # OpenAI's chats say true for "the chosen token's"
+    return _integer(0, MAX_LOGPROBS)(value)
+
+
+def _max_repeats(value: object) -> int:
+    number = _integer(0, _INT32_MAX)(value)
+    if number == 1:
+        raise ValueError("must be 0 (never) or an integer of at least 2")  # every token is there once
+    return number
+
+
 def _boolean(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError("must be true or false")
     return value
+
+
+def _texts(value: object, low: int, high: int, max_chars: float = math.inf) -> tuple[str, ...]:
+    """``value`` if it is a list of sound texts; raises ValueError saying what is wrong, without the value."""
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise ValueError("must be a list of strings")
+    if not low <= len(value) <= high:
+        raise ValueError(f"must be a list of {low} to {high} strings, not of {len(value)}")
+    if not all(value):
+        raise ValueError("holds an empty string")
+    if max(map(len, value), default=0) > max_chars:
+        raise ValueError(f"holds a string of more than {max_chars} characters")
+    try:
+        "".join(value).encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds a lone surrogate, which is no text") from None
+    return tuple(value)
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    items = [value] if isinstance(value, str) else value
+    return tuple(dict.fromkeys(_texts(items, 0, MAX_STOP_STRINGS, MAX_STOP_CHARS)))
+
+
+def _choices(value: object) -> tuple[str, ...]:
+    if value in ([], ()):
+        return ()  # a row that is not to be scored in a job whose other rows are
+    choices = _texts(value, 2, MAX_CHOICES)
+    if len(set(choices)) < len(choices):
+        raise ValueError("holds the same choice twice")
+    return choices
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
@@ -75,56 +125,77 @@ def _token_ids(value: object) -> tuple[int, ...]:
 
 
 _RULES: dict[str, Callable[[Any], Any]] = {
-    "max_tokens": _integer(1, _INT32_MAX),
+    "max_tokens": _integer(0, _INT32_MAX),
     "min_tokens": _integer(0, _INT32_MAX),
     "temperature": _temperature,
     "top_p": _number(0, 1, above_low=True),
     "top_k": _top_k,
     "min_p": _number(0, 1),
+    "repetition_penalty": _number(0.01, 100),  # vLLM: above 0; beyond these, float32 logits overflow
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
     "seed": _integer(-_INT64_MAX - 1, _INT64_MAX),
+    "stop": _stop,
     "stop_token_ids": _token_ids,
     "ignore_eos": _boolean,
+    "n": _integer(1, MAX_SAMPLES),
+    "logprobs": _num_logprobs,
+    "prompt_logprobs": _num_logprobs,
+    "max_repeats": _max_repeats,
+    "choices": _choices,
 }
 
-# Keys that vLLM has and this engine has not yet: the values that ask for nothing pass, others are refused.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "stop": ([], ""),
-    "n": (1,),
-    "logprobs": (False, 0),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "preset": (),
-}
-
-PARAM_KEYS: frozenset[str] = frozenset(_RULES) | frozenset(_UNSUPPORTED)
+PARAM_KEYS: tuple[str, ...] = (*_RULES, "preset")
 
 
-def merge_params(base: SamplingParams, overrides: Mapping[str, Any]) -> SamplingParams:
+def merge_params(
+    base: SamplingParams, overrides: Mapping[str, Any], card: Mapping[str, Any] | None = None
+) -> SamplingParams:
     """``base`` with the given values in place of its own; a null means "not given".
 
-    A temperature between 0 and 0.01 becomes 0.01 and ``top_k = -1`` becomes 0, as in vLLM. Raises ParamError on
-    an unknown key, a wrong type, a value out of range, or ``min_tokens`` above ``max_tokens``.
+    ``preset = "card"`` stands for the values of ``card``, by default those of LFM2's card: they replace the base's,
+    and what ``overrides`` says besides wins over them. A temperature between 0 and 0.01 becomes 0.01 and
+    ``top_k = -1`` becomes 0, as in vLLM. Raises ParamError on an unknown key, a wrong type, a value out of range, or
+    values that contradict each other.
     """
-    changes = {key: _parsed(key, value) for key, value in overrides.items() if value is not None}
-    for key in changes.keys() & _UNSUPPORTED.keys():
-        del changes[key]
-    if not changes:
+    given = {key: value for key, value in overrides.items() if value is not None}
+    preset = given.pop("preset", None)
+    if preset is not None:
+        if preset not in PRESET_NAMES:
+            raise ParamError("preset", f"preset = {_shown(preset)} is not known; known is {', '.join(PRESET_NAMES)}")
+        given = {**(card_values("") if card is None else card), **given}
+    if not given:
         return base
-    merged = replace(base, **changes)
-    if merged.min_tokens > merged.max_tokens:
-        raise ParamError("min_tokens", f"min_tokens = {merged.min_tokens} is above max_tokens = {merged.max_tokens}")
+    merged = replace(base, **{key: _parsed(key, value) for key, value in given.items()})
+    for keys, message in _contradictions(merged):
+        raise ParamError(next((key for key in keys if key in given), keys[0]), message)
     return merged
 
 
+def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Values that are each fine but not together: the keys it is about, the most telling first, and a sentence."""
+    p = params
+    if p.choices:
+        asked = {"n": p.n > 1, "stop": p.stop, "max_repeats": p.max_repeats}
+        asked |= {"logprobs": p.logprobs is not None, "prompt_logprobs": p.prompt_logprobs is not None}
+        for key in [key for key, is_asked in asked.items() if is_asked]:
+            value = _shown(getattr(p, key))
+            yield (key, "choices"), f"{key} = {value} does not go with choices: they are scored, nothing is generated"
+    if p.max_tokens == 0:
+        keys = ("max_tokens", "prompt_logprobs", "choices")
+        if p.prompt_logprobs is None:
+            yield keys, "max_tokens = 0 must be at least 1: only a row with prompt_logprobs may generate nothing"
+        if p.n > 1:
+            yield ("n", "max_tokens"), f"n = {p.n} does not go with max_tokens = 0: nothing is generated"
+    if p.min_tokens > p.max_tokens:
+        message = f"min_tokens = {p.min_tokens} is above max_tokens = {p.max_tokens}"
+        yield ("min_tokens", "max_tokens"), message
+
+
 def _parsed(key: str, value: Any) -> Any:
-    if key in _UNSUPPORTED:
-        if value in _UNSUPPORTED[key]:
-            return None
-        raise ParamError(key, f"{key} = {_shown(value)}: this key is not supported")
     if key not in _RULES:
         close = get_close_matches(key, PARAM_KEYS, 1)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(_RULES)}"
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(PARAM_KEYS)}"
         raise ParamError(key, f"no sampling key {_shown(key)}; {hint}")
     try:
         return _RULES[key](value)

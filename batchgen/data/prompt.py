@@ -6,28 +6,31 @@ format and nothing about how tokens are generated.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from batchgen.data.content import ContentFinder, PromptText
+from batchgen.data.content import ContentFinder, PlainText
 from batchgen.data.params import ParamError, merge_params
 from batchgen.data.rows import RowProblem, bad_row
 from batchgen.data.tokenizer import Tokenizer
-from batchgen.errors import RowError, RowErrorCode
+from batchgen.errors import RowError, RowErrorCode, UsageError
 from batchgen.records import BadRow, Record, Request, SamplingParams
 from batchgen.spec import InputSpec
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each
+_NEEDS_TOKENIZER = ("stop", "choices")  # sampling keys that are about text
+
+Texts = Mapping[PlainText, list[int]]  # texts and the tokens they come to
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row on its way; ``text`` is what still has to be tokenized, None where the row brought ids."""
+    """A row on its way; ``prompt`` is token ids where the row brought them."""
 
     record: Record
     params: SamplingParams
-    text: PromptText | None
-    token_ids: list[int]
+    prompt: PlainText | list[int]
 
 
 class RequestBuilder:
@@ -36,11 +39,14 @@ class RequestBuilder:
     A row's prompt is the column or template that [input] names; where it names none, the first that is there and
     not null of ``prompt_token_ids``, ``messages`` and ``prompt``, or a row's only column ``text``, or the body of
     an OpenAI Batch line. A row whose messages begin with a system message keeps it in place of the job's.
-    Sampling values come from the job, then from columns of their names, then from the row's ``sampling`` object.
+    Sampling values come from the job, then from columns of their names, then from the row's ``sampling`` object;
+    ``card`` is what ``preset = "card"`` stands for in a row. A choice is tokenized by itself and its tokens follow the
+    prompt's, so it is taken as it stands: "yes" and " yes" are two choices.
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
-    ``max_model_len - 1`` tokens, which leaves room to generate one; ids that rows bring must be below ``vocab_size``.
-    Raises UsageError when [input] cannot work with this tokenizer.
+    ``max_model_len - 1`` tokens, which leaves room to generate one; the longest choice needs its own room, and a row
+    that generates nothing needs none. Ids that rows bring must be below ``vocab_size``.
+    Raises UsageError when [input] or [sampling] cannot work with this tokenizer.
     """
 
     def __init__(
@@ -51,73 +57,115 @@ class RequestBuilder:
         *,
         max_model_len: int,
         vocab_size: int,
+        card: Mapping[str, Any] | None = None,
     ) -> None:
         self._spec = spec
         self._sampling = sampling
+        self._card = card
         self._tokenizer = tokenizer
         self._finder = ContentFinder(spec, tokenizer, vocab_size)
-        self._max_prompt_tokens = max_model_len - 1
+        self._max_model_len = max_model_len
+        if missing := self._needs_tokenizer(sampling):
+            raise UsageError(f"sampling.{missing}; name one in model.tokenizer")
 
     def build(self, rows: Sequence[Record]) -> list[Request | BadRow]:
         """One answer per row, in the order of ``rows``."""
         drafts = [self._draft(record) for record in rows]
-        self._tokenize(draft for draft in drafts if isinstance(draft, _Draft))
-        return [self._request(draft) if isinstance(draft, _Draft) else draft for draft in drafts]
+        sound = [draft for draft in drafts if isinstance(draft, _Draft)]
+        lists = {draft.params.choices for draft in sound}  # most rows have the job's, so they are few
+        texts = self._encode(
+            [
+                *(draft.prompt for draft in sound if isinstance(draft.prompt, PlainText)),
+                *(_choice(choice) for choices in lists for choice in choices),
+            ]
+        )
+        choices = {names: tuple(tuple(texts[_choice(name)]) for name in names) for names in lists}
+        return [
+            self._request(draft, texts, choices[draft.params.choices]) if isinstance(draft, _Draft) else draft
+            for draft in drafts
+        ]
 
     def _draft(self, record: Record) -> _Draft | BadRow:
         try:
             content = self._finder.find(record.columns)
-            params = merge_params(self._sampling, content.overrides) if content.overrides else self._sampling
+            params = merge_params(self._sampling, content.overrides, self._card)
+            if missing := self._needs_tokenizer(params):
+                raise RowProblem(RowErrorCode.BAD_PARAM, missing)
         except RowProblem as problem:
             return bad_row(record, problem.error, self._spec)
         except ParamError as error:
             return bad_row(record, RowError(RowErrorCode.BAD_PARAM, str(error)), self._spec)
-        if not isinstance(content.prompt, PromptText):
-            return _Draft(record, params, None, content.prompt)
-        if at_least := self._min_tokens(content.prompt.text):
-            return self._too_long(record, f"at least {at_least}")
-        return _Draft(record, params, content.prompt, [])
+        draft = _Draft(record, params, content.prompt)
+        longest = self._min_tokens(max(params.choices, key=len, default=""))
+        prompt = content.prompt
+        num_tokens = self._min_tokens(prompt.text) if isinstance(prompt, PlainText) else len(prompt)
+        return self._too_long(draft, num_tokens, longest, is_estimate=True) or draft
+
+    def _needs_tokenizer(self, params: SamplingParams) -> str:
+        """What is asked for that a model without a tokenizer cannot do; empty if nothing is."""
+        if self._tokenizer is not None:
+            return ""
+        named = next((key for key in _NEEDS_TOKENIZER if getattr(params, key)), "")
+        return f"{named} needs a tokenizer and this model has none" if named else ""
 
     def _min_tokens(self, text: str) -> int:
-        """The fewest tokens ``text`` can come to if that is too many already, else 0: spares tokenizing a book."""
+        """The fewest tokens ``text`` can come to, as far as can be known: spares tokenizing a book."""
         token_bytes = self._tokenizer.max_token_bytes if self._tokenizer else None
-        if token_bytes is None or len(text) <= token_bytes * self._max_prompt_tokens:
-            return 0
-        return -(-len(text) // token_bytes)
+        return -(-len(text) // token_bytes) if token_bytes else 0
 
-    def _tokenize(self, drafts: Iterable[_Draft]) -> None:
-        texts = [(draft, draft.text) for draft in drafts if draft.text is not None]
-        if self._tokenizer is None or not texts:
-            return
+    def _encode(self, wanted: Sequence[PlainText]) -> Texts:
+        """The tokens of each text; equal texts are tokenized once."""
+        encoded: dict[PlainText, list[int]] = {}
+        if self._tokenizer is None:
+            return encoded
+        texts = dict.fromkeys(wanted)
         for add_special_tokens in (False, True):
-            alike = [(draft, text.text) for draft, text in texts if text.add_special_tokens == add_special_tokens]
-            for batch in _batches(alike):
-                encoded = self._tokenizer.encode_batch([text for _, text in batch], add_special_tokens)
-                for (draft, _), token_ids in zip(batch, encoded, strict=True):
-                    draft.token_ids = token_ids
+            for batch in _batches([text for text in texts if text.add_special_tokens == add_special_tokens]):
+                token_ids = self._tokenizer.encode_batch([text.text for text in batch], add_special_tokens)
+                encoded |= zip(batch, token_ids, strict=True)
+        return encoded
 
-    def _request(self, draft: _Draft) -> Request | BadRow:
-        if len(draft.token_ids) > self._max_prompt_tokens:
-            return self._too_long(draft.record, str(len(draft.token_ids)))
-        if not draft.token_ids:  # a tokenizer without bos may drop all of a text
+    def _request(self, draft: _Draft, texts: Texts, choices: tuple[tuple[int, ...], ...]) -> Request | BadRow:
+        token_ids = texts[draft.prompt] if isinstance(draft.prompt, PlainText) else draft.prompt
+        if too_long := self._too_long(draft, len(token_ids), max(map(len, choices), default=0)):
+            return too_long
+        if not token_ids:  # a tokenizer without bos may drop all of a text
             error = RowError(RowErrorCode.EMPTY_PROMPT, "the prompt comes to no tokens")
             return bad_row(draft.record, error, self._spec)
-        return Request(draft.record.index, tuple(draft.token_ids), draft.params)
+        if () in choices:
+            error = RowError(RowErrorCode.BAD_PARAM, "choices: one of them comes to no tokens")
+            return bad_row(draft.record, error, self._spec)
+        return Request(draft.record.index, tuple(token_ids), draft.params, choices=choices)
 
-    def _too_long(self, record: Record, num_tokens: str) -> BadRow:
-        limit = f"the context of {self._max_prompt_tokens + 1} takes prompts of at most {self._max_prompt_tokens}"
-        return bad_row(record, RowError(RowErrorCode.TOO_LONG, f"prompt of {num_tokens} tokens; {limit}"), self._spec)
+    def _too_long(
+        self, draft: _Draft, num_tokens: int, longest_choice: int, *, is_estimate: bool = False
+    ) -> BadRow | None:
+        """The error row of a prompt that leaves no room for what is asked for; None where it does."""
+        room = longest_choice or (1 if draft.params.max_tokens else 0)
+        limit = self._max_model_len - room
+        if num_tokens <= limit:
+            return None
+        about = "at least " if is_estimate else ""  # ids that a row brings need no estimate
+        given = f"{about if isinstance(draft.prompt, PlainText) else ''}{num_tokens}"
+        limits = f"the context of {self._max_model_len} takes prompts of at most {max(limit, 0)}"
+        with_choices = f" before a choice of {about}{longest_choice}" if longest_choice else ""
+        message = f"prompt of {given} tokens; {limits}{with_choices}"
+        return bad_row(draft.record, RowError(RowErrorCode.TOO_LONG, message), self._spec)
 
 
-def _batches(texts: Sequence[tuple[_Draft, str]]) -> Iterator[list[tuple[_Draft, str]]]:
+def _choice(text: str) -> PlainText:
+    return PlainText(text, add_special_tokens=False)
+
+
+def _batches(texts: Sequence[PlainText]) -> Iterator[list[PlainText]]:
     """``texts`` in runs that hold no more characters than are tokenized at once, or one text."""
-    batch: list[tuple[_Draft, str]] = []
+    batch: list[PlainText] = []
     num_chars = 0
-    for draft, text in texts:
-        if batch and num_chars + len(text) > _MAX_ENCODED_CHARS:
+    for text in texts:
+        if batch and num_chars + len(text.text) > _MAX_ENCODED_CHARS:
             yield batch
             batch, num_chars = [], 0
-        batch.append((draft, text))
-        num_chars += len(text)
+        batch.append(text)
+        num_chars += len(text.text)
     if batch:
         yield batch

@@ -9,11 +9,11 @@ from __future__ import annotations
 import glob
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from batchgen.data.files import publish, staged_file
+from batchgen.data.files import publish, staged_file, temporary_name
 from batchgen.data.formats import InputFile, Wanted
 from batchgen.data.formats.detect import resolve_format
 from batchgen.data.formats.hf import PREFIX, DatasetFile, is_saved_dataset
@@ -54,10 +54,10 @@ class Source:
             at = Cursor(number, 0, 0, index)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a resume is held against: for each file its path, size in bytes and ``sha256``.
+        """What a resume is held against: for each file its name, size in bytes and ``sha256``.
 
-        The digest covers all of a file up to 64 MiB, and the size, both ends and 256 spread blocks of a larger
-        one (see ``file_digest``); modification times do not count. Raises UsageError when a file cannot be read.
+        It reads every local file from end to end; modification times do not count. Raises UsageError when a file
+        cannot be read.
         """
         return {"files": [file.fingerprint() for file in self._files]}
 
@@ -76,15 +76,20 @@ class Source:
         return sum(known) if len(known) == len(sizes) else None
 
 
-def open_source(spec: InputSpec) -> Source:
+def _no_file(path: Path) -> bool:
+    return False
+
+
+def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = _no_file) -> Source:
     """Find and open what ``spec.path`` names: files, globs, folders, ``hf:`` datasets.
 
-    Files come in the order of the list, those of a glob or folder sorted by name. Standard input must have been
-    spooled to a file. Raises UsageError when something is missing, unreadable, named twice or of no known format.
+    Files come in the order of the list, those of a glob or folder sorted by name, without what ``is_left_out``: a
+    run's own files, where its folder lies among its inputs. Standard input must have been spooled to a file. Raises
+    UsageError when something is missing, unreadable, named twice or of no known format.
     """
     files: dict[str, InputFile] = {}
     for entry in spec.path:
-        for item in _expand(entry, spec.format):
+        for item in _expand(entry, spec.format, is_left_out):
             name = item if isinstance(item, str) else str(item.resolve())
             if name in files:
                 raise UsageError(f"input {item} is named twice in input.path")
@@ -93,33 +98,40 @@ def open_source(spec: InputSpec) -> Source:
 
 
 def spool_stdin(target: Path, stdin: BinaryIO | None = None) -> None:
-    """Copy standard input to ``target``, which appears atomically, so that a resume can read it again.
+    """Copy standard input to ``target``, which appears atomically. Raises as ``stage_stdin`` does."""
+    stage_stdin(target, stdin)
+    publish(target)
 
-    A ``target`` that is there already is kept and standard input is left alone. Raises UsageError when standard
-    input is a terminal, StorageError when the copy cannot be written.
+
+def stage_stdin(target: Path, stdin: BinaryIO | None = None) -> Path:
+    """Copy standard input to a file beside ``target`` and return that file; ``publish(target)`` puts it in place.
+
+    Raises UsageError when standard input is a terminal or closed, StorageError when the copy cannot be written.
     """
-    if target.exists():
-        return
+    if stdin is None and sys.stdin is None:
+        raise UsageError("input.path is - and standard input is closed; pipe rows into it")
     source = stdin or sys.stdin.buffer
     if source.isatty():
         raise UsageError("input.path is - and standard input is a terminal; pipe rows into it")
     with staged_file(target) as file:
         shutil.copyfileobj(source, file, 1 << 20)
-    publish(target)
+    return temporary_name(target)
 
 
-def _expand(entry: str, form: str) -> list[Path | str]:
+def _expand(entry: str, form: str, is_left_out: Callable[[Path], bool]) -> list[Path | str]:
     """The files one entry of ``input.path`` stands for; an ``hf:`` entry stays as it is."""
     if entry.startswith(PREFIX):
         return [entry]
     path = Path(entry)
     try:
         if path.is_dir():
-            return [path] if form in ("auto", "hf") and is_saved_dataset(path) else _parquet_files(path)
+            if form in ("auto", "hf") and is_saved_dataset(path):
+                return [path]
+            return _parquet_files(path, is_left_out)
         if path.exists():
             return [path]
         found = map(Path, glob.iglob(entry, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
-        matches = sorted(path for path in found if path.is_file())
+        matches = sorted(path for path in found if path.is_file() and not is_left_out(path))
     except OSError as error:
         raise UsageError(f"cannot read input {entry}: {error.strerror}") from error
     if matches:
@@ -130,9 +142,9 @@ def _expand(entry: str, form: str) -> list[Path | str]:
     raise UsageError(f"no input file {entry}{hint}")
 
 
-def _parquet_files(folder: Path) -> list[Path | str]:
+def _parquet_files(folder: Path, is_left_out: Callable[[Path], bool]) -> list[Path | str]:
     """The Parquet files in a folder and below, hidden ones and ``_metadata`` left out as Arrow does."""
-    names = sorted(folder.rglob("*.parquet"))
+    names = sorted(path for path in folder.rglob("*.parquet") if not is_left_out(path))
     visible = [name for name in names if not any(part[0] in "._" for part in name.relative_to(folder).parts)]
     if not visible:
         raise UsageError(f"input {folder} is a folder without .parquet files; name files, as in '{folder}/*.jsonl'")

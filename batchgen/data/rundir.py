@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import time
 from contextlib import suppress
@@ -15,12 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from batchgen.data.files import remove_file, remove_folder, storage_errors, write_atomic
+from batchgen.data.files import (
+    doomed_name,
+    remove_file,
+    remove_folder,
+    storage_errors,
+    sync_folder,
+    temporary_name,
+    write_atomic,
+)
 from batchgen.data.manifest import Manifest
 from batchgen.errors import LockedError, UsageError
 
 PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
-SPOOL_NAME = "input.spool"  # standard input, kept so that a resume can read it again
 OUTPUT_NAMES = {"jsonl": "outputs.jsonl", "parquet": "outputs.parquet", "openai-batch": "outputs.jsonl"}
 _LOCK_TRIES = 4  # status looks at the lock for an instant; that must not turn a run away
 _LOCK_PAUSE_S = 0.05
@@ -127,6 +135,11 @@ class RunDir:
         """``run.lock``."""
         return self.path / "run.lock"
 
+    @property
+    def spool(self) -> Path:
+        """``input.spool``: standard input, kept until the run is finished so that a resume can read it again."""
+        return self.path / "input.spool"
+
     def outputs(self, output_format: str) -> Path:
         """The final outputs in a format of the job file."""
         return self.path / OUTPUT_NAMES[output_format]
@@ -137,14 +150,10 @@ class RunDir:
 
     def owns(self, path: Path) -> bool:
         """Whether writing this run could replace or remove ``path``; an input must not be such a file."""
-        inside = [self.journal, self.retry]
-        mine = [self.path / name for name in OUTPUT_NAMES.values()]
-        mine += [self.errors, self.report, self.manifest, self.lock_file]
-        mine += [self.path / PROGRESS_NAME, self.path / SPOOL_NAME]
-        target = path.resolve()
-        return any(target == own.resolve() for own in mine) or any(
-            target.is_relative_to(own.resolve()) for own in inside
-        )
+        root, target = self.path.resolve(), path.resolve()
+        folders, files = self._folders(), self._files()
+        mine = [*files, *map(temporary_name, files), self.lock_file, *folders, *map(doomed_name, folders)]
+        return target.is_relative_to(root) and target.relative_to(root).parts[:1] in {(own.name,) for own in mine}
 
     def create(self) -> None:
         """Make the folder and its parents.
@@ -199,15 +208,40 @@ class RunDir:
         """Replace the manifest, atomically and durably."""
         write_atomic(self.manifest, manifest.to_bytes())
 
+    def sweep(self) -> None:
+        """Remove what a killed process left half written or half removed; for the holder of the lock."""
+        for file in self._files():
+            with suppress(OSError):
+                temporary_name(file).unlink(missing_ok=True)
+        for folder in self._folders():
+            shutil.rmtree(doomed_name(folder), ignore_errors=True)
+
     def clear(self) -> None:
-        """Remove all that a run wrote, the manifest last: a crash in between leaves a run that starts from nothing."""
+        """Remove all that a run wrote, the manifest last: a crash in between leaves a run that starts from nothing.
+
+        A staged spool stays: it is the input of the run that takes this one's place.
+        """
         for name in set(OUTPUT_NAMES.values()):
             remove_file(self.path / name)
         for path in (self.errors, self.report):
             remove_file(path)
-        for folder in (self.retry, self.journal):
+        for folder in self._folders():
             remove_folder(folder)
+        self.remove_spool()
         remove_file(self.manifest)
+
+    def remove_spool(self) -> None:
+        """Remove ``input.spool``, durably."""
+        with storage_errors("remove", self.spool):
+            self.spool.unlink(missing_ok=True)
+            sync_folder(self.path)
+
+    def _files(self) -> list[Path]:
+        mine = [self.path / name for name in dict.fromkeys(OUTPUT_NAMES.values())]
+        return [*mine, self.errors, self.report, self.manifest, self.path / PROGRESS_NAME, self.spool]
+
+    def _folders(self) -> list[Path]:
+        return [self.retry, self.journal]
 
 
 def _is_progress(path: Path) -> bool:

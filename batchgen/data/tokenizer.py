@@ -22,8 +22,9 @@ class Tokenizer:
 
     Special tokens written out in a text (``<|im_end|>``) are encoded as those tokens, as in transformers and vLLM:
     whoever writes a prompt can end a turn in it. ``eos_token_ids`` are the end tokens that the folder's
-    configuration names, ascending. ``max_token_bytes`` is the most UTF-8 bytes one token of a byte-level tokenizer
-    can stand for, or None where normalization or other models make that unknowable.
+    configuration names, ascending. ``silent_token_ids`` are the special ones, which ``decode`` skips.
+    ``max_token_bytes`` is the most UTF-8 bytes one token of a byte-level tokenizer can stand for, or None where
+    normalization or other models make that unknowable.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Tokenizer:
         self._chat_template = chat_template
         self.eos_token_ids = eos_token_ids
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+        added = backend.get_added_tokens_decoder()
+        self.silent_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.max_token_bytes = _max_token_bytes(backend)
 
     @classmethod
@@ -68,9 +71,9 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of generated ids without special tokens; bytes that form no whole character become U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of generated ids, of special tokens none; bytes that form no whole character become U+FFFD."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The chat as prompt text, bos included: encode it with ``add_special_tokens=False``.

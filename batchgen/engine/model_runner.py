@@ -6,6 +6,7 @@ from torch import Tensor
 
 from batchgen.engine.batch import build_input
 from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, Spare, can_record
 from batchgen.engine.scheduler import Schedule
 from batchgen.model.cache import allocate
 from batchgen.model.lfm2 import Lfm2Model
@@ -17,14 +18,19 @@ class ModelRunner:
     def __init__(self, model: Lfm2Model, config: SchedulerConfig) -> None:
         self.model = model
         self.block_size = config.block_size
+        num_spare = 1 if can_record(model) else 0
         self.state = allocate(
             model.config,
-            num_blocks=config.num_blocks,
+            num_blocks=config.num_blocks + num_spare,
             block_size=config.block_size,
-            num_slots=config.max_num_seqs,
+            num_slots=config.max_num_seqs + num_spare,
             dtype=model.dtype,
             device=model.device,
         )
+        self.graphs: DecodeGraphs | None = None
+        if num_spare:
+            spare = Spare(config.num_blocks, config.max_num_seqs, config.block_size)
+            self.graphs = DecodeGraphs(model, self.state, spare, CudaRecorder(model.device), config.max_model_len)
 
     def run(self, schedule: Schedule) -> Tensor:
         """Logits [rows, vocab_size]: a row for each of ``schedule.completing``, then one a token of ``.scored``."""
@@ -32,5 +38,7 @@ class ModelRunner:
         if schedule.resumed:
             last = [s.block_table[s.num_computed_tokens // self.block_size - 1] for s in schedule.resumed]
             self.state.restore_conv(last, [s.conv_slot for s in schedule.resumed if s.conv_slot is not None])
+        if self.graphs is not None and self.graphs.takes(inputs):
+            return self.graphs.run(inputs)
         max_position = int(inputs.positions.max())
         return self.model.forward(inputs.to(self.model.device), self.state, max_position)

@@ -1,12 +1,14 @@
 """The few operations where a step's time goes: one signature, several back ends.
 
-``reference`` is plain torch and runs anywhere; ``cpu`` is compiled for the machine's vectors. The model calls a
-``Kernels`` and never asks which. A back end for another device is a new module and a line in ``select``.
+``reference`` is plain torch and runs anywhere; ``cpu`` is compiled for the machine's vectors, ``cuda`` for its GPU.
+The model calls a ``Kernels`` and never asks which. A back end for another device is a new module and a line in
+``select``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -110,6 +112,10 @@ def select(device: torch.device, dtype: torch.dtype) -> Kernels:
         from batchgen.kernels.cpu.backend import CpuKernels
 
         return CpuKernels()
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from batchgen.kernels.cuda.backend import CudaKernels
+
+        return CudaKernels(device)
     from batchgen.kernels.reference import ReferenceKernels
 
     return ReferenceKernels()

@@ -12,13 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.model import state_bytes
 from batchgen.model.config import ModelConfig
+from batchgen.model.state_bytes import LANES, padded
 
-LANES = 16  # positions a vector of the CPU kernels holds: keys and head_dim are padded to it
-
-
-def _padded(n: int) -> int:
-    return -(-n // LANES) * LANES
+__all__ = ["LANES", "ConvState", "KVCache", "StateCache", "allocate", "conv_slot_bytes", "kv_block_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +65,12 @@ class StateCache:
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over all layers, padding and the convolution state at its end included."""
-    width = _padded(config.head_dim)
-    per_layer = config.num_kv_heads * width * (_padded(block_size) + block_size)
-    return config.num_attention_layers * per_layer * dtype.itemsize + conv_slot_bytes(config, dtype)
+    return state_bytes.kv_block_bytes(config, block_size, dtype.itemsize)
 
 
 def conv_slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of convolution state that one sequence takes over all layers."""
-    return config.num_conv_layers * (config.conv_l_cache - 1) * config.hidden_size * dtype.itemsize
+    return state_bytes.conv_slot_bytes(config, dtype.itemsize)
 
 
 def allocate(
@@ -84,7 +80,7 @@ def allocate(
 
     One spare block of keys ends the memory, for the last vector of a block whose size is no multiple of 16.
     """
-    width = _padded(config.head_dim)
+    width = padded(config.head_dim)
 
     def zeros(*shape: int) -> Tensor:
         if device.type != "cpu":
@@ -94,7 +90,7 @@ def allocate(
 
     kv = tuple(
         KVCache(
-            keys=zeros(num_blocks + 1, config.num_kv_heads, width, _padded(block_size)),
+            keys=zeros(num_blocks + 1, config.num_kv_heads, width, padded(block_size)),
             values=zeros(num_blocks, config.num_kv_heads, block_size, width),
             block_size=block_size,
         )

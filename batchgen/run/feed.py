@@ -43,10 +43,11 @@ class Ours(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A row whose request is with the engine; ``id`` is what its user knows it by, if anything."""
+    """A row whose request is with the engine: what its user knows it by, if anything, and the choices to score."""
 
     record: Record
     id: str | int | None
+    choices: tuple[str, ...] = ()
 
 
 class Screen:
@@ -77,7 +78,10 @@ class Screen:
                 answers[index] = bad_row(item.record, error, self._spec)
         items = [item for item in pending.values() if self.ours.is_ours(item.record.index)]
         for item, answer in zip(items, self._builder.build([item.record for item in items]), strict=True):
-            answers[item.record.index] = answer if isinstance(answer, BadRow) else (item, answer)
+            if isinstance(answer, BadRow):
+                answers[item.record.index] = answer
+            else:
+                answers[item.record.index] = Pending(item.record, item.id, answer.params.choices), answer
         return [answers[row.index] for row in rows if self.ours.is_ours(row.index)]
 
     def _losers(self, rows: Sequence[Record | BadRow], pending: dict[int, Pending]) -> dict[int, int]:

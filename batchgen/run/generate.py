@@ -33,7 +33,7 @@ def generate(rows: Rows, feed: Feed, ledger: Ledger, progress: Progress, load: C
             with progress.phase(GENERATING, "generate"), stopper.drain_with(engine.stop):
                 for result in engine.run(chain([first], requests)):
                     pending = feed.pending.pop(result.key)
-                    ledger.finish(pending.record, pending.id, result)
+                    ledger.finish(pending.record, pending.id, result, pending.choices)
                     stopper.check_limits(progress.computed_tokens)
                     ledger.check_error_rate(stopper)
         finally:

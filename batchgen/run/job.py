@@ -6,7 +6,7 @@ run that resumes. What each thing does is said elsewhere.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,8 +15,8 @@ from batchgen import __version__
 from batchgen.data.journal import Journal
 from batchgen.data.manifest import Manifest, compare
 from batchgen.data.prompt import RequestBuilder
-from batchgen.data.reader import Source, open_source, spool_stdin
-from batchgen.data.rundir import SPOOL_NAME, RunDir
+from batchgen.data.reader import Source, open_source
+from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize
 from batchgen.errors import ResumeMismatch, UsageError
 from batchgen.report import build_report, write_report
@@ -30,9 +30,10 @@ from batchgen.run.options import RunOptions
 from batchgen.run.outcome import Outcome, about_job, journal_totals
 from batchgen.run.payloads import Payloads
 from batchgen.run.progress import Progress
-from batchgen.run.rows import RowRange, may_have_ids, refuse_bad_rows
+from batchgen.run.rows import RowRange, claim_again, may_have_ids, refuse_bad_rows
+from batchgen.run.spool import Spool
 from batchgen.run.stop import Stopper, StopRequested
-from batchgen.run.unique_ids import UniqueIds, journalled_ids
+from batchgen.run.unique_ids import UniqueIds
 from batchgen.spec import JobSpec
 from batchgen.units import counted
 
@@ -53,8 +54,9 @@ def run_job(
     with stopper.listening(), tidy_on_refusal(run_dir.path):
         run_dir.create()
         with run_dir.lock():
+            run_dir.sweep()
             try:
-                with progress:
+                with progress, stopper.interruptible():
                     return _Job(spec, options, run_dir, progress, engine_factory or load_engine).run()
             except StopRequested:
                 return Outcome.stopped(run_dir, stopper.reason or "", progress)
@@ -82,73 +84,84 @@ class _Job:
         self.progress = progress
         self.engine_factory = engine_factory
         self.backend: Backend | None = None
+        self.spool = Spool(run_dir.spool) if spec.input.path == ("-",) else None
 
     def run(self) -> Outcome:
         """Begin, resume, or find that all is done."""
         begun = None if self.options.overwrite else self.run_dir.read_manifest()
-        if begun is None:
+        if not self.run_dir.manifest.exists():
             self.progress.begin_anew()
-        inputs = self._read_inputs(is_new=begun is None)
-        if begun is not None:
-            inputs = replace(inputs, manifest=self._agreed(begun, inputs.manifest))
-            if self.run_dir.is_complete():
-                self._refuse_other_format()
-                return self._already_done(inputs)
-        else:
-            if self.options.strict:
-                self._refuse_bad_rows(inputs, None)
-            inputs = self._begin(inputs)
         with ExitStack() as stack:
+            if self.spool is not None:
+                stack.callback(self.spool.drop)
+            source = self._find_input(begun)
+            model, manifest = self._identify(source, begun)
+            if begun is not None:
+                manifest = self._agreed(begun, manifest)
+                if self.run_dir.is_complete():
+                    self._refuse_other_format()
+                    return self._already_done(manifest)
+            if source is None:
+                raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
+            inputs = _Inputs(source, model, model.builder(self.spec.input, self.spec.sampling), manifest)
+            inputs = self._begin(inputs) if begun is None else inputs
+            if self.spool is not None:
+                self.spool.keep()
+                inputs = replace(inputs, source=self._open_source(self.run_dir.spool))
             journal = Journal.open(self.run_dir.journal, self.options.shard)
             stack.callback(journal.close)
             for line in journal.recovery.messages():
                 self.progress.display.note(line)
-            return self._work(inputs, journal, stack)
+            return self._work(inputs, journal, stack, is_resumed=begun is not None)
 
-    def _read_inputs(self, *, is_new: bool) -> _Inputs:
-        """Open all that the job names. Raises UsageError."""
-        spec, spool = self.spec, self.run_dir.path / SPOOL_NAME
-        where = spec.input
-        if where.path == ("-",):
-            if is_new:
-                spool.unlink(missing_ok=True)
-            elif spool.exists():
-                self.progress.display.note("resuming with the input read by the first run; standard input is not read")
-            spool_stdin(spool)
-            where = replace(where, path=(str(spool),))
-        try:
-            with self.progress.phase("opening the input", "read"):
-                source = open_source(where)
+    def _find_input(self, begun: Manifest | None) -> Source | None:
+        """The rows; None where they came on standard input once and are not given again. Raises UsageError."""
+        if self.spool is None:
+            source = self._open_source()
             for path in source.paths:
-                if self.run_dir.owns(path) and path != spool:
+                if self.run_dir.owns(path):
                     raise UsageError(f"the input {path} would be overwritten by this run; choose another output.path")
-            with self.progress.phase("finding the model", "load"):
-                model = read_model(spec)
-            with self.progress.phase("checking the input", "read"):
-                manifest = self._manifest(source, model)
-            return _Inputs(source, model, model.builder(where, spec.sampling), manifest)
-        except UsageError:
-            if is_new:
-                spool.unlink(missing_ok=True)
-            raise
+            return source
+        is_resumed = begun is not None and begun.job["input"]["path"] == ["-"]
+        with self.progress.phase("reading standard input", "read"):
+            found = self.spool.read(is_resumed=is_resumed)
+        if is_resumed and found in (None, self.run_dir.spool):
+            self.progress.display.note("nothing on standard input: going by the rows that this run was begun with")
+        return None if found is None else self._open_source(found)
 
-    def _manifest(self, source: Source, model: ModelInfo) -> Manifest:
-        return Manifest(
+    def _open_source(self, path: Path | None = None) -> Source:
+        """The rows of what the job names, or of the file that stands for it."""
+        where = self.spec.input if path is None else replace(self.spec.input, path=(str(path),))
+        with self.progress.phase("opening the input", "read"):
+            return open_source(where, self.run_dir.owns)
+
+    def _identify(self, source: Source | None, begun: Manifest | None) -> tuple[ModelInfo, Manifest]:
+        """Find the model, and what a resume is held against. Raises UsageError."""
+        with self.progress.phase("finding the model", "load"):
+            model = read_model(self.spec)
+        with self.progress.phase("checking the input", "read"):
+            if source is not None:
+                found = source.fingerprint()
+            else:
+                found = begun.fingerprints["input"] if begun is not None else {}
+            if self.spool is not None and source is not None:
+                found = {"files": [{**file, "file": "-"} for file in found["files"]]}
+        with self.progress.phase("checking the model", "load"):
+            fingerprints = {"input": found, "model": model.fingerprint(), "code": {"batchgen": __version__}}
+        return model, Manifest(
             job=self.spec.to_dict(),
             output_keys=self.spec.output_keys(),
-            fingerprints={
-                "input": source.fingerprint(),
-                "model": model.fingerprint,
-                "code": {"batchgen": __version__},
-            },
+            fingerprints=fingerprints,
             shard=self.options.shard,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
     def _agreed(self, begun: Manifest, now: Manifest) -> Manifest:
         """The manifest to go on with. Raises ResumeMismatch when outputs would differ."""
-        numerics = begun.fingerprints.get("numerics")  # known once the weights are loaded; compared then
-        if numerics is not None:
+        numerics = begun.fingerprints.get("numerics")
+        if numerics is not None:  # what "auto" comes to is known once the weights are loaded, and compared then
+            named = {"dtype": self.spec.model.dtype, "device": self.spec.model.device}
+            numerics = numerics | {name: value for name, value in named.items() if value != "auto"}
             now = replace(now, fingerprints={**now.fingerprints, "numerics": numerics})
         found = compare(begun, now)
         if found.refused:
@@ -163,8 +176,12 @@ class _Job:
 
     def _begin(self, inputs: _Inputs) -> _Inputs:
         """Start from nothing: the weights first, so that unusable ones leave no trace and no old run is lost."""
+        if self.options.strict:
+            with closing(UniqueIds(None)) as ids:
+                self._refuse_bad_rows(inputs, self._rows(inputs, None), ids)
         self.backend = self._load(inputs.model)
         if self.options.overwrite:
+            self.progress.begin_anew()
             self.run_dir.clear()
         fingerprints = {**inputs.manifest.fingerprints, "numerics": self.backend.numerics}
         return replace(inputs, manifest=replace(inputs.manifest, fingerprints=fingerprints))
@@ -179,12 +196,15 @@ class _Job:
         self.backend.check(inputs.manifest.fingerprints.get("numerics"), self.run_dir.path)
         return self.backend
 
-    def _work(self, inputs: _Inputs, journal: Journal, stack: ExitStack) -> Outcome:
+    def _work(self, inputs: _Inputs, journal: Journal, stack: ExitStack, *, is_resumed: bool) -> Outcome:
         """Generate what the journal does not hold, then write the outputs."""
         spec, progress = self.spec, self.progress
-        if journal.done and self.options.strict:
-            self._refuse_bad_rows(inputs, journal)
         rows = self._rows(inputs, journal)
+        ids = UniqueIds(self.run_dir.journal / "ids.sqlite")
+        stack.callback(ids.close)
+        self._complete(ids, inputs, journal)
+        if is_resumed and self.options.strict:
+            self._refuse_bad_rows(inputs, rows, ids)
         self.run_dir.write_manifest(inputs.manifest)
         progress.keeps_file = True
         if progress.rows_total is None:
@@ -194,14 +214,8 @@ class _Job:
         payloads = Payloads(spec, tokenizer.decode if tokenizer else None)
         ledger = progress.ledger = Ledger(journal, payloads, self.options.max_error_rate, progress.clock)
         progress.display.note(self._announcement(ledger))
-        ids = UniqueIds(self.run_dir.journal / "ids.sqlite")
-        stack.callback(ids.close)
-        if ids.is_new and journal.done:
-            ids.restore(journalled_ids(journal))
         feed = Feed(ledger, Screen(spec.input, inputs.builder, ids, rows), progress.stopper, progress.clock)
-        is_done = generate(
-            rows.read(ids_are_lost=ids.is_new), feed, ledger, progress, lambda: self._resumed_backend(inputs)
-        )
+        is_done = generate(rows.read(), feed, ledger, progress, lambda: self._resumed_backend(inputs))
         ids.close()
         if not is_done:
             progress.state = "stopped"
@@ -210,7 +224,16 @@ class _Job:
             finalize(
                 self.run_dir, spec.output, journal, num_rows=rows.num_seen, model=spec.model.path, chat=spec.input.chat
             )
-        return self._finish(inputs, journal)
+        return self._finish(inputs.manifest, journal)
+
+    def _complete(self, ids: UniqueIds, inputs: _Inputs, journal: Journal) -> None:
+        """Make sure that all rows read so far have claimed their ids, should the file of ids have been lost."""
+        if ids.is_complete:
+            return
+        if journal.done and may_have_ids(self.spec.input):
+            with self.progress.phase("reading ids again", "read"):
+                claim_again(inputs.source, journal, self.spec.input, inputs.builder, ids)
+        ids.mark_complete()
 
     def _refuse_other_format(self) -> None:
         """A finished run is what it is: its journal is gone, so it cannot be written again in another format."""
@@ -221,20 +244,21 @@ class _Job:
                 f"{self.spec.output.format!r}; --overwrite runs it anew"
             )
 
-    def _already_done(self, inputs: _Inputs) -> Outcome:
+    def _already_done(self, manifest: Manifest) -> Outcome:
         """Nothing to do but what a kill just after the outputs appeared may have left undone."""
         if self.run_dir.journal.is_dir():
-            self._finish(inputs, Journal.open(self.run_dir.journal, self.options.shard))
+            self._finish(manifest, Journal.open(self.run_dir.journal, self.options.shard))
         self.progress.keeps_file = self.run_dir.retry.is_dir()  # a retry under way goes on counting in it
         return Outcome.already_done(self.run_dir, self.spec)
 
-    def _finish(self, inputs: _Inputs, journal: Journal) -> Outcome:
-        """Write the report; then the journal has served."""
+    def _finish(self, manifest: Manifest, journal: Journal) -> Outcome:
+        """Write the report; then the journal has served, and the copy of standard input before it."""
         with self.progress.phase("writing the report", "write"):
             totals = journal_totals(journal, self.spec.output.expected)
-        about = about_job(self.spec, inputs.manifest, self.backend)
+        about = about_job(self.spec, manifest, self.backend)
         report = build_report(totals, self.progress.spent(), about)
         write_report(self.run_dir, report)
+        self.run_dir.remove_spool()
         journal.remove()
         self.progress.state = "finished"
         self.progress.keeps_file = False
@@ -243,9 +267,9 @@ class _Job:
     def _rows(self, inputs: _Inputs, journal: Journal | None) -> RowRange:
         return RowRange(inputs.source, self.options.shard, journal, has_ids=may_have_ids(self.spec.input))
 
-    def _refuse_bad_rows(self, inputs: _Inputs, journal: Journal | None) -> None:
+    def _refuse_bad_rows(self, inputs: _Inputs, rows: RowRange, ids: UniqueIds) -> None:
         with self.progress.phase("checking all rows (--strict)", "read"):
-            refuse_bad_rows(self._rows(inputs, journal), inputs.builder, self.spec.input)
+            refuse_bad_rows(rows, inputs.builder, self.spec.input, ids)
 
     def _announcement(self, ledger: Ledger) -> str:
         finished = ledger.num_done + ledger.num_failed

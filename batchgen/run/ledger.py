@@ -40,13 +40,16 @@ class Ledger:
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
 
-    def finish(self, record: Record, row_id: RowId, result: Result) -> None:
-        """Enter what the engine made of a row, be it a result or an error. Raises StorageError."""
+    def finish(self, record: Record, row_id: RowId, result: Result, choices: tuple[str, ...] = ()) -> None:
+        """Enter what the engine made of a row, be it a result or an error; ``choices`` are the texts it scored.
+
+        Raises StorageError.
+        """
         if result.error is not None:
             where = (record.index, record.source, record.line)
             self.fail(BadRow(*where, result.error, record.columns, record.after, row_id))
             return
-        payload = self._payloads.result(record, row_id, result)
+        payload = self._payloads.result(record, row_id, result, choices)
         self._append(JournalEntry(record.index, record.after, "result", payload))
         self.num_done += 1
         self.num_prompt_tokens += result.num_prompt_tokens

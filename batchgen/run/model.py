@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.data.fingerprint import file_digest
+from batchgen.data.presets import card_values
 from batchgen.data.prompt import RequestBuilder
+from batchgen.data.stop_strings import StopStrings
 from batchgen.data.tokenizer import Tokenizer
 from batchgen.errors import ResumeMismatch, UsageError
 from batchgen.hub import resolve_folder
@@ -57,19 +60,24 @@ class EngineLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """An engine with its weights, and the numerics it computes in; other numerics would give other tokens."""
+    """An engine with its weights, and the numerics it computes in; other numerics would give other tokens.
+
+    ``facts`` says for the report, once the engine has run, what sizes it had and what the machine can do.
+    """
 
     engine: EngineLike
     numerics: dict[str, str]
     threads: int
+    facts: Callable[[], Mapping[str, Any]] = dict
 
     def check(self, begun: Mapping[str, str] | None, folder: Path) -> None:
         """Raises ResumeMismatch if the run was begun in other numerics; None means they are not known."""
         if begun is not None and begun != self.numerics:
             was, now = (" on ".join(numerics.values()) for numerics in (begun, self.numerics))
+            flags = " ".join(f"--{name} {value}" for name, value in begun.items() if value != self.numerics.get(name))
             raise ResumeMismatch(
                 f"{folder} was begun in {was}, here the model runs in {now}, which gives other tokens: "
-                "set model.dtype and model.device, or --overwrite to start anew"
+                f"go on with {flags}, or start anew with --overwrite"
             )
 
 
@@ -79,8 +87,20 @@ class ModelInfo:
 
     config: ModelConfig
     tokenizer: Tokenizer | None
-    fingerprint: dict[str, Any]
     max_model_len: int
+    path: str
+    folder: Path | None  # None for a dummy
+    tokenizer_folder: Path | None  # where it is not the model's own
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resume is held against: digests of the files, so the same files elsewhere are the same model.
+
+        Reads the weights from end to end. Raises UsageError when a file cannot be read.
+        """
+        found: dict[str, Any] = {"weights": self.path} if self.folder is None else _digests(self.folder)
+        if self.tokenizer_folder is not None:
+            found["tokenizer"] = _digests(self.tokenizer_folder, _TOKENIZER_PATTERNS)
+        return found
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -90,7 +110,12 @@ class ModelInfo:
     def builder(self, where: InputSpec, sampling: SamplingParams) -> RequestBuilder:
         """What turns rows into requests for this model. Raises UsageError when [input] cannot work with it."""
         return RequestBuilder(
-            where, sampling, self.tokenizer, max_model_len=self.max_model_len, vocab_size=self.config.vocab_size
+            where,
+            sampling,
+            self.tokenizer,
+            max_model_len=self.max_model_len,
+            vocab_size=self.config.vocab_size,
+            card=card_values(self.path),
         )
 
 
@@ -112,16 +137,15 @@ def read_model(spec: JobSpec) -> ModelInfo:
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         sizes = f"{tokenizer.vocab_size} tokens, the model {config.vocab_size}"
         raise UsageError(f"the tokenizer has {sizes}: they do not belong together")
-    fingerprint: dict[str, Any] = {"weights": model.path} if folder is None else _folder_digests(folder)
-    if model.tokenizer and tokenizer_folder is not None:
-        fingerprint["tokenizer"] = _folder_digests(tokenizer_folder, _TOKENIZER_PATTERNS)
-    return ModelInfo(config, tokenizer, fingerprint, _max_model_len(spec, config))
+    own_tokenizer_folder = tokenizer_folder if model.tokenizer else None
+    return ModelInfo(config, tokenizer, _max_model_len(spec, config), model.path, folder, own_tokenizer_folder)
 
 
 def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     """The engine of a job with its weights loaded. Raises ModelError for unusable weights; imports torch."""
     import torch
 
+    from batchgen.bench.facts import engine_facts
     from batchgen.engine import Engine
     from batchgen.engine.sizes import auto_threads
     from batchgen.model import load_model
@@ -130,17 +154,19 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     # Before loading, which packs weights and takes threads too.
     torch.set_num_threads(config.threads or auto_threads(info.config))
     model = load_model(spec.model.path, spec.model.revision, dtype=spec.model.dtype, device=spec.model.device)
-    engine = Engine(model, config, eos_token_ids=info.eos_token_ids)
+    stop_watch = StopStrings(info.tokenizer) if info.tokenizer else None
+    engine = Engine(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch)
     numerics = {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
-    return Backend(engine, numerics, torch.get_num_threads())
+    return Backend(engine, numerics, torch.get_num_threads(), partial(engine_facts, engine))
 
 
 def engine_config(sizes: EngineSpec) -> EngineConfig:
     """The engine's own settings: "auto" becomes None."""
     from batchgen.engine import EngineConfig
 
-    values = {item.name: getattr(sizes, item.name) for item in fields(sizes)}
-    return EngineConfig(**{name: None if value == "auto" else value for name, value in values.items()})
+    values: dict[str, Any] = {item.name: getattr(sizes, item.name) for item in fields(sizes)}
+    given: dict[str, Any] = {name: None if value == "auto" else value for name, value in values.items()}
+    return EngineConfig(**given)
 
 
 def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:
@@ -153,7 +179,7 @@ def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:
     return wanted
 
 
-def _folder_digests(folder: Path, patterns: Iterable[str] = _MODEL_PATTERNS) -> dict[str, Any]:
-    """Digests by file name: the same files elsewhere are the same model."""
+def _digests(folder: Path, patterns: Iterable[str] = _MODEL_PATTERNS) -> dict[str, Any]:
+    """Digests by file name."""
     names = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     return {path.name: file_digest(path) for path in names}

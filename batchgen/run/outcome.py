@@ -99,4 +99,5 @@ def about_job(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dic
         "created_at": manifest.created_at,
         "numerics": manifest.fingerprints.get("numerics", {}),
         "threads": backend.threads if backend else None,
+        **(backend.facts() if backend else {}),
     }

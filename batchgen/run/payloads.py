@@ -5,17 +5,27 @@ Pure functions from a row and what became of it to plain data; writing it anywhe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
 
 from batchgen.data.rows import is_batch_line
-from batchgen.records import BadRow, Record, Result, Timings
+from batchgen.data.stop_strings import cut_text
+from batchgen.records import BadRow, FinishReason, Record, Result, Sample, Timings, TokenLogprob
 from batchgen.spec import RECORD_KEYS, JobSpec
 
-Decode = Callable[[Sequence[int]], str]
 RowId = str | int | None
 _TIMINGS = tuple(item.name for item in fields(Timings))
+_DIGITS = 6  # of times and log-probabilities
+_LEAST_MEAN = -700.0  # exp(709.8) is the largest float
+
+
+class Decode(Protocol):
+    """What is needed of a tokenizer."""
+
+    def __call__(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
 
 
 class Payloads:
@@ -25,22 +35,35 @@ class Payloads:
         self._spec = spec
         self._decode = decode
 
-    def result(self, record: Record, row_id: RowId, result: Result) -> dict[str, Any]:
+    def result(self, record: Record, row_id: RowId, result: Result, choices: tuple[str, ...] = ()) -> dict[str, Any]:
         """The output record of a row; a row without an id is known by its index.
 
-        A kept column whose name the record needs itself is written as ``input_<name>``.
+        Always in this order, what was not asked for left out: id, index, text, finish_reason, usage, timings,
+        token_ids, logprobs, samples, choices, prompt_logprobs, perplexity, kept columns. The text, reason, ids and
+        log-probabilities are those of the first sample; ``samples`` holds all of several. A row whose ``choices``
+        were scored has the likeliest of them as its text. A kept column whose name the record needs itself is
+        written as ``input_<name>``.
         """
+        samples = [self._sample(sample) for sample in result.samples]
+        first = samples[0]
+        if choices:
+            first |= {"text": _likeliest(choices, result), "finish_reason": str(FinishReason.STOP)}
         payload: dict[str, Any] = {"id": record.index if row_id is None else row_id, "index": record.index}
-        if self._decode is not None:
-            payload["text"] = self._decode(result.token_ids)
-        payload["finish_reason"] = str(result.finish_reason)
+        payload |= {name: first[name] for name in ("text", "finish_reason") if name in first}
         payload["usage"] = {
             "prompt_tokens": result.num_prompt_tokens,
-            "completion_tokens": len(result.token_ids),
+            "completion_tokens": sum(len(sample.token_ids) for sample in result.samples),
         }
-        payload["timings"] = {name: round(getattr(result.timings, name), 6) for name in _TIMINGS}
-        if self._spec.output.token_ids or self._decode is None:
-            payload["token_ids"] = list(result.token_ids)
+        payload["timings"] = {name: round(getattr(result.timings, name), _DIGITS) for name in _TIMINGS}
+        payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
+        if len(samples) > 1:
+            payload["samples"] = samples
+        if choices:
+            scored = zip(choices, result.choice_logprobs, strict=True)
+            payload["choices"] = [{"text": text, "logprob": _rounded(logprob)} for text, logprob in scored]
+        if result.prompt_logprobs is not None:
+            payload["prompt_logprobs"] = self._logprobs(result.prompt_logprobs)
+            payload["perplexity"] = _perplexity(result.prompt_logprobs)
         return payload | self._kept(record)
 
     def error(self, row: BadRow) -> dict[str, Any]:
@@ -70,6 +93,49 @@ class Payloads:
                 wanted["url"] = None  # which kind of completion was asked for
             names = [name for name in wanted if name in columns]
         return {kept_name(name, columns): columns[name] for name in names}
+
+    def _sample(self, sample: Sample) -> dict[str, Any]:
+        shaped: dict[str, Any] = {}
+        if self._decode is not None:
+            shaped["text"] = (
+                cut_text(self._decode, sample.token_ids, sample.stop)
+                if sample.stop is not None
+                else self._decode(sample.token_ids)
+            )
+        shaped["finish_reason"] = str(sample.finish_reason)
+        if self._spec.output.token_ids or self._decode is None:
+            shaped["token_ids"] = list(sample.token_ids)
+        if sample.logprobs is not None:
+            shaped["logprobs"] = self._logprobs(sample.logprobs)
+        return shaped
+
+    def _logprobs(self, tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
+        """An object a token: token_id, token, logprob, and as top_logprobs the same of the likeliest ones there."""
+        return [
+            self._logprob(token.token_id, token.logprob) | {"top_logprobs": [self._logprob(*top) for top in token.top]}
+            for token in tokens
+        ]
+
+    def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = None if self._decode is None else self._decode([token_id], skip_special_tokens=False)
+        return {"token_id": token_id, "token": text, "logprob": _rounded(logprob)}
+
+
+def _rounded(logprob: float) -> float:
+    return round(logprob, _DIGITS) + 0.0  # never -0.0
+
+
+def _likeliest(choices: Sequence[str], result: Result) -> str:
+    """The choice with the highest log-probability, the first of equals."""
+    return choices[max(range(len(choices)), key=lambda i: result.choice_logprobs[i])]
+
+
+def _perplexity(tokens: Sequence[TokenLogprob]) -> float | None:
+    """exp(-mean log-probability); None where there is no token to judge, or no number that large."""
+    if not tokens:
+        return None
+    mean = math.fsum(token.logprob for token in tokens) / len(tokens)
+    return round(math.exp(-mean), _DIGITS) if mean > _LEAST_MEAN else None
 
 
 def kept_name(name: str, columns: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ It asks the source for no more than that, so finished rows are passed over unrea
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from batchgen.data.journal import Journal
 from batchgen.data.reader import Source
@@ -36,10 +37,9 @@ class RowRange:
         self._journal = journal
         self.num_seen = 0
 
-    def read(self, *, ids_are_lost: bool = False) -> Iterator[Record | BadRow]:
-        """The rows, from the first unfinished one on; from the first of all if other shards' ids have to be learnt."""
-        is_resumable = self._journal is not None and not (self._reads_others and ids_are_lost)
-        start = self._journal.resume_cursor if self._journal and is_resumable else None
+    def read(self) -> Iterator[Record | BadRow]:
+        """The rows, from the first unfinished one on."""
+        start = self._journal.resume_cursor if self._journal else None
         self.num_seen = start.index if start else 0
         return self._source.read(start, self._is_wanted)
 
@@ -85,19 +85,41 @@ def may_have_ids(spec: InputSpec) -> bool:
     return spec.id is not None or spec.format == "openai-batch" or (spec.format == "auto" and not is_mapped)
 
 
-def refuse_bad_rows(rows: RowRange, builder: Builder, spec: InputSpec) -> None:
-    """Read and check every row, generating nothing. Raises UsageError that names the first bad ones."""
-    ids = UniqueIds(None)
+class _NoRows:
+    """None of the rows is ours: they only claim their ids."""
+
+    def is_ours(self, index: int) -> bool:
+        """Never."""
+        return False
+
+    def num_ours_until(self, index: int) -> int:
+        """None."""
+        return 0
+
+
+def claim_again(source: Source, journal: Journal, spec: InputSpec, builder: Builder, ids: UniqueIds) -> None:
+    """Let all rows up to the last finished one claim their ids in input order, after ``ids`` was lost.
+
+    The journal knows ids too, but not who claimed one first: that may be a row still unfinished.
+    """
+    last = max(journal.done, default=-1)
+    screen = Screen(spec, builder, ids, _NoRows())
+    for chunk in chunked(takewhile(lambda row: row.index <= last, source.read())):
+        screen.screen(chunk)
+
+
+def refuse_bad_rows(rows: RowRange, builder: Builder, spec: InputSpec, ids: UniqueIds) -> None:
+    """Read and check every row that is not finished, generating nothing; ``ids`` hold those of finished ones.
+
+    Raises UsageError that names the first bad ones.
+    """
     screen = Screen(spec, builder, ids, rows)
     bad: list[BadRow] = []
     num_bad = 0
-    try:
-        for chunk in chunked(rows.read()):
-            found = [answer for answer in screen.screen(chunk) if isinstance(answer, BadRow)]
-            num_bad += len(found)
-            bad += found[: _SHOWN_BAD_ROWS - len(bad)]
-    finally:
-        ids.close()
+    for chunk in chunked(rows.read()):
+        found = [answer for answer in screen.screen(chunk) if isinstance(answer, BadRow)]
+        num_bad += len(found)
+        bad += found[: _SHOWN_BAD_ROWS - len(bad)]
     if num_bad:
         shown = "".join(f"\n  {row.source}:{row.line}: {row.error.code}: {row.error.message}" for row in bad)
         more = f"\n  and {num_bad - len(bad):,} more" if num_bad > len(bad) else ""

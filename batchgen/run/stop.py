@@ -1,23 +1,21 @@
-"""Why and when a run stops early: signals, a deadline, a time or token budget, and the promise to be gone in 10 s.
+"""Why and when a run stops early: signals, a deadline, a time or token budget.
 
-It turns all of them into one flag and one reason. It knows no rows and no journal; whoever generates asks the flag.
+It turns all of them into one flag and one reason. It knows no rows and no journal; whoever generates asks the flag,
+and ``guard`` sees to it that the process is gone in time.
 """
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from types import FrameType
-from typing import NoReturn
 
-from batchgen.errors import ExitCode
+from batchgen.run.guard import Guard
 from batchgen.units import format_duration
 
 DRAIN_S = 8.0  # how long an orderly stop may take; the contract is 10 s, and leaving takes a moment too
@@ -39,8 +37,9 @@ class Limits:
 class Stopper:
     """The one place that knows whether to go on. ``reason`` is None until somebody asked to stop.
 
-    Between ``drain_with(stop)`` and its end a request calls ``stop`` and lets work in hand be finished; outside
-    of it the request ends the work by raising ``StopRequested`` in the main thread.
+    Between ``drain_with(stop)`` and its end a request calls ``stop`` and lets work in hand be finished; inside
+    ``interruptible()`` otherwise the request ends the work by raising ``StopRequested`` in the main thread. Anywhere
+    else it only sets ``reason``.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -48,10 +47,9 @@ class Stopper:
         self._limits = limits
         self._started_at = time.monotonic()
         self._drain: Callable[[], None] | None = None
-        self._listening = False
-        self._asked_by_keyboard = False
+        self._guard: Guard | None = None  # there while signals are listened to
+        self._is_interruptible = False
         self._delivered = False  # a request is delivered once: what follows it is tidying up, not to be disturbed
-        self._guard: threading.Timer | None = None
 
     @property
     def requested(self) -> bool:
@@ -59,20 +57,19 @@ class Stopper:
         return self.reason is not None
 
     def request(self, reason: str) -> None:
-        """Ask to stop, from any thread or a signal handler; only the first reason counts."""
+        """Ask to stop, from any thread; only the first reason counts. The main thread goes on to where it looks."""
         if self.reason is not None:
             return
         self.reason = reason
-        self._guard = threading.Timer(DRAIN_S, self._give_up)
-        self._guard.daemon = True
-        self._guard.start()
+        main = threading.main_thread().ident
+        if self._guard is not None and threading.current_thread() is not threading.main_thread() and main is not None:
+            signal.pthread_kill(main, signal.SIGTERM)  # only the main thread can raise in the main thread
+            return
+        if self._guard is not None:
+            self._guard.alarm()
         if self._drain is not None:
             self._delivered = True
             self._drain()
-        elif self._listening and threading.current_thread() is not threading.main_thread():
-            main = threading.main_thread().ident
-            if main is not None:
-                signal.pthread_kill(main, signal.SIGTERM)  # only the main thread can raise in the main thread
 
     def check_limits(self, num_tokens: int) -> None:
         """Stop if a limit is reached; ``num_tokens`` were computed by this invocation."""
@@ -97,6 +94,18 @@ class Stopper:
             self._drain = None
 
     @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """While inside, a request raises ``StopRequested`` unless it drains; one that came before raises at once."""
+        self._is_interruptible = True
+        try:
+            if self.requested and not self._delivered:
+                self._delivered = True
+                raise StopRequested
+            yield
+        finally:
+            self._is_interruptible = False
+
+    @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle SIGINT, SIGTERM and SIGHUP while inside; outside the main thread, where Python cannot, do nothing."""
         if threading.current_thread() is not threading.main_thread():
@@ -105,32 +114,25 @@ class Stopper:
         signals = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
             signals.append(signal.SIGHUP)
+        self._guard = Guard(signals, DRAIN_S, lambda: self.reason)
         previous = {number: signal.signal(number, self._on_signal) for number in signals}
-        self._listening = True
         try:
             yield
         finally:
-            self._listening = False
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            if self._guard is not None:
-                self._guard.cancel()
+            self._guard.close()
+            self._guard = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            if self._asked_by_keyboard:
-                self._leave("stopped at once by a second SIGINT; run again to resume")
-            self._asked_by_keyboard = True
-        self.request(signal.Signals(number).name)
-        if not self._delivered:
+        """Runs in the main thread, between any two of its steps; takes no lock."""
+        if self.reason is None:
+            self.reason = signal.Signals(number).name
+        if self._delivered:
+            return
+        if self._drain is not None:
+            self._delivered = True
+            self._drain()
+        elif self._is_interruptible:
             self._delivered = True
             raise StopRequested
-
-    def _give_up(self) -> NoReturn:
-        self._leave(f"stopped ({self.reason}) with a step still under way; run again to resume")
-
-    def _leave(self, message: str) -> NoReturn:
-        """Leave without unwinding: the journal survives that at any byte, and only unwritten rows run again."""
-        with suppress(OSError):
-            os.write(sys.stderr.fileno(), f"\nbatchgen: {message}\n".encode())
-        os._exit(ExitCode.STOPPED)

@@ -1,7 +1,8 @@
 """Which row had an id first: exact, across interruptions, in memory that does not grow with the rows.
 
 A small SQLite file beside the journal maps each id, or a digest of a long one, to the row that claimed it. A claim is
-on disk before the row can reach the journal, so a row that is journalled never loses its id. It knows no columns.
+on disk before the row can reach the journal, so a row that is journalled never loses its id. Should the file get lost
+nonetheless, its ids have to be claimed again in input order before others are. It knows no columns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
-from batchgen.data.journal import Journal
 from batchgen.errors import StorageError
 
 _CACHE_KIB = 32 << 10
@@ -22,15 +22,13 @@ Claim = tuple[int, str | int]
 
 
 class UniqueIds:
-    """The ids claimed so far; ``is_new`` says that the file was not there before.
+    """The ids claimed so far; ``path`` None keeps them in a temporary file that nobody else sees.
 
-    ``path`` None keeps them in a temporary file that nobody else sees.
     Raises StorageError where the file cannot be written or is damaged.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self.is_new = path is None or not path.exists()
         with self._storage():
             self._db = sqlite3.connect(path or "", isolation_level=None)
             self._db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
@@ -38,6 +36,17 @@ class UniqueIds:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.execute("CREATE TABLE IF NOT EXISTS ids (id BLOB PRIMARY KEY, row INTEGER) WITHOUT ROWID")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows read so far have claimed their ids: false for a new file until ``mark_complete``."""
+        with self._storage():
+            return bool(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+    def mark_complete(self) -> None:
+        """All rows read so far have claimed their ids; remembered across interruptions."""
+        with self._storage():
+            self._db.execute("PRAGMA user_version = 1")
 
     def claim(self, rows: Sequence[Claim]) -> dict[int, int]:
         """Claim ids for rows ``(index, id)`` in input order; returns the losers: index -> row that had the id first.
@@ -48,8 +57,8 @@ class UniqueIds:
         losers = {}
         with self._storage():
             self._db.execute("BEGIN")
-            self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", keyed)
-            for key, index in keyed:
+            num_new = self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", keyed).rowcount
+            for key, index in keyed if num_new < len(keyed) else ():
                 (owner,) = self._db.execute("SELECT row FROM ids WHERE id = ?", (key,)).fetchone()
                 if owner != index:
                     losers[index] = owner
@@ -57,7 +66,7 @@ class UniqueIds:
         return losers
 
     def restore(self, rows: Iterable[Claim]) -> None:
-        """Claim ids of rows known by other means, when the file was lost and the journal was not."""
+        """Claim ids of rows known by other means, any number of them."""
         with self._storage():
             self._db.execute("BEGIN")
             pairs = ((_key(row_id), index) for index, row_id in rows)
@@ -76,14 +85,6 @@ class UniqueIds:
             place = self._path or "a temporary file"
             advice = "put that right, or remove the file if it is damaged, then run again"
             raise StorageError(f"cannot keep track of ids in {place}: {error}; {advice}") from error
-
-
-def journalled_ids(journal: Journal) -> Iterator[Claim]:
-    """The ids of all finished rows, in input order."""
-    for index in journal.done:
-        row_id = json.loads(journal.payload(index))["id"]
-        if row_id is not None:
-            yield index, row_id
 
 
 def _key(row_id: str | int) -> bytes:

@@ -3,46 +3,42 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from batchgen.bench import roofline
-from batchgen.bench.roofline import Ceilings, Work
+from batchgen import report_roofline
+from batchgen.bench import facts, roofline
+from batchgen.bench import measure as bench
+from batchgen.bench.roofline import Effort
 from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file
 from batchgen.cli import call
-from batchgen.engine.stats import EngineStats
+from batchgen.engine import Engine, EngineConfig
 from batchgen.errors import ExitCode, UsageError
-from batchgen.model.published import dummy_config
+from batchgen.model import load_model
+from batchgen.report_roofline import Ceilings, Measured
 
 SAMPLE = str(Path(__file__).parents[2] / "sample_data" / "tiny-lfm2")
+FEW = Effort((8,), repeats=1, sustained_s=0.0, buffer_bytes=1 << 20)
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    """A benchmark sets the threads of its process, which tests share."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
-def _quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "_SUSTAINED_S", 0.0)
-    monkeypatch.setattr(roofline, "_COPY_BYTES", 1 << 20)
-
-
-def test_flop_of_the_published_350m_shape_are_those_of_its_description() -> None:
-    stats = EngineStats(num_steps=1, num_prefill_tokens=10, num_output_tokens=1)
-    work = roofline.count(stats, dummy_config("dummy:LFM2-350M"), itemsize=2)
-    assert work.flops == pytest.approx(2 * 287.4e6 * 10 + 2 * 67.1e6, rel=1e-3)
-    assert work.num_bytes == pytest.approx(2 * (287.4e6 + 67.1e6), rel=1e-3)
-
-
-def test_attended_positions_and_read_kv_are_counted_from_the_steps() -> None:
-    config = dummy_config("dummy:LFM2-350M")
-    stats = EngineStats(num_attended=1000, num_kv_read=1000)
-    work = roofline.count(stats, config, itemsize=2)
-    assert work.flops == 4 * 16 * 64 * 6 * 1000
-    assert work.num_bytes == 12 * 1024 * 1000  # 12 KiB a token
-
-
-def test_the_floor_is_set_by_the_scarcer_resource() -> None:
-    ceilings = Ceilings(flops_per_s=100.0, memory_bytes_per_s=10.0)
-    assert Work(1000.0, 10.0).floor_s(ceilings) == 10.0
-    assert Work(10.0, 1000.0).floor_s(ceilings) == 100.0
+def ceilings_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where ceilings are kept, not the user's own; they are measured in next to no time."""
+    monkeypatch.setattr(bench, "measure", lambda model: roofline.measure(model, FEW))
+    monkeypatch.setattr(facts, "measure", lambda model, effort: roofline.measure(model, FEW))
+    monkeypatch.setattr(report_roofline, "cache_file", lambda: tmp_path / "roofline.json")
+    return tmp_path / "roofline.json"
 
 
 def test_the_same_shape_makes_the_same_requests_with_lengths_in_range() -> None:
@@ -73,8 +69,9 @@ def test_a_workload_line_without_tokens_is_named(tmp_path: Path) -> None:
         from_file(path, ignore_eos=True)
 
 
-@pytest.mark.usefixtures("_quick_ceilings")
-def test_bench_prints_one_object_with_figures_and_roofline(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_prints_one_object_with_figures_and_roofline(
+    ceilings_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lengths = ["--num-requests", "3", "--input-len", "5:9", "--output-len", "4"]
     code = call(["bench", "--model", SAMPLE, "--dtype", "float32", *lengths, "--repeats", "2", "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -85,9 +82,23 @@ def test_bench_prints_one_object_with_figures_and_roofline(capsys: pytest.Captur
     assert found["roofline_flops_per_s"] > 0
     assert found["memory_bytes_per_s"] > 0
     assert sum(found["split_s"].values()) == pytest.approx(found["wall_s"], rel=0.5)
+    assert found["engine"].keys() >= {"max_num_batched_tokens", "max_num_seqs", "block_size", "kv_bytes"}
+    assert found["peak_memory_bytes"] > 0
 
 
-@pytest.mark.usefixtures("_quick_ceilings")
+@pytest.mark.usefixtures("ceilings_file")
+def test_a_model_too_small_to_share_runs_in_one_thread_unless_told_otherwise(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lengths = ["--num-requests", "1", "--input-len", "5", "--output-len", "2", "--repeats", "1", "--json"]
+    found = []
+    for threads in ([], ["--threads", "2"]):
+        call(["bench", "--model", SAMPLE, *lengths, *threads])
+        found.append(json.loads(capsys.readouterr().out)["threads"])
+    assert found == [1, 2]
+
+
+@pytest.mark.usefixtures("ceilings_file")
 def test_bench_text_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--num-requests", "2", "--input-len", "5", "--output-len", "2"]
     call(["bench", "--model", SAMPLE, *lengths, "--repeats", "1"])
@@ -108,3 +119,60 @@ def test_bench_text_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench_refuses_what_names_no_workload(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["bench", "--model", SAMPLE, *flags]) == ExitCode.USAGE
     assert capsys.readouterr().err.startswith("batchgen: error: ")
+
+
+def engine_after(seconds: float, num_tokens: int) -> Engine:
+    """An engine that looks as if it had run so long."""
+    engine = Engine(load_model(SAMPLE, dtype="float32"), EngineConfig(kv_memory=1 << 20, threads=1))
+    engine.stats.phase_s["forward"] = seconds
+    engine.stats.num_prefill_tokens = num_tokens
+    return engine
+
+
+def test_a_short_run_does_not_measure_and_takes_what_is_known(ceilings_file: Path) -> None:
+    engine = engine_after(5.0, 10**6)
+    assert facts.engine_facts(engine)["roofline"]["flops_per_s"] is None
+    assert not ceilings_file.exists()
+    known = Measured(Ceilings(1e12, 1e10), "measured by batchgen bench", "2026-01-01T00:00:00+00:00")
+    report_roofline.remember(facts.model_key(engine.runner.model), known)
+    found = facts.engine_facts(engine)["roofline"]
+    assert (found["flops_per_s"], found["source"]) == (1e12, "measured by batchgen bench")
+
+
+def test_a_long_run_measures_and_keeps_it_for_short_ones(ceilings_file: Path) -> None:
+    found = facts.engine_facts(engine_after(100.0, 10**6))["roofline"]
+    assert found["flops_per_s"] > 0
+    assert found["source"] == "measured at the end of a run"
+    assert facts.engine_facts(engine_after(1.0, 10))["roofline"] == found
+
+
+@pytest.mark.usefixtures("ceilings_file")
+def test_a_long_run_of_few_tokens_does_not_pay_for_measuring() -> None:
+    assert facts.engine_facts(engine_after(100.0, 10**4))["roofline"]["flops_per_s"] is None
+
+
+def test_a_measurement_that_fails_costs_a_finished_run_nothing(
+    ceilings_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: object, effort: Effort) -> Ceilings:
+        raise RuntimeError("not enough memory: you tried to allocate 134217728 bytes")
+
+    monkeypatch.setattr(facts, "measure", fail)
+    assert facts.engine_facts(engine_after(100.0, 10**6))["roofline"]["flops_per_s"] is None
+    assert not ceilings_file.exists()
+
+
+def test_ceilings_that_cannot_be_kept_are_reported_all_the_same(
+    ceilings_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ceilings_file.write_text("no folder")
+    monkeypatch.setattr(report_roofline, "cache_file", lambda: ceilings_file / "below" / "roofline.json")
+    assert facts.engine_facts(engine_after(100.0, 10**6))["roofline"]["flops_per_s"] > 0
+
+
+def test_a_benchmark_leaves_its_ceilings_for_runs_of_the_same_model(ceilings_file: Path) -> None:
+    lengths = ["--num-requests", "1", "--input-len", "5", "--output-len", "2", "--repeats", "1", "--threads", "1"]
+    assert call(["bench", "--model", SAMPLE, "--dtype", "float32", *lengths]) == ExitCode.OK
+    found = facts.engine_facts(engine_after(1.0, 10))
+    assert found["roofline"]["source"] == "measured by batchgen bench"
+    assert found["sizes"]["kv_bytes"] <= 1 << 20

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from batchgen.data import params
 from batchgen.data.params import ParamError, merge_params
+from batchgen.data.presets import card_values
 from batchgen.records import SAMPLING_KEYS, SamplingParams
 
 BASE = SamplingParams()
@@ -28,14 +29,55 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("top_k", -1, 0),
     ("min_p", 0.0, 0.0),
     ("min_p", 1, 1.0),
+    ("repetition_penalty", 1, 1.0),
+    ("repetition_penalty", 0.01, 0.01),
+    ("repetition_penalty", 2.5, 2.5),
+    ("presence_penalty", -2, -2.0),
+    ("presence_penalty", 2, 2.0),
+    ("frequency_penalty", -2.0, -2.0),
+    ("frequency_penalty", 0.5, 0.5),
     ("seed", -1, -1),
     ("seed", 2**63 - 1, 2**63 - 1),
     ("stop_token_ids", [], ()),
     ("stop_token_ids", [7, 2], (7, 2)),
     ("ignore_eos", True, True),
+    ("stop", "\n\n", ("\n\n",)),
+    ("stop", [], ()),
+    ("stop", ["b", "a", "b"], ("b", "a")),
+    ("stop", ["x" * 1000] + [str(i) for i in range(15)], ("x" * 1000, *(str(i) for i in range(15)))),
+    ("n", 1, 1),
+    ("n", 128, 128),
+    ("logprobs", 0, 0),
+    ("logprobs", 20, 20),
+    ("logprobs", True, 0),
+    ("logprobs", False, None),
+    ("prompt_logprobs", 5.0, 5),
+    ("prompt_logprobs", False, None),
+    ("max_repeats", 0, 0),
+    ("max_repeats", 2, 2),
+    ("choices", ["yes", " yes"], ("yes", " yes")),
+    ("choices", [str(i) for i in range(1000)], tuple(str(i) for i in range(1000))),
+    ("choices", [], ()),
 ]
 
+# Wrong for every key but the few that they fit.
+NONSENSE: list[Any] = [
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    10**400,
+    -(10**5000),
+    1e308,
+    {},
+    {"a": []},
+    [[]],
+    [{}],
+]
+NONSENSE += [[None], b"\xff", "nonsense", "\x00"]
+FITTING = [("stop", "nonsense"), ("stop", "\x00")]
+
 REFUSED: list[tuple[str, Any]] = [
+    *((key, value) for key in SAMPLING_KEYS for value in NONSENSE if (key, value) not in FITTING),
     *(("max_tokens", value) for value in (0, -5, 1.5, "16", True, [1], 2**31, 10**30, 10**5000, float("nan"))),
     *(("min_tokens", value) for value in (-1, "0", 257)),
     *(("temperature", value) for value in (-1, -1e-9, "hot", True, float("nan"), float("inf"), 10**400, [0.5])),
@@ -45,12 +87,22 @@ REFUSED: list[tuple[str, Any]] = [
     *(("seed", value) for value in (1.5, "7", 2**63, -(2**63) - 1, True)),
     *(("stop_token_ids", value) for value in (7, "7", [-1], ["7"], [True], [2**31], {"7": 1})),
     *(("ignore_eos", value) for value in (1, 0, "true", [])),
+    *(("repetition_penalty", value) for value in (0, -1, 0.001, 101, 1e-300, 1e299, "1.1", True)),
+    *((key, value) for key in ("presence_penalty", "frequency_penalty") for value in (-2.01, 2.01, "0", True, 1e308)),
+    *(("stop", value) for value in ("", [""], ["a", ""], 7, [7], [["a"]], {"a": 1}, True, "x" * 1001, "\ud800")),
+    ("stop", [str(i) for i in range(17)]),
+    *(("n", value) for value in (0, -1, 129, 1.5, "2", True)),
+    *((key, value) for key in ("logprobs", "prompt_logprobs") for value in (-1, 21, 0.5, "5", [5])),
+    *(("max_repeats", value) for value in (1, -1, 2.5, "3", True, 2**31)),
+    *(("choices", value) for value in (["a"], ["a", "a"], ["a", ""], ["a", 1], "ab", {"a": 1, "b": 2}, [["a", "b"]])),
+    *(("choices", value) for value in (["a", "\udfff"], [str(i) for i in range(1001)], [None, "a"], 2)),
+    *(("preset", value) for value in ("Card", "", "cards", ["card"], {"card": 1}, 1, True, float("nan"))),
 ]
 
 
 def test_there_is_one_rule_for_every_field_of_sampling_params() -> None:
     assert set(params._RULES) == set(SAMPLING_KEYS)
-    assert not set(params._RULES) & set(params._UNSUPPORTED)
+    assert set(params.PARAM_KEYS) == {*SAMPLING_KEYS, "preset"}
 
 
 @pytest.mark.parametrize(("key", "value", "parsed"), ACCEPTED)
@@ -60,7 +112,12 @@ def test_a_sound_value_replaces_the_job_default(key: str, value: Any, parsed: An
     assert type(getattr(merged, key)) is type(parsed)
 
 
-@pytest.mark.parametrize(("key", "value"), REFUSED, ids=lambda value: str(value)[:20] if value != 10**5000 else "huge")
+def _brief(value: object) -> str:
+    is_huge = isinstance(value, int) and value.bit_length() > 99  # Python refuses to print one of 5000 digits
+    return "huge" if is_huge else f"{value!r:.20}"
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED, ids=_brief)
 def test_an_impossible_value_is_refused_in_one_line_that_names_the_key(key: str, value: Any) -> None:
     with pytest.raises(ParamError) as caught:
         merge_params(BASE, {key: value})
@@ -86,34 +143,109 @@ def test_min_tokens_is_held_against_the_merged_max_tokens() -> None:
         merge_params(base, {"max_tokens": 9})
 
 
-@pytest.mark.parametrize(("key", "neutral", "value"), [("n", 1, 2), ("presence_penalty", 0.0, 0.5)])
-def test_a_key_that_is_not_supported_is_refused_unless_it_asks_for_nothing(key: str, neutral: Any, value: Any) -> None:
-    if key not in params._UNSUPPORTED:
-        pytest.skip("supported by now")
-    assert merge_params(BASE, {key: neutral}) == BASE
-    with pytest.raises(ParamError, match=f"{key} = {value}: this key is not supported"):
-        merge_params(BASE, {key: value})
+CARD = {"temperature": 0.1, "top_k": 50, "repetition_penalty": 1.05}
+
+
+def test_a_preset_is_a_base_that_values_beside_it_win_over() -> None:
+    base = merge_params(BASE, {"temperature": 1.5, "max_tokens": 9, "min_p": 0.5})
+    merged = merge_params(base, {"top_k": 3, "preset": "card", "temperature": None}, CARD)
+    assert merged == replace(base, temperature=0.1, top_k=3, repetition_penalty=1.05)
+
+
+@pytest.mark.parametrize("values", [{"temperature": 0}, {"top_k": 0}, {"repetition_penalty": 1.0}])
+def test_a_later_layer_wins_over_a_preset(values: dict[str, Any]) -> None:
+    base = merge_params(BASE, {"preset": "card"}, CARD)
+    assert merge_params(base, values) == replace(base, **values)
+
+
+@pytest.mark.parametrize(
+    ("model", "values"),
+    [
+        ("LiquidAI/LFM2-350M", {"temperature": 0.3, "min_p": 0.15, "repetition_penalty": 1.05}),
+        ("dummy:LFM2-1.2B", {"temperature": 0.3, "min_p": 0.15, "repetition_penalty": 1.05}),
+        ("LiquidAI/LFM2.5-1.2B-Instruct", {"temperature": 0.1, "top_k": 50, "repetition_penalty": 1.05}),
+        ("/models/lfm2.5-350m", {"temperature": 0.1, "top_k": 50, "repetition_penalty": 1.05}),
+    ],
+)
+def test_the_card_is_that_of_the_models_generation(model: str, values: dict[str, Any]) -> None:
+    assert merge_params(BASE, {"preset": "card"}, card_values(model)) == replace(BASE, **values)
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ParamError, match=r"^preset = 'best' is not known; known is card$"):
+        merge_params(BASE, {"preset": "best"})
+
+
+CHOICES = {"choices": ["yes", "no"]}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        ({**CHOICES, "n": 2}, "n", "n = 2 does not go with choices"),
+        ({**CHOICES, "stop": "a"}, "stop", r"stop = \('a',\) does not go with choices"),
+        ({**CHOICES, "logprobs": 0}, "logprobs", "logprobs = 0 does not go with choices"),
+        ({**CHOICES, "prompt_logprobs": 1}, "prompt_logprobs", "prompt_logprobs = 1 does not go with choices"),
+        ({**CHOICES, "max_repeats": 2}, "max_repeats", "max_repeats = 2 does not go with choices"),
+        ({**CHOICES, "max_tokens": 0}, "max_tokens", "max_tokens = 0 must be at least 1"),
+        ({"max_tokens": 0, "logprobs": 1}, "max_tokens", "only a row with prompt_logprobs"),
+        ({"max_tokens": 0, "prompt_logprobs": 0, "n": 2}, "n", "n = 2 does not go with max_tokens = 0"),
+        ({"max_tokens": 0, "prompt_logprobs": 0, "min_tokens": 1}, "min_tokens", "min_tokens = 1 is above"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(overrides: dict[str, Any], key: str, message: str) -> None:
+    with pytest.raises(ParamError, match=message) as caught:
+        merge_params(BASE, overrides)
+    assert caught.value.key == key
+
+
+def test_a_contradiction_is_laid_to_the_layer_that_brought_it() -> None:
+    base = merge_params(BASE, {"n": 2})
+    with pytest.raises(ParamError, match="n = 2 does not go with choices") as caught:
+        merge_params(base, CHOICES)
+    assert caught.value.key == "choices"
+
+
+@pytest.mark.parametrize("overrides", [{"prompt_logprobs": 0}, {"prompt_logprobs": 20, "logprobs": 3}])
+def test_a_scoring_job_may_generate_nothing(overrides: dict[str, Any]) -> None:
+    assert merge_params(BASE, {"max_tokens": 0, **overrides}).max_tokens == 0
+
+
+def test_a_row_can_do_without_what_the_job_asks_for() -> None:
+    base = merge_params(BASE, {"logprobs": 5, "stop": "a"})
+    assert merge_params(base, {"logprobs": False, "stop": []}) == BASE
+    base = merge_params(BASE, CHOICES)
+    assert merge_params(base, {"choices": [], "n": 2}) == replace(BASE, n=2)
+
+
+def _value(key: str) -> st.SearchStrategy[Any]:
+    """Values that fit ``key`` or nearly do, and some that fit nothing."""
+    numbers = st.integers(-3, 200) | st.floats(-3, 3) | st.integers() | st.floats()
+    texts = st.text("ab\ud800", max_size=3)
+    anything = st.none() | st.booleans() | texts | st.lists(texts | numbers, max_size=3)
+    return anything | {"stop": st.lists(texts, max_size=20), "choices": st.lists(texts, max_size=5)}.get(key, numbers)
 
 
 @settings(deadline=None)
 @given(
-    st.dictionaries(
-        st.sampled_from(sorted(params.PARAM_KEYS)) | st.text(max_size=5),
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats()
-        | st.text(max_size=5)
-        | st.lists(st.integers(), max_size=3),
-        max_size=4,
-    )
+    st.fixed_dictionaries({}, optional={key: _value(key) for key in params.PARAM_KEYS}),
+    st.dictionaries(st.text(max_size=5), st.none() | st.integers(), max_size=1),
 )
-def test_any_values_are_accepted_in_range_or_refused(overrides: dict[str, Any]) -> None:
+def test_any_values_are_accepted_in_range_or_refused(known: dict[str, Any], unknown: dict[str, Any]) -> None:
+    overrides = known | unknown
     try:
         merged = merge_params(BASE, overrides)
     except ParamError as error:
-        assert error.key in overrides or error.key == "min_tokens"
+        assert error.key in overrides and "\n" not in str(error)
         return
-    assert 1 <= merged.max_tokens < 2**31 and 0 <= merged.min_tokens <= merged.max_tokens
+    assert all(overrides[key] is None for key in unknown.keys() - set(params.PARAM_KEYS))
+    assert 0 <= merged.min_tokens <= merged.max_tokens < 2**31
+    assert merged.max_tokens > 0 or merged.prompt_logprobs is not None
     assert merged.temperature == 0 or merged.temperature >= 0.01
     assert 0 < merged.top_p <= 1 and 0 <= merged.min_p <= 1 and merged.top_k >= 0
+    assert 0.01 <= merged.repetition_penalty <= 100 and 1 <= merged.n <= 128 and merged.max_repeats != 1
+    assert abs(merged.presence_penalty) <= 2 and abs(merged.frequency_penalty) <= 2
+    assert all(value is None or 0 <= value <= 20 for value in (merged.logprobs, merged.prompt_logprobs))
+    assert all(text and text.encode() for text in (*merged.stop, *merged.choices))
+    assert not merged.choices or (merged.n, merged.stop, merged.logprobs) == (1, (), None)
+    assert merge_params(merged, overrides) == merged

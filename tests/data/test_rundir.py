@@ -157,6 +157,18 @@ def test_what_does_not_change_outputs_is_allowed_and_named() -> None:
     assert compare(MANIFEST, new).allowed == ('engine.max_num_seqs: was "auto", now 8',)
 
 
+def test_a_key_that_is_newer_than_the_directory_is_as_good_as_there_with_its_default() -> None:
+    newer = {"sampling.stop": (), "sampling.n": 1, "sampling.logprobs": None, "output.expected": None}
+    new = replace(MANIFEST, output_keys=MANIFEST.output_keys | newer)
+    old = Manifest.from_bytes(MANIFEST.to_bytes())
+    assert compare(old, new).refused == compare(Manifest.from_bytes(new.to_bytes()), MANIFEST).refused == ()
+    new = replace(MANIFEST, output_keys=MANIFEST.output_keys | newer | {"sampling.n": 2, "sampling.stop": ("a",)})
+    assert compare(old, new).refused == (
+        'sampling.stop: was (not there), now ["a"]',
+        "sampling.n: was (not there), now 2",
+    )
+
+
 def test_a_long_difference_stays_on_one_line() -> None:
     old, new = (replace(MANIFEST, output_keys={"input.prompt": text * 500}) for text in "ab")
     assert len(compare(old, new).refused[0]) < 200
@@ -203,7 +215,24 @@ def test_an_input_inside_the_run_directorys_own_files_is_recognised(run_dir: Run
     assert run_dir.owns(run_dir.path / "outputs.jsonl")
     assert run_dir.owns(run_dir.path / ".." / "a" / "errors.jsonl")
     assert run_dir.owns(run_dir.journal / "x.jsonl")
+    assert run_dir.owns(run_dir.path / ".journal.removed" / "000001.seg")
+    assert run_dir.owns(run_dir.path / ".outputs.parquet.tmp")
     assert not run_dir.owns(run_dir.path / "questions.jsonl")
+    assert not run_dir.owns(run_dir.path / "deep" / "outputs.jsonl")
+    assert not run_dir.owns(run_dir.path)
+
+
+def test_sweeping_removes_what_kills_left_and_nothing_else(run_dir: RunDir) -> None:
+    litter = [".outputs.jsonl.tmp", ".errors.jsonl.tmp", ".job.json.tmp", ".input.spool.tmp", ".progress.json.tmp"]
+    kept = ["outputs.jsonl", "job.json", "input.spool", ".notes.tmp"]
+    for name in (*litter, *kept):
+        (run_dir.path / name).write_text("x")
+    for folder in (run_dir.path / ".journal.removed", run_dir.path / ".retry.removed", run_dir.journal):
+        folder.mkdir()
+        (folder / "000001.seg").write_text("x")
+    run_dir.sweep()
+    assert {path.name for path in run_dir.path.iterdir()} == {*kept, "journal"}
+    assert (run_dir.journal / "000001.seg").exists()
 
 
 @pytest.mark.parametrize("name", ["journal/2026.md", "progress.json", "retry/notes.txt"])

@@ -171,6 +171,32 @@ def test_templates_are_rendered_as_transformers_renders_them() -> None:
         "{{ 'a' * 10**12 }}",
         "{{ 10**12 * [0] }}",
         "{{ 9**9**9 }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%.*f' % (10**9, 1) }}",
+        "{{ '%(a)1000000000d' % {'a': 1} }}",
+        "{{ '%1000000000d'|format(1) }}",
+        "{{ ('%s' * 10000) % (('a' * 10**6),) * 3 }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ '{:{w}}'.format(1, w=10**9) }}",
+        "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+        "{{ 'a'.ljust(10**9) }}",
+        "{{ 'a'.rjust(10**9) }}",
+        "{{ 'a'.center(width=10**9) }}",
+        "{{ 'a'.zfill(10**9) }}",
+        "{{ '\t'.expandtabs(10**9) }}",
+        "{{ (1).to_bytes(10**9, 'big') }}",
+        "{{ 'a'|center(10**9) }}",
+        "{{ 'a\nb'|indent(10**9) }}",
+        "{{ ['a']|batch(10**9, 'b')|list }}",
+        "{{ {'a': 1}|tojson(indent=10**9) }}",
+        "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
+        "{{ ('a' * 10**6)|replace('a', 'b' * 10**6) }}",
+        "{{ ''.join(['a' * 10**6] * 10**4) }}",
+        "{{ (['a' * 10**6] * 10**4)|join }}",
+        "{% set ns = namespace(s='aa') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(n=2) %}{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+        "{% for i in range(100) %}{{ 'a' * 10**6 }}{% endfor %}",
+        "{{ lipsum(n=10**6) }}",
         "{{ raise_exception('roles must alternate') }}",
         "{{ 1 / 0 }}",
         "{{ missing.attribute }}",
@@ -183,6 +209,15 @@ def test_a_hostile_or_failing_template_is_one_line_and_nothing_else(template: st
     with pytest.raises(ChatTemplateError) as caught:
         render(template)
     assert "\n" not in str(caught.value)
+
+
+def test_the_bounds_leave_ordinary_templates_alone() -> None:
+    assert render("{{ '%5.1f|%-3s|%%' % (1.25, 'a') }}") == "  1.2|a  |%"
+    assert render("{{ '%s'|format('a') }} {{ '{:>4}'.format('a') }} {{ 7 % 4 }}") == "a    a 3"
+    assert render("{{ 'a'.center(5) }}|{{ 'ab'.replace('a', 'c') }}|{{ ', '.join(['a', 'b']) }}") == "  a  |cb|a, b"
+    assert render("{{ 'ab'|replace('a', 'c') }} {{ ['a', 'b']|join('-') }}{{ 'a\nb'|indent(2) }}") == "cb a-ba\n  b"
+    assert render("{{ {'a': [1]}|tojson(indent=2) }}") == '{\n  "a": [\n    1\n  ]\n}'
+    assert render("{{ 'x' * 3 + 'y' }} {{ 2 ** 10 * 3 }} {{ [1] + [2] }}") == "xxxy 3072 [1, 2]"
 
 
 def test_a_template_cannot_change_the_messages_of_a_row() -> None:

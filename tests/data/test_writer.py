@@ -176,7 +176,7 @@ def test_parquet_has_fixed_types_for_the_records_own_fields(run_dir: RunDir) -> 
     assert written(run_dir, rows, output_format="parquet") == rows
     schema = pq.read_schema(run_dir.outputs("parquet"))
     assert schema.names == ["id", "index", "text", "finish_reason", "usage", "timings", "token_ids"]
-    assert {name: schema.field(name).type for name in parquet.FIXED_TYPES} == parquet.FIXED_TYPES
+    assert all(schema.field(name).type == parquet.FIXED_TYPES[name] for name in schema.names[1:])
     assert str(schema.field("id").type) == "string"
 
 

@@ -2,19 +2,23 @@
 
 Shapes: https://platform.openai.com/docs/guides/batch. Everything is derived from the row, so a resumed run writes the
 same bytes: ids come from the row's index and ``created`` is 0. Kept columns and timings have no place in this form,
-except a kept ``url``, which says per row whether a chat or a text completion was asked for.
+except a kept ``url``, which says per row whether a chat or a text completion was asked for. What OpenAI has no field
+for keeps the name it has in our own records: ``token_ids`` and scored ``choices`` (here ``scored_choices``) in a
+choice, ``prompt_logprobs`` and ``perplexity`` in the body.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.data.json_line import encode_json
 from batchgen.data.output_formats.jsonl import read_lines, write_lines
+from batchgen.records import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +56,16 @@ class OpenAIBatchFormat:
         chat = self.chat if not isinstance(url, str) else url.rstrip("/").endswith("/chat/completions")
         usage = record["usage"]
         total = usage["prompt_tokens"] + usage["completion_tokens"]
-        return {
+        samples = record.get("samples") or [record]
+        body = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{record['index']:012d}",
             "object": "chat.completion" if chat else "text_completion",
             "created": 0,
             "model": self.model,
-            "choices": [_choice(record, chat)],
+            "choices": [_choice(i, sample, chat) for i, sample in enumerate(samples)],
             "usage": {**usage, "total_tokens": total},
         }
+        return body | {name: record[name] for name in ("prompt_logprobs", "perplexity") if name in record}
 
 
 def _head(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,14 +76,62 @@ def _head(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _choice(record: Mapping[str, Any], chat: bool) -> dict[str, Any]:
-    text = record.get("text")
-    choice: dict[str, Any] = {"index": 0}
+def _choice(index: int, sample: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+    """A choice of the body: one sample, or the record of a row that has no more than one."""
+    text, reason = sample.get("text"), sample["finish_reason"]
+    choice: dict[str, Any] = {"index": index}
     if chat:
         choice["message"] = {"role": "assistant", "content": text}
     else:
         choice["text"] = text or ""
-    choice |= {"logprobs": None, "finish_reason": record["finish_reason"]}
-    if "token_ids" in record:
-        choice["token_ids"] = record["token_ids"]
+    logprobs = sample.get("logprobs")
+    shape = _chat_logprobs if chat else _completion_logprobs
+    choice |= {
+        "logprobs": None if logprobs is None else shape(logprobs),
+        "finish_reason": "stop" if reason == FinishReason.REPETITION else reason,  # OpenAI knows no such reason
+    }
+    if "token_ids" in sample:
+        choice["token_ids"] = sample["token_ids"]
+    if "choices" in sample:
+        choice["scored_choices"] = sample["choices"]
     return choice
+
+
+def _chat_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "content": [
+            _chat_logprob(token) | {"top_logprobs": [_chat_logprob(top) for top in token["top_logprobs"]]}
+            for token in tokens
+        ]
+    }
+
+
+def _chat_logprob(token: Mapping[str, Any]) -> dict[str, Any]:
+    """``bytes`` is null where the token is not a whole number of characters: its text does not tell them."""
+    text = _token_text(token)
+    return {"token": text, "logprob": token["logprob"], "bytes": None if "\ufffd" in text else [*text.encode()]}
+
+
+def _completion_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """``text_offset`` counts the characters of the tokens before, each decoded by itself."""
+    texts = [_token_text(token) for token in tokens]
+    tops = [_by_text(token["top_logprobs"]) for token in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": tops if any(tops) else None,
+        "text_offset": [*accumulate(map(len, texts[:-1]), initial=0)] if texts else [],
+    }
+
+
+def _by_text(tops: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of tokens with the same text the likeliest counts, which is the one that comes first."""
+    found: dict[str, float] = {}
+    for top in tops:
+        found.setdefault(_token_text(top), top["logprob"])
+    return found
+
+
+def _token_text(token: Mapping[str, Any]) -> str:
+    """The text of a token; that of a model without a tokenizer is its id, as vLLM writes it then."""
+    return f"token_id:{token['token_id']}" if token["token"] is None else str(token["token"])

@@ -26,13 +26,24 @@ _JSON_MARK = {"batchgen": "json"}
 
 _SECONDS = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
 _COUNTS = ("cached_tokens", "preemptions")
+_TOP_LOGPROB = pa.struct([("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float64())])
+_LOGPROBS = pa.list_(pa.struct([*_TOP_LOGPROB, ("top_logprobs", pa.list_(_TOP_LOGPROB))]))
+_TOKEN_IDS = pa.list_(pa.int32())
+_SAMPLE = pa.struct(
+    [("text", pa.string()), ("finish_reason", pa.string()), ("token_ids", _TOKEN_IDS), ("logprobs", _LOGPROBS)]
+)
 FIXED_TYPES: dict[str, Any] = {
     "index": pa.int64(),
     "text": pa.string(),
     "finish_reason": pa.string(),
     "usage": pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())]),
     "timings": pa.struct([(name, pa.float64()) for name in _SECONDS] + [(name, pa.int64()) for name in _COUNTS]),
-    "token_ids": pa.list_(pa.int32()),
+    "token_ids": _TOKEN_IDS,
+    "logprobs": _LOGPROBS,
+    "samples": pa.list_(_SAMPLE),
+    "choices": pa.list_(pa.struct([("text", pa.string()), ("logprob", pa.float64())])),
+    "prompt_logprobs": _LOGPROBS,
+    "perplexity": pa.float64(),
 }
 _ALWAYS = ("id", "index", "text", "finish_reason", "usage", "timings")  # columns of every file, in this order
 _UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarrow raises for values without a type

@@ -2,12 +2,14 @@
 
 A work item is a few consecutive tokens of one sequence and one KV head: up to ``MAX_ROWS`` query rows that read
 the same keys. Keys lie ``[head_dim, lane]`` inside a block, so 16 positions fill one vector and a score needs no
-horizontal sum; values lie ``[position, head_dim]``. All arithmetic is float32 on keys and values as cached.
+horizontal sum; values lie ``[position, head_dim]``. Arithmetic is float32 on keys and values as cached; where the
+machine multiplies pairs of bfloat16 (twice as fast), queries and probabilities are rounded to bfloat16 first, as the
+reference model rounds them. The element type of the pointers to both decides.
 
 Why a row's result never depends on its batch, chunk or block size: a score is a sum over head_dim in order; the
 softmax runs over tiles of ``TILE`` positions that start at multiples of ``TILE`` of the *sequence*, adds
-probabilities per lane = position mod 16, and adds values position by position. Rows that share an item share
-loads, never a sum.
+probabilities per lane = position mod 16, and adds values two positions at a time, even and odd, across blocks too.
+Rows that share an item share loads, never a sum.
 """
 
 from __future__ import annotations
@@ -36,11 +38,22 @@ def _vector_at(builder, base, index):
     return builder.bitcast(at, simd.VECTOR.as_pointer())
 
 
-def _score_intrinsic(rows, vectors):
-    """Scores of ``rows`` queries against ``16 * vectors`` neighbouring positions of one block.
+def _spread(builder, kind, base, index):
+    """``base[index]``, or the pair that begins there, in every lane."""
+    if simd.is_bf16(kind):
+        return simd.emit_splat_pair(builder, base, index)
+    return simd.emit_splat(builder, builder.load(builder.gep(base, [index])))
 
-    Even and odd dimensions are summed apart and added last: twice the independent additions hide their latency.
-    Meanwhile one cache line after the other is prefetched from ``ahead`` on, one a dimension.
+
+def _multiply(builder, paired, a, b, total):
+    return simd.emit_dot(builder, a, b, total) if paired else simd.emit_fma(builder, a, b, total)
+
+
+def _score_intrinsic(rows, vectors):
+    """Scores, as base-2 logarithms, of ``rows`` queries against ``16 * vectors`` neighbouring positions of one block.
+
+    Even and odd dimensions (or pairs of them) are summed apart and added last: twice the independent additions hide
+    their latency. Meanwhile one cache line after the other is prefetched from ``ahead`` on, one a dimension.
     """
 
     @intrinsic
@@ -51,31 +64,45 @@ def _score_intrinsic(rows, vectors):
             def number(value):
                 return ir.Constant(width_.type, value)
 
+            paired = simd.is_bf16(q)
+            unit = 2 if paired else 1  # dimensions multiplied at once
             grid = [(r, v) for r in range(rows) for v in range(vectors)]
             zero = ir.Constant(simd.VECTOR, None)
             sums = {(r, v, half): cgutils.alloca_once_value(builder, zero) for r, v in grid for half in range(2)}
             starts = [builder.mul(width_, number(r)) for r in range(rows)]
 
-            def dimension(d, half):
-                simd.emit_prefetch(builder, builder.add(ahead_, builder.mul(d, number(_LINE))))
+            def key_of(d):
+                """Keys and the way to multiply by them, at dimension ``d`` and, if paired, the next one."""
                 at = builder.add(key_index_, builder.mul(d, key_stride_))
-                key = [simd.emit_load(builder, keys, keys_, builder.add(at, number(v * LANES))) for v in range(vectors)]
+                if paired:
+                    following = builder.add(at, key_stride_)
+                    return simd.emit_load_pairs(builder, keys_, at, following, vectors)
+                return [
+                    simd.emit_load(builder, keys, keys_, builder.add(at, number(v * LANES))) for v in range(vectors)
+                ]
+
+            def dimension(d, half):
+                for line in range(unit):
+                    place = builder.mul(builder.add(d, number(line)), number(_LINE))
+                    simd.emit_prefetch(builder, builder.add(ahead_, place))
+                key = key_of(d)
                 for r in range(rows):
-                    weight = builder.load(builder.gep(q_, [builder.add(starts[r], d)]))
-                    spread = simd.emit_splat(builder, weight)
+                    spread = _spread(builder, q, q_, builder.add(starts[r], d))
                     for v in range(vectors):
                         total = sums[r, v, half]
-                        builder.store(simd.emit_fma(builder, spread, key[v], builder.load(total)), total)
+                        builder.store(_multiply(builder, paired, spread, key[v], builder.load(total)), total)
 
             # Both halves at once where the registers hold their sums, one after the other where not.
             for halves in [(0, 1)] if 2 * len(grid) <= _ACCUMULATORS else [(0,), (1,)]:
-                with cgutils.for_range(builder, builder.udiv(width_, number(2))) as loop:
+                with cgutils.for_range(builder, builder.udiv(width_, number(2 * unit))) as loop:
                     for half in halves:
-                        dimension(builder.add(builder.mul(loop.index, number(2)), number(half)), half)
+                        first = builder.add(builder.mul(loop.index, number(2 * unit)), number(half * unit))
+                        dimension(first, half)
+            to_base_2 = simd.emit_splat(builder, ir.Constant(simd.VECTOR.element, simd.LOG2_E_F32))
             for r, v in grid:
                 at = builder.add(out_index_, number(r * SCORE_STRIDE + v * LANES))
                 total = builder.fadd(builder.load(sums[r, v, 0]), builder.load(sums[r, v, 1]))
-                builder.store(total, _vector_at(builder, out_, at), align=4)
+                builder.store(builder.fmul(total, to_base_2), _vector_at(builder, out_, at), align=4)
             return _c.get_dummy_value()
 
         return types.void(q, _I, keys, _I, _I, out, _I, _I), generate
@@ -84,25 +111,36 @@ def _score_intrinsic(rows, vectors):
 
 
 def _value_intrinsic(rows, vectors):
-    """Add ``count`` positions' values, weighted, to ``vectors`` vectors of ``rows`` accumulators.
+    """Add the values of ``count`` pairs of positions, weighted, to ``vectors`` vectors of ``rows`` accumulators.
 
-    Meanwhile two cache lines a position are prefetched from ``ahead`` on.
+    The first position of a pair is found from ``value_index`` on, its second ``apart`` elements further. Meanwhile
+    four cache lines a pair are prefetched from ``ahead`` on.
     """
 
     @intrinsic
-    def accumulate(_context, weights, weight_index, values, value_index, width, count, out, out_index, ahead):
+    def accumulate(_context, weights, weight_index, values, value_index, apart, width, count, out, out_index, ahead):
         def generate(_c, builder, _s, arguments):
-            weights_, weight_index_, values_, value_index_, width_, count_, out_, out_index_, ahead_ = arguments
+            weights_, weight_index_, values_, value_index_, apart_, width_, count_ = arguments[:7]
+            out_, out_index_, ahead_ = arguments[7:]
 
             def number(value):
                 return ir.Constant(width_.type, value)
 
             def place(r, v):
-                return _vector_at(
-                    builder,
-                    out_,
-                    builder.add(out_index_, builder.add(builder.mul(width_, number(r)), number(v * LANES))),
-                )
+                row = builder.add(builder.mul(width_, number(r)), number(v * LANES))
+                return _vector_at(builder, out_, builder.add(out_index_, row))
+
+            def add(value, paired, weight_at):
+                for r, start in enumerate(starts):
+                    spread = _spread(builder, weights, weights_, builder.add(start, weight_at))
+                    for v in range(vectors):
+                        total = sums[r * vectors + v]
+                        builder.store(_multiply(builder, paired, spread, value[v], builder.load(total)), total)
+
+            def loaded(at):
+                return [
+                    simd.emit_load(builder, values, values_, builder.add(at, number(v * LANES))) for v in range(vectors)
+                ]
 
             places = [place(r, v) for r in range(rows) for v in range(vectors)]
             sums = [cgutils.alloca_once(builder, simd.VECTOR) for _ in places]
@@ -110,24 +148,22 @@ def _value_intrinsic(rows, vectors):
                 builder.store(builder.load(where, align=4), total)
             starts = [builder.add(weight_index_, number(r * SCORE_STRIDE)) for r in range(rows)]
             with cgutils.for_range(builder, count_) as loop:
-                ahead_now = builder.add(ahead_, builder.mul(loop.index, number(2 * _LINE)))
-                simd.emit_prefetch(builder, ahead_now)
-                simd.emit_prefetch(builder, builder.add(ahead_now, number(_LINE)))
-                at = builder.add(value_index_, builder.mul(loop.index, width_))
-                value = [
-                    simd.emit_load(builder, values, values_, builder.add(at, number(v * LANES))) for v in range(vectors)
-                ]
-                for r, start in enumerate(starts):
-                    weight = builder.load(builder.gep(weights_, [builder.add(start, loop.index)]))
-                    spread = simd.emit_splat(builder, weight)
-                    for v in range(vectors):
-                        total = sums[r * vectors + v]
-                        builder.store(simd.emit_fma(builder, spread, value[v], builder.load(total)), total)
+                position = builder.mul(loop.index, number(2))
+                for line in range(4):
+                    near = builder.add(builder.mul(position, number(2)), number(line))
+                    simd.emit_prefetch(builder, builder.add(ahead_, builder.mul(near, number(_LINE))))
+                at = builder.add(value_index_, builder.mul(position, width_))
+                then = builder.add(at, apart_)
+                if simd.is_bf16(weights):
+                    add(simd.emit_load_pairs(builder, values_, at, then, vectors), True, position)
+                else:
+                    add(loaded(at), False, position)
+                    add(loaded(then), False, builder.add(position, number(1)))
             for where, total in zip(places, sums, strict=True):
                 builder.store(builder.load(total), where, align=4)
             return _c.get_dummy_value()
 
-        return types.void(weights, _I, values, _I, _I, _I, out, _I, _I), generate
+        return types.void(weights, _I, values, _I, _I, _I, _I, out, _I, _I), generate
 
     return accumulate
 
@@ -165,36 +201,36 @@ def _score(rows, count, q, width, keys, at, stride, out, to, ahead):
 
 
 @simd.jit
-def _accumulate(rows, weights, weight_index, values, value_index, width, count, out, ahead):
-    """``out[r, :width] += sum_j weights[r, j] * values[j, :width]``, position by position."""
+def _accumulate(rows, weights, weight_index, values, value_index, apart, width, count, out, ahead):
+    """``out[r, :width]`` plus the values of ``count`` pairs of positions times ``weights[r]``, pair by pair."""
     vectors = width // LANES
     step = 2 if rows == MAX_ROWS else 4
     whole = vectors - vectors % step
     for v in range(0, whole, step):
         at, to = value_index + v * LANES, v * LANES
         if rows == 1:
-            _wide1(weights, weight_index, values, at, width, count, out, to, ahead)
+            _wide1(weights, weight_index, values, at, apart, width, count, out, to, ahead)
         elif rows == 2:
-            _wide2(weights, weight_index, values, at, width, count, out, to, ahead)
+            _wide2(weights, weight_index, values, at, apart, width, count, out, to, ahead)
         elif rows == 4:
-            _wide4(weights, weight_index, values, at, width, count, out, to, ahead)
+            _wide4(weights, weight_index, values, at, apart, width, count, out, to, ahead)
         else:
-            _wide8(weights, weight_index, values, at, width, count, out, to, ahead)
+            _wide8(weights, weight_index, values, at, apart, width, count, out, to, ahead)
     for v in range(whole, vectors):
         at, to = value_index + v * LANES, v * LANES
         if rows == 1:
-            _thin1(weights, weight_index, values, at, width, count, out, to, ahead)
+            _thin1(weights, weight_index, values, at, apart, width, count, out, to, ahead)
         elif rows == 2:
-            _thin2(weights, weight_index, values, at, width, count, out, to, ahead)
+            _thin2(weights, weight_index, values, at, apart, width, count, out, to, ahead)
         elif rows == 4:
-            _thin4(weights, weight_index, values, at, width, count, out, to, ahead)
+            _thin4(weights, weight_index, values, at, apart, width, count, out, to, ahead)
         else:
-            _thin8(weights, weight_index, values, at, width, count, out, to, ahead)
+            _thin8(weights, weight_index, values, at, apart, width, count, out, to, ahead)
 
 
 @simd.inline
-def _softmax_row(scores, start, visible, count, peak):
-    """Turn ``count`` scores (base-2 logarithms) into unnormalized probabilities, zero from ``visible`` on.
+def _softmax_row(scores, weights, start, visible, count, peak):
+    """Turn ``count`` scores (base-2 logarithms) into unnormalized probabilities ``weights``, zero from ``visible`` on.
 
     Returns the new running maximum, the factor by which earlier sums shrink, and this tile's sum.
     """
@@ -206,35 +242,35 @@ def _softmax_row(scores, start, visible, count, peak):
     if whole < visible:
         best = simd.maximum(best, simd.keep_lanes(simd.load(scores, start + whole), lowest, visible - whole))
     new_peak = max(peak, simd.max_lanes(best))
-    shrink = simd.lane(simd.exp2(simd.splat(peak - new_peak)), 0)
+    shrink = simd.lane(simd.exp2(scores, simd.splat(peak - new_peak)), 0)
     offset = simd.splat(new_peak)
     for j in range(0, whole, LANES):
-        p = simd.exp2(simd.sub(simd.load(scores, start + j), offset))
+        p = simd.exp2(weights, simd.sub(simd.load(scores, start + j), offset))
         total = simd.add(total, p)
-        simd.store(scores, start + j, p)
+        simd.store(weights, start + j, p)
     if whole < visible:
-        p = simd.exp2(simd.sub(simd.load(scores, start + whole), offset))
+        p = simd.exp2(weights, simd.sub(simd.load(scores, start + whole), offset))
         p = simd.keep_lanes(p, zero, visible - whole)
         total = simd.add(total, p)
-        simd.store(scores, start + whole, p)
+        simd.store(weights, start + whole, p)
         whole += LANES
     for j in range(whole, count, LANES):
-        simd.store(scores, start + j, zero)
+        simd.store(weights, start + j, zero)
     return new_peak, shrink, simd.sum_lanes(total)
 
 
 @simd.jit
 def _gather_queries(num_rows, group, q, source, num_heads, width, scratch):
-    """Copy the query rows of one KV head together, scaled to base-2 logarithms, and clear their sums.
+    """Copy the query rows of one KV head together and clear their sums.
 
     Row r is query head ``r % group`` of the block's token ``r // group``; rows up to a multiple of 8 are zero.
     """
-    rows_q, sums, _, peak, total = scratch
-    zero, by = simd.splat(F32(0.0)), simd.splat(F32(simd.LOG2_E))
+    rows_q, sums, _, _, peak, total = scratch
+    zero = simd.splat(F32(0.0))
     for r in range(-(-num_rows // MAX_ROWS) * MAX_ROWS):
         at = (source + (r // group) * num_heads + r % group) * width
         for i in range(0, width, LANES):
-            simd.store(rows_q, r * width + i, simd.mul(simd.load(q, at + i), by) if r < num_rows else zero)
+            simd.store(rows_q, r * width + i, simd.load(q, at + i) if r < num_rows else zero)
             simd.store(sums, r * width + i, zero)
         peak[r], total[r] = F32(-np.inf), F32(0.0)
 
@@ -259,19 +295,28 @@ def _score_tile(padded, q, tile, tile_end, table, head, cache, sizes, scores):
 
 
 @simd.jit
-def _value_tile(padded, tile, tile_end, table, head, cache, sizes, scores, sums):
-    """Add the values of the positions from ``tile`` to ``tile_end``, weighted by ``scores``, to ``sums``."""
+def _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, sums):
+    """Add the values of the positions from ``tile`` to ``tile_end``, weighted by ``weights``, to ``sums``.
+
+    Positions go in pairs, even and odd, whose halves may lie in two blocks. The last position of all may have no
+    other: it stands for it, with the weight zero that is there.
+    """
     _, values, _, values_at, itemsize = cache
     num_kv_heads, width, block_size, _ = sizes
     position = tile
     while position < tile_end:
         block, offset = table[position // block_size], position % block_size
-        count = min(tile_end - position, block_size - offset)
+        left = min(tile_end - position, block_size - offset)
         at = ((block * num_kv_heads + head) * block_size + offset) * width
-        following = table[min(position + count, tile_end - 1) // block_size]
-        ahead = values_at + (following * num_kv_heads + head) * block_size * width * itemsize
-        _accumulate(padded, scores, position - tile, values, at, width, count, sums, ahead)
-        position += count
+        apart, count = width, left // 2
+        if count == 0:
+            following = min(position + 1, tile_end - 1)
+            other = (table[following // block_size] * num_kv_heads + head) * block_size + following % block_size
+            apart, count = other * width - at, 1
+        coming = table[min(position + 2 * count, tile_end - 1) // block_size]
+        ahead = values_at + (coming * num_kv_heads + head) * block_size * width * itemsize
+        _accumulate(padded, weights, position - tile, values, at, apart, width, count, sums, ahead)
+        position += 2 * count
 
 
 @simd.jit
@@ -281,7 +326,7 @@ def _attend(num_rows, group, start, table, head, cache, sizes, scratch):
     ``start`` is the position of the block's first token. Tiles are the outer loop, so that all rows of the block
     meet a tile's keys and values while they are near.
     """
-    rows_q, sums, scores, peak, total = scratch
+    rows_q, sums, scores, weights, peak, total = scratch
     width = sizes[1]
     for tile in range(0, start + (num_rows - 1) // group + 1, TILE):
         for first in range(0, num_rows, MAX_ROWS):
@@ -295,21 +340,20 @@ def _attend(num_rows, group, start, table, head, cache, sizes, scratch):
             _score_tile(padded, simd.shifted(rows_q, first * width), tile, tile_end, table, head, cache, sizes, scores)
             for r in range(first, first + rows):
                 visible = max(min(start + r // group + 1, tile_end) - tile, 0)
-                peak[r], shrink, added = _softmax_row(
-                    scores, (r - first) * SCORE_STRIDE, visible, tile_end - tile, peak[r]
-                )
+                at = (r - first) * SCORE_STRIDE
+                peak[r], shrink, added = _softmax_row(scores, weights, at, visible, tile_end - tile, peak[r])
                 total[r] = total[r] * shrink + added
                 if shrink != F32(1.0):
                     by = simd.splat(shrink)
                     for i in range(r * width, (r + 1) * width, LANES):
                         simd.store(sums, i, simd.mul(simd.load(sums, i), by))
-            _value_tile(padded, tile, tile_end, table, head, cache, sizes, scores, simd.shifted(sums, first * width))
+            _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, simd.shifted(sums, first * width))
 
 
 @simd.jit
 def _write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, out):
     """Divide sums by totals, round, and write the rows to ``out`` [tokens, num_heads, head_dim]."""
-    _, sums, _, _, total = scratch
+    _, sums, _, _, _, total = scratch
     for r in range(num_rows):
         to = (target + (r // group) * num_heads + r % group) * head_dim
         by = simd.splat(F32(1.0) / total[r])
@@ -322,23 +366,32 @@ def _write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, ou
 
 
 @simd.jit
-def _divide_scratch(mine, num_rows, width):
-    """The parts of one worker's scratch: q and sums [rows, width], scores [8, SCORE_STRIDE], peak and total [rows]."""
+def _divide_scratch(mine, num_rows, width, inner):
+    """The parts of one worker's scratch.
+
+    Queries (of type ``inner``) and sums [rows, width], scores and weights (``inner``) [8, SCORE_STRIDE], peak and
+    total [rows].
+    """
     sums = mine + 4 * num_rows * width
     scores = sums + 4 * num_rows * width
-    peak = scores + 4 * MAX_ROWS * SCORE_STRIDE
+    weights = scores + 4 * MAX_ROWS * SCORE_STRIDE
+    peak = weights + 4 * MAX_ROWS * SCORE_STRIDE
     return (
-        simd.pointer(mine, F32),
+        simd.pointer(mine, inner),
         simd.pointer(sums, F32),
         simd.pointer(scores, F32),
+        simd.pointer(weights, inner),
         simd.pointer(peak, F32),
         simd.pointer(peak + 4 * num_rows, F32),
     )
 
 
 @simd.jit
-def _attention(words, dtype):
-    """Arguments (addresses, then sizes) as listed in ``backend``; one item is a query block and a KV head."""
+def _attention(words, dtype, inner):
+    """Arguments (addresses, then sizes) as listed in ``backend``; one item is a query block and a KV head.
+
+    ``inner`` is the element type of queries and probabilities where they are multiplied.
+    """
     q = simd.pointer(words[ARGS], F32)
     keys_at, values_at, itemsize = words[ARGS + 1], words[ARGS + 2], words[ARGS + 15]
     cache = simd.pointer(keys_at, dtype), simd.pointer(values_at, dtype), keys_at, values_at, itemsize
@@ -351,7 +404,7 @@ def _attention(words, dtype):
     group = num_heads // num_kv_heads
     most_rows = words[ARGS + 16]
     mine = words[ARGS + 7] + worker_number(words) * 4 * scratch_floats(width, most_rows)
-    scratch = _divide_scratch(mine, most_rows, width)
+    scratch = _divide_scratch(mine, most_rows, width, inner)
     item = next_item(words)
     while item < words[2]:
         block, head = item // num_kv_heads, item % num_kv_heads
@@ -367,15 +420,19 @@ def _attention(words, dtype):
 @simd.jit
 def scratch_floats(width, most_rows):
     """Float32 words of scratch one worker needs: head_dim padded to ``width``, rows of a block to a multiple of 8."""
-    return 2 * most_rows * (width + 1) + MAX_ROWS * SCORE_STRIDE
+    return 2 * most_rows * (width + 1) + 2 * MAX_ROWS * SCORE_STRIDE
 
 
 def _attention_bf16(words):
-    _attention(words, BF16)
+    _attention(words, BF16, F32)
+
+
+def _attention_bf16_pairs(words):
+    _attention(words, BF16, BF16)
 
 
 def _attention_f32(words):
-    _attention(words, F32)
+    _attention(words, F32, F32)
 
 
-attention = Kernel(bf16=_attention_bf16, f32=_attention_f32)
+attention = Kernel(bf16=_attention_bf16_pairs if simd.HAS_BF16 else _attention_bf16, f32=_attention_f32)

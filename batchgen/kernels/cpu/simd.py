@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.datamodel.models import PrimitiveModel
@@ -23,6 +23,7 @@ from numba.extending import register_model
 
 LANES = 16
 LOG2_E = 1.4426950408889634
+LOG2_E_F32 = float(np.float32(LOG2_E))
 # A kernel cannot raise: an exception inside the worker threads would leave its items undone, unseen.
 jit: Any = njit(error_model="numpy")
 inline: Any = njit(error_model="numpy", forceinline=True)  # a call would pass vectors through memory
@@ -30,12 +31,28 @@ intrinsic: Any = numba_intrinsic  # numba's own annotation describes the functio
 BF16 = np.uint16  # element type of a pointer to bfloat16 bits
 F32 = np.float32
 
+# Whether the machine rounds to bfloat16 and multiplies pairs of them by itself.
+HAS_BF16 = bool(binding.get_host_cpu_features().get("avx512bf16"))
+
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
 VECTOR = ir.VectorType(_F32, LANES)
 _IVEC = ir.VectorType(_I32, LANES)
 _HVEC = ir.VectorType(ir.IntType(16), LANES)
 _MASK = ir.VectorType(ir.IntType(1), LANES)
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite is not annotated, and does not have this one
+    """LLVM's ``bfloat``."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
 
 
 class Vec(types.Type):
@@ -79,7 +96,8 @@ def _lane_mask(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     return builder.icmp_signed("<", lanes, builder.shuffle_vector(first, undefined, _int_splat(0)))
 
 
-def _is_bf16(pointer: Any) -> bool:
+def is_bf16(pointer: Any) -> bool:
+    """Whether a numba pointer type leads to bfloat16 bits."""
     return bool(pointer.dtype == types.uint16)
 
 
@@ -90,6 +108,9 @@ def _widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
 
 def _narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Round to bfloat16, to nearest even; the result's bits."""
+    if HAS_BF16:
+        kind = ir.VectorType(_BFloat(), LANES)
+        return builder.bitcast(_llvm(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", [value], kind), _HVEC)
     bits = builder.bitcast(value, _IVEC)
     odd = builder.and_(builder.lshr(bits, _int_splat(16)), _int_splat(1))
     rounded = builder.add(bits, builder.add(odd, _int_splat(0x7FFF)))
@@ -99,7 +120,7 @@ def _narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 def emit_load(builder: ir.IRBuilder, kind: Any, base: ir.Value, index: ir.Value) -> ir.Value:
     """IR of ``load``; ``kind`` is the numba type of ``base``."""
     at = builder.gep(base, [index])
-    if not _is_bf16(kind):
+    if not is_bf16(kind):
         return builder.load(builder.bitcast(at, VECTOR.as_pointer()), align=4)
     return _widen(builder, builder.load(builder.bitcast(at, _HVEC.as_pointer()), align=2))
 
@@ -107,6 +128,44 @@ def emit_load(builder: ir.IRBuilder, kind: Any, base: ir.Value, index: ir.Value)
 def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """IR of ``fma``."""
     return _llvm(builder, "llvm.fma.v16f32", [a, b, c])
+
+
+_PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
+
+
+def emit_load_pairs(
+    builder: ir.IRBuilder, base: ir.Value, first: ir.Value, second: ir.Value, vectors: int
+) -> list[ir.Value]:
+    """Bfloat16 elements from ``base[first]`` and ``base[second]`` on, side by side: 16 pairs in each vector."""
+    wide = 2 if vectors % 2 == 0 else 1
+    shape = ir.VectorType(ir.IntType(16), wide * LANES)
+    found = []
+    for v in range(0, vectors, wide):
+        step = ir.Constant(first.type, v * LANES)
+        rows = []
+        for index in (first, second):
+            at = builder.gep(base, [builder.add(index, step)])
+            rows.append(builder.load(builder.bitcast(at, shape.as_pointer()), align=2))
+        for part in range(wide):
+            lanes = [part * LANES + i // 2 + (i % 2) * wide * LANES for i in range(2 * LANES)]
+            mask = ir.Constant(ir.VectorType(_I32, 2 * LANES), [ir.Constant(_I32, lane) for lane in lanes])
+            found.append(builder.shuffle_vector(*rows, mask))
+    return found
+
+
+def emit_splat_pair(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
+    """The bfloat16 elements ``base[index]`` and ``base[index + 1]`` as every pair of a vector."""
+    at = builder.bitcast(builder.gep(base, [index]), _I32.as_pointer())
+    undefined = ir.Constant(_IVEC, ir.Undefined)
+    first = builder.insert_element(undefined, builder.load(at, align=2), ir.Constant(_I32, 0))
+    return builder.bitcast(builder.shuffle_vector(first, undefined, _int_splat(0)), _PAIRS)
+
+
+def emit_dot(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
+    """``total`` plus, in every lane, the sum of the products of its two pairs; needs ``HAS_BF16``."""
+    kind = ir.VectorType(_BFloat(), 2 * LANES)
+    pairs = [builder.bitcast(v, kind) for v in (a, b)]
+    return _llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", [total, *pairs])
 
 
 def emit_prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
@@ -164,12 +223,12 @@ def load_part(_context: Any, base: Any, index: Any, count: Any) -> Any:
     def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
         at = builder.gep(arguments[0], [arguments[1]])
         mask = _lane_mask(builder, arguments[2])
-        shape, name, align = (_HVEC, "v16i16", 2) if _is_bf16(base) else (VECTOR, "v16f32", 4)
+        shape, name, align = (_HVEC, "v16i16", 2) if is_bf16(base) else (VECTOR, "v16f32", 4)
         where = builder.bitcast(at, shape.as_pointer())
         zero = ir.Constant(shape, None)
         parts = [where, ir.Constant(_I32, align), mask, zero]
         loaded = _llvm(builder, f"llvm.masked.load.{name}.p0", parts, shape)
-        return _widen(builder, loaded) if _is_bf16(base) else loaded
+        return _widen(builder, loaded) if is_bf16(base) else loaded
 
     return vec(base, types.int64, types.int64), generate
 
@@ -180,7 +239,7 @@ def store(_context: Any, base: Any, index: Any, value: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
         at = builder.gep(arguments[0], [arguments[1]])
-        if _is_bf16(base):
+        if is_bf16(base):
             builder.store(_narrow(builder, arguments[2]), builder.bitcast(at, _HVEC.as_pointer()), align=2)
         else:
             builder.store(arguments[2], builder.bitcast(at, VECTOR.as_pointer()), align=4)
@@ -196,7 +255,7 @@ def store_part(_context: Any, base: Any, index: Any, value: Any, count: Any) -> 
     def generate(context: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
         at = builder.gep(arguments[0], [arguments[1]])
         mask = _lane_mask(builder, arguments[3])
-        bf16 = _is_bf16(base)
+        bf16 = is_bf16(base)
         data = _narrow(builder, arguments[2]) if bf16 else arguments[2]
         shape, name, align = (_HVEC, "v16i16", 2) if bf16 else (VECTOR, "v16f32", 4)
         where = builder.bitcast(at, shape.as_pointer())
@@ -211,7 +270,7 @@ def round_like(_context: Any, base: Any, value: Any) -> Any:
     """Round every lane to the element type of ``base`` and back."""
 
     def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
-        if not _is_bf16(base):
+        if not is_bf16(base):
             return arguments[1]
         return _widen(builder, _narrow(builder, arguments[1]))
 
@@ -334,30 +393,48 @@ def _clamp(_context: Any, value: Any, low: Any, high: Any) -> Any:
     return vec(vec, types.float32, types.float32), generate
 
 
-@inline
-def exp2(x):
-    """2**x to about one unit in the last place; 2**-126 below -126, 2**127 above 127; NaN stays NaN.
+# Taylor coefficients of 2**f, the highest first: good to float32 for |f| <= 1/2, and the last five to bfloat16.
+_POWERS_OF_2 = (
+    1.5252733804059840e-5,
+    1.5403530393381609e-4,
+    1.3333558146428443e-3,
+    9.6181291076284772e-3,
+    5.5504108664821580e-2,
+    2.4022650695910072e-1,
+    6.9314718055994531e-1,
+    1.0,
+)
 
-    x = n + f with |f| <= 1/2, then the Taylor polynomial of degree 7 in f.
+
+@intrinsic
+def _power_of_fraction(_context: Any, base: Any, fraction: Any) -> Any:
+    """2**f for |f| <= 1/2, as good as the element type of ``base`` can tell."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        powers = [ir.Constant(_F32, float(np.float32(c))) for c in _POWERS_OF_2[3 if is_bf16(base) else 0 :]]
+        total = emit_splat(builder, powers[0])
+        for power in powers[1:]:
+            total = emit_fma(builder, total, arguments[1], emit_splat(builder, power))
+        return total
+
+    return vec(base, vec), generate
+
+
+@inline
+def exp2(base, x):
+    """2**x, to about one unit in the last place of float32, or of bfloat16 where ``base`` points to such.
+
+    2**-126 below -126, 2**127 above 127; NaN stays NaN. x = n + f with |f| <= 1/2, then a polynomial in f.
     """
     x = _clamp(x, F32(-126.0), F32(127.0))
     n = nearest(x)
-    f = sub(x, n)
-    p = splat(F32(1.5252733804059840e-5))
-    p = fma(p, f, splat(F32(1.5403530393381609e-4)))
-    p = fma(p, f, splat(F32(1.3333558146428443e-3)))
-    p = fma(p, f, splat(F32(9.6181291076284772e-3)))
-    p = fma(p, f, splat(F32(5.5504108664821580e-2)))
-    p = fma(p, f, splat(F32(2.4022650695910072e-1)))
-    p = fma(p, f, splat(F32(6.9314718055994531e-1)))
-    p = fma(p, f, splat(F32(1.0)))
-    return _scale_by_power_of_two(p, n)
+    return _scale_by_power_of_two(_power_of_fraction(base, sub(x, n)), n)
 
 
 @inline
-def exp(x):
-    """e**x to about a hundred units in the last place at |x| = 80, one near 0; the bounds are those of ``exp2``."""
-    return exp2(mul(x, splat(F32(LOG2_E))))
+def exp(base, x):
+    """e**x, as ``exp2``; in float32 off by up to a hundred units in the last place at |x| = 80."""
+    return exp2(base, mul(x, splat(F32(LOG2_E))))
 
 
 @inline

@@ -1,0 +1,57 @@
+"""What an engine that has run says of itself to a report: the sizes that "auto" came to, and its roofline.
+
+A long run measures the roofline once more with the model it still holds; a short one, which could not afford that,
+takes what was measured last under the same conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from batchgen.bench.roofline import QUICK, measure
+from batchgen.engine import Engine
+from batchgen.model.cache import kv_block_bytes
+from batchgen.model.lfm2 import Lfm2Model
+from batchgen.report import processor_name
+from batchgen.report_roofline import Costs, Measured, describe_costs, machine_key, recall, remember
+
+_LEAST_S = 60.0  # of steps: a shorter run does not measure
+_MEASURED_TOKENS = (QUICK.repeats + 1) * sum(QUICK.row_counts)  # go through the model's linears to measure them
+_MOST_SHARE = 0.01  # of a run's tokens
+
+
+def engine_facts(engine: Engine) -> dict[str, Any]:
+    """``sizes`` and ``roofline`` for the report; measures where that takes less than a hundredth of the run."""
+    model, stats = engine.runner.model, engine.stats
+    num_tokens = stats.num_prefill_tokens + stats.num_decode_tokens
+    pays = sum(stats.phase_s.values()) >= _LEAST_S and _MOST_SHARE * num_tokens >= _MEASURED_TOKENS
+    measured = (_measure_now(model) if pays else None) or recall(model_key(model))
+    costs = Costs.of(model.config, model.dtype.itemsize)
+    return {"sizes": engine_sizes(engine), "roofline": describe_costs(costs, measured)}
+
+
+def engine_sizes(engine: Engine) -> dict[str, Any]:
+    """What the engine works with, whoever chose it."""
+    model, sizes = engine.runner.model, engine.config
+    kv_bytes = sizes.num_blocks * kv_block_bytes(model.config, sizes.block_size, model.dtype)
+    return {**asdict(sizes), "kv_bytes": kv_bytes, "kernels": model.kernels.name}
+
+
+def model_key(model: Lfm2Model) -> str:
+    """The conditions under which ceilings measured with this model hold."""
+    numerics: Mapping[str, str] = {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
+    return machine_key(processor_name(), model.config, numerics, torch.get_num_threads())
+
+
+def _measure_now(model: Lfm2Model) -> Measured | None:
+    """Ceilings taken at once, and kept for later runs; None if memory is short: the run itself has succeeded."""
+    try:
+        measured = Measured.now(measure(model, QUICK), "measured at the end of a run")
+    except (RuntimeError, MemoryError):  # torch raises RuntimeError for memory that is not there
+        return None
+    remember(model_key(model), measured)
+    return measured

@@ -1,0 +1,88 @@
+"""A whole check: load, prove, and say how it came out, for a person in 80 columns and for a script."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from batchgen.check.proofs import Check, Proof
+from batchgen.check.requests import made_up_prompts, read_prompts
+from batchgen.check.witness import Divergence
+from batchgen.engine.sizes import auto_threads
+from batchgen.model import load_model
+from batchgen.records import Request
+from batchgen.run.model import read_model
+from batchgen.spec import JobSpec
+from batchgen.units import counted
+
+
+def run_check(
+    spec: JobSpec, *, has_input: bool, say: Callable[[str], None], tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run every proof on the model of ``spec``, with the prompts of its input if it ``has_input``.
+
+    ``say`` is told what is being done, ``tell`` the lines of the result as they come. Returns all of it as plain
+    data; ``failed`` describes what does not hold.
+
+    Raises:
+        UsageError: model or input cannot be used.
+        GateFailed: a request gives no result at all.
+    """
+    info = read_model(spec)
+    prompts = (
+        read_prompts(spec.input, info) if has_input else made_up_prompts(info.config.vocab_size, info.max_model_len)
+    )
+    threads = spec.engine.threads
+    torch.set_num_threads(auto_threads(info.config) if threads == "auto" else threads)
+    say(f"loading {spec.model.path}")
+    where = spec.model
+    model = load_model(where.path, where.revision, dtype=where.dtype, device=where.device)
+    num_prompt_tokens = sum(map(len, prompts))
+    facts = {
+        "model": where.path,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "kernels": model.kernels.name,
+        "threads": torch.get_num_threads(),
+        "num_prompts": len(prompts),
+        "num_prompt_tokens": num_prompt_tokens,
+    }
+    tell(f"{where.path}: {facts['dtype']} on {facts['device']}, {counted(torch.get_num_threads(), 'thread')}")
+    tell(f"{counted(len(prompts), 'prompt')} of {counted(num_prompt_tokens, 'token')}, greedy and sampled")
+    check = Check(where, model, prompts)
+    del model  # the check lets go of it before it loads another
+    proofs = []
+    for proof in check.proofs(say):
+        tell(render(proof, check.requests))
+        proofs.append(proof)
+    failed = [f"{p.name}: {_where(p.divergence, check.requests)}" for p in proofs if p.divergence is not None]
+    tell(f"{len(failed)} of {counted(len(proofs), 'proof')} failed" if failed else f"all {len(proofs)} proofs hold")
+    return facts | {"ok": not failed, "failed": failed, "proofs": [dataclasses.asdict(proof) for proof in proofs]}
+
+
+def render(proof: Proof, requests: list[Request]) -> str:
+    """One line where the proof holds, three where it does not."""
+    head = f"{proof.name:<24} {counted(proof.num_tokens, 'token'):>12}  "
+    gap = f"largest gap {proof.largest_gap:.2g}, {_percent(proof.largest_share)} of the logits"
+    if proof.divergence is not None:
+        allowed = f", {_percent(proof.tolerance)} allowed" if proof.tolerance else ""
+        return f"{head}DIVERGES\n  {_where(proof.divergence, requests)}\n  {gap}{allowed}"
+    verdict = (
+        f"gap {_percent(proof.largest_share)} of {_percent(proof.tolerance)}" if proof.tolerance else "equal to the bit"
+    )
+    return f"{head}{verdict}" + (f", {proof.note}" if proof.note else "")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%"
+
+
+def _where(at: Divergence, requests: list[Request]) -> str:
+    request = next(r for r in requests if r.key == at.key)
+    kind = "greedy" if request.params.is_greedy else "sampled"
+    became = "the same" if at.got == at.expected else "none" if at.got is None else str(at.got)
+    prompt = f"prompt {at.key // 2} ({counted(len(request.prompt_token_ids), 'token')}, {kind})"
+    return f"{prompt}, output {at.index}: {at.expected} is {became}, gap {at.gap:.2g}"

@@ -1,0 +1,72 @@
+"""What a check runs: prompts made up or read from a file, each asked for greedily and sampled. Knows no engine."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from batchgen.data.reader import open_source, spool_stdin
+from batchgen.errors import UsageError
+from batchgen.records import BadRow, Request, SamplingParams
+from batchgen.run.model import ModelInfo
+from batchgen.spec import InputSpec
+
+_MAX_TOKENS = 10  # generated for each request
+_FIRST_TOKEN = 8  # below lie the special tokens
+_LENGTHS = (1, 5, 40, 100, 520)  # below a KV block, beyond one, beyond the token budget of a step on the CPU
+_STEM, _TAILS = 80, (0, 10, 25)  # prompts with a common beginning
+_GREEDY = SamplingParams(max_tokens=_MAX_TOKENS, ignore_eos=True)
+_SAMPLED = replace(
+    _GREEDY, temperature=1.0, top_k=50, top_p=0.95, repetition_penalty=1.05, presence_penalty=0.2, seed=1
+)
+
+Prompt = tuple[int, ...]
+
+
+def made_up_prompts(vocab_size: int, max_model_len: int) -> list[Prompt]:
+    """Prompts of random tokens in mixed lengths, some with a common beginning; always the same ones."""
+    rng = random.Random(0)
+    first = min(_FIRST_TOKEN, vocab_size - 1)
+
+    def tokens(count: int) -> Prompt:
+        return tuple(rng.randrange(first, vocab_size) for _ in range(count))
+
+    stem = tokens(_STEM)
+    prompts = [tokens(length) for length in _LENGTHS] + [stem + tokens(length) for length in _TAILS]
+    room = max(max_model_len - _MAX_TOKENS, max_model_len // 2)
+    return [prompt[:room] for prompt in prompts]
+
+
+def read_prompts(where: InputSpec, info: ModelInfo) -> list[Prompt]:
+    """The prompts of an input, tokenized as a run would.
+
+    Raises:
+        UsageError: it cannot be read, holds no rows, or one that could not be run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        if where.path == ("-",):
+            spool = Path(folder) / "stdin"
+            spool_stdin(spool)
+            where = replace(where, path=(str(spool),))
+        builder = info.builder(where, _GREEDY)
+        prompts = []
+        for row in open_source(where).read():
+            found = row if isinstance(row, BadRow) else builder.build([row])[0]
+            if isinstance(found, BadRow):
+                raise UsageError(f"{found.source}:{found.line}: {found.error.code}: {found.error.message}")
+            prompts.append(found.prompt_token_ids)
+    if not prompts:
+        raise UsageError(f"--prompts {where.path[0]}: holds no rows")
+    return prompts
+
+
+def requests_for(prompts: Iterable[Prompt]) -> list[Request]:
+    """Every prompt twice: greedy under an even key, sampled under the odd one that follows."""
+    return [
+        Request(2 * number + kind, prompt, params)
+        for number, prompt in enumerate(prompts)
+        for kind, params in enumerate((_GREEDY, _SAMPLED))
+    ]

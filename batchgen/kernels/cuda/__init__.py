@@ -1,0 +1,15 @@
+"""Kernels for NVIDIA GPUs, in Triton; ``backend`` is the door.
+
+What may differ with the batch. Every kernel here sums a token's own numbers in an order that its sequence alone
+fixes. Two things do not: cuBLAS chooses a matrix product's kernel, and with few rows a split of its inner dimension,
+by the number of rows; and a prompt's tiles are taller than a single token's, which may round differently when a
+token is computed once in a prompt and once by itself. ``CudaKernels(batch_invariant=True)`` takes products in a
+fixed order and tiles of one height: bits then depend on nothing but the sequence, and prompts take longer.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Triton 3.9 warns at every first launch that its default is about to change unless one is named.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

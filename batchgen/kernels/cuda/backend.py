@@ -1,0 +1,129 @@
+"""The CUDA back end: torch tensors in, Triton kernels on their memory, torch tensors out.
+
+Nothing here waits for the device or asks it anything: every grid follows from shapes that the host knows, so a
+step can be captured in a CUDA graph. Kernels are compiled when first launched and kept in Triton's cache on disk.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels import Linear, QKNorm, SamplingRows
+from batchgen.kernels.cuda import mixers, rows, sampling
+from batchgen.kernels.cuda.linear import CublasLinear, FixedOrderLinear
+from batchgen.kernels.cuda.paged import PagedAttention
+from batchgen.kernels.cuda.tiles import num_tiles, power_of_two
+from batchgen.model.cache import ConvState, KVCache
+from batchgen.model.inputs import ModelInput
+
+
+class CudaKernels:
+    """See ``Kernels`` for shapes; bfloat16, float16 and float32.
+
+    With ``batch_invariant`` a token's bits depend on its own sequence alone. Without it cuBLAS may round a row
+    differently with how many rows share its product, and a token computed as part of a prompt (a long chunk, or
+    again after a preemption) differently from one computed by itself; see the package's docstring.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device | None = None, *, batch_invariant: bool = False) -> None:
+        """``device``, if given, becomes the current one, which is where Triton launches: one process, one device."""
+        if device is not None:
+            torch.cuda.set_device(device)
+        self.batch_invariant = batch_invariant
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """See ``Kernels.linear``."""
+        return FixedOrderLinear(weight, bias) if self.batch_invariant else CublasLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``Kernels.rms_norm``."""
+        out = torch.empty_like(x)
+        num_rows, width = x.shape
+        rows.rms_norm[(num_rows,)](x, weight, out, width, eps, BLOCK=power_of_two(width))
+        return out
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """See ``Kernels.swiglu``."""
+        num_rows, width = len(gate_up), gate_up.shape[1] // 2
+        out = gate_up.new_empty(num_rows, width)
+        grid = (num_rows, -(-width // rows.SWIGLU_BLOCK))
+        rows.swiglu[grid](gate_up, out, width, BLOCK=rows.SWIGLU_BLOCK)
+        return out
+
+    def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
+        """See ``Kernels.rope_and_cache``."""
+        _, num_kv_heads, width, lanes = cache.keys.shape
+        head_dim = norms.q_weight.numel()
+        new = torch.empty if width == head_dim else torch.zeros
+        q = new(len(qkv), norms.num_heads, width, dtype=torch.float32, device=qkv.device)
+        mixers.rope_and_cache[(len(qkv),)](
+            *(qkv, norms.q_weight, norms.k_weight, rotary[0], rotary[1], inputs.positions, inputs.slot_mapping),
+            *(q, cache.keys, cache.values, norms.eps, head_dim**-0.5, norms.num_heads, num_kv_heads),
+            HALF=head_dim // 2,
+            WIDTH=width,
+            BLOCK_SIZE=cache.block_size,
+            LANES=lanes,
+            HEADS=power_of_two(norms.num_heads),
+            KV_HEADS=power_of_two(num_kv_heads),
+            HALF_BLOCK=power_of_two(head_dim // 2),
+        )
+        return q
+
+    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
+        """See ``Kernels.attention``."""
+        out = torch.empty(len(q), q.shape[1] * head_dim, dtype=cache.keys.dtype, device=q.device)
+        paged = PagedAttention(q, cache, inputs, head_dim, self.batch_invariant)
+        paged.single_tokens(out)
+        if inputs.num_tokens > inputs.num_seqs:
+            paged.prompts(out)
+        return out
+
+    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
+        """See ``Kernels.short_conv``."""
+        taps, width = weight.shape
+        out = bcx.new_empty(len(bcx), width)
+        one_each = inputs.num_tokens == inputs.num_seqs
+        tokens = max(mixers.CONV_TOKENS, taps)
+        tiles = inputs.num_seqs if one_each else num_tiles(inputs.num_tokens, inputs.num_seqs, tokens)
+        mixers.short_conv[(tiles, -(-width // mixers.CONV_CHANNELS))](
+            *(bcx, weight, bias, state.slots, state.blocks, inputs.cu_seqlens, inputs.conv_slots),
+            *(inputs.positions, inputs.slot_mapping, out, inputs.num_seqs, width),
+            BLOCK_SIZE=state.block_size,
+            TAPS=taps,
+            TOKENS=tokens,
+            CHANNELS=mixers.CONV_CHANNELS,
+            ONE_EACH=one_each,
+        )
+        return out
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See ``Kernels.argmax``."""
+        num_rows, width = logits.shape
+        parts = -(-width // rows.ARGMAX_BLOCK)
+        largest = torch.empty(num_rows, parts, dtype=torch.float32, device=logits.device)
+        first = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
+        out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        rows.argmax_parts[(num_rows, parts)](logits, largest, first, width, parts, BLOCK=rows.ARGMAX_BLOCK, num_warps=8)
+        rows.argmax_of_parts[(num_rows,)](largest, first, out, parts, BLOCK=power_of_two(parts))
+        return out
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """See ``Kernels.sample``."""
+        out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        sampling.sample[(len(logits),)](
+            *(logits, rows.temperature, rows.min_p, rows.top_k, rows.top_p, rows.uniform, out, logits.shape[1]),
+            BLOCK=sampling.BLOCK,
+            DIGIT_BITS=sampling.DIGIT_BITS,
+            NUM_DIGITS=sampling.NUM_DIGITS,
+            num_warps=16,
+        )
+        return out
+
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        """See ``Kernels.logsumexp``."""
+        out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        sampling.logsumexp[(len(logits),)](logits, out, logits.shape[1], BLOCK=sampling.BLOCK, num_warps=16)
+        return out

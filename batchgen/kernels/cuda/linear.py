@@ -1,0 +1,104 @@
+"""Matrix products with a fixed weight: cuBLAS, or a kernel that sums in one order whatever the number of rows.
+
+cuBLAS picks its kernel by shape and may split the inner dimension when rows are few, so a row's last bits can
+differ with how many rows share the product. ``FixedOrderLinear`` computes every element from tiles of one size,
+adding along the inner dimension from its start to its end: a row's bits are its own, at the cost of tiles that are
+too tall for a few rows and too small for thousands.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+BLOCK_M = 64  # the least that a Hopper matrix instruction takes
+BLOCK_N = 64
+GROUP_M = 8  # row tiles that go over the weight together, so that it is read from the L2 cache
+
+
+class CublasLinear:
+    """See ``Linear``. In float32 as exact as torch's setting says; its default allows no TF32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See ``Linear``; a residual is added before the product is rounded."""
+        if residual is None:
+            return functional.linear(x, self.weight, self.bias)
+        y = torch.addmm(residual, x, self.weight.T)
+        return y if self.bias is None else y + self.bias
+
+
+class FixedOrderLinear:
+    """See ``Linear``."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight.contiguous()
+        self.bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """See ``Linear``; bias and residual are added before the product is rounded."""
+        rows, width = x.shape
+        out_features = len(self.weight)
+        out = x.new_empty(rows, out_features)
+        grid = (-(-rows // BLOCK_M) * -(-out_features // BLOCK_N),)
+        is_wide = x.element_size() == 4
+        matmul[grid](
+            *(x, self.weight, out if self.bias is None else self.bias, out if residual is None else residual, out),
+            *(rows, out_features, width),
+            HAS_BIAS=self.bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=32 if is_wide else 64,
+            GROUP_M=GROUP_M,
+            num_warps=8 if is_wide else 4,
+            num_stages=3 if is_wide else 4,
+        )
+        return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def matmul(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    rows,
+    out_features,
+    width,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """``out = x @ weight.T (+ bias) (+ residual)``: one program a tile of ``out``."""
+    tiles_n = tl.cdiv(out_features, BLOCK_N)
+    group = tl.program_id(0) // (GROUP_M * tiles_n)
+    tiles_m = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * GROUP_M, GROUP_M)
+    within = tl.program_id(0) % (GROUP_M * tiles_n)
+    m = (group * GROUP_M + within % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = within // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, width, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x + row * width + k[None, :], mask=(row < rows) & (k < width)[None, :], other=0.0)
+        b = tl.load(
+            weight + column * width + k[:, None], mask=(column < out_features) & (k < width)[:, None], other=0.0
+        )
+        total = tl.dot(a, b, total, input_precision="ieee")
+    inside = (row < rows) & (column < out_features)
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=n < out_features, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        total += tl.load(residual + row * out_features + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_features + column, total.to(out.dtype.element_ty), mask=inside)

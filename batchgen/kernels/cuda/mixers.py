@@ -1,0 +1,162 @@
+"""Kernels that touch a sequence's state: rotary embedding with the KV cache write, and the short convolution."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from batchgen.kernels.cuda.tiles import tile_of
+
+CONV_TOKENS = 16  # tokens of a sequence that one program convolves, one after the other
+CONV_CHANNELS = 256
+
+
+@triton.jit
+def _normed_and_rotated(x, weight, eps, cosine, sine, head, num_heads, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
+    """RMS norm and half-split rotation of heads x [num_heads, 2 * HALF]; float32 halves [heads, HALF_BLOCK]."""
+    dtype = x.dtype.element_ty
+    i = tl.arange(0, HALF_BLOCK)
+    inside = (head[:, None] < num_heads) & (i < HALF)[None, :]
+    at = x + head[:, None] * (2 * HALF) + i[None, :]
+    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+    weight_a = tl.load(weight + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+    weight_b = tl.load(weight + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+    a = ((a * scale).to(dtype).to(tl.float32) * weight_a).to(dtype).to(tl.float32)
+    b = ((b * scale).to(dtype).to(tl.float32) * weight_b).to(dtype).to(tl.float32)
+    c = tl.load(cosine + i, mask=i < HALF, other=0.0)[None, :]
+    s = tl.load(sine + i, mask=i < HALF, other=0.0)[None, :]
+    return a * c - b * s, b * c + a * s
+
+
+@triton.jit
+def rope_and_cache(
+    qkv,
+    q_weight,
+    k_weight,
+    cosine,
+    sine,
+    positions,
+    slots,
+    q_out,
+    keys,
+    values,
+    eps,
+    scale,
+    num_heads,
+    num_kv_heads,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """One program a token. Capitals are sizes of the layout; *HEADS and HALF_BLOCK powers of two that hold them."""
+    token = tl.program_id(0).to(tl.int64)
+    angle = tl.load(positions + token) * HALF
+    row = qkv + token * (num_heads + 2 * num_kv_heads) * (2 * HALF)
+    i = tl.arange(0, HALF_BLOCK)
+    head = tl.arange(0, HEADS)
+    a, b = _normed_and_rotated(row, q_weight, eps, cosine + angle, sine + angle, head, num_heads, HALF, HALF_BLOCK)
+    inside = (head[:, None] < num_heads) & (i < HALF)[None, :]
+    to = q_out + (token * num_heads + head)[:, None] * WIDTH + i[None, :]
+    tl.store(to, a * scale, mask=inside)
+    tl.store(to + HALF, b * scale, mask=inside)
+
+    slot = tl.load(slots + token)
+    head = tl.arange(0, KV_HEADS)
+    inside = (head[:, None] < num_kv_heads) & (i < HALF)[None, :]
+    row += num_heads * (2 * HALF)
+    a, b = _normed_and_rotated(row, k_weight, eps, cosine + angle, sine + angle, head, num_kv_heads, HALF, HALF_BLOCK)
+    place = (slot // BLOCK_SIZE * num_kv_heads + head)[:, None]  # block and head
+    to = keys + (place * WIDTH + i[None, :]) * LANES + slot % BLOCK_SIZE
+    tl.store(to, a.to(keys.dtype.element_ty), mask=inside)
+    tl.store(to + HALF * LANES, b.to(keys.dtype.element_ty), mask=inside)
+
+    at = row + (num_kv_heads + head)[:, None] * (2 * HALF) + i[None, :]
+    to = values + (place * BLOCK_SIZE + slot % BLOCK_SIZE) * WIDTH + i[None, :]
+    tl.store(to, tl.load(at, mask=inside), mask=inside)
+    tl.store(to + HALF, tl.load(at + HALF, mask=inside), mask=inside)
+
+
+@triton.jit
+def _conv_input(bcx, past, token, first, is_started, width, channel, TAPS: tl.constexpr):
+    """The convolution's input u = B * x of ``token``, rounded as the model stores it.
+
+    Before the step's ``first`` token of the sequence, from its state ``past``; zero before its start.
+    """
+    num_new = tl.where(token >= first, width, 0)  # channels to take from this step, else from the state
+    num_old = tl.where((token < first) & is_started, width, 0)
+    at = bcx + tl.cast(token, tl.int64) * 3 * width + channel
+    b = tl.load(at, mask=channel < num_new, other=0.0).to(tl.float32)
+    x = tl.load(at + 2 * width, mask=channel < num_new, other=0.0).to(tl.float32)
+    row = token - first + (TAPS - 1)
+    old = tl.load(past + row * width + channel, mask=channel < num_old, other=0.0).to(tl.float32)
+    return (b * x).to(bcx.dtype.element_ty).to(tl.float32) + old
+
+
+@triton.jit
+def _remember(to, bcx, past, token, first, is_started, width, channel, TAPS: tl.constexpr):
+    """Write the inputs up to ``token`` as a state that follows it; ``to`` may be ``past`` itself.
+
+    Then reads stay ahead of writes: row i is written when only rows above it are still to be read, and the barrier
+    is there because threads may hold other channels when they write than when they read.
+    """
+    for i in tl.static_range(TAPS - 1):
+        u = _conv_input(bcx, past, token - (TAPS - 2) + i, first, is_started, width, channel, TAPS)
+        tl.debug_barrier()
+        tl.store(to + i * width + channel, u.to(to.dtype.element_ty), mask=channel < width)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def short_conv(
+    bcx,
+    weight,
+    bias,
+    slots,
+    blocks,
+    cu_seqlens,
+    conv_slots,
+    positions,
+    slot_mapping,
+    out,
+    num_seqs,
+    width,
+    BLOCK_SIZE: tl.constexpr,
+    TAPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ONE_EACH: tl.constexpr,
+):
+    """One program per tile of ``TOKENS`` tokens of a sequence and ``CHANNELS`` channels.
+
+    Only a sequence's first tile reads its state, so it is also the one that writes the next: no program waits.
+    """
+    sequence, token, end = tile_of(tl.program_id(0), cu_seqlens, num_seqs, TOKENS, ONE_EACH)
+    if token >= end:
+        return
+    first = tl.load(cu_seqlens + sequence)
+    position = tl.load(positions + first)
+    is_started = position > 0
+    state_size = (TAPS - 1) * width
+    past = slots + tl.load(conv_slots + sequence).to(tl.int64) * state_size
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < width
+    offset = tl.load(bias + channel, mask=inside, other=0.0)
+    for t in range(token, tl.minimum(end, token + TOKENS)):
+        total = offset
+        for tap in tl.static_range(TAPS):
+            u = _conv_input(bcx, past, t - (TAPS - 1) + tap, first, is_started, width, channel, TAPS)
+            total += u * tl.load(weight + tap * width + channel, mask=inside, other=0.0)
+        at = tl.cast(t, tl.int64) * width + channel
+        c = tl.load(bcx + tl.cast(t, tl.int64) * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+        y = c * total.to(out.dtype.element_ty).to(tl.float32)
+        tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+        if (position + t - first + 1) % BLOCK_SIZE == 0:
+            block = tl.load(slot_mapping + t) // BLOCK_SIZE
+            _remember(blocks + block * state_size, bcx, past, t, first, is_started, width, channel, TAPS)
+    if token == first:
+        _remember(past, bcx, past, end - 1, first, is_started, width, channel, TAPS)

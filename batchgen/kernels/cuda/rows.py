@@ -1,0 +1,69 @@
+"""Kernels whose rows know nothing of each other: RMS norm, SwiGLU, argmax.
+
+A row's sums are taken in an order that its width alone fixes, so its bits never depend on the other rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SWIGLU_BLOCK = 1024
+ARGMAX_BLOCK = 8192  # logits of one program; a row's parts are then compared by another
+
+
+@triton.jit
+def rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
+    """One program a row; the normed value is rounded before it meets the weight, as the model was trained."""
+    start = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    v = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+    v = (v * tl.rsqrt(tl.sum(v * v) / width + eps)).to(out.dtype.element_ty)
+    v = v.to(tl.float32) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + start + column, v.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu(gate_up, out, width, BLOCK: tl.constexpr):
+    """One program per row and ``BLOCK`` columns."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _first_largest(v, index):
+    """(largest, where it stands first) of values in which NaN counts as -inf; NaN if there is nothing else."""
+    is_nan = v != v
+    ordered = tl.where(is_nan, float("-inf"), v)
+    largest = tl.max(ordered)
+    first = tl.min(tl.where(ordered == largest, index, 2147483647))
+    return tl.where(tl.min(is_nan.to(tl.int32)) == 1, float("nan"), largest), first
+
+
+@triton.jit
+def argmax_parts(logits, largest, first, width, num_parts, BLOCK: tl.constexpr):
+    """One program per row and part of ``BLOCK`` logits; ``largest`` and ``first`` are [rows, num_parts]."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(logits + row * width + column, mask=column < width, other=float("nan")).to(tl.float32)
+    value, index = _first_largest(v, column)
+    tl.store(largest + row * num_parts + part, value)
+    tl.store(first + row * num_parts + part, index)
+
+
+@triton.jit
+def argmax_of_parts(largest, first, out, num_parts, BLOCK: tl.constexpr):
+    """One program a row; -1 for a row of NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, BLOCK)
+    inside = part < num_parts
+    v = tl.load(largest + row * num_parts + part, mask=inside, other=float("nan"))
+    index = tl.load(first + row * num_parts + part, mask=inside, other=2147483647)
+    value, best = _first_largest(v, index)
+    tl.store(out + row, tl.where(value != value, -1, best).to(tl.int64))

@@ -1,0 +1,49 @@
+"""Which sequence a program works for, found on the device: no work list is built or copied by the host.
+
+A ragged batch is cut into tiles of T tokens that never span two sequences. Sequence i owns the tiles from
+``cu_seqlens[i] // T + i`` on; that leaves it ``cu_seqlens[i + 1] // T - cu_seqlens[i] // T + 1`` of them, never
+fewer than it needs, so ``num_tokens // T + num_seqs`` programs cover every batch and a few find nothing to do.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def num_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
+    """Programs that cover any batch of these sizes in tiles of ``tokens``."""
+    return num_tokens // tokens + num_seqs
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n; what Triton's ranges must be."""
+    return 1 << (n - 1).bit_length()
+
+
+@triton.jit
+def sequence_of(tile, cu_seqlens, num_seqs, TOKENS: tl.constexpr):
+    """The last sequence that starts at or before ``tile``."""
+    low, high = 0, num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(cu_seqlens + middle) // TOKENS + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def tile_of(tile, cu_seqlens, num_seqs, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr):
+    """(sequence, first token of the tile, end of the sequence's tokens); an empty tile starts at or after its end.
+
+    ``ONE_EACH`` says that every sequence has one token, so that nothing needs to be looked up.
+    """
+    if ONE_EACH:
+        return tile, tile, tile + 1
+    else:
+        sequence = sequence_of(tile, cu_seqlens, num_seqs, TOKENS)
+        start = tl.load(cu_seqlens + sequence)
+        first = start + (tile - start // TOKENS - sequence) * TOKENS
+        return sequence, first, tl.load(cu_seqlens + sequence + 1)

@@ -1,0 +1,171 @@
+"""How near a run came to what its machine can do: the least work its steps need, over measured rates.
+
+Two rates bound a step: products per second and bytes from memory per second. What was computed and moved is counted
+by the engine; the rates are measured elsewhere (``bench.roofline``) and kept here, so that a short run, which cannot
+afford to measure, is held against the last ones of its machine, model shape, dtype and threads. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from batchgen.data.files import write_atomic
+from batchgen.errors import BatchgenError
+from batchgen.model.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Measured rates of this machine."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+
+    def mean(self, other: Ceilings) -> Ceilings:
+        """Halfway between two measurements, for a run that lay between them."""
+        return Ceilings(
+            (self.flops_per_s + other.flops_per_s) / 2, (self.memory_bytes_per_s + other.memory_bytes_per_s) / 2
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Ceilings with where they come from, in words for a person, and when (ISO 8601)."""
+
+    ceilings: Ceilings
+    source: str
+    measured_at: str
+
+    @classmethod
+    def now(cls, ceilings: Ceilings, source: str) -> Measured:
+        """Ceilings that have just been measured."""
+        return cls(ceilings, source, datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a run had to compute and to move through memory at least."""
+
+    flops: float
+    num_bytes: float
+
+    def floor_s(self, ceilings: Ceilings) -> float:
+        """Seconds below which no implementation can get on a machine with these ceilings."""
+        return max(self.flops / ceilings.flops_per_s, self.num_bytes / ceilings.memory_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """FLOP and bytes of one of each thing that the engine counts.
+
+    FLOP: two for each weight a token meets, four for each head dimension and position it attends to. Bytes: every
+    weight once a step, and the keys and values each sequence has so far once a step.
+    """
+
+    flops_per_token: int
+    flops_per_logits: int
+    flops_per_attended: int
+    bytes_per_step: int
+    bytes_per_kv_read: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, itemsize: int) -> Costs:
+        """Those of a model whose weights and cache have values of ``itemsize`` bytes."""
+        attention = config.num_attention_layers * config.head_dim
+        return cls(
+            flops_per_token=2 * config.linear_params_per_token,
+            flops_per_logits=2 * config.logits_params_per_token,
+            flops_per_attended=4 * config.num_heads * attention,
+            bytes_per_step=(config.linear_params_per_token + config.logits_params_per_token) * itemsize,
+            bytes_per_kv_read=2 * config.num_kv_heads * attention * itemsize,
+        )
+
+    def work(self, counts: Mapping[str, Any]) -> Work:
+        """The work behind the counts of ``EngineStats``."""
+        tokens = counts["num_prefill_tokens"] + counts["num_decode_tokens"]
+        flops = (
+            self.flops_per_token * tokens
+            + self.flops_per_logits * counts["num_output_tokens"]
+            + self.flops_per_attended * counts["num_attended"]
+        )
+        num_bytes = self.bytes_per_step * counts["num_steps"] + self.bytes_per_kv_read * counts["num_kv_read"]
+        return Work(float(flops), float(num_bytes))
+
+
+def describe_costs(costs: Costs, measured: Measured | None) -> dict[str, Any]:
+    """What ``roofline_section`` needs, as plain data."""
+    return {
+        "costs": asdict(costs),
+        "flops_per_s": measured and measured.ceilings.flops_per_s,
+        "memory_bytes_per_s": measured and measured.ceilings.memory_bytes_per_s,
+        "source": measured and measured.source,
+        "measured_at": measured and measured.measured_at,
+    }
+
+
+def roofline_section(
+    known: Mapping[str, Any] | None, engine: Mapping[str, Any], generate_s: float
+) -> dict[str, Any] | None:
+    """The report's ``roofline``, from what the ``engine`` counted; None where it counted nothing.
+
+    ``known`` is from ``describe_costs``, or the section of an earlier report.
+    """
+    if known is None or "num_attended" not in engine:
+        return None
+    work = Costs(**known["costs"]).work(engine)
+    section = {**known, "flops": work.flops, "bytes": work.num_bytes}
+    shares: dict[str, float | None] = dict.fromkeys(("share", "flops_share", "bytes_share", "floor_s"))
+    if known["flops_per_s"] and generate_s:
+        ceilings = Ceilings(known["flops_per_s"], known["memory_bytes_per_s"])
+        floor_s = work.floor_s(ceilings)
+        shares = {
+            "share": round(floor_s / generate_s, 4),
+            "flops_share": round(work.flops / ceilings.flops_per_s / generate_s, 4),
+            "bytes_share": round(work.num_bytes / ceilings.memory_bytes_per_s / generate_s, 4),
+            "floor_s": round(floor_s, 3),
+        }
+    return section | shares
+
+
+def machine_key(processor: str, config: ModelConfig, numerics: Mapping[str, str], threads: int) -> str:
+    """What must be alike for ceilings to hold: machine, shape of the model's linears, dtype, device, threads."""
+    shape = f"{config.linear_params_per_token}/{config.num_layers}/{config.hidden_size}"
+    return "|".join((processor, shape, *numerics.values(), f"{threads} threads"))
+
+
+def cache_file() -> Path:
+    """Where measured ceilings are kept between runs. Raises RuntimeError for a user without a home folder."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "batchgen" / "roofline.json"
+
+
+def remember(key: str, measured: Measured) -> None:
+    """Keep ceilings for later runs; where that cannot be done, later runs do without."""
+    with suppress(OSError, RuntimeError, BatchgenError):
+        path = cache_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps({**_read(path), key: asdict(measured)}, indent=2).encode() + b"\n")
+
+
+def recall(key: str) -> Measured | None:
+    """The ceilings measured last under this key; None where there are none that can be read."""
+    with suppress(OSError, RuntimeError, KeyError, TypeError):
+        found = _read(cache_file())[key]
+        return Measured(Ceilings(**found["ceilings"]), found["source"], found["measured_at"])
+    return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """All that is kept; empty where there is nothing, or nothing sound."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,77 @@
+"""The promise to be gone in time: a thread that ends the process when an orderly stop takes too long.
+
+It learns of signals from a pipe that the interpreter's C handler writes to (``signal.set_wakeup_fd``), so neither a
+lock that the interrupted code holds nor a main thread deep in a C call can hold it up. It knows no reason to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from batchgen.errors import ExitCode
+
+_ALARM, _END = 0, 255  # no signals have these numbers
+
+
+class Guard:
+    """Watches from construction until ``close``; both in the main thread.
+
+    After the first of ``signals``, or ``alarm``, the process has ``drain_s`` seconds; a second SIGINT ends it at once.
+    ``reason`` says why the stop was asked for.
+    """
+
+    def __init__(self, signals: Sequence[int], drain_s: float, reason: Callable[[], str | None]) -> None:
+        self._starts = frozenset({*signals, _ALARM})
+        self._drain_s = drain_s
+        self._reason = reason
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._thread = threading.Thread(target=self._watch, name="batchgen-guard", daemon=True)
+        self._thread.start()
+        self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+
+    def alarm(self) -> None:
+        """Let the time run as after a signal; from any thread or a signal handler, since it takes no lock."""
+        with suppress(OSError):
+            os.write(self._write, bytes([_ALARM]))
+
+    def close(self) -> None:
+        """Watch no more."""
+        signal.set_wakeup_fd(self._previous)
+        os.write(self._write, bytes([_END]))
+        self._thread.join()
+        os.close(self._write)
+        os.close(self._read)
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._read, select.POLLIN)
+        leave_at: float | None = None
+        num_interrupts = 0
+        while True:
+            left_ms = None if leave_at is None else max(leave_at - time.monotonic(), 0) * 1000
+            if not poll.poll(left_ms):
+                _leave(f"stopped ({self._reason() or 'by a signal'}) with a step still under way; run again to resume")
+            numbers = os.read(self._read, 64)
+            num_interrupts += numbers.count(signal.SIGINT)
+            if num_interrupts > 1:
+                _leave("stopped at once by a second SIGINT; run again to resume")
+            if _END in numbers:
+                return
+            if leave_at is None and not self._starts.isdisjoint(numbers):
+                leave_at = time.monotonic() + self._drain_s
+
+
+def _leave(message: str) -> NoReturn:
+    """Leave without unwinding: the journal survives that at any byte, and only unwritten rows run again."""
+    with suppress(OSError, ValueError):  # the caller may have closed stderr
+        os.write(sys.stderr.fileno(), f"\nbatchgen: {message}\n".encode())
+    os._exit(ExitCode.STOPPED)

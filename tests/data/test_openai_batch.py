@@ -1,0 +1,71 @@
+"""What an OpenAI body asks for, in this package's own terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from batchgen.data.openai_batch import parse_batch_line
+from batchgen.data.params import ParamError, merge_params
+from batchgen.data.rows import RowProblem
+from batchgen.records import SamplingParams
+
+CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
+
+
+def asked(url: str, **body: Any) -> Mapping[str, Any]:
+    """The sampling values that a body asks for."""
+    content = {"messages": [{"role": "user", "content": "Hi"}]} if url == CHAT_URL else {"prompt": "Hi"}
+    return parse_batch_line({"custom_id": "a", "method": "POST", "url": url, "body": content | body}).sampling
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "expected"),
+    [
+        (CHAT_URL, {"stop": "\n"}, {"stop": ("\n",)}),
+        (CHAT_URL, {"stop": ["a", "b"], "n": 3}, {"stop": ("a", "b"), "n": 3}),
+        (CHAT_URL, {"presence_penalty": 1, "frequency_penalty": -2}, {"presence_penalty": 1, "frequency_penalty": -2}),
+        (CHAT_URL, {"logprobs": True}, {"logprobs": 0}),
+        (CHAT_URL, {"logprobs": True, "top_logprobs": 0}, {"logprobs": 0}),
+        (CHAT_URL, {"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
+        (CHAT_URL, {"logprobs": True, "top_logprobs": None}, {"logprobs": 0}),
+        (CHAT_URL, {"logprobs": False, "top_logprobs": 0}, {}),
+        (CHAT_URL, {"logprobs": None, "top_logprobs": None}, {}),
+        (COMPLETION_URL, {"logprobs": 3}, {"logprobs": 3}),
+        (COMPLETION_URL, {"logprobs": 0}, {"logprobs": 0}),
+        (COMPLETION_URL, {"logprobs": None}, {}),
+        (COMPLETION_URL, {"n": 2, "best_of": 2}, {"n": 2}),
+        (COMPLETION_URL, {"best_of": 1, "echo": False}, {}),
+        (COMPLETION_URL, {"repetition_penalty": 1.1, "min_p": 0.5}, {"repetition_penalty": 1.1, "min_p": 0.5}),
+        (COMPLETION_URL, {"choices": ["a", "b"]}, {"choices": ("a", "b")}),
+    ],
+)
+def test_an_openai_body_asks_in_openais_words(url: str, body: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert merge_params(SamplingParams(), asked(url, **body)) == replace(SamplingParams(), **expected)
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "message"),
+    [
+        (CHAT_URL, {"logprobs": 1}, "body field 'logprobs' of a chat must be true or false"),
+        (CHAT_URL, {"top_logprobs": 2}, "body field 'top_logprobs' needs 'logprobs': true"),
+        (CHAT_URL, {"logprobs": False, "top_logprobs": 2}, "body field 'top_logprobs' needs 'logprobs': true"),
+        (CHAT_URL, {"logprobs": True, "top_logprobs": 21}, "logprobs = 21 must be an integer from 0 to 20"),
+        (CHAT_URL, {"stop": ""}, "stop = '' holds an empty string"),
+        (COMPLETION_URL, {"top_logprobs": 2}, "body field 'top_logprobs' is not supported with this value"),
+        (COMPLETION_URL, {"logprobs": 21}, "logprobs = 21 must be an integer from 0 to 20"),
+        (COMPLETION_URL, {"echo": True}, "body field 'echo' is not supported with this value"),
+        (COMPLETION_URL, {"best_of": 2}, "body field 'best_of' is not supported with this value"),
+        (COMPLETION_URL, {"n": 3, "best_of": 4}, "body field 'best_of' is not supported with this value"),
+        (COMPLETION_URL, {"n": 0}, "n = 0 must be an integer from 1 to 128"),
+    ],
+)
+def test_an_openai_body_that_cannot_be_honoured_is_refused_by_its_field(
+    url: str, body: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((RowProblem, ParamError)) as caught:
+        merge_params(SamplingParams(), asked(url, **body))
+    assert str(caught.value) == message

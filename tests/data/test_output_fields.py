@@ -1,0 +1,168 @@
+"""What rows may ask for besides text (log-probabilities, samples, choices) in each output format."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from batchgen.data.json_line import encode_json
+from batchgen.data.output_formats import output_format
+from batchgen.data.output_formats.parquet import FIXED_TYPES, ParquetFormat
+from batchgen.spec import RECORD_KEYS
+
+TIMINGS = dict.fromkeys(("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s"), 0.25) | {
+    "cached_tokens": 3,
+    "preemptions": 0,
+}
+
+
+def token(token_id: int, text: str | None, logprob: float, *top: tuple[int, str | None, float]) -> dict[str, Any]:
+    tops = [{"token_id": i, "token": t, "logprob": value} for i, t, value in top]
+    return {"token_id": token_id, "token": text, "logprob": logprob, "top_logprobs": tops}
+
+
+LOGPROBS = [
+    token(5, " é", -0.5, (5, " é", -0.5), (9, "\ufffd", -1.5), (10, "\ufffd", -2.5)),
+    token(9, "\ufffd", -1.5, (8, "b", -0.25), (9, "\ufffd", -1.5), (10, "\ufffd", -2.5)),
+]
+SAMPLES = [
+    {"text": " é", "finish_reason": "stop", "token_ids": [5, 9], "logprobs": LOGPROBS},
+    {"text": "", "finish_reason": "repetition", "token_ids": [], "logprobs": []},
+    {"text": "x", "finish_reason": "length", "token_ids": [11], "logprobs": [token(11, "x", -1.0)]},
+]
+ASKED: dict[str, dict[str, Any]] = {
+    "logprobs": {"logprobs": LOGPROBS},
+    "samples": {"token_ids": [5, 9], "logprobs": LOGPROBS, "samples": SAMPLES},
+    "choices": {"choices": [{"text": "yes", "logprob": -0.5}, {"text": " no", "logprob": -3.25}]},
+    "scoring": {"prompt_logprobs": LOGPROBS, "perplexity": 2.718282},
+    "short": {"logprobs": [], "prompt_logprobs": [], "perplexity": None},
+}
+
+
+def record(index: int, **asked: Any) -> dict[str, Any]:
+    return {
+        "id": f"q-{index}",
+        "index": index,
+        "text": " é",
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 5, "completion_tokens": 2},
+        "timings": TIMINGS,
+        **asked,
+    }
+
+
+def written(form: Any, rows: list[dict[str, Any]]) -> bytes:
+    file = io.BytesIO()
+    form.write(file, [form.result_row(encode_json(row)) for row in rows])
+    return file.getvalue()
+
+
+# ---------------------------------------------------------------- Parquet
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_parquet_holds_what_the_record_held_in_fixed_types(asked: dict[str, Any]) -> None:
+    rows = [record(index, **asked) for index in range(3)]
+    table = pq.read_table(io.BytesIO(written(ParquetFormat(), rows)))
+    assert table.to_pylist() == rows
+    assert {name: table.schema.field(name).type for name in asked} == {name: FIXED_TYPES[name] for name in asked}
+
+
+def test_parquet_has_columns_only_for_what_some_row_asked_for() -> None:
+    rows = [record(0), record(1, **ASKED["choices"]), record(2)]
+    table = pq.read_table(io.BytesIO(written(ParquetFormat(), rows)))
+    assert table.column_names == [*record(0), "choices"]
+    assert table["choices"].to_pylist() == [None, ASKED["choices"]["choices"], None]
+
+
+def test_parquet_fills_in_what_some_samples_lack() -> None:
+    samples = [{"text": "a", "finish_reason": "stop"}, {"text": "b", "finish_reason": "length"}]
+    (row,) = pq.read_table(io.BytesIO(written(ParquetFormat(), [record(0, samples=samples)]))).to_pylist()
+    assert row["samples"] == [{**sample, "token_ids": None, "logprobs": None} for sample in samples]
+
+
+def test_every_field_of_the_record_but_the_id_has_a_fixed_type() -> None:
+    assert FIXED_TYPES.keys() == RECORD_KEYS - {"id"}
+
+
+# ---------------------------------------------------------------- OpenAI
+
+
+def body(row: dict[str, Any], *, chat: bool) -> dict[str, Any]:
+    """The body of the response line, seen to be what the openai package reads."""
+    form = output_format("openai-batch", model="m", chat=chat)
+    found: dict[str, Any] = json.loads(written(form, [row]))["response"]["body"]
+    types = pytest.importorskip("openai.types.chat" if chat else "openai.types")
+    (types.ChatCompletion if chat else types.Completion).model_validate(found, strict=True)
+    return found
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_openai_rows_validate_whatever_was_asked_for(asked: dict[str, Any], chat: bool) -> None:
+    body(record(0, **asked), chat=chat)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_samples_become_openais_choices(chat: bool) -> None:
+    choices = body(record(0, **ASKED["samples"]), chat=chat)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert [choice["finish_reason"] for choice in choices] == ["stop", "stop", "length"]
+    texts = [choice["message"]["content"] if chat else choice["text"] for choice in choices]
+    assert texts == [sample["text"] for sample in SAMPLES]
+    assert [choice["token_ids"] for choice in choices] == [[5, 9], [], [11]]
+
+
+def test_openais_usage_is_that_of_all_samples() -> None:
+    row = record(0, **ASKED["samples"]) | {"usage": {"prompt_tokens": 5, "completion_tokens": 30}}
+    assert body(row, chat=True)["usage"] == {"prompt_tokens": 5, "completion_tokens": 30, "total_tokens": 35}
+
+
+def test_a_chats_log_probabilities_are_in_openais_shape() -> None:
+    (choice,) = body(record(0, logprobs=LOGPROBS), chat=True)["choices"]
+    first, second = choice["logprobs"]["content"]
+    assert (first["token"], first["logprob"], bytes(first["bytes"]).decode()) == (" é", -0.5, " é")
+    assert [top["token"] for top in first["top_logprobs"]] == [" é", "\ufffd", "\ufffd"]
+    assert second["bytes"] is None  # part of a character: which bytes is not known
+
+
+def test_a_completions_log_probabilities_are_in_openais_shape() -> None:
+    (choice,) = body(record(0, logprobs=LOGPROBS), chat=False)["choices"]
+    assert choice["logprobs"] == {
+        "tokens": [" é", "\ufffd"],
+        "token_logprobs": [-0.5, -1.5],
+        "top_logprobs": [{" é": -0.5, "\ufffd": -1.5}, {"b": -0.25, "\ufffd": -1.5}],
+        "text_offset": [0, 2],
+    }
+    (choice,) = body(record(0, logprobs=[token(5, "a", -1.0)]), chat=False)["choices"]
+    assert choice["logprobs"]["top_logprobs"] is None
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_row_without_log_probabilities_says_null(chat: bool) -> None:
+    assert body(record(0), chat=chat)["choices"][0]["logprobs"] is None
+
+
+def test_tokens_without_a_tokenizer_are_known_by_their_ids() -> None:
+    row = record(0, logprobs=[token(5, None, -1.0, (6, None, -0.5))])
+    del row["text"]
+    (choice,) = body(row, chat=False)["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:5"]
+    assert choice["logprobs"]["top_logprobs"] == [{"token_id:6": -0.5}]
+
+
+def test_scores_of_choices_and_of_the_prompt_are_kept_under_names_of_their_own() -> None:
+    found = body(record(0, **ASKED["choices"]), chat=True)
+    assert found["choices"][0]["scored_choices"] == ASKED["choices"]["choices"]
+    assert found["choices"][0]["message"]["content"] == " é"
+    found = body(record(0, **ASKED["scoring"]), chat=True)
+    assert {name: found[name] for name in ASKED["scoring"]} == ASKED["scoring"]
+
+
+def test_an_empty_completion_with_log_probabilities_has_empty_lists() -> None:
+    (choice,) = body(record(0, logprobs=[]), chat=False)["choices"]
+    assert choice["logprobs"] == {"tokens": [], "token_logprobs": [], "top_logprobs": None, "text_offset": []}

@@ -1,0 +1,160 @@
+"""What rows ask for besides a prompt: choices to score, stop strings, presets, and the room that each needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from input_helpers import VOCAB_SIZE, write_tokenizer
+
+from batchgen.data.prompt import RequestBuilder
+from batchgen.data.tokenizer import Tokenizer
+from batchgen.errors import UsageError
+from batchgen.records import BadRow, Cursor, Record, Request, SamplingParams
+from batchgen.spec import InputSpec
+
+JOB = SamplingParams(max_tokens=32, seed=5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def builder_of(tokenizer: Tokenizer | None, sampling: SamplingParams = JOB, **keys: Any) -> RequestBuilder:
+    keys = {"max_model_len": 1000, "vocab_size": VOCAB_SIZE} | keys
+    return RequestBuilder(InputSpec(path=("rows.jsonl",), chat=False), sampling, tokenizer, **keys)
+
+
+def record(columns: dict[str, Any], index: int = 0) -> Record:
+    return Record(index, "rows.jsonl", index + 1, columns, Cursor(0, 0, index + 1, index + 1))
+
+
+def one(builder: RequestBuilder, **columns: Any) -> Request | BadRow:
+    [answer] = builder.build([record(columns)])
+    return answer
+
+
+def test_choices_are_tokenized_by_themselves_as_they_stand(tokenizer: Tokenizer) -> None:
+    choices = ["yes", " yes", "n<|im_end|>"]
+    answer = one(builder_of(tokenizer), prompt="ok?", choices=choices)
+    assert isinstance(answer, Request) and answer.params.choices == tuple(choices)
+    assert answer.choices == tuple(map(tuple, tokenizer.encode_batch(choices, add_special_tokens=False)))
+    assert len(answer.choices[0]) + 1 == len(answer.choices[1]) and answer.choices[2][-1] == 7
+    assert tokenizer.decode(answer.prompt_token_ids, skip_special_tokens=False) == "<|startoftext|>ok?"
+
+
+def test_choices_of_the_job_and_of_rows_meet_in_one_chunk(tokenizer: Tokenizer) -> None:
+    builder = builder_of(tokenizer, SamplingParams(choices=("a", "bc")))
+    rows = [{"prompt": "a"}, {"prompt": "b", "choices": ["a", "x"]}, {"prompt": "c", "choices": []}]
+    answers = [answer for answer in builder.build([record(row) for row in rows]) if isinstance(answer, Request)]
+    a, x, bc = (tuple(ids) for ids in tokenizer.encode_batch(["a", "x", "bc"], add_special_tokens=False))
+    assert [answer.choices for answer in answers] == [(a, bc), (a, x), ()]
+    assert answers[0].prompt_token_ids == (1, *a)  # the same text as a prompt has its bos
+
+
+def test_a_text_is_tokenized_once_a_chunk(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+    encode = Tokenizer.encode_batch
+
+    def noting(self: Tokenizer, batch: Any, add_special_tokens: bool) -> list[list[int]]:
+        texts.extend(batch)
+        return encode(self, batch, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", noting)
+    builder = builder_of(tokenizer, SamplingParams(choices=("yes", "no")))
+    builder.build([record({"prompt": prompt}) for prompt in ("p", "q", "p", "p")])
+    assert sorted(texts) == ["no", "p", "q", "yes"]
+
+
+def test_rows_of_token_ids_take_choices_where_there_is_a_tokenizer(tokenizer: Tokenizer) -> None:
+    answer = one(builder_of(tokenizer), prompt_token_ids=[1, 8], choices=["a", "b"])
+    assert isinstance(answer, Request) and answer.prompt_token_ids == (1, 8)
+    assert answer.choices == tuple(map(tuple, tokenizer.encode_batch(["a", "b"], add_special_tokens=False)))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "sampling", "limit"),
+    [
+        (9, {}, 9),
+        (10, {"max_tokens": 0, "prompt_logprobs": 0}, 10),
+        (9, {"max_tokens": 1, "prompt_logprobs": 0}, 9),
+        (6, {"choices": ["a", "abcd"]}, 6),
+        (9, {"choices": ["a", "b"]}, 9),
+    ],
+)
+def test_a_prompt_leaves_room_for_what_is_asked_for(
+    num_tokens: int, sampling: dict[str, Any], limit: int, tokenizer: Tokenizer
+) -> None:
+    builder = builder_of(tokenizer, max_model_len=10)
+    assert isinstance(one(builder, prompt_token_ids=[8] * num_tokens, sampling=sampling), Request)
+    answer = one(builder, prompt_token_ids=[8] * (num_tokens + 1), sampling=sampling)
+    assert isinstance(answer, BadRow) and answer.error.code == "too_long"
+    message = f"prompt of {num_tokens + 1} tokens; the context of 10 takes prompts of at most {limit}"
+    assert answer.error.message.startswith(message)
+
+
+def test_a_choice_longer_than_the_context_is_refused_without_tokenizing_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode_batch", lambda *_: pytest.fail("tokenized"))
+    answer = one(builder_of(tokenizer, max_model_len=10), prompt_token_ids=[8], choices=["a", "x" * 10_000])
+    assert isinstance(answer, BadRow)
+    limits = "the context of 10 takes prompts of at most 0 before a choice of at least 667"
+    assert (answer.error.code, answer.error.message) == ("too_long", f"prompt of 1 tokens; {limits}")
+
+
+@pytest.mark.parametrize("sampling", [{"stop": "a"}, {"choices": ["a", "b"]}])
+def test_a_row_that_needs_a_tokenizer_where_there_is_none_is_a_bad_one(sampling: dict[str, Any]) -> None:
+    answer = one(builder_of(None), prompt_token_ids=[8], **sampling)
+    assert isinstance(answer, BadRow) and answer.error.code == "bad_param"
+    assert answer.error.message == f"{next(iter(sampling))} needs a tokenizer and this model has none"
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(stop=("a",)), SamplingParams(choices=("a", "b"))])
+def test_a_job_that_needs_a_tokenizer_where_there_is_none_is_refused_at_once(sampling: SamplingParams) -> None:
+    with pytest.raises(UsageError, match=r"^sampling\.(stop|choices) needs a tokenizer and this model has none"):
+        builder_of(None, sampling)
+
+
+def test_a_choice_without_tokens_is_a_bad_one(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "encode_batch", lambda _, texts, __: [[] if t == "b" else [8] for t in texts])
+    answer = one(builder_of(tokenizer), prompt="p", choices=["a", "b"])
+    assert isinstance(answer, BadRow)
+    assert (answer.error.code, answer.error.message) == ("bad_param", "choices: one of them comes to no tokens")
+
+
+def test_a_preset_in_a_row_is_that_of_the_model(tokenizer: Tokenizer) -> None:
+    builder = builder_of(tokenizer, card={"temperature": 0.1, "top_k": 50})
+    answer = one(builder, prompt="p", preset="card", sampling={"top_k": 7})
+    assert isinstance(answer, Request)
+    assert answer.params == SamplingParams(max_tokens=32, seed=5, temperature=0.1, top_k=7)
+
+
+def test_the_first_bad_column_is_the_one_named(tokenizer: Tokenizer) -> None:
+    for names in (["n", "top_p", "stop"], ["stop", "n", "top_p"], ["top_p", "stop", "n"]):
+        answer = one(builder_of(tokenizer), prompt="p", **dict.fromkeys(names, -7))
+        assert isinstance(answer, BadRow) and answer.error.message.startswith(f"{names[0]} = -7")
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"prompt": st.text("aé", max_size=4)},
+            optional={
+                "choices": st.lists(st.text("ab", max_size=3), max_size=4),
+                "stop": st.text("ab", max_size=2),
+                "max_tokens": st.integers(0, 3),
+                "prompt_logprobs": st.integers(0, 3),
+            },
+        ),
+        max_size=6,
+    )
+)
+def test_rows_get_the_answers_they_would_get_alone(tokenizer: Tokenizer, rows: list[dict[str, Any]]) -> None:
+    builder = builder_of(tokenizer, max_model_len=6)
+    records = [record(row, index) for index, row in enumerate(rows)]
+    assert builder.build(records) == [answer for alone in records for answer in builder.build([alone])]

@@ -1,0 +1,120 @@
+"""Compiles every CUDA kernel as a real step would launch it, for a GPU that need not be there.
+
+Run as a program: arguments are the compute capability and dtypes; prints a line of JSON per binary: bytes of stack
+(registers spilled to memory), of shared memory, and how many matrix instructions and wide asynchronous copies it has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from tiny_model import ragged_input
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from batchgen.kernels import QKNorm, SamplingRows
+from batchgen.kernels.cuda.backend import CudaKernels
+from batchgen.model.cache import ConvState, KVCache
+
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FF, VOCAB, BLOCK_SIZE = 16, 8, 64, 1024, 4608, 65536, 32  # LFM2-350M
+
+
+class NoDriver:
+    """What Triton asks of a driver while it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+def compile_instead_of_launching() -> dict[str, tuple[str, Any]]:
+    """Make launches compile only; (name, binary) by hash, filled as kernels are called."""
+    run, found = jit.JITFunction.run, {}
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        found[kernel.hash] = (self.__name__, kernel)
+        return kernel
+
+    jit.JITFunction.run = compile_only
+    return found
+
+
+def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple[int, int]]) -> None:
+    inputs, num_blocks = ragged_input(pieces, BLOCK_SIZE)
+    tokens, slots = inputs.num_tokens, inputs.num_seqs
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    kernels.rms_norm(zeros(tokens, HIDDEN), zeros(HIDDEN), 1e-5)
+    kernels.swiglu(zeros(tokens, 2 * FF))
+    for bias in (None, zeros(HIDDEN)):
+        linear = kernels.linear(zeros(HIDDEN, HIDDEN), bias)
+        linear(zeros(tokens, HIDDEN))
+        linear(zeros(tokens, HIDDEN), zeros(tokens, HIDDEN))
+    keys = zeros(num_blocks + 1, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    cache = KVCache(keys, zeros(num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM), BLOCK_SIZE)
+    norms = QKNorm(zeros(HEAD_DIM), zeros(HEAD_DIM), 1e-5, HEADS)
+    rotary = zeros(2, 1024, HEAD_DIM // 2, dtype=torch.float32)
+    q = kernels.rope_and_cache(zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM), norms, rotary, inputs, cache)
+    kernels.attention(q, cache, inputs, HEAD_DIM)
+    state = ConvState(zeros(slots, 2, HIDDEN), zeros(num_blocks, 2, HIDDEN), BLOCK_SIZE)
+    weight, bias = zeros(3, HIDDEN, dtype=torch.float32), zeros(HIDDEN, dtype=torch.float32)
+    kernels.short_conv(zeros(tokens, 3 * HIDDEN), weight, bias, state, inputs)
+    logits = zeros(2, VOCAB)
+    kernels.argmax(logits)
+    kernels.logsumexp(logits)
+    types = (torch.float32, torch.float32, torch.int64, torch.float64, torch.float64)
+    kernels.sample(logits, SamplingRows(*(zeros(2, dtype=t) for t in types)))
+
+
+def report(name: str, kernel: Any) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        usage, code = (
+            subprocess.run([TOOL, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    stack = re.search(r"STACK:(\d+)", usage)
+    assert stack is not None, usage
+    return {
+        "name": name,
+        "stack_bytes": int(stack[1]),
+        "shared_bytes": kernel.metadata.shared,
+        "matrix": len(re.findall(r"\bH?G?MMA", code)),
+        "wide_copies": len(re.findall(r"LDGSTS\S*\.128", code)),
+    }
+
+
+def main(capability: str, *dtypes: str) -> None:
+    driver.set_active(NoDriver(int(capability)))
+    found = compile_instead_of_launching()
+    for dtype in dtypes:
+        for batch_invariant in (False, True):
+            kernels = CudaKernels(batch_invariant=batch_invariant)
+            call_everything(kernels, getattr(torch, dtype), [(5, 1), (600, 1), (9, 1)])
+            call_everything(kernels, getattr(torch, dtype), [(0, 40), (600, 1), (3, 20)])
+    for name, kernel in found.values():
+        print(json.dumps(report(name, kernel)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

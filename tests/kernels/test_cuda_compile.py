@@ -1,0 +1,59 @@
+"""What the interpreter cannot show: that the kernels compile for real GPUs, and into what one would write by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, which is not installed")
+
+TESTS = Path(__file__).parent.parent
+HOPPER_SHARED_BYTES = 227 * 1024  # most that one block may take
+KERNELS = {
+    "argmax_of_parts",
+    "argmax_parts",
+    "attend_one_token",
+    "attend_tile",
+    "logsumexp",
+    "matmul",
+    "merge_spans",
+    "rms_norm",
+    "rope_and_cache",
+    "sample",
+    "short_conv",
+    "swiglu",
+}
+
+
+def compiled(capability: int, *dtypes: str, cache: Path) -> list[dict[str, Any]]:
+    """In a process of its own: this one may have Triton set to interpret."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    command = [sys.executable, str(Path(__file__).parent / "compile_cuda.py"), str(capability), *dtypes]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_hopper_into_matrix_instructions_and_wide_copies(tmp_path: Path) -> None:
+    binaries = compiled(90, "bfloat16", cache=tmp_path)
+    assert {b["name"] for b in binaries} == KERNELS
+    assert max(b["shared_bytes"] for b in binaries) <= HOPPER_SHARED_BYTES
+    assert max(b["stack_bytes"] for b in binaries) <= 32, "registers are not spilled, but for a few"
+    heavy = [b for b in binaries if b["name"] in ("attend_one_token", "attend_tile", "matmul")]
+    assert all(b["matrix"] and b["wide_copies"] for b in heavy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_every_kernel_compiles_for_every_dtype_and_generation(capability: int, tmp_path: Path) -> None:
+    binaries = compiled(capability, "bfloat16", "float16", "float32", cache=tmp_path)
+    assert {b["name"] for b in binaries} == KERNELS
+    assert max(b["shared_bytes"] for b in binaries) <= 99 * 1024, "the least that one block may take on any of these"

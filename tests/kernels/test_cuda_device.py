@@ -1,0 +1,131 @@
+"""On a real GPU only: recorded = launched, and the device = the CPU, for a whole model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_model import CPU, STD, engine_for, ragged_input, random_requests, raw_config, solo, tokens_of
+from torch import Tensor
+from triton_device import DEVICE, HAS_GPU, CudaKernels
+
+from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, Spare, bucket
+from batchgen.kernels import Kernels
+from batchgen.kernels.reference import ReferenceKernels
+from batchgen.model.cache import StateCache, allocate
+from batchgen.model.config import ModelConfig
+from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.tensors import RandomTensors
+from batchgen.records import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here")]
+
+BLOCK_SIZE = 16
+MOST_SEQS = 70
+NO_FORECAST = {"forecast_memory": False}  # so that memory does run out, and sequences are preempted
+SHAPE = {
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "block_ff_dim": 384,
+    "vocab_size": 1000,
+}
+
+
+class MovedTensors(RandomTensors):
+    """The CPU's random weights on another device, which would draw others."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, CPU, std=STD / 2)
+        self.target = device
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return super().take(name, shape).to(self.target)
+
+
+def model_on(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> Lfm2Model:
+    with torch.inference_mode():
+        return Lfm2Model(ModelConfig.from_dict(raw_config(**SHAPE), "tiny"), MovedTensors(dtype, device), kernels)
+
+
+def random_state(model: Lfm2Model, num_blocks: int) -> StateCache:
+    """The same for every device; one block and slot are to spare."""
+    state = allocate(
+        model.config,
+        num_blocks=num_blocks + 1,
+        block_size=BLOCK_SIZE,
+        num_slots=MOST_SEQS + 1,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for cache in state.kv:
+        for tensor in (cache.keys, cache.values):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    for conv in state.conv:
+        conv.slots.copy_(torch.randn(conv.slots.shape, generator=generator))
+    return state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_replayed_logits_equal_launched_ones_in_every_bucket(batch_invariant: bool, dtype: torch.dtype) -> None:
+    model = model_on(DEVICE, dtype, CudaKernels(DEVICE, batch_invariant=batch_invariant))
+    num_blocks = MOST_SEQS * 70
+    launched, replayed = random_state(model, num_blocks), random_state(model, num_blocks)
+    spare = Spare(num_blocks, MOST_SEQS, BLOCK_SIZE)
+    graphs = DecodeGraphs(model, replayed, spare, CudaRecorder(DEVICE), 4096)
+    for num_seqs in range(1, MOST_SEQS + 1):
+        is_bucket = bucket(num_seqs, MOST_SEQS) == num_seqs
+        for longest in (100, 1100):
+            pasts = torch.randint(0, longest, (num_seqs,), generator=torch.Generator().manual_seed(num_seqs)).tolist()
+            inputs, _ = ragged_input([(past, 1) for past in pasts], BLOCK_SIZE, seed=num_seqs)
+            expected = model.forward(inputs.to(DEVICE), launched, longest)
+            got = graphs.run(inputs)
+            if batch_invariant:
+                assert torch.equal(got, expected)
+            else:
+                most = 1e-5 if dtype == torch.float32 else 2e-2
+                assert (got - expected).norm() / expected.norm() < most, f"{num_seqs} rows, a bucket: {is_bucket}"
+
+
+def test_float32_tokens_equal_those_of_the_cpu_reference() -> None:
+    requests = random_requests(40, seed=0, prompt=(1, 90), output=(1, 60), vocab_size=1000)
+    drawn = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01)
+    requests += [replace(r, key=100 + r.key, params=replace(drawn, max_tokens=9)) for r in requests[:10]]
+    model = model_on(DEVICE, torch.float32, CudaKernels(DEVICE))
+    engine = engine_for(
+        model, num_blocks=60, block_size=BLOCK_SIZE, max_num_seqs=16, max_num_batched_tokens=64, **NO_FORECAST
+    )
+    got = tokens_of(engine.run(requests))
+    assert engine.stats.num_preemptions
+    assert got == solo(model_on(CPU, torch.float32, ReferenceKernels()), requests)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 5e-2), (torch.float16, 1e-2)], ids=str)
+def test_half_precision_logits_are_near_those_of_the_cpu_reference(dtype: torch.dtype, most: float) -> None:
+    inputs, num_blocks = ragged_input([(0, 300), (0, 17), (0, 1), (0, 64)], BLOCK_SIZE)
+    logits = []
+    for model in (
+        model_on(DEVICE, dtype, CudaKernels(DEVICE)),
+        model_on(CPU, dtype, ReferenceKernels()),
+        model_on(CPU, torch.float32, ReferenceKernels()),
+    ):
+        state = random_state(model, num_blocks)
+        logits.append(model.forward(inputs.to(model.device), state, 300).double().cpu())
+    got, same_dtype, exact = logits
+    error, usual = (got - exact).norm() / exact.norm(), (same_dtype - exact).norm() / exact.norm()
+    assert error < max(most, 2 * usual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_batch_invariant_kernels_make_batched_and_preempted_tokens_those_of_a_row_alone(dtype: torch.dtype) -> None:
+    requests = random_requests(30, seed=1, prompt=(1, 200), output=(1, 80), vocab_size=1000)
+    model = model_on(DEVICE, dtype, CudaKernels(DEVICE, batch_invariant=True))
+    engine = engine_for(
+        model, num_blocks=60, block_size=BLOCK_SIZE, max_num_seqs=13, max_num_batched_tokens=50, **NO_FORECAST
+    )
+    got = tokens_of(engine.run(requests))
+    assert engine.stats.num_preemptions
+    assert got == solo(model, requests)

@@ -1,0 +1,160 @@
+"""Recorded decode steps: padded = unpadded to the bit, and nothing but the spare state is touched for the padding.
+
+A stand-in that calls again takes the place of CUDA graphs, so what is shown is all that happens around them: buckets,
+padding, keys, and that recording disturbs nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_model import checked_run, engine_for, ragged_input, random_requests, tiny_model, tokens_of
+from torch import Tensor
+
+from batchgen.engine import model_runner
+from batchgen.engine.graphs import DecodeGraphs, Replay, Spare, bucket
+from batchgen.model.cache import StateCache, allocate
+from batchgen.model.inputs import ModelInput
+from batchgen.model.lfm2 import Lfm2Model
+
+BLOCK_SIZE = 4
+MOST_SEQS = 11
+LONGEST = 200
+
+
+class Again:
+    """Runs the work while recording, as warming up does, and again at every replay, with one result tensor."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+
+    def record(self, work: Callable[[], Tensor]) -> Replay:
+        self.num_recorded += 1
+        result = work()
+
+        def replay() -> Tensor:
+            result.copy_(work())
+            return result
+
+        return replay
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        return torch.full((num_bytes,), 255, dtype=torch.uint8)
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+
+    def wait(self) -> None:
+        pass
+
+
+def state_for(model: Lfm2Model, num_blocks: int) -> tuple[StateCache, Spare]:
+    """Random state of ``num_blocks`` blocks and ``MOST_SEQS`` slots, and one more of each."""
+    state = allocate(
+        model.config,
+        num_blocks=num_blocks + 1,
+        block_size=BLOCK_SIZE,
+        num_slots=MOST_SEQS + 1,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for tensor in tensors(state):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return state, Spare(num_blocks, MOST_SEQS, BLOCK_SIZE)
+
+
+def tensors(state: StateCache) -> list[Tensor]:
+    kv = [tensor for cache in state.kv for tensor in (cache.keys, cache.values)]
+    return kv + [tensor for conv in state.conv for tensor in (conv.slots, conv.blocks)]
+
+
+def copied(state: StateCache) -> StateCache:
+    return StateCache(
+        tuple(replace(cache, keys=cache.keys.clone(), values=cache.values.clone()) for cache in state.kv),
+        tuple(replace(conv, slots=conv.slots.clone(), blocks=conv.blocks.clone()) for conv in state.conv),
+    )
+
+
+def graphs_for(model: Lfm2Model, state: StateCache, spare: Spare) -> tuple[DecodeGraphs, Again]:
+    recorder = Again()
+    graphs = DecodeGraphs(model, state, spare, recorder, max_model_len=LONGEST)
+    return graphs, recorder
+
+
+def decode_input(num_seqs: int, seed: int, longest: int = 40) -> tuple[ModelInput, int]:
+    """One token for each of some sequences of different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    pasts = torch.randint(0, longest, (num_seqs,), generator=generator).tolist()
+    return ragged_input([(past, 1) for past in pasts], BLOCK_SIZE, seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_replayed_step_equals_the_plain_one_to_the_bit_and_touches_no_other_state(dtype: torch.dtype) -> None:
+    model = tiny_model(dtype)
+    most_blocks = 40 * MOST_SEQS
+    state, spare = state_for(model, most_blocks)
+    plain = copied(state)
+    graphs, _ = graphs_for(model, state, spare)
+    for step, num_seqs in enumerate([1, 3, 9, 2, 11, 9, 10, 1]):
+        inputs, _ = decode_input(num_seqs, seed=step)
+        expected = model.forward(inputs, plain, int(inputs.positions.max()))
+        assert torch.equal(graphs.run(inputs), expected)
+        for got, untouched in zip(tensors(state), tensors(plain), strict=True):
+            rows = slice(0, spare.slot if len(got) == spare.slot + 1 else spare.block)
+            assert torch.equal(got[rows], untouched[rows])
+
+
+def test_an_engine_that_replays_gives_the_tokens_of_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = random_requests(9, seed=0, prompt=(1, 20), output=(1, 24))
+    model = tiny_model()
+    sizes = {"num_blocks": 30, "block_size": BLOCK_SIZE, "max_num_seqs": 5, "max_num_batched_tokens": 16}
+    plain = engine_for(model, **sizes)
+    expected = tokens_of(checked_run(plain, requests))
+    recorder = Again()
+    monkeypatch.setattr(model_runner, "can_record", lambda _: True)
+    monkeypatch.setattr(model_runner, "CudaRecorder", lambda _: recorder)
+    engine = engine_for(model, **sizes)
+    assert tokens_of(checked_run(engine, requests)) == expected
+    assert recorder.num_recorded > 2
+    assert engine.stats.num_preemptions == plain.stats.num_preemptions > 0
+
+
+def test_a_size_is_recorded_once_and_every_new_one_anew() -> None:
+    model = tiny_model()
+    state, spare = state_for(model, 60 * MOST_SEQS)
+    graphs, recorder = graphs_for(model, state, spare)
+    for num_seqs, longest, recorded in [(1, 9, 1), (1, 30, 1), (9, 9, 2), (10, 30, 2), (2, 9, 3), (11, 30, 4)]:
+        graphs.run(decode_input(num_seqs, 0, longest)[0])
+        assert recorder.num_recorded == recorded
+    long, _ = ragged_input([(70, 1)], BLOCK_SIZE)
+    graphs.run(long)  # block tables wider than those recorded
+    assert recorder.num_recorded == 5
+
+
+def test_the_rotary_table_stays_where_recordings_found_it() -> None:
+    model = tiny_model()
+    state, spare = state_for(model, 60)
+    graphs, _ = graphs_for(model, state, spare)
+    table = model.rotary.table
+    graphs.run(ragged_input([(LONGEST - 1, 1)], BLOCK_SIZE)[0])
+    model.forward(ragged_input([(LONGEST - 9, 9)], BLOCK_SIZE)[0], state, LONGEST - 1)
+    assert model.rotary.table is table
+
+
+def test_only_steps_of_one_token_each_with_all_logits_are_taken() -> None:
+    one_each, _ = decode_input(3, 0)
+    assert DecodeGraphs.takes(one_each)
+    assert not DecodeGraphs.takes(ragged_input([(0, 1), (3, 2)], BLOCK_SIZE)[0])
+    assert not DecodeGraphs.takes(replace(one_each, logits_indices=torch.tensor([0, 2])))
+    assert not DecodeGraphs.takes(replace(one_each, logits_indices=torch.tensor([0, 2, 1])))
+
+
+def test_buckets_hold_every_size_with_at_most_a_quarter_of_padding() -> None:
+    for most in (1, 5, 100, 512, 1000):
+        sizes = [bucket(n, most) for n in range(1, most + 1)]
+        assert all(n <= size <= min(most, 1.25 * n) for n, size in enumerate(sizes, 1))
+        assert sizes == sorted(sizes) and len(set(sizes)) <= 8 + 4 * max(0, most.bit_length() - 3)

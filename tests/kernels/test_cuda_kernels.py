@@ -1,0 +1,293 @@
+"""The CUDA kernels against the reference: right at odd shapes, contained, and independent of what shares the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from test_attention import Case, attend, dense, make_case
+from test_mixers import conv_state, empty_cache, normal, rotary_table
+from test_sampling_kernel import JUST_BELOW_ONE, draw, filtered, is_settled, logits_of
+from tiny_model import BACK_ENDS, ragged_input, random_requests, solo, tiny_model, tokens_of
+from torch import Tensor
+from torch.nn import functional
+from triton_device import HAS_GPU, OnDevice
+
+from batchgen.engine import Engine, EngineConfig
+from batchgen.kernels import QKNorm, SamplingRows
+from batchgen.kernels.cuda import attention as attention_kernels
+from batchgen.kernels.reference import ReferenceKernels
+from batchgen.records import SamplingParams
+
+REFERENCE = ReferenceKernels()
+DTYPES = [torch.float32, torch.bfloat16]
+# The interpreter multiplies what is beyond a sequence's end, too, before it is masked: NaN and inf in these tests.
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid|overflow|divide).*:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def cuda_among_the_back_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(BACK_ENDS, "cuda", OnDevice)
+    yield
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """A few last places of results near one."""
+    return {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 2e-6, "atol": 2e-6}
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 7, 64, 100, 1030])
+def test_rms_norm_and_swiglu_equal_the_reference(width: int, dtype: torch.dtype) -> None:
+    x, weight = normal(3, width, seed=0, dtype=dtype), 1 + normal(width, seed=1, dtype=dtype)
+    for scale in (1e-4, 1.0, 1e4):
+        expected = REFERENCE.rms_norm(scale * x, weight, 1e-5)
+        torch.testing.assert_close(OnDevice().rms_norm(scale * x, weight, 1e-5), expected, **tolerance(dtype))
+    gate_up = 8 * normal(3, 2 * width, seed=2, dtype=dtype)
+    torch.testing.assert_close(OnDevice().swiglu(gate_up), REFERENCE.swiglu(gate_up), **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 5, 100, 8192, 20_000])
+def test_argmax_and_logsumexp_equal_the_reference(width: int, dtype: torch.dtype) -> None:
+    logits = 3 * normal(9, width, seed=width, dtype=dtype)
+    logits[1] = torch.nan
+    logits[2, width // 2] = torch.nan
+    logits[3, width // 3] = torch.inf
+    logits[4] = -torch.inf
+    logits[5] = 2.0
+    logits[6, : width // 2] = -torch.inf
+    logits[7, [width // 4, width - 1]] = 50.0
+    assert torch.equal(OnDevice().argmax(logits), REFERENCE.argmax(logits))
+    usable = [0, 5, 6, 7, 8]
+    sums = OnDevice().logsumexp(logits)
+    torch.testing.assert_close(sums[usable], REFERENCE.logsumexp(logits)[usable], rtol=1e-6, atol=1e-6)
+    assert not sums[[1, 2, 3, 4]].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "block_size"),
+    [((3, 3, 16), 16), ((5, 1, 8), 3), ((4, 2, 24), 24), ((4, 2, 12), 1), ((2, 2, 64), 32)],
+    ids=str,
+)
+def test_rope_and_cache_equals_the_reference(heads: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    inputs, num_blocks = ragged_input([(0, 1), (300, 1), (0, 5), (31, 3)], block_size)
+    qkv = normal(inputs.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, seed=1, dtype=dtype)
+    weights = [1 + normal(head_dim, seed=s, dtype=dtype) for s in (2, 3)]
+    norms = QKNorm(weights[0], weights[1], 1e-5, num_heads)
+    results = []
+    for kernels in (OnDevice(), REFERENCE):
+        cache = empty_cache(inputs, num_blocks, block_size, num_kv_heads, head_dim, dtype)
+        q = kernels.rope_and_cache(qkv, norms, rotary_table(400, head_dim), inputs, cache)
+        assert q.dtype == torch.float32
+        results.append((q, cache.keys, cache.values))
+    (q, keys, values), (expected_q, expected_keys, expected_values) = results
+    most = 2**-7 if dtype == torch.bfloat16 else 1e-6
+    assert relative_error(q, expected_q) < most
+    assert not q[..., head_dim:].any(), "what pads a head is zero"
+    written = expected_keys != 77.0
+    assert torch.equal(keys != 77.0, written), "only the tokens' own slots are written"
+    assert relative_error(keys[written], expected_keys[written]) < most
+    assert torch.equal(values, expected_values), "values are copied as they are"
+
+
+# Single tokens and chunks; in the first span of a context, across its end, and on a later one.
+PIECES = [(0, 1), (0, 7), (5, 1), (40, 1), (127, 1), (128, 1), (60, 9), (130, 3), (0, 70)]
+HEADS = [(3, 3, 16), (6, 2, 24), (12, 1, 16)]
+
+
+@pytest.fixture
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans of 64 positions, so that contexts the interpreter can cope with have several."""
+    monkeypatch.setattr(attention_kernels, "SPAN", 64)
+
+
+def only(case: Case, row: int) -> Case:
+    """One sequence of a case by itself."""
+    return replace(
+        case,
+        pieces=case.pieces[row : row + 1],
+        queries=case.queries[row : row + 1],
+        keys=case.keys[row : row + 1],
+        values=case.values[row : row + 1],
+    )
+
+
+def assert_attends(case: Case, block_size: int) -> None:
+    is_bfloat16 = case.keys[0].dtype == torch.bfloat16
+    close = {"rtol": 2**-6, "atol": 2**-6} if is_bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
+    for got, expected in zip(attend(OnDevice(), case, block_size), dense(case), strict=True):
+        torch.testing.assert_close(got.double(), expected, **close)
+
+
+@pytest.mark.usefixtures("short_spans")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "block_size"), list(zip(HEADS, [16, 3, 32], strict=True)), ids=str)
+def test_paged_attention_equals_dense_attention(
+    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    assert_attends(make_case(PIECES, heads, dtype, seed=block_size), block_size)
+
+
+def test_attention_equals_dense_attention_over_full_spans() -> None:
+    assert_attends(make_case([(511, 1), (512, 1), (500, 20)], (4, 2, 64), torch.bfloat16, seed=0), 32)
+
+
+@pytest.mark.usefixtures("short_spans")
+def test_attention_follows_scores_of_any_size() -> None:
+    case = make_case([(100, 2), (100, 1)], (2, 1, 16), torch.float32, 4)
+    case = replace(case, queries=[200 * q for q in case.queries])  # so sharp that one position takes all
+    for got, expected in zip(attend(OnDevice(), case, 16), dense(case), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("short_spans")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_attention_has_the_same_bits_whatever_shares_the_batch(dtype: torch.dtype) -> None:
+    case = make_case([(100, 1), (20, 5), (63, 1), (64, 2)], (4, 2, 16), dtype, 2)
+    together = attend(OnDevice(), case, 16)
+    assert all(map(torch.equal, attend(OnDevice(), case, 32, seed=1), together)), "other blocks, other block size"
+    for row, expected in enumerate(together):
+        assert torch.equal(attend(OnDevice(), only(case, row), 16)[0], expected)
+
+
+@pytest.mark.usefixtures("short_spans")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batch_invariant_attention_has_the_same_bits_however_a_prompt_is_cut(dtype: torch.dtype) -> None:
+    whole = make_case([(0, 80)], (4, 2, 16), dtype, 3)
+    expected = attend(OnDevice(batch_invariant=True), whole, 16)[0]
+    got, past = [], 0
+    for count in (63, 1, 1, 10, 1, 4):
+        end = past + count
+        chunk = Case(
+            [(past, count)],
+            whole.heads,
+            [whole.queries[0][past:end]],
+            [whole.keys[0][:end]],
+            [whole.values[0][:end]],
+        )
+        got += attend(OnDevice(batch_invariant=True), chunk, 16)
+        past = end
+    assert torch.equal(torch.cat(got), expected)
+
+
+CONV_PIECES = {
+    "one token each": [(0, 1), (1, 1), (15, 1), (40, 1)],
+    "chunks": [(0, 1), (0, 2), (0, 40), (1, 1), (2, 17), (15, 1), (31, 20)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pieces", CONV_PIECES)
+@pytest.mark.parametrize(("width", "taps"), [(16, 3), (300, 3), (40, 4), (7, 2)])
+def test_short_conv_equals_the_reference(width: int, taps: int, pieces: str, dtype: torch.dtype) -> None:
+    weight, bias = normal(taps, width, seed=1), normal(width, seed=2)
+    inputs, num_blocks = ragged_input(CONV_PIECES[pieces], 16)
+    bcx = normal(inputs.num_tokens, 3 * width, seed=3, dtype=dtype)
+    results = []
+    for kernels in (OnDevice(), REFERENCE):
+        slots = normal(inputs.num_seqs + 2, taps - 1, width, seed=4, dtype=dtype)
+        slots[[i for i, (past, _) in enumerate(CONV_PIECES[pieces]) if not past]] = torch.nan  # an earlier sequence's
+        state = conv_state(slots, num_blocks, 16)
+        results.append((kernels.short_conv(bcx, weight, bias, state, inputs), state.slots, state.blocks))
+    (out, slots, blocks), (expected, expected_slots, expected_blocks) = results
+    torch.testing.assert_close(out, expected, **tolerance(dtype))
+    assert torch.equal(slots, expected_slots), "the last inputs are kept as they are, and only for these sequences"
+    torch.testing.assert_close(blocks, expected_blocks, rtol=0, atol=0, equal_nan=True)
+
+
+FILTERS = [
+    {},
+    {"temperature": 0.3, "top_k": 3},
+    {"temperature": 1.7, "top_p": 0.8},
+    {"min_p": 0.05, "top_k": 12, "top_p": 0.9},
+    {"top_p": 1e-9},
+    {"temperature": 3e38},
+]
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_draws_follow_the_filtered_probabilities(params: dict[str, float]) -> None:
+    logits = logits_of(17, seed=3)
+    full = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0, **params}
+    expected = filtered(logits, **full)
+    cumulative = expected.cumsum(0)
+    allowed = expected.nonzero().flatten().tolist()
+    middles = (cumulative - expected / 2)[allowed].tolist()
+    assert draw("cuda", logits, middles, **params) == allowed
+    assert set(draw("cuda", logits, [0.0, JUST_BELOW_ONE], **params)) <= set(allowed)
+
+
+def test_what_equals_the_last_kept_token_is_kept() -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 0.0, 1.0])
+    tied = torch.where(logits >= 1.0, logits, -torch.inf).double().softmax(-1)
+    middles = (tied.cumsum(0) - tied / 2)[logits >= 1.0].tolist()
+    assert draw("cuda", logits, middles, top_k=2) == [0, 1, 2, 4]
+    assert draw("cuda", logits, middles, top_p=float(logits.double().softmax(-1)[1]) + 0.01) == [0, 1, 2, 4]
+
+
+def test_a_row_that_is_not_finite_draws_minus_one() -> None:
+    logits = torch.full((6, 20), 0.5)
+    logits[1], logits[4] = torch.nan, -torch.inf
+    logits[2, 7], logits[3, 7] = torch.nan, torch.inf
+    logits[5, 10:] = -torch.inf
+    n = torch.ones(6)
+    rows = SamplingRows(n, 0 * n, 0 * n.long(), n.double(), 0.51 * n.double())
+    assert OnDevice().sample(logits, rows).tolist() == [10, -1, -1, -1, -1, 5]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sample_equals_the_reference_over_several_blocks_of_a_row(dtype: torch.dtype) -> None:
+    n, width = 6, 9000
+    logits = 3 * normal(n, width, seed=0, dtype=dtype)
+    rows = SamplingRows(
+        temperature=torch.tensor([0.3, 1.0, 1.0, 2.0, 1.0, 0.7]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.01, 0.001]),
+        top_k=torch.tensor([0, 40, 0, 5000, 0, 100]),
+        top_p=torch.tensor([1.0, 1.0, 0.9, 1.0, 1.0, 0.95], dtype=torch.float64),
+        uniform=torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9, 0.999], dtype=torch.float64),
+    )
+    settled = is_settled(logits, rows)
+    assert settled.sum() >= n - 1
+    assert torch.equal(OnDevice().sample(logits, rows)[settled], REFERENCE.sample(logits, rows)[settled])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_equals_torch(dtype: torch.dtype, batch_invariant: bool) -> None:
+    x, weight = normal(70, 100, seed=0, dtype=dtype), normal(130, 100, seed=1, dtype=dtype)
+    bias, residual = normal(130, seed=2, dtype=dtype), normal(70, 130, seed=3, dtype=dtype)
+    for b in (None, bias):
+        linear = OnDevice(batch_invariant=batch_invariant).linear(weight, b)
+        expected = functional.linear(x.double(), weight.double(), None if b is None else b.double())
+        most = 2**-7 if dtype == torch.bfloat16 else 1e-6
+        assert relative_error(linear(x), expected) < most
+        assert relative_error(linear(x, residual), expected + residual) < most
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batch_invariant_linear_has_the_same_bits_for_a_row_in_any_batch(dtype: torch.dtype) -> None:
+    linear = OnDevice(batch_invariant=True).linear(normal(70, 100, seed=1, dtype=dtype))
+    x = normal(130, 100, seed=0, dtype=dtype)
+    whole = linear(x)
+    for rows in (slice(0, 1), slice(5, 9), slice(60, 129)):
+        assert torch.equal(linear(x[rows]), whole[rows])
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this is for a model whose weights are on the CPU; test_cuda_device has the other")
+def test_a_model_generates_what_the_reference_generates() -> None:
+    greedy = random_requests(3, seed=1, prompt=(1, 20), output=(2, 4))
+    drawn = random_requests(2, seed=2, prompt=(3, 9), output=(3, 3), params=SamplingParams(temperature=0.8, top_k=20))
+    requests = [*greedy, *(replace(r, key=10 + r.key) for r in drawn)]
+    model = tiny_model(kernels=OnDevice().kernels, num_hidden_layers=2, full_attn_idxs=[1])
+    engine = Engine(model, EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, block_size=8, kv_memory=1 << 20))
+    reference = tiny_model(kernels=REFERENCE, num_hidden_layers=2, full_attn_idxs=[1])
+    assert tokens_of(engine.run(requests)) == solo(reference, requests)

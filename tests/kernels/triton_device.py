@@ -1,0 +1,110 @@
+"""The CUDA kernels wherever tests run: on a GPU if there is one, else on Triton's interpreter over CPU tensors.
+
+``OnDevice`` takes and gives CPU tensors, so that what tests the other back ends tests this one too. The interpreter
+runs each program in Python, a few hundred a second: shapes are kept tiny. Two things it does unlike any device are
+mended here: it cuts a float32 to bfloat16 instead of rounding it, and multiplies matrices of bfloat16 by their bits.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, by the kernels or by another library
+
+pytest.importorskip("triton", reason="the CUDA kernels are written in Triton, which is not installed")
+
+import triton.language as tl  # noqa: E402  # what follows imports Triton
+from triton.runtime.interpreter import InterpreterBuilder  # noqa: E402
+
+from batchgen.kernels import Linear, QKNorm, SamplingRows  # noqa: E402
+from batchgen.kernels.cuda import rows as _kernels  # noqa: E402
+from batchgen.kernels.cuda.backend import CudaKernels  # noqa: E402
+from batchgen.model.cache import ConvState, KVCache  # noqa: E402
+from batchgen.model.inputs import ModelInput  # noqa: E402
+
+assert HAS_GPU or type(_kernels.rms_norm).__name__ == "InterpretedFunction", "Triton was imported by another test"
+
+
+def _mend_bfloat16(builder: type[Any]) -> None:
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def rounded_cast(self: Any, source: Any, target: Any) -> Any:
+        result = cast(self, source, target)
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            bits = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16).numpy()
+            result.data = bits.view(np.uint16)
+        return result
+
+    def wide_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (cast(self, x, tl.float32) for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    builder.cast_impl, builder.create_dot = rounded_cast, wide_dot
+
+
+if not HAS_GPU:
+    _mend_bfloat16(InterpreterBuilder)
+
+
+class OnDevice:
+    """``CudaKernels`` between CPU tensors."""
+
+    name = "cuda"
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.kernels = CudaKernels(DEVICE if HAS_GPU else None, batch_invariant=batch_invariant)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        linear = self.kernels.linear(weight.to(DEVICE), None if bias is None else bias.to(DEVICE))
+
+        def call(x: Tensor, residual: Tensor | None = None) -> Tensor:
+            return linear(x.to(DEVICE), None if residual is None else residual.to(DEVICE)).cpu()
+
+        return call
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.kernels.rms_norm(x.to(DEVICE), weight.to(DEVICE), eps).cpu()
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        return self.kernels.swiglu(gate_up.to(DEVICE)).cpu()
+
+    def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
+        moved = replace(cache, keys=cache.keys.to(DEVICE), values=cache.values.to(DEVICE))
+        weights = QKNorm(norms.q_weight.to(DEVICE), norms.k_weight.to(DEVICE), norms.eps, norms.num_heads)
+        q = self.kernels.rope_and_cache(qkv.to(DEVICE), weights, rotary.to(DEVICE), inputs.to(DEVICE), moved)
+        cache.keys.copy_(moved.keys)
+        cache.values.copy_(moved.values)
+        return q.cpu()
+
+    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
+        moved = replace(cache, keys=cache.keys.to(DEVICE), values=cache.values.to(DEVICE))
+        return self.kernels.attention(q.to(DEVICE), moved, inputs.to(DEVICE), head_dim).cpu()
+
+    def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
+        moved = replace(state, slots=state.slots.to(DEVICE), blocks=state.blocks.to(DEVICE))
+        out = self.kernels.short_conv(bcx.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE), moved, inputs.to(DEVICE))
+        state.slots.copy_(moved.slots)
+        state.blocks.copy_(moved.blocks)
+        return out.cpu()
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return self.kernels.argmax(logits.to(DEVICE)).cpu()
+
+    def logsumexp(self, logits: Tensor) -> Tensor:
+        return self.kernels.logsumexp(logits.to(DEVICE)).cpu()
+
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        columns = {name: getattr(rows, name).to(DEVICE) for name in rows.__slots__}
+        return self.kernels.sample(logits.to(DEVICE), SamplingRows(**columns)).cpu()

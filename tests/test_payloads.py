@@ -1,0 +1,170 @@
+"""The output record: what is in it for what was asked, in one order, and as plain JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.data.json_line import encode_json
+from batchgen.records import Cursor, FinishReason, Record, Result, Sample, TokenLogprob
+from batchgen.run.payloads import Payloads
+from batchgen.spec import RECORD_KEYS, InputSpec, JobSpec, ModelSpec, OutputSpec
+
+ORDER = ["id", "index", "text", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples", "choices"]
+ORDER += ["prompt_logprobs", "perplexity"]
+SPEC = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("out"))
+ROW = Record(3, "in.jsonl", 4, {"prompt": "Hi"}, Cursor(0, 9, 0, 4))
+LETTERS = "abcdefghijklmnopqrstuvwxyz .\n"
+END = len(LETTERS)
+
+
+def decode(ids: Any, *, skip_special_tokens: bool = True) -> str:
+    """Every token a character, and an end token."""
+    return "".join(LETTERS[i] if i < END else "" if skip_special_tokens else "<end>" for i in ids)
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(LETTERS.index(letter) for letter in text)
+
+
+def payload(
+    result: Result, choices: tuple[str, ...] = (), *, token_ids: bool = False, has_tokenizer: bool = True
+) -> dict[str, Any]:
+    """The record as a reader of the outputs finds it."""
+    spec = replace(SPEC, output=replace(SPEC.output, token_ids=token_ids))
+    record = Payloads(spec, decode if has_tokenizer else None).result(ROW, None, result, choices)
+    return json.loads(encode_json(record))
+
+
+def result(text: str = "ab", **fields: Any) -> Result:
+    return Result(**{"key": 3, "num_prompt_tokens": 5, "token_ids": ids_of(text), "finish_reason": "length"} | fields)
+
+
+def test_a_plain_row_has_nothing_that_was_not_asked_for() -> None:
+    record = payload(result())
+    assert list(record) == ["id", "index", "text", "finish_reason", "usage", "timings"]
+    assert (record["text"], record["finish_reason"]) == ("ab", "length")
+    assert record["usage"] == {"prompt_tokens": 5, "completion_tokens": 2}
+
+
+def test_the_stop_string_and_what_follows_it_are_cut_off_but_their_tokens_stay() -> None:
+    record = payload(result("a.b.\n", stop="\n", finish_reason=FinishReason.STOP), token_ids=True)
+    assert (record["text"], record["finish_reason"]) == ("a.b.", "stop")
+    assert record["token_ids"] == list(ids_of("a.b.\n")) and record["usage"]["completion_tokens"] == 5
+
+
+def test_a_stop_string_that_min_tokens_let_pass_stays() -> None:
+    assert payload(result("a.b.", stop="."))["text"] == "a.b"
+
+
+def test_log_probabilities_name_the_token_and_the_likeliest_ones() -> None:
+    tokens = (TokenLogprob(0, -0.12345678, ((0, -0.12345678), (END, -2.0))), TokenLogprob(END, -1e-9))
+    logprobs = [
+        {
+            "token_id": 0,
+            "token": "a",
+            "logprob": -0.123457,
+            "top_logprobs": [
+                {"token_id": 0, "token": "a", "logprob": -0.123457},
+                {"token_id": END, "token": "<end>", "logprob": -2.0},
+            ],
+        },
+        {"token_id": END, "token": "<end>", "logprob": 0.0, "top_logprobs": []},
+    ]
+    record = payload(result(token_ids=(0, END), logprobs=tokens))
+    assert record["logprobs"] == logprobs and "-0.0" not in json.dumps(record["logprobs"][1])
+    assert "samples" not in record
+
+
+def test_without_a_tokenizer_ids_stand_for_text() -> None:
+    record = payload(result(logprobs=(TokenLogprob(0, -1.0),)), has_tokenizer=False)
+    assert "text" not in record and record["token_ids"] == [0, 1]
+    assert record["logprobs"] == [{"token_id": 0, "token": None, "logprob": -1.0, "top_logprobs": []}]
+
+
+def test_all_samples_are_listed_and_the_first_one_is_the_rows() -> None:
+    more = (Sample(ids_of("c."), FinishReason.STOP, "."), Sample((), FinishReason.REPETITION))
+    record = payload(result("ab", more_samples=more))
+    assert record["samples"] == [
+        {"text": "ab", "finish_reason": "length"},
+        {"text": "c", "finish_reason": "stop"},
+        {"text": "", "finish_reason": "repetition"},
+    ]
+    assert (record["text"], record["finish_reason"], record["usage"]["completion_tokens"]) == ("ab", "length", 4)
+
+
+def test_samples_hold_ids_and_log_probabilities_when_asked_for() -> None:
+    logprobs = (TokenLogprob(0, -1.0),)
+    more = (Sample(ids_of("c"), FinishReason.STOP, logprobs=logprobs),)
+    record = payload(result("a", logprobs=logprobs, more_samples=more), token_ids=True)
+    assert [list(sample) for sample in record["samples"]] == [["text", "finish_reason", "token_ids", "logprobs"]] * 2
+    assert record["samples"][0] == {name: record[name] for name in record["samples"][0]}
+
+
+def test_a_prompts_perplexity_is_that_of_its_tokens_but_the_first() -> None:
+    tokens = tuple(TokenLogprob(i, logprob) for i, logprob in enumerate((-1.0, -2.0, -0.5)))
+    record = payload(result("", prompt_logprobs=tokens))
+    assert [item["logprob"] for item in record["prompt_logprobs"]] == [-1.0, -2.0, -0.5]
+    assert record["perplexity"] == round(math.exp(3.5 / 3), 6)
+    assert record["text"] == "" and record["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("logprobs", [(), (-1e5,), (float("-inf"),), (float("nan"),)])
+def test_a_perplexity_that_is_no_number_is_null(logprobs: tuple[float, ...]) -> None:
+    tokens = tuple(TokenLogprob(0, logprob) for logprob in logprobs)
+    assert payload(result(prompt_logprobs=tokens))["perplexity"] is None
+
+
+@pytest.mark.parametrize(("logprobs", "best"), [((-2.0, -1.0), " no"), ((-1.0, -2.0), "yes"), ((-1.0, -1.0), "yes")])
+def test_the_likeliest_choice_is_the_text(logprobs: tuple[float, ...], best: str) -> None:
+    record = payload(result(best, choice_logprobs=logprobs, finish_reason=None), ("yes", " no"))
+    assert (record["text"], record["finish_reason"]) == (best, "stop")
+    assert record["choices"] == [{"text": "yes", "logprob": logprobs[0]}, {"text": " no", "logprob": logprobs[1]}]
+
+
+def test_kept_columns_make_way_for_the_records_own_fields() -> None:
+    spec = replace(SPEC, input=replace(SPEC.input, keep_columns=("*",)))
+    columns = {"choices": [1], "perplexity": 2, "prompt_logprobs": 3, "samples": 4, "logprobs": 5, "other": 6}
+    record = Payloads(spec, decode).result(replace(ROW, columns=columns), None, result())
+    assert {name.removeprefix("input_"): value for name, value in list(record.items())[6:]} == columns
+    assert not RECORD_KEYS & set(list(record)[6:])
+
+
+LOGPROBS = st.none() | st.lists(
+    st.builds(
+        TokenLogprob,
+        st.integers(0, END),
+        st.floats(-50, 0),
+        st.lists(st.tuples(st.integers(0, END), st.floats(-50, 0)), max_size=2).map(tuple),
+    ),
+    max_size=3,
+).map(tuple)
+SAMPLES = st.builds(
+    Sample, st.lists(st.integers(0, END), max_size=4).map(tuple), st.sampled_from(FinishReason), logprobs=LOGPROBS
+)
+
+
+@settings(deadline=None)
+@given(st.lists(SAMPLES, min_size=1, max_size=3), LOGPROBS, st.booleans(), st.booleans())
+def test_the_order_of_fields_never_changes(
+    samples: list[Sample], prompt_logprobs: Any, token_ids: bool, has_tokenizer: bool
+) -> None:
+    first, *more = samples
+    whole = result(
+        token_ids=first.token_ids,
+        finish_reason=first.finish_reason,
+        logprobs=first.logprobs,
+        more_samples=tuple(more),
+        prompt_logprobs=prompt_logprobs,
+    )
+    record = payload(whole, token_ids=token_ids, has_tokenizer=has_tokenizer)
+    assert list(record) == [name for name in ORDER if name in record]
+    assert record["usage"]["completion_tokens"] == sum(len(sample.token_ids) for sample in samples)
+    assert ("samples" in record) == (len(samples) > 1)
+    assert set(ORDER) == RECORD_KEYS

@@ -1,0 +1,113 @@
+"""How near a run came to what its machine can do: work counted by the engine, over measured rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchgen import report_roofline
+from batchgen.model.published import dummy_config
+from batchgen.report_roofline import (
+    Ceilings,
+    Costs,
+    Measured,
+    Work,
+    describe_costs,
+    machine_key,
+    recall,
+    remember,
+    roofline_section,
+)
+
+CONFIG = dummy_config("dummy:LFM2-350M")
+MEASURED = Measured(Ceilings(1e12, 1e10), "measured by hand", "2026-01-01T00:00:00+00:00")
+
+
+def counts(**more: int) -> dict[str, Any]:
+    names = ("num_steps", "num_prefill_tokens", "num_decode_tokens", "num_output_tokens", "num_attended", "num_kv_read")
+    return dict.fromkeys(names, 0) | more
+
+
+def test_flop_of_the_published_350m_shape_are_those_of_its_description() -> None:
+    work = Costs.of(CONFIG, itemsize=2).work(counts(num_steps=1, num_prefill_tokens=10, num_output_tokens=1))
+    assert work.flops == pytest.approx(2 * 287.4e6 * 10 + 2 * 67.1e6, rel=1e-3)
+    assert work.num_bytes == pytest.approx(2 * (287.4e6 + 67.1e6), rel=1e-3)
+
+
+def test_attended_positions_and_read_kv_are_counted_from_the_steps() -> None:
+    work = Costs.of(CONFIG, itemsize=2).work(counts(num_attended=1000, num_kv_read=1000))
+    assert work.flops == 4 * 16 * 64 * 6 * 1000
+    assert work.num_bytes == 12 * 1024 * 1000  # 12 KiB a token
+
+
+def test_the_floor_is_set_by_the_scarcer_resource() -> None:
+    ceilings = Ceilings(flops_per_s=100.0, memory_bytes_per_s=10.0)
+    assert Work(1000.0, 10.0).floor_s(ceilings) == 10.0
+    assert Work(10.0, 1000.0).floor_s(ceilings) == 100.0
+
+
+def test_the_share_is_the_larger_of_both_and_follows_from_the_counts() -> None:
+    known = describe_costs(Costs.of(CONFIG, itemsize=2), MEASURED)
+    found = roofline_section(known, counts(num_prefill_tokens=10_000, num_steps=20), generate_s=10.0)
+    assert found["flops_share"] == pytest.approx(found["flops"] / 1e12 / 10, abs=1e-4)
+    assert found["bytes_share"] == pytest.approx(found["bytes"] / 1e10 / 10, abs=1e-4)
+    assert found["share"] == max(found["flops_share"], found["bytes_share"])
+
+
+def test_of_a_report_it_can_be_made_again_with_more_counted() -> None:
+    known = describe_costs(Costs.of(CONFIG, itemsize=2), MEASURED)
+    once = roofline_section(known, counts(num_prefill_tokens=10_000, num_steps=20), generate_s=10.0)
+    both = roofline_section(once, counts(num_prefill_tokens=20_000, num_steps=40), generate_s=20.0)
+    assert (both["flops"], both["share"]) == (2 * once["flops"], once["share"])
+
+
+def test_where_nothing_was_measured_the_work_is_told_and_no_share() -> None:
+    known = describe_costs(Costs.of(CONFIG, itemsize=2), None)
+    found = roofline_section(known, counts(num_prefill_tokens=10), generate_s=1.0)
+    assert found["flops"] > 0
+    assert found["share"] is None
+
+
+def test_an_engine_that_counts_no_work_has_no_roofline() -> None:
+    assert roofline_section(describe_costs(Costs.of(CONFIG, itemsize=2), MEASURED), {"num_steps": 3}, 1.0) is None
+    assert roofline_section(None, counts(), 1.0) is None
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    path = tmp_path / "cache" / "roofline.json"
+    monkeypatch.setattr(report_roofline, "cache_file", lambda: path)
+    return path
+
+
+@pytest.mark.usefixtures("kept")
+def test_ceilings_hold_for_one_machine_shape_dtype_and_number_of_threads() -> None:
+    numerics = {"dtype": "bfloat16", "device": "cpu"}
+    key = machine_key("a processor", CONFIG, numerics, 2)
+    others = [
+        machine_key("another", CONFIG, numerics, 2),
+        machine_key("a processor", dummy_config("dummy:LFM2-700M"), numerics, 2),
+        machine_key("a processor", CONFIG, numerics | {"dtype": "float32"}, 2),
+        machine_key("a processor", CONFIG, numerics, 4),
+    ]
+    remember(key, MEASURED)
+    assert recall(key) == MEASURED
+    assert [recall(other) for other in others] == [None] * 4
+
+
+def test_ceilings_of_several_machines_are_kept_side_by_side(kept: Path) -> None:
+    remember("one", MEASURED)
+    remember("two", Measured(Ceilings(2.0, 3.0), "s", "t"))
+    assert recall("one") == MEASURED
+    assert kept.is_file()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"key": 3}', '{"key": {"ceilings": {}}}', '{"key": {"ceilings": 1}}'])
+def test_a_damaged_file_is_as_good_as_none(kept: Path, content: str) -> None:
+    kept.parent.mkdir()
+    kept.write_text(content)
+    assert recall("key") is None
+    remember("key", MEASURED)
+    assert recall("key") == MEASURED

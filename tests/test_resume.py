@@ -1,0 +1,286 @@
+"""What a resume finds after the worst moments: ids half restored, litter of a kill, numerics that were named."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import JobMaker, quiet, rows_of, without_timings
+from stub_engine import stub_factory
+
+from batchgen.data import files
+from batchgen.data.journal import Journal
+from batchgen.errors import ModelError, ResumeMismatch, StorageError, UsageError
+from batchgen.plan import PlanOptions, make_plan
+from batchgen.run import RunOptions, run_job
+from batchgen.run import job as job_module
+from batchgen.run import rows as rows_module
+from batchgen.run.model import Backend, ModelInfo
+from batchgen.run.unique_ids import UniqueIds
+from batchgen.spec import JobSpec
+
+STRICT = RunOptions(strict=True, progress="quiet")
+
+
+def interrupted(job: JobMaker, num_tokens: int = 400, shard: tuple[int, int] = (1, 1)) -> None:
+    options = dataclasses.replace(quiet(max_total_tokens=num_tokens), shard=shard)
+    assert job.run(options=options).exit_code == 75
+
+
+def lose_ids(job: JobMaker) -> None:
+    for path in (job.output / "journal").glob("ids.sqlite*"):
+        path.unlink()
+
+
+def codes(job: JobMaker) -> list[tuple[int, str]]:
+    return [(letter["index"], letter["code"]) for letter in job.errors()]
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# ---------------------------------------------------------------- ids
+
+
+def test_ids_are_lost_too_where_a_kill_left_an_empty_file_of_them(job: JobMaker) -> None:
+    job.write([*rows_of(300), *rows_of(20)])
+    interrupted(job, 2000)
+    lose_ids(job)
+    UniqueIds(job.output / "journal" / "ids.sqlite").close()
+    job.run()
+    assert codes(job) == [(index, "duplicate_id") for index in range(300, 320)]
+
+
+def test_a_kill_while_lost_ids_are_read_again_loses_none(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.write([*rows_of(300), *rows_of(20)])
+    interrupted(job, 2000)
+    lose_ids(job)
+    with monkeypatch.context() as patch:
+        patch.setattr(rows_module.Screen, "screen", failing)
+        with pytest.raises(StorageError):
+            job.run()
+    assert (job.output / "journal" / "ids.sqlite").exists()
+    job.run()
+    assert codes(job) == [(index, "duplicate_id") for index in range(300, 320)]
+
+
+def failing(*args: object, **kwargs: object) -> None:
+    raise StorageError("killed here")
+
+
+def test_a_row_under_way_keeps_its_id_when_ids_are_lost(job: JobMaker) -> None:
+    """The second row with an id is journalled as a duplicate while the first is still with the engine."""
+    first = max(range(8), key=lambda i: job_length(job, i))
+    job.write([*rows_of(8), rows_of(8)[first], *rows_of(80)[8:]])
+    interrupted(job, 60)
+    lose_ids(job)
+    job.run()
+    assert codes(job) == [(8, "duplicate_id")]
+    assert len(job.outputs()) == 80
+
+
+def job_length(job: JobMaker, index: int) -> int:
+    """How many tokens the stub gives a row of ``rows_of``."""
+    folder = job.folder / f"alone-{index}"
+    folder.mkdir()
+    alone = JobMaker(folder)
+    alone.write([rows_of(index + 1)[index]])
+    alone.run()
+    return int(alone.outputs()[0]["usage"]["completion_tokens"])
+
+
+def test_ids_of_other_shards_are_learnt_again_though_a_kill_interrupts_that(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(1200)
+    job.write([*rows, *(rows[1] for _ in range(40))])  # row 1 is the other shard's, rows 1200, 1202, ... are ours
+    interrupted(job, 500, shard=(1, 2))
+    lose_ids(job)
+    with closing(Journal.open(job.output / "journal", (1, 2))) as journal:
+        assert journal.done.first_gap > 2
+    claim = UniqueIds.claim
+    with monkeypatch.context() as patch:
+        patch.setattr(UniqueIds, "claim", lambda ids, claims: (claim(ids, claims[:0]), failing()))
+        with pytest.raises(StorageError):
+            job.run(options=RunOptions(shard=(1, 2), progress="quiet"))
+    job.run(options=RunOptions(shard=(1, 2), progress="quiet"))
+    assert codes(job) == [(index, "duplicate_id") for index in range(1200, 1240, 2)]
+
+
+def test_finished_rows_are_not_read_again_where_ids_are_sound(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.write(rows_of(100))
+    interrupted(job)
+    monkeypatch.setattr(job_module, "claim_again", failing)
+    assert job.run().exit_code == 0
+
+
+# ---------------------------------------------------------------- strict
+
+
+@pytest.mark.parametrize("ids_are_lost", [True, False])
+def test_strict_on_a_resume_finds_duplicates_of_finished_rows(job: JobMaker, ids_are_lost: bool) -> None:
+    job.write([*rows_of(300), *rows_of(20)])
+    interrupted(job, 2000)
+    if ids_are_lost:
+        lose_ids(job)
+    with pytest.raises(UsageError, match=r"20 bad rows.*\n.*:301: duplicate_id"):
+        job.run(options=STRICT)
+    assert job.run().exit_code == 3
+
+
+def test_strict_on_a_resume_of_a_run_that_finished_no_row_checks_them_all(job: JobMaker) -> None:
+    job.write([*rows_of(300), "{"])
+    with pytest.raises(RuntimeError):
+        job.run(crashes_at=0)
+    with pytest.raises(UsageError, match=r"1 bad row.*\n.*:301: bad_json"):
+        job.run(options=STRICT)
+
+
+def test_strict_lets_good_rows_resume(job: JobMaker) -> None:
+    job.write(rows_of(100))
+    interrupted(job)
+    assert job.run(options=STRICT).exit_code == 0
+    assert len(job.outputs()) == 100
+
+
+# ---------------------------------------------------------------- litter
+
+
+@pytest.mark.parametrize("moment", ["while it is removed", "later"])
+def test_what_a_kill_leaves_of_the_journal_goes_with_the_next_run(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    job.write(rows_of(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(files.shutil, "rmtree", lambda *args, **kwargs: None)
+        job.run()
+    assert ".journal.removed" in names(job.output)
+    (job.output / ".outputs.parquet.tmp").write_bytes(b"half written")
+    assert "already done" in job.run().lines[0]
+    assert names(job.output) == {"outputs.jsonl", "report.json", "job.json"}
+
+
+# ---------------------------------------------------------------- numerics
+
+
+def test_naming_the_dtype_that_auto_came_to_is_no_change(job: JobMaker, tmp_path: Path) -> None:
+    job.write(rows_of(60))
+    interrupted(job)
+    assert job.run(job.spec(model={"dtype": "float32"})).exit_code == 0
+    assert "already done" in job.run(job.spec(model={"dtype": "float32"})).lines[0]
+    job.run(job.spec(output={"path": str(tmp_path / "reference")}))
+    assert job.outputs() == without_timings(tmp_path / "reference" / "outputs.jsonl")
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_naming_another_dtype_is_refused_before_the_weights_are_loaded(job: JobMaker, is_done: bool) -> None:
+    job.write(rows_of(60))
+    job.run() if is_done else interrupted(job)
+    with pytest.raises(ResumeMismatch, match=r'numerics\.dtype: was "float32", now "bfloat16"'):
+        job.run(job.spec(model={"dtype": "bfloat16"}))
+    assert job.engines == []
+
+
+def test_the_advice_on_other_numerics_names_the_flags_that_go_on(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    interrupted(job)
+
+    def other(spec: JobSpec, model: ModelInfo) -> Backend:
+        return dataclasses.replace(stub_factory()(spec, model), numerics={"dtype": "bfloat16", "device": "stub"})
+
+    with pytest.raises(ResumeMismatch, match="go on with --dtype float32, or start anew with --overwrite") as caught:
+        run_job(job.spec(), quiet(), engine_factory=other)
+    assert "\n" not in str(caught.value)
+
+
+def test_cuda_without_a_gpu_is_one_line_and_leaves_no_trace(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    job.write(rows_of(1))
+    with pytest.raises(ModelError, match="this torch sees no CUDA device; use --device cpu") as caught:
+        run_job(job.spec(model={"device": "cuda"}), quiet())
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    assert not job.output.exists()
+
+
+# ---------------------------------------------------------------- the input
+
+
+def test_an_edit_in_the_middle_of_a_large_input_is_refused(job: JobMaker) -> None:
+    filler = {"id": "filler", "question": "x", "pad": "y" * (70 << 20)}
+    job.write([*rows_of(30), filler, *rows_of(60)[30:]])
+    interrupted(job, 100)
+    with job.input.open("r+b") as file:
+        file.seek(33_333_333)
+        file.write(b"z")
+    with pytest.raises(ResumeMismatch, match=r"input\.files"):
+        job.run()
+
+
+def rows_in(job: JobMaker) -> list[Any]:
+    return [row["id"] for row in job.outputs()]
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl", "*"])
+def test_a_run_in_the_folder_of_its_inputs_does_not_take_its_own_files_for_them(job: JobMaker, pattern: str) -> None:
+    job.output.mkdir()
+    job.input = job.output / "questions.jsonl"
+    job.write([*rows_of(60), "{"])
+    spec = job.spec(input={"path": [str(job.output / pattern)], "format": "jsonl"})
+    assert job.run(spec, quiet(max_total_tokens=300)).exit_code == 75
+    assert job.run(spec).exit_code == 3
+    assert rows_in(job) == [f"q-{i}" for i in range(60)]
+    assert "already done" in job.run(spec).lines[0]
+    assert make_plan(spec, PlanOptions())["rows"] == {"total": 61, "good": 60, "bad": 1}
+    assert job.run(spec, RunOptions(overwrite=True, progress="quiet")).exit_code == 3
+    assert rows_in(job) == [f"q-{i}" for i in range(60)]
+
+
+def test_a_folder_of_parquet_files_may_take_the_outputs_too(job: JobMaker) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    job.output.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows_of(5)), job.output / "questions.parquet")
+    spec = job.spec(input={"path": [str(job.output)]}, output={"format": "parquet"})
+    assert job.run(spec).exit_code == 0
+    assert "already done" in job.run(spec).lines[0]
+    assert len(without_timings(job.output / "outputs.parquet")) == 5
+
+
+def test_an_own_file_that_is_named_stays_refused(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run()
+    for name in ("outputs.jsonl", "job.json"):
+        spec = job.spec(input={"path": [str(job.input), str(job.output / name)]})
+        with pytest.raises(UsageError, match="would be overwritten by this run"):
+            job.run(spec)
+
+
+def test_a_damaged_file_of_ids_is_one_clear_line(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    interrupted(job)
+    (job.output / "journal" / "ids.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(StorageError, match=r"ids\.sqlite: .*; put that right, or remove the file"):
+        job.run()
+    lose_ids(job)
+    assert job.run().exit_code == 0
+
+
+def test_ids_say_whether_they_are_complete_across_openings(tmp_path: Path) -> None:
+    for expected in (False, False, True):
+        ids = UniqueIds(tmp_path / "ids.sqlite")
+        assert ids.is_complete is expected
+        ids.claim([(0, "a")])
+        if (tmp_path / "twice").exists():
+            ids.mark_complete()
+        (tmp_path / "twice").touch()
+        ids.close()
+    assert sqlite3.connect(tmp_path / "ids.sqlite").execute("SELECT count(*) FROM ids").fetchone() == (1,)

@@ -1,0 +1,200 @@
+"""Standard input as an input: resumed without it, compared where it is given again, never lost to a refusal."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import JobMaker, quiet, rows_of
+from stub_engine import stub_factory
+
+from batchgen.errors import ModelError, ResumeMismatch, UsageError
+from batchgen.run import Outcome, RunOptions, run_job
+from batchgen.run.model import Backend, ModelInfo
+from batchgen.spec import JobSpec
+
+ROWS, OTHERS = rows_of(60), rows_of(70)[10:]
+OVERWRITE = RunOptions(overwrite=True, progress="quiet")
+
+
+class Stdin:
+    """What the test pipes in: rows, nothing, or a terminal."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+
+    def give(self, rows: list[dict[str, Any]]) -> None:
+        content = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+        self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    def be_a_terminal(self) -> None:
+        class Terminal(io.BytesIO):
+            def isatty(self) -> bool:
+                return True
+
+        self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Terminal()))
+
+    def be_closed(self) -> None:
+        self._monkeypatch.setattr(sys, "stdin", None)
+
+
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Stdin:
+    return Stdin(monkeypatch)
+
+
+def run(job: JobMaker, options: RunOptions | None = None) -> Outcome:
+    return job.run(job.spec(input={"path": ["-"]}), options)
+
+
+def interrupt(job: JobMaker) -> None:
+    assert run(job, quiet(max_total_tokens=300)).exit_code == 75
+
+
+def expected(job: JobMaker, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The outputs of the same rows from a file."""
+    other = JobMaker(job.folder / "reference")
+    other.folder.mkdir()
+    other.write(rows)
+    other.run()
+    return other.outputs()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_finished_run_keeps_no_copy_of_standard_input(job: JobMaker, stdin: Stdin) -> None:
+    stdin.give(ROWS)
+    assert run(job).exit_code == 0
+    assert job.outputs() == expected(job, ROWS)
+    assert names(job.output) == {"outputs.jsonl", "report.json", "job.json"}
+
+
+@pytest.mark.parametrize("given", ["nothing", "the same", "a terminal", "closed"])
+def test_a_resume_goes_on_whether_or_not_the_rows_are_given_again(job: JobMaker, stdin: Stdin, given: str) -> None:
+    stdin.give(ROWS)
+    interrupt(job)
+    acts = {"a terminal": stdin.be_a_terminal, "closed": stdin.be_closed}
+    acts.get(given, lambda: stdin.give(ROWS if given == "the same" else []))()
+    assert run(job).exit_code == 0
+    assert job.engines[0].num_pulled < 60
+    assert job.outputs() == expected(job, ROWS)
+
+
+def test_other_rows_on_a_resume_are_refused_and_cost_nothing(job: JobMaker, stdin: Stdin) -> None:
+    stdin.give(ROWS)
+    interrupt(job)
+    before = names(job.output)
+    stdin.give(OTHERS)
+    with pytest.raises(ResumeMismatch, match=r"input\.files: was .*, now .*"):
+        run(job)
+    assert names(job.output) == before
+    stdin.give([])
+    assert run(job).exit_code == 0
+    assert job.outputs() == expected(job, ROWS)
+
+
+@pytest.mark.parametrize("rows", [[], ROWS], ids=["nothing", "the same"])
+def test_a_finished_run_is_done_for_the_same_rows(job: JobMaker, stdin: Stdin, rows: list[dict[str, Any]]) -> None:
+    stdin.give(ROWS)
+    run(job)
+    before = names(job.output)
+    stdin.give(rows)
+    assert "already done" in run(job).lines[0]
+    assert names(job.output) == before
+
+
+def test_a_finished_run_does_not_claim_to_have_done_other_rows(job: JobMaker, stdin: Stdin) -> None:
+    stdin.give(ROWS)
+    run(job)
+    stdin.give(OTHERS)
+    with pytest.raises(ResumeMismatch, match=r"input\.files"):
+        run(job)
+
+
+def test_a_run_of_a_file_is_not_done_for_standard_input(job: JobMaker, stdin: Stdin) -> None:
+    job.write(ROWS)
+    job.run()
+    stdin.give([])
+    with pytest.raises(ResumeMismatch, match=r"input\.files"):
+        run(job)
+
+
+def test_a_terminal_is_no_input_to_begin_with(job: JobMaker, stdin: Stdin) -> None:
+    stdin.be_a_terminal()
+    with pytest.raises(UsageError, match="standard input is a terminal"):
+        run(job)
+    stdin.be_closed()
+    with pytest.raises(UsageError, match="standard input is closed"):
+        run(job)
+    assert not job.output.exists()
+
+
+def test_a_copy_that_has_gone_is_asked_for_again(job: JobMaker, stdin: Stdin) -> None:
+    stdin.give(ROWS)
+    interrupt(job)
+    (job.output / "input.spool").unlink()
+    stdin.give([])
+    with pytest.raises(UsageError, match=r"input\.spool has gone; pipe the same rows in again"):
+        run(job)
+    stdin.give(ROWS)
+    interrupt(job)
+    stdin.give([])
+    assert run(job).exit_code == 0
+    assert job.outputs() == expected(job, ROWS)
+
+
+def unusable(spec: JobSpec, model: ModelInfo) -> Backend:
+    raise ModelError("model.safetensors is corrupt")
+
+
+def test_a_refused_overwrite_leaves_the_old_run_to_resume(job: JobMaker, stdin: Stdin) -> None:
+    stdin.give(ROWS)
+    interrupt(job)
+    before = {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()}
+    stdin.give(OTHERS)
+    with pytest.raises(ModelError):
+        run_job(job.spec(input={"path": ["-"]}), OVERWRITE, engine_factory=unusable)
+    stdin.give([*OTHERS, {"id": "no question"}])
+    with pytest.raises(UsageError, match="--strict"):
+        run(job, RunOptions(overwrite=True, strict=True, progress="quiet"))
+    assert {path: path.read_bytes() for path in job.output.rglob("*") if path.is_file()} == before
+    stdin.give([])
+    assert run(job).exit_code == 0
+    assert job.outputs() == expected(job, ROWS)
+
+
+def test_an_overwrite_runs_the_new_rows(job: JobMaker, stdin: Stdin) -> None:
+    stdin.give(ROWS)
+    interrupt(job)
+    stdin.give(OTHERS)
+    assert run(job, OVERWRITE).exit_code == 0
+    assert job.outputs() == expected(job, OTHERS)
+
+
+def test_an_overwrite_by_a_job_over_files_takes_the_copy_away(job: JobMaker, stdin: Stdin) -> None:
+    stdin.give(ROWS)
+    interrupt(job)
+    job.write(ROWS)
+    limits = quiet(max_total_tokens=300).limits
+    assert job.run(options=RunOptions(overwrite=True, progress="quiet", limits=limits)).exit_code == 75
+    assert "input.spool" not in names(job.output)
+
+
+def test_a_stop_before_the_job_began_leaves_no_copy(job: JobMaker, stdin: Stdin) -> None:
+    stdin.give(ROWS)
+
+    def stopping(spec: JobSpec, model: ModelInfo) -> Backend:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_job(job.spec(input={"path": ["-"]}), quiet(), engine_factory=stopping)
+    assert names(job.output) == set()
+    stdin.give(OTHERS)
+    run_job(job.spec(input={"path": ["-"]}), quiet(), engine_factory=stub_factory())
+    assert job.outputs() == expected(job, OTHERS)
