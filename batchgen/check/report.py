@@ -51,7 +51,7 @@ def run_check(
         "num_prompt_tokens": num_prompt_tokens,
     }
     tell(f"{where.path}: {facts['dtype']} on {facts['device']}, {counted(torch.get_num_threads(), 'thread')}")
-    tell(f"{counted(len(prompts), 'prompt')} of {counted(num_prompt_tokens, 'token')}, greedy and sampled")
+    tell(f"{counted(len(prompts), 'prompt')} of {counted(num_prompt_tokens, 'token')}, greedy and sampled by turns")
     check = Check(where, model, prompts)
     del model  # the check lets go of it before it loads another
     proofs = []
@@ -81,8 +81,8 @@ def _percent(share: float) -> str:
 
 
 def _where(at: Divergence, requests: list[Request]) -> str:
-    request = next(r for r in requests if r.key == at.key)
+    request = requests[at.key]
     kind = "greedy" if request.params.is_greedy else "sampled"
-    became = "the same" if at.got == at.expected else "none" if at.got is None else str(at.got)
-    prompt = f"prompt {at.key // 2} ({counted(len(request.prompt_token_ids), 'token')}, {kind})"
-    return f"{prompt}, output {at.index}: {at.expected} is {became}, gap {at.gap:.2g}"
+    became = "stays" if at.got == at.expected else f"becomes {'none' if at.got is None else at.got}"
+    prompt = f"prompt {at.key} ({counted(len(request.prompt_token_ids), 'token')}, {kind})"
+    return f"{prompt}, output {at.index}: {at.expected} {became}, gap {at.gap:.2g}"

@@ -1,4 +1,4 @@
-"""What a check runs: prompts made up or read from a file, each asked for greedily and sampled. Knows no engine."""
+"""What a check runs: prompts made up or read from a file, greedy and sampled by turns. Knows no engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchgen.records import BadRow, Request, SamplingParams
 from batchgen.run.model import ModelInfo
 from batchgen.spec import InputSpec
 
-_MAX_TOKENS = 10  # generated for each request
+_MAX_TOKENS = 16  # generated for each request
 _FIRST_TOKEN = 8  # below lie the special tokens
 _LENGTHS = (1, 5, 40, 100, 520)  # below a KV block, beyond one, beyond the token budget of a step on the CPU
 _STEM, _TAILS = 80, (0, 10, 25)  # prompts with a common beginning
@@ -64,9 +64,5 @@ def read_prompts(where: InputSpec, info: ModelInfo) -> list[Prompt]:
 
 
 def requests_for(prompts: Iterable[Prompt]) -> list[Request]:
-    """Every prompt twice: greedy under an even key, sampled under the odd one that follows."""
-    return [
-        Request(2 * number + kind, prompt, params)
-        for number, prompt in enumerate(prompts)
-        for kind, params in enumerate((_GREEDY, _SAMPLED))
-    ]
+    """A request for each prompt in turn, greedy and sampled by turns."""
+    return [Request(key, prompt, (_GREEDY, _SAMPLED)[key % 2]) for key, prompt in enumerate(prompts)]

@@ -1,10 +1,11 @@
-"""The block pool: every block is free or held, once, after any sequence of calls."""
+"""The block pool: every block is free or held, after any sequence of calls, and content lives as long as it can."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from batchgen.engine.block_pool import BlockPool
 
@@ -60,3 +61,144 @@ def test_free_and_held_make_the_total_after_any_calls(num_blocks: int, calls: li
             pool.free(back)
         pool.check(held)
         assert pool.num_free + len(held) == num_blocks
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Sequences that come, share a prefix, fill blocks and leave, against a model that is a list and two dicts.
+
+    The content of a block is the tuple of all tokens up to its end, as a digest stands for: a prompt is a string over
+    a few letters, a block holds one letter.
+    """
+
+    @initialize(num_blocks=st.integers(1, 9))
+    def begin(self, num_blocks: int) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.tables: list[tuple[str, list[int]]] = []  # of running sequences: text so far, blocks
+        self.content: dict[int, str] = {}  # what a known block holds
+        self.unused: list[int] = []  # known blocks that nobody holds, in the order in which they were let go
+
+    def held(self) -> list[int]:
+        return [block for _, table in self.tables for block in table]
+
+    @rule(text=st.text("ab", min_size=1, max_size=6))
+    def arrive(self, text: str) -> None:
+        found = self.pool.find(text[: n + 1].encode() for n in range(len(text)))
+        known = {content: block for block, content in self.content.items()}
+        expected = []
+        for n in range(len(text)):
+            if text[: n + 1] not in known:
+                break
+            expected.append(known[text[: n + 1]])
+        assert found == expected, "content survives until its memory is needed, and no longer"
+        held = self.held()
+        assert self.pool.num_unused(found) == sum(block not in held for block in found)
+        assert self.pool.num_sole(found) == sum(held.count(block) == 1 for block in found)
+        fresh = len(text) - len(found)
+        if fresh > self.pool.num_free - self.pool.num_unused(found):
+            return
+        self.pool.share(found)
+        self.unused = [block for block in self.unused if block not in found]
+        taken = self.pool.allocate(fresh)
+        self.note_taken(taken, held + found)
+        self.tables.append((text, found + taken))
+        for n in range(len(found), len(text)):
+            self.label(found + taken, text, n)
+
+    def note_taken(self, taken: list[int], held: list[int]) -> None:
+        assert not set(taken) & set(held), "a block that somebody holds was handed out"
+        evicted = [block for block in taken if block in self.content]
+        assert evicted == self.unused[: len(evicted)], "the one unused longest goes first"
+        assert not evicted or taken[-len(evicted) :] == evicted, "blocks without content go before those with"
+        self.unused = self.unused[len(evicted) :]
+        for block in evicted:
+            del self.content[block]
+
+    def label(self, table: list[int], text: str, n: int) -> None:
+        self.pool.label(table[n], text[: n + 1].encode())
+        if text[: n + 1] not in self.content.values():
+            self.content[table[n]] = text[: n + 1]
+
+    @precondition(lambda self: self.tables and self.pool.num_free)
+    @rule(data=st.data(), letter=st.sampled_from("ab"), is_full=st.booleans())
+    def grow(self, data: st.DataObject, letter: str, is_full: bool) -> None:
+        """One more block, maybe never filled: then nobody may find it, nor what would follow."""
+        place = data.draw(st.integers(0, len(self.tables) - 1))
+        text, table = self.tables[place]
+        if len(text) < len(table):
+            return
+        taken = self.pool.allocate(1)
+        self.note_taken(taken, self.held())
+        table += taken
+        if is_full:
+            self.tables[place] = (text + letter, table)
+            self.label(table, text + letter, len(text))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        _, table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.pool.free(table)
+        self.unused += [b for b in reversed(table) if b in self.content and b not in self.held()]
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check(self.held())
+            assert self.pool.num_free == self.pool.num_blocks - len(set(self.held()))
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def labelled(pool: BlockPool, text: str) -> list[int]:
+    table = pool.allocate(len(text))
+    for n, block in enumerate(table):
+        pool.label(block, text[: n + 1].encode())
+    return table
+
+
+def find(pool: BlockPool, text: str) -> list[int]:
+    return pool.find(text[: n + 1].encode() for n in range(len(text)))
+
+
+def test_the_tail_of_a_prefix_is_emptied_before_its_head() -> None:
+    pool = BlockPool(4)
+    table = labelled(pool, "abcd")
+    pool.free(table)
+    for left in (3, 2, 1, 0):
+        pool.allocate(1)
+        assert find(pool, "abcd") == table[:left]
+
+
+def test_a_prefix_used_lately_outlives_one_that_was_not() -> None:
+    pool = BlockPool(4)
+    old, young = labelled(pool, "ab"), labelled(pool, "xy")
+    pool.free(old)
+    pool.free(young)
+    pool.share(old)  # used again, and let go
+    pool.free(old)
+    pool.allocate(2)
+    assert find(pool, "ab") == old
+    assert find(pool, "xy") == []
+
+
+def test_the_second_copy_of_a_content_stays_unknown_and_is_reused_before_the_first() -> None:
+    pool = BlockPool(3)
+    first, second = labelled(pool, "a"), labelled(pool, "a")
+    pool.free(first)
+    pool.free(second)
+    assert find(pool, "a") == first
+    assert pool.allocate(2)[0] == second[0]
+    assert find(pool, "a") == first
+
+
+def test_a_block_held_twice_is_not_free_until_both_have_let_go() -> None:
+    pool = BlockPool(2)
+    table = labelled(pool, "a")
+    pool.share(table)
+    pool.free(table)
+    assert pool.num_free == 1
+    pool.check(table)
+    pool.free(table)
+    assert pool.num_free == 2

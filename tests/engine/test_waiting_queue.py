@@ -55,3 +55,68 @@ def test_no_sequence_is_lost(lengths: list[int]) -> None:
     assert len(queue) == len(lengths)
     assert sorted(s.request.key for s in queue) == list(range(len(lengths)))
     assert drained(queue) == sorted(range(len(lengths)), key=lambda key: (-lengths[key], key))
+
+
+def member(key: int, family: str, max_tokens: int = 10) -> Sequence:
+    """A sequence whose first block has the content ``family``."""
+    made = sequence(key, max_tokens)
+    made.digests = [family.encode()] if family else []
+    return made
+
+
+def test_those_that_share_a_prefix_come_together_behind_the_first_of_them_among_equally_long_ones() -> None:
+    queue = WaitingQueue()
+    for key, (family, max_tokens) in enumerate([("a", 5), ("b", 5), ("", 5), ("a", 5), ("b", 9), ("b", 5), ("a", 9)]):
+        queue.push(member(key, family, max_tokens))
+    assert drained(queue) == [6, 4, 0, 3, 1, 5, 2]
+
+
+def test_put_back_restores_the_place() -> None:
+    queue = WaitingQueue()
+    for key, family in enumerate("abab"):
+        queue.push(member(key, family))
+    taken = [queue.pop() for _ in range(3)]
+    for popped in taken[::-1]:
+        queue.put_back(popped)
+    queue.push(member(4, "a"))
+    assert drained(queue) == [0, 2, 4, 1, 3]
+
+
+def test_a_family_whose_last_member_is_put_back_is_joined_by_later_ones() -> None:
+    queue = WaitingQueue()
+    queue.push(member(0, "a"))
+    queue.push(member(1, "b"))
+    queue.put_back(queue.pop())
+    queue.push(member(2, "a"))
+    assert drained(queue) == [0, 2, 1]
+
+
+def test_without_longest_first_only_the_arrival_counts() -> None:
+    queue = WaitingQueue(longest_first=False)
+    for key, (family, max_tokens) in enumerate([("a", 5), ("b", 9), ("a", 50), ("", 1)]):
+        queue.push(member(key, family, max_tokens))
+    queue.put_back(queue.pop())
+    assert drained(queue) == [0, 1, 2, 3]
+
+
+OPERATIONS = st.lists(st.tuples(st.sampled_from(["push", "pop", "put back"]), st.sampled_from("abc-")), max_size=40)
+
+
+@given(OPERATIONS, st.booleans())
+def test_what_is_known_of_families_goes_with_their_last_member(
+    operations: list[tuple[str, str]], longest_first: bool
+) -> None:
+    """A stream of a million rows must leave nothing behind."""
+    queue = WaitingQueue(longest_first)
+    out: list[Sequence] = []
+    for key, (operation, family) in enumerate(operations):
+        if operation == "push":
+            queue.push(member(key, family.strip("-"), max_tokens=1 + key % 3))
+        elif operation == "pop" and queue:
+            out.append(queue.pop())
+        elif operation == "put back" and out:
+            queue.put_back(out.pop())
+        waiting = {s.digests[0] for s in queue if s.digests}
+        assert queue._families.keys() == waiting
+    drained(queue)
+    assert not queue._families

@@ -42,7 +42,7 @@ _HVEC = ir.VectorType(ir.IntType(16), LANES)
 _MASK = ir.VectorType(ir.IntType(1), LANES)
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite is not annotated, and does not have this one
+class _BFloat(ir.Type):  # llvmlite does not have this one
     """LLVM's ``bfloat``."""
 
     def _to_string(self) -> str:
