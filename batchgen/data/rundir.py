@@ -158,7 +158,8 @@ class RunDir:
     def create(self) -> None:
         """Make the folder and its parents.
 
-        Raises UsageError if that cannot be, or if the folder holds files of a run but no ``job.json``.
+        Raises UsageError if that cannot be, or if the folder holds files of a run but no ``job.json``. While another
+        process holds the folder, that may only seem so: then ``lock`` has the word.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -171,7 +172,7 @@ class RunDir:
             raise UsageError(f"output.path = {self.path}: {error.filename} is a file, not a folder") from error
         except OSError as error:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
-        if strays:
+        if strays and self.holder() is None and not self.manifest.exists():
             raise UsageError(
                 f"{self.path} holds {strays[0].relative_to(self.path)} but no job.json, so it is not one of our runs; "
                 "choose another output.path"

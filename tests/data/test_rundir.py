@@ -243,3 +243,16 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_left_alone(tmp_path
     with pytest.raises(UsageError, match=r"no job\.json"):
         RunDir(tmp_path).create()
     assert theirs.read_text() == "mine"
+
+
+def test_a_run_that_is_just_beginning_is_locked_not_foreign(tmp_path: Path) -> None:
+    """Another process may look between the winner's first file and its job.json."""
+    run_dir = RunDir(tmp_path)
+    with run_dir.lock():
+        run_dir.journal.mkdir()
+        (run_dir.journal / "ids.sqlite").touch()
+        run_dir.create()
+        with pytest.raises(LockedError):
+            run_dir.lock()
+    with pytest.raises(UsageError, match=r"ids\.sqlite"):
+        run_dir.create()

@@ -11,18 +11,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_model import checked_run, engine_for, ragged_input, random_requests, tiny_model, tokens_of
+from tiny_model import CPU, checked_run, engine_for, ragged_input, random_requests, tiny_model, tokens_of
 from torch import Tensor
 
 from batchgen.engine import model_runner
-from batchgen.engine.graphs import DecodeGraphs, Replay, Spare, bucket
+from batchgen.engine.graphs import DecodeGraphs, GraphKey, Replay, Spare, StaticInput, bucket
 from batchgen.model.cache import StateCache, allocate
 from batchgen.model.inputs import ModelInput
 from batchgen.model.lfm2 import Lfm2Model
 
 BLOCK_SIZE = 4
 MOST_SEQS = 11
-LONGEST = 200
+LONGEST = 2500  # more than a rotary table holds unless asked
 
 
 class Again:
@@ -108,6 +108,28 @@ def test_a_replayed_step_equals_the_plain_one_to_the_bit_and_touches_no_other_st
             assert torch.equal(got[rows], untouched[rows])
 
 
+def test_rows_left_over_are_first_tokens_in_the_spare_state_whatever_was_there_before() -> None:
+    spare = Spare(block=99, slot=50, block_size=BLOCK_SIZE)
+    static = StaticInput(GraphKey(4, 16, torch.float32), spare, CPU, Again())
+    static.fill(ragged_input([(past, 1) for past in (40, 50, 60, 30)], BLOCK_SIZE)[0])
+    inputs, _ = ragged_input([(5, 1), (2, 1)], BLOCK_SIZE)
+    static.fill(inputs)
+    filled = static.inputs
+    assert filled.token_ids.tolist() == [*inputs.token_ids.tolist(), 0, 0]
+    assert filled.positions.tolist() == [5, 2, 0, 0]
+    assert filled.slot_mapping.tolist() == [*inputs.slot_mapping.tolist(), 99 * BLOCK_SIZE, 99 * BLOCK_SIZE]
+    assert filled.conv_slots.tolist() == [*inputs.conv_slots.tolist(), 50, 50]
+    assert filled.block_tables[:2, :2].equal(inputs.block_tables)
+    assert filled.block_tables[2:, 0].tolist() == [99, 99]
+    assert not filled.block_tables[:, 2:].any() and not filled.block_tables[2:, 1].any()
+    assert filled.cu_seqlens.tolist() == [0, 1, 2, 3, 4]
+    assert filled.query_blocks.tolist() == [[i, i, 1] for i in range(4)]
+    assert filled.logits_indices.tolist() == [0, 1, 2, 3]
+    assert {name: getattr(filled, name).dtype for name in filled.__slots__} == {
+        name: getattr(inputs, name).dtype for name in inputs.__slots__
+    }
+
+
 def test_an_engine_that_replays_gives_the_tokens_of_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = random_requests(9, seed=0, prompt=(1, 20), output=(1, 24))
     model = tiny_model()
@@ -137,7 +159,7 @@ def test_a_size_is_recorded_once_and_every_new_one_anew() -> None:
 
 def test_the_rotary_table_stays_where_recordings_found_it() -> None:
     model = tiny_model()
-    state, spare = state_for(model, 60)
+    state, spare = state_for(model, LONGEST // BLOCK_SIZE + 2)
     graphs, _ = graphs_for(model, state, spare)
     table = model.rotary.table
     graphs.run(ragged_input([(LONGEST - 1, 1)], BLOCK_SIZE)[0])

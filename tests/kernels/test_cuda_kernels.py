@@ -16,7 +16,7 @@ from torch.nn import functional
 from triton_device import HAS_GPU, OnDevice
 
 from batchgen.engine import Engine, EngineConfig
-from batchgen.kernels import QKNorm, SamplingRows
+from batchgen.kernels import QKNorm, SamplingRows, select
 from batchgen.kernels.cuda import attention as attention_kernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.records import SamplingParams
@@ -187,7 +187,7 @@ CONV_PIECES = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pieces", CONV_PIECES)
-@pytest.mark.parametrize(("width", "taps"), [(16, 3), (300, 3), (40, 4), (7, 2)])
+@pytest.mark.parametrize(("width", "taps"), [(16, 3), (300, 3), (7, 5)])
 def test_short_conv_equals_the_reference(width: int, taps: int, pieces: str, dtype: torch.dtype) -> None:
     weight, bias = normal(taps, width, seed=1), normal(width, seed=2)
     inputs, num_blocks = ragged_input(CONV_PIECES[pieces], 16)
@@ -232,6 +232,10 @@ def test_what_equals_the_last_kept_token_is_kept() -> None:
     middles = (tied.cumsum(0) - tied / 2)[logits >= 1.0].tolist()
     assert draw("cuda", logits, middles, top_k=2) == [0, 1, 2, 4]
     assert draw("cuda", logits, middles, top_p=float(logits.double().softmax(-1)[1]) + 0.01) == [0, 1, 2, 4]
+
+
+def test_a_uniform_on_the_border_of_two_tokens_draws_the_second() -> None:
+    assert draw("cuda", torch.zeros(4), [0.0, 0.25, 0.5, 0.75]) == [0, 1, 2, 3]
 
 
 def test_a_row_that_is_not_finite_draws_minus_one() -> None:
@@ -280,6 +284,18 @@ def test_batch_invariant_linear_has_the_same_bits_for_a_row_in_any_batch(dtype: 
     whole = linear(x)
     for rows in (slice(0, 1), slice(5, 9), slice(60, 129)):
         assert torch.equal(linear(x[rows]), whole[rows])
+
+
+def test_a_cuda_device_gets_these_kernels_and_the_reference_where_triton_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    device = torch.device("cuda", 3)
+    assert select(device, torch.bfloat16).name == "cuda"
+    assert current == [device], "Triton launches on the current device"
+    monkeypatch.setattr("batchgen.kernels.find_spec", lambda _: None)
+    assert select(device, torch.bfloat16).name == "reference"
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this is for a model whose weights are on the CPU; test_cuda_device has the other")

@@ -254,3 +254,48 @@ def test_frequencies_follow_the_probabilities(params: dict[str, float], name: st
     allowed = expected > 0
     assert counts[~allowed].sum() == 0
     assert chi_square(counts[allowed], expected[allowed]) < 50
+
+
+LOGSUMEXP_WIDTHS = [1, 2, 15, 16, 17, 31, 33, 100, 1000, 4097]
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", LOGSUMEXP_WIDTHS)
+def test_logsumexp_is_that_of_torch(width: int, dtype: torch.dtype, name: str) -> None:
+    for scale in (0.01, 1.0, 30.0, 1000.0):
+        logits = (scale * torch.randn(7, width, generator=torch.Generator().manual_seed(width))).to(dtype)
+        expected = logits.double().logsumexp(-1).float()
+        got = BACK_ENDS[name]().logsumexp(logits)
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [2, 17, 100])
+def test_forbidden_tokens_add_nothing_to_logsumexp(width: int, dtype: torch.dtype, name: str) -> None:
+    logits = torch.randn(5, width, generator=torch.Generator().manual_seed(width)).to(dtype)
+    logits[:, ::2] = -torch.inf
+    expected = logits.double().logsumexp(-1).float()
+    torch.testing.assert_close(BACK_ENDS[name]().logsumexp(logits), expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logsumexp_of_a_row_that_is_not_finite_is_not_finite_and_the_others_are(name: str, dtype: torch.dtype) -> None:
+    logits = torch.zeros(6, 20, dtype=dtype)
+    logits[1, 3], logits[2, 19], logits[3], logits[4] = torch.nan, torch.inf, torch.nan, -torch.inf
+    got = BACK_ENDS[name]().logsumexp(logits)
+    assert got.isfinite().tolist() == [True, False, False, False, False, True]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logsumexp_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(dtype: torch.dtype) -> None:
+    logits = (5 * torch.randn(40, 777, generator=torch.Generator().manual_seed(0))).to(dtype)
+    torch.set_num_threads(1)
+    together = CpuKernels().logsumexp(logits)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for first, end in ((0, 1), (0, 8), (3, 20), (39, 40), (0, 40)):
+            assert torch.equal(CpuKernels().logsumexp(logits[first:end].contiguous()), together[first:end])

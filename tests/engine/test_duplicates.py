@@ -1,0 +1,144 @@
+"""Identical greedy requests are computed once, within bounded memory; nothing else is taken for identical."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from batchgen.engine import duplicates
+from batchgen.engine.duplicates import Duplicates
+from batchgen.engine.group import Group
+from batchgen.errors import RowError, RowErrorCode
+from batchgen.records import FinishReason, Request, Result, SamplingParams
+
+PROMPT = (9, 10, 11)
+GREEDY = Request(0, PROMPT, SamplingParams(max_tokens=5))
+
+
+def result_of(request: Request, tokens: tuple[int, ...] = (20, 21), **more: object) -> Result:
+    base = Result(request.key, len(request.prompt_token_ids), tokens, FinishReason.STOP)
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+def test_an_identical_request_waits_and_gets_the_result_under_its_own_key() -> None:
+    known = Duplicates()
+    leader, twins = Group(GREEDY), [Group(replace(GREEDY, key=key)) for key in (7, 8)]
+    assert known.begin(leader)
+    assert [known.begin(twin) for twin in twins] == [False, False]
+    assert known.num_waiting == 2
+    results = known.end(leader, result_of(GREEDY, stop="\n", finish_reason=FinishReason.STOP))
+    assert [(r.key, r.token_ids, r.stop, r.finish_reason) for r in results] == [
+        (key, (20, 21), "\n", FinishReason.STOP) for key in (7, 8)
+    ]
+    assert all(r.timings.cached_tokens == 3 and r.timings.total_s >= 0 for r in results)
+    assert (known.num_waiting, known.num_shared) == (0, 2)
+
+
+def test_a_later_one_is_answered_from_memory() -> None:
+    known = Duplicates()
+    leader = Group(GREEDY)
+    assert known.answered(GREEDY) is None
+    known.begin(leader)
+    assert known.answered(GREEDY) is None
+    known.end(leader, result_of(GREEDY))
+    answer = known.answered(replace(GREEDY, key=12))
+    assert answer is not None
+    assert (answer.key, answer.token_ids, answer.num_prompt_tokens) == (12, (20, 21), 3)
+    assert known.num_shared == 1
+
+
+def test_an_error_is_passed_on_to_those_that_wait_and_to_nobody_else() -> None:
+    known = Duplicates()
+    leader, twin = Group(GREEDY), Group(replace(GREEDY, key=7))
+    known.begin(leader)
+    known.begin(twin)
+    error = RowError(RowErrorCode.INTERNAL, "not finite")
+    (result,) = known.end(leader, result_of(GREEDY, (), error=error))
+    assert (result.key, result.error) == (7, error)
+    assert known.answered(replace(GREEDY, key=8)) is None
+    assert known.begin(Group(replace(GREEDY, key=8))), "the next one is computed anew"
+
+
+SAMPLED = SamplingParams(max_tokens=5, temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(GREEDY, prompt_token_ids=(9, 10)),
+        replace(GREEDY, prompt_token_ids=(9, 10, 12)),
+        *(
+            replace(GREEDY, params=replace(GREEDY.params, **change))
+            for change in (
+                {"max_tokens": 6},
+                {"min_tokens": 1},
+                {"repetition_penalty": 1.1},
+                {"presence_penalty": 0.1},
+                {"frequency_penalty": 0.1},
+                {"stop": ("x",)},
+                {"stop_token_ids": (3,)},
+                {"ignore_eos": True},
+                {"n": 2},
+                {"logprobs": 0},
+                {"prompt_logprobs": 0},
+                {"max_repeats": 3},
+            )
+        ),
+        replace(GREEDY, params=replace(GREEDY.params, choices=("a", "b")), choices=((1,), (2,))),
+    ],
+    ids=str,
+)
+def test_whatever_can_change_an_answer_makes_a_request_another_one(other: Request) -> None:
+    known = Duplicates()
+    leader = Group(GREEDY)
+    assert known.begin(leader)
+    assert known.begin(Group(replace(other, key=1)))
+    known.end(leader, result_of(GREEDY))
+    assert known.answered(replace(other, key=2)) is None
+
+
+def test_tokens_of_choices_and_prompt_are_not_taken_for_each_other() -> None:
+    params = SamplingParams(choices=("a", "b"))
+    known = Duplicates()
+    assert known.begin(Group(Request(0, (1, 2), params, choices=((3,), (4,)))))
+    assert known.begin(Group(Request(1, (1, 2), params, choices=((3,), (5,)))))
+    assert not known.begin(Group(Request(2, (1, 2), params, choices=((3,), (4,)))))
+
+
+def test_the_seed_and_earlier_tokens_make_no_difference_to_a_greedy_answer() -> None:
+    known = Duplicates()
+    assert known.begin(Group(GREEDY))
+    assert not known.begin(Group(replace(GREEDY, key=1, params=replace(GREEDY.params, seed=9))))
+    assert not known.begin(Group(replace(GREEDY, key=2, output_token_ids=(20,))))
+
+
+def test_sampled_requests_are_never_shared() -> None:
+    known = Duplicates()
+    groups = [Group(Request(key, PROMPT, SAMPLED)) for key in range(3)]
+    assert all(known.begin(group) for group in groups)
+    assert known.end(groups[0], result_of(groups[0].request)) == []
+    assert known.answered(groups[1].request) is None
+    assert known.num_waiting == known.num_shared == 0
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs", "more_samples"])
+def test_large_results_are_not_remembered(field: str) -> None:
+    known = Duplicates()
+    leader = Group(GREEDY)
+    known.begin(leader)
+    known.end(leader, result_of(GREEDY, **{field: (object(),)}))
+    assert known.answered(GREEDY) is None
+
+
+def test_memory_is_bounded_by_tokens_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "MAX_REMEMBERED_TOKENS", 1000)
+    known = Duplicates()
+    requests = [Request(key, (9, key), SamplingParams()) for key in range(50)]
+    for request in requests:
+        group = Group(request)
+        known.begin(group)
+        known.end(group, result_of(request, (5,) * 50))
+    remembered = [request.key for request in requests if known.answered(request)]
+    assert remembered == [45, 46, 47, 48, 49]  # 50 tokens and what 150 take beside them, each
+    assert not known._under_way

@@ -1,0 +1,130 @@
+"""Penalties, number for number: transformers' repetition penalty, vLLM's presence and frequency penalties."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from batchgen.engine.penalties import TokenCounts, penalize
+from batchgen.records import SamplingParams
+
+TOKENS = st.lists(st.integers(0, 30), max_size=40)
+
+
+def logits_of(rows: int, width: int, seed: int) -> Tensor:
+    logits = 3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    logits[:, :: max(width // 4, 1)] = 0.0  # neither side of the repetition penalty
+    return logits
+
+
+def penalized(logits: Tensor, cases: list[tuple[list[int], list[int], SamplingParams]]) -> Tensor:
+    """Every row with its own prompt, output and parameters, all in one call."""
+    out = logits.clone()
+    counts = [TokenCounts(prompt, output) for prompt, output, _ in cases]
+    penalize(out, range(len(cases)), counts, [params for _, _, params in cases])
+    return out
+
+
+def defined(row: Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> Tensor:
+    """vLLM's definition, token by token, in float32."""
+    one = np.float32
+    values = [one(v) for v in row.tolist()]
+    for token in {*prompt, *output}:
+        by = one(params.repetition_penalty)
+        values[token] = values[token] / by if values[token] > 0 else values[token] * by
+    for token, times in Counter(output).items():
+        values[token] -= one(params.frequency_penalty) * one(times)
+        values[token] -= one(params.presence_penalty)
+    return torch.tensor(np.array(values))
+
+
+CASES = st.lists(
+    st.tuples(
+        TOKENS,
+        TOKENS,
+        st.builds(
+            SamplingParams,
+            repetition_penalty=st.sampled_from([1.0, 0.5, 1.05, 1.3, 2.0]),
+            presence_penalty=st.sampled_from([0.0, 1.5, -2.0, 0.1]),
+            frequency_penalty=st.sampled_from([0.0, 0.3, -1.1, 2.0]),
+        ),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases=CASES, seed=st.integers(0, 1000))
+def test_every_row_is_what_vllm_defines(cases: list[tuple[list[int], list[int], SamplingParams]], seed: int) -> None:
+    logits = logits_of(len(cases), 31, seed)
+    got = penalized(logits, cases)
+    for row, case, before in zip(got, cases, logits, strict=True):
+        assert torch.equal(row, defined(before, *case))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 30), min_size=1, max_size=40),
+    output=TOKENS,
+    by=st.sampled_from([0.3, 1.05, 1.2, 5.0]),
+    seed=st.integers(0, 1000),
+)
+def test_the_repetition_penalty_is_that_of_transformers_over_prompt_and_output(
+    prompt: list[int], output: list[int], by: float, seed: int
+) -> None:
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    logits = logits_of(1, 31, seed)
+    expected = RepetitionPenaltyLogitsProcessor(by)(torch.tensor([prompt + output]), logits.clone())
+    assert torch.equal(penalized(logits, [(prompt, output, SamplingParams(repetition_penalty=by))]), expected)
+
+
+def test_the_prompt_counts_for_the_repetition_penalty_alone() -> None:
+    logits = torch.ones(1, 5)
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.25, frequency_penalty=0.125)
+    got = penalized(logits, [([1, 1, 1], [2, 2, 3], params)])
+    assert got.tolist() == [[1.0, 0.5, 0.5 - 0.25 - 0.25, 0.5 - 0.25 - 0.125, 1.0]]
+
+
+def test_a_forbidden_token_stays_forbidden() -> None:
+    logits = torch.full((1, 4), -torch.inf)
+    params = SamplingParams(repetition_penalty=0.5, presence_penalty=-2.0, frequency_penalty=-2.0)
+    assert torch.equal(penalized(logits, [([1], [1, 2], params)]), logits)
+
+
+def test_only_the_rows_named_are_touched() -> None:
+    logits = logits_of(4, 20, 0)
+    out = logits.clone()
+    params = SamplingParams(repetition_penalty=2.0)
+    penalize(out, [1, 3], [TokenCounts([2], []), TokenCounts([5, 6], [6])], [params, params])
+    changed = (out != logits).nonzero().tolist()
+    assert changed == [[i, j] for i, j in [[1, 2], [3, 5], [3, 6]] if logits[i, j]]
+    assert len(changed) >= 2
+
+
+@given(prompt=TOKENS, output=st.lists(st.integers(0, 300), max_size=200), split=st.integers(0, 200))
+def test_counts_kept_up_to_date_are_those_made_from_scratch(prompt: list[int], output: list[int], split: int) -> None:
+    """As a resumed sequence has them: some tokens brought along, the others generated."""
+    grown = TokenCounts(prompt, output[:split])
+    for token in output[split:]:
+        grown.add(token)
+    whole = TokenCounts(prompt, output)
+    assert grown.ids.tolist() == whole.ids.tolist()
+    assert grown.counts.tolist() == whole.counts.tolist()
+    assert dict(zip(whole.ids.tolist(), whole.counts.tolist(), strict=True)) == {
+        token: Counter(output)[token] for token in {*prompt, *output}
+    }
+
+
+@pytest.mark.parametrize("num_distinct", [31, 32, 33, 64, 65])
+def test_counts_grow_beyond_the_room_they_start_with(num_distinct: int) -> None:
+    counts = TokenCounts([], range(num_distinct))
+    assert counts.ids.tolist() == list(range(num_distinct))
+    assert counts.counts.tolist() == [1.0] * num_distinct

@@ -1,0 +1,240 @@
+"""``batchgen check``: it holds on a sound engine, and finds each planted defect with its place."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batchgen.check import proofs
+from batchgen.check.requests import made_up_prompts, requests_for
+from batchgen.cli import call
+from batchgen.engine import sampler
+from batchgen.errors import ExitCode
+from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.model.cache import StateCache
+from batchgen.model.loading import load
+
+SAMPLE = str(Path(__file__).parents[1] / "sample_data" / "tiny-lfm2")
+EXACT = ["batched = solo", "chunked = whole", "cached = cold", "preempted = undisturbed", "decoded = prefilled"]
+FAST = "fast kernels ~ reference"
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    """A check sets the threads of its process, which tests share."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> list[str]:
+    """Flags that name three short prompts, two of them with a common beginning."""
+    path = tmp_path / "prompts.jsonl"
+    stem = list(range(20, 60))
+    rows = [[9, 10, 11], [*stem, 70, 71, 72], [*stem, 80]]
+    path.write_text("".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows))
+    return ["--prompts", str(path)]
+
+
+Found = tuple[int, dict[str, Any], str]
+
+
+@pytest.fixture
+def check(prompts: list[str], capsys: pytest.CaptureFixture[str]) -> Callable[..., Found]:
+    """Runs the command on the sample model; exit code, the object printed, what was said besides."""
+
+    def run(*flags: str) -> Found:
+        code = call(["check", "--model", SAMPLE, "--dtype", "float32", *prompts, "--json", *flags])
+        captured = capsys.readouterr()
+        return code, json.loads(captured.out), captured.err
+
+    return run
+
+
+def failed(found: dict[str, Any]) -> list[str]:
+    return [proof["name"] for proof in found["proofs"] if proof["divergence"]]
+
+
+def test_made_up_prompts_reach_beyond_blocks_and_steps_and_share_a_beginning() -> None:
+    made = made_up_prompts(1000, 128_000)
+    assert made == made_up_prompts(1000, 128_000)
+    assert min(map(len, made)) == 1
+    assert max(map(len, made)) > 512
+    assert len({prompt[:64] for prompt in made}) < len(made)
+    assert all(8 <= token < 1000 for prompt in made for token in prompt)
+
+
+@pytest.mark.parametrize(("vocab_size", "max_model_len"), [(1, 2), (3, 16), (9, 60)])
+def test_made_up_prompts_fit_any_model(vocab_size: int, max_model_len: int) -> None:
+    for request in requests_for(made_up_prompts(vocab_size, max_model_len)):
+        assert 1 <= len(request.prompt_token_ids) < max_model_len
+        assert all(0 <= token < vocab_size for token in request.prompt_token_ids)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_proof_holds_on_the_sample_model(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = call(["check", "--model", SAMPLE, "--dtype", dtype])
+    captured = capsys.readouterr()
+    assert code == ExitCode.OK, captured.out
+    lines = captured.out.splitlines()
+    assert [line[: len(name)] for line, name in zip(lines[2:], [*EXACT, FAST], strict=False)] == [*EXACT, FAST]
+    assert all("128 tokens" in line for line in lines[2:-1])
+    assert "0 preemptions" not in captured.out
+    assert ", 0 tokens cached" not in captured.out
+    assert all(len(line) <= 80 for line in lines if SAMPLE not in line)
+    assert "proving chunked = whole" in captured.err
+
+
+def test_the_object_says_what_was_proved_on_what(check: Callable[..., Found]) -> None:
+    code, found, _ = check()
+    assert code == ExitCode.OK
+    assert found["ok"] is True
+    assert found["failed"] == []
+    assert [found[key] for key in ("dtype", "device", "kernels", "num_prompts")] == ["float32", "cpu", "cpu", 3]
+    for proof in found["proofs"][:-1]:
+        assert (proof["largest_gap"], proof["tolerance"], proof["num_tokens"]) == (0.0, 0.0, 48)
+    assert 0 < found["proofs"][-1]["largest_share"] < found["proofs"][-1]["tolerance"]
+
+
+def test_a_kernel_that_leaks_between_rows_is_found_with_its_place(
+    prompts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = CpuKernels.rms_norm
+
+    def leaking(self: CpuKernels, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = plain(self, x, weight, eps)
+        out[1:] += 1e-4 * out[:-1]
+        return out
+
+    monkeypatch.setattr(CpuKernels, "rms_norm", leaking)
+    code = call(["check", "--model", SAMPLE, "--dtype", "float32", *prompts])
+    captured = capsys.readouterr()
+    assert code == ExitCode.GATE_FAILED
+    lines = captured.out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("batched = solo"))
+    assert lines[at].endswith("DIVERGES")
+    assert "prompt 1 (43 tokens, sampled), output 0" in lines[at + 1]
+    assert "largest gap" in lines[at + 2]
+    assert all(len(line) <= 80 for line in lines if SAMPLE not in line)
+    error = captured.err.splitlines()[-1]
+    assert error.startswith("batchgen: error: batched = solo: prompt 1")
+    assert "more proofs" in error
+
+
+def test_convolution_state_that_is_not_restored_fails_the_proof_of_the_cache_alone(
+    check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StateCache, "restore_conv", lambda self, blocks, slots: None)
+    code, found, error = check()
+    assert code == ExitCode.GATE_FAILED
+    assert failed(found) == ["cached = cold"]
+    assert "cached = cold: prompt 2 (41 tokens, greedy), output 0" in error
+
+
+def test_randomness_that_depends_on_the_order_is_found_though_every_logit_is_right(
+    check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count()
+    monkeypatch.setattr(sampler, "uniform", lambda *key: (next(calls) * 0.6180339887) % 1.0)
+    code, found, error = check()
+    assert code == ExitCode.GATE_FAILED
+    first = found["proofs"][0]
+    assert (first["name"], first["largest_gap"]) == ("batched = solo", 0.0)
+    assert first["divergence"]["key"] == 1
+    assert first["divergence"]["got"] != first["divergence"]["expected"]
+    assert "sampled" in error
+
+
+def test_a_kernel_that_is_wrong_for_every_row_fails_only_against_the_reference(
+    check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = CpuKernels.swiglu
+    monkeypatch.setattr(CpuKernels, "swiglu", lambda self, gate_up: plain(self, gate_up) * 1.01)
+    code, found, _ = check()
+    assert code == ExitCode.GATE_FAILED
+    assert failed(found) == [FAST]
+    assert found["proofs"][-1]["largest_share"] > 1e-4
+
+
+def test_a_model_whose_logits_are_not_finite_fails_the_check_with_one_line(
+    prompts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuKernels, "swiglu", lambda self, gate_up: gate_up[:, ::2] * torch.nan)
+    assert call(["check", "--model", SAMPLE, "--dtype", "float32", *prompts]) == ExitCode.GATE_FAILED
+    assert "not finite" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_one_model_is_let_go_of_before_the_next_is_loaded(
+    check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[weakref.ref[Any]] = []
+    still_there: list[bool] = []
+    plain = proofs.Check.__init__
+
+    def init(self: proofs.Check, where: Any, model: Any, prompts: Any) -> None:
+        begun.append(weakref.ref(model))
+        plain(self, where, model, prompts)
+
+    def second(*arguments: Any) -> Any:
+        gc.collect()
+        still_there.append(begun[0]() is not None)
+        return load(*arguments)
+
+    monkeypatch.setattr(proofs.Check, "__init__", init)
+    monkeypatch.setattr(proofs, "load", second)
+    assert check()[0] == ExitCode.OK
+    assert still_there == [False]
+
+
+def test_where_nothing_is_faster_than_the_reference_it_is_not_compared_with_itself(
+    check: Callable[..., Found],
+) -> None:
+    code, found, _ = check("--dtype", "float16", "--limit", "1")
+    assert found["kernels"] == "reference"
+    assert [proof["name"] for proof in found["proofs"]] == EXACT
+    assert code in (ExitCode.OK, ExitCode.GATE_FAILED)  # plain torch promises no equal bits
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--model is missing"),
+        (["--model", SAMPLE, "--prompts", "no/such.jsonl"], "no input file"),
+        (["--model", "no/such/folder"], "no/such/folder"),
+        (["--model", SAMPLE, "--dtype", "int3"], "dtype"),
+    ],
+)
+def test_what_cannot_be_checked_is_a_usage_error(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["check", *flags]) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_a_row_that_cannot_be_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt_token_ids": [9]}\n{"question": "?"}\n')
+    assert call(["check", "--model", SAMPLE, "--prompts", str(path)]) == ExitCode.USAGE
+    assert f"{path}:2: missing_column" in capsys.readouterr().err
+    path.write_text("")
+    assert call(["check", "--model", SAMPLE, "--prompts", str(path)]) == ExitCode.USAGE
+    assert "no rows" in capsys.readouterr().err
+
+
+def test_rows_may_be_templates_over_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = Path(SAMPLE).parent / "questions.jsonl"
+    flags = ["--prompts", str(rows), "--prompt", "{question}", "--limit", "2", "--json"]
+    assert call(["check", "--model", SAMPLE, *flags]) == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["num_prompts"] == 2
