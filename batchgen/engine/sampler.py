@@ -80,12 +80,10 @@ class Sampler:
         columns = torch.tensor(token_ids, device=logits.device).clamp(min=0)  # -1: a row that is not finite
         norm = self.kernels.logsumexp(logits)
         own = (logits.gather(1, columns[:, None])[:, 0].float() - norm).tolist()
-        top = logits.topk(max(num_top), dim=1)
-        values, ids = (top.values.float() - norm[:, None]).tolist(), top.indices.tolist()
-        rows = zip(token_ids, own, values, ids, num_top, strict=True)
+        rows = zip(token_ids, own, norm.tolist(), _likeliest(logits, num_top), strict=True)
         return [
-            TokenLogprob(token, value, tuple(sorted(zip(i[:k], v[:k], strict=True), key=lambda t: (-t[1], t[0]))))
-            for token, value, v, i, k in rows
+            TokenLogprob(token, value, tuple((i, float(np.float32(v) - np.float32(by))) for i, v in likeliest))
+            for token, value, by, likeliest in rows
         ]
 
     def _widened(self, logits: Tensor) -> Tensor:
@@ -131,3 +129,20 @@ class Sampler:
             top_p=column([p.top_p for p in params], np.float64),
             uniform=column(uniforms, np.float64),
         )
+
+
+def _likeliest(logits: Tensor, num_top: list[int]) -> list[list[tuple[int, float]]]:
+    """(id, logit) of the ``num_top`` largest of each row, largest first, of equals the lowest ids.
+
+    ``topk`` may take any of the tokens that equal the last, other ones for another ``k``, so those rows are gone
+    through again.
+    """
+    width = logits.shape[1]
+    top = logits.topk(min(max(num_top) + 1, width) if any(num_top) else 0, dim=1)
+    found = []
+    for row, (k, values, ids) in enumerate(zip(num_top, top.values.tolist(), top.indices.tolist(), strict=True)):
+        if 0 < k < len(values) and values[k - 1] == values[k]:
+            tied = (logits[row] >= values[k - 1]).nonzero()[:, 0]
+            values, ids = logits[row, tied].tolist(), tied.tolist()  # noqa: PLW2901 - a better answer for this row
+        found.append(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[:k])
+    return found

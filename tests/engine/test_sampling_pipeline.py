@@ -1,4 +1,4 @@
-"""The whole way from logits to a token, against transformers' processors and warpers in vLLM's order; log-probabilities.
+"""The whole way from logits to a token, against transformers' processors and warpers in vLLM's order.
 
 As with the kernels, the middle of a token's share of [0, 1) must draw that token, so a distribution is checked without
 statistics; that keyed draws follow it is then checked with them.
