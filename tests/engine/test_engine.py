@@ -293,3 +293,117 @@ def test_a_row_gone_wrong_is_an_error_row_and_leaves_nothing_behind(
     for key, tokens in expected.items():
         assert results[key].token_ids == tokens
     assert len(expected) > 6
+
+
+class EndsAt:
+    """A stand-in for what looks for stop strings: the text of a token is its number."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self.stop = stop
+        self.text = ""
+
+    def push(self, token_id: int) -> str | None:
+        self.text += f"{token_id} "
+        return next((stop for stop in self.stop if stop in self.text), None)
+
+
+def stopping_engine() -> Engine:
+    return Engine(MODEL, EngineConfig(kv_memory=1 << 20), stop_watch=EndsAt)
+
+
+def test_a_stop_string_ends_with_stop_and_is_named(undisturbed: tuple[int, ...]) -> None:
+    stop = f"{undisturbed[3]} {undisturbed[4]} "  # across the border of two tokens
+    (result,) = stopping_engine().run([Request(0, PROMPT, replace(GREEDY, stop=("nothing", stop)))])
+    assert (result.token_ids, result.finish_reason, result.stop) == (undisturbed[:5], FinishReason.STOP, stop)
+
+
+def test_a_stop_string_does_not_count_before_min_tokens(undisturbed: tuple[int, ...]) -> None:
+    params = replace(GREEDY, stop=(f"{undisturbed[1]} ",), min_tokens=6)
+    (result,) = stopping_engine().run([Request(0, PROMPT, params)])
+    assert len(result.token_ids) >= 6
+
+
+def test_a_resumed_request_finds_a_stop_string_that_began_before_it_was_stopped(undisturbed: tuple[int, ...]) -> None:
+    stop = f"{undisturbed[3]} {undisturbed[4]} "
+    request = Request(0, PROMPT, replace(GREEDY, stop=(stop,)), undisturbed[:4])
+    (result,) = stopping_engine().run([request])
+    assert (result.token_ids, result.stop) == (undisturbed[:5], stop)
+    done = stopping_engine().submit(replace(request, output_token_ids=undisturbed[:5]))
+    assert done is not None
+    assert (done.token_ids, done.finish_reason, done.stop) == (undisturbed[:5], FinishReason.STOP, stop)
+
+
+def test_stop_strings_without_a_tokenizer_are_an_error_row(undisturbed: tuple[int, ...]) -> None:
+    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20))
+    asked = [Request(0, PROMPT, replace(GREEDY, stop=("x",))), Request(1, PROMPT, GREEDY)]
+    results = {r.key: r for r in engine.run(asked)}
+    error = results[0].error
+    assert error is not None
+    assert error.code == RowErrorCode.BAD_PARAM
+    assert "tokenizer" in error.message
+    assert results[1].token_ids == undisturbed
+
+
+KINDS = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "penalized": replace(SAMPLED, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.2),
+    "looping": replace(GREEDY, max_repeats=4),
+    "greedy samples": replace(GREEDY, n=3),
+    "samples": replace(SAMPLED, n=2),
+    "logprobs": replace(GREEDY, logprobs=2),
+    "prompt logprobs": replace(GREEDY, prompt_logprobs=0),
+}
+GO_ON = {"greedy", "sampled", "penalized", "looping", "greedy samples"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_request_goes_on_from_its_tokens_where_they_are_all_it_needs(kind: str) -> None:
+    """Not where several samples or log-probabilities would have to be kept: those begin anew, with the same result."""
+    request = Request(5, PROMPT, KINDS[kind])
+    whole = run_one(request)
+    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20))
+    engine.submit(request)
+    for _ in range(5):
+        engine.step()
+    kept = engine.unfinished()
+    assert kept == ({5: whole.token_ids[:5]} if kind in GO_ON else {})
+    resumed = run_one(replace(request, output_token_ids=kept.get(5, ())))
+    assert replace(resumed, timings=Timings()) == replace(whole, timings=Timings())
+
+
+def test_identical_requests_do_not_pile_up_however_many_there_are() -> None:
+    """Those that wait for another's result count as looked ahead: no more are pulled meanwhile."""
+    pulled = 0
+
+    def source() -> Iterator[Request]:
+        nonlocal pulled
+        for key in range(300):
+            pulled += 1
+            yield Request(key, PROMPT, GREEDY)
+
+    engine = engine_for(MODEL, num_blocks=100, block_size=4, max_num_seqs=2, look_ahead=7)
+    most, keys = 0, []
+    step = engine.step
+
+    def watched() -> list[Result]:
+        nonlocal most
+        most = max(most, engine.duplicates.num_waiting)
+        assert pulled <= len(keys) + 7 + 2
+        return step()
+
+    engine.step = watched  # type: ignore[method-assign]
+    for result in engine.run(source()):
+        keys.append(result.key)
+    assert sorted(keys) == list(range(300))
+    assert 0 < most <= 7
+    assert engine.stats.num_output_tokens == 12
+    assert engine.stats.num_shared_requests == 299
+
+
+def test_identical_requests_whose_computation_fails_all_get_the_error() -> None:
+    model = spoiled_model(torch.nan, torch.float32)
+    requests = [Request(key, (9, BAD, 10), GREEDY) for key in range(4)]
+    results = list(engine_for(model, num_blocks=20, block_size=4).run(requests))
+    assert sorted(r.key for r in results) == [0, 1, 2, 3]
+    assert all(r.error is not None and r.error.code == RowErrorCode.INTERNAL for r in results)

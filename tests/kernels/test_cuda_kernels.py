@@ -24,7 +24,7 @@ from batchgen.records import SamplingParams
 REFERENCE = ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16]
 # The interpreter multiplies what is beyond a sequence's end, too, before it is masked: NaN and inf in these tests.
-pytestmark = pytest.mark.filterwarnings("ignore:(invalid|overflow|divide).*:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid|overflow|divide|All-NaN).*:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)

@@ -47,9 +47,11 @@ def _attend_span(
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """Rows q [rows, dims] at ``position`` [rows] over cached positions [first, end): see ``_merge`` for what returns.
 
+    ``RUN`` positions, aligned to as many, are neighbours in memory: the compiler cannot see it through the block table.
     Keys past ``end`` may hold anything: their scores are replaced. Values are multiplied by a weight of zero,
     which does not silence an infinity, so those past ``end`` are not read.
     """
@@ -63,7 +65,8 @@ def _attend_span(
         at = start + tl.arange(0, TILE)
         index = at // BLOCK_SIZE
         block = tl.load(table + index, mask=index < max_blocks, other=0).to(tl.int64)
-        place, offset = block * num_kv_heads + kv_head, at % BLOCK_SIZE
+        block = tl.max_constancy(block, RUN)
+        place, offset = block * num_kv_heads + kv_head, tl.max_contiguous(tl.multiple_of(at % BLOCK_SIZE, RUN), RUN)
         k = tl.load(
             keys + (place * (WIDTH * LANES) + offset)[None, :] + dim[:, None] * LANES,
             mask=(dim < HEAD_DIM)[:, None],
@@ -118,6 +121,7 @@ def attend_one_token(
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """One program per sequence, KV head and span, for sequences that have one token in this step."""
     sequence, kv_head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -146,6 +150,7 @@ def attend_one_token(
         WIDTH,
         BLOCK_SIZE,
         LANES,
+        RUN,
     )
     to = (sequence.to(tl.int64) * num_heads + head) * num_spans + span
     dim = tl.arange(0, DIMS)
@@ -218,6 +223,7 @@ def attend_tile(
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     LANES: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     """One program per tile of ``TOKENS`` tokens and KV head, for sequences with more than one token in this step."""
     kv_head = tl.program_id(1)
@@ -251,6 +257,7 @@ def attend_tile(
             WIDTH,
             BLOCK_SIZE,
             LANES,
+            RUN,
         )
         best, total, mixed = _merge(best, total, mixed, best2, total2, mixed2)
     dim = tl.arange(0, DIMS)

@@ -44,6 +44,7 @@ class PagedAttention:
             "WIDTH": width,
             "BLOCK_SIZE": cache.block_size,
             "LANES": lanes,
+            "RUN": min(cache.block_size & -cache.block_size, 16),  # the largest power of two in it, as far as it helps
         }
         self.options = {"num_stages": _STAGES, "enable_fp_fusion": not one_order}
 

@@ -1,0 +1,150 @@
+"""The scheduler and shared prefixes, without a model: what is computed once, who waits for it, and for how long."""
+
+from __future__ import annotations
+
+from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.group import Group
+from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.sequence import Sequence
+from batchgen.records import Request, SamplingParams
+
+STEM = tuple(range(100, 112))  # three blocks of four
+
+
+def make(budget: int = 100, num_seqs: int = 8, num_blocks: int = 100, *, longest_first: bool = True) -> Scheduler:
+    return Scheduler(SchedulerConfig(budget, num_seqs, 4, num_blocks, 1000, longest_first=longest_first))
+
+
+def add(scheduler: Scheduler, key: int, prompt: tuple[int, ...], max_tokens: int = 3) -> Sequence:
+    sequence = Group(Request(key, prompt, SamplingParams(max_tokens=max_tokens))).sequences[0]
+    scheduler.add(sequence)
+    return sequence
+
+
+def step(scheduler: Scheduler) -> dict[int, int]:
+    """One step of a model whose every token is 9; tokens computed by key."""
+    scheduler.check()
+    schedule = scheduler.schedule()
+    completing = schedule.completing
+    scheduler.computed(schedule)
+    for sequence in completing:
+        sequence.append(9, 0.0)
+        if sequence.max_new_tokens <= 0:
+            scheduler.finish(sequence)
+    scheduler.check()
+    return {sequence.request.key: count for sequence, count in schedule.entries}
+
+
+def test_a_family_waits_one_step_for_its_common_beginning_and_computes_it_once() -> None:
+    scheduler = make()
+    for key in range(4):
+        add(scheduler, key, (*STEM, 50 + key))
+    assert step(scheduler) == {0: 13}
+    assert step(scheduler) == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert scheduler.num_cached_tokens == 3 * 12
+
+
+def test_others_are_admitted_while_a_family_waits() -> None:
+    scheduler = make()
+    add(scheduler, 0, (*STEM, 50))
+    add(scheduler, 1, (*STEM, 51))
+    add(scheduler, 2, (1, 2, 3))
+    assert step(scheduler) == {0: 13, 2: 3}
+    assert step(scheduler)[1] == 1
+
+
+def test_a_beginning_computed_in_chunks_is_waited_for_to_its_end() -> None:
+    scheduler = make(budget=5)
+    add(scheduler, 0, (*STEM, 50), max_tokens=1)
+    add(scheduler, 1, (*STEM, 51), max_tokens=1)
+    computed = [step(scheduler) for _ in range(4)]
+    assert [counts.get(1, 0) for counts in computed] == [0, 0, 0, 1]
+    assert sum(sum(counts.values()) for counts in computed) == 13 + 1
+
+
+def test_a_partly_common_beginning_is_shared_as_far_as_it_goes() -> None:
+    scheduler = make()
+    add(scheduler, 0, (*STEM, 50))
+    add(scheduler, 1, (*STEM[:9], 60, 61, 62, 63))
+    assert step(scheduler) == {0: 13}
+    assert step(scheduler) == {0: 1, 1: 5}
+
+
+def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    """Its logits are wanted, so a prompt that is cached to its very end keeps its last block to compute."""
+    scheduler = make()
+    add(scheduler, 0, STEM)
+    step(scheduler)
+    add(scheduler, 1, STEM)
+    assert step(scheduler) == {0: 1, 1: 4}
+
+
+def test_what_has_finished_is_found_as_long_as_its_memory_is_not_needed() -> None:
+    scheduler = make()
+    add(scheduler, 0, (*STEM, 50), max_tokens=1)
+    step(scheduler)
+    assert not scheduler.has_work
+    assert scheduler.pool.num_free == 100
+    add(scheduler, 1, (*STEM, 51), max_tokens=1)
+    assert step(scheduler) == {1: 1}
+
+
+def test_generated_tokens_are_found_by_a_prompt_that_continues_them() -> None:
+    scheduler = make()
+    add(scheduler, 0, STEM, max_tokens=6)
+    while scheduler.has_work:
+        step(scheduler)
+    add(scheduler, 1, (*STEM, 9, 9, 9, 9, 9, 9, 50), max_tokens=1)
+    assert step(scheduler) == {1: 3}  # 12 + 4 are cached, two more were generated but fill no block
+
+
+def test_a_promise_ends_with_a_sequence_that_is_let_go() -> None:
+    """Its owner finished half way through its prompt, as when a job stops a row: the next one computes the block."""
+    scheduler = make(budget=5)
+    owner = add(scheduler, 0, (*STEM, 50))
+    add(scheduler, 1, (*STEM, 51))
+    assert step(scheduler) == {0: 5}
+    scheduler.finish(owner)
+    scheduler.check()
+    assert step(scheduler) == {1: 5}  # the first block was there, the second is its own to compute
+
+
+def test_a_promise_ends_with_a_preempted_sequence_and_nobody_waits_for_ever() -> None:
+    scheduler = make(budget=6, num_seqs=4, num_blocks=8)
+    first = add(scheduler, 0, tuple(range(9)), max_tokens=20)
+    step(scheduler)
+    step(scheduler)
+    owner = add(scheduler, 1, (*STEM, 50), max_tokens=3)
+    twin = add(scheduler, 2, (*STEM, 51), max_tokens=2)
+    step(scheduler)
+    assert scheduler._promised.keys() >= {owner.digests[2]}
+    scheduler._preempt(owner)
+    scheduler.check()
+    steps = 0
+    while scheduler.has_work:
+        step(scheduler)
+        steps += 1
+        assert steps < 200, "somebody waits for a promise that nobody keeps"
+    assert [s.num_output_tokens for s in (first, owner, twin)] == [20, 3, 2]
+
+
+def test_a_preempted_sequence_takes_up_its_own_blocks_again() -> None:
+    scheduler = make()
+    sequence = add(scheduler, 0, (*STEM, 50), max_tokens=9)
+    step(scheduler)
+    scheduler._preempt(sequence)
+    assert step(scheduler) == {0: 2}  # the token after the last full block, and the one generated
+    assert scheduler.num_recomputed_tokens == 1
+    assert scheduler.num_cached_tokens == 0, "what it had itself is no hit"
+
+
+def test_families_of_many_waiting_rows_do_not_hold_up_the_rest() -> None:
+    """More rows wait for one beginning than are passed over in a step; they are admitted when it is there."""
+    scheduler = make(num_seqs=200, num_blocks=1000, longest_first=False)
+    for key in range(150):
+        add(scheduler, key, (*STEM, 50 + key), max_tokens=1)
+    assert step(scheduler) == {0: 13}
+    computed = 13
+    while scheduler.has_work:
+        computed += sum(step(scheduler).values())
+    assert computed == 12 + 150
