@@ -25,10 +25,10 @@ _MAX_PROMPTS = 16  # of a file, unless told otherwise
 def check(prompts: str | None, as_json: bool, **values: Any) -> int:
     """Prove on this machine that no way of running changes a result.
 
-    Prompts are run one by one, greedy and sampled by turns; then all together, in chunks, from cached prefixes, preempted,
-    and as whole texts. Every logit must be the same to the bit. Last, the fast kernels are held against plain torch,
-    where a small gap is allowed. Exits 4 if any proof fails and says where first. Of a file the first 16 rows are
-    taken, or --limit.
+    Prompts are run one by one, greedy and sampled by turns; then all together, in chunks, from cached prefixes,
+    preempted, and as whole texts. Every logit must be the same to the bit. Last, the fast kernels are held against
+    plain torch, where a small gap is allowed. Exits 4 if any proof fails and says where
+    first. Of a file the first 16 rows are taken, or --limit.
 
     \b
     Examples:

@@ -110,7 +110,7 @@ def test_a_promise_ends_with_a_sequence_that_is_let_go() -> None:
 
 
 def test_a_promise_ends_with_a_preempted_sequence_and_nobody_waits_for_ever() -> None:
-    scheduler = make(budget=6, num_seqs=4, num_blocks=8)
+    scheduler = make(budget=6, num_seqs=4, num_blocks=20)
     first = add(scheduler, 0, tuple(range(9)), max_tokens=20)
     step(scheduler)
     step(scheduler)
