@@ -31,6 +31,8 @@ class Group:
                 sequence.score(prompt, choice)
             return
         num_different = 1 if request.params.is_greedy else request.params.n
+        if num_different > 1:  # what an earlier run generated is that of no one sample
+            request = self.request = replace(request, output_token_ids=())
         self.sequences = [Sequence(request, self, i) for i in range(num_different)]
         if request.params.prompt_logprobs is not None:
             self.sequences[0].score(1)

@@ -18,6 +18,9 @@ from batchgen.engine.sequence import Sequence
 from batchgen.engine.waiting import WaitingQueue
 from batchgen.errors import RowError, RowErrorCode
 
+# Share of a forecast peak that must fit. Every row kept waiting makes steps less full, which costs more than the
+# odd preemption: at 0.95 about 2 % of the tokens of a job five times the pool are computed twice, at 0.8 over 10 %.
+_CAUTION = 0.95
 _MAX_DEFERRED = 64  # waiting sequences passed over in a step because what they share is being computed
 
 
@@ -171,7 +174,7 @@ class Scheduler:
         if not self.config.forecast_memory:
             return True
         most = self._most_blocks_running + self._most_blocks(sequence)
-        return most <= self.config.num_blocks or self._peak_blocks(sequence, prefix) <= self.config.num_blocks
+        return most <= self.config.num_blocks or _CAUTION * self._peak_blocks(sequence, prefix) <= self.config.num_blocks
 
     def _peak_blocks(self, newcomer: Sequence, prefix: list[int]) -> int:
         """The most blocks that will probably be held at once if ``newcomer`` runs too."""

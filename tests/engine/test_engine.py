@@ -407,3 +407,10 @@ def test_identical_requests_whose_computation_fails_all_get_the_error() -> None:
     results = list(engine_for(model, num_blocks=20, block_size=4).run(requests))
     assert sorted(r.key for r in results) == [0, 1, 2, 3]
     assert all(r.error is not None and r.error.code == RowErrorCode.INTERNAL for r in results)
+
+
+def test_samples_begin_anew_whatever_tokens_a_request_brings() -> None:
+    params = SamplingParams(max_tokens=4, temperature=1.0, n=3, ignore_eos=True)
+    asked = [Request(5, PROMPT, params), Request(5, PROMPT, params, (3, 4, 5, 6))]
+    results = [next(iter(engine_for(MODEL, num_blocks=20, block_size=4).run([request]))) for request in asked]
+    assert results[0].samples == results[1].samples
