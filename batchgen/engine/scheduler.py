@@ -174,7 +174,9 @@ class Scheduler:
         if not self.config.forecast_memory:
             return True
         most = self._most_blocks_running + self._most_blocks(sequence)
-        return most <= self.config.num_blocks or _CAUTION * self._peak_blocks(sequence, prefix) <= self.config.num_blocks
+        if most <= self.config.num_blocks:
+            return True
+        return _CAUTION * self._peak_blocks(sequence, prefix) <= self.config.num_blocks
 
     def _peak_blocks(self, newcomer: Sequence, prefix: list[int]) -> int:
         """The most blocks that will probably be held at once if ``newcomer`` runs too."""
