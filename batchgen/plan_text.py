@@ -80,7 +80,7 @@ def _repeats(plan: Plan) -> list[str]:
     prefix = f"{about}{repeats['shared_prefix_tokens']:,} tokens in shared prefixes ({share:.0%} of the input)"
     alike = f"{about}{repeats['duplicate_prompts']:,} prompts ({repeats['duplicate_prompt_tokens']:,} tokens) twice"
     lines = [_line("repeated", prefix), _line("", alike)]
-    lines.append(_line("", "the engine computes these once, as long as its memory keeps them"))
+    lines.append(_line("", "computed once while memory lasts; whole rows only where greedy and alike"))
     if repeats["common_prefix_tokens"]:
         lines.append(_line("", f"all prompts begin with the same {repeats['common_prefix_tokens']:,} tokens"))
     return lines

@@ -148,6 +148,11 @@ def _checked_text(name: str, value: object) -> str:
 
 
 def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None) -> None:
+    for key in ("prompt", "system"):
+        try:
+            (getattr(spec, key) or "").encode()
+        except UnicodeEncodeError:  # Python reads such bytes of a command line as lone surrogates
+            raise UsageError(f"input.{key} holds bytes that are no UTF-8; write it in UTF-8") from None
     if spec.prompt_token_ids:
         return
     if tokenizer is None:

@@ -18,6 +18,7 @@ from batchgen.records import Request, Result, SamplingParams, Timings
 
 MAX_REMEMBERED_TOKENS = 4_000_000  # 4 bytes each
 _OVERHEAD_TOKENS = 150  # what a result takes beside its tokens, in tokens
+_SCORE_TOKENS = 8  # what the log-probability of a choice takes, in tokens
 
 
 class Duplicates:
@@ -68,10 +69,15 @@ class Duplicates:
     def _remember(self, digest: bytes, result: Result) -> None:
         timings = Timings(cached_tokens=result.num_prompt_tokens)
         self._finished[digest] = replace(result, token_ids=(), timings=timings), array("i", result.token_ids)
-        self._num_remembered_tokens += _OVERHEAD_TOKENS + len(result.token_ids)
+        self._num_remembered_tokens += _size(*self._finished[digest])
         while self._num_remembered_tokens > MAX_REMEMBERED_TOKENS:
-            _, (_, tokens) = self._finished.popitem(last=False)
-            self._num_remembered_tokens -= _OVERHEAD_TOKENS + len(tokens)
+            _, oldest = self._finished.popitem(last=False)
+            self._num_remembered_tokens -= _size(*oldest)
+
+
+def _size(result: Result, tokens: array[int]) -> int:
+    """About the memory that a remembered result takes, in tokens."""
+    return _OVERHEAD_TOKENS + len(tokens) + _SCORE_TOKENS * len(result.choice_logprobs)
 
 
 def _digest(request: Request) -> bytes:

@@ -142,3 +142,14 @@ def test_memory_is_bounded_by_tokens_and_the_oldest_are_forgotten(monkeypatch: p
     remembered = [request.key for request in requests if known.answered(request)]
     assert remembered == [45, 46, 47, 48, 49]  # 50 tokens and what 150 take beside them, each
     assert not known._under_way
+
+
+def test_scores_of_choices_count_towards_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "MAX_REMEMBERED_TOKENS", 10_000)
+    known = Duplicates()
+    requests = [Request(key, (9, key), SamplingParams(), choices=((3,), (4,))) for key in range(10)]
+    for request in requests:
+        group = Group(request)
+        known.begin(group)
+        known.end(group, result_of(request, (3,), choice_logprobs=(-1.0,) * 600))
+    assert [request.key for request in requests if known.answered(request)] == [8, 9]  # 8 tokens each, and 151 a row
