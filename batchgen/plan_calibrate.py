@@ -51,7 +51,7 @@ def calibrate(
     ``began`` is the monotonic instant before this module was imported: loading torch is part of a run too.
     Raises ModelError.
     """
-    backend = load_engine(spec, info)
+    backend = load_engine(spec, info, step_by_step=True)
     engine = backend.engine
     assert isinstance(engine, Engine)
     probe = _Probe(engine)

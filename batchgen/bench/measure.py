@@ -18,7 +18,7 @@ import torch
 from batchgen.bench.facts import engine_sizes, model_key
 from batchgen.bench.roofline import measure
 from batchgen.bench.timed import TimedKernels
-from batchgen.engine import Engine, EngineConfig
+from batchgen.engine import Engine, EngineConfig, make_engine
 from batchgen.engine.sizes import auto_threads
 from batchgen.errors import BatchgenError
 from batchgen.kernels import select
@@ -102,7 +102,7 @@ def repeats(
 def _run(
     model: Lfm2Model, timed: TimedKernels | None, config: EngineConfig, requests: list[Request]
 ) -> tuple[float, Engine, dict[str, float]]:
-    engine = Engine(model, config)
+    engine = make_engine(model, config)
     if timed is not None:
         timed.seconds.clear()
     start = time.monotonic()

@@ -1,6 +1,6 @@
-"""The continuous batcher. ``Engine`` and ``EngineConfig`` are its whole public surface.
+"""The continuous batcher. ``Engine``, ``make_engine`` and ``EngineConfig`` are its whole public surface.
 
-``Engine`` is imported when first used: it needs torch, the scheduler and its tests do not.
+What needs torch is imported when first used: the scheduler and its tests do not.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from batchgen.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from batchgen.engine.engine import Engine
+    from batchgen.engine.pipeline import make_engine
 
-__all__ = ["Engine", "EngineConfig"]
+__all__ = ["Engine", "EngineConfig", "make_engine"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from batchgen.engine.engine import Engine
 
         return Engine
+    if name == "make_engine":
+        from batchgen.engine.pipeline import make_engine
+
+        return make_engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,18 +5,58 @@ Engines hide most of their bugs here, so nothing is cached, and nothing but the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from batchgen.engine.scheduler import Schedule
-from batchgen.model.inputs import QUERY_BLOCK, ModelInput
+from batchgen.engine.sequence import Sequence
+from batchgen.model.inputs import QUERY_BLOCK, ModelInput, upload
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Ids of pending tokens, which go from the step that sampled them to the next without leaving the device.
+
+    ``token_ids`` int64 [num_sampled] is on the device, -1 for a row that is not finite. ``rows`` of it go to ``places``
+    in the next step's tokens; both int64 [num_pending], on the host.
+    """
+
+    token_ids: Tensor
+    rows: Tensor
+    places: Tensor
+
+    @torch.inference_mode()
+    def into(self, token_ids: Tensor) -> None:
+        """Write the ids, in order with what else is launched; an id of -1 must not index a table of embeddings."""
+        rows, places = upload(torch.stack((self.rows, self.places)), token_ids.device)
+        token_ids[places] = self.token_ids[rows].clamp(min=0)
+
+
+def build_feed(schedule: Schedule, sampled: Sequence_[Sequence], token_ids: Tensor) -> Feed | None:
+    """Where the ids go that the step before sampled, a row for each of ``sampled``; None if nowhere.
+
+    A pending token is the only one its sequence owes.
+    """
+    row_of = {sequence: row for row, sequence in enumerate(sampled)}
+    rows, places, end = [], [], 0
+    for sequence, count in schedule.entries:
+        end += count
+        if sequence.num_pending:
+            rows.append(row_of[sequence])
+            places.append(end - 1)
+    return Feed(token_ids, torch.tensor(rows), torch.tensor(places)) if rows else None
 
 
 def build_input(schedule: Schedule, block_size: int) -> ModelInput:
     """CPU tensors for one forward pass; see ``ModelInput`` for shapes.
 
-    A sequence's scheduled tokens are the first ``count`` it owes. Logits are asked for the last token of every
-    sequence in ``schedule.completing``, then for the tokens before those in ``schedule.scored``.
+    A sequence's scheduled tokens are the first ``count`` it owes; a pending one is 0 here, see ``Feed``. Logits are
+    asked for the last token of every sequence in ``schedule.completing``, then for the tokens before those in
+    ``schedule.scored``.
     """
     entries = schedule.entries
     counts = np.array([count for _, count in entries], dtype=np.int32)
@@ -31,6 +71,7 @@ def build_input(schedule: Schedule, block_size: int) -> ModelInput:
     for sequence, count in entries:
         first = sequence.num_computed_tokens
         token_ids += sequence.token_ids[first : first + count]
+        token_ids += [0] * (first + count - len(sequence.token_ids))
     slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
     return ModelInput(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),

@@ -128,6 +128,9 @@ class Engine:
         """Advance every scheduled sequence; the results of those that ended."""
         with self.stats.phase("schedule"):
             schedule = self.scheduler.schedule()
+        return self._advance(schedule)
+
+    def _advance(self, schedule: Schedule) -> list[Result]:
         completing, scored = schedule.completing, schedule.scored
         with self.stats.phase("forward"):
             logits = self.runner.run(schedule)
@@ -192,7 +195,7 @@ class Engine:
             sequence.first_token_at = sequence.finished_at
         if not all(isfinite(score.logprob) for score in sequence.scores):
             self._fail(sequence, "the model's logits over the given tokens are not finite")
-        if sequence.conv_slot is not None:
+        if sequence.first_scheduled_at is not None:
             self.scheduler.finish(sequence)
         if not sequence.group.is_finished:
             return []

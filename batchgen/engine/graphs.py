@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from batchgen.engine.batch import Feed
 from batchgen.model.cache import StateCache
 from batchgen.model.inputs import ModelInput
 from batchgen.model.lfm2 import Lfm2Model
@@ -193,14 +194,19 @@ class DecodeGraphs:
         return inputs.num_tokens == n and torch.equal(inputs.logits_indices, torch.arange(n))
 
     @torch.inference_mode()
-    def run(self, inputs: ModelInput) -> Tensor:
-        """Logits [num_seqs, vocab_size] for CPU inputs that ``takes`` accepts, valid until the next call."""
+    def run(self, inputs: ModelInput, feed: Feed | None = None) -> Tensor:
+        """Logits [num_seqs, vocab_size] for CPU inputs that ``takes`` accepts, valid until the next call.
+
+        ``feed`` puts in the tokens that only the device knows.
+        """
         num_blocks = inputs.block_tables.shape[1]
         key = GraphKey(bucket(inputs.num_seqs, self.spare.slot), _width(num_blocks), self.model.dtype)
         if key not in self._recorded:
             self._recorded[key] = self._record(key)
         static, replay = self._recorded[key]
         static.fill(inputs)
+        if feed is not None:
+            feed.into(static.inputs.token_ids)
         return replay()[: inputs.num_seqs]
 
     def _record(self, key: GraphKey) -> tuple[StaticInput, Replay]:

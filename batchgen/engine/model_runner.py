@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from batchgen.engine.batch import build_input
+from batchgen.engine.batch import Feed, build_input
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, Spare, can_record
 from batchgen.engine.scheduler import Schedule
@@ -32,13 +32,19 @@ class ModelRunner:
             spare = Spare(config.num_blocks, config.max_num_seqs, config.block_size)
             self.graphs = DecodeGraphs(model, self.state, spare, CudaRecorder(model.device), config.max_model_len)
 
-    def run(self, schedule: Schedule) -> Tensor:
-        """Logits [rows, vocab_size]: a row for each of ``schedule.completing``, then one a token of ``.scored``."""
+    def run(self, schedule: Schedule, feed: Feed | None = None) -> Tensor:
+        """Logits [rows, vocab_size]: a row for each of ``schedule.completing``, then one a token of ``.scored``.
+
+        ``feed`` has the ids of the schedule's pending tokens, if there are any.
+        """
         inputs = build_input(schedule, self.block_size)
         if schedule.resumed:
             last = [s.block_table[s.num_computed_tokens // self.block_size - 1] for s in schedule.resumed]
             self.state.restore_conv(last, [s.conv_slot for s in schedule.resumed if s.conv_slot is not None])
         if self.graphs is not None and self.graphs.takes(inputs):
-            return self.graphs.run(inputs)
+            return self.graphs.run(inputs, feed)
         max_position = int(inputs.positions.max())
-        return self.model.forward(inputs.to(self.model.device), self.state, max_position)
+        inputs = inputs.to(self.model.device)
+        if feed is not None:
+            feed.into(inputs.token_ids)
+        return self.model.forward(inputs, self.state, max_position)

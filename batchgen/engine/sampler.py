@@ -17,6 +17,7 @@ from torch import Tensor
 from batchgen.engine.penalties import penalize
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels import Kernels, SamplingRows
+from batchgen.model.inputs import upload
 from batchgen.records import TokenLogprob
 
 _MASK = (1 << 64) - 1
@@ -47,21 +48,37 @@ class Sampler:
 
     @torch.inference_mode()  # logits come from inference mode and may be written only inside it
     def sample(self, logits: Tensor, sequences: Sequence_[Sequence]) -> list[int]:
-        """Next token ids for logits [num_seqs, vocab_size], which may be overwritten; -1 where a row is not finite."""
+        """Next token ids as ``choose`` has them, on the host; books the log-probabilities asked for."""
         reported = [i for i, s in enumerate(sequences) if s.request.params.logprobs is not None]
         raw = logits[reported] if reported else None
-        self._forbid_early_end(logits, sequences)
-        penalized = [(i, s.counts, s.request.params) for i, s in enumerate(sequences) if s.counts is not None]
-        if penalized:
-            logits = self._widened(logits)
-            penalize(logits, *zip(*penalized, strict=True))
-        token_ids = self._choose(logits, sequences)
+        token_ids = self.choose(logits, sequences).tolist()
         if raw is not None:
             wanted = [sequences[i].request.params.logprobs or 0 for i in reported]
             found = self._logprobs(raw, [token_ids[i] for i in reported], wanted)
             for i, logprob in zip(reported, found, strict=True):
                 sequences[i].logprobs.append(logprob)
         return token_ids
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, sequences: Sequence_[Sequence]) -> Tensor:
+        """Next token ids, int64 [num_seqs] on the logits' device; -1 where a row is not finite.
+
+        Logits [num_seqs, vocab_size] may be overwritten. Without penalties the host does not wait for the device.
+        """
+        self._forbid_early_end(logits, sequences)
+        penalized = [(i, s.counts, s.request.params) for i, s in enumerate(sequences) if s.counts is not None]
+        if penalized:
+            logits = self._widened(logits)
+            penalize(logits, *zip(*penalized, strict=True))
+        drawn = [i for i, s in enumerate(sequences) if not s.request.params.is_greedy]
+        if len(drawn) == len(sequences):
+            return self.kernels.sample(logits, self._rows(sequences, logits.device))
+        ids = self.kernels.argmax(logits)
+        if drawn:
+            chosen = upload(torch.tensor(drawn), logits.device)
+            rows = self._rows([sequences[i] for i in drawn], logits.device)
+            ids[chosen] = self.kernels.sample(logits[chosen], rows)
+        return ids
 
     @torch.inference_mode()
     def score(self, logits: Tensor, scored: Sequence_[tuple[Sequence, range]]) -> None:
@@ -92,25 +109,18 @@ class Sampler:
             self._wide = torch.empty(logits.numel(), device=logits.device)
         return self._wide[: logits.numel()].view_as(logits).copy_(logits)
 
-    def _choose(self, logits: Tensor, sequences: Sequence_[Sequence]) -> list[int]:
-        drawn = [i for i, s in enumerate(sequences) if not s.request.params.is_greedy]
-        if not drawn:
-            return self.kernels.argmax(logits).tolist()
-        if len(drawn) == len(sequences):
-            return self.kernels.sample(logits, self._rows(sequences, logits.device)).tolist()
-        ids = self.kernels.argmax(logits)
-        chosen = torch.tensor(drawn, device=logits.device)
-        rows = self._rows([sequences[i] for i in drawn], logits.device)
-        ids[chosen] = self.kernels.sample(logits[chosen], rows)
-        return ids.tolist()
-
     def _forbid_early_end(self, logits: Tensor, sequences: Sequence_[Sequence]) -> None:
         """No end token before ``min_tokens``: neither the model's own nor the request's."""
-        for row, sequence in enumerate(sequences):
-            params = sequence.request.params
-            if sequence.num_output_tokens < params.min_tokens:
-                ends = sorted(self.eos_token_ids.union(params.stop_token_ids))
-                logits[row, [i for i in ends if 0 <= i < logits.shape[1]]] = -torch.inf
+        places = [
+            (row, token_id)
+            for row, sequence in enumerate(sequences)
+            if sequence.num_output_tokens < sequence.request.params.min_tokens
+            for token_id in self.eos_token_ids.union(sequence.request.params.stop_token_ids)
+            if 0 <= token_id < logits.shape[1]
+        ]
+        if places:
+            rows, columns = upload(torch.tensor(places).T.contiguous(), logits.device)
+            logits[rows, columns] = -torch.inf
 
     @staticmethod
     def _rows(sequences: Sequence_[Sequence], device: torch.device) -> SamplingRows:
@@ -120,7 +130,7 @@ class Sampler:
         ]
 
         def column(values: list[float] | list[int], dtype: type) -> Tensor:
-            return torch.from_numpy(np.array(values, dtype=dtype)).to(device)
+            return upload(torch.from_numpy(np.array(values, dtype=dtype)), device)
 
         return SamplingRows(
             temperature=column([min(max(p.temperature, _COLDEST), _HOTTEST) for p in params], np.float32),

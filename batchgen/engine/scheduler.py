@@ -109,7 +109,7 @@ class Scheduler:
         """Choose the next step's work and allot the blocks and slots it needs.
 
         Sequences that owe one token come first, then those partly computed, then waiting ones; never more tokens
-        than the budget. At least one sequence advances as long as there is work.
+        than the budget. At least one sequence advances as long as there is work, unless all await their last token.
         """
         counts: dict[Sequence, int] = {}
         budget = self.config.max_num_batched_tokens
@@ -118,7 +118,7 @@ class Scheduler:
         for sequence in by_debt:
             if budget == 0:
                 break
-            if sequence.conv_slot is None:  # preempted for an earlier one in this very step
+            if sequence.conv_slot is None or self._awaits_its_last(sequence):  # preempted in this very step, or done
                 continue
             count = min(sequence.num_owed, budget)
             for victim in self._make_room(sequence, count):
@@ -159,6 +159,10 @@ class Scheduler:
         """Whether the next block of the prompt is being computed by a sequence that runs already."""
         usable = self._usable_digests(sequence)
         return not sequence.num_preemptions and len(usable) > num_found and usable[num_found] in self._promised
+
+    def _awaits_its_last(self, sequence: Sequence) -> bool:
+        """Whether the pending token is known to end the sequence by length, so that nothing follows it."""
+        return sequence.num_pending > 0 and sequence.num_computed_tokens == self._most_tokens(sequence)
 
     def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether admitting the sequence behind ``prefix`` leaves memory for those that run.
@@ -274,10 +278,13 @@ class Scheduler:
             self._promised.pop(digest, None)
 
     def finish(self, sequence: Sequence) -> None:
-        """Let a running sequence go; its memory serves the next step."""
+        """Let a running or preempted sequence go; its memory serves the next step."""
         if sequence.generates:
             self.lengths.add(sequence.num_output_tokens)
-        self._release(sequence)
+        if sequence.conv_slot is None:
+            self.waiting.drop_preempted(sequence)
+        else:
+            self._release(sequence)
 
     def unfinished(self) -> Iterable[Sequence]:
         """Every sequence still under way, running ones first."""
@@ -296,6 +303,8 @@ class Scheduler:
         assert self._most_blocks_running == sum(map(self._most_blocks, self.running))
         for s in self.running:
             assert 0 <= s.num_computed_tokens < s.num_tokens, "a running sequence owes nothing"
+            assert s.num_computed_tokens <= len(s.token_ids), "a token was computed before it was known"
             assert len(s.block_table) == -(-s.num_computed_tokens // self.config.block_size), "blocks do not fit tokens"
         for s in self.waiting:
             assert not s.block_table and s.conv_slot is None and s.num_computed_tokens == 0, "a waiting one holds state"
+            assert not s.num_pending, "a waiting one has a token on its way"

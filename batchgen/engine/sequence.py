@@ -29,6 +29,9 @@ class Sequence:
     Tokens from ``next_scored`` up to ``end_scored`` (indexes into ``token_ids``) are still to be scored: their
     log-probabilities are wanted from the position before each. ``digests`` name the full blocks in order, as far as
     they have been asked for.
+
+    ``num_pending`` is 1 while a token has been sampled on the device whose id the host does not know yet: it counts
+    as a token, but ``token_ids`` ends before it.
     """
 
     __slots__ = (
@@ -50,6 +53,7 @@ class Sequence:
         "next_scored",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
         "order",
@@ -70,6 +74,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.max_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_pending = 0
         self.block_table: list[int] = []
         self.digests: list[bytes] = []
         self.conv_slot: int | None = None
@@ -96,18 +101,18 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far."""
-        return len(self.token_ids)
+        """Tokens so far, a pending one included."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens."""
-        return len(self.token_ids) - self.num_prompt_tokens if self.generates else 0
+        """Generated tokens, a pending one included."""
+        return self.num_tokens - self.num_prompt_tokens if self.generates else 0
 
     @property
     def num_owed(self) -> int:
         """Tokens whose KV and convolution state are not cached yet."""
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + self.num_pending - self.num_computed_tokens
 
     @property
     def max_new_tokens(self) -> int:
@@ -143,7 +148,7 @@ class Sequence:
             self.counts.add(token_id)
 
     def stop_reason(self, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
-        """Why the newest token ends the sequence, or None; to be asked once for each."""
+        """Why the newest token ends the sequence, or None; to be asked once for each, with none pending."""
         params = self.request.params
         newest = self.token_ids[-1]
         stop = self.stop_watch.push(newest) if self.stop_watch is not None else None

@@ -52,6 +52,10 @@ class WaitingQueue:
         """Add a sequence that lost its state; the one admitted earliest comes back first."""
         self._preempted.appendleft(sequence)
 
+    def drop_preempted(self, sequence: Sequence) -> None:
+        """Remove a preempted sequence that turned out to have ended."""
+        self._preempted.remove(sequence)
+
     def peek(self) -> Sequence:
         """The next to be admitted."""
         return self._preempted[0] if self._preempted else self._fresh[0][1]

@@ -13,6 +13,11 @@ from torch import Tensor
 QUERY_BLOCK = 16  # most tokens of a sequence that attention treats as one piece of work
 
 
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on a device; a GPU's is copied from pinned memory, so that the host does not wait for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInput:
     """Inputs of one step: ``num_tokens`` tokens of ``num_seqs`` sequences.
@@ -52,4 +57,4 @@ class ModelInput:
         """The same on another device."""
         if device.type == "cpu":
             return self
-        return ModelInput(**{name: getattr(self, name).to(device, non_blocking=True) for name in self.__slots__})
+        return ModelInput(**{name: upload(getattr(self, name), device) for name in self.__slots__})

@@ -141,12 +141,18 @@ def read_model(spec: JobSpec) -> ModelInfo:
     return ModelInfo(config, tokenizer, _max_model_len(spec, config), model.path, folder, own_tokenizer_folder)
 
 
-def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
-    """The engine of a job with its weights loaded. Raises ModelError for unusable weights; imports torch."""
+def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -> Backend:
+    """The engine of a job with its weights loaded; imports torch.
+
+    With ``step_by_step`` a step is over when ``step`` returns, so that it can be timed, also on a GPU.
+
+    Raises:
+        ModelError: the weights are unusable.
+    """
     import torch
 
     from batchgen.bench.facts import engine_facts
-    from batchgen.engine import Engine
+    from batchgen.engine import Engine, make_engine
     from batchgen.engine.sizes import auto_threads
     from batchgen.model import load_model
 
@@ -155,7 +161,8 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     torch.set_num_threads(config.threads or auto_threads(info.config))
     model = load_model(spec.model.path, spec.model.revision, dtype=spec.model.dtype, device=spec.model.device)
     stop_watch = StopStrings(info.tokenizer) if info.tokenizer else None
-    engine = Engine(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch)
+    make = Engine if step_by_step else make_engine
+    engine = make(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch)
     numerics = {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
     return Backend(engine, numerics, torch.get_num_threads(), partial(engine_facts, engine))
 

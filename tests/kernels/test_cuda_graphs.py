@@ -15,6 +15,7 @@ from tiny_model import CPU, checked_run, engine_for, ragged_input, random_reques
 from torch import Tensor
 
 from batchgen.engine import model_runner
+from batchgen.engine.batch import Feed
 from batchgen.engine.graphs import DecodeGraphs, GraphKey, Replay, Spare, StaticInput, bucket
 from batchgen.model.cache import StateCache, allocate
 from batchgen.model.inputs import ModelInput
@@ -106,6 +107,19 @@ def test_a_replayed_step_equals_the_plain_one_to_the_bit_and_touches_no_other_st
         for got, untouched in zip(tensors(state), tensors(plain), strict=True):
             rows = slice(0, spare.slot if len(got) == spare.slot + 1 else spare.block)
             assert torch.equal(got[rows], untouched[rows])
+
+
+def test_tokens_fed_on_the_device_give_the_logits_of_those_known_to_the_host() -> None:
+    model = tiny_model()
+    state, spare = state_for(model, 40 * MOST_SEQS)
+    twin = copied(state)
+    known, feeding = graphs_for(model, state, spare)[0], graphs_for(model, twin, spare)[0]
+    for step in range(2):  # recorded, then replayed
+        inputs, _ = decode_input(5, seed=step)
+        ids = inputs.token_ids
+        feed = Feed(torch.stack((ids[4], ids[1])), torch.tensor([1, 0]), torch.tensor([1, 4]))
+        blanked = replace(inputs, token_ids=ids * torch.tensor([1, 0, 1, 1, 0]))
+        assert torch.equal(feeding.run(blanked, feed), known.run(inputs))
 
 
 def test_rows_left_over_are_first_tokens_in_the_spare_state_whatever_was_there_before() -> None:

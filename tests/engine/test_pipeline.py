@@ -1,0 +1,282 @@
+"""The pipelined loop against the plain one, with a device that hands out ids only when they are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_model import checked_run, engine_for, random_requests, sequence_at, tiny_model, tokens_of
+from torch import Tensor
+
+from batchgen.engine import Engine, EngineConfig, make_engine, pipeline
+from batchgen.engine.batch import Feed, build_feed
+from batchgen.engine.pipeline import PipelinedEngine, Wait
+from batchgen.engine.scheduler import Schedule
+from batchgen.engine.sequence import Sequence
+from batchgen.errors import RowErrorCode
+from batchgen.model.cache import kv_block_bytes
+from batchgen.model.lfm2 import Lfm2Model
+from batchgen.records import Request, Result, SamplingParams, Timings
+
+MODEL = tiny_model()
+PLAIN = SamplingParams(ignore_eos=True)
+KINDS = (
+    PLAIN,
+    SamplingParams(),
+    SamplingParams(temperature=1.0, top_p=0.9, seed=3),
+    SamplingParams(temperature=1.0, stop_token_ids=tuple(range(20, 30)), min_tokens=3),
+    SamplingParams(temperature=1.0, n=3, stop_token_ids=tuple(range(10, 30))),
+    SamplingParams(stop=("any of some tokens",)),
+    SamplingParams(temperature=0.7, max_repeats=2),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2),
+    SamplingParams(temperature=1.0, logprobs=2),
+    SamplingParams(prompt_logprobs=1),
+)
+LONGEST = 46  # tokens of a prompt and its output
+
+
+class Device:
+    """Gives a step's ids once, in order, and never has more than two steps: one that runs and the one behind it."""
+
+    def __init__(self) -> None:
+        self.num_launched = 0
+        self.num_waits = 0
+        self.num_ahead = 0  # waits during which another step was under way
+
+    def __call__(self, token_ids: Tensor) -> Wait:
+        """See ``pipeline.Fetch``."""
+        assert self.num_launched - self.num_waits <= 1, "a third step was launched"
+        step, ids = self.num_launched, token_ids.tolist()
+        self.num_launched += 1
+
+        def wait() -> list[int]:
+            assert step == self.num_waits, "waited for twice, or in another order"
+            self.num_waits += 1
+            self.num_ahead += self.num_launched > self.num_waits
+            return ids
+
+        return wait
+
+
+class SomeTokens:
+    """Takes some tokens to complete a stop string."""
+
+    def push(self, token_id: int) -> str | None:
+        """See ``StopWatch``."""
+        return "any" if token_id % 8 == 5 else None
+
+
+def pipelined(
+    device: Device, model: Lfm2Model = MODEL, *, num_blocks: int = 200, block_size: int = 4, **sizes: Any
+) -> PipelinedEngine:
+    memory = num_blocks * kv_block_bytes(model.config, block_size, model.dtype)
+    sizes = {"forecast_memory": False} | sizes
+    config = EngineConfig(block_size=block_size, kv_memory=memory, **sizes)
+    return PipelinedEngine(model, config, stop_watch=lambda _: SomeTokens(), fetch=device)
+
+
+def untimed(results: Iterator[Result]) -> dict[int, Result]:
+    found: dict[int, Result] = {}
+    for result in results:
+        assert result.key not in found, f"request {result.key} was answered twice"
+        found[result.key] = replace(result, timings=Timings())
+    return found
+
+
+@cache
+def requests_of_every_kind() -> tuple[Request, ...]:
+    """Four of each kind, every other one with the same beginning, and two that are scored."""
+    requests = []
+    for i, request in enumerate(random_requests(4 * len(KINDS), seed=8, prompt=(1, 20), output=(1, 14))):
+        prompt = (9, 30, 77, 12, 5, 9, 30, 70, 2, 11, 18, 99) * (i % 2) + request.prompt_token_ids
+        params = replace(KINDS[i // 2 % len(KINDS)], max_tokens=request.params.max_tokens)
+        requests.append(Request(request.key, prompt, params))
+    scored = SamplingParams(max_tokens=0, choices=("one", "another"))
+    return *requests, *(Request(100 + i, (9, 30, 77, 12, 5 + i), scored, (), ((50, 51), (60,))) for i in range(2))
+
+
+@cache
+def expected() -> dict[int, Result]:
+    config = EngineConfig(kv_memory=1 << 22, prefix_caching=False, share_duplicates=False)
+    engine = Engine(MODEL, config, stop_watch=lambda _: SomeTokens())
+    return untimed(engine.run(requests_of_every_kind()))
+
+
+@st.composite
+def sizes_of_an_engine(draw: st.DrawFn) -> dict[str, Any]:
+    """Sizes of any kind; the pool holds the longest request and often little more."""
+    block_size = draw(st.integers(1, 9))
+    least = -(-LONGEST // block_size)
+    return {
+        "block_size": block_size,
+        "num_blocks": least + draw(st.integers(0, 2 * least)),
+        "max_num_batched_tokens": draw(st.integers(1, 60)),
+        "max_num_seqs": draw(st.integers(1, 12)),
+        "look_ahead": draw(st.integers(1, 12)),
+        "prefix_caching": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=sizes_of_an_engine(),
+    order=st.lists(st.integers(0, 4 * len(KINDS) + 1), unique=True, min_size=1, max_size=20),
+)
+def test_every_result_is_that_of_the_plain_loop(sizes: dict[str, Any], order: list[int]) -> None:
+    device = Device()
+    engine = pipelined(device, **sizes)
+    requests = [requests_of_every_kind()[i] for i in order]
+    assert untimed(checked_run(engine, requests)) == {r.key: expected()[r.key] for r in requests}
+    assert device.num_waits == device.num_launched <= engine.stats.num_steps
+    assert engine.scheduler.pool.num_free == sizes["num_blocks"]
+
+
+def test_a_sequence_preempted_with_its_last_token_pending_ends_where_it_waits() -> None:
+    """Tight pools make it happen; nothing may be left of it in the queue."""
+    params = replace(PLAIN, stop_token_ids=tuple(range(60)))
+    requests = random_requests(30, seed=6, prompt=(1, 30), output=(4, 16), params=params)
+    plain = tokens_of(engine_for(MODEL, num_blocks=400, block_size=4).run(requests))
+    ended = 0
+    for num_blocks in range(LONGEST, LONGEST + 20):
+        engine = pipelined(Device(), num_blocks=num_blocks, block_size=1, max_num_seqs=9)
+        drop = engine.scheduler.waiting.drop_preempted
+
+        def counted(sequence: Sequence, drop: Any = drop) -> None:
+            nonlocal ended
+            ended += 1
+            drop(sequence)
+
+        engine.scheduler.waiting.drop_preempted = counted  # type: ignore[method-assign]
+        assert tokens_of(checked_run(engine, requests)) == plain
+    assert ended > 0
+
+
+def test_a_step_is_waited_for_once_and_while_the_next_one_runs() -> None:
+    device = Device()
+    engine = pipelined(device, max_num_batched_tokens=8)
+    requests = [Request(key, (9,) * 20 + (30 + key,), replace(PLAIN, max_tokens=12)) for key in range(3)]
+    tokens_of(checked_run(engine, requests))
+    assert device.num_waits == device.num_launched == engine.stats.num_steps
+    assert device.num_ahead == device.num_waits - 1, "all but the last"
+
+
+def test_nothing_is_computed_behind_a_token_that_is_the_last_by_length() -> None:
+    requests = [Request(0, (9, 30), replace(PLAIN, max_tokens=7)), Request(1, (9, 31), replace(PLAIN, max_tokens=1))]
+    for sizes in ({}, {"max_model_len": 6}):
+        engine, plain = pipelined(Device(), **sizes), engine_for(MODEL, num_blocks=200, block_size=4, **sizes)
+        assert tokens_of(checked_run(engine, requests)) == tokens_of(plain.run(requests))
+        computed = [e.stats.num_prefill_tokens + e.stats.num_decode_tokens for e in (engine, plain)]
+        assert computed[0] == computed[1]
+        assert engine.stats.num_steps == plain.stats.num_steps
+
+
+def test_one_token_is_computed_behind_an_end_token_and_dropped() -> None:
+    request = Request(0, (9, 30, 77), replace(PLAIN, max_tokens=12))
+    whole = tokens_of(engine_for(MODEL, num_blocks=200, block_size=4).run([request]))[0]
+    stop = whole[4]
+    engine = pipelined(Device())
+    (result,) = checked_run(engine, [replace(request, params=replace(request.params, stop_token_ids=(stop,)))])
+    assert result.token_ids == whole[: whole.index(stop) + 1]
+    assert engine.stats.num_decode_tokens == engine.stats.num_output_tokens == len(result.token_ids)
+    assert not engine.scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    "params", [replace(PLAIN, presence_penalty=0.5), replace(PLAIN, logprobs=0)], ids=["penalties", "logprobs"]
+)
+def test_a_step_with_rows_that_need_the_host_runs_by_itself(params: SamplingParams) -> None:
+    device = Device()
+    plain = Request(0, (9, 30), replace(PLAIN, max_tokens=20))
+    engine = pipelined(device)
+    requests = [plain, Request(1, (9, 31), replace(params, max_tokens=5))]
+    assert untimed(checked_run(engine, requests)) == untimed(
+        engine_for(MODEL, num_blocks=200, block_size=4).run(requests)
+    )
+    assert (engine.stats.num_steps, device.num_waits) == (20, 15)
+
+
+def test_a_choice_whose_last_token_comes_after_its_scores_is_answered() -> None:
+    """The step that computes it samples nothing and scores nothing, and yet the sequence ends with it."""
+    request = Request(0, (9, 30, 77), SamplingParams(max_tokens=0, choices=("one",)), (), ((50, 51),))
+    (result,) = checked_run(pipelined(Device(), max_num_batched_tokens=4), [request])
+    (plain,) = engine_for(MODEL, num_blocks=200, block_size=4).run([request])
+    assert result.choice_logprobs == plain.choice_logprobs
+
+
+@pytest.mark.parametrize("stop_after", [3, 8])
+def test_stopped_and_resumed_gives_the_tokens_of_an_undisturbed_run(stop_after: int) -> None:
+    """What is in flight when the stop comes is booked: it counts as a result, or as tokens to go on from."""
+    params = SamplingParams(temperature=1.0, seed=5, stop_token_ids=tuple(range(40, 50)))
+    requests = random_requests(12, seed=stop_after, prompt=(1, 20), output=(2, 14), params=params)
+    undisturbed = tokens_of(engine_for(MODEL, num_blocks=400, block_size=4).run(requests))
+    answers: dict[int, tuple[int, ...]] = {}
+    for _ in range(100):
+        device = Device()
+        engine = pipelined(device, num_blocks=12, max_num_seqs=5, max_num_batched_tokens=20, look_ahead=3)
+        steps, step = iter(range(stop_after)), engine.step
+
+        def counted(engine: Engine = engine, steps: Iterator[int] = steps, step: Any = step) -> list[Result]:
+            if next(steps, None) is None:
+                engine.stop()
+            return step()  # type: ignore[no-any-return]
+
+        engine.step = counted  # type: ignore[method-assign]
+        answers.update(tokens_of(engine.run([r for r in requests if r.key not in answers])))
+        assert device.num_waits == device.num_launched
+        assert not any(s.num_pending for s in engine.scheduler.unfinished())
+        engine.scheduler.check()
+        partial = engine.unfinished()
+        assert partial.keys().isdisjoint(answers)
+        assert all(undisturbed[key][: len(tokens)] == tokens for key, tokens in partial.items())
+        requests = [replace(r, output_token_ids=partial.get(r.key, r.output_token_ids)) for r in requests]
+        if len(answers) == len(requests):
+            break
+    assert answers == undisturbed
+
+
+def test_a_row_gone_wrong_is_an_error_row_and_harms_no_other() -> None:
+    """Wrong from its prompt on, or from a token it generates: others begin in its memory a step later."""
+    model, bad = tiny_model(tie_embedding=False), 100
+    model.embedding = model.embedding.clone()  # of an inference tensor, outside inference mode: may be written
+    model.embedding[bad] = torch.nan
+    requests = [Request(99, (9, bad), PLAIN), *random_requests(20, seed=2, params=PLAIN)]
+    engine = pipelined(Device(), model, num_blocks=66, max_num_seqs=3)
+    results = untimed(checked_run(engine, requests))
+    assert results == untimed(engine_for(model, num_blocks=200, block_size=4).run(requests))
+    errors = [result.error for result in results.values() if result.error is not None]
+    assert {error.code for error in errors} == {RowErrorCode.INTERNAL}
+    assert "after token 2 " in errors[0].message
+    assert 1 < len(errors) < len(results)
+
+
+def test_pending_tokens_are_fed_by_the_rows_that_sampled_them() -> None:
+    decoding = [sequence_at(range(10, 14), 4, [0], slot) for slot in range(3)]
+    for sequence in decoding:
+        sequence.num_pending = 1
+    schedule = Schedule(((decoding[2], 1), (sequence_at((9, 9, 9), 0, [1], 3), 2), (decoding[0], 1)))
+    feed = build_feed(schedule, decoding, torch.tensor([50, 51, -1]))
+    assert feed is not None
+    token_ids = torch.tensor([0, 9, 9, 0])
+    feed.into(token_ids)
+    assert token_ids.tolist() == [0, 9, 9, 50], "the -1 of a row gone wrong becomes any token there is"
+    assert build_feed(Schedule(schedule.entries[1:2]), decoding, torch.tensor([50, 51, -1])) is None
+
+
+def test_a_feed_leaves_the_ids_it_was_made_of_alone() -> None:
+    ids = torch.tensor([-1, 8])
+    Feed(ids, torch.tensor([0, 1]), torch.tensor([1, 0])).into(torch.zeros(2, dtype=torch.int64))
+    assert ids.tolist() == [-1, 8]
+
+
+def test_a_gpu_gets_the_pipelined_engine_and_a_cpu_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(make_engine(MODEL, EngineConfig(kv_memory=1 << 20))) is Engine
+    monkeypatch.setattr(pipeline, "PipelinedEngine", lambda *_, **__: "pipelined")
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert make_engine(on_gpu) == "pipelined"  # type: ignore[comparison-overlap]  # the stand-in
