@@ -203,6 +203,14 @@ def test_failed_rows_get_advice_by_code() -> None:
     assert any(text.startswith("80 rows too long") for text in made(errors=80)["advice"])
 
 
+def test_answers_cut_off_are_told_of_where_anything_was_to_be_generated() -> None:
+    report = made()
+    report["finish_reasons"] = {"length": report["rows"]["done"]}
+    assert any("cut off" in text for text in advice(report))
+    report["tokens"] = {**report["tokens"], "completion": 0}
+    assert not any("cut off" in text for text in advice(report))
+
+
 def test_the_text_says_first_how_long_how_fast_and_what_failed() -> None:
     lines = render_report(made(errors=3, engine=engine())).splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["took", "speed", "failed", "bound"]
