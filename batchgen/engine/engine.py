@@ -135,8 +135,8 @@ class Engine:
         with self.stats.phase("forward"):
             logits = self.runner.run(schedule)
         with self.stats.phase("sample"):
+            self.sampler.score(logits[len(completing) :], scored)  # first: given tokens stand before the new ones
             token_ids = self.sampler.sample(logits[: len(completing)], completing) if completing else []
-            self.sampler.score(logits[len(completing) :], scored)
         with self.stats.phase("update"):
             self._count(schedule)
             self.scheduler.computed(schedule)
@@ -193,7 +193,7 @@ class Engine:
         if not sequence.generates:
             sequence.finish_reason = FinishReason.STOP if sequence.request.choices else FinishReason.LENGTH
             sequence.first_token_at = sequence.finished_at
-        if not all(isfinite(score.logprob) for score in sequence.scores):
+        if not all(isfinite(score.logprob) for score in (*sequence.scores, *sequence.logprobs)):
             self._fail(sequence, "the model's logits over the given tokens are not finite")
         if sequence.first_scheduled_at is not None:
             self.scheduler.finish(sequence)

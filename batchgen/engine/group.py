@@ -24,18 +24,16 @@ class Group:
         self.submitted_at = time.monotonic()
         self.error: RowError | None = None
         self.twins: list[Group] = []
-        prompt = len(request.prompt_token_ids)
         if request.choices:
             self.sequences = [Sequence(request, self, i) for i in range(len(request.choices))]
             for sequence, choice in zip(self.sequences, request.choices, strict=True):
-                sequence.score(prompt, choice)
+                sequence.score_choice(choice)
             return
         num_different = 1 if request.params.is_greedy else request.params.n
         if num_different > 1:  # what an earlier run generated is that of no one sample
             request = self.request = replace(request, output_token_ids=())
         self.sequences = [Sequence(request, self, i) for i in range(num_different)]
-        if request.params.prompt_logprobs is not None:
-            self.sequences[0].score(1)
+        self.sequences[0].score_given()
 
     @property
     def is_finished(self) -> bool:
@@ -44,11 +42,10 @@ class Group:
 
     @property
     def resumable_tokens(self) -> tuple[int, ...]:
-        """Generated tokens from which a later run can go on; none where they would not be enough to."""
-        params = self.request.params
-        is_plain = len(self.sequences) == 1 and params.logprobs is None and params.prompt_logprobs is None
+        """Generated tokens from which a later run can go on; none where they are those of several samples."""
         sequence = self.sequences[0]
-        return tuple(sequence.token_ids[sequence.num_prompt_tokens :]) if is_plain and sequence.generates else ()
+        is_one = len(self.sequences) == 1 and sequence.generates
+        return tuple(sequence.token_ids[sequence.num_prompt_tokens :]) if is_one else ()
 
     def result(self) -> Result:
         """What came of the request, once it has finished or failed."""

@@ -86,11 +86,11 @@ class Sampler:
         if not scored:
             return
         tokens = [s.token_ids[i] for s, indexes in scored for i in indexes]
-        wanted = [s.request.params.prompt_logprobs or 0 for s, indexes in scored for _ in indexes]
+        wanted = [s.num_top(i) for s, indexes in scored for i in indexes]
         found = iter(self._logprobs(logits, tokens, wanted))
         for sequence, indexes in scored:
-            sequence.scores += islice(found, len(indexes))
-            sequence.next_scored = indexes.stop
+            for logprob in islice(found, len(indexes)):
+                sequence.book_score(logprob)
 
     def _logprobs(self, logits: Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprob]:
         """The log-probability of a token in each row, and of the ``num_top`` likeliest there (equals by id)."""

@@ -92,12 +92,31 @@ class Sequence:
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
 
-    def score(self, first: int, choice: tuple[int, ...] = ()) -> None:
-        """Ask for scores of the tokens from index ``first`` on; with ``choice``, of that after the prompt instead."""
-        if choice:
-            self.token_ids = [*self.request.prompt_token_ids, *choice]
-            self.generates = False
-        self.next_scored, self.end_scored = first, len(self.token_ids)
+    def score_choice(self, choice: tuple[int, ...]) -> None:
+        """Generate nothing, but score these tokens after the prompt."""
+        self.token_ids = [*self.request.prompt_token_ids, *choice]
+        self.generates = False
+        self.next_scored, self.end_scored = self.num_prompt_tokens, len(self.token_ids)
+
+    def score_given(self) -> None:
+        """Score what the request brings as far as it asks for that: the prompt, and tokens generated earlier."""
+        params, prompt = self.request.params, self.num_prompt_tokens
+        self.next_scored = 1 if params.prompt_logprobs is not None else prompt
+        self.end_scored = prompt if params.logprobs is None else len(self.token_ids)
+        self.next_scored = min(self.next_scored, self.end_scored)
+
+    def num_top(self, index: int) -> int:
+        """How many of the likeliest tokens are wanted beside the one at ``index``."""
+        params = self.request.params
+        return (params.logprobs if self._is_output(index) else params.prompt_logprobs) or 0
+
+    def book_score(self, logprob: TokenLogprob) -> None:
+        """Take in the log-probability of the token ``next_scored``."""
+        (self.logprobs if self._is_output(self.next_scored) else self.scores).append(logprob)
+        self.next_scored += 1
+
+    def _is_output(self, index: int) -> bool:
+        return self.generates and index >= self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:

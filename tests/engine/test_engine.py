@@ -353,13 +353,14 @@ KINDS = {
     "samples": replace(SAMPLED, n=2),
     "logprobs": replace(GREEDY, logprobs=2),
     "prompt logprobs": replace(GREEDY, prompt_logprobs=0),
+    "all logprobs": replace(SAMPLED, logprobs=1, prompt_logprobs=3),
 }
-GO_ON = {"greedy", "sampled", "penalized", "looping", "greedy samples"}
+GO_ON = KINDS.keys() - {"samples"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stopped_request_goes_on_from_its_tokens_where_they_are_all_it_needs(kind: str) -> None:
-    """Not where several samples or log-probabilities would have to be kept: those begin anew, with the same result."""
+    """Log-probabilities of tokens it had are computed anew; several samples begin anew. The result is the same."""
     request = Request(5, PROMPT, KINDS[kind])
     whole = run_one(request)
     engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20))
