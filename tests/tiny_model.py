@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from batchgen.engine import Engine, EngineConfig
+from batchgen.engine import Engine, EngineConfig, make_engine
 from batchgen.engine.batch import build_input
 from batchgen.engine.group import Group
 from batchgen.engine.scheduler import Schedule
@@ -141,7 +141,7 @@ def engine_for(model: Lfm2Model, *, num_blocks: int, block_size: int, **sizes: A
     """An engine with a pool of exactly ``num_blocks`` blocks; it admits without foresight, so as to preempt."""
     memory = num_blocks * kv_block_bytes(model.config, block_size, model.dtype)
     sizes = {"forecast_memory": False} | sizes
-    return Engine(model, EngineConfig(block_size=block_size, kv_memory=memory, **sizes))
+    return make_engine(model, EngineConfig(block_size=block_size, kv_memory=memory, **sizes))
 
 
 def checked_run(engine: Engine, requests: Iterable[Request]) -> Iterator[Result]:
