@@ -66,6 +66,8 @@ def advice(report: Mapping[str, Any]) -> list[str]:
         found.append(f"the last {tail} ran less than half full, {why}")
     if bound_by(report) == _OVERHEADS["load"]:
         found.append("loading took longer than it should pay for: give a run more rows")
+    if report["numerics"].get("device") == "cuda":
+        found.append("on a GPU a row's tokens may depend on what shared its batch; --batch-invariant rules that out")
     is_scoring = not report["tokens"]["completion"]  # a job that generates nothing cuts nothing off
     cut_off = 0 if is_scoring else report["finish_reasons"].get("length", 0)
     if rows["done"] and cut_off > _CUT_OFF * rows["done"]:

@@ -143,6 +143,7 @@ class ModelSpec:
     )
     device: str = key(_one_of("auto", "cpu", "cuda"), "Where the model runs", "auto", outputs=False)
     tokenizer: str = key(TEXT, "Folder or Hub id [the model's own]", "", outputs=False)
+    batch_invariant: bool = key(BOOL, "On a GPU: no row depends on its batch", False)
 
 
 @dataclass(frozen=True)

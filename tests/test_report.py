@@ -203,6 +203,13 @@ def test_failed_rows_get_advice_by_code() -> None:
     assert any(text.startswith("80 rows too long") for text in made(errors=80)["advice"])
 
 
+def test_what_may_differ_on_a_gpu_is_told() -> None:
+    report = made()
+    assert not any("--batch-invariant" in text for text in advice(report))
+    report["numerics"] = {"dtype": "bfloat16", "device": "cuda"}
+    assert any("--batch-invariant" in text for text in advice(report))
+
+
 def test_answers_cut_off_are_told_of_where_anything_was_to_be_generated() -> None:
     report = made()
     report["finish_reasons"] = {"length": report["rows"]["done"]}

@@ -70,7 +70,8 @@ def load_timed(where: ModelSpec, threads: int | None) -> tuple[Lfm2Model, TimedK
     torch.set_num_threads(threads or auto_threads(config))
     timed = TimedKernels(select(device, resolve_dtype(where.dtype, config, device)))
     kept = timed if device.type == "cpu" else None
-    return load(where.path, where.revision, where.dtype, where.device, kept), kept
+    model = load(where.path, where.revision, where.dtype, where.device, kept, batch_invariant=where.batch_invariant)
+    return model, kept
 
 
 def repeats(

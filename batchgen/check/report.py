@@ -39,7 +39,9 @@ def run_check(
     torch.set_num_threads(auto_threads(info.config) if threads == "auto" else threads)
     say(f"loading {spec.model.path}")
     where = spec.model
-    model = load_model(where.path, where.revision, dtype=where.dtype, device=where.device)
+    model = load_model(
+        where.path, where.revision, dtype=where.dtype, device=where.device, batch_invariant=where.batch_invariant
+    )
     num_prompt_tokens = sum(map(len, prompts))
     facts = {
         "model": where.path,

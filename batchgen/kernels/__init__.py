@@ -106,8 +106,11 @@ class QKNorm:
         self.num_heads = num_heads
 
 
-def select(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest back end for a device and dtype."""
+def select(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = False) -> Kernels:
+    """The fastest back end for a device and dtype; with ``batch_invariant`` the fastest whose rows are independent.
+
+    On the CPU both are the same.
+    """
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
         from batchgen.kernels.cpu.backend import CpuKernels
 
@@ -115,7 +118,7 @@ def select(device: torch.device, dtype: torch.dtype) -> Kernels:
     if device.type == "cuda" and find_spec("triton") is not None:
         from batchgen.kernels.cuda.backend import CudaKernels
 
-        return CudaKernels(device)
+        return CudaKernels(device, batch_invariant=batch_invariant)
     from batchgen.kernels.reference import ReferenceKernels
 
     return ReferenceKernels()

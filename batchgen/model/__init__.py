@@ -33,15 +33,18 @@ def load_config(path: str, revision: str = "main") -> ModelConfig:
     return ModelConfig.from_folder(resolve_folder(path, revision, ("*.json", "*.jinja")))
 
 
-def load_model(path: str, revision: str = "main", *, dtype: str = "auto", device: str = "auto") -> Lfm2Model:
+def load_model(
+    path: str, revision: str = "main", *, dtype: str = "auto", device: str = "auto", batch_invariant: bool = False
+) -> Lfm2Model:
     """The model at ``path`` with its weights, ready to run.
 
     ``dtype`` "auto" is the checkpoint's own on CUDA; on the CPU bfloat16 where the machine multiplies it
-    natively, else float32. ``device`` "auto" is CUDA where there is one.
+    natively, else float32. ``device`` "auto" is CUDA where there is one. ``batch_invariant`` makes products on a GPU
+    add up in one order whatever shares the batch, as they do on the CPU anyway.
 
     Raises:
         ModelError: unusable folder, config, or weights.
     """
     from batchgen.model.loading import load
 
-    return load(path, revision, dtype, device)
+    return load(path, revision, dtype, device, batch_invariant=batch_invariant)

@@ -17,7 +17,15 @@ from batchgen.model.tensors import Checkpoint, RandomTensors, TensorSource
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def load(path: str, revision: str, dtype: str, device: str, kernels: Kernels | None = None) -> Lfm2Model:
+def load(
+    path: str,
+    revision: str,
+    dtype: str,
+    device: str,
+    kernels: Kernels | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> Lfm2Model:
     """See ``batchgen.model.load_model``; ``kernels`` overrides the back end that fits the device."""
     where = resolve_device(device)
     source: TensorSource
@@ -33,7 +41,7 @@ def load(path: str, revision: str, dtype: str, device: str, kernels: Kernels | N
         kind = resolve_dtype(dtype, config, where)
         source = Checkpoint(folder, kind, where)
     with torch.inference_mode():
-        return Lfm2Model(config, source, kernels or select(where, kind))
+        return Lfm2Model(config, source, kernels or select(where, kind, batch_invariant=batch_invariant))
 
 
 def resolve_device(device: str) -> torch.device:

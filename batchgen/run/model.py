@@ -159,7 +159,10 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     config = engine_config(spec.engine)
     # Before loading, which packs weights and takes threads too.
     torch.set_num_threads(config.threads or auto_threads(info.config))
-    model = load_model(spec.model.path, spec.model.revision, dtype=spec.model.dtype, device=spec.model.device)
+    where = spec.model
+    model = load_model(
+        where.path, where.revision, dtype=where.dtype, device=where.device, batch_invariant=where.batch_invariant
+    )
     stop_watch = StopStrings(info.tokenizer) if info.tokenizer else None
     make = Engine if step_by_step else make_engine
     engine = make(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch)
