@@ -12,7 +12,8 @@ import numpy as np
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, worker_number
 from batchgen.kernels.cpu.rows import mean_square
-from batchgen.kernels.cpu.simd import BF16, F32, LANES
+from batchgen.kernels.cpu.simd import BF16, F32
+from batchgen.kernels.cpu.vector_ir import LANES
 
 SEGMENT = 32  # tokens convolved at once: their inputs stay in the cache
 

@@ -13,7 +13,6 @@ from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item
 from batchgen.kernels.cpu.simd import (
     BF16,
     F32,
-    LANES,
     add,
     any_equal,
     div,
@@ -37,6 +36,7 @@ from batchgen.kernels.cpu.simd import (
     sub,
     sum_lanes,
 )
+from batchgen.kernels.cpu.vector_ir import LANES
 
 ROWS_PER_ITEM = 8  # small enough to balance the threads, large enough to hide the atomic
 

@@ -14,7 +14,8 @@ import numpy as np
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, worker_number
 from batchgen.kernels.cpu.rows import row_max
-from batchgen.kernels.cpu.simd import BF16, F32, LANES
+from batchgen.kernels.cpu.simd import BF16, F32
+from batchgen.kernels.cpu.vector_ir import LANES
 
 BINS = 4096
 LEAST = np.int64(2 << 23)  # bits of 2**-125: exp ends at 2**-126, so a smaller probability stands for none

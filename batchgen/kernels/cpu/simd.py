@@ -1,58 +1,49 @@
 """Vectors of 16 float32 as first-class values inside numba functions.
 
 Numba has no vector type, and its auto-vectorizer neither keeps a tile of accumulators in registers nor
-reorders a float sum, so the kernels spell their vectors out. LLVM lowers 16 lanes to whatever the machine
-has (one AVX-512 register, two AVX2, four NEON). Loads and stores convert from and to the model's dtype: the
-element type of a typed pointer decides (``uint16`` holds bfloat16 bits, ``float32`` itself).
+reorders a float sum, so the kernels spell their vectors out. Loads and stores convert from and to the model's dtype:
+the element type of a typed pointer decides (``uint16`` holds bfloat16 bits, ``float32`` itself).
 
 Nothing here knows tensors or models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
-from numba.core import cgutils
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic as numba_intrinsic
 from numba.extending import register_model
 
-LANES = 16
+from batchgen.kernels.cpu.vector_ir import (
+    FLOAT,
+    HALF_VECTOR,
+    INT,
+    INT_VECTOR,
+    LANES,
+    VECTOR,
+    emit_call,
+    emit_fma,
+    emit_lane_mask,
+    emit_load,
+    emit_narrow,
+    emit_splat,
+    emit_widen,
+    int_splat,
+    is_bf16,
+)
+
 LOG2_E = 1.4426950408889634
-LOG2_E_F32 = float(np.float32(LOG2_E))
 # A kernel cannot raise: an exception inside the worker threads would leave its items undone, unseen.
 jit: Any = njit(error_model="numpy")
 inline: Any = njit(error_model="numpy", forceinline=True)  # a call would pass vectors through memory
 intrinsic: Any = numba_intrinsic  # numba's own annotation describes the function before it is decorated
 BF16 = np.uint16  # element type of a pointer to bfloat16 bits
 F32 = np.float32
-
-# Whether the machine rounds to bfloat16 and multiplies pairs of them by itself.
-HAS_BF16 = bool(binding.get_host_cpu_features().get("avx512bf16"))
-
-_F32 = ir.FloatType()
-_I32 = ir.IntType(32)
-VECTOR = ir.VectorType(_F32, LANES)
-_IVEC = ir.VectorType(_I32, LANES)
-_HVEC = ir.VectorType(ir.IntType(16), LANES)
-_MASK = ir.VectorType(ir.IntType(1), LANES)
-
-
-class _BFloat(ir.Type):  # llvmlite does not have this one
-    """LLVM's ``bfloat``."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
 
 
 class Vec(types.Type):
@@ -69,110 +60,6 @@ vec = Vec()
 class _VecModel(PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
         super().__init__(manager, numba_type, VECTOR)
-
-
-def _int_splat(value: int, vector: ir.VectorType = _IVEC) -> ir.Constant:
-    return ir.Constant(vector, [ir.Constant(vector.element, value)] * LANES)
-
-
-def emit_splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    """IR of ``splat``."""
-    undefined = ir.Constant(VECTOR, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, undefined, _int_splat(0))
-
-
-def _llvm(builder: ir.IRBuilder, name: str, arguments: Sequence[ir.Value], result: ir.Type = VECTOR) -> ir.Value:
-    kind = ir.FunctionType(result, [a.type for a in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
-
-
-def _lane_mask(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
-    """Mask of the lanes below ``count``."""
-    lanes = ir.Constant(_IVEC, [ir.Constant(_I32, i) for i in range(LANES)])
-    undefined = ir.Constant(_IVEC, ir.Undefined)
-    narrow = builder.trunc(count, _I32)
-    first = builder.insert_element(undefined, narrow, ir.Constant(_I32, 0))
-    return builder.icmp_signed("<", lanes, builder.shuffle_vector(first, undefined, _int_splat(0)))
-
-
-def is_bf16(pointer: Any) -> bool:
-    """Whether a numba pointer type leads to bfloat16 bits."""
-    return bool(pointer.dtype == types.uint16)
-
-
-def _widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
-    """Bfloat16 bits are the upper half of a float32."""
-    return builder.bitcast(builder.shl(builder.zext(halves, _IVEC), _int_splat(16)), VECTOR)
-
-
-def _narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Round to bfloat16, to nearest even; the result's bits."""
-    if HAS_BF16:
-        kind = ir.VectorType(_BFloat(), LANES)
-        return builder.bitcast(_llvm(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", [value], kind), _HVEC)
-    bits = builder.bitcast(value, _IVEC)
-    odd = builder.and_(builder.lshr(bits, _int_splat(16)), _int_splat(1))
-    rounded = builder.add(bits, builder.add(odd, _int_splat(0x7FFF)))
-    return builder.trunc(builder.lshr(rounded, _int_splat(16)), _HVEC)
-
-
-def emit_load(builder: ir.IRBuilder, kind: Any, base: ir.Value, index: ir.Value) -> ir.Value:
-    """IR of ``load``; ``kind`` is the numba type of ``base``."""
-    at = builder.gep(base, [index])
-    if not is_bf16(kind):
-        return builder.load(builder.bitcast(at, VECTOR.as_pointer()), align=4)
-    return _widen(builder, builder.load(builder.bitcast(at, _HVEC.as_pointer()), align=2))
-
-
-def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """IR of ``fma``."""
-    return _llvm(builder, "llvm.fma.v16f32", [a, b, c])
-
-
-_PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
-
-
-def emit_load_pairs(
-    builder: ir.IRBuilder, base: ir.Value, first: ir.Value, second: ir.Value, vectors: int
-) -> list[ir.Value]:
-    """Bfloat16 elements from ``base[first]`` and ``base[second]`` on, side by side: 16 pairs in each vector."""
-    wide = 2 if vectors % 2 == 0 else 1
-    shape = ir.VectorType(ir.IntType(16), wide * LANES)
-    found = []
-    for v in range(0, vectors, wide):
-        step = ir.Constant(first.type, v * LANES)
-        rows = []
-        for index in (first, second):
-            at = builder.gep(base, [builder.add(index, step)])
-            rows.append(builder.load(builder.bitcast(at, shape.as_pointer()), align=2))
-        for part in range(wide):
-            lanes = [part * LANES + i // 2 + (i % 2) * wide * LANES for i in range(2 * LANES)]
-            mask = ir.Constant(ir.VectorType(_I32, 2 * LANES), [ir.Constant(_I32, lane) for lane in lanes])
-            found.append(builder.shuffle_vector(*rows, mask))
-    return found
-
-
-def emit_splat_pair(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
-    """The bfloat16 elements ``base[index]`` and ``base[index + 1]`` as every pair of a vector."""
-    at = builder.bitcast(builder.gep(base, [index]), _I32.as_pointer())
-    undefined = ir.Constant(_IVEC, ir.Undefined)
-    first = builder.insert_element(undefined, builder.load(at, align=2), ir.Constant(_I32, 0))
-    return builder.bitcast(builder.shuffle_vector(first, undefined, _int_splat(0)), _PAIRS)
-
-
-def emit_dot(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
-    """``total`` plus, in every lane, the sum of the products of its two pairs; needs ``HAS_BF16``."""
-    kind = ir.VectorType(_BFloat(), 2 * LANES)
-    pairs = [builder.bitcast(v, kind) for v in (a, b)]
-    return _llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", [total, *pairs])
-
-
-def emit_prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """IR that asks for the cache line at an integer address, to be read soon."""
-    flags = [ir.Constant(_I32, flag) for flag in (0, 3, 1)]  # read, keep close, data
-    where = builder.inttoptr(address, ir.IntType(8).as_pointer())
-    _llvm(builder, "llvm.prefetch.p0", [where, *flags], ir.VoidType())
 
 
 @intrinsic
@@ -222,13 +109,13 @@ def load_part(_context: Any, base: Any, index: Any, count: Any) -> Any:
 
     def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
         at = builder.gep(arguments[0], [arguments[1]])
-        mask = _lane_mask(builder, arguments[2])
-        shape, name, align = (_HVEC, "v16i16", 2) if is_bf16(base) else (VECTOR, "v16f32", 4)
+        mask = emit_lane_mask(builder, arguments[2])
+        shape, name, align = (HALF_VECTOR, "v16i16", 2) if is_bf16(base) else (VECTOR, "v16f32", 4)
         where = builder.bitcast(at, shape.as_pointer())
         zero = ir.Constant(shape, None)
-        parts = [where, ir.Constant(_I32, align), mask, zero]
-        loaded = _llvm(builder, f"llvm.masked.load.{name}.p0", parts, shape)
-        return _widen(builder, loaded) if is_bf16(base) else loaded
+        parts = [where, ir.Constant(INT, align), mask, zero]
+        loaded = emit_call(builder, f"llvm.masked.load.{name}.p0", parts, shape)
+        return emit_widen(builder, loaded) if is_bf16(base) else loaded
 
     return vec(base, types.int64, types.int64), generate
 
@@ -240,7 +127,7 @@ def store(_context: Any, base: Any, index: Any, value: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
         at = builder.gep(arguments[0], [arguments[1]])
         if is_bf16(base):
-            builder.store(_narrow(builder, arguments[2]), builder.bitcast(at, _HVEC.as_pointer()), align=2)
+            builder.store(emit_narrow(builder, arguments[2]), builder.bitcast(at, HALF_VECTOR.as_pointer()), align=2)
         else:
             builder.store(arguments[2], builder.bitcast(at, VECTOR.as_pointer()), align=4)
         return context.get_dummy_value()
@@ -254,12 +141,12 @@ def store_part(_context: Any, base: Any, index: Any, value: Any, count: Any) -> 
 
     def generate(context: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
         at = builder.gep(arguments[0], [arguments[1]])
-        mask = _lane_mask(builder, arguments[3])
+        mask = emit_lane_mask(builder, arguments[3])
         bf16 = is_bf16(base)
-        data = _narrow(builder, arguments[2]) if bf16 else arguments[2]
-        shape, name, align = (_HVEC, "v16i16", 2) if bf16 else (VECTOR, "v16f32", 4)
+        data = emit_narrow(builder, arguments[2]) if bf16 else arguments[2]
+        shape, name, align = (HALF_VECTOR, "v16i16", 2) if bf16 else (VECTOR, "v16f32", 4)
         where = builder.bitcast(at, shape.as_pointer())
-        _llvm(builder, f"llvm.masked.store.{name}.p0", [data, where, ir.Constant(_I32, align), mask], ir.VoidType())
+        emit_call(builder, f"llvm.masked.store.{name}.p0", [data, where, ir.Constant(INT, align), mask], ir.VoidType())
         return context.get_dummy_value()
 
     return types.void(base, types.int64, vec, types.int64), generate
@@ -272,7 +159,7 @@ def round_like(_context: Any, base: Any, value: Any) -> Any:
     def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
         if not is_bf16(base):
             return arguments[1]
-        return _widen(builder, _narrow(builder, arguments[1]))
+        return emit_widen(builder, emit_narrow(builder, arguments[1]))
 
     return vec(base, vec), generate
 
@@ -315,8 +202,8 @@ sub = _elementwise("sub", 2, lambda b, v: b.fsub(*v), "a - b")
 mul = _elementwise("mul", 2, lambda b, v: b.fmul(*v), "a * b")
 div = _elementwise("div", 2, lambda b, v: b.fdiv(*v), "a / b")
 fma = _elementwise("fma", 3, lambda b, v: emit_fma(b, *v), "a * b + c, rounded once")
-maximum = _elementwise("maximum", 2, lambda b, v: _llvm(b, "llvm.maxnum.v16f32", v), "the larger, lane by lane")
-nearest = _elementwise("nearest", 1, lambda b, v: _llvm(b, "llvm.rint.v16f32", v), "round to an integer")
+maximum = _elementwise("maximum", 2, lambda b, v: emit_call(b, "llvm.maxnum.v16f32", v), "the larger, lane by lane")
+nearest = _elementwise("nearest", 1, lambda b, v: emit_call(b, "llvm.rint.v16f32", v), "round to an integer")
 
 
 @intrinsic
@@ -324,7 +211,7 @@ def lane(_context: Any, value: Any, index: Any) -> Any:
     """One lane as a scalar."""
 
     def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
-        return builder.extract_element(arguments[0], builder.trunc(arguments[1], _I32))
+        return builder.extract_element(arguments[0], builder.trunc(arguments[1], INT))
 
     return types.float32(vec, types.int64), generate
 
@@ -335,7 +222,7 @@ def any_equal(_context: Any, a: Any, b: Any) -> Any:
 
     def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
         same = builder.fcmp_ordered("==", *arguments)
-        return _llvm(builder, "llvm.vector.reduce.or.v16i1", [same], ir.IntType(1))
+        return emit_call(builder, "llvm.vector.reduce.or.v16i1", [same], ir.IntType(1))
 
     return types.boolean(vec, vec), generate
 
@@ -345,7 +232,7 @@ def float_of_bits(_context: Any, bits: Any) -> Any:
     """The float32 whose bits are the low half of an int64 (how a kernel gets a float argument)."""
 
     def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
-        return builder.bitcast(builder.trunc(arguments[0], _I32), _F32)
+        return builder.bitcast(builder.trunc(arguments[0], INT), FLOAT)
 
     return types.float32(types.int64), generate
 
@@ -355,7 +242,7 @@ def bits_of_float(_context: Any, value: Any) -> Any:
     """The bits of a float32 as a non-negative int64."""
 
     def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
-        return builder.zext(builder.bitcast(arguments[0], _I32), ir.IntType(64))
+        return builder.zext(builder.bitcast(arguments[0], INT), ir.IntType(64))
 
     return types.int64(types.float32), generate
 
@@ -365,7 +252,7 @@ def keep_lanes(_context: Any, value: Any, other: Any, count: Any) -> Any:
     """``value`` in the lanes below ``count``, ``other`` above."""
 
     def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
-        return builder.select(_lane_mask(builder, arguments[2]), arguments[0], arguments[1])
+        return builder.select(emit_lane_mask(builder, arguments[2]), arguments[0], arguments[1])
 
     return vec(vec, vec, types.int64), generate
 
@@ -375,8 +262,8 @@ def _scale_by_power_of_two(_context: Any, value: Any, exponent: Any) -> Any:
     """``value * 2**exponent`` for integral exponents in [-126, 127]."""
 
     def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
-        biased = builder.add(builder.fptosi(arguments[1], _IVEC), _int_splat(127))
-        return builder.fmul(arguments[0], builder.bitcast(builder.shl(biased, _int_splat(23)), VECTOR))
+        biased = builder.add(builder.fptosi(arguments[1], INT_VECTOR), int_splat(127))
+        return builder.fmul(arguments[0], builder.bitcast(builder.shl(biased, int_splat(23)), VECTOR))
 
     return vec(vec, vec), generate
 
@@ -411,7 +298,7 @@ def _power_of_fraction(_context: Any, base: Any, fraction: Any) -> Any:
     """2**f for |f| <= 1/2, as good as the element type of ``base`` can tell."""
 
     def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
-        powers = [ir.Constant(_F32, float(np.float32(c))) for c in _POWERS_OF_2[3 if is_bf16(base) else 0 :]]
+        powers = [ir.Constant(FLOAT, float(np.float32(c))) for c in _POWERS_OF_2[3 if is_bf16(base) else 0 :]]
         total = emit_splat(builder, powers[0])
         for power in powers[1:]:
             total = emit_fma(builder, total, arguments[1], emit_splat(builder, power))
