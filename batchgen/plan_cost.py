@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.group import Group
-from batchgen.engine.scheduler import Schedule, Scheduler
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.scheduler import Scheduler
 from batchgen.plan_estimate import OutputLengths
 from batchgen.plan_survey import Lengths
 from batchgen.records import Request, SamplingParams

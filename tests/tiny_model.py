@@ -20,7 +20,7 @@ from torch import Tensor
 from batchgen.engine import Engine, EngineConfig, make_engine
 from batchgen.engine.batch import build_input
 from batchgen.engine.group import Group
-from batchgen.engine.scheduler import Schedule
+from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence as EngineSequence
 from batchgen.kernels import Kernels, select
 from batchgen.kernels.cpu.backend import CpuKernels

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.scheduler import Schedule
+from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
 from batchgen.model.inputs import QUERY_BLOCK, ModelInput, upload
 

@@ -34,20 +34,20 @@ class Duplicates:
         self._finished: OrderedDict[bytes, tuple[Result, array[int]]] = OrderedDict()
         self._num_remembered_tokens = 0
 
-    def answered(self, request: Request) -> Result | None:
+    def answered(self, group: Group) -> Result | None:
         """The result of an identical request that has one, under this one's key."""
-        found = self._finished.get(_digest(request)) if request.params.is_greedy else None
+        digest = _digest_of(group)
+        found = self._finished.get(digest) if digest is not None else None
         if found is None:
             return None
         self.num_shared += 1
         result, tokens = found
-        return replace(result, key=request.key, token_ids=tuple(tokens))
+        return replace(result, key=group.request.key, token_ids=tuple(tokens))
 
     def begin(self, group: Group) -> bool:
         """Whether the request is to be computed; if not, ``end`` of an identical one under way will answer it."""
-        if not group.request.params.is_greedy:
-            return True
-        leader = self._under_way.setdefault(_digest(group.request), group)
+        digest = _digest_of(group)
+        leader = self._under_way.setdefault(digest, group) if digest is not None else group
         if leader is group:
             return True
         leader.twins.append(group)
@@ -56,12 +56,11 @@ class Duplicates:
 
     def end(self, group: Group, result: Result) -> list[Result]:
         """A request has its result; those of the identical ones that waited for it."""
-        if not group.request.params.is_greedy:
+        if group.digest is None:
             return []
-        digest = _digest(group.request)
-        del self._under_way[digest]
+        del self._under_way[group.digest]
         if not (result.error or result.logprobs or result.prompt_logprobs or result.more_samples):
-            self._remember(digest, result)
+            self._remember(group.digest, result)
         self.num_waiting -= len(group.twins)
         self.num_shared += len(group.twins)
         return [twin.result_for_twin(result) for twin in group.twins]
@@ -78,6 +77,13 @@ class Duplicates:
 def _size(result: Result, tokens: array[int]) -> int:
     """About the memory that a remembered result takes, in tokens."""
     return _OVERHEAD_TOKENS + len(tokens) + _SCORE_TOKENS * len(result.choice_logprobs)
+
+
+def _digest_of(group: Group) -> bytes | None:
+    """The group's digest, made when first asked for; None where chance has a part in the answer."""
+    if group.digest is None and group.request.params.is_greedy:
+        group.digest = _digest(group.request)
+    return group.digest
 
 
 def _digest(request: Request) -> bytes:

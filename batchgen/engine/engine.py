@@ -17,7 +17,8 @@ from batchgen.engine.group import Group
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.penalties import TokenCounts
 from batchgen.engine.sampler import Sampler
-from batchgen.engine.scheduler import Schedule, Scheduler
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence, StopWatch
 from batchgen.engine.sizes import resolve
 from batchgen.engine.stats import EngineStats
@@ -90,7 +91,7 @@ class Engine:
         if group.error is not None:
             return group.result()
         if self._shares_duplicates:
-            answer = self.duplicates.answered(request)
+            answer = self.duplicates.answered(group)
             self.stats.num_shared_requests = self.duplicates.num_shared
             if answer is not None or not self.duplicates.begin(group):
                 return answer
@@ -104,8 +105,8 @@ class Engine:
 
     def _unusable(self, request: Request) -> RowError | None:
         known = self.runner.model.config.vocab_size
-        for tokens in (request.prompt_token_ids, request.output_token_ids, *request.choices):
-            for token in tokens:
+        for tokens in filter(None, (request.prompt_token_ids, request.output_token_ids, *request.choices)):
+            for token in (min(tokens), max(tokens)):
                 if not 0 <= token < known:
                     return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {known}")
         if request.params.stop and self._stop_watch is None:
@@ -200,7 +201,7 @@ class Engine:
         if not sequence.group.is_finished:
             return []
         result = sequence.group.result()
-        return [result, *(self.duplicates.end(sequence.group, result) if self._shares_duplicates else [])]
+        return [result, *self.duplicates.end(sequence.group, result)]
 
     @staticmethod
     def _fail(sequence: Sequence, message: str) -> None:

@@ -15,13 +15,18 @@ from batchgen.records import FinishReason, Request, Result, Timings, TokenLogpro
 
 
 class Group:
-    """The sequences of one request. ``twins`` are identical requests that wait for the same result."""
+    """The sequences of one request.
 
-    __slots__ = ("error", "request", "sequences", "submitted_at", "twins")
+    ``twins`` are identical requests that wait for the same result, known as such by their ``digest`` (see
+    ``duplicates``; None where none was made).
+    """
+
+    __slots__ = ("digest", "error", "request", "sequences", "submitted_at", "twins")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.submitted_at = time.monotonic()
+        self.digest: bytes | None = None
         self.error: RowError | None = None
         self.twins: list[Group] = []
         if request.choices:

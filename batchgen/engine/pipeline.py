@@ -17,7 +17,7 @@ from torch import Tensor
 from batchgen.engine.batch import build_feed
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.engine import Engine
-from batchgen.engine.scheduler import Schedule
+from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence, StopWatch
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.records import Request, Result

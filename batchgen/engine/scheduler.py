@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.forecast import OutputLengths, peak_tokens
 from batchgen.engine.prefix import extend_digests
+from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.waiting import WaitingQueue
 from batchgen.errors import RowError, RowErrorCode
@@ -22,34 +22,6 @@ from batchgen.errors import RowError, RowErrorCode
 # odd preemption: at 0.95 about 2 % of the tokens of a job five times the pool are computed twice, at 0.8 over 10 %.
 _CAUTION = 0.95
 _MAX_DEFERRED = 64  # waiting sequences passed over in a step because what they share is being computed
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One step's work.
-
-    Attributes:
-        entries: ordered (sequence, num_scheduled_tokens), every count at least 1.
-        resumed: sequences that start behind a cached prefix, whose convolution state comes with its last block.
-    """
-
-    entries: tuple[tuple[Sequence, int], ...]
-    resumed: tuple[Sequence, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed in the step."""
-        return sum(count for _, count in self.entries)
-
-    @property
-    def completing(self) -> list[Sequence]:
-        """The sequences that will owe nothing after the step, so that their next token can be sampled."""
-        return [s for s, count in self.entries if s.completes(count)]
-
-    @property
-    def scored(self) -> list[tuple[Sequence, range]]:
-        """The tokens (indexes) that this step's logits score, by sequence."""
-        return [(s, found) for s, count in self.entries if (found := s.scored_in(count))]
 
 
 class Scheduler:

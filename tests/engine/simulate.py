@@ -17,7 +17,8 @@ if __name__ == "__main__":
 
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.group import Group
-from batchgen.engine.scheduler import Schedule, Scheduler
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
 from batchgen.records import Request, SamplingParams
 

@@ -38,11 +38,11 @@ def test_an_identical_request_waits_and_gets_the_result_under_its_own_key() -> N
 def test_a_later_one_is_answered_from_memory() -> None:
     known = Duplicates()
     leader = Group(GREEDY)
-    assert known.answered(GREEDY) is None
+    assert known.answered(Group(GREEDY)) is None
     known.begin(leader)
-    assert known.answered(GREEDY) is None
+    assert known.answered(Group(GREEDY)) is None
     known.end(leader, result_of(GREEDY))
-    answer = known.answered(replace(GREEDY, key=12))
+    answer = known.answered(Group(replace(GREEDY, key=12)))
     assert answer is not None
     assert (answer.key, answer.token_ids, answer.num_prompt_tokens) == (12, (20, 21), 3)
     assert known.num_shared == 1
@@ -56,7 +56,7 @@ def test_an_error_is_passed_on_to_those_that_wait_and_to_nobody_else() -> None:
     error = RowError(RowErrorCode.INTERNAL, "not finite")
     (result,) = known.end(leader, result_of(GREEDY, (), error=error))
     assert (result.key, result.error) == (7, error)
-    assert known.answered(replace(GREEDY, key=8)) is None
+    assert known.answered(Group(replace(GREEDY, key=8))) is None
     assert known.begin(Group(replace(GREEDY, key=8))), "the next one is computed anew"
 
 
@@ -95,7 +95,7 @@ def test_whatever_can_change_an_answer_makes_a_request_another_one(other: Reques
     assert known.begin(leader)
     assert known.begin(Group(replace(other, key=1)))
     known.end(leader, result_of(GREEDY))
-    assert known.answered(replace(other, key=2)) is None
+    assert known.answered(Group(replace(other, key=2))) is None
 
 
 def test_tokens_of_choices_and_prompt_are_not_taken_for_each_other() -> None:
@@ -118,7 +118,7 @@ def test_sampled_requests_are_never_shared() -> None:
     groups = [Group(Request(key, PROMPT, SAMPLED)) for key in range(3)]
     assert all(known.begin(group) for group in groups)
     assert known.end(groups[0], result_of(groups[0].request)) == []
-    assert known.answered(groups[1].request) is None
+    assert known.answered(groups[1]) is None
     assert known.num_waiting == known.num_shared == 0
 
 
@@ -128,7 +128,7 @@ def test_large_results_are_not_remembered(field: str) -> None:
     leader = Group(GREEDY)
     known.begin(leader)
     known.end(leader, result_of(GREEDY, **{field: (object(),)}))
-    assert known.answered(GREEDY) is None
+    assert known.answered(Group(GREEDY)) is None
 
 
 def test_memory_is_bounded_by_tokens_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_memory_is_bounded_by_tokens_and_the_oldest_are_forgotten(monkeypatch: p
         group = Group(request)
         known.begin(group)
         known.end(group, result_of(request, (5,) * 50))
-    remembered = [request.key for request in requests if known.answered(request)]
+    remembered = [request.key for request in requests if known.answered(Group(request))]
     assert remembered == [45, 46, 47, 48, 49]  # 50 tokens and what 150 take beside them, each
     assert not known._under_way
 
@@ -152,4 +152,5 @@ def test_scores_of_choices_count_towards_the_bound(monkeypatch: pytest.MonkeyPat
         group = Group(request)
         known.begin(group)
         known.end(group, result_of(request, (3,), choice_logprobs=(-1.0,) * 600))
-    assert [request.key for request in requests if known.answered(request)] == [8, 9]  # 8 tokens each, and 151 a row
+    kept = [request.key for request in requests if known.answered(Group(request))]
+    assert kept == [8, 9]  # 8 tokens each, and 151 a row

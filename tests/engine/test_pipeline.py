@@ -18,7 +18,7 @@ from torch import Tensor
 from batchgen.engine import Engine, EngineConfig, make_engine, pipeline
 from batchgen.engine.batch import Feed, build_feed
 from batchgen.engine.pipeline import PipelinedEngine, Wait
-from batchgen.engine.scheduler import Schedule
+from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
 from batchgen.errors import RowErrorCode
 from batchgen.model.cache import kv_block_bytes

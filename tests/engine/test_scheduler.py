@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.group import Group
-from batchgen.engine.scheduler import Schedule, Scheduler
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
 from batchgen.errors import RowErrorCode
 from batchgen.records import FinishReason, Request, SamplingParams

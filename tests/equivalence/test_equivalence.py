@@ -33,7 +33,7 @@ from tiny_model import (
 from torch import Tensor
 
 from batchgen.engine import Engine
-from batchgen.engine.scheduler import Schedule
+from batchgen.engine.schedule import Schedule
 from batchgen.kernels import select
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.config import ModelConfig
