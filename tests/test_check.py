@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,11 @@ from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.model.cache import StateCache
 from batchgen.model.loading import load
 
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
 SAMPLE = str(Path(__file__).parents[1] / "sample_data" / "tiny-lfm2")
 EXACT = ["batched = solo", "chunked = whole", "cached = cold", "preempted = undisturbed", "decoded = prefilled"]
 FAST = "fast kernels ~ reference"
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_before() -> Iterator[None]:
-    """A check sets the threads of its process, which tests share."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

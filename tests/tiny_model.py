@@ -25,7 +25,7 @@ from batchgen.engine.sequence import Sequence as EngineSequence
 from batchgen.kernels import Kernels, select
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model.cache import allocate, kv_block_bytes
+from batchgen.model.cache import StateCache, allocate, kv_block_bytes
 from batchgen.model.config import ModelConfig
 from batchgen.model.inputs import ModelInput
 from batchgen.model.lfm2 import Lfm2Model
@@ -104,6 +104,28 @@ def write_checkpoint(folder: Path, **changes: Any) -> dict[str, Tensor]:
     (folder / "config.json").write_text(json.dumps(raw))
     save_file(source.tensors, folder / "model.safetensors")
     return source.tensors
+
+
+def random_state(model: Lfm2Model, *, num_blocks: int, block_size: int, num_slots: int) -> StateCache:
+    """State full of numbers, the same on every device; with one block and one slot to spare."""
+    state = allocate(
+        model.config,
+        num_blocks=num_blocks + 1,
+        block_size=block_size,
+        num_slots=num_slots + 1,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    generator = torch.Generator().manual_seed(0)
+    for tensor in state_tensors(state):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return state
+
+
+def state_tensors(state: StateCache) -> list[Tensor]:
+    """All that a step may write."""
+    kv = [tensor for cache in state.kv for tensor in (cache.keys, cache.values)]
+    return kv + [tensor for conv in state.conv for tensor in (conv.slots, conv.blocks)]
 
 
 def sequence_at(

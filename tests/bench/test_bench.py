@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from batchgen import report_roofline
 from batchgen.bench import facts, roofline
@@ -20,16 +18,10 @@ from batchgen.errors import ExitCode, UsageError
 from batchgen.model import load_model
 from batchgen.report_roofline import Ceilings, Measured
 
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
 SAMPLE = str(Path(__file__).parents[2] / "sample_data" / "tiny-lfm2")
 FEW = Effort((8,), repeats=1, sustained_s=0.0, buffer_bytes=1 << 20)
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_before() -> Iterator[None]:
-    """A benchmark sets the threads of its process, which tests share."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

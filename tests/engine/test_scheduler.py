@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from stand_in import one_step
 
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.group import Group
@@ -18,7 +19,7 @@ from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
 from batchgen.errors import RowErrorCode
-from batchgen.records import FinishReason, Request, SamplingParams
+from batchgen.records import Request, SamplingParams
 
 
 def make(
@@ -46,18 +47,7 @@ def keys_and_counts(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def step(scheduler: Scheduler, ends: Callable[[Sequence], bool] = lambda s: False) -> list[tuple[int, int]]:
-    """One step of a model whose every token is 9; a sequence ends at max_tokens or when ``ends`` says so."""
-    scheduler.check()
-    schedule = scheduler.schedule()
-    completing = schedule.completing
-    scheduler.computed(schedule)
-    for sequence in completing:
-        sequence.append(9, 0.0)
-        if sequence.max_new_tokens <= 0 or ends(sequence):
-            sequence.finish_reason = FinishReason.LENGTH
-            scheduler.finish(sequence)
-    scheduler.check()
-    return keys_and_counts(schedule)
+    return keys_and_counts(one_step(scheduler, ends))
 
 
 def test_importing_the_scheduler_loads_no_torch() -> None:

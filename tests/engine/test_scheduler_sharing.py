@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from stand_in import one_step
+
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.group import Group
 from batchgen.engine.scheduler import Scheduler
@@ -22,16 +24,8 @@ def add(scheduler: Scheduler, key: int, prompt: tuple[int, ...], max_tokens: int
 
 
 def step(scheduler: Scheduler) -> dict[int, int]:
-    """One step of a model whose every token is 9; tokens computed by key."""
-    scheduler.check()
-    schedule = scheduler.schedule()
-    completing = schedule.completing
-    scheduler.computed(schedule)
-    for sequence in completing:
-        sequence.append(9, 0.0)
-        if sequence.max_new_tokens <= 0:
-            scheduler.finish(sequence)
-    scheduler.check()
+    """Tokens computed by key."""
+    schedule = one_step(scheduler)
     return {sequence.request.key: count for sequence, count in schedule.entries}
 
 

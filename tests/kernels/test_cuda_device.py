@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_model import CPU, STD, engine_for, ragged_input, random_requests, raw_config, solo, tokens_of
+from tiny_model import CPU, STD, engine_for, ragged_input, random_requests, random_state, raw_config, solo, tokens_of
 from torch import Tensor
 from triton_device import DEVICE, HAS_GPU, CudaKernels
 
 from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, Spare, bucket
 from batchgen.kernels import Kernels
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model.cache import StateCache, allocate
+from batchgen.model.cache import StateCache
 from batchgen.model.config import ModelConfig
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.tensors import RandomTensors
@@ -49,23 +49,8 @@ def model_on(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> Lfm2
         return Lfm2Model(ModelConfig.from_dict(raw_config(**SHAPE), "tiny"), MovedTensors(dtype, device), kernels)
 
 
-def random_state(model: Lfm2Model, num_blocks: int) -> StateCache:
-    """The same for every device; one block and slot are to spare."""
-    state = allocate(
-        model.config,
-        num_blocks=num_blocks + 1,
-        block_size=BLOCK_SIZE,
-        num_slots=MOST_SEQS + 1,
-        dtype=model.dtype,
-        device=model.device,
-    )
-    generator = torch.Generator().manual_seed(0)
-    for cache in state.kv:
-        for tensor in (cache.keys, cache.values):
-            tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    for conv in state.conv:
-        conv.slots.copy_(torch.randn(conv.slots.shape, generator=generator))
-    return state
+def state_for(model: Lfm2Model, num_blocks: int) -> StateCache:
+    return random_state(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=MOST_SEQS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -73,7 +58,7 @@ def random_state(model: Lfm2Model, num_blocks: int) -> StateCache:
 def test_replayed_logits_equal_launched_ones_in_every_bucket(batch_invariant: bool, dtype: torch.dtype) -> None:
     model = model_on(DEVICE, dtype, CudaKernels(DEVICE, batch_invariant=batch_invariant))
     num_blocks = MOST_SEQS * 70
-    launched, replayed = random_state(model, num_blocks), random_state(model, num_blocks)
+    launched, replayed = state_for(model, num_blocks), state_for(model, num_blocks)
     spare = Spare(num_blocks, MOST_SEQS, BLOCK_SIZE)
     graphs = DecodeGraphs(model, replayed, spare, CudaRecorder(DEVICE), 4096)
     for num_seqs in range(1, MOST_SEQS + 1):
@@ -112,7 +97,7 @@ def test_half_precision_logits_are_near_those_of_the_cpu_reference(dtype: torch.
         model_on(CPU, dtype, ReferenceKernels()),
         model_on(CPU, torch.float32, ReferenceKernels()),
     ):
-        state = random_state(model, num_blocks)
+        state = state_for(model, num_blocks)
         logits.append(model.forward(inputs.to(model.device), state, 300).double().cpu())
     got, same_dtype, exact = logits
     error, usual = (got - exact).norm() / exact.norm(), (same_dtype - exact).norm() / exact.norm()

@@ -11,13 +11,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_model import CPU, checked_run, engine_for, ragged_input, random_requests, tiny_model, tokens_of
+from tiny_model import (
+    CPU,
+    checked_run,
+    engine_for,
+    ragged_input,
+    random_requests,
+    random_state,
+    state_tensors,
+    tiny_model,
+    tokens_of,
+)
 from torch import Tensor
 
 from batchgen.engine import model_runner
 from batchgen.engine.batch import Feed
 from batchgen.engine.graphs import DecodeGraphs, GraphKey, Replay, Spare, StaticInput, bucket
-from batchgen.model.cache import StateCache, allocate
+from batchgen.model.cache import StateCache
 from batchgen.model.inputs import ModelInput
 from batchgen.model.lfm2 import Lfm2Model
 
@@ -54,23 +64,8 @@ class Again:
 
 def state_for(model: Lfm2Model, num_blocks: int) -> tuple[StateCache, Spare]:
     """Random state of ``num_blocks`` blocks and ``MOST_SEQS`` slots, and one more of each."""
-    state = allocate(
-        model.config,
-        num_blocks=num_blocks + 1,
-        block_size=BLOCK_SIZE,
-        num_slots=MOST_SEQS + 1,
-        dtype=model.dtype,
-        device=model.device,
-    )
-    generator = torch.Generator().manual_seed(0)
-    for tensor in tensors(state):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    state = random_state(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=MOST_SEQS)
     return state, Spare(num_blocks, MOST_SEQS, BLOCK_SIZE)
-
-
-def tensors(state: StateCache) -> list[Tensor]:
-    kv = [tensor for cache in state.kv for tensor in (cache.keys, cache.values)]
-    return kv + [tensor for conv in state.conv for tensor in (conv.slots, conv.blocks)]
 
 
 def copied(state: StateCache) -> StateCache:
@@ -104,7 +99,7 @@ def test_a_replayed_step_equals_the_plain_one_to_the_bit_and_touches_no_other_st
         inputs, _ = decode_input(num_seqs, seed=step)
         expected = model.forward(inputs, plain, int(inputs.positions.max()))
         assert torch.equal(graphs.run(inputs), expected)
-        for got, untouched in zip(tensors(state), tensors(plain), strict=True):
+        for got, untouched in zip(state_tensors(state), state_tensors(plain), strict=True):
             rows = slice(0, spare.slot if len(got) == spare.slot + 1 else spare.block)
             assert torch.equal(got[rows], untouched[rows])
 
