@@ -6,14 +6,13 @@ calls a bad row is one. It writes nothing, and imports torch only to calibrate.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchgen.data.reader import open_source, spool_stdin
+from batchgen.data.reader import open_source, stdin_as_file
 from batchgen.data.rundir import RunDir
 from batchgen.engine.config import SchedulerConfig
 from batchgen.errors import GateFailed, UsageError
@@ -45,12 +44,7 @@ def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
 
     Raises UsageError as the run would for what the job names, ModelError for weights when calibrating.
     """
-    with tempfile.TemporaryDirectory(prefix="batchgen-plan-") as folder:
-        where = spec.input
-        if where.path == ("-",):
-            spool = Path(folder) / "stdin"
-            spool_stdin(spool)
-            where = replace(where, path=(str(spool),))
+    with stdin_as_file(spec.input) as where:
         model = read_model(spec)
         source = open_source(where, RunDir(Path(spec.output.path)).owns)
         rows = RowRange(source, options.shard, has_ids=may_have_ids(where))

@@ -189,6 +189,11 @@ class Result:
     choice_logprobs: tuple[float, ...] = ()
 
     @property
+    def num_completion_tokens(self) -> int:
+        """Generated tokens of all samples."""
+        return len(self.token_ids) + sum(len(sample.token_ids) for sample in self.more_samples)
+
+    @property
     def samples(self) -> tuple[Sample, ...]:
         """All samples, the first one first."""
         return (Sample(self.token_ids, self.finish_reason, self.stop, self.logprobs), *self.more_samples)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchgen.units import format_duration
+from batchgen.units import counted, format_duration
 
 _LARGE = 0.3  # of the wall time: what takes that much is worth a word
 _BUSY = 0.9  # of the places for sequences: as full as it gets
@@ -75,11 +75,11 @@ def advice(report: Mapping[str, Any]) -> list[str]:
     others = 0
     for code, count in sorted(report["errors"].items(), key=lambda item: -item[1]):
         if code in _ERROR_ADVICE:
-            found.append(f"{_rows(count)} {_ERROR_ADVICE[code]}")
+            found.append(f"{counted(count, 'row')} {_ERROR_ADVICE[code]}")
         else:
             others += count
     if others:
-        found.append(f"{_rows(others)} that could not run as written: errors.jsonl says why, by line")
+        found.append(f"{counted(others, 'row')} that could not run as written: errors.jsonl says why, by line")
     return found
 
 
@@ -87,7 +87,3 @@ def _lacks_kv_memory(report: Mapping[str, Any]) -> bool:
     occupancy, rows = report["occupancy"], report["rows"]
     is_full = occupancy["max_kv_use"] is not None and occupancy["max_kv_use"] > _KV_FULL
     return is_full and report["engine"].get("num_preemptions", 0) > _OFTEN * rows["total"]
-
-
-def _rows(count: int) -> str:
-    return f"{count:,} row{'' if count == 1 else 's'}"

@@ -98,7 +98,6 @@ def tail_s(series: Numbers) -> float | None:
         return None
     full = max(sequences) / 2
     last = max(i for i, count in enumerate(sequences) if count >= full)
-    last = max(i for i, count in enumerate(sequences) if count >= full)
     return round(float(sum(series["span_s"][last + 1 :])), 3)
 
 

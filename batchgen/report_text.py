@@ -103,7 +103,7 @@ def _memory(report: Mapping[str, Any]) -> Iterator[str]:
 def _machine(report: Mapping[str, Any]) -> str:
     numerics, threads = report["numerics"], report["threads"]
     parts = [report["machine"]["processor"] or report["machine"]["platform"]]
-    parts += [f"{threads} thread{'s' if threads > 1 else ''}"] if threads else []
+    parts += [counted(threads, "thread")] if threads else []
     parts += [" on ".join(numerics.values())] if numerics else []
     parts += [f"{report['sizes']['kernels']} kernels"] if report["sizes"] else []
     return ", ".join(parts)

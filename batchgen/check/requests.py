@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
-from batchgen.data.reader import open_source, spool_stdin
+from batchgen.data.reader import open_source, stdin_as_file
 from batchgen.errors import UsageError
 from batchgen.records import BadRow, Request, SamplingParams
 from batchgen.run.model import ModelInfo
@@ -46,14 +44,10 @@ def read_prompts(where: InputSpec, info: ModelInfo) -> list[Prompt]:
     Raises:
         UsageError: it cannot be read, holds no rows, or one that could not be run.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        if where.path == ("-",):
-            spool = Path(folder) / "stdin"
-            spool_stdin(spool)
-            where = replace(where, path=(str(spool),))
-        builder = info.builder(where, _GREEDY)
+    with stdin_as_file(where) as readable:
+        builder = info.builder(readable, _GREEDY)
         prompts = []
-        for row in open_source(where).read():
+        for row in open_source(readable).read():
             found = row if isinstance(row, BadRow) else builder.build([row])[0]
             if isinstance(found, BadRow):
                 raise UsageError(f"{found.source}:{found.line}: {found.error.code}: {found.error.message}")

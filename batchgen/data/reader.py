@@ -9,7 +9,10 @@ from __future__ import annotations
 import glob
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -95,6 +98,17 @@ def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = _no_file)
                 raise UsageError(f"input {item} is named twice in input.path")
             files[name] = _open_file(item, spec.format)
     return Source(list(files.values()), spec.limit)
+
+
+@contextmanager
+def stdin_as_file(spec: InputSpec) -> Iterator[InputSpec]:
+    """``spec`` with a temporary copy of standard input in place of ``-``. Raises as ``stage_stdin`` does."""
+    with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
+        if spec.path == ("-",):
+            spool = Path(folder) / "stdin"
+            spool_stdin(spool)
+            spec = replace(spec, path=(str(spool),))
+        yield spec
 
 
 def spool_stdin(target: Path, stdin: BinaryIO | None = None) -> None:

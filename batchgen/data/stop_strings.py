@@ -33,13 +33,25 @@ class StopWatch:
     sequence in another way than later ones. Of settled text only what a stop string may begin in is kept.
     """
 
-    __slots__ = ("_context", "_decode", "_offset", "_open", "_seen", "_silent", "_stop", "_tail", "_vocab_size")
+    __slots__ = (
+        "_context",
+        "_decode",
+        "_num_kept",
+        "_offset",
+        "_open",
+        "_seen",
+        "_silent",
+        "_stop",
+        "_tail",
+        "_vocab_size",
+    )
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self._decode = tokenizer.decode
         self._silent = tokenizer.silent_token_ids
         self._vocab_size = tokenizer.vocab_size
         self._stop = stop
+        self._num_kept = max(map(len, stop), default=1) - 1  # characters that may begin a stop string yet to end
         self._context: list[int] = []
         self._offset = 0  # characters of the context
         self._open: list[int] = []
@@ -56,8 +68,9 @@ class StopWatch:
             return None
         self._open.append(token_id)
         text = self._text_of(self._open)
-        old = len(self._tail) + _num_common(self._seen, text)
-        found = _first_completed(self._tail + text, self._stop, old)
+        window, found = self._tail + text, None
+        if any(stop in window for stop in self._stop):
+            found = _first_completed(window, self._stop, len(self._tail) + _num_common(self._seen, text))
         self._seen = text
         if not text.endswith(_UNDECODED):
             self._settle(len(self._open), text)
@@ -72,9 +85,8 @@ class StopWatch:
 
     def _settle(self, num_tokens: int, text: str) -> None:
         """Declare the text of the first open tokens final."""
-        kept = max(map(len, self._stop), default=1) - 1
         tail = self._tail + text
-        self._tail = tail[max(0, len(tail) - kept) :]
+        self._tail = tail[max(0, len(tail) - self._num_kept) :]
         if text:
             self._context = self._open[:num_tokens]
             self._offset = len(self._decode(self._context))

@@ -169,7 +169,6 @@ class Engine:
         stats.num_queried_tokens = self.scheduler.num_queried_tokens
         stats.num_cached_tokens = self.scheduler.num_cached_tokens
         stats.num_recomputed_tokens = self.scheduler.num_recomputed_tokens
-        stats.num_shared_requests = self.duplicates.num_shared
         stats.max_running = max(stats.max_running, len(self.scheduler.running))
 
     def _update(self, completing: list[Sequence], token_ids: list[int]) -> list[Sequence]:
@@ -201,7 +200,9 @@ class Engine:
         if not sequence.group.is_finished:
             return []
         result = sequence.group.result()
-        return [result, *self.duplicates.end(sequence.group, result)]
+        answers = [result, *self.duplicates.end(sequence.group, result)]
+        self.stats.num_shared_requests = self.duplicates.num_shared
+        return answers
 
     @staticmethod
     def _fail(sequence: Sequence, message: str) -> None:

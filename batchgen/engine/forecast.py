@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterable
+from itertools import accumulate
 
 from batchgen.engine.sequence import Sequence
 
@@ -24,6 +25,7 @@ class OutputLengths:
     def __init__(self) -> None:
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
+        self._sums: list[int] | None = None  # of the first lengths of ``_sorted``, when they are asked for
 
     def add(self, length: int) -> None:
         """A sequence ended after so many generated tokens."""
@@ -32,16 +34,21 @@ class OutputLengths:
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
         self._recent.append(length)
         insort(self._sorted, length)
+        self._sums = None
 
     def expected_more(self, sequence: Sequence) -> int:
         """Tokens the sequence will probably still generate: the mean over those that came as far and went on."""
         most = max(sequence.max_new_tokens, 0)
         if sequence.request.params.ignore_eos or len(self._sorted) < _ENOUGH:
             return most
-        longer = self._sorted[bisect_right(self._sorted, sequence.num_output_tokens) :]
-        if not longer:
+        if self._sums is None:
+            self._sums = [0, *accumulate(self._sorted)]
+        place = bisect_right(self._sorted, sequence.num_output_tokens)
+        num_longer = len(self._sorted) - place
+        if not num_longer:
             return most
-        return min(most, round(sum(longer) / len(longer)) - sequence.num_output_tokens)
+        mean = (self._sums[-1] - self._sums[place]) / num_longer
+        return min(most, round(mean) - sequence.num_output_tokens)
 
 
 def peak_tokens(held: Iterable[int], more: Iterable[int], block_size: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.model.inputs import upload
 from batchgen.records import SamplingParams
 
 
@@ -60,11 +61,11 @@ def penalize(
     sizes = [len(c.ids) for c in counts]
 
     def spread(values: Sequence_[float], dtype: type = np.float32) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), sizes)).to(logits.device)
+        return upload(torch.from_numpy(np.repeat(np.array(values, dtype=dtype), sizes)), logits.device)
 
     places = spread(rows, np.int64)
-    columns = torch.from_numpy(np.concatenate([c.ids for c in counts])).to(logits.device)
-    times = torch.from_numpy(np.concatenate([c.counts for c in counts])).to(logits.device)
+    columns = upload(torch.from_numpy(np.concatenate([c.ids for c in counts])), logits.device)
+    times = upload(torch.from_numpy(np.concatenate([c.counts for c in counts])), logits.device)
     seen = logits[places, columns]
     repetition = spread([p.repetition_penalty for p in params])
     seen = torch.where(seen > 0, seen / repetition, seen * repetition)

@@ -117,7 +117,7 @@ class Scheduler:
             if prefix:
                 resumed.append(sequence)
             count = min(sequence.num_owed, budget)
-            self._allot(sequence, count)
+            sequence.block_table += self.pool.allocate(self._blocks_missing(sequence, count))
             counts[sequence] = count
             budget -= count
         for sequence in deferred:
@@ -193,22 +193,21 @@ class Scheduler:
         """Blocks to add before ``count`` more tokens of the sequence can be computed."""
         return self._blocks_needed(sequence.num_computed_tokens + count) - len(sequence.block_table)
 
-    def _allot(self, sequence: Sequence, count: int) -> None:
-        sequence.block_table += self.pool.allocate(self._blocks_missing(sequence, count))
-
     def _make_room(self, sequence: Sequence, count: int) -> list[Sequence]:
         """Allot blocks for ``count`` tokens, preempting the sequences admitted last; returns those.
 
         The sequence itself may be among them: then it was the last, and waits.
         """
         victims: list[Sequence] = []
-        while self._blocks_missing(sequence, count) > self.pool.num_free:
+        missing = self._blocks_missing(sequence, count)
+        while missing > self.pool.num_free:
             victim = self.running[-1]
             self._preempt(victim)
             victims.append(victim)
             if victim is sequence:
                 return victims
-        self._allot(sequence, count)
+        if missing:
+            sequence.block_table += self.pool.allocate(missing)
         return victims
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from batchgen.model import state_bytes
 from batchgen.model.config import ModelConfig
+from batchgen.model.inputs import upload
 from batchgen.model.state_bytes import LANES, padded
 
 __all__ = ["LANES", "ConvState", "KVCache", "StateCache", "allocate", "conv_slot_bytes", "kv_block_bytes"]
@@ -59,8 +60,10 @@ class StateCache:
 
     def restore_conv(self, blocks: list[int], slots: list[int]) -> None:
         """Give each of ``slots`` the convolution state at the end of the block beside it."""
-        for state in self.conv:
-            state.slots[slots] = state.blocks[blocks]
+        if self.conv:
+            taken, given = upload(torch.tensor([blocks, slots]), self.conv[0].slots.device)
+            for state in self.conv:
+                state.slots[given] = state.blocks[taken]
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

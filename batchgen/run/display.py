@@ -114,8 +114,7 @@ class JsonDisplay:
         self._print("end", snapshot)
 
     def _print(self, event: str, data: Snapshot) -> None:
-        shown = {key: value for key, value in data.items() if key != "spent"}
-        print(json.dumps({"event": event, **shown}), file=self._file, flush=True)
+        print(json.dumps({"event": event, **data}), file=self._file, flush=True)
 
 
 class BarDisplay:

@@ -53,7 +53,7 @@ class Ledger:
         self._append(JournalEntry(record.index, record.after, "result", payload))
         self.num_done += 1
         self.num_prompt_tokens += result.num_prompt_tokens
-        self.num_completion_tokens += sum(len(sample.token_ids) for sample in result.samples)
+        self.num_completion_tokens += result.num_completion_tokens
 
     def fail(self, row: BadRow) -> None:
         """Enter a row that cannot run. Raises StorageError."""

@@ -52,7 +52,7 @@ class Payloads:
         payload |= {name: first[name] for name in ("text", "finish_reason") if name in first}
         payload["usage"] = {
             "prompt_tokens": result.num_prompt_tokens,
-            "completion_tokens": sum(len(sample.token_ids) for sample in result.samples),
+            "completion_tokens": result.num_completion_tokens,
         }
         payload["timings"] = {name: round(getattr(result.timings, name), _DIGITS) for name in _TIMINGS}
         payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from batchgen.data.files import temporary_name
 from batchgen.data.rundir import PROGRESS_NAME
 from batchgen.errors import UsageError
 from batchgen.report_spent import follow, since
@@ -87,9 +88,9 @@ class Progress:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
         elif kind is not None and issubclass(kind, UsageError):
-            self._save(self._before or self.snapshot())  # this invocation was refused: it never happened
+            self._save(self._before or self._content(self.snapshot()))  # this invocation was refused: it never happened
         else:
-            self._save(self.snapshot())
+            self._save(self._content(self.snapshot()))
 
     def begin_anew(self) -> None:
         """Forget what earlier invocations left: this run starts from nothing."""
@@ -109,7 +110,6 @@ class Progress:
 
     def spent(self) -> dict[str, Any]:
         """What this and earlier invocations spent together; see ``report.build_report``."""
-        ledger = self.ledger
         if self.engine is not None:
             with suppress(RuntimeError):  # the main thread may add a kind of work while they are copied
                 self._engine_counts = since(self.engine.stats.to_dict(), self.clock.started_at)
@@ -119,11 +119,17 @@ class Progress:
             "seconds": self.clock.seconds(),
             "engine": self._engine_counts,
             "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
+        }
+        return follow(self.spent_before, mine | self._token_counts())
+
+    def _token_counts(self) -> dict[str, int]:
+        """Tokens of this invocation."""
+        ledger = self.ledger
+        return {
             "computed_tokens": self.computed_tokens,
             "prompt_tokens": ledger.num_prompt_tokens if ledger else 0,
             "completion_tokens": ledger.num_completion_tokens if ledger else 0,
         }
-        return follow(self.spent_before, mine)
 
     @property
     def computed_tokens(self) -> int:
@@ -131,8 +137,8 @@ class Progress:
         return self.engine.stats.num_prefill_tokens + self.engine.stats.num_output_tokens if self.engine else 0
 
     def snapshot(self) -> dict[str, Any]:
-        """The content of ``progress.json``. Token counts of a killed invocation miss its last two seconds."""
-        spent = self.spent()
+        """Where the run is, in a few numbers; tokens are those of all invocations."""
+        tokens = {name: self.spent_before.get(name, 0) + count for name, count in self._token_counts().items()}
         if self.ledger is not None:
             done, failed = self.ledger.num_done, self.ledger.num_failed
         else:
@@ -154,21 +160,24 @@ class Progress:
             "updated_at": _now(),
             "rows": {"total": self.rows_total, "done": done, "failed": failed, "left": left},
             "tokens": {
-                "prompt": spent["prompt_tokens"],
-                "completion": spent["completion_tokens"],
-                "computed": spent["computed_tokens"],
-                "estimated": None if tokens_left is None else spent["computed_tokens"] + tokens_left,
+                "prompt": tokens["prompt_tokens"],
+                "completion": tokens["completion_tokens"],
+                "computed": tokens["computed_tokens"],
+                "estimated": None if tokens_left is None else tokens["computed_tokens"] + tokens_left,
             },
             "tokens_per_s": round(rate, 1),
             "eta_s": None if eta_s is None else round(eta_s, 1),
-            "spent": spent,
         }
 
-    def _save(self, snapshot: dict[str, Any]) -> None:
+    def _content(self, snapshot: dict[str, Any]) -> dict[str, Any]:
+        """What ``progress.json`` holds. Token counts of a killed invocation miss its last two seconds."""
+        return {**snapshot, "spent": self.spent()}
+
+    def _save(self, content: dict[str, Any]) -> None:
         """Replace ``progress.json``. A disk that refuses does not matter here: the journal will say so."""
-        temporary = self._path.with_name(f".{PROGRESS_NAME}.tmp")
+        temporary = temporary_name(self._path)
         with suppress(OSError):
-            temporary.write_text(json.dumps(snapshot, indent=2) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
             temporary.replace(self._path)
         self._saved_at = time.monotonic()
 
@@ -207,9 +216,10 @@ class Progress:
             self.stopper.check_limits(self.computed_tokens if self._phase == GENERATING else 0)
             if self.ledger is not None and self._phase == GENERATING:
                 self.ledger.tick()
-            self.display.show(self.snapshot())
+            snapshot = self.snapshot()
+            self.display.show(snapshot)
             if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
-                self._save(self.snapshot())
+                self._save(self._content(snapshot))
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:

@@ -415,3 +415,9 @@ def test_samples_begin_anew_whatever_tokens_a_request_brings() -> None:
     asked = [Request(5, PROMPT, params), Request(5, PROMPT, params, (3, 4, 5, 6))]
     results = [next(iter(engine_for(MODEL, num_blocks=20, block_size=4).run([request]))) for request in asked]
     assert results[0].samples == results[1].samples
+
+
+def test_requests_answered_with_anothers_result_are_all_counted() -> None:
+    engine = engine_for(MODEL, num_blocks=100, block_size=4)
+    assert len(list(engine.run(Request(key, PROMPT, GREEDY) for key in range(10)))) == 10
+    assert engine.stats.num_shared_requests == 9
