@@ -70,7 +70,7 @@ def _linear_rate(model: Lfm2Model, rows: int, effort: Effort) -> float:
             else:
                 mixer.in_proj(x[config.hidden_size])
                 mixer.out_proj(x[config.hidden_size])
-            layer.feed_forward.gate_up(x[config.hidden_size])
+            layer.feed_forward.gate_up.linear(x[config.hidden_size])
             layer.feed_forward.down(x[config.ff_dim])
 
     pass_s = statistics.median(_times_s(one_pass, model.device, effort.repeats, effort.sustained_s))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from batchgen.kernels import Kernels, Linear
+from batchgen.kernels import GatedLinear, Kernels, Linear
 
 
 class TimedKernels:
@@ -26,6 +26,10 @@ class TimedKernels:
         """A linear whose calls are timed."""
         return self._timed("linear", self._kernels.linear(weight, bias))
 
+    def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
+        """A gated linear whose calls are timed; its plain ``linear`` is not."""
+        return _TimedGatedLinear(self._kernels.gated_linear(gate, up), self._timed)
+
     def __getattr__(self, name: str) -> Any:
         timed = self._timed(name, getattr(self._kernels, name))
         setattr(self, name, timed)
@@ -39,3 +43,15 @@ class TimedKernels:
             return result
 
         return call
+
+
+class _TimedGatedLinear:
+    """See ``GatedLinear``."""
+
+    def __init__(self, gated: GatedLinear, timed: Callable[..., Callable[..., Tensor]]) -> None:
+        self.linear = gated.linear
+        self._call = timed("gated_linear", gated)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See ``GatedLinear``."""
+        return self._call(x)

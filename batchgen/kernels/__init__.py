@@ -26,6 +26,16 @@ class Linear(Protocol):
         ...
 
 
+class GatedLinear(Protocol):
+    """Two matrix products of one input, the first a gate of the second."""
+
+    linear: Linear  # both products side by side, their columns in an order of the back end's own
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``silu(x @ gate.T) * (x @ up.T)`` for x [rows, in_features]; [rows, out_features]."""
+        ...
+
+
 class Kernels(Protocol):
     """What a back end offers. All tensors are contiguous; results are new tensors unless said otherwise."""
 
@@ -33,6 +43,10 @@ class Kernels(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Lay a weight out for this device; the original may be dropped."""
+        ...
+
+    def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
+        """Lay two weights of one shape out for this device; the originals may be dropped."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -75,6 +89,18 @@ class Kernels(Protocol):
     def logsumexp(self, logits: Tensor) -> Tensor:
         """The logarithm of the sum of each row's exponentials, float32 [rows]; NaN or inf for a row not finite."""
         ...
+
+
+class TwoStepGatedLinear:
+    """See ``GatedLinear``: for back ends that multiply first and gate after."""
+
+    def __init__(self, kernels: Kernels, gate: Tensor, up: Tensor) -> None:
+        self.linear = kernels.linear(torch.cat((gate, up)))
+        self._swiglu = kernels.swiglu
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See ``GatedLinear``."""
+        return self._swiglu(self.linear(x))
 
 
 @dataclass(frozen=True, slots=True)

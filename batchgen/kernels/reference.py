@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchgen.kernels import Linear, QKNorm, SamplingRows
+from batchgen.kernels import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
 from batchgen.model.cache import ConvState, KVCache
 from batchgen.model.inputs import ModelInput
 
@@ -44,6 +44,10 @@ class ReferenceKernels:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See ``Kernels.linear``."""
         return ReferenceLinear(weight, bias)
+
+    def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
+        """See ``Kernels.gated_linear``."""
+        return TwoStepGatedLinear(self, gate, up)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Kernels.rms_norm``."""

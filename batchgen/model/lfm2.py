@@ -26,13 +26,12 @@ class FeedForward:
         shape = (config.ff_dim, config.hidden_size)
         gate = source.take(f"{prefix}.w1.weight", shape)
         up = source.take(f"{prefix}.w3.weight", shape)
-        self.kernels = kernels
-        self.gate_up = kernels.linear(torch.cat((gate, up)))
+        self.gate_up = kernels.gated_linear(gate, up)
         self.down = kernels.linear(source.take(f"{prefix}.w2.weight", shape[::-1]))
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """X and residual [num_tokens, hidden_size]."""
-        return self.down(self.kernels.swiglu(self.gate_up(x)), residual)
+        return self.down(self.gate_up(x), residual)
 
 
 class ShortConv:

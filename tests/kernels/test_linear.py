@@ -6,17 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from batchgen.kernels import Linear
 from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
-from batchgen.kernels.reference import ReferenceLinear
+from batchgen.kernels.cpu.matmul import PanelGatedLinear, PanelLinear, can_multiply
+from batchgen.kernels.reference import ReferenceKernels, ReferenceLinear
 
-LINEARS = {"packed": PackedLinear, "plain": PlainLinear}
+LINEARS: dict[str, type[Linear]] = {"panels": PanelLinear, "packed": PackedLinear, "plain": PlainLinear}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FEW_ROWS = [*range(1, 71), 97, 127, 128, 129, 255, 256, 257, 300]
-SHAPES = [(40, 24), (193, 100), (8, 33), (192, 640)]  # (out_features, in_features)
+SHAPES = [(40, 24), (193, 100), (8, 33), (192, 640), (513, 66)]  # (out_features, in_features)
 MODEL_SHAPES = [(3072, 1024), (2048, 1024), (9216, 1024), (1024, 4608), (4096, 2048)]
 
 
-def make(kind: str, weight: Tensor, bias: Tensor | None) -> PackedLinear | PlainLinear:
+def make(kind: str, weight: Tensor, bias: Tensor | None) -> Linear:
+    if kind == "panels" and not can_multiply(weight):
+        pytest.skip(f"no pairs of {weight.dtype} are multiplied here, or {weight.shape[1]} inputs make no pairs")
     if kind == "packed" and not can_pack(weight.dtype):
         pytest.skip(f"this torch packs no {weight.dtype} linear")
     return LINEARS[kind](weight, bias)
@@ -105,3 +109,19 @@ def test_linear_equals_the_reference(kind: str, dtype: str, rows: int) -> None:
         fast, slow = make(kind, weight, b), ReferenceLinear(weight, b)
         torch.testing.assert_close(fast(x), slow(x), **tolerance)
         torch.testing.assert_close(fast(x, residual), slow(x, residual), **tolerance)
+
+
+@pytest.mark.parametrize("width", [8, 32, 40, 100, 160])
+def test_a_gated_linear_equals_the_reference_in_any_product(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    gate, up, x = (torch.randn(n, 70, generator=generator).to(torch.bfloat16) for n in (width, width, 133))
+    if not can_multiply(gate):
+        pytest.skip("no pairs of bfloat16 are multiplied here")
+    fast, slow = PanelGatedLinear(gate / 8, up / 8), ReferenceKernels().gated_linear(gate / 8, up / 8)
+    whole = fast(x)
+    torch.testing.assert_close(whole, slow(x), rtol=2**-6, atol=2**-5)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for rows in (0, 1, 2, 5, 6, 7, 13, 24, 25, 60, 132):
+            assert torch.equal(fast(x[:rows]), whole[:rows])
+            assert torch.equal(fast(x[rows:]), whole[rows:])

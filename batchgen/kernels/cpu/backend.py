@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels import Linear, QKNorm, SamplingRows
+from batchgen.kernels import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
 from batchgen.kernels.cpu import attention as attention_kernel
 from batchgen.kernels.cpu import mixers, rows, sampling
 from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
+from batchgen.kernels.cpu.matmul import PanelGatedLinear, PanelLinear, can_multiply
+from batchgen.kernels.cpu.parallel import scratch
 from batchgen.model.cache import ConvState, KVCache
 from batchgen.model.inputs import QUERY_BLOCK, ModelInput
 
@@ -30,12 +32,6 @@ def _bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
 
-@lru_cache(maxsize=8)
-def _scratch(num_floats: int) -> Tensor:
-    """Scratch memory for all workers, kept between launches (kernels run one at a time)."""
-    return torch.empty(num_floats, dtype=torch.float32)
-
-
 class CpuKernels:
     """See ``Kernels`` for shapes; bfloat16 and float32."""
 
@@ -43,9 +39,15 @@ class CpuKernels:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See ``Kernels.linear``."""
+        if can_multiply(weight):
+            return PanelLinear(weight, bias)
         if _can_pack(weight.dtype):
             return PackedLinear(weight, bias)
         return PlainLinear(weight, bias)
+
+    def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
+        """See ``Kernels.gated_linear``."""
+        return PanelGatedLinear(gate, up) if can_multiply(gate) else TwoStepGatedLinear(self, gate, up)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Kernels.rms_norm``."""
@@ -71,7 +73,7 @@ class CpuKernels:
         arguments = (
             *map(_address, (qkv, norms.q_weight, norms.k_weight, rotary[0], rotary[1])),
             *map(_address, (inputs.positions, inputs.slot_mapping, q, cache.keys, cache.values)),
-            _address(_scratch(2 * width * torch.get_num_threads())),
+            _address(scratch(2 * width * torch.get_num_threads())),
             *(norms.num_heads, num_kv_heads, head_dim, width, cache.block_size, lanes),
             *(_bits(norms.eps), _bits(head_dim**-0.5)),
         )
@@ -87,7 +89,7 @@ class CpuKernels:
         floats = attention_kernel.scratch_floats.py_func(width, most_rows)
         arguments = (
             *map(_address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
-            *map(_address, (inputs.positions, out, _scratch(floats * torch.get_num_threads()))),
+            *map(_address, (inputs.positions, out, scratch(floats * torch.get_num_threads()))),
             *(num_heads, num_kv_heads, head_dim, width, cache.block_size, lanes, inputs.block_tables.shape[1]),
             *(cache.keys.element_size(), most_rows),
         )
@@ -103,7 +105,7 @@ class CpuKernels:
             *map(_address, (bcx, weight, bias, state.slots, inputs.cu_seqlens, inputs.conv_slots)),
             *map(_address, (inputs.positions, out)),
             *(width, taps, bcx.element_size()),
-            _address(_scratch(mixers.conv_scratch_floats.py_func(taps, width) * torch.get_num_threads())),
+            _address(scratch(mixers.conv_scratch_floats.py_func(taps, width) * torch.get_num_threads())),
             *(_address(state.blocks), _address(inputs.slot_mapping), state.block_size),
         )
         mixers.short_conv.launch(bcx.dtype, inputs.num_seqs, *arguments)
@@ -125,9 +127,9 @@ class CpuKernels:
         """See ``Kernels.sample``."""
         out = torch.empty(len(logits), dtype=torch.int64)
         width = logits.shape[1]
-        scratch = _scratch(sampling.scratch_bytes.py_func(width) // 4 * torch.get_num_threads())
+        memory = scratch(sampling.scratch_bytes.py_func(width) // 4 * torch.get_num_threads())
         columns = (rows.temperature, rows.min_p, rows.top_k, rows.top_p, rows.uniform)
-        arguments = (*map(_address, (logits, out, *columns, scratch)), width)
+        arguments = (*map(_address, (logits, out, *columns, memory)), width)
         sampling.sample.launch(logits.dtype, len(logits), *arguments)
         return out
 

@@ -19,26 +19,13 @@ SEGMENT = 32  # tokens convolved at once: their inputs stay in the cache
 
 
 @simd.inline
-def _load_some(x, at, count):
-    return simd.load(x, at) if count >= LANES else simd.load_part(x, at, count)
-
-
-@simd.inline
-def _store_some(x, at, value, count):
-    if count >= LANES:
-        simd.store(x, at, value)
-    else:
-        simd.store_part(x, at, value, count)
-
-
-@simd.inline
 def _norm_and_rotate(x, start, weight, eps, cosine, sine, angle, head_dim, head):
     """RMS norm of one head, then half-split rotation, into float32 ``head`` [head_dim]."""
     scale = simd.splat(F32(1.0) / F32(math.sqrt(mean_square(x, start, head_dim) + eps)))
     for i in range(0, head_dim, LANES):
         count = head_dim - i
-        v = simd.round_like(x, simd.mul(_load_some(x, start + i, count), scale))
-        _store_some(head, i, simd.round_like(x, simd.mul(v, _load_some(weight, i, count))), count)
+        v = simd.round_like(x, simd.mul(simd.load_some(x, start + i, count), scale))
+        simd.store_some(head, i, simd.round_like(x, simd.mul(v, simd.load_some(weight, i, count))), count)
     half = head_dim // 2
     for i in range(half):
         c, s = cosine[angle + i], sine[angle + i]
@@ -77,7 +64,7 @@ def _rope_and_cache(words, dtype):
             start = row + (num_heads + h) * head_dim
             _norm_and_rotate(qkv, start, k_weight, eps, cosine, sine, angle, head_dim, head)
             for i in range(0, head_dim, LANES):
-                _store_some(rounded, i, _load_some(head, i, head_dim - i), head_dim - i)
+                simd.store_some(rounded, i, simd.load_some(head, i, head_dim - i), head_dim - i)
             to = (block * num_kv_heads + h) * width * lanes + offset
             for i in range(head_dim):
                 keys[to + i * lanes] = rounded[i]
@@ -94,8 +81,8 @@ def _recall(state, position, width, taps, past):
     for i in range(taps - 1):
         known = position - (taps - 1) + i >= 0
         for channel in range(0, width, LANES):
-            u = _load_some(state, i * width + channel, width - channel) if known else simd.splat(F32(0.0))
-            _store_some(past, i * width + channel, u, width - channel)
+            u = simd.load_some(state, i * width + channel, width - channel) if known else simd.splat(F32(0.0))
+            simd.store_some(past, i * width + channel, u, width - channel)
 
 
 @simd.inline
@@ -108,15 +95,15 @@ def _convolve(bcx, weight, bias, out, token, count, width, taps, past):
         row = (token + t) * 3 * width
         for channel in range(0, width, LANES):
             left = width - channel
-            b, x = _load_some(bcx, row + channel, left), _load_some(bcx, row + 2 * width + channel, left)
+            b, x = simd.load_some(bcx, row + channel, left), simd.load_some(bcx, row + 2 * width + channel, left)
             at = t * width + channel
-            _store_some(past, at + (taps - 1) * width, simd.round_like(bcx, simd.mul(b, x)), left)
-            total = _load_some(bias, channel, left)
+            simd.store_some(past, at + (taps - 1) * width, simd.round_like(bcx, simd.mul(b, x)), left)
+            total = simd.load_some(bias, channel, left)
             for tap in range(taps):
-                u = _load_some(past, at + tap * width, left)
-                total = simd.fma(u, _load_some(weight, tap * width + channel, left), total)
-            y = simd.mul(_load_some(bcx, row + width + channel, left), simd.round_like(bcx, total))
-            _store_some(out, (token + t) * width + channel, y, left)
+                u = simd.load_some(past, at + tap * width, left)
+                total = simd.fma(u, simd.load_some(weight, tap * width + channel, left), total)
+            y = simd.mul(simd.load_some(bcx, row + width + channel, left), simd.round_like(bcx, total))
+            simd.store_some(out, (token + t) * width + channel, y, left)
 
 
 @simd.inline
@@ -124,7 +111,7 @@ def _remember(past, first, state, width, taps):
     """The ``taps - 1`` inputs from row ``first`` of ``past`` on, as the state that follows them."""
     for i in range(0, (taps - 1) * width, LANES):
         left = (taps - 1) * width - i
-        _store_some(state, i, _load_some(past, first * width + i, left), left)
+        simd.store_some(state, i, simd.load_some(past, first * width + i, left), left)
 
 
 @simd.jit

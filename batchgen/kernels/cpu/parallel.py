@@ -50,11 +50,17 @@ def worker_number(words):
     return fetch_add(words, 1, 1)
 
 
-class Kernel:
-    """A kernel in its two element types, each compiled when first launched and cached on disk."""
+@lru_cache(maxsize=8)
+def scratch(num_floats: int) -> torch.Tensor:
+    """Scratch memory for all workers, kept between launches (kernels run one at a time)."""
+    return torch.empty(num_floats, dtype=torch.float32)
 
-    def __init__(self, *, bf16: Callable[..., None], f32: Callable[..., None]) -> None:
-        self._sources = {torch.bfloat16: bf16, torch.float32: f32}
+
+class Kernel:
+    """A kernel in its element types, each compiled when first launched and cached on disk."""
+
+    def __init__(self, *, bf16: Callable[..., None], f32: Callable[..., None] | None = None) -> None:
+        self._sources = {torch.bfloat16: bf16} | ({torch.float32: f32} if f32 else {})
         self._compiled: dict[torch.dtype, Any] = {}
 
     def compile(self, dtype: torch.dtype) -> Any:

@@ -77,7 +77,7 @@ def _rms_norm(words, dtype):
 
 
 @inline
-def _silu_mul(out, gate, up):
+def silu_mul(out, gate, up):
     """gate * sigmoid(gate) * up, as good as the element type of ``out`` can tell."""
     sigmoid = div(splat(F32(1.0)), add(splat(F32(1.0)), exp(out, sub(splat(F32(0.0)), gate))))
     return mul(mul(gate, sigmoid), up)
@@ -94,10 +94,10 @@ def _swiglu(words, dtype):
         for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
             gate, up, to = 2 * row * width, (2 * row + 1) * width, row * width
             for i in range(0, whole, LANES):
-                store(out, to + i, _silu_mul(out, load(gate_up, gate + i), load(gate_up, up + i)))
+                store(out, to + i, silu_mul(out, load(gate_up, gate + i), load(gate_up, up + i)))
             if whole < width:
                 rest = width - whole
-                v = _silu_mul(out, load_part(gate_up, gate + whole, rest), load_part(gate_up, up + whole, rest))
+                v = silu_mul(out, load_part(gate_up, gate + whole, rest), load_part(gate_up, up + whole, rest))
                 store_part(out, to + whole, v, rest)
         item = next_item(words)
 

@@ -32,6 +32,7 @@ from batchgen.kernels.cpu.vector_ir import (
     emit_load,
     emit_narrow,
     emit_splat,
+    emit_store,
     emit_widen,
     int_splat,
     is_bf16,
@@ -125,11 +126,7 @@ def store(_context: Any, base: Any, index: Any, value: Any) -> Any:
     """Round 16 values to the element type and write them from ``base[index]`` on."""
 
     def generate(context: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
-        at = builder.gep(arguments[0], [arguments[1]])
-        if is_bf16(base):
-            builder.store(emit_narrow(builder, arguments[2]), builder.bitcast(at, HALF_VECTOR.as_pointer()), align=2)
-        else:
-            builder.store(arguments[2], builder.bitcast(at, VECTOR.as_pointer()), align=4)
+        emit_store(builder, base, *arguments)
         return context.get_dummy_value()
 
     return types.void(base, types.int64, vec), generate
@@ -305,6 +302,21 @@ def _power_of_fraction(_context: Any, base: Any, fraction: Any) -> Any:
         return total
 
     return vec(base, vec), generate
+
+
+@inline
+def load_some(x, at, count):
+    """As ``load_part`` for any positive ``count``; all lanes from 16 up."""
+    return load(x, at) if count >= LANES else load_part(x, at, count)
+
+
+@inline
+def store_some(x, at, value, count):
+    """As ``store_part`` for any positive ``count``."""
+    if count >= LANES:
+        store(x, at, value)
+    else:
+        store_part(x, at, value, count)
 
 
 @inline

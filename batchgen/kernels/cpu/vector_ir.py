@@ -93,6 +93,15 @@ def emit_load(builder: ir.IRBuilder, kind: Any, base: ir.Value, index: ir.Value)
     return emit_widen(builder, builder.load(builder.bitcast(at, HALF_VECTOR.as_pointer()), align=2))
 
 
+def emit_store(builder: ir.IRBuilder, kind: Any, base: ir.Value, index: ir.Value, value: ir.Value) -> None:
+    """IR of ``store``; ``kind`` is the numba type of ``base``."""
+    at = builder.gep(base, [index])
+    if is_bf16(kind):
+        builder.store(emit_narrow(builder, value), builder.bitcast(at, HALF_VECTOR.as_pointer()), align=2)
+    else:
+        builder.store(value, builder.bitcast(at, VECTOR.as_pointer()), align=4)
+
+
 def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """IR of ``fma``."""
     return emit_call(builder, "llvm.fma.v16f32", [a, b, c])
@@ -136,8 +145,13 @@ def emit_dot(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -
     return emit_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", [total, *pairs])
 
 
-def emit_prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """IR that asks for the cache line at an integer address, to be read soon."""
-    flags = [ir.Constant(INT, flag) for flag in (0, 3, 1)]  # read, keep close, data
+def emit_load_whole_pairs(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
+    """16 neighbouring pairs of bfloat16 from ``base[index]`` on, which lies at the start of a cache line."""
+    return builder.load(builder.bitcast(builder.gep(base, [index]), _PAIRS.as_pointer()), align=64)
+
+
+def emit_prefetch(builder: ir.IRBuilder, address: ir.Value, closeness: int = 3) -> None:
+    """IR that asks for the cache line at an integer address, to be read soon; 3 is the first cache, 2 the second."""
+    flags = [ir.Constant(INT, flag) for flag in (0, closeness, 1)]  # read, how close, data
     where = builder.inttoptr(address, ir.IntType(8).as_pointer())
     emit_call(builder, "llvm.prefetch.p0", [where, *flags], ir.VoidType())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from batchgen.kernels import Linear, QKNorm, SamplingRows
+from batchgen.kernels import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
 from batchgen.kernels.cuda import mixers, rows, sampling
 from batchgen.kernels.cuda.linear import CublasLinear, FixedOrderLinear
 from batchgen.kernels.cuda.paged import PagedAttention
@@ -37,6 +37,10 @@ class CudaKernels:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See ``Kernels.linear``."""
         return FixedOrderLinear(weight, bias) if self.batch_invariant else CublasLinear(weight, bias)
+
+    def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
+        """See ``Kernels.gated_linear``."""
+        return TwoStepGatedLinear(self, gate, up)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Kernels.rms_norm``."""
