@@ -25,7 +25,7 @@ from batchgen.engine.sequence import Sequence as EngineSequence
 from batchgen.kernels import Kernels, select
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model.cache import StateCache, allocate, kv_block_bytes
+from batchgen.model.cache import StateCache, allocate, key_pack, kv_block_bytes
 from batchgen.model.config import ModelConfig
 from batchgen.model.inputs import ModelInput
 from batchgen.model.lfm2 import Lfm2Model
@@ -120,6 +120,12 @@ def random_state(model: Lfm2Model, *, num_blocks: int, block_size: int, num_slot
     for tensor in state_tensors(state):
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return state
+
+
+def packed_keys(keys: Tensor, pack: int | None = None) -> Tensor:
+    """Keys [num_blocks, num_kv_heads, width, lanes] as ``KVCache`` lays them out on the CPU."""
+    pack = pack or key_pack(keys.dtype, torch.device("cpu"))
+    return keys.unflatten(2, (-1, pack)).transpose(3, 4).contiguous()
 
 
 def state_tensors(state: StateCache) -> list[Tensor]:

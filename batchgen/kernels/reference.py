@@ -62,7 +62,7 @@ class ReferenceKernels:
 
     def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
         """See ``Kernels.rope_and_cache``."""
-        head_dim, num_kv_heads, width = norms.q_weight.numel(), cache.keys.shape[1], cache.keys.shape[2]
+        head_dim, num_kv_heads, pack = norms.q_weight.numel(), cache.keys.shape[1], cache.keys.shape[4]
         heads = qkv.view(len(qkv), -1, head_dim)
         q, k, v = torch.split(heads, [norms.num_heads, num_kv_heads, num_kv_heads], dim=1)
         cosine, sine = rotary[:, inputs.positions.long(), None, :]
@@ -73,9 +73,9 @@ class ReferenceKernels:
 
         q, k = normed_and_rotated(q, norms.q_weight), normed_and_rotated(k, norms.k_weight)
         block, offset = inputs.slot_mapping // cache.block_size, inputs.slot_mapping % cache.block_size
-        cache.keys[block, :, :head_dim, offset] = k.to(qkv.dtype)
+        cache.keys[block, :, : head_dim // pack, offset] = k.to(qkv.dtype).view(*k.shape[:2], -1, pack)
         cache.values[block, :, offset, :head_dim] = v
-        return functional.pad(q * head_dim**-0.5, (0, width - head_dim))
+        return functional.pad(q * head_dim**-0.5, (0, cache.width - head_dim))
 
     def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
         """See ``Kernels.attention``."""
@@ -86,7 +86,7 @@ class ReferenceKernels:
             positions = inputs.positions[tokens]
             context = int(positions[-1]) + 1
             blocks = inputs.block_tables[sequence, : -(-context // cache.block_size)].long()
-            keys = cache.keys[blocks][..., : cache.block_size].permute(1, 2, 0, 3).flatten(2)[..., :context]
+            keys = cache.key_columns(blocks)[..., : cache.block_size].permute(1, 2, 0, 3).flatten(2)[..., :context]
             values = cache.values[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
             scores = q[tokens].transpose(0, 1) @ keys.float().repeat_interleave(group, 0)
             visible = torch.arange(context, device=q.device) <= positions[:, None]

@@ -25,7 +25,8 @@ class KVCache:
     """Keys and values of one attention layer.
 
     Attributes:
-        keys: [num_blocks, num_kv_heads, width, lanes]: a position is a column, so that neighbours fill a vector.
+        keys: [num_blocks, num_kv_heads, width / pack, lanes, pack]: a position is a column, so that neighbours fill
+            a vector; ``pack`` (see ``key_pack``) dimensions of it lie side by side.
         values: [num_blocks, num_kv_heads, block_size, width].
         block_size: positions per block; ``lanes`` is this rounded up to 16, ``width`` is head_dim rounded up.
     """
@@ -33,6 +34,25 @@ class KVCache:
     keys: Tensor
     values: Tensor
     block_size: int
+
+    @property
+    def lanes(self) -> int:
+        """Columns of a block."""
+        return self.keys.shape[3]
+
+    @property
+    def width(self) -> int:
+        """Dimensions of a head, with what pads it."""
+        return self.values.shape[3]
+
+    def key_columns(self, blocks: Tensor) -> Tensor:
+        """Keys of some blocks, unpacked: [len(blocks), num_kv_heads, width, lanes]."""
+        return self.keys[blocks].transpose(3, 4).flatten(2, 3)
+
+
+def key_pack(dtype: torch.dtype, device: torch.device) -> int:
+    """Dimensions of a key that lie side by side: the CPU multiplies bfloat16 by pairs, other back ends one by one."""
+    return 2 if dtype == torch.bfloat16 and device.type == "cpu" else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +103,7 @@ def allocate(
 
     One spare block of keys ends the memory, for the last vector of a block whose size is no multiple of 16.
     """
-    width = padded(config.head_dim)
+    width, pack = padded(config.head_dim), key_pack(dtype, device)
 
     def zeros(*shape: int) -> Tensor:
         if device.type != "cpu":
@@ -93,7 +113,7 @@ def allocate(
 
     kv = tuple(
         KVCache(
-            keys=zeros(num_blocks + 1, config.num_kv_heads, width, padded(block_size)),
+            keys=zeros(num_blocks + 1, config.num_kv_heads, width // pack, padded(block_size), pack),
             values=zeros(num_blocks, config.num_kv_heads, block_size, width),
             block_size=block_size,
         )

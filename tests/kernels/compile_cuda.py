@@ -70,7 +70,7 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
         linear = kernels.linear(zeros(HIDDEN, HIDDEN), bias)
         linear(zeros(tokens, HIDDEN))
         linear(zeros(tokens, HIDDEN), zeros(tokens, HIDDEN))
-    keys = zeros(num_blocks + 1, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    keys = zeros(num_blocks + 1, KV_HEADS, HEAD_DIM, BLOCK_SIZE, 1)
     cache = KVCache(keys, zeros(num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM), BLOCK_SIZE)
     norms = QKNorm(zeros(HEAD_DIM), zeros(HEAD_DIM), 1e-5, HEADS)
     rotary = zeros(2, 1024, HEAD_DIM // 2, dtype=torch.float32)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tiny_model import BACK_ENDS, ragged_input
+from tiny_model import BACK_ENDS, packed_keys, ragged_input
 from torch import Tensor
 
 from batchgen.kernels import Kernels
@@ -70,7 +70,7 @@ def poisoned_cache(case: Case, inputs: ModelInput, num_blocks: int, block_size: 
         block, offset = inputs.block_tables[row].long()[position // block_size], position % block_size
         keys[block, :, :head_dim, offset] = k
         values[block, :, offset, :head_dim] = v
-    return KVCache(keys, values, block_size)
+    return KVCache(packed_keys(keys), values, block_size)
 
 
 def attend(kernels: Kernels, case: Case, block_size: int, seed: int = 0) -> list[Tensor]:
@@ -78,7 +78,7 @@ def attend(kernels: Kernels, case: Case, block_size: int, seed: int = 0) -> list
     inputs, num_blocks = ragged_input(case.pieces, block_size, seed)
     cache = poisoned_cache(case, inputs, num_blocks, block_size)
     num_heads, _, head_dim = case.heads
-    q = torch.zeros(inputs.num_tokens, num_heads, cache.keys.shape[2])
+    q = torch.zeros(inputs.num_tokens, num_heads, cache.width)
     q[..., :head_dim] = torch.cat(case.queries) * head_dim**-0.5
     out = kernels.attention(q, cache, inputs, head_dim)
     return list(out.split([count for _, count in case.pieces]))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny_model import BACK_ENDS, ragged_input
+from tiny_model import BACK_ENDS, packed_keys, ragged_input
 from torch import Tensor
 from torch.nn import functional
 
@@ -31,7 +31,7 @@ def rotary_table(num_positions: int, head_dim: int) -> Tensor:
 def empty_cache(inputs: ModelInput, num_blocks: int, block_size: int, kv: int, dim: int, dtype: torch.dtype) -> KVCache:
     width, lanes = (-(-n // LANES) * LANES for n in (dim, block_size))
     keys = torch.full((num_blocks + 1, kv, width, lanes), 77.0, dtype=dtype)
-    return KVCache(keys, torch.full((num_blocks, kv, block_size, width), 77.0, dtype=dtype), block_size)
+    return KVCache(packed_keys(keys), torch.full((num_blocks, kv, block_size, width), 77.0, dtype=dtype), block_size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -68,7 +68,9 @@ def test_rope_and_cache_has_the_same_bits_for_a_token_in_any_batch(dtype: torch.
     def rows(inputs: ModelInput, x: Tensor, positions: int) -> tuple[Tensor, Tensor]:
         cache = empty_cache(inputs, 3, 16, kv, dim, dtype)
         q = CpuKernels().rope_and_cache(x, norms, rotary, inputs, cache)
-        keys = cache.keys[inputs.block_tables[0].long()].permute(0, 3, 1, 2).flatten(0, 1)  # [positions, kv, width]
+        keys = (
+            cache.key_columns(inputs.block_tables[0].long()).permute(0, 3, 1, 2).flatten(0, 1)
+        )  # [positions, kv, width]
         return q, keys[:positions]
 
     torch.set_num_threads(1)

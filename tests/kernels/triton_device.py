@@ -30,6 +30,7 @@ pytest.importorskip(
 )
 
 import triton.language as tl  # noqa: E402  # what follows imports Triton
+from tiny_model import packed_keys  # noqa: E402
 from triton.runtime.interpreter import InterpreterBuilder  # noqa: E402
 
 from batchgen.kernels import Linear, QKNorm, SamplingRows  # noqa: E402
@@ -86,15 +87,21 @@ class OnDevice:
         return self.kernels.swiglu(gate_up.to(DEVICE)).cpu()
 
     def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
-        moved = replace(cache, keys=cache.keys.to(DEVICE), values=cache.values.to(DEVICE))
+        moved = self._moved(cache)
         weights = QKNorm(norms.q_weight.to(DEVICE), norms.k_weight.to(DEVICE), norms.eps, norms.num_heads)
         q = self.kernels.rope_and_cache(qkv.to(DEVICE), weights, rotary.to(DEVICE), inputs.to(DEVICE), moved)
-        cache.keys.copy_(moved.keys)
+        cache.keys.copy_(packed_keys(moved.keys[..., 0], cache.keys.shape[4]))
         cache.values.copy_(moved.values)
         return q.cpu()
 
+    @staticmethod
+    def _moved(cache: KVCache) -> KVCache:
+        """The cache as this device lays it out."""
+        keys = cache.key_columns(torch.arange(len(cache.keys)))
+        return replace(cache, keys=keys[..., None].contiguous().to(DEVICE), values=cache.values.to(DEVICE))
+
     def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
-        moved = replace(cache, keys=cache.keys.to(DEVICE), values=cache.values.to(DEVICE))
+        moved = self._moved(cache)
         return self.kernels.attention(q.to(DEVICE), moved, inputs.to(DEVICE), head_dim).cpu()
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:

@@ -70,31 +70,38 @@ def _gather_queries(num_rows, group, q, source, num_heads, width, scratch):
         peak[r], total[r] = F32(-np.inf), F32(0.0)
 
 
+@simd.inline
+def _key_bytes(table, position, head, sizes, itemsize):
+    """Where the keys of a position's block begin, in bytes."""
+    num_kv_heads, width, block_size, lanes = sizes
+    return (table[position // block_size] * num_kv_heads + head) * width * lanes * itemsize
+
+
 @simd.jit
 def _score_tile(padded, q, tile, tile_end, table, head, cache, sizes, scores):
     """Scores of ``padded`` query rows against the positions from ``tile`` to ``tile_end``."""
     keys, _, keys_at, values_at, itemsize = cache
     num_kv_heads, width, block_size, lanes = sizes
-    first_values = (table[tile // block_size] * num_kv_heads + head) * block_size * width * itemsize
+    pack = 4 // itemsize
+    first_values = values_at + (table[tile // block_size] * num_kv_heads + head) * block_size * width * itemsize
     position = tile
     while position < tile_end:
         block, offset = table[position // block_size], position % block_size
         count = min(tile_end - position, block_size - offset)
-        at = (block * num_kv_heads + head) * width * lanes + offset
-        ahead = values_at + first_values
+        at = (block * num_kv_heads + head) * width * lanes + offset * pack
+        ahead = first_values
         if position + count < tile_end:
-            following = table[(position + count) // block_size]
-            ahead = keys_at + (following * num_kv_heads + head) * width * lanes * itemsize
-        score(padded, count, q, width, keys, at, lanes, scores, position - tile, ahead)
+            ahead = keys_at + _key_bytes(table, position + count, head, sizes, itemsize)
+        score(padded, count, q, width, keys, at, pack, lanes, scores, position - tile, ahead)
         position += count
 
 
 @simd.jit
-def _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, sums):
+def _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, sums, after):
     """Add the values of the positions from ``tile`` to ``tile_end``, weighted by ``weights``, to ``sums``.
 
     Positions go in pairs, even and odd, whose halves may lie in two blocks. The last position of all may have no
-    other: it stands for it, with the weight zero that is there.
+    other: it stands for it, with the weight zero that is there. ``after`` is the address of what is read next.
     """
     _, values, _, values_at, itemsize = cache
     num_kv_heads, width, block_size, _ = sizes
@@ -108,22 +115,26 @@ def _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, sums
             following = min(position + 1, tile_end - 1)
             other = (table[following // block_size] * num_kv_heads + head) * block_size + following % block_size
             apart, count = other * width - at, 1
-        coming = table[min(position + 2 * count, tile_end - 1) // block_size]
-        ahead = values_at + (coming * num_kv_heads + head) * block_size * width * itemsize
+        ahead = after
+        if position + 2 * count < tile_end:
+            coming = table[(position + 2 * count) // block_size]
+            ahead = values_at + (coming * num_kv_heads + head) * block_size * width * itemsize
         accumulate(padded, weights, position - tile, values, at, apart, width, count, sums, ahead)
         position += 2 * count
 
 
 @simd.jit
-def _attend(num_rows, group, start, table, head, cache, sizes, scratch):
+def _attend(num_rows, group, start, table, head, cache, sizes, scratch, next_keys):
     """Query rows (see ``_gather_queries``) against all they may see; leaves sums and totals in ``scratch``.
 
     ``start`` is the position of the block's first token. Tiles are the outer loop, so that all rows of the block
-    meet a tile's keys and values while they are near.
+    meet a tile's keys and values while they are near. ``next_keys`` is the address of those read after all of these.
     """
     rows_q, sums, scores, weights, peak, total = scratch
     width = sizes[1]
-    for tile in range(0, start + (num_rows - 1) // group + 1, TILE):
+    end = start + (num_rows - 1) // group + 1
+    for tile in range(0, end, TILE):
+        after = cache[2] + _key_bytes(table, tile + TILE, head, sizes, cache[4]) if tile + TILE < end else next_keys
         for first in range(0, num_rows, MAX_ROWS):
             rows = min(MAX_ROWS, num_rows - first)
             tile_end = min(tile + TILE, start + (first + rows - 1) // group + 1)
@@ -142,7 +153,8 @@ def _attend(num_rows, group, start, table, head, cache, sizes, scratch):
                     by = simd.splat(shrink)
                     for i in range(r * width, (r + 1) * width, LANES):
                         simd.store(sums, i, simd.mul(simd.load(sums, i), by))
-            _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, simd.shifted(sums, first * width))
+            mine = simd.shifted(sums, first * width)
+            _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, mine, after)
 
 
 @simd.jit
@@ -197,17 +209,20 @@ def _attention(words, dtype, inner):
     block_size, lanes, max_blocks = words[ARGS + 12], words[ARGS + 13], words[ARGS + 14]
     sizes = num_kv_heads, width, block_size, lanes
     group = num_heads // num_kv_heads
-    most_rows = words[ARGS + 16]
+    tables, most_rows = words[ARGS + 3], words[ARGS + 16]
     mine = words[ARGS + 7] + worker_number(words) * 4 * scratch_floats(width, most_rows)
     scratch = _divide_scratch(mine, most_rows, width, inner)
     item = next_item(words)
     while item < words[2]:
         block, head = item // num_kv_heads, item % num_kv_heads
         sequence, token, count = query_blocks[3 * block], query_blocks[3 * block + 1], query_blocks[3 * block + 2]
-        table = simd.pointer(words[ARGS + 3] + sequence * max_blocks * 4, np.int32)
+        table = simd.pointer(tables + sequence * max_blocks * 4, np.int32)
         first_head = token * num_heads + head * group
         _gather_queries(count * group, group, q, first_head, num_heads, width, scratch)
-        _attend(count * group, group, positions[token], table, head, cache, sizes, scratch)
+        coming = min(item + words[ARGS + 17], words[2] - 1)  # most likely this worker's next item
+        next_table = simd.pointer(tables + query_blocks[3 * (coming // num_kv_heads)] * max_blocks * 4, np.int32)
+        next_keys = keys_at + _key_bytes(next_table, 0, coming % num_kv_heads, sizes, itemsize)
+        _attend(count * group, group, positions[token], table, head, cache, sizes, scratch, next_keys)
         _write_rows(count * group, group, first_head, num_heads, head_dim, width, scratch, out)
         item = next_item(words)
 

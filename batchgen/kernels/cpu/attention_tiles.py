@@ -21,9 +21,11 @@ from batchgen.kernels.cpu.vector_ir import (
     emit_fma,
     emit_load,
     emit_load_pairs,
+    emit_load_whole_pairs,
     emit_prefetch,
     emit_splat,
     emit_splat_pair,
+    emit_widen_pairs,
     is_bf16,
 )
 
@@ -68,31 +70,34 @@ def _score_intrinsic(rows, vectors):
             def number(value):
                 return ir.Constant(width_.type, value)
 
-            paired = is_bf16(q)
-            unit = 2 if paired else 1  # dimensions multiplied at once
+            unit = 2 if is_bf16(keys) else 1  # dimensions that lie side by side
             grid = [(r, v) for r in range(rows) for v in range(vectors)]
             zero = ir.Constant(VECTOR, None)
             sums = {(r, v, half): cgutils.alloca_once_value(builder, zero) for r, v in grid for half in range(2)}
             starts = [builder.mul(width_, number(r)) for r in range(rows)]
 
-            def key_of(d):
-                """Keys and the way to multiply by them, at dimension ``d`` and, if paired, the next one."""
+            def factors(d):
+                """Keys from dimension ``d`` on and, for each, the place of what they are multiplied by."""
                 at = builder.add(key_index_, builder.mul(d, key_stride_))
-                if paired:
-                    following = builder.add(at, key_stride_)
-                    return emit_load_pairs(builder, keys_, at, following, vectors)
-                return [emit_load(builder, keys, keys_, builder.add(at, number(v * LANES))) for v in range(vectors)]
+                places = [builder.add(at, number(v * LANES * unit)) for v in range(vectors)]
+                if unit == 1:
+                    return [([emit_load(builder, keys, keys_, place) for place in places], d)]
+                pairs = [emit_load_whole_pairs(builder, keys_, place, align=4) for place in places]
+                if is_bf16(q):
+                    return [(pairs, d)]
+                evens, odds = zip(*(emit_widen_pairs(builder, pair) for pair in pairs), strict=True)
+                return [(evens, d), (odds, builder.add(d, number(1)))]
 
             def dimension(d, half):
                 for line in range(unit):
                     place = builder.mul(builder.add(d, number(line)), number(_LINE))
-                    emit_prefetch(builder, builder.add(ahead_, place))
-                key = key_of(d)
-                for r in range(rows):
-                    spread = _spread(builder, q, q_, builder.add(starts[r], d))
-                    for v in range(vectors):
-                        total = sums[r, v, half]
-                        builder.store(_multiply(builder, paired, spread, key[v], builder.load(total)), total)
+                    emit_prefetch(builder, builder.add(ahead_, place), closeness=2)
+                for key, place in factors(d):
+                    for r in range(rows):
+                        spread = _spread(builder, q, q_, builder.add(starts[r], place))
+                        for v in range(vectors):
+                            total = sums[r, v, half]
+                            builder.store(_multiply(builder, is_bf16(q), spread, key[v], builder.load(total)), total)
 
             # Both halves at once where the registers hold their sums, one after the other where not.
             for halves in [(0, 1)] if 2 * len(grid) <= _ACCUMULATORS else [(0,), (1,)]:
@@ -153,7 +158,7 @@ def _value_intrinsic(rows, vectors):
                 position = builder.mul(loop.index, number(2))
                 for line in range(4):
                     near = builder.add(builder.mul(position, number(2)), number(line))
-                    emit_prefetch(builder, builder.add(ahead_, builder.mul(near, number(_LINE))))
+                    emit_prefetch(builder, builder.add(ahead_, builder.mul(near, number(_LINE))), closeness=2)
                 at = builder.add(value_index_, builder.mul(position, width_))
                 then = builder.add(at, apart_)
                 if is_bf16(weights):
@@ -178,27 +183,27 @@ _thin1, _thin2, _thin4, _thin8 = (_value_intrinsic(rows, 1) for rows in (1, 2, 4
 
 
 @simd.jit
-def score(rows, count, q, width, keys, at, stride, out, to, ahead):
+def score(rows, count, q, width, keys, at, pack, stride, out, to, ahead):
     """Scores of ``rows`` queries against ``count`` positions of a block, and up to 31 more that the caller masks."""
     j = 0
     while j < count:
         wide = count - j > LANES
         if rows == 1 and wide:
-            _score1(q, width, keys, at + j, stride, out, to + j, ahead)
+            _score1(q, width, keys, at + j * pack, stride, out, to + j, ahead)
         elif rows == 1:
-            _score1_thin(q, width, keys, at + j, stride, out, to + j, ahead)
+            _score1_thin(q, width, keys, at + j * pack, stride, out, to + j, ahead)
         elif rows == 2 and wide:
-            _score2(q, width, keys, at + j, stride, out, to + j, ahead)
+            _score2(q, width, keys, at + j * pack, stride, out, to + j, ahead)
         elif rows == 2:
-            _score2_thin(q, width, keys, at + j, stride, out, to + j, ahead)
+            _score2_thin(q, width, keys, at + j * pack, stride, out, to + j, ahead)
         elif rows == 4 and wide:
-            _score4(q, width, keys, at + j, stride, out, to + j, ahead)
+            _score4(q, width, keys, at + j * pack, stride, out, to + j, ahead)
         elif rows == 4:
-            _score4_thin(q, width, keys, at + j, stride, out, to + j, ahead)
+            _score4_thin(q, width, keys, at + j * pack, stride, out, to + j, ahead)
         elif wide:
-            _score8(q, width, keys, at + j, stride, out, to + j, ahead)
+            _score8(q, width, keys, at + j * pack, stride, out, to + j, ahead)
         else:
-            _score8_thin(q, width, keys, at + j, stride, out, to + j, ahead)
+            _score8_thin(q, width, keys, at + j * pack, stride, out, to + j, ahead)
         j += 2 * LANES if wide else LANES
 
 

@@ -67,15 +67,14 @@ class CpuKernels:
 
     def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
         """See ``Kernels.rope_and_cache``."""
-        _, num_kv_heads, width, lanes = cache.keys.shape
-        head_dim = norms.q_weight.numel()
+        num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, norms.q_weight.numel()
         q = torch.empty(len(qkv), norms.num_heads, width, dtype=torch.float32)
         arguments = (
             *map(_address, (qkv, norms.q_weight, norms.k_weight, rotary[0], rotary[1])),
             *map(_address, (inputs.positions, inputs.slot_mapping, q, cache.keys, cache.values)),
             _address(scratch(2 * width * torch.get_num_threads())),
-            *(norms.num_heads, num_kv_heads, head_dim, width, cache.block_size, lanes),
-            *(_bits(norms.eps), _bits(head_dim**-0.5)),
+            *(norms.num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes),
+            *(_bits(norms.eps), _bits(head_dim**-0.5), cache.keys.shape[4]),
         )
         mixers.rope_and_cache.launch(qkv.dtype, len(qkv), *arguments)
         return q
@@ -83,15 +82,15 @@ class CpuKernels:
     def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
         """See ``Kernels.attention``."""
         num_tokens, num_heads, width = q.shape
-        num_kv_heads, lanes = cache.keys.shape[1], cache.keys.shape[3]
+        num_kv_heads = cache.keys.shape[1]
         out = torch.empty(num_tokens, num_heads * head_dim, dtype=cache.keys.dtype)
         most_rows = -(-QUERY_BLOCK * (num_heads // num_kv_heads) // 8) * 8
         floats = attention_kernel.scratch_floats.py_func(width, most_rows)
         arguments = (
             *map(_address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
             *map(_address, (inputs.positions, out, scratch(floats * torch.get_num_threads()))),
-            *(num_heads, num_kv_heads, head_dim, width, cache.block_size, lanes, inputs.block_tables.shape[1]),
-            *(cache.keys.element_size(), most_rows),
+            *(num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes, inputs.block_tables.shape[1]),
+            *(cache.keys.element_size(), most_rows, torch.get_num_threads()),
         )
         items = len(inputs.query_blocks) * num_kv_heads
         attention_kernel.attention.launch(out.dtype, items, *arguments)

@@ -65,7 +65,7 @@ def _tile_intrinsic(rows):
                 for line in range(4):
                     emit_prefetch(builder, builder.add(place, number(line * _LINE)), closeness=2)
                 at = builder.mul(loop.index, number(2 * LANES))
-                w = [emit_load_whole_pairs(builder, strip[v], at) for v in range(STRIPS)]
+                w = [emit_load_whole_pairs(builder, strip[v], at, align=64) for v in range(STRIPS)]
                 for r in range(rows):
                     spread = emit_splat_pair(builder, row[r], builder.mul(loop.index, number(2)))
                     for v in range(STRIPS):

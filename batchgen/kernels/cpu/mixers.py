@@ -42,12 +42,14 @@ def _rope_and_cache(words, dtype):
     cosine, sine = simd.pointer(words[ARGS + 3], F32), simd.pointer(words[ARGS + 4], F32)
     positions, slots = simd.pointer(words[ARGS + 5], np.int32), simd.pointer(words[ARGS + 6], np.int64)
     q_out = simd.pointer(words[ARGS + 7], F32)
-    keys, values = simd.pointer(words[ARGS + 8], dtype), simd.pointer(words[ARGS + 9], dtype)
+    keys, values = simd.pointer(words[ARGS + 8], np.uint32), simd.pointer(words[ARGS + 9], dtype)
     num_heads, num_kv_heads, head_dim, width = words[ARGS + 11], words[ARGS + 12], words[ARGS + 13], words[ARGS + 14]
     block_size, lanes = words[ARGS + 15], words[ARGS + 16]
     eps, scale = simd.float_of_bits(words[ARGS + 17]), simd.float_of_bits(words[ARGS + 18])
     mine = words[ARGS + 10] + worker_number(words) * 8 * width
     head, rounded = simd.pointer(mine, F32), simd.pointer(mine + 4 * width, dtype)
+    # A float32 or a pair of bfloat16: what lies side by side in the cache is four bytes.
+    rounded_words, pack = simd.pointer(mine + 4 * width, np.uint32), words[ARGS + 19]
     token = next_item(words)
     while token < words[2]:
         angle = positions[token] * (head_dim // 2)
@@ -65,9 +67,9 @@ def _rope_and_cache(words, dtype):
             _norm_and_rotate(qkv, start, k_weight, eps, cosine, sine, angle, head_dim, head)
             for i in range(0, head_dim, LANES):
                 simd.store_some(rounded, i, simd.load_some(head, i, head_dim - i), head_dim - i)
-            to = (block * num_kv_heads + h) * width * lanes + offset
-            for i in range(head_dim):
-                keys[to + i * lanes] = rounded[i]
+            to = (block * num_kv_heads + h) * (width // pack) * lanes + offset
+            for i in range(head_dim // pack):
+                keys[to + i * lanes] = rounded_words[i]
             start += num_kv_heads * head_dim
             to = ((block * num_kv_heads + h) * block_size + offset) * width
             for i in range(head_dim):

@@ -145,9 +145,16 @@ def emit_dot(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -
     return emit_call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", [total, *pairs])
 
 
-def emit_load_whole_pairs(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
-    """16 neighbouring pairs of bfloat16 from ``base[index]`` on, which lies at the start of a cache line."""
-    return builder.load(builder.bitcast(builder.gep(base, [index]), _PAIRS.as_pointer()), align=64)
+def emit_load_whole_pairs(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, align: int) -> ir.Value:
+    """16 neighbouring pairs of bfloat16 from ``base[index]`` on, which lies at a multiple of ``align`` bytes."""
+    return builder.load(builder.bitcast(builder.gep(base, [index]), _PAIRS.as_pointer()), align=align)
+
+
+def emit_widen_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The first and the second of 16 pairs of bfloat16, as float32."""
+    both = builder.bitcast(pairs, INT_VECTOR)
+    first, second = builder.shl(both, int_splat(16)), builder.and_(both, int_splat(-(1 << 16)))
+    return builder.bitcast(first, VECTOR), builder.bitcast(second, VECTOR)
 
 
 def emit_prefetch(builder: ir.IRBuilder, address: ir.Value, closeness: int = 3) -> None:

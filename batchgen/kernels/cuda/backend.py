@@ -59,8 +59,7 @@ class CudaKernels:
 
     def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
         """See ``Kernels.rope_and_cache``."""
-        _, num_kv_heads, width, lanes = cache.keys.shape
-        head_dim = norms.q_weight.numel()
+        num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, norms.q_weight.numel()
         new = torch.empty if width == head_dim else torch.zeros
         q = new(len(qkv), norms.num_heads, width, dtype=torch.float32, device=qkv.device)
         mixers.rope_and_cache[(len(qkv),)](
@@ -69,7 +68,7 @@ class CudaKernels:
             HALF=head_dim // 2,
             WIDTH=width,
             BLOCK_SIZE=cache.block_size,
-            LANES=lanes,
+            LANES=cache.lanes,
             HEADS=power_of_two(norms.num_heads),
             KV_HEADS=power_of_two(num_kv_heads),
             HALF_BLOCK=power_of_two(head_dim // 2),

@@ -28,7 +28,7 @@ class PagedAttention:
         self.inputs = inputs
         self.head_dim = head_dim
         self.num_tokens, self.num_heads, width = q.shape
-        self.num_kv_heads, lanes = cache.keys.shape[1], cache.keys.shape[3]
+        self.num_kv_heads = cache.keys.shape[1]
         self.num_seqs, self.max_blocks = inputs.block_tables.shape
         self.num_spans = -(-self.max_blocks * cache.block_size // attention.SPAN)
         self.tensors = (q, cache.keys, cache.values, inputs.block_tables, inputs.positions, inputs.cu_seqlens)
@@ -43,7 +43,7 @@ class PagedAttention:
             "TILE": 32 if is_wide else 64,
             "WIDTH": width,
             "BLOCK_SIZE": cache.block_size,
-            "LANES": lanes,
+            "LANES": cache.lanes,
             "RUN": min(cache.block_size & -cache.block_size, 16),  # the largest power of two in it, as far as it helps
         }
         self.options = {"num_stages": _STAGES, "enable_fp_fusion": not one_order}
