@@ -55,6 +55,12 @@ class BlockPool:
                 else:
                     self._empty.append(block)
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Let nobody find those of ``blocks`` that have one holder: once free, they are the first to be used again."""
+        for block in blocks:
+            if block in self._digest and self._num_holders[block] == 1:
+                del self._block[self._digest.pop(block)]
+
     def find(self, digests: Iterable[bytes]) -> list[int]:
         """The blocks that hold the longest known run of ``digests``, from the first on."""
         found = []

@@ -255,6 +255,8 @@ class Scheduler:
         if sequence.conv_slot is None:
             self.waiting.drop_preempted(sequence)
         else:
+            # Answers are not prompts of others. Their memory is used again before any that was never touched.
+            self.pool.forget(sequence.block_table[sequence.num_prompt_tokens // self.config.block_size :])
             self._release(sequence)
 
     def unfinished(self) -> Iterable[Sequence]:

@@ -137,6 +137,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         _, table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        forgotten = table[data.draw(st.integers(0, len(table))) :]
+        self.pool.forget(forgotten)
+        for block in set(forgotten) - set(self.held()):
+            self.content.pop(block, None)
         self.pool.free(table)
         self.unused += [b for b in reversed(table) if b in self.content and b not in self.held()]
 
