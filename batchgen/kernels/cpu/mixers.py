@@ -131,8 +131,9 @@ def _short_conv(words, dtype):
     past = simd.pointer(words[ARGS + 11] + worker_number(words) * 4 * conv_scratch_floats(taps, width), F32)
     slots, block_size = simd.pointer(words[ARGS + 13], np.int64), words[ARGS + 14]
     state_bytes = (taps - 1) * width * words[ARGS + 10]
-    sequence = next_item(words)
-    while sequence < words[2]:
+    item = next_item(words)
+    while item < words[2]:
+        sequence = words[2] - 1 - item  # prompts stand last in a step: the long items first, for the threads' balance
         first, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
         state = simd.pointer(words[ARGS + 3] + conv_slots[sequence] * state_bytes, dtype)
         _recall(state, positions[first], width, taps, past)
@@ -144,7 +145,7 @@ def _short_conv(words, dtype):
                 _remember(past, t + 1, border, width, taps)
             _remember(past, count, past, width, taps)  # the newest inputs are the past of what follows
         _remember(past, 0, state, width, taps)
-        sequence = next_item(words)
+        item = next_item(words)
 
 
 @simd.jit

@@ -16,6 +16,7 @@ import ctypes
 import hashlib
 import os
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numba
-import numpy as np
 import torch
 from numba import cfunc, types
 
@@ -72,11 +72,11 @@ class Kernel:
 
     def launch(self, dtype: torch.dtype, num_items: int, *arguments: int) -> None:
         """Run all items, on torch's number of threads; returns when the last is done."""
-        words = np.array((0, 0, num_items, *arguments), dtype=np.int64)
+        words = array("q", (0, 0, num_items, *arguments))
         threads = min(num_items, torch.get_num_threads())
         address = self.compile(dtype).address
         with _LAUNCHING:
-            _launcher()(address, words.ctypes.data, threads)
+            _launcher()(address, words.buffer_info()[0], threads)
 
 
 @contextmanager
