@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from batchgen.kernels.cpu.parallel import run_waiting
+
 MIN_PACKED_ROWS = 4
 MIN_PLAIN_ROWS = 16
 
@@ -31,6 +33,7 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See ``Linear``."""
+        run_waiting()
         rows = len(x)
         x = _at_least(x, MIN_PACKED_ROWS)
         y: Tensor
@@ -51,6 +54,7 @@ class PlainLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See ``Linear``."""
+        run_waiting()
         rows = len(x)
         y = functional.linear(_at_least(x, MIN_PLAIN_ROWS), self.weight, self.bias)[:rows]
         return y if residual is None else y + residual
