@@ -55,9 +55,8 @@ def bench(as_json: bool, repeats: int, **values: Any) -> int:
     config, where = engine_config(spec.engine), spec.model
     model, timed = measure.load_timed(where, config.threads)
     requests = _requests(values, model.config.vocab_size)
-    runs = list(measure.repeats(model, config, requests, repeats))
-    split_s = measure.split(model, timed, config, requests, runs)
-    summary = measure.summarize(where.path, model, runs, split_s)
+    runs = list(measure.repeats(model, timed, config, requests, repeats))
+    summary = measure.summarize(where.path, model, runs)
     click.echo(json.dumps(summary, indent=2) if as_json else measure.render(summary))
     return ExitCode.OK
 

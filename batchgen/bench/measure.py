@@ -42,7 +42,7 @@ class Repeat:
     num_preemptions: int
     work: Work
     ceilings: Ceilings
-    phase_s: dict[str, float]
+    split_s: dict[str, float]
     sizes: dict[str, Any]
 
     @property
@@ -74,13 +74,15 @@ def load_timed(where: ModelSpec, threads: int | None) -> tuple[Lfm2Model, TimedK
     return model, kept
 
 
-def repeats(model: Lfm2Model, config: EngineConfig, requests: list[Request], times: int) -> Iterator[Repeat]:
+def repeats(
+    model: Lfm2Model, timed: TimedKernels | None, config: EngineConfig, requests: list[Request], times: int
+) -> Iterator[Repeat]:
     """Run the workload ``times`` times after a short warm-up, each with a fresh engine."""
     warm_up = [Request(r.key, r.prompt_token_ids[:16], SamplingParams(max_tokens=2)) for r in requests[:8]]
-    _run(model, config, warm_up)
+    _run(model, None, config, warm_up)
     before = measure(model)
     for _ in range(times):
-        wall_s, engine = _run(model, config, requests)
+        wall_s, engine, split_s = _run(model, timed, config, requests)
         after = measure(model)
         stats = engine.stats
         yield Repeat(
@@ -91,28 +93,19 @@ def repeats(model: Lfm2Model, config: EngineConfig, requests: list[Request], tim
             num_preemptions=stats.num_preemptions,
             work=Costs.of(model.config, model.dtype.itemsize).work(stats.to_dict()),
             ceilings=before.mean(after),
-            phase_s=dict(stats.phase_s),
+            split_s=split_s,
             sizes=engine_sizes(engine),
         )
         before = after
         remember(model_key(model), Measured.now(after, "measured by batchgen bench"))
 
 
-def split(
-    model: Lfm2Model, timed: TimedKernels | None, config: EngineConfig, requests: list[Request], runs: list[Repeat]
-) -> dict[str, float]:
-    """Seconds by kind of work: from one more run with the clock on, or where none is, the last run's phases."""
-    if timed is None:
-        return runs[-1].phase_s
-    timed.seconds.clear()
-    timed.is_on = True
-    wall_s, _ = _run(model, config, requests)
-    timed.is_on = False
-    return {**timed.seconds, "host": wall_s - sum(timed.seconds.values())}
-
-
-def _run(model: Lfm2Model, config: EngineConfig, requests: list[Request]) -> tuple[float, Engine]:
+def _run(
+    model: Lfm2Model, timed: TimedKernels | None, config: EngineConfig, requests: list[Request]
+) -> tuple[float, Engine, dict[str, float]]:
     engine = make_engine(model, config)
+    if timed is not None:
+        timed.seconds.clear()
     start = time.monotonic()
     num_results = 0
     for result in engine.run(requests):
@@ -122,10 +115,13 @@ def _run(model: Lfm2Model, config: EngineConfig, requests: list[Request]) -> tup
     wall_s = time.monotonic() - start
     if num_results != len(requests):
         raise BatchgenError(f"{len(requests)} requests gave {num_results} results")
-    return wall_s, engine
+    split_s = dict(timed.seconds) if timed else dict(engine.stats.phase_s)
+    if timed is not None:
+        split_s["host"] = wall_s - sum(split_s.values())
+    return wall_s, engine, split_s
 
 
-def summarize(model_name: str, model: Lfm2Model, runs: list[Repeat], split_s: dict[str, float]) -> dict[str, Any]:
+def summarize(model_name: str, model: Lfm2Model, runs: list[Repeat]) -> dict[str, Any]:
     """One JSON-able object: medians under the plain names, every repeat's figures under ``runs``."""
     figures = [run.figures() for run in runs]
     median = {name: statistics.median(f[name] for f in figures) for name in figures[0]}
@@ -140,7 +136,7 @@ def summarize(model_name: str, model: Lfm2Model, runs: list[Repeat], split_s: di
         "engine": runs[-1].sizes,
         "num_steps": runs[0].num_steps,
         "num_preemptions": runs[0].num_preemptions,
-        "split_s": split_s,
+        "split_s": {k: statistics.median(r.split_s.get(k, 0.0) for r in runs) for k in runs[0].split_s},
         "peak_memory_bytes": _peak_memory(),
         "runs": figures,
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
@@ -172,7 +168,6 @@ def render(summary: dict[str, Any]) -> str:
         f"  peak memory      {summary['peak_memory_bytes'] / 2**20:,.0f} MiB",
         "  time by work",
     ]
-    in_all = sum(summary["split_s"].values())
     for kind, seconds in sorted(summary["split_s"].items(), key=lambda item: -item[1]):
-        lines.append(f"    {kind:<15}{seconds:8.2f} s  {seconds / in_all:6.1%}")
+        lines.append(f"    {kind:<15}{seconds:8.2f} s  {seconds / summary['wall_s']:6.1%}")
     return "\n".join(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -13,21 +12,15 @@ from batchgen.kernels import GatedLinear, Kernels, Linear
 
 
 class TimedKernels:
-    """Forwards every operation of ``Kernels`` and, while ``is_on``, adds its wall time to ``seconds``.
+    """Forwards every operation of ``Kernels`` and adds its wall time to ``seconds``.
 
-    To be timed, operations run one by one, which costs a little: what a workload takes is told with the clock off.
     On an asynchronous device this would time launches, so it is for the CPU.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self.name = kernels.name
-        self.is_on = False
         self.seconds: dict[str, float] = {}
-
-    def together(self) -> AbstractContextManager[None]:
-        """See ``Kernels.together``; the clock keeps operations apart."""
-        return nullcontext() if self.is_on else self._kernels.together()
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A linear whose calls are timed."""
@@ -44,8 +37,6 @@ class TimedKernels:
 
     def _timed(self, kind: str, work: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*arguments: Any) -> Tensor:
-            if not self.is_on:
-                return work(*arguments)
             start = time.perf_counter()
             result = work(*arguments)
             self.seconds[kind] = self.seconds.get(kind, 0.0) + time.perf_counter() - start

@@ -7,7 +7,6 @@ The model calls a ``Kernels`` and never asks which. A back end for another devic
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
@@ -41,10 +40,6 @@ class Kernels(Protocol):
     """What a back end offers. All tensors are contiguous; results are new tensors unless said otherwise."""
 
     name: str
-
-    def together(self) -> AbstractContextManager[None]:
-        """What is called inside may be done as late as at its end: only these operations may use the results before."""
-        ...
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Lay a weight out for this device; the original may be dropped."""

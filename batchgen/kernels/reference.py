@@ -6,7 +6,6 @@ Written to be read; sequences are treated one after the other.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -41,10 +40,6 @@ class ReferenceKernels:
     """See ``Kernels`` for shapes."""
 
     name = "reference"
-
-    def together(self) -> AbstractContextManager[None]:
-        """See ``Kernels.together``: nothing waits here."""
-        return nullcontext()
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See ``Kernels.linear``."""

@@ -162,12 +162,11 @@ class Lfm2Model:
         kv, conv = iter(state.kv), iter(state.conv)
         h = self.embedding.index_select(0, inputs.token_ids)
         for layer in self.layers:
-            with self.kernels.together():
-                x = self.kernels.rms_norm(h, layer.operator_norm, layer.eps)
-                if isinstance(layer.mixer, Attention):
-                    h = layer.mixer(x, h, next(kv), inputs, rotary)
-                else:
-                    h = layer.mixer(x, h, next(conv), inputs)
-                h = layer.feed(h)
+            x = self.kernels.rms_norm(h, layer.operator_norm, layer.eps)
+            if isinstance(layer.mixer, Attention):
+                h = layer.mixer(x, h, next(kv), inputs, rotary)
+            else:
+                h = layer.mixer(x, h, next(conv), inputs)
+            h = layer.feed(h)
         last = h.index_select(0, inputs.logits_indices)
         return self.lm_head(self.kernels.rms_norm(last, self.final_norm, self.config.norm_eps))

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchgen.kernels.cpu.parallel import run_waiting
-
 MIN_PACKED_ROWS = 4
 MIN_PLAIN_ROWS = 16
 
@@ -33,7 +31,6 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See ``Linear``."""
-        run_waiting()
         rows = len(x)
         x = _at_least(x, MIN_PACKED_ROWS)
         y: Tensor
@@ -54,7 +51,6 @@ class PlainLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See ``Linear``."""
-        run_waiting()
         rows = len(x)
         y = functional.linear(_at_least(x, MIN_PLAIN_ROWS), self.weight, self.bias)[:rows]
         return y if residual is None else y + residual

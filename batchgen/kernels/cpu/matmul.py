@@ -18,7 +18,7 @@ from torch.nn import functional
 from batchgen.kernels import Linear
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.matmul_tiles import ADD, GATE, MAX_ROWS, STORE, STRIPS, TILE_COLUMNS, TO_SUMS, multiply
-from batchgen.kernels.cpu.parallel import ARGS, Kernel, address, next_item, scratch, worker_number
+from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, scratch, worker_number
 from batchgen.kernels.cpu.rows import silu_mul
 from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import HAS_BF16, LANES
@@ -118,11 +118,12 @@ def _launch(
     panels: Tensor, x: Tensor, out: Tensor, *, gated: bool, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """Fill ``out`` [rows, width] with one product over all panels; returns it."""
+    x = x.contiguous()
     num_panels, threads = len(panels) // STRIPS, torch.get_num_threads()
     num_tiles = -(-len(x) // MAX_ROWS)
     shares = max(1, min(num_tiles // _FEWEST_TILES, -(-_ITEMS_PER_THREAD * threads // num_panels)))
-    tensors = (x, panels, bias, residual, out, scratch(_SUMS * threads))
-    addresses = (0 if tensor is None else address(tensor) for tensor in tensors)
+    added = None if residual is None else residual.contiguous()
+    addresses = (0 if t is None else t.data_ptr() for t in (x, panels, bias, added, out, scratch(_SUMS * threads)))
     sizes = (len(x), x.shape[1], out.shape[1], int(gated), shares, threads)
     matmul.launch(torch.bfloat16, num_panels * shares, *addresses, *sizes)
     return out

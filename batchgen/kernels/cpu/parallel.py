@@ -8,9 +8,6 @@ Where that symbol is not to be had, plain Python threads do it; ctypes releases 
 A kernel is a C function of one pointer to int64 words: word 0 is the next work item (taken atomically), word 1
 hands out worker numbers, word 2 is the number of items, and from ``ARGS`` on stand addresses and sizes as the
 kernel defines them. Work is taken item by item, so no result may depend on which worker computes it.
-
-Starting a kernel from Python costs some 25 us when a linear has just swept the caches, and a step starts over a
-hundred. So kernels may be collected (``together``) and run one after the other without leaving the threads' team.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ import numba
 import torch
 from numba import cfunc, types
 
-from batchgen.kernels.cpu.simd import call, call_plain, fetch_add, jit
+from batchgen.kernels.cpu.simd import fetch_add, jit
 
 ARGS = 3  # index of a kernel's first own argument
 SIGNATURE = types.void(types.CPointer(types.int64))
@@ -74,76 +71,12 @@ class Kernel:
         return self._compiled[dtype]
 
     def launch(self, dtype: torch.dtype, num_items: int, *arguments: int) -> None:
-        """Run all items, on torch's number of threads; returns when the last is done (but see ``together``)."""
+        """Run all items, on torch's number of threads; returns when the last is done."""
         words = array("q", (0, 0, num_items, *arguments))
-        code = self.compile(dtype).address
-        if _waiting.phases is not None:
-            _waiting.phases.append((code, words.buffer_info()[0]))
-            _waiting.kept.append(words)
-            return
+        threads = min(num_items, torch.get_num_threads())
+        address = self.compile(dtype).address
         with _LAUNCHING:
-            _launcher()(code, words.buffer_info()[0], min(num_items, torch.get_num_threads()))
-
-
-class _Waiting(threading.local):
-    """What this thread collects: each phase's code and words, by address, and all that these addresses lead to."""
-
-    phases: list[tuple[int, int]] | None = None
-    kept: list[object]
-
-
-_waiting = _Waiting()
-
-
-def address(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins; kernels read it in order. A tensor lives until the kernels collected have run."""
-    assert tensor.is_contiguous(), "kernels read memory in order"
-    if _waiting.phases is not None:
-        _waiting.kept.append(tensor)
-    return tensor.data_ptr()
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """Kernels launched inside are collected, and run in order at the end or at ``run_waiting``.
-
-    Until then nothing but kernels may touch what they write. Inside another one, or where the threads have no barrier,
-    it changes nothing.
-    """
-    if _waiting.phases is not None or not _barrier():
-        yield
-        return
-    _waiting.phases, _waiting.kept = [], []
-    try:
-        yield
-        run_waiting()
-    finally:
-        _waiting.phases, _waiting.kept = None, []
-
-
-def run_waiting() -> None:
-    """Run the kernels collected so far: before anything else reads what they write."""
-    if not _waiting.phases:
-        return
-    numbers = (len(_waiting.phases), _barrier(), *(number for phase in _waiting.phases for number in phase))
-    words = array("q", numbers)
-    with _LAUNCHING:
-        _launcher()(_run_all().address, words.buffer_info()[0], torch.get_num_threads())
-    _waiting.phases.clear()
-    _waiting.kept.clear()
-
-
-def _run_phases(words):
-    """Words: the number of phases, the barrier's address, then each phase's code and words."""
-    for i in range(words[0]):
-        call(words[2 + 2 * i], words[3 + 2 * i])
-        call_plain(words[1])
-
-
-@lru_cache(maxsize=1)
-def _run_all() -> Any:
-    with _cache_folder() as usable:
-        return cfunc(SIGNATURE, cache=usable)(_run_phases)
+            _launcher()(address, words.buffer_info()[0], threads)
 
 
 @contextmanager
@@ -182,32 +115,14 @@ def _launcher() -> Launch:
     return _openmp_launch() or _python_launch()
 
 
-@lru_cache(maxsize=1)
-def _openmp() -> Any:
-    """Torch's OpenMP runtime; None where it lacks libgomp's interface."""
+def _openmp_launch() -> Launch | None:
+    """``(function, data, threads)`` through torch's OpenMP runtime; None where it lacks libgomp's interface."""
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
     for name in [*map(str, bundled), None]:
         try:
-            library = ctypes.CDLL(name)
-            if library.GOMP_parallel and library.GOMP_barrier:
-                return library
+            start = ctypes.CDLL(name).GOMP_parallel
         except (OSError, AttributeError, TypeError):
             continue
-    return None
-
-
-def _barrier() -> int:
-    """Address of the function in which the threads of a team wait for each other; 0 where there is none."""
-    if _launcher() is not _openmp_launch():
-        return 0
-    return int(ctypes.cast(_openmp().GOMP_barrier, ctypes.c_void_p).value or 0)
-
-
-@lru_cache(maxsize=1)
-def _openmp_launch() -> Launch | None:
-    """``(function, data, threads)`` through torch's OpenMP runtime, if it can be had."""
-    if (library := _openmp()) is not None:
-        start = library.GOMP_parallel
         start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         start.restype = None
         return lambda function, data, threads: start(function, data, threads, 0)

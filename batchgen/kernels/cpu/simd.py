@@ -95,31 +95,6 @@ def fetch_add(_context: Any, base: Any, index: Any, amount: Any) -> Any:
 
 
 @intrinsic
-def call(_context: Any, code: Any, argument: Any) -> Any:
-    """Call a C function of one pointer, both given by address."""
-
-    def generate(context: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
-        pointer = ir.IntType(64).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer])
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [builder.inttoptr(arguments[1], pointer)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def call_plain(_context: Any, code: Any) -> Any:
-    """Call a C function without arguments, given by address."""
-
-    def generate(context: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
-        kind = ir.FunctionType(ir.VoidType(), [])
-        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-@intrinsic
 def load(_context: Any, base: Any, index: Any) -> Any:
     """16 consecutive elements from ``base[index]`` on, as float32."""
 

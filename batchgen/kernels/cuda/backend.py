@@ -6,8 +6,6 @@ step can be captured in a CUDA graph. Kernels are compiled when first launched a
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
@@ -35,10 +33,6 @@ class CudaKernels:
         if device is not None:
             torch.cuda.set_device(device)
         self.batch_invariant = batch_invariant
-
-    def together(self) -> AbstractContextManager[None]:
-        """See ``Kernels.together``: nothing waits here."""
-        return nullcontext()
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See ``Kernels.linear``."""
