@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from batchgen.units import format_duration
+from batchgen.units import format_duration, shortened
 
 _SHOWN_BAD_ROWS = 5
 _SHOWN_LONGEST = 3
@@ -37,7 +37,7 @@ def render_plan(plan: Plan) -> str:
         *_kv(plan["kv"]),
         *_estimate(plan),
     ]
-    return "\n".join(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines)
+    return "\n".join(shortened(line, _WIDTH) for line in lines)
 
 
 def _line(name: str, text: str) -> str:

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from batchgen.data.files import write_atomic
 from batchgen.report_plots import draw
 from batchgen.report_text import describe_roofline
-from batchgen.units import format_duration
+from batchgen.units import format_duration, shortened
 
 _ID_WIDTH = 40
 
@@ -94,7 +94,7 @@ def _latencies(report: Mapping[str, Any]) -> _Table:
 def _slowest(report: Mapping[str, Any]) -> _Table:
     head = ("id", "in", "out", "queue s", "prefill s", "decode s", "total s", "preempted")
     keys = ("prompt_tokens", "completion_tokens", "queue_s", "prefill_s", "decode_s", "total_s", "preemptions")
-    rows = [(_short(row["id"]), *(_number(row[key]) for key in keys)) for row in report["slowest"]]
+    rows = [(shortened(str(row["id"]), _ID_WIDTH), *(_number(row[key]) for key in keys)) for row in report["slowest"]]
     return _Table("Slowest rows", head, rows)
 
 
@@ -125,11 +125,6 @@ def _about(report: Mapping[str, Any]) -> _Table:
 
 def _clock(instant: str) -> str:
     return datetime.fromisoformat(instant).astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _short(row_id: object) -> str:
-    text = str(row_id)
-    return text if len(text) <= _ID_WIDTH else f"{text[: _ID_WIDTH - 1]}…"
 
 
 def _number(value: float | None) -> str:

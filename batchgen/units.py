@@ -89,6 +89,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def shortened(text: str, width: int) -> str:
+    """``text``, or as much of it as fits ``width`` characters together with an ellipsis."""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
 def format_duration(seconds: float) -> str:
     """A duration as people read it: ``4.2 s``, ``3m 05s``, ``2h 07m``, ``3d 04h``."""
     if seconds < 60:

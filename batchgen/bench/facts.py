@@ -6,7 +6,6 @@ takes what was measured last under the same conditions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -43,8 +42,7 @@ def engine_sizes(engine: Engine) -> dict[str, Any]:
 
 def model_key(model: Lfm2Model) -> str:
     """The conditions under which ceilings measured with this model hold."""
-    numerics: Mapping[str, str] = {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
-    return machine_key(processor_name(), model.config, numerics, torch.get_num_threads())
+    return machine_key(processor_name(), model.config, model.numerics, torch.get_num_threads())
 
 
 def _measure_now(model: Lfm2Model) -> Measured | None:

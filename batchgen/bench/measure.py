@@ -5,7 +5,6 @@ Machines drift, so the ceilings are taken anew around every repeat, and medians 
 
 from __future__ import annotations
 
-import resource
 import statistics
 import sys
 import time
@@ -19,6 +18,7 @@ from batchgen.bench.facts import engine_sizes, model_key
 from batchgen.bench.roofline import measure
 from batchgen.bench.timed import TimedKernels
 from batchgen.engine import Engine, EngineConfig, make_engine
+from batchgen.engine.memory import peak_bytes
 from batchgen.engine.sizes import auto_threads
 from batchgen.errors import BatchgenError
 from batchgen.kernels import select
@@ -127,8 +127,7 @@ def summarize(model_name: str, model: Lfm2Model, runs: list[Repeat]) -> dict[str
     median = {name: statistics.median(f[name] for f in figures) for name in figures[0]}
     return {
         "model": model_name,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
+        **model.numerics,
         "threads": torch.get_num_threads(),
         "kernels": model.kernels.name,
         "num_requests_tokens": {"prompt": runs[0].num_prompt_tokens, "output": runs[0].num_output_tokens},
@@ -137,16 +136,10 @@ def summarize(model_name: str, model: Lfm2Model, runs: list[Repeat]) -> dict[str
         "num_steps": runs[0].num_steps,
         "num_preemptions": runs[0].num_preemptions,
         "split_s": {k: statistics.median(r.split_s.get(k, 0.0) for r in runs) for k in runs[0].split_s},
-        "peak_memory_bytes": _peak_memory(),
+        "peak_memory_bytes": peak_bytes(),
         "runs": figures,
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
     }
-
-
-def _peak_memory() -> int:
-    """Largest resident size of this process so far; Linux counts in KiB, macOS in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def render(summary: dict[str, Any]) -> str:

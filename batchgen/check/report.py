@@ -45,8 +45,7 @@ def run_check(
     num_prompt_tokens = sum(map(len, prompts))
     facts = {
         "model": where.path,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
+        **model.numerics,
         "kernels": model.kernels.name,
         "threads": torch.get_num_threads(),
         "num_prompts": len(prompts),

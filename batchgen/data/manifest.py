@@ -13,6 +13,7 @@ from typing import Any
 
 from batchgen.data.json_line import encode_json
 from batchgen.spec import is_default
+from batchgen.units import shortened
 
 _VERSION = 1  # of the run directory's layout, the journal's lines included
 _MISSING = "(not there)"
@@ -107,5 +108,4 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, .
 def _shown(values: Mapping[str, Any], key: str) -> str:
     if key not in values:
         return _MISSING
-    text = json.dumps(values[key], ensure_ascii=False)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 1]}…"
+    return shortened(json.dumps(values[key], ensure_ascii=False), _SHOWN_CHARS)

@@ -1,12 +1,20 @@
-"""How much memory this process may still take, container limits included."""
+"""How much memory this process has taken, and may still take, container limits included."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from pathlib import Path
 
 _CGROUP_V2 = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
 _CGROUP_V1 = ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 _FALLBACK_BYTES = 4 << 30  # where the system does not tell (not Linux)
+
+
+def peak_bytes() -> int:
+    """Largest resident size of this process so far; Linux counts in KiB, macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def available_bytes() -> int:

@@ -152,6 +152,11 @@ class Lfm2Model:
         """Where the weights lie."""
         return self.embedding.device
 
+    @property
+    def numerics(self) -> dict[str, str]:
+        """``dtype`` and ``device`` by name: other ones would give other tokens."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), "device": self.device.type}
+
     @torch.inference_mode()
     def forward(self, inputs: ModelInput, state: StateCache, max_position: int) -> Tensor:
         """One step: computes ``inputs``' tokens, extends ``state``, returns logits [num_logits, vocab_size].

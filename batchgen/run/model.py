@@ -166,8 +166,7 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     stop_watch = StopStrings(info.tokenizer) if info.tokenizer else None
     make = Engine if step_by_step else make_engine
     engine = make(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch)
-    numerics = {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
-    return Backend(engine, numerics, torch.get_num_threads(), partial(engine_facts, engine))
+    return Backend(engine, model.numerics, torch.get_num_threads(), partial(engine_facts, engine))
 
 
 def engine_config(sizes: EngineSpec) -> EngineConfig:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -23,6 +21,7 @@ from typing import Any
 
 from batchgen.data.files import temporary_name
 from batchgen.data.rundir import PROGRESS_NAME
+from batchgen.engine.memory import peak_bytes
 from batchgen.errors import UsageError
 from batchgen.report_spent import follow, since
 from batchgen.run.clock import Clock
@@ -33,7 +32,6 @@ from batchgen.run.stop import Stopper, StopRequested
 
 GENERATING = "generating"
 _TICK_S = 0.5
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there, KiB on Linux
 _SAVE_EVERY_S = 2.0
 _RATE_WINDOW_S = 30.0
 
@@ -118,7 +116,7 @@ class Progress:
             "wall_s": self.clock.wall_s,
             "seconds": self.clock.seconds(),
             "engine": self._engine_counts,
-            "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT,
+            "max_rss_bytes": peak_bytes(),
         }
         return follow(self.spent_before, mine | self._token_counts())
 

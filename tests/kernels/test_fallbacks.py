@@ -13,7 +13,7 @@ from tiny_model import DTYPES, engine_for, random_requests, solo, tiny_model, to
 from batchgen.kernels import select
 from batchgen.kernels.cpu import backend, parallel, rows
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.cpu.linear import PlainLinear
+from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.records import Request
 
@@ -59,12 +59,17 @@ def test_kernels_compile_where_nothing_can_be_cached() -> None:
     assert out.tolist() == [1]
 
 
+@pytest.mark.parametrize("kind", [PackedLinear, PlainLinear])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_plain_linears_batch_as_they_run_alone(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_of_torch_batch_as_they_run_alone(
+    kind: type[PackedLinear | PlainLinear], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind is PackedLinear and not can_pack(DTYPES[dtype]):
+        pytest.skip(f"this torch packs no {dtype} linear")
     monkeypatch.setattr(backend, "can_multiply", lambda weight: False)
-    monkeypatch.setattr(backend, "_can_pack", lambda dtype: False)
+    monkeypatch.setattr(backend, "_can_pack", lambda dtype: kind is PackedLinear)
     model, requests = tiny_model(DTYPES[dtype]), random_requests(8, seed=1)
-    assert isinstance(model.lm_head, PlainLinear)
+    assert isinstance(model.lm_head, kind)
     engine = engine_for(model, num_blocks=30, block_size=5, max_num_batched_tokens=23, max_num_seqs=6)
     assert tokens_of(engine.run(requests)) == solo(model, requests)
 
