@@ -20,7 +20,7 @@ from batchgen.records import Request
 
 @pytest.fixture
 def python_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = parallel._python_launch()
+    launch = parallel._python_launch(), 0
     monkeypatch.setattr(parallel, "_launcher", lambda: launch)
     torch.set_num_threads(2)
 

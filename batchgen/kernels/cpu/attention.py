@@ -18,7 +18,7 @@ import numpy as np
 
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.attention_tiles import MAX_ROWS, SCORE_STRIDE, TILE, accumulate, score
-from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, worker_number
+from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, next_item, worker_number
 from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import HAS_BF16, LANES
 
@@ -210,21 +210,22 @@ def _attention(words, dtype, inner):
     sizes = num_kv_heads, width, block_size, lanes
     group = num_heads // num_kv_heads
     tables, most_rows = words[ARGS + 3], words[ARGS + 16]
-    mine = words[ARGS + 7] + worker_number(words) * 4 * scratch_floats(width, most_rows)
+    worker = worker_number(words)
+    mine = words[ARGS + 7] + worker * 4 * scratch_floats(width, most_rows)
     scratch = _divide_scratch(mine, most_rows, width, inner)
-    item = next_item(words)
-    while item < words[2]:
+    item = next_item(words, worker)
+    while item < words[NUM_ITEMS]:
         block, head = item // num_kv_heads, item % num_kv_heads
         sequence, token, count = query_blocks[3 * block], query_blocks[3 * block + 1], query_blocks[3 * block + 2]
         table = simd.pointer(tables + sequence * max_blocks * 4, np.int32)
         first_head = token * num_heads + head * group
         _gather_queries(count * group, group, q, first_head, num_heads, width, scratch)
-        coming = min(item + words[ARGS + 17], words[2] - 1)  # most likely this worker's next item
+        coming = min(item + 1, words[NUM_ITEMS] - 1)  # most likely this worker's next item
         next_table = simd.pointer(tables + query_blocks[3 * (coming // num_kv_heads)] * max_blocks * 4, np.int32)
         next_keys = keys_at + _key_bytes(next_table, 0, coming % num_kv_heads, sizes, itemsize)
         _attend(count * group, group, positions[token], table, head, cache, sizes, scratch, next_keys)
         _write_rows(count * group, group, first_head, num_heads, head_dim, width, scratch, out)
-        item = next_item(words)
+        item = next_item(words, worker)
 
 
 @simd.jit

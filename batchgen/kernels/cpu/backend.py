@@ -90,7 +90,7 @@ class CpuKernels:
             *map(_address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
             *map(_address, (inputs.positions, out, scratch(floats * torch.get_num_threads()))),
             *(num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes, inputs.block_tables.shape[1]),
-            *(cache.keys.element_size(), most_rows, torch.get_num_threads()),
+            *(cache.keys.element_size(), most_rows),
         )
         items = len(inputs.query_blocks) * num_kv_heads
         attention_kernel.attention.launch(out.dtype, items, *arguments)

@@ -18,15 +18,15 @@ from torch.nn import functional
 from batchgen.kernels import Linear
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.matmul_tiles import ADD, GATE, MAX_ROWS, STORE, STRIPS, TILE_COLUMNS, TO_SUMS, multiply
-from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, scratch, worker_number
+from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, next_item, scratch, worker_number
 from batchgen.kernels.cpu.rows import silu_mul
 from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import HAS_BF16, LANES
 
 _SUMS = MAX_ROWS * TILE_COLUMNS  # float32 words of scratch a worker needs
 _HALF = TILE_COLUMNS // 2
-_ITEMS_PER_THREAD = 8  # enough to even out what each thread is slowed down by
-_FEWEST_TILES = 4  # in an item that shares its panel with others: the panel is read anew for each
+_FEWEST_TILES = 8  # in each share of the rows: its every panel is read anew
+_MOST_SHARED_BYTES = 256 << 10  # of a panel that every share reads: with the next one it is to stay in the second cache
 HAS_MATRIX_UNIT = bool(binding.get_host_cpu_features().get("amx-bf16"))
 
 
@@ -63,36 +63,41 @@ def _matmul(words):
     weight, bias_at, residual_at = words[ARGS + 1], words[ARGS + 2], words[ARGS + 3]
     bias, residual = simd.pointer(bias_at, BF16), simd.pointer(residual_at, BF16)
     num_rows, inputs, width = words[ARGS + 6], words[ARGS + 7], words[ARGS + 8]
-    gated, shares, threads = words[ARGS + 9], words[ARGS + 10], words[ARGS + 11]
-    sums = simd.pointer(words[ARGS + 5] + worker_number(words) * 4 * _SUMS, F32)
-    num_tiles = -(-num_rows // MAX_ROWS)
+    gated, shares, stride = words[ARGS + 9], words[ARGS + 10], words[ARGS + 11]
+    worker = worker_number(words)
+    sums = simd.pointer(words[ARGS + 5] + worker * 4 * _SUMS, F32)
+    num_tiles, num_panels = -(-num_rows // MAX_ROWS), words[NUM_ITEMS] // shares
     pairs, strip_size = inputs // 2, inputs * LANES
     panel_bytes = 2 * STRIPS * strip_size
     columns = _HALF if gated else TILE_COLUMNS
-    item = next_item(words)
-    while item < words[2]:
-        here = weight + item // shares * panel_bytes
-        column = item // shares * columns
-        first_tile, end_tile = item % shares * num_tiles // shares, (item % shares + 1) * num_tiles // shares
+    item = next_item(words, worker)
+    while item < words[NUM_ITEMS]:
+        share, panel = item // num_panels, item % num_panels
+        here, column = weight + panel * panel_bytes, panel * columns
+        first_tile, end_tile = share * num_tiles // shares, (share + 1) * num_tiles // shares
         count = end_tile - first_tile
-        # What this thread most likely multiplies next comes into its cache meanwhile. One tile alone waits for its
-        # own weights: the machine's prefetcher reads those better by itself, and asking for what is there is free.
-        following = weight + min(item + threads, words[2] - 1) // shares * panel_bytes
-        step = 2 * STRIPS * 2 * LANES // min(count, STRIPS) if count > 1 else 0
+        # What this thread most likely multiplies next comes into its cache meanwhile: late, so that it is still there,
+        # in up to four tiles' time. One tile alone waits for its own weights: the machine's prefetcher reads those
+        # better by itself, and asking for what is there is free.
+        following = weight + min(panel + stride, num_panels - 1) * panel_bytes
+        num_fetching = min(count, STRIPS) if count > 1 else 0
         finish = GATE if gated else (ADD if residual_at else STORE)
         if width - column < columns or bias_at:
             finish = TO_SUMS
         for tile in range(first_tile, end_tile):
             first, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-            ahead = following + min(tile - first_tile, STRIPS - 1) * step * pairs if count > 1 else here
-            panel, at = simd.pointer(here, BF16), first * width + column
+            ahead, step = here, 0
+            if tile >= end_tile - num_fetching:
+                step = panel_bytes // pairs // num_fetching
+                ahead = following + (tile - end_tile + num_fetching) * step * pairs
+            w, at = simd.pointer(here, BF16), first * width + column
             how = (finish, sums, residual)
-            multiply(end - first, x, first * inputs, inputs, panel, strip_size, pairs, out, at, width, how, ahead, step)
+            multiply(end - first, x, first * inputs, inputs, w, strip_size, pairs, out, at, width, how, ahead, step)
             if finish == TO_SUMS and gated:
                 _finish_gated(sums, end - first, first, column, width, out)
             elif finish == TO_SUMS:
                 _finish(sums, end - first, first, column, width, bias, bias_at != 0, residual, residual_at != 0, out)
-        item = next_item(words)
+        item = next_item(words, worker)
 
 
 def _matmul_bf16(words):
@@ -121,11 +126,12 @@ def _launch(
     x = x.contiguous()
     num_panels, threads = len(panels) // STRIPS, torch.get_num_threads()
     num_tiles = -(-len(x) // MAX_ROWS)
-    shares = max(1, min(num_tiles // _FEWEST_TILES, -(-_ITEMS_PER_THREAD * threads // num_panels)))
+    fits = panels.nbytes // num_panels <= _MOST_SHARED_BYTES
+    shares = max(1, min(num_tiles // _FEWEST_TILES, threads)) if fits else 1
     added = None if residual is None else residual.contiguous()
     addresses = (0 if t is None else t.data_ptr() for t in (x, panels, bias, added, out, scratch(_SUMS * threads)))
-    sizes = (len(x), x.shape[1], out.shape[1], int(gated), shares, threads)
-    matmul.launch(torch.bfloat16, num_panels * shares, *addresses, *sizes)
+    sizes = (len(x), x.shape[1], out.shape[1], int(gated), shares, -(-threads // shares))
+    matmul.launch(torch.bfloat16, num_panels * shares, *addresses, *sizes, num_ranges=shares)
     return out
 
 

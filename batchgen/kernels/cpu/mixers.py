@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from batchgen.kernels.cpu import simd
-from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, worker_number
+from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, NUM_WORKERS, Kernel, next_item, worker_number
 from batchgen.kernels.cpu.rows import mean_square
 from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import LANES
@@ -46,12 +46,13 @@ def _rope_and_cache(words, dtype):
     num_heads, num_kv_heads, head_dim, width = words[ARGS + 11], words[ARGS + 12], words[ARGS + 13], words[ARGS + 14]
     block_size, lanes = words[ARGS + 15], words[ARGS + 16]
     eps, scale = simd.float_of_bits(words[ARGS + 17]), simd.float_of_bits(words[ARGS + 18])
-    mine = words[ARGS + 10] + worker_number(words) * 8 * width
+    worker = worker_number(words)
+    mine = words[ARGS + 10] + worker * 8 * width
     head, rounded = simd.pointer(mine, F32), simd.pointer(mine + 4 * width, dtype)
     # A float32 or a pair of bfloat16: what lies side by side in the cache is four bytes.
     rounded_words, pack = simd.pointer(mine + 4 * width, np.uint32), words[ARGS + 19]
-    token = next_item(words)
-    while token < words[2]:
+    token = next_item(words, worker)
+    while token < words[NUM_ITEMS]:
         angle = positions[token] * (head_dim // 2)
         block, offset = slots[token] // block_size, slots[token] % block_size
         row = token * (num_heads + 2 * num_kv_heads) * head_dim
@@ -74,7 +75,7 @@ def _rope_and_cache(words, dtype):
             to = ((block * num_kv_heads + h) * block_size + offset) * width
             for i in range(head_dim):
                 values[to + i] = qkv[start + i]
-        token = next_item(words)
+        token = next_item(words, worker)
 
 
 @simd.inline
@@ -128,12 +129,15 @@ def _short_conv(words, dtype):
     positions = simd.pointer(words[ARGS + 6], np.int32)
     out = simd.pointer(words[ARGS + 7], dtype)
     width, taps = words[ARGS + 8], words[ARGS + 9]
-    past = simd.pointer(words[ARGS + 11] + worker_number(words) * 4 * conv_scratch_floats(taps, width), F32)
+    worker = worker_number(words)
+    past = simd.pointer(words[ARGS + 11] + worker * 4 * conv_scratch_floats(taps, width), F32)
     slots, block_size = simd.pointer(words[ARGS + 13], np.int64), words[ARGS + 14]
     state_bytes = (taps - 1) * width * words[ARGS + 10]
-    item = next_item(words)
-    while item < words[2]:
-        sequence = words[2] - 1 - item  # prompts stand last in a step: the long items first, for the threads' balance
+    # Prompts stand last in a step, and long items come first for the threads' balance: all is counted from the end.
+    mirrored = words[NUM_WORKERS] - 1 - worker
+    item = next_item(words, mirrored)
+    while item < words[NUM_ITEMS]:
+        sequence = words[NUM_ITEMS] - 1 - item
         first, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
         state = simd.pointer(words[ARGS + 3] + conv_slots[sequence] * state_bytes, dtype)
         _recall(state, positions[first], width, taps, past)
@@ -145,7 +149,7 @@ def _short_conv(words, dtype):
                 _remember(past, t + 1, border, width, taps)
             _remember(past, count, past, width, taps)  # the newest inputs are the past of what follows
         _remember(past, 0, state, width, taps)
-        item = next_item(words)
+        item = next_item(words, mirrored)
 
 
 @simd.jit

@@ -5,9 +5,10 @@ would fight torch's spinning workers for the same cores, so kernels are started 
 the very OpenMP runtime that torch has loaded: the workers are already awake and no core is shared.
 Where that symbol is not to be had, plain Python threads do it; ctypes releases the GIL.
 
-A kernel is a C function of one pointer to int64 words: word 0 is the next work item (taken atomically), word 1
-hands out worker numbers, word 2 is the number of items, and from ``ARGS`` on stand addresses and sizes as the
-kernel defines them. Work is taken item by item, so no result may depend on which worker computes it.
+A kernel is a C function of one pointer to int64 words, which ``Kernel.launch`` lays out: from ``ARGS`` on stand
+addresses and sizes as the kernel defines them. Its items are cut into ranges, and a worker begins with its own, the
+same part of the rows in one kernel after the other: what it wrote lies in its own cache. Then it helps the others.
+Work is taken item by item, so no result may depend on which worker computes it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 from numba import cfunc, types
 
-from batchgen.kernels.cpu.simd import fetch_add, jit
+from batchgen.kernels.cpu.simd import call, fetch_add, jit, pointer
 
-ARGS = 3  # index of a kernel's first own argument
+# Words before a kernel's own arguments: a counter of workers (where the runtime does not number them), the address of
+# its function that does or 0, the number of items, of workers and of ranges, and the address of the ranges' counters.
+_COUNTER, _NUMBERING, NUM_ITEMS, NUM_WORKERS, _NUM_RANGES, _RANGES = range(6)
+ARGS = 6  # index of a kernel's first own argument
 SIGNATURE = types.void(types.CPointer(types.int64))
 
 _LAUNCHING = threading.Lock()  # engines in several threads share the workers and their scratch memory
@@ -39,15 +44,24 @@ Launch = Callable[[int, int, int], None]
 
 
 @jit
-def next_item(words):
-    """Take the next work item; at or past ``words[2]`` there is none left."""
-    return fetch_add(words, 0, 1)
+def next_item(words, worker):
+    """Take the next work item, from the worker's own range while there are any; ``NUM_ITEMS`` when none is left."""
+    num_items, num_ranges = words[NUM_ITEMS], words[_NUM_RANGES]
+    taken = pointer(words[_RANGES], np.int64)
+    for other in range(num_ranges):
+        place = (worker * num_ranges // words[NUM_WORKERS] + other) % num_ranges
+        first, end = place * num_items // num_ranges, (place + 1) * num_items // num_ranges
+        if first + taken[place] < end:
+            item = first + fetch_add(taken, place, 1)
+            if item < end:
+                return item
+    return num_items
 
 
 @jit
 def worker_number(words):
-    """The calling worker's number, from 0: the key to its own scratch memory."""
-    return fetch_add(words, 1, 1)
+    """The calling worker's number, from 0: the key to its own scratch memory and its range."""
+    return call(words[_NUMBERING]) if words[_NUMBERING] else fetch_add(words, _COUNTER, 1)
 
 
 @lru_cache(maxsize=8)
@@ -70,13 +84,18 @@ class Kernel:
                 self._compiled[dtype] = cfunc(SIGNATURE, cache=usable)(self._sources[dtype])
         return self._compiled[dtype]
 
-    def launch(self, dtype: torch.dtype, num_items: int, *arguments: int) -> None:
-        """Run all items, on torch's number of threads; returns when the last is done."""
-        words = array("q", (0, 0, num_items, *arguments))
-        threads = min(num_items, torch.get_num_threads())
+    def launch(self, dtype: torch.dtype, num_items: int, *arguments: int, num_ranges: int | None = None) -> None:
+        """Run all items, on torch's number of threads; returns when the last is done.
+
+        Items are cut into as many ranges as there are workers, or ``num_ranges``.
+        """
+        workers = min(num_items, torch.get_num_threads())
+        taken = array("q", bytes(8 * (num_ranges or workers)))
+        launch, numbering = _launcher()
+        words = array("q", (0, numbering, num_items, workers, len(taken), taken.buffer_info()[0], *arguments))
         address = self.compile(dtype).address
         with _LAUNCHING:
-            _launcher()(address, words.buffer_info()[0], threads)
+            launch(address, words.buffer_info()[0], workers)
 
 
 @contextmanager
@@ -111,22 +130,28 @@ def _source_keyed_folder() -> Path:
 
 
 @lru_cache(maxsize=1)
-def _launcher() -> Launch:
-    return _openmp_launch() or _python_launch()
+def _launcher() -> tuple[Launch, int]:
+    """How to run ``(function, data, threads)``, and the address of the function that numbers the threads, or 0."""
+    return _openmp_launch() or (_python_launch(), 0)
 
 
-def _openmp_launch() -> Launch | None:
-    """``(function, data, threads)`` through torch's OpenMP runtime; None where it lacks libgomp's interface."""
+def _openmp_launch() -> tuple[Launch, int] | None:
+    """See ``_launcher``, through torch's OpenMP runtime; None where it lacks libgomp's interface."""
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
     for name in [*map(str, bundled), None]:
         try:
-            start = ctypes.CDLL(name).GOMP_parallel
+            library = ctypes.CDLL(name)
+            start, numbering = library.GOMP_parallel, library.omp_get_thread_num
         except (OSError, AttributeError, TypeError):
             continue
         start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         start.restype = None
-        return lambda function, data, threads: start(function, data, threads, 0)
+        return partial(_start, start), ctypes.cast(numbering, ctypes.c_void_p).value or 0
     return None
+
+
+def _start(start: Callable[..., None], function: int, data: int, threads: int) -> None:
+    start(function, data, threads, 0)
 
 
 def _python_launch() -> Launch:

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item
+from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, next_item, worker_number
 from batchgen.kernels.cpu.simd import (
     BF16,
     F32,
@@ -62,8 +62,9 @@ def _rms_norm(words, dtype):
     rows, width = words[ARGS + 3], words[ARGS + 4]
     eps = float_of_bits(words[ARGS + 5])
     whole = width - width % LANES
-    item = next_item(words)
-    while item < words[2]:
+    worker = worker_number(words)
+    item = next_item(words, worker)
+    while item < words[NUM_ITEMS]:
         for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
             start = row * width
             scale = splat(F32(1.0) / F32(math.sqrt(mean_square(x, start, width) + eps)))
@@ -73,7 +74,7 @@ def _rms_norm(words, dtype):
                 rest = width - whole
                 v = round_like(x, mul(load_part(x, start + whole, rest), scale))
                 store_part(out, start + whole, mul(v, load_part(weight, whole, rest)), rest)
-        item = next_item(words)
+        item = next_item(words, worker)
 
 
 @inline
@@ -89,8 +90,9 @@ def _swiglu(words, dtype):
     gate_up, out = pointer(words[ARGS], dtype), pointer(words[ARGS + 1], dtype)
     rows, width = words[ARGS + 2], words[ARGS + 3]
     whole = width - width % LANES
-    item = next_item(words)
-    while item < words[2]:
+    worker = worker_number(words)
+    item = next_item(words, worker)
+    while item < words[NUM_ITEMS]:
         for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
             gate, up, to = 2 * row * width, (2 * row + 1) * width, row * width
             for i in range(0, whole, LANES):
@@ -99,7 +101,7 @@ def _swiglu(words, dtype):
                 rest = width - whole
                 v = silu_mul(out, load_part(gate_up, gate + whole, rest), load_part(gate_up, up + whole, rest))
                 store_part(out, to + whole, v, rest)
-        item = next_item(words)
+        item = next_item(words, worker)
 
 
 @jit
@@ -135,10 +137,11 @@ def _argmax(words, dtype):
     """Arguments: x [rows, width], out int64 [rows] (addresses), width."""
     x, out = pointer(words[ARGS], dtype), pointer(words[ARGS + 1], np.int64)
     width = words[ARGS + 2]
-    row = next_item(words)
-    while row < words[2]:
+    worker = worker_number(words)
+    row = next_item(words, worker)
+    while row < words[NUM_ITEMS]:
         out[row] = _first_equal(x, row * width, width, row_max(x, row * width, width))
-        row = next_item(words)
+        row = next_item(words, worker)
 
 
 def _rms_norm_bf16(words):

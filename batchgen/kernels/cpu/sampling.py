@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from batchgen.kernels.cpu import simd
-from batchgen.kernels.cpu.parallel import ARGS, Kernel, next_item, worker_number
+from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, next_item, worker_number
 from batchgen.kernels.cpu.rows import row_max
 from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import LANES
@@ -98,14 +98,15 @@ def _sample(words, dtype):
     top_k, top_p = simd.pointer(words[ARGS + 4], np.int64), simd.pointer(words[ARGS + 5], np.float64)
     uniform = simd.pointer(words[ARGS + 6], np.float64)
     width = words[ARGS + 8]
-    mine = words[ARGS + 7] + worker_number(words) * scratch_bytes(width)
+    worker = worker_number(words)
+    mine = words[ARGS + 7] + worker * scratch_bytes(width)
     bins, p = simd.pointer(mine, np.float64), simd.pointer(mine + 8 * BINS, F32)
     bits = simd.pointer(mine + 8 * BINS, np.int32)
-    row = next_item(words)
-    while row < words[2]:
+    row = next_item(words, worker)
+    while row < words[NUM_ITEMS]:
         if not _probabilities(x, row * width, width, temperature[row], p) > 0.0:
             out[row] = -1
-            row = next_item(words)
+            row = next_item(words, worker)
             continue
         floor = max(np.int64(simd.bits_of_float(min_p[row])), LEAST)
         if 0 < top_k[row] < width:
@@ -114,7 +115,7 @@ def _sample(words, dtype):
             target = top_p[row] * _mass(bits, p, width, floor)
             floor = max(floor, _threshold(bits, p, width, floor, target, True, bins))
         out[row] = _draw(bits, p, width, floor, uniform[row])
-        row = next_item(words)
+        row = next_item(words, worker)
 
 
 @simd.jit
@@ -129,8 +130,9 @@ def _logsumexp(words, dtype):
     x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], F32)
     width = words[ARGS + 2]
     lowest = simd.splat(F32(-np.inf))
-    row = next_item(words)
-    while row < words[2]:
+    worker = worker_number(words)
+    row = next_item(words, worker)
+    while row < words[NUM_ITEMS]:
         start, peak = row * width, row_max(x, row * width, width)
         by, total = simd.splat(peak), simd.splat(F32(0.0))
         for i in range(0, width, LANES):
@@ -138,7 +140,7 @@ def _logsumexp(words, dtype):
             v = simd.load(x, start + i) if count >= LANES else simd.load_part(x, start + i, count)
             total = simd.add(total, simd.exp(out, simd.keep_lanes(simd.sub(v, by), lowest, count)))
         out[row] = peak + F32(math.log(simd.sum_lanes(total)))
-        row = next_item(words)
+        row = next_item(words, worker)
 
 
 def _sample_bf16(words):

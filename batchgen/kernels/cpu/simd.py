@@ -95,6 +95,18 @@ def fetch_add(_context: Any, base: Any, index: Any, amount: Any) -> Any:
 
 
 @intrinsic
+def call(_context: Any, code: Any) -> Any:
+    """Call a C function ``int f(void)`` by its address."""
+
+    def generate(_c: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        kind = ir.FunctionType(INT, [])
+        answer = builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [])
+        return builder.sext(answer, ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
 def load(_context: Any, base: Any, index: Any) -> Any:
     """16 consecutive elements from ``base[index]`` on, as float32."""
 
