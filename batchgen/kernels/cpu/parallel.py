@@ -89,6 +89,8 @@ class Kernel:
 
         Items are cut into as many ranges as there are workers, or ``num_ranges``.
         """
+        if not num_items:
+            return
         workers = min(num_items, torch.get_num_threads())
         taken = array("q", bytes(8 * (num_ranges or workers)))
         launch, numbering = _launcher()
