@@ -125,3 +125,23 @@ def test_a_gated_linear_equals_the_reference_in_any_product(width: int) -> None:
         for rows in (0, 1, 2, 5, 6, 7, 13, 24, 25, 60, 132):
             assert torch.equal(fast(x[:rows]), whole[:rows])
             assert torch.equal(fast(x[rows:]), whole[rows:])
+
+
+@pytest.mark.parametrize(
+    ("x", "residual"),
+    [((2, 32), None), ((2, 128), None), ((2, 3, 64), None), ((2, 64), (64,)), ((2, 64), (3, 64))],
+    ids=str,
+)
+def test_panels_refuse_what_they_would_read_out_of_bounds(x: tuple[int, ...], residual: tuple[int, ...] | None) -> None:
+    weight = torch.ones(64, 64, dtype=torch.bfloat16)
+    linear = make("panels", weight, None)
+    with pytest.raises(AssertionError):
+        linear(torch.ones(x).to(weight), None if residual is None else torch.ones(residual).to(weight))
+    with pytest.raises(AssertionError, match="bits"):
+        linear(torch.ones(2, 64))
+
+
+def test_a_bias_may_lie_apart_and_be_of_another_type() -> None:
+    bias = torch.arange(128.0).view(64, 2)[:, 0]
+    x = torch.zeros(3, 64, dtype=torch.bfloat16)
+    assert torch.equal(make("panels", x.new_zeros(64, 64), bias)(x), bias.to(x).expand(3, 64))

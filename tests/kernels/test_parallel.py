@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -46,3 +47,11 @@ def test_every_item_is_done_once_and_workers_have_numbers_of_their_own(
     assert not done[items:].any()
     num_workers = min(items, threads)
     assert workers[:num_workers].eq(1).all()
+
+
+def test_threads_that_ask_at_once_are_given_the_same_scratch() -> None:
+    sizes = range(1000, 1200)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: [parallel.scratch(size).data_ptr() for size in sizes], range(4)))
+    assert all(each == found[0] for each in found)
+    assert found[0] == [parallel.scratch(size).data_ptr() for size in sizes], "what was given out once stays there"

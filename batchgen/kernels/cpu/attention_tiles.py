@@ -15,6 +15,7 @@ from numba.core import cgutils
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.simd import LOG2_E, intrinsic
 from batchgen.kernels.cpu.vector_ir import (
+    CACHE_LINE,
     LANES,
     VECTOR,
     emit_dot,
@@ -34,9 +35,7 @@ TILE = 256  # positions whose scores are held at once; a multiple of LANES
 SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
 _I = types.int64
 
-
 _ACCUMULATORS = 16  # vectors of sums that leave registers for operands on every machine with 32
-_LINE = 64  # bytes of a cache line: how far one prefetch reaches
 
 
 def _vector_at(builder, base, index):
@@ -90,7 +89,7 @@ def _score_intrinsic(rows, vectors):
 
             def dimension(d, half):
                 for line in range(unit):
-                    place = builder.mul(builder.add(d, number(line)), number(_LINE))
+                    place = builder.mul(builder.add(d, number(line)), number(CACHE_LINE))
                     emit_prefetch(builder, builder.add(ahead_, place), closeness=2)
                 for key, place in factors(d):
                     for r in range(rows):
@@ -158,7 +157,7 @@ def _value_intrinsic(rows, vectors):
                 position = builder.mul(loop.index, number(2))
                 for line in range(4):
                     near = builder.add(builder.mul(position, number(2)), number(line))
-                    emit_prefetch(builder, builder.add(ahead_, builder.mul(near, number(_LINE))), closeness=2)
+                    emit_prefetch(builder, builder.add(ahead_, builder.mul(near, number(CACHE_LINE))), closeness=2)
                 at = builder.add(value_index_, builder.mul(position, width_))
                 then = builder.add(at, apart_)
                 if is_bf16(weights):

@@ -59,8 +59,8 @@ def _finish_gated(sums, rows, first, column, width, out):
 @simd.jit
 def _matmul(words):
     """Arguments (addresses, 0 for none, then sizes) as in ``_launch``; an item is a share of the rows by one panel."""
-    x, out = simd.pointer(words[ARGS], BF16), simd.pointer(words[ARGS + 4], BF16)
-    weight, bias_at, residual_at = words[ARGS + 1], words[ARGS + 2], words[ARGS + 3]
+    x, out = simd.pointer(words[ARGS], BF16), simd.pointer(words[ARGS + 3], BF16)
+    bias_at, residual_at, weight = words[ARGS + 1], words[ARGS + 2], words[ARGS + 4]
     bias, residual = simd.pointer(bias_at, BF16), simd.pointer(residual_at, BF16)
     num_rows, inputs, width = words[ARGS + 6], words[ARGS + 7], words[ARGS + 8]
     gated, shares, stride = words[ARGS + 9], words[ARGS + 10], words[ARGS + 11]
@@ -109,7 +109,8 @@ matmul = Kernel(bf16=_matmul_bf16)
 
 def can_multiply(weight: Tensor) -> bool:
     """Whether this machine and this weight [out_features, in_features] suit ``PanelLinear``."""
-    return HAS_BF16 and not HAS_MATRIX_UNIT and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+    has_pairs = weight.numel() > 0 and weight.shape[1] % 2 == 0
+    return HAS_BF16 and not HAS_MATRIX_UNIT and weight.dtype == torch.bfloat16 and has_pairs
 
 
 def _in_panels(weight: Tensor) -> Tensor:
@@ -119,19 +120,27 @@ def _in_panels(weight: Tensor) -> Tensor:
     return pairs.transpose(1, 2).contiguous()
 
 
+def _address(tensor: Tensor) -> int:
+    assert tensor.dtype == torch.bfloat16, "kernels read bits"
+    assert tensor.is_contiguous(), "kernels read memory in order"
+    return tensor.data_ptr()
+
+
 def _launch(
     panels: Tensor, x: Tensor, out: Tensor, *, gated: bool, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """Fill ``out`` [rows, width] with one product over all panels; returns it."""
-    x = x.contiguous()
+    shape = len(x), 2 * panels.shape[1]
+    assert x.shape == shape, f"x is {tuple(x.shape)}, the weight takes {shape}"
+    assert residual is None or residual.shape == out.shape, "a residual is added as it stands"
     num_panels, threads = len(panels) // STRIPS, torch.get_num_threads()
     num_tiles = -(-len(x) // MAX_ROWS)
     fits = panels.nbytes // num_panels <= _MOST_SHARED_BYTES
     shares = max(1, min(num_tiles // _FEWEST_TILES, threads)) if fits else 1
-    added = None if residual is None else residual.contiguous()
-    addresses = (0 if t is None else t.data_ptr() for t in (x, panels, bias, added, out, scratch(_SUMS * threads)))
+    addresses = (0 if tensor is None else _address(tensor) for tensor in (x, bias, residual, out))
+    memory = panels.data_ptr(), scratch(_SUMS * threads).data_ptr()
     sizes = (len(x), x.shape[1], out.shape[1], int(gated), shares, -(-threads // shares))
-    matmul.launch(torch.bfloat16, num_panels * shares, *addresses, *sizes, num_ranges=shares)
+    matmul.launch(torch.bfloat16, num_panels * shares, *addresses, *memory, *sizes, num_ranges=shares)
     return out
 
 
@@ -141,7 +150,7 @@ class PanelLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features = len(weight)
         self.panels = _in_panels(weight)
-        self.bias = bias
+        self.bias = None if bias is None else bias.to(weight.dtype).contiguous()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See ``Linear``."""
@@ -158,8 +167,8 @@ class PanelGatedLinear:
         halves = [functional.pad(part.detach(), rows).view(-1, _HALF, part.shape[1]) for part in (gate, up)]
         product = PanelLinear(torch.cat(halves, 1).flatten(0, 1), None)
         self.linear: Linear = product
-        self._panels = product.panels
+        self.panels = product.panels
 
     def __call__(self, x: Tensor) -> Tensor:
         """See ``GatedLinear``."""
-        return _launch(self._panels, x, x.new_empty(len(x), self.out_features), gated=True)
+        return _launch(self.panels, x, x.new_empty(len(x), self.out_features), gated=True)

@@ -14,6 +14,7 @@ from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.rows import silu_mul
 from batchgen.kernels.cpu.simd import intrinsic
 from batchgen.kernels.cpu.vector_ir import (
+    CACHE_LINE,
     LANES,
     VECTOR,
     emit_dot,
@@ -32,7 +33,6 @@ TILE_COLUMNS = STRIPS * LANES
 # or, where the first two strips are gates and the others what they gate, ``silu(gate) * up``.
 TO_SUMS, STORE, ADD, GATE = range(4)
 
-_LINE = 64  # bytes of a cache line
 _I = types.int64
 
 
@@ -40,7 +40,8 @@ def _tile_intrinsic(rows):
     """The products of ``rows`` rows of x with four neighbouring strips of weights, stored as ``how`` says.
 
     A strip is [pairs, 16, 2]: for each pair of inputs, those of 16 outputs. Meanwhile four cache lines from ``ahead``
-    on, ``step`` bytes further with each pair, are asked for, to come no closer than the second cache.
+    on, ``step`` bytes further with each pair, are asked for, to come no closer than the second cache; with a step
+    of less than four lines some are asked for again, which is cheaper than choosing.
     """
 
     @intrinsic
@@ -63,7 +64,7 @@ def _tile_intrinsic(rows):
                 # One moving address: with one for each strip the addresses would not fit the registers.
                 place = builder.add(ahead_, builder.mul(loop.index, step_))
                 for line in range(4):
-                    emit_prefetch(builder, builder.add(place, number(line * _LINE)), closeness=2)
+                    emit_prefetch(builder, builder.add(place, number(line * CACHE_LINE)), closeness=2)
                 at = builder.mul(loop.index, number(2 * LANES))
                 w = [emit_load_whole_pairs(builder, strip[v], at, align=64) for v in range(STRIPS)]
                 for r in range(rows):

@@ -6,8 +6,9 @@ the very OpenMP runtime that torch has loaded: the workers are already awake and
 Where that symbol is not to be had, plain Python threads do it; ctypes releases the GIL.
 
 A kernel is a C function of one pointer to int64 words, which ``Kernel.launch`` lays out: from ``ARGS`` on stand
-addresses and sizes as the kernel defines them. Its items are cut into ranges, and a worker begins with its own, the
-same part of the rows in one kernel after the other: what it wrote lies in its own cache. Then it helps the others.
+addresses and sizes as the kernel defines them. Its items are cut into ranges, and a worker begins with its own: where
+items are rows, or in their order, that is the same part of them in one kernel after the other, and what a worker wrote
+lies in its own cache. Then it helps the others.
 Work is taken item by item, so no result may depend on which worker computes it.
 """
 
@@ -64,10 +65,14 @@ def worker_number(words):
     return call(words[_NUMBERING]) if words[_NUMBERING] else fetch_add(words, _COUNTER, 1)
 
 
-@lru_cache(maxsize=8)
+_SCRATCH: dict[int, torch.Tensor] = {}
+
+
 def scratch(num_floats: int) -> torch.Tensor:
-    """Scratch memory for all workers, kept between launches (kernels run one at a time)."""
-    return torch.empty(num_floats, dtype=torch.float32)
+    """Scratch memory for all workers; kept for good, since callers pass on its address (kernels run one at a time)."""
+    found = _SCRATCH.get(num_floats)
+    # Two threads may come here at once: setdefault gives both the same.
+    return _SCRATCH.setdefault(num_floats, torch.empty(num_floats)) if found is None else found
 
 
 class Kernel:
@@ -152,6 +157,7 @@ def _openmp_launch() -> tuple[Launch, int] | None:
     return None
 
 
+# A function of its own, not a lambda: it is made in a loop, whose variables it would share.
 def _start(start: Callable[..., None], function: int, data: int, threads: int) -> None:
     start(function, data, threads, 0)
 

@@ -14,6 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 LANES = 16
+CACHE_LINE = 64  # bytes: how far one prefetch reaches
 # Whether the machine rounds to bfloat16 and multiplies pairs of them by itself.
 HAS_BF16 = bool(binding.get_host_cpu_features().get("avx512bf16"))
 
