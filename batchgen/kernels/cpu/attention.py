@@ -166,10 +166,7 @@ def _write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, ou
         by = simd.splat(F32(1.0) / total[r])
         for i in range(0, head_dim, LANES):
             v = simd.mul(simd.load(sums, r * width + i), by)
-            if head_dim - i >= LANES:
-                simd.store(out, to + i, v)
-            else:
-                simd.store_part(out, to + i, v, head_dim - i)
+            simd.store_some(out, to + i, v, head_dim - i)
 
 
 @simd.jit

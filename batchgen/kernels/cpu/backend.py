@@ -1,6 +1,6 @@
 """The CPU back end: torch tensors in, compiled kernels on their memory, torch tensors out.
 
-Kernels read addresses, so every tensor that crosses must be contiguous and of the stated type; ``_address``
+Kernels read addresses, so every tensor that crosses must be contiguous and of the stated type; ``address``
 asserts the first, and the callers' signatures fix the second.
 """
 
@@ -17,14 +17,9 @@ from batchgen.kernels.cpu import attention as attention_kernel
 from batchgen.kernels.cpu import mixers, rows, sampling
 from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
 from batchgen.kernels.cpu.matmul import PanelGatedLinear, PanelLinear, can_multiply
-from batchgen.kernels.cpu.parallel import scratch
+from batchgen.kernels.cpu.parallel import address, scratch
 from batchgen.model.cache import ConvState, KVCache
 from batchgen.model.inputs import QUERY_BLOCK, ModelInput
-
-
-def _address(tensor: Tensor) -> int:
-    assert tensor.is_contiguous(), "kernels read memory in order"
-    return tensor.data_ptr()
 
 
 def _bits(value: float) -> int:
@@ -54,7 +49,7 @@ class CpuKernels:
         out = torch.empty_like(x)
         num_rows, width = x.shape
         items = -(-num_rows // rows.ROWS_PER_ITEM)
-        rows.rms_norm.launch(x.dtype, items, _address(x), _address(weight), _address(out), num_rows, width, _bits(eps))
+        rows.rms_norm.launch(x.dtype, items, address(x), address(weight), address(out), num_rows, width, _bits(eps))
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -62,7 +57,7 @@ class CpuKernels:
         num_rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(num_rows, width)
         items = -(-num_rows // rows.ROWS_PER_ITEM)
-        rows.swiglu.launch(gate_up.dtype, items, _address(gate_up), _address(out), num_rows, width)
+        rows.swiglu.launch(gate_up.dtype, items, address(gate_up), address(out), num_rows, width)
         return out
 
     def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
@@ -70,9 +65,9 @@ class CpuKernels:
         num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, norms.q_weight.numel()
         q = torch.empty(len(qkv), norms.num_heads, width, dtype=torch.float32)
         arguments = (
-            *map(_address, (qkv, norms.q_weight, norms.k_weight, rotary[0], rotary[1])),
-            *map(_address, (inputs.positions, inputs.slot_mapping, q, cache.keys, cache.values)),
-            _address(scratch(2 * width * torch.get_num_threads())),
+            *map(address, (qkv, norms.q_weight, norms.k_weight, rotary[0], rotary[1])),
+            *map(address, (inputs.positions, inputs.slot_mapping, q, cache.keys, cache.values)),
+            address(scratch(2 * width * torch.get_num_threads())),
             *(norms.num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes),
             *(_bits(norms.eps), _bits(head_dim**-0.5), cache.keys.shape[4]),
         )
@@ -87,8 +82,8 @@ class CpuKernels:
         most_rows = -(-QUERY_BLOCK * (num_heads // num_kv_heads) // 8) * 8
         floats = attention_kernel.scratch_floats.py_func(width, most_rows)
         arguments = (
-            *map(_address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
-            *map(_address, (inputs.positions, out, scratch(floats * torch.get_num_threads()))),
+            *map(address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
+            *map(address, (inputs.positions, out, scratch(floats * torch.get_num_threads()))),
             *(num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes, inputs.block_tables.shape[1]),
             *(cache.keys.element_size(), most_rows),
         )
@@ -101,11 +96,11 @@ class CpuKernels:
         taps, width = weight.shape
         out = bcx.new_empty(len(bcx), width)
         arguments = (
-            *map(_address, (bcx, weight, bias, state.slots, inputs.cu_seqlens, inputs.conv_slots)),
-            *map(_address, (inputs.positions, out)),
+            *map(address, (bcx, weight, bias, state.slots, inputs.cu_seqlens, inputs.conv_slots)),
+            *map(address, (inputs.positions, out)),
             *(width, taps, bcx.element_size()),
-            _address(scratch(mixers.conv_scratch_floats.py_func(taps, width) * torch.get_num_threads())),
-            *(_address(state.blocks), _address(inputs.slot_mapping), state.block_size),
+            address(scratch(mixers.conv_scratch_floats.py_func(taps, width) * torch.get_num_threads())),
+            *(address(state.blocks), address(inputs.slot_mapping), state.block_size),
         )
         mixers.short_conv.launch(bcx.dtype, inputs.num_seqs, *arguments)
         return out
@@ -113,13 +108,13 @@ class CpuKernels:
     def argmax(self, logits: Tensor) -> Tensor:
         """See ``Kernels.argmax``."""
         out = torch.empty(len(logits), dtype=torch.int64)
-        rows.argmax.launch(logits.dtype, len(logits), _address(logits), _address(out), logits.shape[1])
+        rows.argmax.launch(logits.dtype, len(logits), address(logits), address(out), logits.shape[1])
         return out
 
     def logsumexp(self, logits: Tensor) -> Tensor:
         """See ``Kernels.logsumexp``."""
         out = torch.empty(len(logits), dtype=torch.float32)
-        sampling.logsumexp.launch(logits.dtype, len(logits), _address(logits), _address(out), logits.shape[1])
+        sampling.logsumexp.launch(logits.dtype, len(logits), address(logits), address(out), logits.shape[1])
         return out
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
@@ -128,7 +123,7 @@ class CpuKernels:
         width = logits.shape[1]
         memory = scratch(sampling.scratch_bytes.py_func(width) // 4 * torch.get_num_threads())
         columns = (rows.temperature, rows.min_p, rows.top_k, rows.top_p, rows.uniform)
-        arguments = (*map(_address, (logits, out, *columns, memory)), width)
+        arguments = (*map(address, (logits, out, *columns, memory)), width)
         sampling.sample.launch(logits.dtype, len(logits), *arguments)
         return out
 

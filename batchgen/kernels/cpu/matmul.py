@@ -18,7 +18,7 @@ from torch.nn import functional
 from batchgen.kernels import Linear
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.matmul_tiles import ADD, GATE, MAX_ROWS, STORE, STRIPS, TILE_COLUMNS, TO_SUMS, multiply
-from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, next_item, scratch, worker_number
+from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, address, next_item, scratch, worker_number
 from batchgen.kernels.cpu.rows import silu_mul
 from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import HAS_BF16, LANES
@@ -120,12 +120,6 @@ def _in_panels(weight: Tensor) -> Tensor:
     return pairs.transpose(1, 2).contiguous()
 
 
-def _address(tensor: Tensor) -> int:
-    assert tensor.dtype == torch.bfloat16, "kernels read bits"
-    assert tensor.is_contiguous(), "kernels read memory in order"
-    return tensor.data_ptr()
-
-
 def _launch(
     panels: Tensor, x: Tensor, out: Tensor, *, gated: bool, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
@@ -133,11 +127,12 @@ def _launch(
     shape = len(x), 2 * panels.shape[1]
     assert x.shape == shape, f"x is {tuple(x.shape)}, the weight takes {shape}"
     assert residual is None or residual.shape == out.shape, "a residual is added as it stands"
+    assert all(t is None or t.dtype == torch.bfloat16 for t in (x, residual)), "kernels read bits"
     num_panels, threads = len(panels) // STRIPS, torch.get_num_threads()
     num_tiles = -(-len(x) // MAX_ROWS)
     fits = panels.nbytes // num_panels <= _MOST_SHARED_BYTES
     shares = max(1, min(num_tiles // _FEWEST_TILES, threads)) if fits else 1
-    addresses = (0 if tensor is None else _address(tensor) for tensor in (x, bias, residual, out))
+    addresses = (0 if tensor is None else address(tensor) for tensor in (x, bias, residual, out))
     memory = panels.data_ptr(), scratch(_SUMS * threads).data_ptr()
     sizes = (len(x), x.shape[1], out.shape[1], int(gated), shares, -(-threads // shares))
     matmul.launch(torch.bfloat16, num_panels * shares, *addresses, *memory, *sizes, num_ranges=shares)

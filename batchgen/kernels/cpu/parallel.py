@@ -65,6 +65,12 @@ def worker_number(words):
     return call(words[_NUMBERING]) if words[_NUMBERING] else fetch_add(words, _COUNTER, 1)
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins."""
+    assert tensor.is_contiguous(), "kernels read memory in order"
+    return tensor.data_ptr()
+
+
 _SCRATCH: dict[int, torch.Tensor] = {}
 
 
@@ -100,9 +106,9 @@ class Kernel:
         taken = array("q", bytes(8 * (num_ranges or workers)))
         launch, numbering = _launcher()
         words = array("q", (0, numbering, num_items, workers, len(taken), taken.buffer_info()[0], *arguments))
-        address = self.compile(dtype).address
+        code = self.compile(dtype).address
         with _LAUNCHING:
-            launch(address, words.buffer_info()[0], workers)
+            launch(code, words.buffer_info()[0], workers)
 
 
 @contextmanager
