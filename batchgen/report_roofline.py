@@ -65,8 +65,10 @@ class Work:
 class Costs:
     """FLOP and bytes of one of each thing that the engine counts.
 
-    FLOP: two for each weight a token meets, four for each head dimension and position it attends to. Bytes: every
-    weight once a step, and the keys and values each sequence has so far once a step.
+    FLOP: two for each weight a token meets, four for each head dimension and position it attends to. Behind the last
+    attention's keys and values only the tokens whose logits are wanted need be computed, so that part counts with the
+    logits, and one token of each sequence a step attends there. Bytes: every weight once a step, and the keys and
+    values each sequence has so far once a step.
     """
 
     flops_per_token: int
@@ -74,17 +76,20 @@ class Costs:
     flops_per_attended: int
     bytes_per_step: int
     bytes_per_kv_read: int
+    flops_per_kv_read: int = 0  # reports made when the last layers were computed for every token know none
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int) -> Costs:
         """Those of a model whose weights and cache have values of ``itemsize`` bytes."""
-        attention = config.num_attention_layers * config.head_dim
+        layers, tail = config.num_attention_layers, config.tail_params_per_token
+        last = min(layers, 1)
         return cls(
-            flops_per_token=2 * config.linear_params_per_token,
-            flops_per_logits=2 * config.logits_params_per_token,
-            flops_per_attended=4 * config.num_heads * attention,
+            flops_per_token=2 * (config.linear_params_per_token - tail),
+            flops_per_logits=2 * (config.logits_params_per_token + tail),
+            flops_per_attended=4 * config.num_heads * config.head_dim * (layers - last),
             bytes_per_step=(config.linear_params_per_token + config.logits_params_per_token) * itemsize,
-            bytes_per_kv_read=2 * config.num_kv_heads * attention * itemsize,
+            bytes_per_kv_read=2 * config.num_kv_heads * config.head_dim * layers * itemsize,
+            flops_per_kv_read=4 * config.num_heads * config.head_dim * last,
         )
 
     def work(self, counts: Mapping[str, Any]) -> Work:
@@ -92,8 +97,9 @@ class Costs:
         tokens = counts["num_prefill_tokens"] + counts["num_decode_tokens"]
         flops = (
             self.flops_per_token * tokens
-            + self.flops_per_logits * counts["num_output_tokens"]
+            + self.flops_per_logits * counts["num_logits"]
             + self.flops_per_attended * counts["num_attended"]
+            + self.flops_per_kv_read * counts["num_kv_read"]
         )
         num_bytes = self.bytes_per_step * counts["num_steps"] + self.bytes_per_kv_read * counts["num_kv_read"]
         return Work(float(flops), float(num_bytes))
@@ -117,7 +123,7 @@ def roofline_section(
 
     ``known`` is from ``describe_costs``, or the section of an earlier report.
     """
-    if known is None or "num_attended" not in engine:
+    if known is None or "num_logits" not in engine:
         return None
     work = Costs(**known["costs"]).work(engine)
     section = {**known, "flops": work.flops, "bytes": work.num_bytes}

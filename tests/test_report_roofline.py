@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,33 @@ MEASURED = Measured(Ceilings(1e12, 1e10), "measured by hand", "2026-01-01T00:00:
 
 
 def counts(**more: int) -> dict[str, Any]:
-    names = ("num_steps", "num_prefill_tokens", "num_decode_tokens", "num_output_tokens", "num_attended", "num_kv_read")
+    names = ("num_steps", "num_prefill_tokens", "num_decode_tokens", "num_logits", "num_attended", "num_kv_read")
     return dict.fromkeys(names, 0) | more
 
 
 def test_flop_of_the_published_350m_shape_are_those_of_its_description() -> None:
-    work = Costs.of(CONFIG, itemsize=2).work(counts(num_steps=1, num_prefill_tokens=10, num_output_tokens=1))
-    assert work.flops == pytest.approx(2 * 287.4e6 * 10 + 2 * 67.1e6, rel=1e-3)
+    work = Costs.of(CONFIG, itemsize=2).work(counts(num_steps=1, num_decode_tokens=10, num_logits=10))
+    assert work.flops == pytest.approx(2 * (287.4e6 + 67.1e6) * 10, rel=1e-3)
     assert work.num_bytes == pytest.approx(2 * (287.4e6 + 67.1e6), rel=1e-3)
 
 
+def test_tokens_without_logits_need_nothing_behind_the_last_keys_and_values() -> None:
+    work = Costs.of(CONFIG, itemsize=2).work(counts(num_steps=1, num_prefill_tokens=10, num_logits=1))
+    feed_forward, query_and_output, convolution = 3 * 1024 * 4608, 2 * 1024 * 1024, 4 * 1024 * 1024
+    tail = 2 * feed_forward + query_and_output + convolution  # layer 14 is the last with attention, 15 a convolution
+    assert work.flops == pytest.approx(2 * ((287.4e6 - tail) * 10 + tail + 67.1e6), rel=1e-3)
+
+
 def test_attended_positions_and_read_kv_are_counted_from_the_steps() -> None:
-    work = Costs.of(CONFIG, itemsize=2).work(counts(num_attended=1000, num_kv_read=1000))
-    assert work.flops == 4 * 16 * 64 * 6 * 1000
-    assert work.num_bytes == 12 * 1024 * 1000  # 12 KiB a token
+    work = Costs.of(CONFIG, itemsize=2).work(counts(num_attended=1000, num_kv_read=100))
+    assert work.flops == 4 * 16 * 64 * (5 * 1000 + 100)  # in the last of 6 layers one token of a sequence attends
+    assert work.num_bytes == 12 * 1024 * 100  # 12 KiB a token
+
+
+def test_a_model_without_attention_computes_every_token_to_the_end() -> None:
+    plain = replace(CONFIG, layer_types=("conv",) * 4)
+    work = Costs.of(plain, itemsize=2).work(counts(num_prefill_tokens=10))
+    assert work.flops == 2 * plain.linear_params_per_token * 10
 
 
 def test_the_floor_is_set_by_the_scarcer_resource() -> None:

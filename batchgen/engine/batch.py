@@ -6,7 +6,7 @@ Engines hide most of their bugs here, so nothing is cached, and nothing but the 
 from __future__ import annotations
 
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
-from batchgen.model.inputs import QUERY_BLOCK, ModelInput, upload
+from batchgen.model.inputs import ModelInput, Tail, query_blocks, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ def build_feed(schedule: Schedule, sampled: Sequence_[Sequence], token_ids: Tens
     return Feed(token_ids, torch.tensor(rows), torch.tensor(places)) if rows else None
 
 
-def build_input(schedule: Schedule, block_size: int) -> ModelInput:
-    """CPU tensors for one forward pass; see ``ModelInput`` for shapes.
+def build_input(schedule: Schedule, block_size: int, tail_reach: int | None = None) -> ModelInput:
+    """CPU tensors for one forward pass; see ``ModelInput`` for shapes, ``build_tail`` for ``tail_reach``.
 
     A sequence's scheduled tokens are the first ``count`` it owes; a pending one is 0 here, see ``Feed``. Logits are
     asked for the last token of every sequence in ``schedule.completing``, then for the tokens before those in
@@ -73,16 +73,18 @@ def build_input(schedule: Schedule, block_size: int) -> ModelInput:
         token_ids += sequence.token_ids[first : first + count]
         token_ids += [0] * (first + count - len(sequence.token_ids))
     slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    return ModelInput(
+    inputs = ModelInput(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         slot_mapping=torch.from_numpy(slots),
         block_tables=torch.from_numpy(tables),
         conv_slots=torch.tensor([s.conv_slot for s, _ in entries], dtype=torch.int32),
-        query_blocks=torch.from_numpy(_query_blocks(cu_seqlens)),
+        query_blocks=query_blocks(np.arange(len(entries)), cu_seqlens[:-1], cu_seqlens[1:]),
         logits_indices=torch.from_numpy(_logits_indices(schedule, cu_seqlens)),
+        tail=None,
     )
+    return inputs if tail_reach is None else replace(inputs, tail=build_tail(inputs, block_size, tail_reach))
 
 
 def _logits_indices(schedule: Schedule, cu_seqlens: np.ndarray) -> np.ndarray:
@@ -95,12 +97,38 @@ def _logits_indices(schedule: Schedule, cu_seqlens: np.ndarray) -> np.ndarray:
     return np.array(last + before_scored, dtype=np.int64)
 
 
-def _query_blocks(cu_seqlens: np.ndarray) -> np.ndarray:
-    """(sequence, first token, count) of every piece of at most ``QUERY_BLOCK`` tokens, int32 [pieces, 3]."""
-    starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    pieces = -(-(ends - starts) // QUERY_BLOCK)
-    sequence = np.repeat(np.arange(len(starts), dtype=np.int32), pieces)
-    before = np.concatenate((np.zeros(1, np.int64), pieces.cumsum()[:-1]))
-    first = starts[sequence] + (np.arange(len(sequence)) - before[sequence]) * QUERY_BLOCK
-    count = np.minimum(ends[sequence] - first, QUERY_BLOCK)
-    return np.stack((sequence, first, count), axis=1).astype(np.int32)
+def build_tail(inputs: ModelInput, block_size: int, reach: int) -> Tail | None:
+    """The tokens of CPU ``inputs`` on which something depends after the last attention; None if that is each of them.
+
+    The convolutions that follow it look back on ``reach`` earlier tokens in all. So logits need a token and ``reach``
+    before it; the state after a token, kept where a chunk or a KV block ends, needs ``reach`` tokens up to that one.
+    One token of each sequence is kept in any case: no kernel meets a sequence without any.
+    """
+    if inputs.num_tokens == inputs.num_seqs:
+        return None
+    positions, cu_seqlens, logits = (t.numpy() for t in (inputs.positions, inputs.cu_seqlens, inputs.logits_indices))
+    sequences = np.repeat(np.arange(inputs.num_seqs), np.diff(cu_seqlens))
+    changes = np.zeros(inputs.num_tokens + 1, dtype=np.int64)  # of how many wanted tokens need the token
+    borders = np.flatnonzero((positions + 1) % block_size == 0)
+    for wanted, count in ((logits, reach + 1), (borders, reach), (cu_seqlens[1:] - 1, max(reach, 1))):
+        np.add.at(changes, np.maximum(wanted + 1 - count, cu_seqlens[sequences[wanted]]), 1)
+        np.add.at(changes, wanted + 1, -1)
+    rows = np.flatnonzero(changes[:-1].cumsum())
+    if len(rows) == inputs.num_tokens:
+        return None
+    kept, bounds = torch.from_numpy(rows), np.searchsorted(rows, cu_seqlens)
+    begins_run = np.diff(rows, prepend=-2) > 1
+    begins_run[bounds[:-1]] = True
+    starts = np.flatnonzero(begins_run)
+    narrowed = ModelInput(
+        token_ids=inputs.token_ids[kept],
+        positions=inputs.positions[kept],
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+        slot_mapping=inputs.slot_mapping[kept],
+        block_tables=inputs.block_tables,
+        conv_slots=inputs.conv_slots,
+        query_blocks=query_blocks(sequences[rows[starts]], starts, np.append(starts[1:], len(rows))),
+        logits_indices=torch.from_numpy(np.searchsorted(rows, logits)),
+        tail=None,
+    )
+    return Tail(kept, narrowed)

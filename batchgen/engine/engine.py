@@ -139,7 +139,7 @@ class Engine:
             self.sampler.score(logits[len(completing) :], scored)  # first: given tokens stand before the new ones
             token_ids = self.sampler.sample(logits[: len(completing)], completing) if completing else []
         with self.stats.phase("update"):
-            self._count(schedule)
+            self._count(schedule, len(logits))
             self.scheduler.computed(schedule)
             ended = self._update(completing, token_ids)
             ended += [s for s, _ in schedule.entries if not s.generates and not s.num_owed]
@@ -154,8 +154,9 @@ class Engine:
         tokens = {s.request.key: s.group.resumable_tokens for s in self.scheduler.unfinished()}
         return {key: generated for key, generated in tokens.items() if generated}
 
-    def _count(self, schedule: Schedule) -> None:
+    def _count(self, schedule: Schedule, num_logits: int) -> None:
         stats = self.stats
+        stats.num_logits += num_logits
         decode = 0
         for sequence, count in schedule.entries:
             done = sequence.num_computed_tokens

@@ -134,7 +134,7 @@ class StaticInput:
         rows = torch.arange(n + 1, dtype=torch.int32, device=device)
         each_one = torch.stack((rows[:-1], rows[:-1], torch.ones_like(rows[:-1])), dim=1)
         self.inputs = ModelInput(
-            **views, cu_seqlens=rows, query_blocks=each_one, logits_indices=rows[:-1].to(torch.int64)
+            **views, cu_seqlens=rows, query_blocks=each_one, logits_indices=rows[:-1].to(torch.int64), tail=None
         )
         self.spare = spare
 

@@ -106,7 +106,7 @@ class PipelinedEngine(Engine):
             token_ids = self.sampler.choose(logits, sampled) if sampled else torch.empty(0, dtype=torch.int64)
             wait = self._fetch(token_ids)
         with self.stats.phase("update"):
-            self._count(schedule)
+            self._count(schedule, len(logits))
         return InFlight(sampled, token_ids, wait)
 
     def _book(self) -> list[Result]:

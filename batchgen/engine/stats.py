@@ -66,13 +66,13 @@ class EngineStats:
     """Totals since the engine was made; ``max_num_seqs`` and ``max_num_batched_tokens`` are its limits.
 
     ``num_prefill_tokens`` counts prompt tokens and recomputed ones, ``num_decode_tokens`` the single tokens of
-    sequences that owed just one; ``num_attended`` sums the positions every computed token looked at, and
-    ``num_kv_read`` the cached positions every step's sequences had (each read at least once), so that a roofline
-    can be drawn; ``phase_s`` sums seconds by phase of a step, ``forward_prefill_s`` the part of "forward" that falls
-    to prefill tokens when a step's time is shared out evenly; ``sum_sequences`` and ``sum_kv_use`` (share of the
-    blocks) sum over steps. Of ``num_queried_tokens`` of prompts admitted, ``num_cached_tokens`` were taken over from
-    the prefix cache; ``num_recomputed_tokens`` had been computed before a preemption; ``num_shared_requests`` were
-    answered with the result of an identical one.
+    sequences that owed just one, ``num_logits`` those whose logits were computed; ``num_attended`` sums the positions
+    every computed token looked at, and ``num_kv_read`` the cached positions every step's sequences had (each read at
+    least once), so that a roofline can be drawn; ``phase_s`` sums seconds by phase of a step, ``forward_prefill_s``
+    the part of "forward" that falls to prefill tokens when a step's time is shared out evenly; ``sum_sequences`` and
+    ``sum_kv_use`` (share of the blocks) sum over steps. Of ``num_queried_tokens`` of prompts admitted,
+    ``num_cached_tokens`` were taken over from the prefix cache; ``num_recomputed_tokens`` had been computed before a
+    preemption; ``num_shared_requests`` were answered with the result of an identical one.
     """
 
     max_num_seqs: int = 0
@@ -81,6 +81,7 @@ class EngineStats:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_output_tokens: int = 0
+    num_logits: int = 0
     num_attended: int = 0
     num_kv_read: int = 0
     num_preemptions: int = 0

@@ -61,13 +61,33 @@ class ModelConfig:
         return self.layer_types.count(CONV)
 
     @property
+    def num_tail_layers(self) -> int | None:
+        """Blocks after the last one with attention; None if none has any."""
+        return self.layer_types[::-1].index(ATTENTION) if ATTENTION in self.layer_types else None
+
+    @property
+    def tail_reach(self) -> int | None:
+        """Earlier tokens that the blocks after the last attention look back on; None if there is no attention."""
+        return None if self.num_tail_layers is None else self.num_tail_layers * (self.conv_l_cache - 1)
+
+    @property
     def linear_params_per_token(self) -> int:
-        """Weights every token is multiplied with, the output projection excluded (each costs 2 FLOP)."""
+        """Weights of all linears but the output projection; to multiply a token with one costs 2 FLOP."""
         h, d = self.hidden_size, self.head_dim
         conv = 4 * h * h
         attention = h * d * (2 * self.num_heads + 2 * self.num_kv_heads)
         feed_forward = 3 * h * self.ff_dim
         return self.num_conv_layers * conv + self.num_attention_layers * attention + self.num_layers * feed_forward
+
+    @property
+    def tail_params_per_token(self) -> int:
+        """Those of them behind the last attention's keys and values, met by tokens that something depends on."""
+        if self.num_tail_layers is None:
+            return 0
+        h = self.hidden_size
+        attention = 2 * h * self.head_dim * self.num_heads
+        feed_forward = 3 * h * self.ff_dim
+        return attention + self.num_tail_layers * 4 * h * h + (self.num_tail_layers + 1) * feed_forward
 
     @property
     def logits_params_per_token(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ class ModelInput:
         query_blocks: int32 [num_blocks, 3] of (sequence, first token, count): the tokens in pieces of
             at most ``QUERY_BLOCK`` that belong to one sequence.
         logits_indices: int64 [num_logits], the tokens whose logits are needed.
+        tail: what is left of the batch after the last attention's keys and values; None where that is all of it.
     """
 
     token_ids: Tensor
@@ -42,6 +44,7 @@ class ModelInput:
     conv_slots: Tensor
     query_blocks: Tensor
     logits_indices: Tensor
+    tail: Tail | None
 
     @property
     def num_tokens(self) -> int:
@@ -57,4 +60,33 @@ class ModelInput:
         """The same on another device."""
         if device.type == "cpu":
             return self
-        return ModelInput(**{name: upload(getattr(self, name), device) for name in self.__slots__})
+        tail = self.tail and Tail(upload(self.tail.rows, device), self.tail.inputs.to(device))
+        names = (name for name in self.__slots__ if name != "tail")
+        return ModelInput(**{name: upload(getattr(self, name), device) for name in names}, tail=tail)
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The tokens that the last layers still have to compute, because logits or a state depend on them.
+
+    Attributes:
+        rows: int64 [num_kept], which tokens of the step they are, in order.
+        inputs: the same step with these tokens alone. A sequence's tokens may have gaps, which nothing that is needed
+            looks across; a piece of ``query_blocks`` has none.
+    """
+
+    rows: Tensor
+    inputs: ModelInput
+
+
+def query_blocks(sequences: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Tensor:
+    """(sequence, first token, count) of every piece of runs of neighbouring tokens, int32 [pieces, 3].
+
+    Run i is the tokens from ``starts[i]`` to ``ends[i]``, of sequence ``sequences[i]``.
+    """
+    pieces = -(-(ends - starts) // QUERY_BLOCK)
+    run = np.repeat(np.arange(len(starts)), pieces)
+    before = np.concatenate((np.zeros(1, np.int64), pieces.cumsum()[:-1]))
+    first = starts[run] + (np.arange(len(run)) - before[run]) * QUERY_BLOCK
+    count = np.minimum(ends[run] - first, QUERY_BLOCK)
+    return torch.from_numpy(np.stack((sequences[run], first, count), axis=1).astype(np.int32))

@@ -75,9 +75,12 @@ class Attention:
         k_norm = source.take(f"{prefix}.k_layernorm.weight", (d,)).clone()
         self.norms = QKNorm(q_norm, k_norm, config.norm_eps, config.num_heads)
 
-    def __call__(self, x: Tensor, residual: Tensor, cache: KVCache, inputs: ModelInput, rotary: Tensor) -> Tensor:
-        """X and residual [num_tokens, hidden_size]; keys and values go into ``cache``."""
-        q = self.kernels.rope_and_cache(self.qkv(x), self.norms, rotary, inputs, cache)
+    def queries(self, x: Tensor, cache: KVCache, inputs: ModelInput, rotary: Tensor) -> Tensor:
+        """What ``attend`` takes, for x [num_tokens, hidden_size]; keys and values go into ``cache``."""
+        return self.kernels.rope_and_cache(self.qkv(x), self.norms, rotary, inputs, cache)
+
+    def attend(self, q: Tensor, residual: Tensor, cache: KVCache, inputs: ModelInput) -> Tensor:
+        """Queries, and residual [num_tokens, hidden_size], of all tokens in ``inputs``."""
         return self.out_proj(self.kernels.attention(q, cache, inputs, self.head_dim), residual)
 
 
@@ -136,6 +139,7 @@ class Lfm2Model:
         self.kernels = kernels
         self.embedding = source.take("model.embed_tokens.weight", (config.vocab_size, h))
         self.layers = [Layer(source, i, config, kernels) for i in range(config.num_layers)]
+        self.last_attention = next((layer for layer in self.layers[::-1] if isinstance(layer.mixer, Attention)), None)
         self.final_norm = source.take("model.embedding_norm.weight", (h,)).clone()
         head = self.embedding if config.tie_embedding else source.take("lm_head.weight", (config.vocab_size, h))
         self.lm_head = kernels.linear(head)
@@ -161,7 +165,9 @@ class Lfm2Model:
     def forward(self, inputs: ModelInput, state: StateCache, max_position: int) -> Tensor:
         """One step: computes ``inputs``' tokens, extends ``state``, returns logits [num_logits, vocab_size].
 
-        ``max_position`` is the largest position in the batch.
+        ``max_position`` is the largest position in the batch. Tokens take part in a layer only as far as something
+        needs them: up to the last attention's keys and values all do, then those of ``inputs.tail``, and in the last
+        feed-forward those whose logits are wanted.
         """
         rotary = self.rotary.upto(max_position + 1)
         kv, conv = iter(state.kv), iter(state.conv)
@@ -169,9 +175,15 @@ class Lfm2Model:
         for layer in self.layers:
             x = self.kernels.rms_norm(h, layer.operator_norm, layer.eps)
             if isinstance(layer.mixer, Attention):
-                h = layer.mixer(x, h, next(kv), inputs, rotary)
+                cache = next(kv)
+                q = layer.mixer.queries(x, cache, inputs, rotary)
+                if layer is self.last_attention and inputs.tail is not None:
+                    q, h = (part.index_select(0, inputs.tail.rows) for part in (q, h))
+                    inputs = inputs.tail.inputs
+                h = layer.mixer.attend(q, h, cache, inputs)
             else:
                 h = layer.mixer(x, h, next(conv), inputs)
+            if layer is self.layers[-1]:
+                h = h.index_select(0, inputs.logits_indices)
             h = layer.feed(h)
-        last = h.index_select(0, inputs.logits_indices)
-        return self.lm_head(self.kernels.rms_norm(last, self.final_norm, self.config.norm_eps))
+        return self.lm_head(self.kernels.rms_norm(h, self.final_norm, self.config.norm_eps))

@@ -246,6 +246,7 @@ def test_what_is_counted_adds_up() -> None:
     assert stats.num_preemptions == 0
     assert stats.num_output_tokens == sum(len(r.token_ids) for r in results)
     assert stats.num_prefill_tokens == sum(len(r.prompt_token_ids) for r in requests)
+    assert stats.num_logits == stats.num_output_tokens
     assert stats.num_decode_tokens == stats.num_output_tokens - len(requests)
     assert stats.max_running == 4
     assert set(stats.phase_s) == {"schedule", "forward", "sample", "update"}

@@ -55,6 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "conv_L_cache": 4,
         "conv_bias": True,
+        "full_attn_idxs": [1],  # two convolutions follow it
     },
 }
 NUM_REQUESTS = 18

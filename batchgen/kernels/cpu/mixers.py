@@ -144,9 +144,10 @@ def _short_conv(words, dtype):
         for token in range(first, end, SEGMENT):
             count = min(SEGMENT, end - token)
             _convolve(bcx, weight, bias, out, token, count, width, taps, past)
-            for t in range(block_size - 1 - positions[token] % block_size, count, block_size):  # the ends of KV blocks
-                border = simd.pointer(words[ARGS + 12] + slots[token + t] // block_size * state_bytes, dtype)
-                _remember(past, t + 1, border, width, taps)
+            for t in range(count):
+                if (positions[token + t] + 1) % block_size == 0:  # the end of a KV block
+                    border = simd.pointer(words[ARGS + 12] + slots[token + t] // block_size * state_bytes, dtype)
+                    _remember(past, t + 1, border, width, taps)
             _remember(past, count, past, width, taps)  # the newest inputs are the past of what follows
         _remember(past, 0, state, width, taps)
         item = next_item(words, mirrored)

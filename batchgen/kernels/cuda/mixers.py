@@ -139,8 +139,7 @@ def short_conv(
     if token >= end:
         return
     first = tl.load(cu_seqlens + sequence)
-    position = tl.load(positions + first)
-    is_started = position > 0
+    is_started = tl.load(positions + first) > 0
     state_size = (TAPS - 1) * width
     past = slots + tl.load(conv_slots + sequence).to(tl.int64) * state_size
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -155,7 +154,7 @@ def short_conv(
         c = tl.load(bcx + tl.cast(t, tl.int64) * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
         y = c * total.to(out.dtype.element_ty).to(tl.float32)
         tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
-        if (position + t - first + 1) % BLOCK_SIZE == 0:
+        if (tl.load(positions + t) + 1) % BLOCK_SIZE == 0:
             block = tl.load(slot_mapping + t) // BLOCK_SIZE
             _remember(blocks + block * state_size, bcx, past, t, first, is_started, width, channel, TAPS)
     if token == first:
