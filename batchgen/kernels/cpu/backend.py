@@ -22,6 +22,7 @@ from batchgen.model.cache import ConvState, KVCache
 from batchgen.model.inputs import QUERY_BLOCK, ModelInput
 
 
+@lru_cache
 def _bits(value: float) -> int:
     """A float32 argument as its bits."""
     return int(np.float32(value).view(np.int32))
@@ -67,7 +68,7 @@ class CpuKernels:
         arguments = (
             *map(address, (qkv, norms.q_weight, norms.k_weight, rotary[0], rotary[1])),
             *map(address, (inputs.positions, inputs.slot_mapping, q, cache.keys, cache.values)),
-            address(scratch(2 * width * torch.get_num_threads())),
+            scratch(2 * width * torch.get_num_threads()),
             *(norms.num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes),
             *(_bits(norms.eps), _bits(head_dim**-0.5), cache.keys.shape[4]),
         )
@@ -83,7 +84,8 @@ class CpuKernels:
         floats = attention_kernel.scratch_floats.py_func(width, most_rows)
         arguments = (
             *map(address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
-            *map(address, (inputs.positions, out, scratch(floats * torch.get_num_threads()))),
+            *map(address, (inputs.positions, out)),
+            scratch(floats * torch.get_num_threads()),
             *(num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes, inputs.block_tables.shape[1]),
             *(cache.keys.element_size(), most_rows),
         )
@@ -99,7 +101,7 @@ class CpuKernels:
             *map(address, (bcx, weight, bias, state.slots, inputs.cu_seqlens, inputs.conv_slots)),
             *map(address, (inputs.positions, out)),
             *(width, taps, bcx.element_size()),
-            address(scratch(mixers.conv_scratch_floats.py_func(taps, width) * torch.get_num_threads())),
+            scratch(mixers.conv_scratch_floats.py_func(taps, width) * torch.get_num_threads()),
             *(address(state.blocks), address(inputs.slot_mapping), state.block_size),
         )
         mixers.short_conv.launch(bcx.dtype, inputs.num_seqs, *arguments)
@@ -123,7 +125,7 @@ class CpuKernels:
         width = logits.shape[1]
         memory = scratch(sampling.scratch_bytes.py_func(width) // 4 * torch.get_num_threads())
         columns = (rows.temperature, rows.min_p, rows.top_k, rows.top_p, rows.uniform)
-        arguments = (*map(address, (logits, out, *columns, memory)), width)
+        arguments = (*map(address, (logits, out, *columns)), memory, width)
         sampling.sample.launch(logits.dtype, len(logits), *arguments)
         return out
 

@@ -58,7 +58,7 @@ def _finish_gated(sums, rows, first, column, width, out):
 
 @simd.jit
 def _matmul(words):
-    """Arguments (addresses, 0 for none, then sizes) as in ``_launch``; an item is a share of the rows by one panel."""
+    """Arguments (addresses, 0 for none, then sizes) as in ``_Product``; an item is a share of the rows by one panel."""
     x, out = simd.pointer(words[ARGS], BF16), simd.pointer(words[ARGS + 3], BF16)
     bias_at, residual_at, weight = words[ARGS + 1], words[ARGS + 2], words[ARGS + 4]
     bias, residual = simd.pointer(bias_at, BF16), simd.pointer(residual_at, BF16)
@@ -120,23 +120,33 @@ def _in_panels(weight: Tensor) -> Tensor:
     return pairs.transpose(1, 2).contiguous()
 
 
-def _launch(
-    panels: Tensor, x: Tensor, out: Tensor, *, gated: bool, bias: Tensor | None = None, residual: Tensor | None = None
-) -> Tensor:
-    """Fill ``out`` [rows, width] with one product over all panels; returns it."""
-    shape = len(x), 2 * panels.shape[1]
-    assert x.shape == shape, f"x is {tuple(x.shape)}, the weight takes {shape}"
-    assert residual is None or residual.shape == out.shape, "a residual is added as it stands"
-    assert all(t is None or t.dtype == torch.bfloat16 for t in (x, residual)), "kernels read bits"
-    num_panels, threads = len(panels) // STRIPS, torch.get_num_threads()
-    num_tiles = -(-len(x) // MAX_ROWS)
-    fits = panels.nbytes // num_panels <= _MOST_SHARED_BYTES
-    shares = max(1, min(num_tiles // _FEWEST_TILES, threads)) if fits else 1
-    addresses = (0 if tensor is None else address(tensor) for tensor in (x, bias, residual, out))
-    memory = panels.data_ptr(), scratch(_SUMS * threads).data_ptr()
-    sizes = (len(x), x.shape[1], out.shape[1], int(gated), shares, -(-threads // shares))
-    matmul.launch(torch.bfloat16, num_panels * shares, *addresses, *memory, *sizes, num_ranges=shares)
-    return out
+class _Product:
+    """A weight in panels, and how it is multiplied."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.panels = _in_panels(weight)
+        self.inputs = weight.shape[1]
+        self.num_panels = len(self.panels) // STRIPS
+        self.most_shares = self.num_panels if self.panels.nbytes // self.num_panels <= _MOST_SHARED_BYTES else 1
+
+    def __call__(
+        self, x: Tensor, width: int, *, bias: int = 0, residual: Tensor | None = None, gated: bool = False
+    ) -> Tensor:
+        """The product [rows, width] of x [rows, inputs] with all panels; ``bias`` is an address, 0 for none."""
+        rows, inputs = x.shape
+        assert inputs == self.inputs, f"x is {tuple(x.shape)}, the weight takes {self.inputs} inputs"
+        assert x.dtype is torch.bfloat16, "kernels read bits"
+        out, residual_at = x.new_empty(rows, width), 0
+        if residual is not None:
+            assert residual.shape == out.shape, "a residual is added as it stands"
+            assert residual.dtype is torch.bfloat16, "kernels read bits"
+            residual_at = address(residual)
+        threads = torch.get_num_threads()
+        shares = max(1, min(-(-rows // MAX_ROWS) // _FEWEST_TILES, threads, self.most_shares))
+        addresses = (address(x), bias, residual_at, out.data_ptr(), self.panels.data_ptr(), scratch(_SUMS * threads))
+        sizes = (rows, inputs, width, int(gated), shares, -(-threads // shares))
+        matmul.launch(torch.bfloat16, self.num_panels * shares, *addresses, *sizes, num_ranges=shares)
+        return out
 
 
 class PanelLinear:
@@ -144,13 +154,13 @@ class PanelLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features = len(weight)
-        self.panels = _in_panels(weight)
+        self.product = _Product(weight)
         self.bias = None if bias is None else bias.to(weight.dtype).contiguous()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """See ``Linear``."""
-        out = x.new_empty(len(x), self.out_features)
-        return _launch(self.panels, x, out, gated=False, bias=self.bias, residual=residual)
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        return self.product(x, self.out_features, bias=bias, residual=residual)
 
 
 class PanelGatedLinear:
@@ -160,10 +170,10 @@ class PanelGatedLinear:
         self.out_features = len(gate)
         rows = (0, 0, 0, -len(gate) % _HALF)
         halves = [functional.pad(part.detach(), rows).view(-1, _HALF, part.shape[1]) for part in (gate, up)]
-        product = PanelLinear(torch.cat(halves, 1).flatten(0, 1), None)
-        self.linear: Linear = product
-        self.panels = product.panels
+        both = PanelLinear(torch.cat(halves, 1).flatten(0, 1), None)
+        self.linear: Linear = both
+        self.product = both.product
 
     def __call__(self, x: Tensor) -> Tensor:
         """See ``GatedLinear``."""
-        return _launch(self.panels, x, x.new_empty(len(x), self.out_features), gated=True)
+        return self.product(x, self.out_features, gated=True)

@@ -74,11 +74,12 @@ def address(tensor: torch.Tensor) -> int:
 _SCRATCH: dict[int, torch.Tensor] = {}
 
 
-def scratch(num_floats: int) -> torch.Tensor:
-    """Scratch memory for all workers; kept for good, since callers pass on its address (kernels run one at a time)."""
+def scratch(num_floats: int) -> int:
+    """Address of scratch memory for all workers, which is kept for good (kernels run one at a time)."""
     found = _SCRATCH.get(num_floats)
-    # Two threads may come here at once: setdefault gives both the same.
-    return _SCRATCH.setdefault(num_floats, torch.empty(num_floats)) if found is None else found
+    if found is None:  # two threads may come here at once: setdefault gives both the same
+        found = _SCRATCH.setdefault(num_floats, torch.empty(num_floats))
+    return found.data_ptr()
 
 
 class Kernel:
@@ -87,28 +88,33 @@ class Kernel:
     def __init__(self, *, bf16: Callable[..., None], f32: Callable[..., None] | None = None) -> None:
         self._sources = {torch.bfloat16: bf16} | ({torch.float32: f32} if f32 else {})
         self._compiled: dict[torch.dtype, Any] = {}
+        self._addresses: dict[torch.dtype, int] = {}
 
     def compile(self, dtype: torch.dtype) -> Any:
         """The C function for ``dtype``."""
         if dtype not in self._compiled:
             with _cache_folder() as usable:
                 self._compiled[dtype] = cfunc(SIGNATURE, cache=usable)(self._sources[dtype])
+            self._addresses[dtype] = self._compiled[dtype].address
         return self._compiled[dtype]
 
     def launch(self, dtype: torch.dtype, num_items: int, *arguments: int, num_ranges: int | None = None) -> None:
         """Run all items, on torch's number of threads; returns when the last is done.
 
-        Items are cut into as many ranges as there are workers, or ``num_ranges``.
+        Items are cut into as many ranges as there are workers, or ``num_ranges``. A step launches a hundred times,
+        with the interpreter out of all caches: every line here counts.
         """
         if not num_items:
             return
         workers = min(num_items, torch.get_num_threads())
-        taken = array("q", bytes(8 * (num_ranges or workers)))
+        ranges = num_ranges or workers
         launch, numbering = _launcher()
-        words = array("q", (0, numbering, num_items, workers, len(taken), taken.buffer_info()[0], *arguments))
-        code = self.compile(dtype).address
+        words = array("q", (0, numbering, num_items, workers, ranges, 0, *arguments, *(0,) * ranges))
+        at, size = words.buffer_info()
+        words[_RANGES] = at + (size - ranges) * words.itemsize
+        code = self._addresses.get(dtype) or self.compile(dtype).address
         with _LAUNCHING:
-            launch(code, words.buffer_info()[0], workers)
+            launch(code, at, workers)
 
 
 @contextmanager
