@@ -8,8 +8,12 @@ reference model rounds them. The element type of the pointers to both decides.
 
 Why a row's result never depends on its batch, chunk or block size: a score is a sum over head_dim in order; the
 softmax runs over tiles of ``TILE`` positions that start at multiples of ``TILE`` of the *sequence*, adds
-probabilities per lane = position mod 16, and adds values two positions at a time, even and odd, across blocks too.
-Rows that share an item share loads, never a sum.
+probabilities per lane = position mod 16, and adds values two positions at a time, in turn from each of four chunks of
+32 positions. Rows that share an item share loads, never a sum.
+
+Memory is the bound where contexts are long: a core gets its share of the bandwidth only if it reads from several
+places at once, and works on what is near while it does. So four chunks are scored side by side while their values are
+fetched into the second cache, and their values added up while the next keys are.
 """
 
 from __future__ import annotations
@@ -17,7 +21,16 @@ from __future__ import annotations
 import numpy as np
 
 from batchgen.kernels.cpu import simd
-from batchgen.kernels.cpu.attention_tiles import MAX_ROWS, SCORE_STRIDE, TILE, accumulate, score
+from batchgen.kernels.cpu.attention_tiles import (
+    CHUNK,
+    MAX_ROWS,
+    NUM_STREAMS,
+    SCORE_STRIDE,
+    TILE,
+    accumulate,
+    score,
+    score_chunks,
+)
 from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, next_item, worker_number
 from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import HAS_BF16, LANES
@@ -60,7 +73,7 @@ def _gather_queries(num_rows, group, q, source, num_heads, width, scratch):
 
     Row r is query head ``r % group`` of the block's token ``r // group``; rows up to a multiple of 8 are zero.
     """
-    rows_q, sums, _, _, peak, total = scratch
+    rows_q, sums, _, _, _, peak, total = scratch
     zero = simd.splat(F32(0.0))
     for r in range(-(-num_rows // MAX_ROWS) * MAX_ROWS):
         at = (source + (r // group) * num_heads + r % group) * width
@@ -71,70 +84,125 @@ def _gather_queries(num_rows, group, q, source, num_heads, width, scratch):
 
 
 @simd.inline
-def _key_bytes(table, position, head, sizes, itemsize):
-    """Where the keys of a position's block begin, in bytes."""
-    num_kv_heads, width, block_size, lanes = sizes
-    return (table[position // block_size] * num_kv_heads + head) * width * lanes * itemsize
+def _place(table, position, head, sizes):
+    """The number of a position's block and head among all: its keys or values begin at so many times their size."""
+    num_kv_heads, _, block_size, _ = sizes
+    return table[position // block_size] * num_kv_heads + head
+
+
+@simd.inline
+def _key_streams(table, end, position, head, cache, sizes):
+    """Addresses of the keys of ``NUM_STREAMS`` chunks from ``position`` on, as far as ``end``; chunks beyond it repeat.
+
+    A guess where blocks are not as large as chunks; what is prefetched in vain does no harm.
+    """
+    _, width, _, lanes = sizes
+    size, last = width * lanes * cache[4], end - 1
+    return (
+        cache[2] + _place(table, min(position, last), head, sizes) * size,
+        cache[2] + _place(table, min(position + CHUNK, last), head, sizes) * size,
+        cache[2] + _place(table, min(position + 2 * CHUNK, last), head, sizes) * size,
+        cache[2] + _place(table, min(position + 3 * CHUNK, last), head, sizes) * size,
+    )
+
+
+@simd.inline
+def _chunk(table, position, head, cache, sizes):
+    """Where the keys of the chunk at ``position`` begin, and the address of its values."""
+    _, _, _, values_at, itemsize = cache
+    _, width, block_size, lanes = sizes
+    place, offset = _place(table, position, head, sizes), position % block_size
+    at = place * width * lanes + offset * (4 // itemsize)
+    return at, values_at + (place * block_size + offset) * width * itemsize
 
 
 @simd.jit
 def _score_tile(padded, q, tile, tile_end, table, head, cache, sizes, scores):
-    """Scores of ``padded`` query rows against the positions from ``tile`` to ``tile_end``."""
-    keys, _, keys_at, values_at, itemsize = cache
-    num_kv_heads, width, block_size, lanes = sizes
-    pack = 4 // itemsize
-    first_values = values_at + (table[tile // block_size] * num_kv_heads + head) * block_size * width * itemsize
-    position = tile
+    """Scores of ``padded`` query rows against the positions from ``tile`` to ``tile_end``.
+
+    What is prefetched meanwhile are the values of the same positions. Few rows take several chunks at once, to read
+    from several places of memory; those that stand in for chunks beyond the end repeat the last, and nobody looks.
+    """
+    keys, itemsize = cache[0], cache[4]
+    _, width, block_size, lanes = sizes
+    pack, position = 4 // itemsize, tile
     while position < tile_end:
-        block, offset = table[position // block_size], position % block_size
-        count = min(tile_end - position, block_size - offset)
-        at = (block * num_kv_heads + head) * width * lanes + offset * pack
-        ahead = first_values
-        if position + count < tile_end:
-            ahead = keys_at + _key_bytes(table, position + count, head, sizes, itemsize)
-        score(padded, count, q, width, keys, at, pack, lanes, scores, position - tile, ahead)
-        position += count
+        if padded <= 2 and block_size % CHUNK == 0 and tile_end - position > CHUNK:
+            last = (tile_end - 1) // CHUNK * CHUNK
+            at0, ahead0 = _chunk(table, position, head, cache, sizes)
+            at1, ahead1 = _chunk(table, position + CHUNK, head, cache, sizes)
+            at2, ahead2 = _chunk(table, min(position + 2 * CHUNK, last), head, cache, sizes)
+            at3, ahead3 = _chunk(table, min(position + 3 * CHUNK, last), head, cache, sizes)
+            starts, ahead = (at0, at1, at2, at3), (ahead0, ahead1, ahead2, ahead3)
+            score_chunks(padded, q, width, keys, starts, lanes, scores, position - tile, ahead)
+            position += NUM_STREAMS * CHUNK
+        else:
+            count = min(tile_end - position, block_size - position % block_size)
+            at, near = _chunk(table, position, head, cache, sizes)
+            score(padded, count, q, width, keys, at, pack, lanes, scores, position - tile, near)
+            position += count
 
 
 @simd.jit
-def _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, sums, after):
-    """Add the values of the positions from ``tile`` to ``tile_end``, weighted by ``weights``, to ``sums``.
+def _values_of(stream, group, tile_end, table, head, cache, sizes, copies):
+    """Address of the values of chunk number ``stream`` from ``group`` on; those beyond ``tile_end`` are zero.
 
-    Positions go in pairs, even and odd, whose halves may lie in two blocks. The last position of all may have no
-    other: it stands for it, with the weight zero that is there. ``after`` is the address of what is read next.
+    Where they do not lie in one piece, or something else lies beyond, they are copied first.
     """
     _, values, _, values_at, itemsize = cache
-    num_kv_heads, width, block_size, _ = sizes
-    position = tile
-    while position < tile_end:
-        block, offset = table[position // block_size], position % block_size
-        left = min(tile_end - position, block_size - offset)
-        at = ((block * num_kv_heads + head) * block_size + offset) * width
-        apart, count = width, left // 2
-        if count == 0:
-            following = min(position + 1, tile_end - 1)
-            other = (table[following // block_size] * num_kv_heads + head) * block_size + following % block_size
-            apart, count = other * width - at, 1
-        ahead = after
-        if position + 2 * count < tile_end:
-            coming = table[(position + 2 * count) // block_size]
-            ahead = values_at + (coming * num_kv_heads + head) * block_size * width * itemsize
-        accumulate(padded, weights, position - tile, values, at, apart, width, count, sums, ahead)
-        position += 2 * count
+    _, width, block_size, _ = sizes
+    position = group + stream * CHUNK
+    if block_size % CHUNK == 0 and position + CHUNK <= tile_end:
+        place = _place(table, position, head, sizes) * block_size + position % block_size
+        return values_at + place * width * itemsize
+    target, address = copies
+    first, zero = stream * CHUNK * width, simd.splat(F32(0.0))
+    for i in range(CHUNK):
+        known = position + i < tile_end
+        at = min(position + i, tile_end - 1)
+        source = (_place(table, at, head, sizes) * block_size + at % block_size) * width
+        for j in range(0, width, LANES):
+            simd.store(target, first + i * width + j, simd.load(values, source + j) if known else zero)
+    return address + first * itemsize
 
 
 @simd.jit
-def _attend(num_rows, group, start, table, head, cache, sizes, scratch, next_keys):
+def _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, sums, copies, after):
+    """Add the values of the positions from ``tile`` to ``tile_end``, weighted by ``weights``, to ``sums``.
+
+    Chunks go in groups of ``NUM_STREAMS``; one that would begin beyond the end is stood in for by the first, with the
+    weights zero that are there. Meanwhile keys are prefetched, those that are scored next: ``after`` is (block table,
+    its end, first position, head).
+    """
+    values, itemsize = cache[1], cache[4]
+    width = sizes[1]
+    next_table, next_end, next_first, next_head = after
+    for group in range(tile, tile_end, NUM_STREAMS * CHUNK):
+        a = _values_of(0, group, tile_end, table, head, cache, sizes, copies)
+        b = c = d = a
+        if group + CHUNK < tile_end:
+            b = _values_of(1, group, tile_end, table, head, cache, sizes, copies)
+        if group + 2 * CHUNK < tile_end:
+            c = _values_of(2, group, tile_end, table, head, cache, sizes, copies)
+        if group + 3 * CHUNK < tile_end:
+            d = _values_of(3, group, tile_end, table, head, cache, sizes, copies)
+        ahead = _key_streams(next_table, next_end, next_first + group - tile, next_head, cache, sizes)
+        accumulate(padded, weights, group - tile, values, itemsize, (a, b, c, d), width, sums, ahead)
+
+
+@simd.jit
+def _attend(num_rows, group, start, table, head, cache, sizes, scratch, coming):
     """Query rows (see ``_gather_queries``) against all they may see; leaves sums and totals in ``scratch``.
 
     ``start`` is the position of the block's first token. Tiles are the outer loop, so that all rows of the block
-    meet a tile's keys and values while they are near. ``next_keys`` is the address of those read after all of these.
+    meet a tile's keys and values while they are near. ``coming`` says what is read after all of these: see
+    ``_value_tile``.
     """
-    rows_q, sums, scores, weights, peak, total = scratch
+    rows_q, sums, scores, weights, copies, peak, total = scratch
     width = sizes[1]
     end = start + (num_rows - 1) // group + 1
     for tile in range(0, end, TILE):
-        after = cache[2] + _key_bytes(table, tile + TILE, head, sizes, cache[4]) if tile + TILE < end else next_keys
+        after = (table, end, tile + TILE, head) if tile + TILE < end else coming
         for first in range(0, num_rows, MAX_ROWS):
             rows = min(MAX_ROWS, num_rows - first)
             tile_end = min(tile + TILE, start + (first + rows - 1) // group + 1)
@@ -144,23 +212,24 @@ def _attend(num_rows, group, start, table, head, cache, sizes, scratch, next_key
             while padded < rows:
                 padded *= 2
             _score_tile(padded, simd.shifted(rows_q, first * width), tile, tile_end, table, head, cache, sizes, scores)
+            weighted = -(-(tile_end - tile) // (NUM_STREAMS * CHUNK)) * NUM_STREAMS * CHUNK
             for r in range(first, first + rows):
                 visible = max(min(start + r // group + 1, tile_end) - tile, 0)
                 at = (r - first) * SCORE_STRIDE
-                peak[r], shrink, added = _softmax_row(scores, weights, at, visible, tile_end - tile, peak[r])
+                peak[r], shrink, added = _softmax_row(scores, weights, at, visible, weighted, peak[r])
                 total[r] = total[r] * shrink + added
                 if shrink != F32(1.0):
                     by = simd.splat(shrink)
                     for i in range(r * width, (r + 1) * width, LANES):
                         simd.store(sums, i, simd.mul(simd.load(sums, i), by))
             mine = simd.shifted(sums, first * width)
-            _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, mine, after)
+            _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, mine, copies, after)
 
 
 @simd.jit
 def _write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, out):
     """Divide sums by totals, round, and write the rows to ``out`` [tokens, num_heads, head_dim]."""
-    _, sums, _, _, _, total = scratch
+    _, sums, _, _, _, _, total = scratch
     for r in range(num_rows):
         to = (target + (r // group) * num_heads + r % group) * head_dim
         by = simd.splat(F32(1.0) / total[r])
@@ -170,21 +239,23 @@ def _write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, ou
 
 
 @simd.jit
-def _divide_scratch(mine, num_rows, width, inner):
+def _divide_scratch(mine, num_rows, width, dtype, inner):
     """The parts of one worker's scratch.
 
-    Queries (of type ``inner``) and sums [rows, width], scores and weights (``inner``) [8, SCORE_STRIDE], peak and
-    total [rows].
+    Queries (of type ``inner``) and sums [rows, width], scores and weights (``inner``) [8, SCORE_STRIDE], copied
+    values (``dtype``) [NUM_STREAMS, CHUNK, width] with their address, peak and total [rows].
     """
     sums = mine + 4 * num_rows * width
     scores = sums + 4 * num_rows * width
     weights = scores + 4 * MAX_ROWS * SCORE_STRIDE
-    peak = weights + 4 * MAX_ROWS * SCORE_STRIDE
+    copies = weights + 4 * MAX_ROWS * SCORE_STRIDE
+    peak = copies + 4 * NUM_STREAMS * CHUNK * width
     return (
         simd.pointer(mine, inner),
         simd.pointer(sums, F32),
         simd.pointer(scores, F32),
         simd.pointer(weights, inner),
+        (simd.pointer(copies, dtype), copies),
         simd.pointer(peak, F32),
         simd.pointer(peak + 4 * num_rows, F32),
     )
@@ -209,7 +280,7 @@ def _attention(words, dtype, inner):
     tables, most_rows = words[ARGS + 3], words[ARGS + 16]
     worker = worker_number(words)
     mine = words[ARGS + 7] + worker * 4 * scratch_floats(width, most_rows)
-    scratch = _divide_scratch(mine, most_rows, width, inner)
+    scratch = _divide_scratch(mine, most_rows, width, dtype, inner)
     item = next_item(words, worker)
     while item < words[NUM_ITEMS]:
         block, head = item // num_kv_heads, item % num_kv_heads
@@ -218,9 +289,11 @@ def _attention(words, dtype, inner):
         first_head = token * num_heads + head * group
         _gather_queries(count * group, group, q, first_head, num_heads, width, scratch)
         coming = min(item + 1, words[NUM_ITEMS] - 1)  # most likely this worker's next item
-        next_table = simd.pointer(tables + query_blocks[3 * (coming // num_kv_heads)] * max_blocks * 4, np.int32)
-        next_keys = keys_at + _key_bytes(next_table, 0, coming % num_kv_heads, sizes, itemsize)
-        _attend(count * group, group, positions[token], table, head, cache, sizes, scratch, next_keys)
+        next_block = 3 * (coming // num_kv_heads)
+        next_table = simd.pointer(tables + query_blocks[next_block] * max_blocks * 4, np.int32)
+        next_end = positions[query_blocks[next_block + 1]] + 1
+        after = next_table, next_end, 0, coming % num_kv_heads
+        _attend(count * group, group, positions[token], table, head, cache, sizes, scratch, after)
         _write_rows(count * group, group, first_head, num_heads, head_dim, width, scratch, out)
         item = next_item(words, worker)
 
@@ -228,7 +301,7 @@ def _attention(words, dtype, inner):
 @simd.jit
 def scratch_floats(width, most_rows):
     """Float32 words of scratch one worker needs: head_dim padded to ``width``, rows of a block to a multiple of 8."""
-    return 2 * most_rows * (width + 1) + 2 * MAX_ROWS * SCORE_STRIDE
+    return 2 * most_rows * (width + 1) + 2 * MAX_ROWS * SCORE_STRIDE + NUM_STREAMS * CHUNK * width
 
 
 def _attention_bf16(words):
