@@ -77,8 +77,7 @@ def _matmul(words):
         first_tile, end_tile = share * num_tiles // shares, (share + 1) * num_tiles // shares
         count = end_tile - first_tile
         # What this thread most likely multiplies next comes into its cache meanwhile: late, so that it is still there,
-        # in up to four tiles' time. One tile alone waits for its own weights: the machine's prefetcher reads those
-        # better by itself, and asking for what is there is free.
+        # in up to four tiles' time. One tile alone waits for its own weights; to ask for what is there is free.
         following = weight + min(panel + stride, num_panels - 1) * panel_bytes
         num_fetching = min(count, STRIPS) if count > 1 else 0
         finish = GATE if gated else (ADD if residual_at else STORE)

@@ -28,6 +28,7 @@ from batchgen.kernels.cpu.vector_ir import (
 STRIPS = 4  # vectors of outputs a tile is wide: as many streams of weights are read side by side
 MAX_ROWS = 6  # 24 accumulators, 4 vectors of weights and one of inputs: 29 of 32 registers
 TILE_COLUMNS = STRIPS * LANES
+_LEAD = 1024  # bytes: so far ahead few rows ask for weights
 
 # How a tile ends: float32 sums for others to finish; rounded into ``out``, as they are or after adding ``residual``;
 # or, where the first two strips are gates and the others what they gate, ``silu(gate) * up``.
@@ -39,9 +40,11 @@ _I = types.int64
 def _tile_intrinsic(rows):
     """The products of ``rows`` rows of x with four neighbouring strips of weights, stored as ``how`` says.
 
-    A strip is [pairs, 16, 2]: for each pair of inputs, those of 16 outputs. Meanwhile four cache lines from ``ahead``
-    on, ``step`` bytes further with each pair, are asked for, to come no closer than the second cache; with a step
-    of less than four lines some are asked for again, which is cheaper than choosing.
+    A strip is [pairs, 16, 2]: for each pair of inputs, those of 16 outputs. Meanwhile four cache lines are asked for
+    with each pair, to come no closer than the second cache. One or two rows, which never share a panel with another
+    tile and wait for its weights alone, ask for each strip's a little ahead. More rows ask for four neighbours from
+    the address ``ahead`` on, ``step`` bytes further with each pair (one for each strip would take too many registers);
+    with a step of less than four lines some are asked for again, which is cheaper than choosing.
     """
 
     @intrinsic
@@ -61,10 +64,13 @@ def _tile_intrinsic(rows):
             row = [builder.gep(x_, [builder.add(x_index_, builder.mul(x_stride_, number(r)))]) for r in range(rows)]
             strip = [builder.gep(weight_, [builder.mul(strip_size_, number(v))]) for v in range(STRIPS)]
             with cgutils.for_range(builder, pairs_) as loop:
-                # One moving address: with one for each strip the addresses would not fit the registers.
                 place = builder.add(ahead_, builder.mul(loop.index, step_))
-                for line in range(4):
-                    emit_prefetch(builder, builder.add(place, number(line * CACHE_LINE)), closeness=2)
+                lines = [builder.add(place, number(line * CACHE_LINE)) for line in range(4)]
+                if rows <= 2:
+                    lead = builder.add(builder.mul(loop.index, number(CACHE_LINE)), number(_LEAD))
+                    lines = [builder.add(builder.ptrtoint(start, pairs_.type), lead) for start in strip]
+                for line in lines:
+                    emit_prefetch(builder, line, closeness=2)
                 at = builder.mul(loop.index, number(2 * LANES))
                 w = [emit_load_whole_pairs(builder, strip[v], at, align=64) for v in range(STRIPS)]
                 for r in range(rows):
