@@ -26,15 +26,8 @@ _ALIGNMENT = 64  # bytes: what vector loads want, and cache lines of their own
 Replay = Callable[[], Tensor]
 
 
-class Recorder(Protocol):
-    """What records and replays: CUDA graphs, or in tests a stand-in that calls again."""
-
-    def record(self, work: Callable[[], Tensor]) -> Replay:
-        """A way to repeat ``work`` on the tensors it uses now; ``work`` may be run several times meanwhile.
-
-        The result of a replay is valid until the next.
-        """
-        ...
+class Buffers(Protocol):
+    """Memory that a step's inputs cross in."""
 
     def buffer(self, num_bytes: int) -> Tensor:
         """Host memory for ``upload``, uint8."""
@@ -46,6 +39,17 @@ class Recorder(Protocol):
 
     def wait(self) -> None:
         """Return once the last upload has read its source."""
+        ...
+
+
+class Recorder(Buffers, Protocol):
+    """What records and replays: CUDA graphs, or in tests a stand-in that calls again."""
+
+    def record(self, work: Callable[[], Tensor]) -> Replay:
+        """A way to repeat ``work`` on the tensors it uses now; ``work`` may be run several times meanwhile.
+
+        The result of a replay is valid until the next.
+        """
         ...
 
 
@@ -112,14 +116,15 @@ def bucket(num_seqs: int, most: int) -> int:
     return min(-(-num_seqs // step) * step, most)
 
 
-def _width(max_blocks: int) -> int:
+def table_width(max_blocks: int) -> int:
+    """The columns that block tables of ``max_blocks`` are padded to."""
     return max(_LEAST_BLOCKS, 1 << (max_blocks - 1).bit_length())
 
 
 class StaticInput:
     """A ``ModelInput`` of one size at fixed addresses; what changes from step to step crosses in one copy."""
 
-    def __init__(self, key: GraphKey, spare: Spare, device: torch.device, recorder: Recorder) -> None:
+    def __init__(self, key: GraphKey, spare: Spare, device: torch.device, buffers: Buffers) -> None:
         n = key.num_seqs
         fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "token_ids": (torch.int64, (n,)),
@@ -128,8 +133,8 @@ class StaticInput:
             "positions": (torch.int32, (n,)),
             "conv_slots": (torch.int32, (n,)),
         }
-        self.recorder = recorder
-        self.source, self.host = _carve(fields, recorder.buffer)
+        self.buffers = buffers
+        self.source, self.host = _carve(fields, buffers.buffer)
         self.target, views = _carve(fields, lambda size: torch.zeros(size, dtype=torch.uint8, device=device))
         rows = torch.arange(n + 1, dtype=torch.int32, device=device)
         each_one = torch.stack((rows[:-1], rows[:-1], torch.ones_like(rows[:-1])), dim=1)
@@ -141,7 +146,7 @@ class StaticInput:
     def fill(self, inputs: ModelInput | None) -> None:
         """Take over a step's CPU tensors; the rows left over, or all for None, work on the spare state."""
         count, width = (0, 0) if inputs is None else inputs.block_tables.shape
-        self.recorder.wait()
+        self.buffers.wait()
         for name, rest in (("token_ids", 0), ("positions", 0), ("conv_slots", self.spare.slot)):
             self.host[name][count:] = rest
         self.host["slot_mapping"][count:] = self.spare.block * self.spare.block_size
@@ -151,7 +156,7 @@ class StaticInput:
             for name in ("token_ids", "positions", "conv_slots", "slot_mapping"):
                 self.host[name][:count] = getattr(inputs, name)
             self.host["block_tables"][:count, :width] = inputs.block_tables
-        self.recorder.upload(self.source, self.target)
+        self.buffers.upload(self.source, self.target)
 
 
 def _carve(
@@ -166,6 +171,12 @@ def _carve(
     memory = allocate(end)
     views = {name: memory[slice(*spans[name])].view(dtype).view(shape) for name, (dtype, shape) in fields.items()}
     return memory, views
+
+
+def is_decode(inputs: ModelInput) -> bool:
+    """Whether every sequence has one token in a step, and its logits are wanted in order."""
+    n = inputs.num_seqs
+    return inputs.num_tokens == n and torch.equal(inputs.logits_indices, torch.arange(n))
 
 
 def can_record(model: Lfm2Model) -> bool:
@@ -190,8 +201,7 @@ class DecodeGraphs:
     @staticmethod
     def takes(inputs: ModelInput) -> bool:
         """Whether every sequence has one token in this step, and its logits are wanted in order."""
-        n = inputs.num_seqs
-        return inputs.num_tokens == n and torch.equal(inputs.logits_indices, torch.arange(n))
+        return is_decode(inputs)
 
     @torch.inference_mode()
     def run(self, inputs: ModelInput, feed: Feed | None = None) -> Tensor:
@@ -200,7 +210,7 @@ class DecodeGraphs:
         ``feed`` puts in the tokens that only the device knows.
         """
         num_blocks = inputs.block_tables.shape[1]
-        key = GraphKey(bucket(inputs.num_seqs, self.spare.slot), _width(num_blocks), self.model.dtype)
+        key = GraphKey(bucket(inputs.num_seqs, self.spare.slot), table_width(num_blocks), self.model.dtype)
         if key not in self._recorded:
             self._recorded[key] = self._record(key)
         static, replay = self._recorded[key]

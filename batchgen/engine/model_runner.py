@@ -7,6 +7,7 @@ from torch import Tensor
 from batchgen.engine.batch import Feed, build_input
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, Spare, can_record
+from batchgen.engine.replay import StepReplays
 from batchgen.engine.schedule import Schedule
 from batchgen.model.cache import allocate
 from batchgen.model.lfm2 import Lfm2Model
@@ -27,10 +28,12 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
         )
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: DecodeGraphs | StepReplays | None = None
         if num_spare:
             spare = Spare(config.num_blocks, config.max_num_seqs, config.block_size)
             self.graphs = DecodeGraphs(model, self.state, spare, CudaRecorder(model.device), config.max_model_len)
+        elif (recorder := model.kernels.recorder()) is not None:
+            self.graphs = StepReplays(model, self.state, recorder, config.block_size)
 
     def run(self, schedule: Schedule, feed: Feed | None = None) -> Tensor:
         """Logits [rows, vocab_size]: a row for each of ``schedule.completing``, then one a token of ``.scored``.

@@ -7,6 +7,7 @@ The model calls a ``Kernels`` and never asks which. A back end for another devic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
@@ -36,6 +37,17 @@ class GatedLinear(Protocol):
         ...
 
 
+class Recorder(Protocol):
+    """Records what kernels do, for work in which only the contents of memory change from one time to the next."""
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+        """The result of ``work``, which is run once, and a way to repeat it on the same memory.
+
+        All that ``work`` computes must be computed by kernels. A result is valid until the next of any recording.
+        """
+        ...
+
+
 class Kernels(Protocol):
     """What a back end offers. All tensors are contiguous; results are new tensors unless said otherwise."""
 
@@ -47,6 +59,14 @@ class Kernels(Protocol):
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
         """Lay two weights of one shape out for this device; the originals may be dropped."""
+        ...
+
+    def recorder(self) -> Recorder | None:
+        """What runs recorded work again without launching it piece by piece; None where that brings nothing."""
+        ...
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """``x[rows]`` for int64 indices [num_rows], which are not checked."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

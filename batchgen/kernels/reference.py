@@ -49,6 +49,13 @@ class ReferenceKernels:
         """See ``Kernels.gated_linear``."""
         return TwoStepGatedLinear(self, gate, up)
 
+    def recorder(self) -> None:
+        """See ``Kernels.recorder``."""
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """See ``Kernels.take_rows``."""
+        return x.index_select(0, rows)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Kernels.rms_norm``."""
         wide = x.float()

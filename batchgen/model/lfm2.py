@@ -171,19 +171,19 @@ class Lfm2Model:
         """
         rotary = self.rotary.upto(max_position + 1)
         kv, conv = iter(state.kv), iter(state.conv)
-        h = self.embedding.index_select(0, inputs.token_ids)
+        h = self.kernels.take_rows(self.embedding, inputs.token_ids)
         for layer in self.layers:
             x = self.kernels.rms_norm(h, layer.operator_norm, layer.eps)
             if isinstance(layer.mixer, Attention):
                 cache = next(kv)
                 q = layer.mixer.queries(x, cache, inputs, rotary)
                 if layer is self.last_attention and inputs.tail is not None:
-                    q, h = (part.index_select(0, inputs.tail.rows) for part in (q, h))
+                    q, h = (self.kernels.take_rows(part, inputs.tail.rows) for part in (q, h))
                     inputs = inputs.tail.inputs
                 h = layer.mixer.attend(q, h, cache, inputs)
             else:
                 h = layer.mixer(x, h, next(conv), inputs)
             if layer is self.layers[-1]:
-                h = h.index_select(0, inputs.logits_indices)
+                h = self.kernels.take_rows(h, inputs.logits_indices)
             h = layer.feed(h)
         return self.lm_head(self.kernels.rms_norm(h, self.final_norm, self.config.norm_eps))

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from batchgen.kernels import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
 from batchgen.kernels.cpu import attention as attention_kernel
-from batchgen.kernels.cpu import mixers, rows, sampling
+from batchgen.kernels.cpu import mixers, sampling
+from batchgen.kernels.cpu import rows as row_kernels
 from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
 from batchgen.kernels.cpu.matmul import PanelGatedLinear, PanelLinear, can_multiply
-from batchgen.kernels.cpu.parallel import address, scratch
+from batchgen.kernels.cpu.parallel import address, openmp, scratch
+from batchgen.kernels.cpu.recording import Recorder, empty
 from batchgen.model.cache import ConvState, KVCache
 from batchgen.model.inputs import QUERY_BLOCK, ModelInput
 
@@ -33,10 +35,19 @@ class CpuKernels:
 
     name = "cpu"
 
+    def __init__(self) -> None:
+        self._has_others = False  # linears that are not launched here, which no recording would hold
+
+    def recorder(self) -> Recorder | None:
+        """See ``Kernels.recorder``."""
+        found = openmp()
+        return None if self._has_others or found is None else Recorder(found[0])
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See ``Kernels.linear``."""
         if can_multiply(weight):
             return PanelLinear(weight, bias)
+        self._has_others = True
         if _can_pack(weight.dtype):
             return PackedLinear(weight, bias)
         return PlainLinear(weight, bias)
@@ -45,26 +56,35 @@ class CpuKernels:
         """See ``Kernels.gated_linear``."""
         return PanelGatedLinear(gate, up) if can_multiply(gate) else TwoStepGatedLinear(self, gate, up)
 
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """See ``Kernels.take_rows``."""
+        out = empty((len(rows), *x.shape[1:]), x.dtype)
+        width = x.shape[1:].numel()
+        row_kernels.take_rows.launch(x.dtype, len(rows), address(x), address(rows), address(out), width)
+        return out
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See ``Kernels.rms_norm``."""
-        out = torch.empty_like(x)
         num_rows, width = x.shape
-        items = -(-num_rows // rows.ROWS_PER_ITEM)
-        rows.rms_norm.launch(x.dtype, items, address(x), address(weight), address(out), num_rows, width, _bits(eps))
+        out = empty(x.shape, x.dtype)
+        items = -(-num_rows // row_kernels.ROWS_PER_ITEM)
+        row_kernels.rms_norm.launch(
+            x.dtype, items, address(x), address(weight), address(out), num_rows, width, _bits(eps)
+        )
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """See ``Kernels.swiglu``."""
         num_rows, width = len(gate_up), gate_up.shape[1] // 2
-        out = gate_up.new_empty(num_rows, width)
-        items = -(-num_rows // rows.ROWS_PER_ITEM)
-        rows.swiglu.launch(gate_up.dtype, items, address(gate_up), address(out), num_rows, width)
+        out = empty((num_rows, width), gate_up.dtype)
+        items = -(-num_rows // row_kernels.ROWS_PER_ITEM)
+        row_kernels.swiglu.launch(gate_up.dtype, items, address(gate_up), address(out), num_rows, width)
         return out
 
     def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
         """See ``Kernels.rope_and_cache``."""
         num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, norms.q_weight.numel()
-        q = torch.empty(len(qkv), norms.num_heads, width, dtype=torch.float32)
+        q = empty((len(qkv), norms.num_heads, width), torch.float32)
         arguments = (
             *map(address, (qkv, norms.q_weight, norms.k_weight, rotary[0], rotary[1])),
             *map(address, (inputs.positions, inputs.slot_mapping, q, cache.keys, cache.values)),
@@ -79,7 +99,7 @@ class CpuKernels:
         """See ``Kernels.attention``."""
         num_tokens, num_heads, width = q.shape
         num_kv_heads = cache.keys.shape[1]
-        out = torch.empty(num_tokens, num_heads * head_dim, dtype=cache.keys.dtype)
+        out = empty((num_tokens, num_heads * head_dim), cache.keys.dtype)
         most_rows = -(-QUERY_BLOCK * (num_heads // num_kv_heads) // 8) * 8
         floats = attention_kernel.scratch_floats.py_func(width, most_rows)
         arguments = (
@@ -96,7 +116,7 @@ class CpuKernels:
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """See ``Kernels.short_conv``."""
         taps, width = weight.shape
-        out = bcx.new_empty(len(bcx), width)
+        out = empty((len(bcx), width), bcx.dtype)
         arguments = (
             *map(address, (bcx, weight, bias, state.slots, inputs.cu_seqlens, inputs.conv_slots)),
             *map(address, (inputs.positions, out)),
@@ -110,7 +130,7 @@ class CpuKernels:
     def argmax(self, logits: Tensor) -> Tensor:
         """See ``Kernels.argmax``."""
         out = torch.empty(len(logits), dtype=torch.int64)
-        rows.argmax.launch(logits.dtype, len(logits), address(logits), address(out), logits.shape[1])
+        row_kernels.argmax.launch(logits.dtype, len(logits), address(logits), address(out), logits.shape[1])
         return out
 
     def logsumexp(self, logits: Tensor) -> Tensor:

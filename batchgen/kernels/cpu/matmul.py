@@ -19,6 +19,7 @@ from batchgen.kernels import Linear
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.matmul_tiles import ADD, GATE, MAX_ROWS, STORE, STRIPS, TILE_COLUMNS, TO_SUMS, multiply
 from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, address, next_item, scratch, worker_number
+from batchgen.kernels.cpu.recording import empty
 from batchgen.kernels.cpu.rows import silu_mul
 from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import HAS_BF16, LANES
@@ -135,7 +136,7 @@ class _Product:
         rows, inputs = x.shape
         assert inputs == self.inputs, f"x is {tuple(x.shape)}, the weight takes {self.inputs} inputs"
         assert x.dtype is torch.bfloat16, "kernels read bits"
-        out, residual_at = x.new_empty(rows, width), 0
+        out, residual_at = empty((rows, width), torch.bfloat16), 0
         if residual is not None:
             assert residual.shape == out.shape, "a residual is added as it stands"
             assert residual.dtype is torch.bfloat16, "kernels read bits"

@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ _COUNTER, _NUMBERING, NUM_ITEMS, NUM_WORKERS, _NUM_RANGES, _RANGES = range(6)
 ARGS = 6  # index of a kernel's first own argument
 SIGNATURE = types.void(types.CPointer(types.int64))
 
-_LAUNCHING = threading.Lock()  # engines in several threads share the workers and their scratch memory
+LAUNCHING = threading.Lock()  # engines in several threads share the workers and their scratch memory
 
 Launch = Callable[[int, int, int], None]
 
@@ -82,6 +82,30 @@ def scratch(num_floats: int) -> int:
     return found.data_ptr()
 
 
+class _Observer(threading.local):
+    """Whom the calling thread tells of its launches."""
+
+    launched: Callable[[int, array[int], int], None] | None = None
+
+
+_OBSERVER = _Observer()
+
+
+@contextmanager
+def observed(launched: Callable[[int, array[int], int], None]) -> Iterator[None]:
+    """Have every launch of this thread told beforehand: function, words, number of workers."""
+    _OBSERVER.launched = launched
+    try:
+        yield
+    finally:
+        _OBSERVER.launched = None
+
+
+def place_ranges(words: np.ndarray, at: int) -> None:
+    """Make the words of a launch fit the address ``at``, where they are to lie."""
+    words[_RANGES] = at + (len(words) - words[_NUM_RANGES]) * words.itemsize
+
+
 class Kernel:
     """A kernel in its element types, each compiled when first launched and cached on disk."""
 
@@ -113,7 +137,9 @@ class Kernel:
         at, size = words.buffer_info()
         words[_RANGES] = at + (size - ranges) * words.itemsize
         code = self._addresses.get(dtype) or self.compile(dtype).address
-        with _LAUNCHING:
+        if _OBSERVER.launched is not None:
+            _OBSERVER.launched(code, words, workers)
+        with LAUNCHING:
             launch(code, at, workers)
 
 
@@ -151,27 +177,27 @@ def _source_keyed_folder() -> Path:
 @lru_cache(maxsize=1)
 def _launcher() -> tuple[Launch, int]:
     """How to run ``(function, data, threads)``, and the address of the function that numbers the threads, or 0."""
-    return _openmp_launch() or (_python_launch(), 0)
+    found = openmp()
+    if found is None:
+        return _python_launch(), 0
+    start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(found[0])
+    return lambda function, data, threads: start(function, data, threads, 0), found[1]
 
 
-def _openmp_launch() -> tuple[Launch, int] | None:
-    """See ``_launcher``, through torch's OpenMP runtime; None where it lacks libgomp's interface."""
+@lru_cache(maxsize=1)
+def openmp() -> tuple[int, int] | None:
+    """Addresses of ``GOMP_parallel`` and ``omp_get_thread_num`` of torch's OpenMP runtime; None where it has none."""
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
     for name in [*map(str, bundled), None]:
         try:
             library = ctypes.CDLL(name)
-            start, numbering = library.GOMP_parallel, library.omp_get_thread_num
+            found = library.GOMP_parallel, library.omp_get_thread_num
         except (OSError, AttributeError, TypeError):
             continue
-        start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        start.restype = None
-        return partial(_start, start), ctypes.cast(numbering, ctypes.c_void_p).value or 0
+        start, numbering = (ctypes.cast(function, ctypes.c_void_p).value for function in found)
+        if start and numbering:
+            return start, numbering
     return None
-
-
-# A function of its own, not a lambda: it is made in a loop, whose variables it would share.
-def _start(start: Callable[..., None], function: int, data: int, threads: int) -> None:
-    start(function, data, threads, 0)
 
 
 def _python_launch() -> Launch:

@@ -77,6 +77,20 @@ def _rms_norm(words, dtype):
         item = next_item(words, worker)
 
 
+@jit
+def _take_rows(words, dtype):
+    """Arguments: x [rows, width], int64 rows to take, out [taken, width] (addresses), width; one item is a row."""
+    x, out = pointer(words[ARGS], dtype), pointer(words[ARGS + 2], dtype)
+    taken, width = pointer(words[ARGS + 1], np.int64), words[ARGS + 3]
+    worker = worker_number(words)
+    item = next_item(words, worker)
+    while item < words[NUM_ITEMS]:
+        source, target = taken[item] * width, item * width
+        for i in range(width):
+            out[target + i] = x[source + i]
+        item = next_item(words, worker)
+
+
 @inline
 def silu_mul(out, gate, up):
     """gate * sigmoid(gate) * up, as good as the element type of ``out`` can tell."""
@@ -144,6 +158,14 @@ def _argmax(words, dtype):
         row = next_item(words, worker)
 
 
+def _take_rows_bf16(words):
+    _take_rows(words, BF16)
+
+
+def _take_rows_f32(words):
+    _take_rows(words, F32)
+
+
 def _rms_norm_bf16(words):
     _rms_norm(words, BF16)
 
@@ -168,6 +190,7 @@ def _argmax_f32(words):
     _argmax(words, F32)
 
 
+take_rows = Kernel(bf16=_take_rows_bf16, f32=_take_rows_f32)
 rms_norm = Kernel(bf16=_rms_norm_bf16, f32=_rms_norm_f32)
 swiglu = Kernel(bf16=_swiglu_bf16, f32=_swiglu_f32)
 argmax = Kernel(bf16=_argmax_bf16, f32=_argmax_f32)

@@ -107,6 +107,21 @@ def call(_context: Any, code: Any) -> Any:
 
 
 @intrinsic
+def call_with(_context: Any, code: Any, function: Any, data: Any, count: Any) -> Any:
+    """Call a C function ``void f(void *function, void *data, unsigned count, unsigned 0)`` by its address."""
+
+    def generate(context: Any, builder: ir.IRBuilder, _s: Any, arguments: Any) -> ir.Value:
+        address = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [address, address, INT, INT])
+        called = builder.inttoptr(arguments[0], kind.as_pointer())
+        pointers = [builder.inttoptr(argument, address) for argument in arguments[1:3]]
+        builder.call(called, [*pointers, builder.trunc(arguments[3], INT), ir.Constant(INT, 0)])
+        return context.get_dummy_value()
+
+    return types.void(code, function, data, count), generate
+
+
+@intrinsic
 def load(_context: Any, base: Any, index: Any) -> Any:
     """16 consecutive elements from ``base[index]`` on, as float32."""
 
