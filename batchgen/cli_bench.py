@@ -35,7 +35,8 @@ def bench(as_json: bool, repeats: int, **values: Any) -> int:
     """Measure throughput, beside this machine's roofline.
 
     The roofline is measured in the same process: the sustained rate of the model's own linears, and memory
-    bandwidth. Medians over the repeats are told, with their range.
+    bandwidth. Medians over the repeats are told, with their range. On the CPU
+    one more run comes first, which times each kernel.
 
     \b
     Examples:

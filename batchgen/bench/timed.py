@@ -8,19 +8,25 @@ from typing import Any
 
 from torch import Tensor
 
-from batchgen.kernels import GatedLinear, Kernels, Linear
+from batchgen.kernels import GatedLinear, Kernels, Linear, Recorder
 
 
 class TimedKernels:
     """Forwards every operation of ``Kernels`` and adds its wall time to ``seconds``.
 
-    On an asynchronous device this would time launches, so it is for the CPU.
+    On an asynchronous device this would time launches, so it is for the CPU. ``is_timing`` says whether an engine is
+    to run every kernel by itself, so that all are timed; without it, work may be recorded and run again in one piece.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self.name = kernels.name
         self.seconds: dict[str, float] = {}
+        self.is_timing = False
+
+    def recorder(self) -> Recorder | None:
+        """That of the kernels, which passes the timing by."""
+        return None if self.is_timing else self._kernels.recorder()
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """A linear whose calls are timed."""

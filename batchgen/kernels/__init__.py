@@ -41,9 +41,10 @@ class Recorder(Protocol):
     """Records what kernels do, for work in which only the contents of memory change from one time to the next."""
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        """The result of ``work``, which is run once, and a way to repeat it on the same memory.
+        """The result of ``work``, and a way to repeat it on the same memory.
 
-        All that ``work`` computes must be computed by kernels. A result is valid until the next of any recording.
+        All that ``work`` computes must be computed by kernels, and it must not look at what they compute: that is done
+        after it. A result is valid until the next of any recording.
         """
         ...
 

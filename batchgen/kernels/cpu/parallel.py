@@ -82,23 +82,23 @@ def scratch(num_floats: int) -> int:
     return found.data_ptr()
 
 
-class _Observer(threading.local):
-    """Whom the calling thread tells of its launches."""
+class _Recorder(threading.local):
+    """Who takes the calling thread's launches; None where they are run."""
 
-    launched: Callable[[int, array[int], int], None] | None = None
+    take: Callable[[int, array[int], int], None] | None = None
 
 
-_OBSERVER = _Observer()
+_RECORDER = _Recorder()
 
 
 @contextmanager
-def observed(launched: Callable[[int, array[int], int], None]) -> Iterator[None]:
-    """Have every launch of this thread told beforehand: function, words, number of workers."""
-    _OBSERVER.launched = launched
+def recorded(take: Callable[[int, array[int], int], None]) -> Iterator[None]:
+    """Have every launch of this thread told instead of run: function, words, number of workers."""
+    _RECORDER.take = take
     try:
         yield
     finally:
-        _OBSERVER.launched = None
+        _RECORDER.take = None
 
 
 def place_ranges(words: np.ndarray, at: int) -> None:
@@ -137,8 +137,9 @@ class Kernel:
         at, size = words.buffer_info()
         words[_RANGES] = at + (size - ranges) * words.itemsize
         code = self._addresses.get(dtype) or self.compile(dtype).address
-        if _OBSERVER.launched is not None:
-            _OBSERVER.launched(code, words, workers)
+        if _RECORDER.take is not None:
+            _RECORDER.take(code, words, workers)
+            return
         with LAUNCHING:
             launch(code, at, workers)
 

@@ -32,6 +32,7 @@ def _run_all(words: Any) -> None:
         call_with(words[0], words[2 + 3 * i], words[3 + 3 * i], words[4 + 3 * i])
 
 
+_LEAST_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers are to serve them all
 _RUN_ALL = Kernel(bf16=_run_all)
 
 
@@ -47,7 +48,8 @@ class Memory:
         free = [i for i, (buffer, user) in enumerate(self._buffers) if user() is None and len(buffer) >= size]
         if not free:
             free = [len(self._buffers)]
-            self._buffers.append((torch.empty(size, dtype=torch.uint8), lambda: None))
+            capacity = 1 << max(size - 1, _LEAST_BYTES - 1).bit_length()
+            self._buffers.append((torch.empty(capacity, dtype=torch.uint8), lambda: None))
         best = min(free, key=lambda i: len(self._buffers[i][0]))
         buffer = self._buffers[best][0]
         tensor = buffer[:size].view(dtype).view(*shape)
@@ -110,13 +112,14 @@ class Recorder:
         launches: list[tuple[int, array[int], int]] = []
         _RECORDING.memory = self._memory
         try:
-            with parallel.observed(lambda code, words, workers: launches.append((code, words[:], workers))):
+            with parallel.recorded(lambda code, words, workers: launches.append((code, words, workers))):
                 result = work()
         finally:
             _RECORDING.memory = None
         program, shape, dtype = Program(launches, self._start), result.shape, result.dtype
         # Not the result itself: its memory may serve later recordings too, since a replay writes it anew.
         memory = self._memory.holding(result.data_ptr())[: result.nbytes]
+        program.run()
 
         def replay() -> Tensor:
             program.run()

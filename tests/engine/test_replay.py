@@ -1,0 +1,89 @@
+"""Decode steps that are run again from recordings give what steps launched one by one give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny_model import checked_run, engine_for, random_requests, solo, tiny_model, tokens_of
+from torch import Tensor
+
+from batchgen.engine import Engine, replay
+from batchgen.engine.replay import StepReplays
+from batchgen.model.lfm2 import Lfm2Model
+from batchgen.records import Request, SamplingParams
+
+
+@pytest.fixture
+def model() -> Lfm2Model:
+    found = tiny_model(torch.bfloat16, full_attn_idxs=[0, 2])
+    if found.kernels.recorder() is None:
+        pytest.skip("nothing is recorded here: no AVX512-BF16, a matrix unit, or another OpenMP")
+    return found
+
+
+class Counted:
+    """An engine, and how many of its steps came from a recording."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.num_replayed = 0
+        replays = engine.runner.graphs
+        assert isinstance(replays, StepReplays)
+        self.replays = replays
+        record = replays.recorder.record
+
+        def counting(work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+            result, again = record(work)
+
+            def counted() -> Tensor:
+                self.num_replayed += 1
+                return again()
+
+            return result, counted
+
+        replays.recorder.record = counting  # type: ignore[method-assign]
+
+
+def check(model: Lfm2Model, requests: list[Request], **sizes: int) -> Counted:
+    """Tokens with recordings are those without; there must have been replays."""
+    counted = Counted(engine_for(model, **sizes))
+    plain = engine_for(model, **sizes)
+    plain.runner.graphs = None
+    found = tokens_of(checked_run(counted.engine, requests))
+    assert found == tokens_of(plain.run(requests))
+    assert counted.num_replayed > 0
+    return counted
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(ignore_eos=True), SamplingParams(temperature=1.0, seed=3, ignore_eos=True)]
+)
+def test_tokens_are_those_of_steps_launched_one_by_one(model: Lfm2Model, params: SamplingParams) -> None:
+    requests = random_requests(14, seed=4, output=(1, 40), params=params)
+    counted = check(model, requests, num_blocks=60, block_size=8, max_num_seqs=5, max_num_batched_tokens=24)
+    assert tokens_of(counted.engine.run([])) == {}
+    assert len(counted.replays._recorded) > 1, "of several numbers of sequences"
+    assert solo(model, requests) == tokens_of(engine_for(model, num_blocks=60, block_size=8).run(requests))
+
+
+def test_a_longer_rotary_table_makes_recordings_anew(model: Lfm2Model) -> None:
+    long = Request(0, tuple(range(8, 100)) * 11, SamplingParams(max_tokens=40, ignore_eos=True))
+    assert len(long.prompt_token_ids) < 1024 < len(long.prompt_token_ids) + 40, "the first table has 1,024 positions"
+    counted = check(model, [long], num_blocks=40, block_size=32, max_num_seqs=2, max_num_batched_tokens=512)
+    assert len(counted.replays._recorded) == 1
+    assert counted.replays._rotary is model.rotary.table
+
+
+def test_only_so_many_recordings_are_kept(model: Lfm2Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_MOST_RECORDED", 2)
+    requests = random_requests(8, seed=5, prompt=(4, 4), output=(1, 60))
+    counted = check(model, requests, num_blocks=80, block_size=8, max_num_seqs=8, max_num_batched_tokens=40)
+    assert len(counted.replays._recorded) == 2
+
+
+def test_a_single_step_of_its_size_is_not_recorded(model: Lfm2Model) -> None:
+    counted = Counted(engine_for(model, num_blocks=20, block_size=8, max_num_seqs=2))
+    tokens_of(counted.engine.run([Request(0, (9, 10, 11), SamplingParams(max_tokens=2, ignore_eos=True))]))
+    assert not counted.replays._recorded
