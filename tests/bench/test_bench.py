@@ -73,7 +73,8 @@ def test_bench_prints_one_object_with_figures_and_roofline(
     assert {"wall_s", "output_tokens_per_s", "total_tokens_per_s", "roofline_share"} <= found.keys()
     assert found["roofline_flops_per_s"] > 0
     assert found["memory_bytes_per_s"] > 0
-    assert sum(found["split_s"].values()) == pytest.approx(found["wall_s"], rel=0.5)
+    assert found["split_s"].keys() >= {"linear", "attention", "short_conv", "host"}
+    assert min(found["split_s"].values()) > 0
     assert found["engine"].keys() >= {"max_num_batched_tokens", "max_num_seqs", "block_size", "kv_bytes"}
     assert found["peak_memory_bytes"] > 0
 

@@ -64,7 +64,6 @@ def test_tokens_are_those_of_steps_launched_one_by_one(model: Lfm2Model, params:
     requests = random_requests(14, seed=4, output=(1, 40), params=params)
     counted = check(model, requests, num_blocks=60, block_size=8, max_num_seqs=5, max_num_batched_tokens=24)
     assert tokens_of(counted.engine.run([])) == {}
-    assert len(counted.replays._recorded) > 1, "of several numbers of sequences"
     assert solo(model, requests) == tokens_of(engine_for(model, num_blocks=60, block_size=8).run(requests))
 
 
