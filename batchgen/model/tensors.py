@@ -35,13 +35,16 @@ class TensorSource(Protocol):
 
 
 class Checkpoint:
-    """The tensors of a checkpoint folder, memory-mapped: what is never touched is never read."""
+    """The tensors of a checkpoint folder, memory-mapped: what is never touched is never read.
+
+    Each is mapped by itself, so that its pages are let go of with it: weights are laid out anew for most devices, and
+    a mapping of the whole file would keep both copies in memory until the last.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.folder = folder
         self.dtype = dtype
         self.device = device
-        self._files: dict[str, Any] = {}
         self._where = self._locate()
         self._taken: set[str] = set()
 
@@ -73,13 +76,11 @@ class Checkpoint:
         return names
 
     def _open(self, file: str) -> Any:
-        if file not in self._files:
-            path = self.folder / file
-            try:
-                self._files[file] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"{path}: cannot be read as safetensors ({error}); download it again") from None
-        return self._files[file]
+        path = self.folder / file
+        try:
+            return safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path}: cannot be read as safetensors ({error}); download it again") from None
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """See ``TensorSource.take``.
@@ -108,7 +109,6 @@ class Checkpoint:
         left = sorted(set(self._where) - self._taken - {"lm_head.weight"})
         if left:
             raise ModelError(f"{self.folder}: unknown tensor {left[0]!r} ({len(left)} the model has no place for)")
-        self._files.clear()
 
 
 class RandomTensors:
