@@ -76,7 +76,7 @@ class Costs:
     flops_per_attended: int
     bytes_per_step: int
     bytes_per_kv_read: int
-    flops_per_kv_read: int = 0  # reports made when the last layers were computed for every token know none
+    flops_per_kv_read: int = 0  # like "num_logits", not known to older reports
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int) -> Costs:
@@ -97,7 +97,7 @@ class Costs:
         tokens = counts["num_prefill_tokens"] + counts["num_decode_tokens"]
         flops = (
             self.flops_per_token * tokens
-            + self.flops_per_logits * counts["num_logits"]
+            + self.flops_per_logits * counts.get("num_logits", counts["num_output_tokens"])
             + self.flops_per_attended * counts["num_attended"]
             + self.flops_per_kv_read * counts["num_kv_read"]
         )
@@ -123,7 +123,7 @@ def roofline_section(
 
     ``known`` is from ``describe_costs``, or the section of an earlier report.
     """
-    if known is None or "num_logits" not in engine:
+    if known is None or "num_attended" not in engine:
         return None
     work = Costs(**known["costs"]).work(engine)
     section = {**known, "flops": work.flops, "bytes": work.num_bytes}

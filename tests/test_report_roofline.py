@@ -27,8 +27,8 @@ MEASURED = Measured(Ceilings(1e12, 1e10), "measured by hand", "2026-01-01T00:00:
 
 
 def counts(**more: int) -> dict[str, Any]:
-    names = ("num_steps", "num_prefill_tokens", "num_decode_tokens", "num_logits", "num_attended", "num_kv_read")
-    return dict.fromkeys(names, 0) | more
+    names = ("num_steps", "num_prefill_tokens", "num_decode_tokens", "num_output_tokens", "num_logits", "num_attended")
+    return dict.fromkeys((*names, "num_kv_read"), 0) | more
 
 
 def test_flop_of_the_published_350m_shape_are_those_of_its_description() -> None:
@@ -48,6 +48,14 @@ def test_attended_positions_and_read_kv_are_counted_from_the_steps() -> None:
     work = Costs.of(CONFIG, itemsize=2).work(counts(num_attended=1000, num_kv_read=100))
     assert work.flops == 4 * 16 * 64 * (5 * 1000 + 100)  # in the last of 6 layers one token of a sequence attends
     assert work.num_bytes == 12 * 1024 * 100  # 12 KiB a token
+
+
+def test_counts_of_older_reports_are_still_understood() -> None:
+    known = describe_costs(Costs.of(CONFIG, itemsize=2), MEASURED)
+    del known["costs"]["flops_per_kv_read"]
+    old = counts(num_decode_tokens=10, num_output_tokens=10, num_kv_read=50)
+    del old["num_logits"]
+    assert roofline_section(known, old, 1.0)["flops"] == pytest.approx(2 * (287.4e6 + 67.1e6) * 10, rel=1e-3)
 
 
 def test_a_model_without_attention_computes_every_token_to_the_end() -> None:

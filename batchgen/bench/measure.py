@@ -124,8 +124,10 @@ def _timed_run(
     """Seconds by kind of work; "host" is what no kernel took."""
     timed.seconds.clear()
     timed.is_timing = True
-    wall_s, _ = _run(model, config, requests)
-    timed.is_timing = False
+    try:
+        wall_s, _ = _run(model, config, requests)
+    finally:
+        timed.is_timing = False
     split_s = dict(timed.seconds)
     return split_s | {"host": wall_s - sum(split_s.values())}
 

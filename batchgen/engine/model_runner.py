@@ -6,9 +6,10 @@ from torch import Tensor
 
 from batchgen.engine.batch import Feed, build_input
 from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, Spare, can_record
+from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, can_record
 from batchgen.engine.replay import StepReplays
 from batchgen.engine.schedule import Schedule
+from batchgen.engine.static_input import Spare
 from batchgen.model.cache import allocate
 from batchgen.model.lfm2 import Lfm2Model
 

@@ -1,7 +1,8 @@
 """Steps in which every sequence has one token, run from recordings on back ends whose launches cost the host time.
 
-A recording is made when two such steps in a row have as many sequences: with it, the same work is done on the same
-tensors each time, and only what they hold changes. (Graphs of CUDA need more care, and have their own module.)
+A recording is made when two steps in a row that could be recorded have as many sequences: with it, the same work is
+done on the same tensors each time, and only what they hold changes. (Graphs of CUDA need more care, and have their own
+module.)
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.batch import Feed
-from batchgen.engine.graphs import GraphKey, Spare, StaticInput, is_decode, table_width
+from batchgen.engine.static_input import GraphKey, Spare, StaticInput, is_decode, table_width
 from batchgen.kernels import Recorder
 from batchgen.model.cache import StateCache
 from batchgen.model.inputs import ModelInput
@@ -22,7 +23,7 @@ _MOST_RECORDED = 64  # each holds some copies of its block tables
 
 
 class _HostBuffers:
-    """Where a step's inputs lie; see ``graphs.Buffers``. The device is the host, and nothing is under way."""
+    """Where a step's inputs lie; see ``Buffers``. The device is the host, and nothing is under way."""
 
     @staticmethod
     def buffer(num_bytes: int) -> Tensor:
@@ -46,8 +47,8 @@ class StepReplays:
         self.recorder = recorder
         self._nobody = Spare(0, 0, block_size)  # recordings have no rows to spare
         self._rotary: Tensor | None = None  # the table that recordings hold the address of
-        self._newest: GraphKey | None = None  # of the steps that were not recorded
-        self._recorded: dict[GraphKey, tuple[StaticInput, Callable[[], Tensor]]] = {}
+        self._newest: tuple[GraphKey, int] | None = None  # of the steps that were not recorded
+        self._recorded: dict[tuple[GraphKey, int], tuple[StaticInput, Callable[[], Tensor]]] = {}
 
     @staticmethod
     def takes(inputs: ModelInput) -> bool:
@@ -63,7 +64,8 @@ class StepReplays:
         if table is not self._rotary:
             self._recorded.clear()
             self._rotary = table
-        key = GraphKey(inputs.num_seqs, table_width(inputs.block_tables.shape[1]), self.model.dtype)
+        size = GraphKey(inputs.num_seqs, table_width(inputs.block_tables.shape[1]), self.model.dtype)
+        key = size, torch.get_num_threads()
         if key in self._recorded:
             static, replay = self._recorded[key]
             static.fill(inputs)
@@ -73,7 +75,7 @@ class StepReplays:
             return self.model.forward(inputs, self.state, last)
         if len(self._recorded) == _MOST_RECORDED:
             del self._recorded[next(iter(self._recorded))]
-        static = StaticInput(key, self._nobody, self.model.device, _HostBuffers())
+        static = StaticInput(size, self._nobody, self.model.device, _HostBuffers())
         static.fill(inputs)
         logits, replay = self.recorder.record(lambda: self.model.forward(static.inputs, self.state, last))
         self._recorded[key] = static, replay

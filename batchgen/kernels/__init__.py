@@ -50,7 +50,10 @@ class Recorder(Protocol):
 
 
 class Kernels(Protocol):
-    """What a back end offers. All tensors are contiguous; results are new tensors unless said otherwise."""
+    """What a back end offers. All tensors are contiguous; results are new tensors unless said otherwise.
+
+    While a ``Recorder`` records, results are there only afterwards.
+    """
 
     name: str
 
@@ -63,7 +66,7 @@ class Kernels(Protocol):
         ...
 
     def recorder(self) -> Recorder | None:
-        """What runs recorded work again without launching it piece by piece; None where that brings nothing."""
+        """What runs recorded work again without launching it piece by piece; None where it brings nothing or cannot."""
         ...
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class ShortConv:
 
         def projection(name: str, out_features: int) -> Linear:
             weight = source.take(f"{prefix}.{name}.weight", (out_features, width))
-            bias = source.take(f"{prefix}.{name}.bias", (out_features,)) if config.conv_bias else None
+            bias = source.take(f"{prefix}.{name}.bias", (out_features,)).clone() if config.conv_bias else None
             return kernels.linear(weight, bias)
 
         self.kernels = kernels
@@ -51,7 +51,7 @@ class ShortConv:
         weight = source.take(f"{prefix}.conv.weight", (width, 1, taps))
         self.weight = weight.squeeze(1).T.float().contiguous()
         bias = source.take(f"{prefix}.conv.bias", (width,)) if config.conv_bias else torch.zeros(width)
-        self.bias = bias.float().to(weight.device)
+        self.bias = bias.float().to(weight.device).clone()
 
     def __call__(self, x: Tensor, residual: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """X and residual [num_tokens, hidden_size]; ``state`` is updated."""

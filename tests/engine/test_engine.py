@@ -254,6 +254,15 @@ def test_what_is_counted_adds_up() -> None:
     assert stats.num_attended == sum(n * (n + 1) // 2 for n in lengths)
 
 
+def test_logits_of_scored_tokens_are_counted_too() -> None:
+    request = Request(0, (9, 10, 11, 12, 13), SamplingParams(max_tokens=3, prompt_logprobs=0, ignore_eos=True))
+    engine = engine_for(MODEL, num_blocks=20, block_size=4)
+    list(engine.run([request]))
+    assert engine.stats.num_logits == 3 + 4, (
+        "those that chose a token, and those before each prompt token but the first"
+    )
+
+
 BAD = 100  # a token whose embedding is not finite
 
 

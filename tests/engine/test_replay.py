@@ -86,3 +86,18 @@ def test_a_single_step_of_its_size_is_not_recorded(model: Lfm2Model) -> None:
     counted = Counted(engine_for(model, num_blocks=20, block_size=8, max_num_seqs=2))
     tokens_of(counted.engine.run([Request(0, (9, 10, 11), SamplingParams(max_tokens=2, ignore_eos=True))]))
     assert not counted.replays._recorded
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_another_number_of_threads_makes_recordings_anew(model: Lfm2Model) -> None:
+    request = Request(0, (9, 10, 11), SamplingParams(max_tokens=30, ignore_eos=True))
+    expected = solo(model, [request])
+    counted = Counted(engine_for(model, num_blocks=20, block_size=8, max_num_seqs=2))
+    counted.engine.submit(request)
+    found = []
+    for threads in (1, 2, 1):
+        torch.set_num_threads(threads)
+        for _ in range(10):
+            found += counted.engine.step()
+    assert tokens_of(found) == expected
+    assert len(counted.replays._recorded) == 2

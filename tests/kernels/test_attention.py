@@ -19,7 +19,7 @@ from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.model.cache import LANES, KVCache
 from batchgen.model.inputs import ModelInput
 
-BLOCK_SIZES = [1, 3, 16, 24, 32, 256, 300]
+BLOCK_SIZES = [1, 3, 16, 24, 32, 64, 96, 300]
 DTYPES = [torch.float32, torch.bfloat16]
 # (num_heads, num_kv_heads, head_dim)
 HEADS = [(3, 3, 16), (5, 5, 8), (4, 2, 64), (6, 2, 24), (4, 1, 40), (12, 1, 16), (1, 1, 128)]

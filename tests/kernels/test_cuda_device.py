@@ -10,7 +10,8 @@ from tiny_model import CPU, STD, engine_for, ragged_input, random_requests, rand
 from torch import Tensor
 from triton_device import DEVICE, HAS_GPU, CudaKernels
 
-from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, Spare, bucket
+from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, bucket
+from batchgen.engine.static_input import Spare
 from batchgen.kernels import Kernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.cache import StateCache

@@ -197,7 +197,10 @@ def score_chunks(rows, q, width, keys, starts, stride, out, to, ahead):
 
 @simd.jit
 def score(rows, count, q, width, keys, at, pack, stride, out, to, ahead):
-    """Scores of ``rows`` queries against ``count`` positions of a block, and up to 31 more that the caller masks."""
+    """Scores of ``rows`` queries against ``count`` positions of a block, and up to 31 more that the caller masks.
+
+    ``ahead`` is the address of what is prefetched meanwhile.
+    """
     j, near = 0, (ahead,)
     while j < count:
         start, wide = (at + j * pack,), count - j > LANES

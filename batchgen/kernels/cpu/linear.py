@@ -46,7 +46,7 @@ class PlainLinear:
     """See ``Linear``."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
+        self.weight = weight.clone()  # the original may be a view of a mapped file, and would hold on to all of it
         self.bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -64,11 +64,12 @@ def _tile_intrinsic(rows):
             row = [builder.gep(x_, [builder.add(x_index_, builder.mul(x_stride_, number(r)))]) for r in range(rows)]
             strip = [builder.gep(weight_, [builder.mul(strip_size_, number(v))]) for v in range(STRIPS)]
             with cgutils.for_range(builder, pairs_) as loop:
-                place = builder.add(ahead_, builder.mul(loop.index, step_))
-                lines = [builder.add(place, number(line * CACHE_LINE)) for line in range(4)]
                 if rows <= 2:
                     lead = builder.add(builder.mul(loop.index, number(CACHE_LINE)), number(_LEAD))
                     lines = [builder.add(builder.ptrtoint(start, pairs_.type), lead) for start in strip]
+                else:
+                    place = builder.add(ahead_, builder.mul(loop.index, step_))
+                    lines = [builder.add(place, number(line * CACHE_LINE)) for line in range(4)]
                 for line in lines:
                     emit_prefetch(builder, line, closeness=2)
                 at = builder.mul(loop.index, number(2 * LANES))

@@ -82,23 +82,26 @@ def scratch(num_floats: int) -> int:
     return found.data_ptr()
 
 
-class _Recorder(threading.local):
-    """Who takes the calling thread's launches; None where they are run."""
+class _Diversion(threading.local):
+    """Who takes the calling thread's launches; None where they are run.
+
+    A thread's own, not an argument: between who records and a launch lies the model, which knows of neither.
+    """
 
     take: Callable[[int, array[int], int], None] | None = None
 
 
-_RECORDER = _Recorder()
+_DIVERSION = _Diversion()
 
 
 @contextmanager
-def recorded(take: Callable[[int, array[int], int], None]) -> Iterator[None]:
-    """Have every launch of this thread told instead of run: function, words, number of workers."""
-    _RECORDER.take = take
+def diverted(take: Callable[[int, array[int], int], None]) -> Iterator[None]:
+    """Hand over every launch of this thread instead of running it: function, words, number of workers."""
+    _DIVERSION.take = take
     try:
         yield
     finally:
-        _RECORDER.take = None
+        _DIVERSION.take = None
 
 
 def place_ranges(words: np.ndarray, at: int) -> None:
@@ -123,7 +126,7 @@ class Kernel:
         return self._compiled[dtype]
 
     def launch(self, dtype: torch.dtype, num_items: int, *arguments: int, num_ranges: int | None = None) -> None:
-        """Run all items, on torch's number of threads; returns when the last is done.
+        """Run all items, on torch's number of threads; returns when the last is done (or ``diverted`` has them).
 
         Items are cut into as many ranges as there are workers, or ``num_ranges``. A step launches a hundred times,
         with the interpreter out of all caches: every line here counts.
@@ -137,8 +140,8 @@ class Kernel:
         at, size = words.buffer_info()
         words[_RANGES] = at + (size - ranges) * words.itemsize
         code = self._addresses.get(dtype) or self.compile(dtype).address
-        if _RECORDER.take is not None:
-            _RECORDER.take(code, words, workers)
+        if _DIVERSION.take is not None:
+            _DIVERSION.take(code, words, workers)
             return
         with LAUNCHING:
             launch(code, at, workers)

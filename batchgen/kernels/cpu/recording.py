@@ -62,7 +62,10 @@ class Memory:
 
 
 class _Recording(threading.local):
-    """What the calling thread is recording; None where it is not."""
+    """Where the results of the calling thread's kernels go while it records; None while it does not.
+
+    A thread's own, not an argument, for the reason of ``parallel.diverted``.
+    """
 
     memory: Memory | None = None
 
@@ -112,7 +115,7 @@ class Recorder:
         launches: list[tuple[int, array[int], int]] = []
         _RECORDING.memory = self._memory
         try:
-            with parallel.recorded(lambda code, words, workers: launches.append((code, words, workers))):
+            with parallel.diverted(lambda code, words, workers: launches.append((code, words, workers))):
                 result = work()
         finally:
             _RECORDING.memory = None
