@@ -18,8 +18,8 @@ from batchgen.kernels.cpu import mixers, sampling
 from batchgen.kernels.cpu import rows as row_kernels
 from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
 from batchgen.kernels.cpu.matmul import PanelGatedLinear, PanelLinear, can_multiply
-from batchgen.kernels.cpu.parallel import address, openmp, scratch
-from batchgen.kernels.cpu.recording import Recorder, empty
+from batchgen.kernels.cpu.parallel import address, empty, openmp, scratch
+from batchgen.kernels.cpu.recording import Recorder
 from batchgen.model.cache import ConvState, KVCache
 from batchgen.model.inputs import QUERY_BLOCK, ModelInput
 

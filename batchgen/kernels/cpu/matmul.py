@@ -18,8 +18,7 @@ from torch.nn import functional
 from batchgen.kernels import Linear
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.matmul_tiles import ADD, GATE, MAX_ROWS, STORE, STRIPS, TILE_COLUMNS, TO_SUMS, multiply
-from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, address, next_item, scratch, worker_number
-from batchgen.kernels.cpu.recording import empty
+from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, address, empty, next_item, scratch, worker_number
 from batchgen.kernels.cpu.rows import silu_mul
 from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import HAS_BF16, LANES

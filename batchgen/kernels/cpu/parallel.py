@@ -19,7 +19,7 @@ import hashlib
 import os
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -82,26 +82,37 @@ def scratch(num_floats: int) -> int:
     return found.data_ptr()
 
 
+Take = Callable[[int, "array[int]", int], None]  # function, words, number of workers
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+
+
 class _Diversion(threading.local):
-    """Who takes the calling thread's launches; None where they are run.
+    """Who takes the calling thread's launches, and gives memory for their results; None where they are run.
 
     A thread's own, not an argument: between who records and a launch lies the model, which knows of neither.
     """
 
-    take: Callable[[int, array[int], int], None] | None = None
+    take: Take | None = None
+    allocate: Allocate | None = None
 
 
 _DIVERSION = _Diversion()
 
 
 @contextmanager
-def diverted(take: Callable[[int, array[int], int], None]) -> Iterator[None]:
-    """Hand over every launch of this thread instead of running it: function, words, number of workers."""
-    _DIVERSION.take = take
+def diverted(take: Take, allocate: Allocate) -> Iterator[None]:
+    """Hand over every launch of this thread instead of running it; results lie where ``allocate`` says."""
+    _DIVERSION.take, _DIVERSION.allocate = take, allocate
     try:
         yield
     finally:
-        _DIVERSION.take = None
+        _DIVERSION.take = _DIVERSION.allocate = None
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for a kernel's result."""
+    allocate = _DIVERSION.allocate
+    return torch.empty(shape, dtype=dtype) if allocate is None else allocate(shape, dtype)
 
 
 def place_ranges(words: np.ndarray, at: int) -> None:

@@ -11,7 +11,6 @@ later one at once, as Python's references tell while recording; replays then do 
 from __future__ import annotations
 
 import ctypes
-import threading
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
@@ -21,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.cpu import parallel
-from batchgen.kernels.cpu.parallel import LAUNCHING, Kernel
+from batchgen.kernels.cpu.parallel import LAUNCHING, Kernel, diverted, place_ranges
 from batchgen.kernels.cpu.simd import call_with
 
 
@@ -61,24 +59,6 @@ class Memory:
         return next(buffer for buffer, _ in self._buffers if buffer.data_ptr() == at)
 
 
-class _Recording(threading.local):
-    """Where the results of the calling thread's kernels go while it records; None while it does not.
-
-    A thread's own, not an argument, for the reason of ``parallel.diverted``.
-    """
-
-    memory: Memory | None = None
-
-
-_RECORDING = _Recording()
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory for a kernel's result; see ``Memory.empty``."""
-    memory = _RECORDING.memory
-    return torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
-
-
 class Program:
     """Launches that can be repeated: everything but the contents of memory stays as it was."""
 
@@ -89,7 +69,7 @@ class Program:
         table, at = [start, len(launches)], 0
         for code, words, workers in launches:
             address = self._words.ctypes.data + at * words.itemsize
-            parallel.place_ranges(self._fresh[at : at + len(words)], address)
+            place_ranges(self._fresh[at : at + len(words)], address)
             table += [code, address, workers]
             at += len(words)
         self._table = array("q", table)
@@ -113,12 +93,8 @@ class Recorder:
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
         """See ``batchgen.kernels.Recorder.record``."""
         launches: list[tuple[int, array[int], int]] = []
-        _RECORDING.memory = self._memory
-        try:
-            with parallel.diverted(lambda code, words, workers: launches.append((code, words, workers))):
-                result = work()
-        finally:
-            _RECORDING.memory = None
+        with diverted(lambda code, words, workers: launches.append((code, words, workers)), self._memory.empty):
+            result = work()
         program, shape, dtype = Program(launches, self._start), result.shape, result.dtype
         # Not the result itself: its memory may serve later recordings too, since a replay writes it anew.
         memory = self._memory.holding(result.data_ptr())[: result.nbytes]
