@@ -130,8 +130,9 @@ def cli() -> None:
 def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any) -> int:
     """Run a job; run it again to resume.
 
-    A job that is done exits 0 at once. Every key of the job file has a flag, and flags win; without a job file
-    --model, --input and --output are needed. SIGTERM or Ctrl-C stop within 10 seconds and exit 75, nothing lost.
+    A job that is done exits at once, with the code it ended with: 0, or 3 if rows failed. Every key of the job file
+    has a flag, and flags win; without a job file --model, --input and --output are needed. SIGTERM or Ctrl-C stop
+    within 10 seconds and exit 75, nothing lost.
 
     \b
     Examples:
@@ -149,12 +150,12 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     if job is None and not flags:
         raise click.UsageError("give a job file, or --model, --input and --output", click.get_current_context())
     spec = load_job(job, flags)
-    from batchgen.report_metrics import check_available, write_metrics
+    from batchgen.report_metrics import check_metrics_file, write_metrics
     from batchgen.run import run_job
 
     metrics_file: Path | None = values["metrics_file"]
     if metrics_file is not None:
-        check_available()
+        check_metrics_file(metrics_file, spec.output.path)
     outcome = run_job(spec, options, engine_factory=engine_factory)
     if metrics_file is not None:
         write_metrics(metrics_file, spec.output.path, spec.model.path, outcome.report, outcome.exit_code)

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from batchgen.data.files import write_atomic
+from batchgen.data.files import check_replaceable, write_atomic
 from batchgen.report_plots import draw
 from batchgen.report_text import describe_roofline
 from batchgen.units import format_duration, shortened
@@ -33,7 +33,12 @@ class _Table:
 
 
 def write_html(report: Mapping[str, Any], path: Path) -> None:
-    """Write the page. Raises UsageError without matplotlib, StorageError where it cannot be written."""
+    """Write the page.
+
+    Raises UsageError without matplotlib or where ``path`` is a file of another kind, StorageError where it cannot be
+    written.
+    """
+    check_replaceable(path, b"<title>batchgen report:", "a report page")
     write_atomic(path, render_html(report).encode())
 
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.data.files import write_atomic
+from batchgen.data.files import check_replaceable, write_atomic
 from batchgen.data.rundir import RunDir
 from batchgen.errors import UsageError
 from batchgen.report import read_report
@@ -25,11 +25,22 @@ _QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99"}
 
 
 def check_available() -> None:
-    """Raises UsageError where prometheus_client is missing; asked before a run rather than after it."""
+    """Raises UsageError where prometheus_client is missing."""
     try:
         import prometheus_client  # noqa: F401 - whether it can be imported is all we want to know
     except ImportError:
         raise UsageError("Prometheus metrics need prometheus_client: pip install 'batchgen[metrics]'") from None
+
+
+def check_metrics_file(path: Path, run: str) -> None:
+    """Raises UsageError where metrics of the run in directory ``run`` cannot be written to ``path``.
+
+    It is asked before a run rather than after it.
+    """
+    check_available()
+    if RunDir(Path(run)).owns(path):
+        raise UsageError(f"{path} is a file of the run itself; choose another path for the metrics")
+    check_replaceable(path, b"# HELP batchgen_", "a metrics file")
 
 
 def write_metrics(path: Path, run: str, model: str, report: Mapping[str, Any] | None, exit_code: int) -> None:

@@ -16,6 +16,7 @@ from batchgen.errors import UsageError
 from batchgen.report import read_report
 from batchgen.run.display import describe_rows
 from batchgen.run.progress import read_progress
+from batchgen.run.stop import RESUME
 from batchgen.units import format_duration
 
 WATCH_S = 2.0  # a run writes its progress no more often
@@ -39,6 +40,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         "state": _state(run_dir, progress, is_held=holder is not None),
         "phase": progress["phase"] if progress and holder else None,
         "reason": progress["reason"] if progress else None,
+        "advice": progress.get("advice", RESUME) if progress else RESUME,
         "holder": {"pid": holder.pid, "host": holder.host} if holder else None,
         "rows": {"total": None, "done": 0, "failed": 0, "left": None},
         "tokens": dict(_NO_TOKENS),
@@ -74,8 +76,8 @@ def render_status(status: Mapping[str, Any]) -> str:
     who = f", process {holder['pid']} on {holder['host']}" if holder else ""
     what = f": {status['phase']}" if status["phase"] else ""
     reason = f" ({status['reason']})" if status["reason"] and not holder else ""
-    advice = {"stopped", "failed", "interrupted"} & {status["state"]}
-    lines = [f"{status['folder']}: {status['state']}{reason}{what}{who}" + ("; run again to resume" if advice else "")]
+    advice = f"; {status['advice']}" if status["state"] in ("stopped", "failed", "interrupted") else ""
+    lines = [f"{status['folder']}: {status['state']}{reason}{what}{who}{advice}"]
     left = "" if rows["left"] is None else f", {rows['left']:,} left"
     lines.append(f"rows    {describe_rows(rows)}: {rows['done']:,} done, {rows['failed']:,} failed{left}")
     lines.append(f"tokens  {tokens['prompt']:,} in, {tokens['completion']:,} out")

@@ -130,3 +130,15 @@ def test_a_browser_shows_it_without_a_word_on_its_console(tmp_path: Path, width:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert "CONSOLE" not in done.stderr
     assert picture.stat().st_size > 10_000
+
+
+def test_a_page_replaces_a_page_and_nothing_else(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(3))
+    job.run()
+    page, outputs = job.folder / "report.html", job.output / "outputs.jsonl"
+    before = outputs.read_bytes()
+    for _ in range(2):
+        assert call(["report", str(job.output), "--html", str(page)]) == 0
+    assert call(["report", str(job.output), "--html", str(outputs)]) == 2
+    assert "not a report page of ours" in capsys.readouterr().err
+    assert outputs.read_bytes() == before

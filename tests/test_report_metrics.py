@@ -45,11 +45,21 @@ def test_a_run_leaves_its_metrics_and_so_does_one_that_was_done_already(job: Job
     job.write([*rows_of(5), "{"])
     job.run()
     file = job.folder / "job.prom"
-    assert call(["run", str(job.toml()), "--metrics-file", str(file), "--quiet"]) == 0
+    for _ in range(2):  # the second time in place of the first
+        assert call(["run", str(job.toml()), "--metrics-file", str(file), "--quiet"]) == 3
     found = samples(file.read_text())
     assert found["batchgen_rows", "done"] == 5
-    assert found["batchgen_exit_code",] == 0
+    assert found["batchgen_exit_code",] == 3
     assert sorted(path.name for path in job.folder.glob("*.prom*")) == ["job.prom"]
+
+
+@pytest.mark.parametrize("name", ["input.jsonl", "out/outputs.jsonl", "out/job.json", "."])
+def test_metrics_replace_no_file_but_metrics(job: JobMaker, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    before = job.write(rows_of(5)).read_bytes()
+    assert call(["run", str(job.toml()), "--metrics-file", str(job.folder / name)]) == 2
+    assert "choose another path" in capsys.readouterr().err
+    assert job.input.read_bytes() == before
+    assert not job.output.exists()
 
 
 def test_a_run_without_the_library_is_refused_before_it_starts(

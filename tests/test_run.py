@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_helpers import JobMaker, quiet, read_lines, rows_of, without_timings
+from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of, without_timings
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.data.journal import read_counts
@@ -26,7 +27,15 @@ from batchgen.run import job as job_module
 from batchgen.run.feed import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.run.model import Backend, ModelInfo
 from batchgen.run.payloads import kept_name
+from batchgen.run.stop import Limits
+from batchgen.run.unique_ids import UniqueIds
 from batchgen.spec import RECORD_KEYS, JobSpec
+from batchgen.status import read_status, render_status
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
 
 
 def undisturbed(job: JobMaker, tmp_path: Path, **sections: Any) -> list[dict[str, Any]]:
@@ -190,14 +199,54 @@ def test_too_many_errors_stop_the_run_early(job: JobMaker) -> None:
     assert outcome.exit_code == 3
     assert not (job.output / "outputs.jsonl").exists()
     assert job.engines[0].num_pulled < 1000
+    assert [letter["index"] for letter in job.errors()] == list(range(100, 200))
     assert job.run(options=RunOptions(max_error_rate=0.5, progress="quiet")).exit_code == 3
     assert len(job.outputs()) == 1900
+
+
+def test_a_stop_by_errors_and_status_say_the_same(job: JobMaker) -> None:
+    job.write([*rows_of(6), *["{"] * 8])
+    limited = RunOptions(max_error_rate=0.07, progress="quiet")
+    for _ in range(2):  # run again: stopped again, before the weights are loaded
+        outcome = job.run(options=limited)
+        assert "8 of 14 rows read have failed, more than --max-error-rate 7% of at least 100" in outcome.lines[0]
+        assert "--max-error-rate to go on" in outcome.lines[1]
+        said = render_status(read_status(job.output))
+        assert "8 of 14 rows read have failed" in said
+        assert "--max-error-rate to go on" in said
+        assert "run again" not in said
+    assert job.engines == []
+    assert job.run(options=RunOptions(max_error_rate=0.08, progress="quiet")).exit_code == 3
+    assert (len(job.outputs()), len(job.errors())) == (6, 8)
+
+
+def test_a_resumed_run_takes_no_higher_error_rate_for_rows_still_under_way(job: JobMaker) -> None:
+    job.write([*rows_of(300), *["{"] * 20, *rows_of(400)[320:]])
+    options = RunOptions(max_error_rate=0.1, limits=Limits(max_total_tokens=5000), progress="quiet")
+    assert job.run(options=options, look_ahead=400).exit_code == 75
+    assert len(job.errors()) == 0  # only a stop by errors writes them before the end
+    assert job.run(options=RunOptions(max_error_rate=0.1, progress="quiet")).exit_code == 3
+    assert len(job.outputs()) == 380
 
 
 def test_a_few_errors_among_few_rows_do_not_count_as_a_rate(job: JobMaker) -> None:
     job.write([*rows_of(3), "{"])
     job.run(options=RunOptions(max_error_rate=0.05, progress="quiet"))
     assert len(job.outputs()) == 3
+
+
+# ---------------------------------------------------------------- nothing of others is touched
+
+
+@pytest.mark.parametrize("key", ["path", "tokenizer"])
+def test_the_models_own_folder_is_no_place_for_a_run(job: JobMaker, tmp_path: Path, key: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    before = sorted(path.name for path in folder.iterdir())
+    job.write(rows_of(2))
+    with pytest.raises(UsageError, match="the model's own folder"):
+        job.run(job.spec(model={key: str(folder)}, output={"path": str(folder)}))
+    assert sorted(path.name for path in folder.iterdir()) == before
 
 
 # ---------------------------------------------------------------- interrupted and resumed
@@ -235,6 +284,37 @@ def test_finished_rows_are_not_run_again_and_half_done_ones_go_on(job: JobMaker,
     job.run(spec)
     assert first + job.engines[0].stats.num_output_tokens == num_tokens
     assert job.engines[0].num_pulled < 60
+
+
+def test_a_failure_while_the_run_directory_is_begun_is_no_obstacle(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(5))
+    with monkeypatch.context() as patch:
+        patch.setattr(UniqueIds, "claim", failing)
+        with pytest.raises(StorageError):
+            job.run()
+    assert list((job.output / "journal").glob("ids.sqlite*"))
+    assert job.run().exit_code == 0
+    assert len(job.outputs()) == 5
+
+
+def test_a_directory_begun_by_an_earlier_build_that_wrote_ids_first_is_taken_over(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    ids = UniqueIds(made(job.output / "journal") / "ids.sqlite")
+    ids.claim([(3, "q-0")])
+    ids.close()
+    assert job.run().exit_code == 0
+    assert len(job.outputs()) == 5
+
+
+@pytest.mark.parametrize("form", [{"format": "parquet"}, {"format": "openai-batch"}, {"order": "completion"}])
+def test_a_finished_run_is_not_said_to_be_done_in_another_form(job: JobMaker, form: dict[str, str]) -> None:
+    job.write(rows_of(5))
+    job.run()
+    ((key, value),) = form.items()
+    with pytest.raises(ResumeMismatch, match=rf"output\.{key}.*'{value}' is asked for; --overwrite"):
+        job.run(job.spec(output=form))
 
 
 def test_when_only_the_outputs_are_missing_no_engine_is_made(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +375,8 @@ def test_a_job_that_is_done_stays_done(job: JobMaker) -> None:
     assert job.run().exit_code == 3
     before = (job.output / "errors.jsonl").stat().st_mtime_ns
     outcome = job.run()
-    assert (outcome.exit_code, job.engines) == (0, [])
+    assert (outcome.exit_code, job.engines) == (3, [])
+    assert "errors.jsonl" in outcome.lines[1]
     assert "already done" in outcome.lines[0]
     assert (job.output / "errors.jsonl").stat().st_mtime_ns == before
 
@@ -331,13 +412,6 @@ def test_engine_sizes_and_output_format_may_change_on_resume(job: JobMaker) -> N
     spec = job.spec(engine={"max_num_seqs": 3}, output={"format": "parquet"})
     assert job.run(spec).exit_code == 0
     assert len(without_timings(job.output / "outputs.parquet")) == 60
-
-
-def test_a_finished_run_is_not_said_to_be_done_in_another_format(job: JobMaker) -> None:
-    job.write(rows_of(3))
-    job.run()
-    with pytest.raises(ResumeMismatch, match=r"output\.format = 'parquet'"):
-        job.run(job.spec(output={"format": "parquet"}))
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(job: JobMaker) -> None:

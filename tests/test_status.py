@@ -66,6 +66,15 @@ def test_a_crashed_run_is_failed(job: JobMaker) -> None:
     assert read_status(job.output)["state"] == "failed"
 
 
+def test_a_run_stopped_before_its_first_row_says_so(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    process = start(["run", job.toml(), "--max-runtime", "1s"], load_s=30)
+    assert finish(process)[0] == 75
+    said = render_status(read_status(job.output))
+    assert "stopped (max runtime of 1.0 s); run again to resume" in said
+    assert job.run().exit_code == 0
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a run directory"):
         read_status(tmp_path)

@@ -60,6 +60,11 @@ class DoneSet:
             self._gap += 1
         return self._first + self._gap * self._step
 
+    @property
+    def num_passed(self) -> int:
+        """How many rows of the shard there are up to the last finished one, finished or not."""
+        return len(self._packed)
+
     def is_ours(self, index: int) -> bool:
         """Whether the row belongs to this shard, finished or not."""
         return index >= 0 and index % self._step == self._first

@@ -14,8 +14,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from batchgen.errors import StorageError
+from batchgen.errors import StorageError, UsageError
 
+_HEAD_BYTES = 4096
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # file systems that cannot sync a folder
 
@@ -80,6 +81,24 @@ def write_atomic(path: Path, content: bytes) -> None:
     with staged_file(path) as file:
         file.write(content)
     publish(path)
+
+
+def check_replaceable(path: Path, marker: bytes, what: str) -> None:
+    """Raises UsageError unless ``path`` is free, empty, or a file that we wrote: ``marker`` is among its first bytes.
+
+    ``what`` names such a file. The user names the path, and may have mistaken an input for it.
+    """
+    try:
+        if not path.exists():
+            return
+        if not path.is_file():
+            raise UsageError(f"{path} is not a regular file: choose another path for {what}")
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise UsageError(f"cannot use {path} for {what}: {error.strerror or error}") from error
+    if head and marker not in head:
+        raise UsageError(f"{path} exists and is not {what} of ours: it is left alone; choose another path")
 
 
 def remove_file(path: Path) -> None:

@@ -29,6 +29,7 @@ from batchgen.data.manifest import Manifest
 from batchgen.errors import LockedError, UsageError
 
 PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
+IDS_NAME = "ids.sqlite"  # in the journal's folder; SQLite adds endings. Without rows it holds nothing of worth
 OUTPUT_NAMES = {"jsonl": "outputs.jsonl", "parquet": "outputs.parquet", "openai-batch": "outputs.jsonl"}
 _LOCK_TRIES = 4  # status looks at the lock for an instant; that must not turn a run away
 _LOCK_PAUSE_S = 0.05
@@ -158,25 +159,35 @@ class RunDir:
     def create(self) -> None:
         """Make the folder and its parents.
 
-        Raises UsageError if that cannot be, or if the folder holds files of a run but no ``job.json``. While another
-        process holds the folder, that may only seem so: then ``lock`` has the word.
+        Raises UsageError if that cannot be, or as ``refuse_strays`` does. While another process holds the folder,
+        it may only seem to be foreign: then ``lock`` has the word.
         """
+        if self.path == self.path.parent:
+            raise UsageError(f"output.path = {self.path} is the root of the file system; name a folder for the run")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if self.manifest.exists():
-                return
-            mine = [*(self.path / name for name in OUTPUT_NAMES.values()), self.errors, self.report]
-            mine += [self.retry, *(path for path in [self.path / PROGRESS_NAME] if not _is_progress(path))]
-            strays = [path for path in mine if path.exists()] + sorted(self.journal.glob("*"))
         except FileExistsError as error:
             raise UsageError(f"output.path = {self.path}: {error.filename} is a file, not a folder") from error
         except OSError as error:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
-        if strays and self.holder() is None and not self.manifest.exists():
-            raise UsageError(
-                f"{self.path} holds {strays[0].relative_to(self.path)} but no job.json, so it is not one of our runs; "
-                "choose another output.path"
-            )
+        if self.holder() is None:
+            self.refuse_strays()
+
+    def refuse_strays(self) -> None:
+        """Raises UsageError if the folder holds files of a run but no ``job.json``: they are somebody else's."""
+        try:
+            mine = [*(self.path / name for name in OUTPUT_NAMES.values()), self.errors, self.report]
+            mine += [self.retry, *(path for path in [self.path / PROGRESS_NAME] if not _is_progress(path))]
+            journal = [path for path in sorted(self.journal.glob("*")) if not path.name.startswith(IDS_NAME)]
+            strays = [path for path in mine if path.exists()] + journal
+            if not strays or self.manifest.exists():
+                return
+        except OSError as error:
+            raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
+        raise UsageError(
+            f"{self.path} holds {strays[0].relative_to(self.path)} but no job.json, so it is not one of our runs; "
+            "choose another output.path"
+        )
 
     def lock(self) -> RunLock:
         """Take the directory for this process. Raises LockedError naming the holder's pid and host."""
@@ -246,9 +257,15 @@ class RunDir:
 
 
 def _is_progress(path: Path) -> bool:
-    """Whether a file is what a run that died before it wrote ``job.json`` left of its progress."""
+    """Whether a file is what a run that died before it wrote ``job.json`` left of its progress.
+
+    It is never synced, so power loss may leave it empty, or of zeros.
+    """
     try:
-        found = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        if not content.strip(b"\0"):
+            return True
+        found = json.loads(content)
     except (OSError, ValueError):
         return False
     return isinstance(found, dict) and {"version", "pid", "phase", "spent"} <= found.keys()

@@ -109,6 +109,13 @@ def stage(run_dir: RunDir, output: OutputSpec, form: OutputFormat, results: Rows
     return OutputCounts(results.count, errors.count)
 
 
+def write_errors(run_dir: RunDir, output: OutputSpec, journal: Journal) -> None:
+    """Write ``errors.jsonl`` of a run that is not finished: the rows that have failed so far. Raises StorageError."""
+    with staged_file(run_dir.errors) as file:
+        write_lines(file, Rows(lambda: _errors(journal, output_format(output.format))))
+    publish(run_dir.errors)
+
+
 def publish_errors(run_dir: RunDir, counts: OutputCounts) -> None:
     """Let the staged ``errors.jsonl`` appear; with no errors none is left."""
     publish(run_dir.errors)

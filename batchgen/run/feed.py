@@ -119,7 +119,7 @@ class Feed:
             if not chunk:
                 self.is_exhausted = True
                 return
-            self._ledger.num_read = self._ours.num_ours_until(chunk[-1].index)
+            self._ledger.num_read = max(self._ledger.num_read, self._ours.num_ours_until(chunk[-1].index))
             for answer in answers:
                 if self._stopper.requested:
                     return

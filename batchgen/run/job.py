@@ -16,8 +16,8 @@ from batchgen.data.journal import Journal
 from batchgen.data.manifest import Manifest, compare
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.reader import Source, open_source
-from batchgen.data.rundir import RunDir
-from batchgen.data.writer import finalize
+from batchgen.data.rundir import IDS_NAME, RunDir
+from batchgen.data.writer import finalize, write_errors
 from batchgen.errors import ResumeMismatch, UsageError
 from batchgen.report import build_report, write_report
 from batchgen.run.display import make_display
@@ -99,14 +99,17 @@ class _Job:
             if begun is not None:
                 manifest = self._agreed(begun, manifest)
                 if self.run_dir.is_complete():
-                    self._refuse_other_format()
+                    self._refuse_other_form(begun)
                     return self._already_done(manifest)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
             inputs = _Inputs(source, model, model.builder(self.spec.input, self.spec.sampling), manifest)
-            inputs = self._begin(inputs) if begun is None else inputs
-            if self.spool is not None:
+            if begun is None:
+                inputs = self._prepare(inputs)
+                self._begin(inputs.manifest)
+            elif self.spool is not None:
                 self.spool.keep()
+            if self.spool is not None:
                 inputs = replace(inputs, source=self._open_source(self.run_dir.spool))
             journal = Journal.open(self.run_dir.journal, self.options.shard)
             stack.callback(journal.close)
@@ -174,17 +177,31 @@ class _Job:
             self.progress.display.note(f"resuming with {line}")
         return replace(now, created_at=begun.created_at, num_rows=begun.num_rows)
 
-    def _begin(self, inputs: _Inputs) -> _Inputs:
-        """Start from nothing: the weights first, so that unusable ones leave no trace and no old run is lost."""
+    def _prepare(self, inputs: _Inputs) -> _Inputs:
+        """Load the weights before anything is written: unusable ones leave no trace, and no old run is lost."""
+        self._refuse_model_folder(inputs.model)
         if self.options.strict:
             with closing(UniqueIds(None)) as ids:
                 self._refuse_bad_rows(inputs, self._rows(inputs, None), ids)
         self.backend = self._load(inputs.model)
-        if self.options.overwrite:
-            self.progress.begin_anew()
-            self.run_dir.clear()
         fingerprints = {**inputs.manifest.fingerprints, "numerics": self.backend.numerics}
         return replace(inputs, manifest=replace(inputs.manifest, fingerprints=fingerprints))
+
+    def _begin(self, manifest: Manifest) -> None:
+        """Start from nothing. ``job.json`` comes first: a directory with any other file of a run has one."""
+        if self.options.overwrite:
+            self.progress.begin_anew()
+        self.run_dir.refuse_strays()
+        self.run_dir.clear()
+        if self.spool is not None:
+            self.spool.keep()
+        self.run_dir.write_manifest(manifest)
+
+    def _refuse_model_folder(self, model: ModelInfo) -> None:
+        """Raises UsageError where the run would write into the folder of its model or tokenizer."""
+        for folder in (model.folder, model.tokenizer_folder):
+            if folder is not None and folder.resolve() == self.run_dir.path.resolve():
+                raise UsageError(f"output.path = {self.run_dir.path} is the model's own folder; choose another one")
 
     def _load(self, model: ModelInfo) -> Backend:
         with self.progress.phase("loading the model", "load"):
@@ -200,12 +217,13 @@ class _Job:
         """Generate what the journal does not hold, then write the outputs."""
         spec, progress = self.spec, self.progress
         rows = self._rows(inputs, journal)
-        ids = UniqueIds(self.run_dir.journal / "ids.sqlite")
+        ids = UniqueIds(self.run_dir.journal / IDS_NAME)
         stack.callback(ids.close)
         self._complete(ids, inputs, journal)
-        if is_resumed and self.options.strict:
-            self._refuse_bad_rows(inputs, rows, ids)
-        self.run_dir.write_manifest(inputs.manifest)
+        if is_resumed:
+            if self.options.strict:
+                self._refuse_bad_rows(inputs, rows, ids)
+            self.run_dir.write_manifest(inputs.manifest)
         progress.keeps_file = True
         if progress.rows_total is None:
             with progress.phase("counting the rows", "read"):
@@ -214,11 +232,14 @@ class _Job:
         payloads = Payloads(spec, tokenizer.decode if tokenizer else None)
         ledger = progress.ledger = Ledger(journal, payloads, self.options.max_error_rate, progress.clock)
         progress.display.note(self._announcement(ledger))
+        ledger.check_error_rate(progress.stopper)
         feed = Feed(ledger, Screen(spec.input, inputs.builder, ids, rows), progress.stopper, progress.clock)
         is_done = generate(rows.read(), feed, ledger, progress, lambda: self._resumed_backend(inputs))
         ids.close()
         if not is_done:
             progress.state = "stopped"
+            if ledger.has_too_many_errors:
+                write_errors(self.run_dir, spec.output, journal)
             return Outcome.stopped(self.run_dir, progress.stopper.reason or "", progress)
         with progress.phase("writing the outputs", "write"):
             finalize(
@@ -235,14 +256,15 @@ class _Job:
                 claim_again(inputs.source, journal, self.spec.input, inputs.builder, ids)
         ids.mark_complete()
 
-    def _refuse_other_format(self) -> None:
-        """A finished run is what it is: its journal is gone, so it cannot be written again in another format."""
-        wanted = self.run_dir.outputs(self.spec.output.format)
-        if not wanted.is_file():
-            raise ResumeMismatch(
-                f"{self.run_dir.path} is finished, in another format than output.format = "
-                f"{self.spec.output.format!r}; --overwrite runs it anew"
-            )
+    def _refuse_other_form(self, begun: Manifest) -> None:
+        """Raises ResumeMismatch: the journal of a finished run is gone, so its outputs cannot be written again."""
+        for key in ("format", "order"):
+            was, now = begun.job["output"][key], getattr(self.spec.output, key)
+            if was != now:
+                raise ResumeMismatch(
+                    f"{self.run_dir.path} is finished with output.{key} = {was!r}, and now {now!r} is asked for; "
+                    "--overwrite runs it anew"
+                )
 
     def _already_done(self, manifest: Manifest) -> Outcome:
         """Nothing to do but what a kill just after the outputs appeared may have left undone."""

@@ -36,7 +36,7 @@ class Ledger:
         self.num_done = counts.results
         self.num_done_before = counts.results  # by earlier invocations
         self.num_failed = counts.errors
-        self.num_read = counts.results + counts.errors  # rows read of the input so far, by this or earlier invocations
+        self.num_read = journal.done.num_passed  # rows read of the input so far, by this or earlier invocations
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
 
@@ -75,19 +75,20 @@ class Ledger:
             self._is_open = False
 
     @property
-    def error_rate(self) -> float:
-        """Failed rows over rows read, as if at least a hundred had been read."""
-        return self.num_failed / max(self.num_read, MIN_ROWS_FOR_RATE)
-
-    @property
     def has_too_many_errors(self) -> bool:
-        """Whether more rows failed than the user allows."""
-        return self._max_error_rate is not None and self.error_rate > self._max_error_rate
+        """Whether more rows failed than the user allows, of the rows read or of a hundred if they are fewer."""
+        limit = self._max_error_rate
+        return limit is not None and self.num_failed > limit * max(self.num_read, MIN_ROWS_FOR_RATE)
 
     def check_error_rate(self, stopper: Stopper) -> None:
         """Ask to stop if more rows failed than the user allows."""
-        if self.has_too_many_errors:
-            stopper.request(f"error rate of {self.error_rate:.1%}")
+        if self.has_too_many_errors and self._max_error_rate is not None:
+            few = f" of at least {MIN_ROWS_FOR_RATE}" if self.num_read < MIN_ROWS_FOR_RATE else ""
+            stopper.request(
+                f"{self.num_failed:,} of {self.num_read:,} rows read have failed, "
+                f"more than --max-error-rate {100 * self._max_error_rate:g}%{few}",
+                "give a higher --max-error-rate to go on",
+            )
 
     def _append(self, entry: JournalEntry) -> None:
         with self._clock.on("write"), self._lock:

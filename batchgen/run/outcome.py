@@ -55,9 +55,14 @@ class Outcome:
 
     @classmethod
     def already_done(cls, run_dir: RunDir, spec: JobSpec) -> Outcome:
-        """An earlier invocation finished; exit code 0, whatever became of single rows."""
+        """An earlier invocation finished; the exit code is the one it ended with."""
         where = cls.shown(run_dir.outputs(spec.output.format))
-        return cls(ExitCode.OK, (f"already done: outputs in {where}; --overwrite runs it anew",))
+        line = f"already done: outputs in {where}; --overwrite runs it anew"
+        if not run_dir.errors.exists():
+            return cls(ExitCode.OK, (line,))
+        shown = cls.shown(run_dir.path)
+        failed = f"some rows failed: see {cls.shown(run_dir.errors)}; batchgen retry {shown} runs those again"
+        return cls(ExitCode.ROWS_FAILED, (line, failed))
 
     @classmethod
     def stopped(cls, run_dir: RunDir, reason: str, progress: Progress) -> Outcome:
@@ -68,11 +73,8 @@ class Outcome:
         finished = ledger.num_done + ledger.num_failed
         total = "" if progress.rows_total is None else f" of {progress.rows_total:,}"
         if ledger.has_too_many_errors:
-            lines = (
-                f"stopped: {ledger.num_failed:,} of {ledger.num_read:,} rows read have failed, more than allowed",
-                f"they are in the journal of {cls.shown(run_dir.path)}; run with a higher --max-error-rate to go on",
-            )
-            return cls(ExitCode.ROWS_FAILED, lines)
+            advice = f"see {cls.shown(run_dir.errors)}; {progress.stopper.advice}"
+            return cls(ExitCode.ROWS_FAILED, (f"stopped: {reason}", advice))
         half_done = len(ledger.journal.partials)
         saved = f", {half_done:,} half done and saved" if half_done else ""
         return cls(

@@ -41,7 +41,8 @@ class Progress:
 
     ``rows_total`` counts the rows of this shard, None while unknown; it and ``spent_before``, what earlier invocations
     on the same run spent, are taken from the file they left. ``ledger`` and ``engine`` are set once they exist.
-    ``progress.json`` goes at the end unless ``keeps_file``: when the report has taken over, or nothing was begun.
+    ``progress.json`` goes at the end unless ``keeps_file`` or stopped: when the report has taken over, or the run was
+    refused.
     """
 
     def __init__(self, folder: Path, display: Display, stopper: Stopper) -> None:
@@ -82,7 +83,7 @@ class Progress:
         if kind is not None:
             self.state = "stopped" if issubclass(kind, StopRequested) else "failed"
         self.display.close(self.snapshot())
-        if not self.keeps_file:
+        if not self.keeps_file and self.state != "stopped":
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
         elif kind is not None and issubclass(kind, UsageError):
@@ -152,6 +153,7 @@ class Progress:
             "phase": self._phase,
             "phase_s": round(time.monotonic() - self._phase_at, 1),
             "reason": self.stopper.reason,
+            "advice": self.stopper.advice,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started_at": self._began,

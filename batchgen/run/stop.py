@@ -18,6 +18,7 @@ from types import FrameType
 from batchgen.run.guard import Guard
 from batchgen.units import format_duration
 
+RESUME = "run again to resume"
 DRAIN_S = 8.0  # how long an orderly stop may take; the contract is 10 s, and leaving takes a moment too
 
 
@@ -44,6 +45,7 @@ class Stopper:
 
     def __init__(self, limits: Limits) -> None:
         self.reason: str | None = None
+        self.advice = RESUME
         self._limits = limits
         self._started_at = time.monotonic()
         self._drain: Callable[[], None] | None = None
@@ -56,11 +58,14 @@ class Stopper:
         """Whether to stop."""
         return self.reason is not None
 
-    def request(self, reason: str) -> None:
-        """Ask to stop, from any thread; only the first reason counts. The main thread goes on to where it looks."""
+    def request(self, reason: str, advice: str = RESUME) -> None:
+        """Ask to stop, from any thread; only the first reason counts. The main thread goes on to where it looks.
+
+        ``advice`` is what a person can do next.
+        """
         if self.reason is not None:
             return
-        self.reason = reason
+        self.reason, self.advice = reason, advice
         main = threading.main_thread().ident
         if self._guard is not None and threading.current_thread() is not threading.main_thread() and main is not None:
             signal.pthread_kill(main, signal.SIGTERM)  # only the main thread can raise in the main thread

@@ -187,9 +187,16 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path, name: str) -> 
         RunDir(tmp_path / name).create()
 
 
-def test_a_run_killed_before_it_wrote_anything_is_no_obstacle(run_dir: RunDir) -> None:
+@pytest.mark.parametrize("left", ["journal/ids.sqlite", "journal/ids.sqlite-wal", "progress.json"])
+def test_a_run_killed_before_it_wrote_its_job_is_no_obstacle(run_dir: RunDir, left: str) -> None:
     run_dir.journal.mkdir()
+    (run_dir.path / left).touch()
     run_dir.create()
+
+
+def test_the_root_of_the_file_system_is_no_place_for_a_run() -> None:
+    with pytest.raises(UsageError, match="root of the file system"):
+        RunDir(Path("/")).create()
 
 
 def test_journalled_rows_without_their_job_are_not_adopted(run_dir: RunDir) -> None:
@@ -250,9 +257,9 @@ def test_a_run_that_is_just_beginning_is_locked_not_foreign(tmp_path: Path) -> N
     run_dir = RunDir(tmp_path)
     with run_dir.lock():
         run_dir.journal.mkdir()
-        (run_dir.journal / "ids.sqlite").touch()
+        (run_dir.journal / "000001.seg").touch()
         run_dir.create()
         with pytest.raises(LockedError):
             run_dir.lock()
-    with pytest.raises(UsageError, match=r"ids\.sqlite"):
+    with pytest.raises(UsageError, match=r"000001\.seg"):
         run_dir.create()
