@@ -7,10 +7,10 @@ GPU's memory is known only from a calibration, or where the job names ``kv_memor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from batchgen.cpu_features import multiplies_bfloat16
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.memory import available_bytes
 from batchgen.engine.sizes import sizes_for
@@ -21,7 +21,6 @@ from batchgen.spec import JobSpec
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _NVIDIA = Path("/dev/nvidiactl")
-_BFLOAT16_FLAGS = {"avx512_bf16", "amx_tile"}  # by which "auto" chooses bfloat16 on a CPU
 
 
 def kv_plan(
@@ -70,14 +69,7 @@ def _is_cuda(spec: JobSpec) -> bool:
 
 
 def _guessed_dtype(spec: JobSpec, config: ModelConfig) -> str:
-    """What "auto" is going to be; of a CPU's features the system tells."""
+    """What "auto" is going to be."""
     if spec.model.dtype != "auto":
         return spec.model.dtype
-    return config.dtype if _is_cuda(spec) or _multiplies_bfloat16() else "float32"
-
-
-def _multiplies_bfloat16() -> bool:
-    with suppress(OSError), Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as file:
-        flags = next((line for line in file if line.startswith("flags")), "")
-        return not _BFLOAT16_FLAGS.isdisjoint(flags.split())
-    return False
+    return config.dtype if _is_cuda(spec) or multiplies_bfloat16() else "float32"

@@ -6,6 +6,7 @@ import re
 
 import torch
 
+from batchgen.cpu_features import multiplies_bfloat16
 from batchgen.errors import ModelError
 from batchgen.kernels import Kernels, select
 from batchgen.model import _PATTERNS, is_dummy
@@ -67,14 +68,8 @@ def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torc
     """
     if dtype == "auto":
         if device.type == "cpu":
-            return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+            return torch.bfloat16 if multiplies_bfloat16() else torch.float32
         dtype = config.dtype
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[dtype]
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    """Whether bfloat16 products are native; emulated they are slower than float32."""
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, probe, bool)() for probe in probes)

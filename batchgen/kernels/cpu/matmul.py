@@ -11,10 +11,10 @@ A weight lies in panels of 64 outputs, a panel in four strips: [panels, strips, 
 from __future__ import annotations
 
 import torch
-from llvmlite import binding
 from torch import Tensor
 from torch.nn import functional
 
+from batchgen.cpu_features import has_matrix_unit
 from batchgen.kernels import Linear
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.matmul_tiles import ADD, GATE, MAX_ROWS, STORE, STRIPS, TILE_COLUMNS, TO_SUMS, multiply
@@ -27,7 +27,7 @@ _SUMS = MAX_ROWS * TILE_COLUMNS  # float32 words of scratch a worker needs
 _HALF = TILE_COLUMNS // 2
 _FEWEST_TILES = 8  # in each share of the rows: its every panel is read anew
 _MOST_SHARED_BYTES = 256 << 10  # of a panel that every share reads: with the next one it is to stay in the second cache
-HAS_MATRIX_UNIT = bool(binding.get_host_cpu_features().get("amx-bf16"))
+HAS_MATRIX_UNIT = has_matrix_unit()
 
 
 @simd.jit

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+
+from batchgen.cpu_features import has_bfloat16_pairs
 
 LANES = 16
 CACHE_LINE = 64  # bytes: how far one prefetch reaches
 # Whether the machine rounds to bfloat16 and multiplies pairs of them by itself.
-HAS_BF16 = bool(binding.get_host_cpu_features().get("avx512bf16"))
+HAS_BF16 = has_bfloat16_pairs()
 
 FLOAT = ir.FloatType()
 INT = ir.IntType(32)
