@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_helpers import JobMaker
+from run_helpers import ENVIRONMENT, JobMaker
+
+
+@pytest.fixture(autouse=True, scope="session")
+def same_surroundings_everywhere() -> None:
+    """80 columns, no debugging, and signals that processes started here do not inherit as ignored or blocked.
+
+    ``nohup`` and a shell's ``&`` ignore some. A handler that does nothing keeps pytest itself as it was started:
+    unlike "ignore" it ends with the start of another program.
+    """
+    for environment in (os.environ, ENVIRONMENT):
+        environment["COLUMNS"] = "80"
+        environment.pop("BATCHGEN_DEBUG", None)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 @pytest.fixture
