@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from input_helpers import CHAT_TEMPLATE, write_tokenizer
+from input_helpers import CHAT_TEMPLATE, SPECIAL_TOKENS, write_tokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from batchgen.data.chat import ChatTemplate, ChatTemplateError
 from batchgen.data.tokenizer import Tokenizer
 from batchgen.errors import ModelError
 
 LFM2 = Path(__file__).parents[3] / "shared" / "lfm2"
-needs_lfm2 = pytest.mark.skipif(not LFM2.is_dir(), reason="the published LFM2 tokenizer is not at hand")
+SAMPLE = Path(__file__).parents[2] / "sample_data" / "tiny-lfm2"
 USER_TURN = [{"role": "user", "content": "The ruler of a kingdom is a"}]
+# What LFM2's published tokenizer makes of this chat, and the entries of its vocabulary that take part (bytes as BPE
+# spells them: a newline is Ċ, a space is Ġ).
+GOLDEN_IDS = [1, 6, 6423, 708, 1098, 30095, 803, 768, 19662, 856, 768, 7, 708, 6, 64015, 708]
+GOLDEN_WORDS = {"user": 6423, "Ċ": 708, "The": 1098, "Ġruler": 30095, "Ġof": 803, "Ġa": 768, "Ġkingdom": 19662}
+GOLDEN_WORDS |= {"Ġis": 856, "assistant": 64015}
+# Letters with what stands before them, digits by threes, punctuation, ends of lines: the kind that LFM2 splits by.
+WORDS = r"[^\s\p{L}\p{N}]?\p{L}+| \p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+"
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +37,59 @@ def render(template: str, messages: list[dict[str, Any]] | None = None) -> str:
     return ChatTemplate(template, {"bos_token": "<s>"}).render(USER_TURN if messages is None else messages)
 
 
-@needs_lfm2
-def test_the_published_tokenizer_and_template_give_the_golden_ids() -> None:
-    lfm2 = Tokenizer.load(LFM2)
-    golden = [1, 6, 6423, 708, 1098, 30095, 803, 768, 19662, 856, 768, 7, 708, 6, 64015, 708]
-    assert lfm2.encode_batch([lfm2.render_chat(USER_TURN)], add_special_tokens=False) == [golden]
-    assert lfm2.eos_token_ids == (7,)
+def lfm2(_: Path) -> Path:
+    if not LFM2.is_dir():
+        pytest.skip("the published LFM2 tokenizer is not at hand")
+    return LFM2
 
 
-@needs_lfm2
-def test_ids_text_and_chats_agree_with_transformers() -> None:
+def sample(_: Path) -> Path:
+    return SAMPLE
+
+
+def with_words(folder: Path, model: models.BPE, change: Callable[[tokenizers.Tokenizer], None]) -> Path:
+    """The folder of ``write_tokenizer``, its text cut by ``WORDS`` and its model another."""
+    path = write_tokenizer(folder) / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    split = pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    backend.model = model
+    change(backend)
+    backend.save(str(path))
+    return folder
+
+
+def excerpt(folder: Path) -> Path:
+    """A tokenizer of the few words of ``GOLDEN_WORDS``, under their published ids."""
+    model = models.BPE({**SPECIAL_TOKENS, **GOLDEN_WORDS}, [], ignore_merges=True)
+    return with_words(folder, model, lambda backend: None)
+
+
+def trained(folder: Path) -> Path:
+    """A tokenizer with merges, learnt from a few words."""
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = ["the plain spaces inside a function return", "def f(): return 1234567", "naïve 東京 東京"] * 4
+    return with_words(folder, models.BPE(), lambda backend: backend.train_from_iterator(texts, trainer))
+
+
+@pytest.mark.parametrize("folder", [excerpt, lfm2])
+def test_the_published_vocabulary_gives_the_golden_ids(folder: Callable[[Path], Path], tmp_path: Path) -> None:
+    loaded = Tokenizer.load(folder(tmp_path))
+    assert loaded.encode_batch([loaded.render_chat(USER_TURN)], add_special_tokens=False) == [GOLDEN_IDS]
+    assert loaded.eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize("folder", [trained, sample, lfm2])
+def test_ids_text_and_chats_agree_with_transformers(folder: Callable[[Path], Path], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    ours, theirs = Tokenizer.load(LFM2), transformers.AutoTokenizer.from_pretrained(LFM2)
+    made = folder(tmp_path)
+    ours, theirs = Tokenizer.load(made), transformers.AutoTokenizer.from_pretrained(made)
     texts = ["plain", " spaces  \n\t", "naïve 東京 🙂", "<|im_end|> inside", "1234567", "def f():\n    return 1"]
     for text in texts:
         for special in (True, False):

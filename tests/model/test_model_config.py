@@ -32,7 +32,64 @@ RAW: dict[str, Any] = {
     "max_position_embeddings": 512,
     "eos_token_id": 7,
 }
-PUBLISHED = ["LFM2-350M", "LFM2-700M", "LFM2-1.2B", "LFM2-2.6B"]
+# What the published files of the dense models say alike, aliases and all, and in what they differ.
+COMMON: dict[str, Any] = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "block_auto_adjust_ff_dim": True,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "block_norm_eps": 1e-5,
+    "block_use_swiglu": True,
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "eos_token_id": 7,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 128000,
+    "model_type": "lfm2",
+    "norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_pos_enc": True,
+    "vocab_size": 65536,
+}
+SIXTEEN = {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
+THIRTY = {"num_hidden_layers": 30, "full_attn_idxs": [2, 5, 9, 13, 17, 21, 24, 27]}
+
+
+def published(width: int, num_heads: int, ff_dim: int, layers: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    widths = dict.fromkeys(("hidden_size", "block_dim", "conv_dim", "conv_dim_out"), width)
+    heads = dict.fromkeys(("num_attention_heads", "num_heads"), num_heads)
+    return {**COMMON, **widths, **heads, "block_ff_dim": ff_dim, **layers, **changes}
+
+
+PUBLISHED = {
+    "LFM2-350M": published(1024, 16, 6656, SIXTEEN),
+    "LFM2-700M": published(1536, 24, 10240, SIXTEEN),
+    "LFM2-1.2B": published(2048, 32, 12288, SIXTEEN),
+    "LFM2-2.6B": published(2048, 32, 10752, THIRTY, block_auto_adjust_ff_dim=False),
+}
+# Of the mixture of experts: what tells it from the dense models.
+MIXTURE = {
+    **{key: value for key, value in COMMON.items() if not key.startswith("block_")},
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "model_type": "lfm2_moe",
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 24,
+    "intermediate_size": 7168,
+    "moe_intermediate_size": 1792,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "use_expert_bias": True,
+    "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+}
 
 
 def parsed(**changes: Any) -> ModelConfig:
@@ -198,27 +255,24 @@ def test_a_feed_forward_of_no_width_is_refused() -> None:
     assert "block_ff_dim 1" in refusal(block_ff_dim=1)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_published_configs_agree_with_the_dummies(name: str) -> None:
-    path = CONFIGS / f"{name}.json"
-    if not path.is_file():
-        pytest.skip("the published configs are not at hand")
-    assert ModelConfig.from_dict(json.loads(path.read_text()), str(path)) == dummy_config(f"dummy:{name}")
-
-
-def test_every_published_dense_config_has_a_dummy() -> None:
+def test_the_configs_written_here_are_the_published_ones() -> None:
     if not CONFIGS.is_dir():
-        pytest.skip("the published configs are not at hand")
-    kinds = {path.stem: json.loads(path.read_text())["model_type"] for path in CONFIGS.glob("*.json")}
-    assert sorted(name for name, kind in kinds.items() if kind == "lfm2") == sorted(PUBLISHED)
+        pytest.skip("the published files are not at hand to compare with")
+    assert {path.stem: json.loads(path.read_text()) for path in CONFIGS.glob("*.json")} == {
+        **PUBLISHED,
+        "LFM2-8B-A1B": MIXTURE,
+    }
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_configs_agree_with_the_dummies(name: str, tmp_path: Path) -> None:
+    write(tmp_path, "config.json", json.dumps(PUBLISHED[name]))
+    assert ModelConfig.from_folder(tmp_path) == dummy_config(f"dummy:{name}")
 
 
 def test_the_mixture_of_experts_is_refused_in_one_line() -> None:
-    path = CONFIGS / "LFM2-8B-A1B.json"
-    if not path.is_file():
-        pytest.skip("the published configs are not at hand")
     with pytest.raises(ModelError, match=r"LFM2-8B-A1B.json: model_type is 'lfm2_moe'.*dense.*$") as caught:
-        ModelConfig.from_dict(json.loads(path.read_text()), str(path))
+        ModelConfig.from_dict(MIXTURE, "LFM2-8B-A1B.json")
     assert "\n" not in str(caught.value)
 
 
