@@ -26,6 +26,7 @@ from batchgen.cli_options import TITLES, F, GroupedCommand, GroupedOption, job_o
 from batchgen.cli_plan import plan
 from batchgen.cli_report import report
 from batchgen.errors import BatchgenError, ExitCode
+from batchgen.machine import memory_errors
 from batchgen.units import counted, parse_clock, parse_count, parse_duration, parse_shard, parse_share
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def call(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None
     ``engine_factory`` replaces the model's own engine (see ``run_job``).
     """
     try:
-        return int(cli.main(argv, prog_name="batchgen", standalone_mode=False, obj=engine_factory) or ExitCode.OK)
+        with memory_errors("running this command"):
+            return int(cli.main(argv, prog_name="batchgen", standalone_mode=False, obj=engine_factory) or ExitCode.OK)
     except click.ClickException as error:
         ctx = getattr(error, "ctx", None)
         hint = f"; try '{ctx.command_path} --help'" if ctx else ""

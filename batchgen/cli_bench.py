@@ -11,6 +11,7 @@ import click
 from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file
 from batchgen.cli_options import GroupedCommand, job_options, take_job_flags
 from batchgen.errors import ExitCode, UsageError
+from batchgen.machine import require_address_space
 
 if TYPE_CHECKING:
     from batchgen.records import Request
@@ -48,6 +49,7 @@ def bench(as_json: bool, repeats: int, **values: Any) -> int:
     flags = take_job_flags(values)
     if "path" not in flags.get("model", {}):
         raise UsageError("--model is missing: a folder, a Hub id or dummy:NAME")
+    require_address_space()
     from batchgen.bench import measure
     from batchgen.run.model import engine_config
     from batchgen.spec_load import load_job

@@ -10,6 +10,7 @@ import click
 
 from batchgen.cli_options import GroupedCommand, job_options, take_job_flags
 from batchgen.errors import ExitCode, GateFailed, UsageError
+from batchgen.machine import require_address_space
 from batchgen.spec import EngineSpec
 from batchgen.units import counted
 
@@ -42,6 +43,7 @@ def check(prompts: str | None, as_json: bool, **values: Any) -> int:
 
     flags["input"] = {"limit": _MAX_PROMPTS, **flags.get("input", {}), "path": [prompts or "-"]}
     spec = load_job(None, {**flags, "output": {"path": "."}})  # a check writes nothing
+    require_address_space()
     from batchgen.check.report import run_check
 
     tell = _nothing if as_json else click.echo

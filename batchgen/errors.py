@@ -4,6 +4,7 @@ A problem of the *job* is an exception; a problem of one *row* is a value (``Row
 up in ``errors.jsonl`` and never stops the run.
 
     BatchgenError            exit 1   anything that is our fault
+    ├── OutOfMemory          exit 1   the machine's memory, or what a limit leaves of it, has run out
     ├── StorageError         exit 1   the run directory cannot be written or read: disk full, damaged, no permission
     ├── UsageError           exit 2   wrong flag, job file, input path; nothing was written
     │   ├── ModelError       exit 2   a model folder, config, tokenizer or weights file is unusable
@@ -34,6 +35,10 @@ class BatchgenError(Exception):
     """Base of all errors this package raises on purpose; ``str()`` is one clear line for a person."""
 
     exit_code: ExitCode = ExitCode.CRASH
+
+
+class OutOfMemory(BatchgenError):
+    """Memory has run out; what is journalled stays, and the same run resumes where there is more of it."""
 
 
 class StorageError(BatchgenError):

@@ -1,7 +1,7 @@
 """A model or tokenizer name to a local folder: one that is there, or a snapshot from the Hugging Face Hub's cache.
 
-It downloads what its caller's patterns allow and does not look into it. Patterns name data formats only, safetensors
-and JSON, so that neither pickles nor code of a repository ever reach the machine.
+It downloads what its caller's patterns allow and checks that those are files of a sane size; it opens none. Patterns
+name data formats only, safetensors and JSON, so that neither pickles nor code of a repository ever reach the machine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from batchgen.errors import ModelError
+from batchgen.model_files import check_files
+from batchgen.units import shown
 
 _REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -19,16 +21,26 @@ def resolve_folder(path: str, revision: str, patterns: Sequence[str]) -> Path:
     """The folder that ``path`` names: a local one as it stands, else a Hub id's files that match ``patterns``.
 
     The Hub's cache is used as ``huggingface_hub`` does; with ``HF_HUB_OFFLINE=1`` nothing else is. Raises
-    ModelError in one line that says how the name was read.
+    ModelError in one line that says how the name was read, or which file is no file of a model.
     """
     folder = Path(path)
-    if folder.is_dir():
-        return folder
+    try:
+        is_there = folder.is_dir()
+    except (OSError, ValueError) as error:  # ValueError: a NUL
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"model {shown(path)} cannot be looked up ({why})") from None
+    if not is_there:
+        folder = _download(_repo_id(folder, path), revision, patterns)
+    check_files(folder, patterns)
+    return folder
+
+
+def _repo_id(folder: Path, path: str) -> str:
     if folder.exists():
         raise ModelError(f"model {path} is a file; give the folder it is in")
     if not _REPO_ID.fullmatch(path) or path.startswith("."):
         raise ModelError(f"no model folder {path} (and a Hub id is written NAME or ORGANIZATION/NAME)")
-    return _download(path, revision, patterns)
+    return path
 
 
 def _download(repo_id: str, revision: str, patterns: Sequence[str]) -> Path:

@@ -7,10 +7,14 @@ Every parser raises ``ValueError`` whose text completes the sentence "<key> = <v
 from __future__ import annotations
 
 import re
+import reprlib
 from datetime import datetime, timedelta
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = 100
+_SHOWN.maxlevel = 3
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", re.IGNORECASE)
 
 
@@ -87,6 +91,11 @@ def parse_count(text: str) -> int:
 def counted(number: int, noun: str) -> str:
     """``1 row``, ``2,000 rows``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def shown(value: object) -> str:
+    """A value of unknown size as an error shows it: its ``repr`` in one line, long parts of it left out."""
+    return _SHOWN.repr(value)
 
 
 def shortened(text: str, width: int) -> str:

@@ -19,7 +19,7 @@ from batchgen.bench.roofline import measure
 from batchgen.bench.timed import TimedKernels
 from batchgen.engine import Engine, EngineConfig, make_engine
 from batchgen.engine.memory import peak_bytes
-from batchgen.engine.sizes import auto_threads
+from batchgen.engine.sizes import use_threads
 from batchgen.errors import BatchgenError
 from batchgen.kernels import select
 from batchgen.model import load_config
@@ -67,7 +67,7 @@ class Repeat:
 def load_timed(where: ModelSpec, threads: int | None) -> tuple[Lfm2Model, TimedKernels | None]:
     """A model whose kernels keep time where that means something (on the CPU; elsewhere None)."""
     config, device = load_config(where.path, where.revision), resolve_device(where.device)
-    torch.set_num_threads(threads or auto_threads(config))
+    use_threads(threads, config)
     timed = TimedKernels(select(device, resolve_dtype(where.dtype, config, device)))
     kept = timed if device.type == "cpu" else None
     model = load(where.path, where.revision, where.dtype, where.device, kept, batch_invariant=where.batch_invariant)

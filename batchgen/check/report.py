@@ -11,7 +11,7 @@ import torch
 from batchgen.check.proofs import Check, Proof
 from batchgen.check.requests import made_up_prompts, read_prompts
 from batchgen.check.witness import Divergence
-from batchgen.engine.sizes import auto_threads
+from batchgen.engine.sizes import use_threads
 from batchgen.model import load_model
 from batchgen.records import Request
 from batchgen.run.model import read_model
@@ -36,7 +36,7 @@ def run_check(
         read_prompts(spec.input, info) if has_input else made_up_prompts(info.config.vocab_size, info.max_model_len)
     )
     threads = spec.engine.threads
-    torch.set_num_threads(auto_threads(info.config) if threads == "auto" else threads)
+    use_threads(None if threads == "auto" else threads, info.config)
     say(f"loading {spec.model.path}")
     where = spec.model
     model = load_model(

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from batchgen.errors import UsageError
+from batchgen.units import shown
+
+_MOST = {"max_num_batched_tokens": 1 << 20, "max_num_seqs": 1 << 16, "block_size": 1 << 16}  # far beyond any use
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class EngineConfig:
     forecast_memory: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse values below 1.
+        """Refuse values below 1, and above what the host could keep books on.
 
         Raises:
             UsageError: names the value.
@@ -47,6 +50,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool) and value < 1:
                 raise UsageError(f"{name} {value}: must be at least 1")
+            if value is not None and value > _MOST.get(name, value):
+                raise UsageError(f"{name} {shown(value)}: must be at most {_MOST[name]}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from math import isfinite
 
-import torch
-
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.duplicates import Duplicates
 from batchgen.engine.group import Group
@@ -20,7 +18,7 @@ from batchgen.engine.sampler import Sampler
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence, StopWatch
-from batchgen.engine.sizes import resolve
+from batchgen.engine.sizes import resolve, use_threads
 from batchgen.engine.stats import EngineStats
 from batchgen.errors import RowError, RowErrorCode
 from batchgen.model.lfm2 import Lfm2Model
@@ -51,7 +49,7 @@ class Engine:
         """
         config = config or EngineConfig()
         if config.threads is not None:
-            torch.set_num_threads(config.threads)
+            use_threads(config.threads, model.config)
         self.config = resolve(config, model)
         self.look_ahead = config.look_ahead or 8 * self.config.max_num_seqs
         self.eos_token_ids = frozenset(model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)

@@ -5,13 +5,15 @@ The arithmetic needs no torch, so that a plan can do it too; asking the device f
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from batchgen.engine.config import EngineConfig, SchedulerConfig
-from batchgen.engine.memory import available_bytes
+from batchgen.engine.memory import available_bytes, total_bytes
 from batchgen.errors import UsageError
 from batchgen.model.config import ModelConfig
 from batchgen.model.state_bytes import conv_slot_bytes, kv_block_bytes
+from batchgen.units import shown
 
 if TYPE_CHECKING:
     from batchgen.model.lfm2 import Lfm2Model
@@ -21,12 +23,22 @@ _CPU = {"max_num_batched_tokens": 256, "max_num_seqs": 128, "block_size": 32}
 _CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 512, "block_size": 32}
 _SHARED_PARAMS = 10_000_000  # a smaller model's products are over before a second thread has joined in
 _MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input and other processes
+_MAX_NUM_BLOCKS = 1 << 22  # the block pool's books take 50 bytes of host memory per block
+_MAX_THREADS_PER_CPU = 8  # more only wait for each other; beyond some thousands the OpenMP runtime ends the process
+_ALWAYS_ALLOWED_THREADS = 64  # so that one job file serves small and large machines
 
 
 def resolve(config: EngineConfig, model: Lfm2Model) -> SchedulerConfig:
-    """Every size of the scheduler for ``model``; see ``sizes_for``."""
+    """Every size of the scheduler for ``model``; see ``sizes_for``.
+
+    Raises:
+        UsageError: a value that cannot work, or needs more memory than the device has.
+    """
     is_cuda = model.device.type == "cuda"
-    return sizes_for(config, model.config, model.dtype.itemsize, _free_bytes(model), is_cuda=is_cuda)
+    free, total = _memory(model)
+    sizes = sizes_for(config, model.config, model.dtype.itemsize, free, is_cuda=is_cuda)
+    _refuse_beyond(sizes, model.config, model.dtype.itemsize, total)
+    return sizes
 
 
 def sizes_for(
@@ -49,7 +61,7 @@ def sizes_for(
     memory = config.kv_memory or max(0, int(_MEMORY_SHARE * free_bytes) - slots)
     # Memory for every sequence at full length is all that can ever be used.
     most = max_num_seqs * -(-max_model_len // block_size)
-    num_blocks = min(memory // block_bytes if block_bytes else most, most)
+    num_blocks = min(memory // block_bytes if block_bytes else most, most, _MAX_NUM_BLOCKS)
     if num_blocks < 1:
         raise UsageError(f"kv_memory {memory} bytes holds no block of {block_bytes} bytes; raise it")
     return SchedulerConfig(
@@ -64,14 +76,46 @@ def sizes_for(
     )
 
 
-def _free_bytes(model: Lfm2Model) -> int:
-    """What the model's device has left."""
+def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, total_bytes: int) -> None:
+    """Refuse what could never fit: memory is backed when touched, so too much of it would end the process later."""
+    tokens = min(sizes.max_num_batched_tokens, sizes.max_num_tokens)
+    needs = {
+        "max_num_seqs": (sizes.max_num_seqs, sizes.max_num_seqs * conv_slot_bytes(model, itemsize)),
+        "kv_memory": (sizes.num_blocks, sizes.num_blocks * kv_block_bytes(model, sizes.block_size, itemsize)),
+        "max_num_batched_tokens": (tokens, tokens * (2 * model.hidden_size + 3 * model.ff_dim) * itemsize),
+    }
+    units = {"max_num_seqs": "sequences", "kv_memory": "KV blocks", "max_num_batched_tokens": "tokens in a step"}
+    for name, (count, needed) in needs.items():
+        if needed > total_bytes:
+            raise UsageError(
+                f"{name}: {count:,} {units[name]} take {needed / 1e9:,.1f} GB, the device has "
+                f"{total_bytes / 1e9:,.1f} GB; lower it"
+            )
+
+
+def _memory(model: Lfm2Model) -> tuple[int, int]:
+    """Bytes that the model's device has left, and has in all."""
     if model.device.type != "cuda":
-        return available_bytes()
+        return available_bytes(), total_bytes()
     import torch
 
-    free, _ = torch.cuda.mem_get_info(model.device)
-    return int(free)
+    free, total = torch.cuda.mem_get_info(model.device)
+    return int(free), int(total)
+
+
+def use_threads(threads: int | None, config: ModelConfig) -> None:
+    """Set the CPU threads of this process, those of ``auto_threads`` for None.
+
+    Raises:
+        UsageError: more than could be of use here.
+    """
+    import torch
+
+    num_cpus = os.cpu_count() or 1
+    most = max(_ALWAYS_ALLOWED_THREADS, _MAX_THREADS_PER_CPU * num_cpus)
+    if threads is not None and threads > most:
+        raise UsageError(f"threads {shown(threads)}: at most {most} on this machine, which has {num_cpus} CPUs")
+    torch.set_num_threads(threads or auto_threads(config))
 
 
 def auto_threads(config: ModelConfig) -> int:

@@ -6,18 +6,22 @@ implement (another architecture, a rope scaling, a biased attention). Imports no
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ModelError
+from batchgen.model_files import read_object
+from batchgen.units import shown
 
 MODEL_TYPE = "lfm2"
 ATTENTION = "full_attention"
 CONV = "conv"
+_MAX_LAYERS = 128  # four times those of the largest release; each costs time before a file is found to lack it
+_MAX_INT = 2**31 - 1  # what the kernels' 32-bit indices hold
+_MAX_FLOAT = 3.4e38  # what float32 holds
+_MAX_BYTES = 1 << 20  # of a config file; those published have 1 to 2 kB
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ class ModelConfig:
             tie_embedding=values.flag("tie_embedding", "tie_word_embeddings", default=True),
             bos_token_id=values.bos_token_id(),
             eos_token_ids=values.eos_token_ids(),
-            dtype=str(values.get("torch_dtype", "dtype", default="bfloat16")),
+            dtype=values.text("torch_dtype", "dtype", default="bfloat16"),
         )
         if config.num_heads % config.num_kv_heads:
             raise values.error(f"num_attention_heads {config.num_heads} is no multiple of {config.num_kv_heads}")
@@ -136,33 +140,25 @@ class ModelConfig:
         Raises:
             ModelError: missing or broken file, or anything ``from_dict`` refuses.
         """
-        raw = _read_json(folder / "config.json")
+        raw = read_object(folder / "config.json", _MAX_BYTES)
         config = cls.from_dict(raw, str(folder / "config.json"))
         generation = folder / "generation_config.json"
-        if not generation.is_file():
+        if not generation.exists():
             return config
-        extra = _as_ids(_read_json(generation).get("eos_token_id"), str(generation))
+        extra = _as_ids(read_object(generation, _MAX_BYTES).get("eos_token_id"), str(generation))
         merged = tuple(dict.fromkeys(config.eos_token_ids + extra))
         return replace(config, eos_token_ids=merged)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); a model folder needs this file") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    return raw
-
-
 def _as_ids(value: Any, where: str) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ModelError(f"{where}: eos_token_id must be an integer or a list of them, not {value!r}")
+    if not all(_is_id(i) for i in ids):
+        raise ModelError(f"{where}: eos_token_id must be a token id or a list of them, not {shown(value)}")
     return tuple(ids)
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_INT
 
 
 class _Values:
@@ -183,49 +179,58 @@ class _Values:
             raise self.error(f"has no {names[0]!r}")
         return default
 
-    def integer(self, *names: str, default: Any = ...) -> int:
+    def integer(self, *names: str, default: Any = ..., most: int = _MAX_INT) -> int:
         value = self.get(*names, default=default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(f"{names[0]} must be a positive integer, not {value!r}")
+            raise self.error(f"{names[0]} must be a positive integer, not {shown(value)}")
+        if value > most:
+            raise self.error(f"{names[0]} must be at most {most}, not {shown(value)}")
         return value
 
     def number(self, *names: str, default: float) -> float:
         value = self.get(*names, default=default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.error(f"{names[0]} must be a positive number, not {value!r}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_FLOAT:
+            raise self.error(f"{names[0]} must be a positive number that float32 can hold, not {shown(value)}")
         return float(value)
 
     def flag(self, *names: str, default: bool) -> bool:
         value = self.get(*names, default=default)
         if not isinstance(value, bool):
-            raise self.error(f"{names[0]} must be true or false, not {value!r}")
+            raise self.error(f"{names[0]} must be true or false, not {shown(value)}")
+        return value
+
+    def text(self, *names: str, default: str) -> str:
+        value = self.get(*names, default=default)
+        if not isinstance(value, str):
+            raise self.error(f"{names[0]} must be a string, not {shown(value)}")
         return value
 
     def rope(self, name: str) -> Mapping[str, Any]:
         """``rope_parameters`` or ``rope_scaling``; empty where the config has none."""
         value = self.get(name, default={})
         if not isinstance(value, dict):
-            raise self.error(f"{name} must be an object, not {value!r}")
+            raise self.error(f"{name} must be an object, not {shown(value)}")
         return value
 
     def refuse_unsupported(self) -> None:
         model_type = self.raw.get("model_type")
         if model_type != MODEL_TYPE:
-            raise self.error(f"model_type is {model_type!r}; this engine runs {MODEL_TYPE!r} (dense LFM2) only")
+            raise self.error(f"model_type is {shown(model_type)}; this engine runs {MODEL_TYPE!r} (dense LFM2) only")
         for rope in (self.rope("rope_parameters"), self.rope("rope_scaling")):
             kind = rope.get("rope_type", rope.get("type", "default"))
             if kind != "default":
-                raise self.error(f"rope scaling {kind!r} is not supported")
+                raise self.error(f"rope scaling {shown(kind)} is not supported")
         if self.raw.get("quantization_config") is not None:
             raise self.error("quantized checkpoints are not supported; use the bfloat16 release")
 
     def layer_types(self) -> tuple[str, ...]:
-        num_layers = self.integer("num_hidden_layers")
+        num_layers = self.integer("num_hidden_layers", most=_MAX_LAYERS)
         listed = self.get("layer_types", default=None)
         if listed is None:
             attention = self.get("full_attn_idxs")
-            if not isinstance(attention, list) or not all(i in range(num_layers) for i in attention):
-                raise self.error(f"full_attn_idxs must list layers from 0 to {num_layers - 1}, not {attention!r}")
+            if not isinstance(attention, list) or not all(type(i) is int and 0 <= i < num_layers for i in attention):
+                raise self.error(f"full_attn_idxs must list layers from 0 to {num_layers - 1}, not {shown(attention)}")
+            attention = set(attention)
             listed = [ATTENTION if i in attention else CONV for i in range(num_layers)]
         if (
             not isinstance(listed, list)
@@ -250,9 +255,9 @@ class _Values:
         return nested.number("rope_theta", default=self.number("rope_theta", "theta", default=1e6))
 
     def bos_token_id(self) -> int | None:
-        value = self.get("bos_token_id", default=None)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise self.error(f"bos_token_id must be an integer, not {value!r}")
+        value: int | None = self.get("bos_token_id", default=None)
+        if value is not None and not _is_id(value):
+            raise self.error(f"bos_token_id must be a token id, not {shown(value)}")
         return value
 
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ which tensor was missing, misshapen or left over. Only safetensors is read: load
 
 from __future__ import annotations
 
-import json
 import zlib
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,9 +15,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from batchgen.errors import ModelError
+from batchgen.machine import is_out_of_memory
+from batchgen.model_files import file_bytes, read_object
+from batchgen.units import shortened, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 16 << 20  # 100,000 tensors
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others want scales to mean anything
 
 
@@ -51,36 +54,38 @@ class Checkpoint:
     def _locate(self) -> dict[str, str]:
         """Tensor name -> file name."""
         index = self.folder / INDEX
-        if index.is_file():
+        if index.exists():
             return self._read_index(index)
-        if not (self.folder / WEIGHTS).is_file():
+        if not (self.folder / WEIGHTS).exists():
             raise ModelError(f"{self.folder}: has neither {WEIGHTS} nor {INDEX}; only safetensors weights are loaded")
         return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
 
     def _read_index(self, index: Path) -> dict[str, str]:
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = {str(tensor): str(file) for tensor, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(f"{index}: not a safetensors index ({error!r})") from None
-        files = sorted(set(names.values()))
-        for file in files:
-            if Path(file).name != file or not file.endswith(".safetensors"):
-                raise ModelError(f"{index}: names {file!r}, which is no safetensors file of this folder")
-        for file in files:
+        names = read_object(index, _MAX_INDEX_BYTES).get("weight_map")
+        if not isinstance(names, dict):
+            raise ModelError(f"{index}: not a safetensors index (weight_map is {shown(names)})")
+        listed: dict[str, set[str]] = {}
+        for tensor, file in names.items():
+            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                raise ModelError(f"{index}: names {shown(file)}, which is no safetensors file of this folder")
+            listed.setdefault(file, set()).add(tensor)
+        for file, tensors in sorted(listed.items()):
             held = set(self._open(file).keys())
-            listed = {tensor for tensor, where in names.items() if where == file}
-            if held != listed:
-                odd = sorted(held ^ listed)[0]
-                raise ModelError(f"{index}: the index and {file} disagree about tensor {odd!r}")
+            if held != tensors:
+                odd = min(held ^ tensors)
+                raise ModelError(f"{index}: the index and {file} disagree about tensor {shown(odd)}")
         return names
 
     def _open(self, file: str) -> Any:
         path = self.folder / file
+        file_bytes(path)  # refuses what would be read for ever
         try:
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path}: cannot be read as safetensors ({error}); download it again") from None
+            if is_out_of_memory(error):
+                raise
+            why = shortened(" ".join(str(error).split()), 200)
+            raise ModelError(f"{path}: cannot be read as safetensors ({why}); download it again") from None
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """See ``TensorSource.take``.
@@ -90,11 +95,13 @@ class Checkpoint:
         """
         if name not in self._where:
             raise ModelError(f"{self.folder}: the weights lack tensor {name!r}, which config.json asks for")
-        tensor: Tensor = self._open(self._where[name]).get_tensor(name)
-        if tuple(tensor.shape) != shape:
+        file = self._open(self._where[name])
+        found = file.get_slice(name).get_shape()
+        if tuple(found) != shape:
             raise ModelError(
-                f"{self.folder}: tensor {name!r} has shape {list(tensor.shape)}; config.json asks for {list(shape)}"
+                f"{self.folder}: tensor {name!r} has shape {shown(found)}; config.json asks for {list(shape)}"
             )
+        tensor: Tensor = file.get_tensor(name)
         if tensor.dtype not in _WEIGHT_DTYPES:
             raise ModelError(f"{self.folder}: tensor {name!r} is {tensor.dtype}; quantized weights are not supported")
         self._taken.add(name)
@@ -108,7 +115,7 @@ class Checkpoint:
         """
         left = sorted(set(self._where) - self._taken - {"lm_head.weight"})
         if left:
-            raise ModelError(f"{self.folder}: unknown tensor {left[0]!r} ({len(left)} the model has no place for)")
+            raise ModelError(f"{self.folder}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
 
 
 class RandomTensors:

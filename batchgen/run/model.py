@@ -19,6 +19,7 @@ from batchgen.data.stop_strings import StopStrings
 from batchgen.data.tokenizer import Tokenizer
 from batchgen.errors import ResumeMismatch, UsageError
 from batchgen.hub import resolve_folder
+from batchgen.machine import memory_errors, require_address_space
 from batchgen.model import ModelConfig, is_dummy, load_config
 from batchgen.records import Request, Result, SamplingParams
 from batchgen.spec import EngineSpec, InputSpec, JobSpec
@@ -148,24 +149,29 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
 
     Raises:
         ModelError: the weights are unusable.
+        UsageError: sizes or threads that cannot work here.
+        OutOfMemory: weights and state do not fit.
     """
+    num_params = info.config.linear_params_per_token + info.config.logits_params_per_token
+    require_address_space(2 * num_params)  # in the smallest dtype
     import torch
 
     from batchgen.bench.facts import engine_facts
     from batchgen.engine import Engine, make_engine
-    from batchgen.engine.sizes import auto_threads
+    from batchgen.engine.sizes import use_threads
     from batchgen.model import load_model
 
     config = engine_config(spec.engine)
-    # Before loading, which packs weights and takes threads too.
-    torch.set_num_threads(config.threads or auto_threads(info.config))
+    use_threads(config.threads, info.config)  # before loading, which packs weights and takes threads too
     where = spec.model
-    model = load_model(
-        where.path, where.revision, dtype=where.dtype, device=where.device, batch_invariant=where.batch_invariant
-    )
+    with memory_errors(f"loading the weights of {where.path}"):
+        model = load_model(
+            where.path, where.revision, dtype=where.dtype, device=where.device, batch_invariant=where.batch_invariant
+        )
     stop_watch = StopStrings(info.tokenizer) if info.tokenizer else None
     make = Engine if step_by_step else make_engine
-    engine = make(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch)
+    with memory_errors("making room for KV blocks and convolution state"):
+        engine = make(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch)
     return Backend(engine, model.numerics, torch.get_num_threads(), partial(engine_facts, engine))
 
 

@@ -1,0 +1,78 @@
+"""What this machine allows a process: its memory, its address space, and what is said when they do not suffice.
+
+Imports nothing large, so that it can be asked before anything large is imported.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from batchgen.errors import BatchgenError, OutOfMemory, UsageError
+
+_LEAST_ADDRESS_SPACE = 2 << 30  # torch's libraries map 1 GB; the kernels' compiler ends the process where it has none
+_SIGNS = re.compile(
+    r"allocate memory|unable to allocate|out of memory|bad_alloc|failed to map segment|can't start new thread",
+    re.IGNORECASE,
+)
+_AMOUNT = re.compile(r"(?:allocate|mmap) (?:memory: you tried to allocate )?([\d.]+ [kKMGTPE]?i?B(?:ytes)?\b)", re.I)
+
+
+def physical_bytes() -> int:
+    """Memory that is built in, in bytes, taken or not."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def address_space_bytes() -> int | None:
+    """The limit on the process's address space (``ulimit -v``), in bytes; None where there is none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def require_address_space(weights_bytes: int = 0) -> None:
+    """Refuse to import what runs models where the address space has no room for it, nor for the weights.
+
+    Raises:
+        UsageError: the limit is too low; beyond here the compiler of the kernels would end the process.
+    """
+    limit, needed = address_space_bytes(), _LEAST_ADDRESS_SPACE + weights_bytes
+    if limit is not None and limit < needed:
+        raise UsageError(
+            f"the address space is limited to {limit / 1e9:.1f} GB, running this model takes {needed / 1e9:.1f} GB: "
+            "raise the limit (ulimit -v unlimited)"
+        )
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error of Python, NumPy, torch or the loader, or what led to it, says that memory has run out."""
+    while error is not None:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            return True
+        if isinstance(error, RuntimeError | OSError | ImportError) and _SIGNS.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def memory_errors(doing: str) -> Iterator[None]:
+    """Make one clear line of an error that says memory has run out; ``doing`` completes "out of memory while".
+
+    Raises:
+        OutOfMemory: instead of that error; all others pass.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, BatchgenError) or not is_out_of_memory(error):
+            raise
+        amount = _AMOUNT.search(str(error))
+        asked = f" (asked for {amount[1]} more)" if amount else ""
+        raise OutOfMemory(
+            f"out of memory while {doing}{asked}: end other processes, raise the limit, or give a smaller "
+            "--kv-memory, --max-num-batched-tokens or --max-num-seqs, or --dtype bfloat16"
+        ) from error
