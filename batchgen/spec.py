@@ -8,6 +8,7 @@ loader, the flags and the resume check all read that declaration. It opens no in
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
@@ -110,6 +111,14 @@ def _one_of(*choices: str) -> Kind:
     return Kind(parse, "|".join(choices), choices=choices)
 
 
+def _device(value: object) -> str:
+    if value not in _DEVICES and not (isinstance(value, str) and re.fullmatch(r"cuda:\d{1,4}", value, re.ASCII)):
+        raise ValueError(f"must be one of {', '.join(_DEVICES)} or cuda:N")
+    return str(value)
+
+
+_DEVICES = ("auto", "cpu", "cuda")
+DEVICE = Kind(_device, "auto|cpu|cuda|cuda:N", choices=_DEVICES)
 TEXT = Kind(_text, "TEXT")
 FILLED = Kind(_filled, "TEXT")
 COLUMN = Kind(_filled, "COLUMN")
@@ -141,7 +150,7 @@ class ModelSpec:
     dtype: str = key(
         _one_of("auto", "bfloat16", "float16", "float32"), "Number format of weights", "auto", outputs=False
     )
-    device: str = key(_one_of("auto", "cpu", "cuda"), "Where the model runs", "auto", outputs=False)
+    device: str = key(DEVICE, "Where the model runs", "auto", outputs=False)
     tokenizer: str = key(TEXT, "Folder or Hub id [the model's own]", "", outputs=False)
     batch_invariant: bool = key(BOOL, "On a GPU: no row depends on its batch", False)
 

@@ -9,15 +9,18 @@ import torch
 from batchgen.cpu_features import multiplies_bfloat16
 from batchgen.errors import ModelError
 from batchgen.kernels import Kernels, select
+from batchgen.machine import memory_errors
 from batchgen.model import _PATTERNS, is_dummy
 from batchgen.model.config import ModelConfig
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.published import dummy_config
 from batchgen.model.tensors import Checkpoint, RandomTensors, TensorSource
+from batchgen.units import shown
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+@memory_errors("loading the weights")
 def load(
     path: str,
     revision: str,
@@ -46,17 +49,20 @@ def load(
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device that "auto", "cpu" or "cuda" means here.
+    """The device that "auto", "cpu", "cuda" or "cuda:N" means here.
 
     Raises:
-        ModelError: another name, or CUDA was asked for and is not there.
+        ModelError: another name, or a CUDA device was asked for that is not there.
     """
-    if device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", device):
-        raise ModelError(f"device {device!r} is not one of auto, cpu, cuda")
+    if device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d{1,4})?", device, re.ASCII):
+        raise ModelError(f"device {shown(device)} is not one of auto, cpu, cuda, cuda:N")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError(f"device {device!r}: this torch sees no CUDA device; use --device cpu")
+    if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ModelError(f"device {device!r}: the last CUDA device that this torch sees is cuda:{last}")
     return torch.device(device)
 
 
@@ -71,5 +77,5 @@ def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torc
             return torch.bfloat16 if multiplies_bfloat16() else torch.float32
         dtype = config.dtype
     if dtype not in DTYPES:
-        raise ModelError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise ModelError(f"dtype {shown(dtype)} is not one of {', '.join(DTYPES)}")
     return DTYPES[dtype]

@@ -66,7 +66,7 @@ class Checkpoint:
             raise ModelError(f"{index}: not a safetensors index (weight_map is {shown(names)})")
         listed: dict[str, set[str]] = {}
         for tensor, file in names.items():
-            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            if not isinstance(file, str) or not _is_file_name(file):
                 raise ModelError(f"{index}: names {shown(file)}, which is no safetensors file of this folder")
             listed.setdefault(file, set()).add(tensor)
         for file, tensors in sorted(listed.items()):
@@ -116,6 +116,10 @@ class Checkpoint:
         left = sorted(set(self._where) - self._taken - {"lm_head.weight"})
         if left:
             raise ModelError(f"{self.folder}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
+
+
+def _is_file_name(name: str) -> bool:
+    return Path(name).name == name and name.endswith(".safetensors") and name.isprintable()
 
 
 class RandomTensors:

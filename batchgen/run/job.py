@@ -163,7 +163,7 @@ class _Job:
         """The manifest to go on with. Raises ResumeMismatch when outputs would differ."""
         numerics = begun.fingerprints.get("numerics")
         if numerics is not None:  # what "auto" comes to is known once the weights are loaded, and compared then
-            named = {"dtype": self.spec.model.dtype, "device": self.spec.model.device}
+            named = {"dtype": self.spec.model.dtype, "device": self.spec.model.device.partition(":")[0]}
             numerics = numerics | {name: value for name, value in named.items() if value != "auto"}
             now = replace(now, fingerprints={**now.fingerprints, "numerics": numerics})
         found = compare(begun, now)

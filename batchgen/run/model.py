@@ -19,7 +19,7 @@ from batchgen.data.stop_strings import StopStrings
 from batchgen.data.tokenizer import Tokenizer
 from batchgen.errors import ResumeMismatch, UsageError
 from batchgen.hub import resolve_folder
-from batchgen.machine import memory_errors, require_address_space
+from batchgen.machine import require_address_space
 from batchgen.model import ModelConfig, is_dummy, load_config
 from batchgen.records import Request, Result, SamplingParams
 from batchgen.spec import EngineSpec, InputSpec, JobSpec
@@ -164,14 +164,12 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     config = engine_config(spec.engine)
     use_threads(config.threads, info.config)  # before loading, which packs weights and takes threads too
     where = spec.model
-    with memory_errors(f"loading the weights of {where.path}"):
-        model = load_model(
-            where.path, where.revision, dtype=where.dtype, device=where.device, batch_invariant=where.batch_invariant
-        )
+    model = load_model(
+        where.path, where.revision, dtype=where.dtype, device=where.device, batch_invariant=where.batch_invariant
+    )
     stop_watch = StopStrings(info.tokenizer) if info.tokenizer else None
     make = Engine if step_by_step else make_engine
-    with memory_errors("making room for KV blocks and convolution state"):
-        engine = make(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch)
+    engine = make(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch)
     return Backend(engine, model.numerics, torch.get_num_threads(), partial(engine_facts, engine))
 
 

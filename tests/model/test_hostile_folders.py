@@ -1,0 +1,69 @@
+"""Whatever lies in a model folder, it is used or refused in one line: soon, and in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_folders import NAMES, ODD_FILES, SAMPLE
+from run_helpers import ENVIRONMENT
+
+from batchgen.data.fingerprint import file_digest
+from batchgen.errors import ModelError, UsageError
+from batchgen.hub import resolve_folder
+from batchgen.model_files import check_files, read_object
+
+SCRIPT = Path(__file__).parents[1] / "hostile_folders.py"
+PATTERNS = ("*.safetensors", "*.json", "*.jinja")
+MAX_GROWTH = 600 << 20  # bytes, over what a good folder takes; nested JSON of the size allowed takes half of it
+
+
+def outcomes(scratch: Path, seed: int) -> list[dict[str, Any]]:
+    command = [sys.executable, str(SCRIPT), str(scratch), str(seed)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_two_hundred_hostile_folders_are_refused_in_one_line_or_run(tmp_path: Path) -> None:
+    good, *hostile = outcomes(tmp_path, seed=13)
+    assert good["ended"] == "ran", good
+    assert len(hostile) > 200
+    assert [case for case in hostile if case["ended"] not in ("refused", "ran")] == []
+    assert [case for case in hostile if len(case["said"].splitlines()) > 1 or len(case["said"]) > 1000] == []
+    assert hostile[-1]["peak_bytes"] < good["peak_bytes"] + MAX_GROWTH
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_what_is_no_regular_file_of_a_sane_size_is_never_opened(tmp_path: Path, name: str, kind: str) -> None:
+    ODD_FILES[kind](tmp_path / name)
+    with pytest.raises(ModelError) as caught:
+        resolve_folder(str(tmp_path), "main", PATTERNS)
+    assert name in str(caught.value) or str(tmp_path) in str(caught.value)
+
+
+def test_links_to_regular_files_are_taken_as_in_the_hubs_cache(tmp_path: Path) -> None:
+    for file in SAMPLE.iterdir():
+        (tmp_path / file.name).symlink_to(os.path.relpath(file, tmp_path))
+    check_files(tmp_path, PATTERNS)
+    assert read_object(tmp_path / "config.json", 1 << 20) == json.loads((SAMPLE / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "an endless device"])
+def test_the_digest_of_what_may_never_end_is_not_taken(tmp_path: Path, kind: str) -> None:
+    ODD_FILES[kind](tmp_path / "rows.jsonl")
+    with pytest.raises(UsageError, match=r"rows.jsonl: not a regular file"):
+        file_digest(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "/".join("y" * 300 for _ in range(3))])
+def test_a_name_that_no_folder_can_have_is_one_line(name: str) -> None:
+    with pytest.raises(ModelError, match="model") as caught:
+        resolve_folder(name, "main", PATTERNS)
+    assert len(str(caught.value)) < 300
