@@ -178,6 +178,11 @@ class InputSpec:
     keep_columns: tuple[str, ...] = key(COLUMNS, "Columns copied to the output", ())
     limit: int | None = key(POSITIVE, "Take the first N rows only", None)
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the job says where a row has its prompt."""
+        return bool(self.prompt or self.messages or self.prompt_token_ids)
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -209,6 +214,11 @@ class OutputSpec:
     order: str = key(_one_of("input", "completion"), "Order of the output rows", "input", outputs=False)
     token_ids: bool = key(BOOL, "Add the generated token ids", False)
     expected: str | None = key(COLUMN, "Column to compare the text with", None)
+
+    @property
+    def has_text_ids(self) -> bool:
+        """Whether rows are known by the text of their ids, so that 5 and "5" are one id: OpenAI's ``custom_id`` is."""
+        return self.format == "openai-batch"
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ def is_batch_line(columns: Mapping[str, Any], spec: InputSpec) -> bool:
     """Whether a row is an OpenAI Batch request: by the job's word, or by its shape where the job names no mapping."""
     if spec.format != "auto":
         return spec.format == "openai-batch"
-    is_mapped = spec.prompt or spec.messages or spec.prompt_token_ids
-    return not is_mapped and "custom_id" in columns and isinstance(columns.get("body"), dict)
+    return not spec.is_mapped and "custom_id" in columns and isinstance(columns.get("body"), dict)
 
 
 def row_id(record: Record, spec: InputSpec) -> str | int | None:

@@ -74,7 +74,8 @@ class Screen:
         for index, first in self._losers(rows, pending).items():
             item = pending.pop(index, None)
             if item is not None:  # an error row keeps its own code, it only lends its id
-                error = RowError(RowErrorCode.DUPLICATE_ID, f"id {item.id!r} is that of row {first} already")
+                known = self._known_by(item)
+                error = RowError(RowErrorCode.DUPLICATE_ID, f"id {known!r} is that of row {first} already")
                 answers[index] = bad_row(item.record, error, self._spec)
         items = [item for item in pending.values() if self.ours.is_ours(item.record.index)]
         for item, answer in zip(items, self._builder.build([item.record for item in items]), strict=True):
@@ -87,10 +88,19 @@ class Screen:
     def _losers(self, rows: Sequence[Record | BadRow], pending: dict[int, Pending]) -> dict[int, int]:
         claims = []
         for row in rows:
-            known = row.id if isinstance(row, BadRow) else pending[row.index].id if row.index in pending else None
+            item = pending.get(row.index)
+            known = row.id if isinstance(row, BadRow) else self._known_by(item) if item else None
             if known is not None:
                 claims.append((row.index, known))
         return self._ids.claim(claims) if claims else {}
+
+    def _known_by(self, row: Pending) -> str | int | None:
+        """What a row's result is known by, where another's could be known by the same.
+
+        An index that stands for a missing id is a number, which no ``custom_id`` of another row is, unless as text.
+        """
+        is_mixed = self._ids.as_text and self._spec.format == "auto" and not self._spec.is_mapped
+        return str(row.record.index) if row.id is None and is_mixed else row.id
 
 
 class Feed:

@@ -167,6 +167,7 @@ class _Job:
             numerics = numerics | {name: value for name, value in named.items() if value != "auto"}
             now = replace(now, fingerprints={**now.fingerprints, "numerics": numerics})
         found = compare(begun, now)
+        found = replace(found, refused=(*found.refused, *self._other_ids(begun)))
         if found.refused:
             raise ResumeMismatch(
                 f"{self.run_dir.path} was begun with another job; what changes its outputs:\n"
@@ -177,11 +178,18 @@ class _Job:
             self.progress.display.note(f"resuming with {line}")
         return replace(now, created_at=begun.created_at, num_rows=begun.num_rows)
 
+    def _other_ids(self, begun: Manifest) -> tuple[str, ...]:
+        """The change of output format, where rows have ids and it decides which of them are equal."""
+        was, now = begun.job["output"]["format"], self.spec.output
+        if not may_have_ids(self.spec.input) or replace(now, format=was).has_text_ids == now.has_text_ids:
+            return ()
+        return (f'output.format: was "{was}", now "{now.format}" (only openai-batch has 5 and "5" for one id)',)
+
     def _prepare(self, inputs: _Inputs) -> _Inputs:
         """Load the weights before anything is written: unusable ones leave no trace, and no old run is lost."""
         self._refuse_model_folder(inputs.model)
         if self.options.strict:
-            with closing(UniqueIds(None)) as ids:
+            with closing(UniqueIds(None, as_text=self.spec.output.has_text_ids)) as ids:
                 self._refuse_bad_rows(inputs, self._rows(inputs, None), ids)
         self.backend = self._load(inputs.model)
         fingerprints = {**inputs.manifest.fingerprints, "numerics": self.backend.numerics}
@@ -217,7 +225,7 @@ class _Job:
         """Generate what the journal does not hold, then write the outputs."""
         spec, progress = self.spec, self.progress
         rows = self._rows(inputs, journal)
-        ids = UniqueIds(self.run_dir.journal / IDS_NAME)
+        ids = UniqueIds(self.run_dir.journal / IDS_NAME, as_text=spec.output.has_text_ids)
         stack.callback(ids.close)
         self._complete(ids, inputs, journal)
         if is_resumed:

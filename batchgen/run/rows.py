@@ -81,8 +81,7 @@ class RowRange:
 
 def may_have_ids(spec: InputSpec) -> bool:
     """Whether rows can have ids of their own: by a column the job names, or as OpenAI Batch lines."""
-    is_mapped = spec.prompt or spec.messages or spec.prompt_token_ids
-    return spec.id is not None or spec.format == "openai-batch" or (spec.format == "auto" and not is_mapped)
+    return spec.id is not None or spec.format == "openai-batch" or (spec.format == "auto" and not spec.is_mapped)
 
 
 class _NoRows:

@@ -24,11 +24,13 @@ Claim = tuple[int, str | int]
 class UniqueIds:
     """The ids claimed so far; ``path`` None keeps them in a temporary file that nobody else sees.
 
+    ``1`` and ``"1"`` are different ids, unless ids are compared ``as_text``, as an output that has only texts needs.
     Raises StorageError where the file cannot be written or is damaged.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, as_text: bool = False) -> None:
         self._path = path
+        self.as_text = as_text
         with self._storage():
             self._db = sqlite3.connect(path or "", isolation_level=None)
             self._db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
@@ -51,9 +53,9 @@ class UniqueIds:
     def claim(self, rows: Sequence[Claim]) -> dict[int, int]:
         """Claim ids for rows ``(index, id)`` in input order; returns the losers: index -> row that had the id first.
 
-        Claiming again for the same row is harmless. ``1`` and ``"1"`` are different ids.
+        Claiming again for the same row is harmless.
         """
-        keyed = [(_key(row_id), index) for index, row_id in rows]
+        keyed = [(self._key(row_id), index) for index, row_id in rows]
         losers = {}
         with self._storage():
             self._db.execute("BEGIN")
@@ -69,13 +71,18 @@ class UniqueIds:
         """Claim ids of rows known by other means, any number of them."""
         with self._storage():
             self._db.execute("BEGIN")
-            pairs = ((_key(row_id), index) for index, row_id in rows)
+            pairs = ((self._key(row_id), index) for index, row_id in rows)
             self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", pairs)
             self._db.execute("COMMIT")
 
     def close(self) -> None:
         """Release the file."""
         self._db.close()
+
+    def _key(self, row_id: str | int) -> bytes:
+        """The id as JSON, or a digest of it where it is long. Ids that follow each other lie together on the disk."""
+        text = json.dumps(str(row_id) if self.as_text else row_id).encode()
+        return text if len(text) <= _MAX_KEY_BYTES else b"#" + blake2b(text, digest_size=32).digest()
 
     @contextmanager
     def _storage(self) -> Iterator[None]:
@@ -85,9 +92,3 @@ class UniqueIds:
             place = self._path or "a temporary file"
             advice = "put that right, or remove the file if it is damaged, then run again"
             raise StorageError(f"cannot keep track of ids in {place}: {error}; {advice}") from error
-
-
-def _key(row_id: str | int) -> bytes:
-    """The id as JSON, or a digest of it where it is long. Ids that follow each other lie together on the disk."""
-    text = json.dumps(row_id).encode()
-    return text if len(text) <= _MAX_KEY_BYTES else b"#" + blake2b(text, digest_size=32).digest()
