@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from batchgen.data.output_formats import output_format
 from batchgen.data.rundir import RunDir
-from batchgen.data.writer import read_errors
+from batchgen.data.writer import read_errors, read_records
 from batchgen.report import build_report, read_report, write_report
 from batchgen.report_rows import RowTotals
 from batchgen.report_spent import follow, spent_in
@@ -32,9 +31,8 @@ _ABOUT = (
 def count_outputs(run_dir: RunDir, output: OutputSpec) -> RowTotals:
     """What the rows in a finished run's outputs and dead letters add up to. Raises StorageError if one is damaged."""
     totals = RowTotals(output.expected)
-    form = output_format(output.format)
-    for _, row in form.read(run_dir.outputs(output.format)):
-        totals.add_result(json.loads(row))
+    for _, record in read_records(run_dir, output.format):
+        totals.add_result(record)
     for _, line in read_errors(run_dir):
         totals.add_error(json.loads(line))
     return totals

@@ -75,10 +75,7 @@ class RowTotals:
     _slowest: list[tuple[float, int, dict[str, Any]]] = field(default_factory=list)
 
     def add_result(self, record: Mapping[str, Any]) -> None:
-        """Take in an output record as journalled, or a row of OpenAI batch outputs, which has no timings."""
-        if "response" in record:
-            body = record["response"]["body"]
-            record = {**body["choices"][0], "usage": body["usage"]}
+        """Take in an output record; one of older OpenAI batch outputs has no timings."""
         usage, timings = record["usage"], record.get("timings", {})
         self.num_results += 1
         self.prompt_tokens += usage["prompt_tokens"]

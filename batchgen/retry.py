@@ -1,6 +1,7 @@
 """``batchgen retry``: the dead letters of a finished run once more, and those that succeed into its outputs.
 
-Rows come from ``errors.jsonl`` as it stands, so a row mended there by hand is run as mended; the input is not read.
+Rows come from ``errors.jsonl``, so a row mended there by hand is run as mended; the input is not read. The file is
+held against the rows that have no result before anything is run (see ``data.dead_letters``).
 It uses the same feed, engine and journal as a run, in a journal of its own, so it can be killed and resumed alike.
 """
 
@@ -13,18 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from batchgen.data.dead_letters import DeadLetters
 from batchgen.data.journal import Journal
 from batchgen.data.manifest import Manifest
-from batchgen.data.output_formats import output_format
 from batchgen.data.rundir import RunDir
-from batchgen.data.writer import finalize_retry, read_errors
-from batchgen.errors import ExitCode, ResumeMismatch, RowError, RowErrorCode, UsageError
+from batchgen.data.writer import finalize_retry, read_records
+from batchgen.errors import ExitCode, ResumeMismatch, UsageError
 from batchgen.merge_report import count_outputs
-from batchgen.records import BadRow, Cursor, Record
+from batchgen.records import BadRow, Record
 from batchgen.report import build_report, read_report, write_report
 from batchgen.report_spent import follow, spent_in
 from batchgen.run.display import make_display
 from batchgen.run.feed import Feed, Screen
+from batchgen.run.folders import tidy_on_refusal
 from batchgen.run.generate import generate
 from batchgen.run.ledger import Ledger
 from batchgen.run.model import Backend, EngineFactory, load_engine, read_model
@@ -80,25 +82,53 @@ class _Retry:
         self.progress = progress
         self.engine_factory = engine_factory
         self.backend: Backend | None = None
-        self.form = output_format(spec.output.format, model=spec.model.path, chat=spec.input.chat)
 
     def run(self) -> Outcome:
         """Run, resume, or find nothing to do."""
-        num_failed = sum(1 for _ in read_errors(self.run_dir))
-        if not num_failed and not self.run_dir.retry.is_dir():
-            return Outcome(ExitCode.OK, ("no row has failed: nothing to retry",))
-        with ExitStack() as stack:
+        is_begun = self.run_dir.retry.is_dir()
+        with tidy_on_refusal(self.run_dir.retry), ExitStack() as stack:
             journal = Journal.open(self.run_dir.retry, self.manifest.shard)
             stack.callback(journal.close)
+            ids = UniqueIds(None, as_text=self.spec.output.has_text_ids)
+            stack.callback(ids.close)
             progress = self.progress
-            progress.keeps_file = True
-            progress.rows_total = num_failed
-            if not self._generate(journal, stack):
+            with progress.phase("checking errors.jsonl", "read"):
+                letters = self._letters(journal, ids)
+                progress.rows_total = sum(1 for _ in letters.read())
+            if not progress.rows_total and not is_begun:
+                journal.remove()
+                return Outcome(ExitCode.OK, ("no row has failed: nothing to retry",))
+            if not self._generate(letters, journal, ids):
                 progress.state = "stopped"
                 return Outcome.stopped(self.run_dir, progress.stopper.reason or "", progress)
             return self._merge(journal)
 
-    def _generate(self, journal: Journal, stack: ExitStack) -> bool:
+    def _letters(self, journal: Journal, ids: UniqueIds) -> DeadLetters:
+        """The dead letters to run, held against the rows that have results, whose ids they may not take."""
+        output = self.spec.output
+        if self.manifest.num_rows is None:
+            raise UsageError(f'{self.run_dir.manifest} lacks "num_rows", so which rows failed is not known')
+
+        def has_succeeded(index: int) -> bool:
+            return index in journal.done and not journal.done.place(index).is_error
+
+        outputs = self.run_dir.outputs(output.format)
+        shard, num_rows = self.manifest.shard, self.manifest.num_rows
+        letters = DeadLetters(self.run_dir.errors, outputs, num_rows, shard, may_have_result=has_succeeded)
+
+        def known_ids() -> Iterator[Claim]:
+            for index, record in read_records(self.run_dir, output.format):
+                letters.add_result(index)
+                yield index, record.get("id", index)
+            for index in journal.done:
+                known = json.loads(journal.payload(index))["id"]
+                if known is not None:
+                    yield index, known
+
+        ids.restore(known_ids())
+        return letters
+
+    def _generate(self, letters: DeadLetters, journal: Journal, ids: UniqueIds) -> bool:
         spec, progress = self.spec, self.progress
         with progress.phase("checking the model", "load"):
             model = read_model(spec)
@@ -109,9 +139,6 @@ class _Retry:
         builder = model.builder(spec.input, spec.sampling)
         payloads = Payloads(spec, model.tokenizer.decode if model.tokenizer else None)
         ledger = progress.ledger = Ledger(journal, payloads, None, progress.clock)
-        ids = UniqueIds(None)
-        stack.callback(ids.close)
-        ids.restore(self._known_ids())
         screen = Screen(spec.input, builder, ids, _EveryRow())
         feed = Feed(ledger, screen, progress.stopper, progress.clock)
 
@@ -121,25 +148,9 @@ class _Retry:
             backend.check(self.manifest.fingerprints.get("numerics"), self.run_dir.path)
             return backend
 
-        return generate(self._rows(journal), feed, ledger, progress, load)
-
-    def _rows(self, journal: Journal) -> Iterator[Record | BadRow]:
-        """The failed rows that this retry has not run yet; what was never readable keeps its error."""
-        for index, line in read_errors(self.run_dir):
-            if index in journal.done:
-                continue
-            try:
-                yield _failed_row(index, json.loads(line))
-            except (KeyError, TypeError, ValueError) as error:  # the file may have been mended by hand
-                raise UsageError(
-                    f"{self.run_dir.errors}: the line of row {index} is not as written: {error!r}"
-                ) from None
-
-    def _known_ids(self) -> Iterator[Claim]:
-        """The ids of the rows that have results: no retried row may take one of them."""
-        for index, row in self.form.read(self.run_dir.outputs(self.spec.output.format)):
-            record = json.loads(row)
-            yield index, record.get("custom_id", record["id"])
+        progress.keeps_file = True
+        todo = (row for row in letters.read() if not _is_run(row, journal))
+        return generate(todo, feed, ledger, progress, load)
 
     def _merge(self, journal: Journal) -> Outcome:
         spec, run_dir = self.spec, self.run_dir
@@ -157,13 +168,13 @@ class _Retry:
     def _report(self) -> dict[str, Any]:
         """The report anew, from the outputs as they are now; times of the first run and of retries add up."""
         totals = count_outputs(self.run_dir, self.spec.output)
-        before = read_report(self.run_dir)
-        spent = follow(spent_in(before), self.progress.spent())
-        report = build_report(totals, spent, about_job(self.spec, self.manifest, self.backend))
-        if self.spec.output.format == "openai-batch":  # its outputs hold no times: they stay as of the first run
-            kept = ("latency_s", "histograms", "slowest", "preemptions", "accuracy")
-            report |= {key: before[key] for key in kept if key in before}
-        return report
+        try:
+            before = spent_in(read_report(self.run_dir))
+        except UsageError as error:  # merged without reports, or written by another version
+            self.progress.display.note(f"the new report counts the time of this retry only: {error}")
+            before = {}
+        spent = follow(before, self.progress.spent())
+        return build_report(totals, spent, about_job(self.spec, self.manifest, self.backend))
 
 
 class _EveryRow:
@@ -178,12 +189,10 @@ class _EveryRow:
         return index + 1
 
 
-def _failed_row(index: int, letter: dict[str, Any]) -> Record | BadRow:
-    """The row of a dead letter, to be run again if it could be read at all."""
-    where = (index, str(letter.get("source", "")), int(letter.get("line", 0)))
-    after = Cursor(0, 0, 0, index + 1)
-    if isinstance(letter.get("row"), dict):
-        return Record(*where, letter["row"], after)
-    error = letter.get("error") or letter  # an OpenAI error file nests them
-    known = RowError(RowErrorCode(error["code"]), str(error["message"]))
-    return BadRow(*where, known, letter.get("row"), after, letter.get("custom_id", letter.get("id")))
+def _is_run(row: Record | BadRow, journal: Journal) -> bool:
+    """Whether this retry has run a row already: one that failed again and was mended since is to be run as mended."""
+    if row.index not in journal.done:
+        return False
+    columns = row.columns if isinstance(row, Record) else row.raw
+    is_error = journal.done.place(row.index).is_error
+    return not is_error or bool(json.loads(journal.payload(row.index))["row"] == columns)

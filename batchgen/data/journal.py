@@ -123,12 +123,12 @@ class Journal:
     def append(self, entry: JournalEntry) -> None:
         """Add a finished row. It survives the process from now on, a power loss from the next commit on.
 
-        Raises ValueError for a row that is finished already (each ends once) or of another shard, StorageError if the
-        disk refuses.
+        Raises ValueError for a row that has a result already (an error may be entered anew) or is of another shard,
+        StorageError if the disk refuses.
         """
         if not self.done.is_ours(entry.index):
             raise ValueError(f"row {entry.index} is not in this shard")
-        if entry.index in self.done:
+        if entry.index in self.done and not self.done.place(entry.index).is_error:
             raise ValueError(f"row {entry.index} is in the journal already")
         is_error = entry.kind == "error"
         payload = encode_json(entry.payload)

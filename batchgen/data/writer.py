@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
+from typing import Any
 
 from batchgen.data.files import publish, remove_file, staged_file
 from batchgen.data.journal import Journal
 from batchgen.data.output_formats import OutputFormat, output_format
 from batchgen.data.output_formats.jsonl import read_lines, write_lines
 from batchgen.data.rundir import RunDir
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, StorageError
 from batchgen.spec import OutputSpec
 
 IndexedRow = tuple[int, bytes]
@@ -78,10 +79,11 @@ def finalize(
 def finalize_retry(
     run_dir: RunDir, output: OutputSpec, journal: Journal, *, model: str = "", chat: bool = True
 ) -> OutputCounts:
-    """Put the rows of a retry's journal into the existing outputs and dead letters, in place of what was there.
+    """Put the rows of a retry's journal into the existing outputs; those that failed again are the dead letters now.
 
-    The outputs are replaced first: a kill in between leaves rows in both files, never in none, and running the retry
-    again (nothing is left to generate) writes the same bytes. Then call ``journal.remove()``. Raises StorageError.
+    The journal holds every failed row. The outputs are replaced first: a kill in between leaves rows in both files,
+    never in none, and running the retry again (nothing is left to generate) writes the same bytes. Then call
+    ``journal.remove()``. Raises StorageError.
     """
     journal.commit()
     form = output_format(output.format, model=model, chat=chat)
@@ -90,11 +92,7 @@ def finalize_retry(
         kept = (row for row in form.read(run_dir.outputs(output.format)) if row[0] not in journal.done)
         return join([kept, _results(journal, form, output.order)], output.order)
 
-    def errors() -> Iterator[IndexedRow]:
-        kept = (row for row in read_errors(run_dir) if row[0] not in journal.done)
-        return join([kept, _errors(journal, form)], "input")
-
-    counts = stage(run_dir, output, form, Rows(results), Rows(errors))
+    counts = stage(run_dir, output, form, Rows(results), Rows(lambda: _errors(journal, form)))
     publish(run_dir.outputs(output.format))
     publish_errors(run_dir, counts)
     return counts
@@ -131,6 +129,16 @@ def join(streams: list[Iterator[IndexedRow]], order: str) -> Iterator[IndexedRow
 def read_errors(run_dir: RunDir) -> Iterator[IndexedRow]:
     """The lines of ``errors.jsonl`` with their indexes; none if no row failed. Raises StorageError for a bad line."""
     return read_lines(run_dir.errors) if run_dir.errors.exists() else iter(())
+
+
+def read_records(run_dir: RunDir, output_format_name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The records of a finished run's outputs with their indexes. Raises StorageError where they were edited."""
+    form, path = output_format(output_format_name), run_dir.outputs(output_format_name)
+    for index, row in form.read(path):
+        try:
+            yield index, form.record(row)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise StorageError(f"{path}: row {index} is not as it was written ({error!r}); was it edited?") from None
 
 
 def _results(journal: Journal, form: OutputFormat, order: str) -> Iterator[IndexedRow]:

@@ -32,10 +32,7 @@ class Ledger:
         self._lock = threading.Lock()  # of the journal, while ``tick`` may come from another thread
         self._payloads = payloads
         self._max_error_rate = max_error_rate
-        counts = journal.counts
-        self.num_done = counts.results
-        self.num_done_before = counts.results  # by earlier invocations
-        self.num_failed = counts.errors
+        self.num_done_before = self.num_done  # by earlier invocations
         self.num_read = journal.done.num_passed  # rows read of the input so far, by this or earlier invocations
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
@@ -51,14 +48,12 @@ class Ledger:
             return
         payload = self._payloads.result(record, row_id, result, choices)
         self._append(JournalEntry(record.index, record.after, "result", payload))
-        self.num_done += 1
         self.num_prompt_tokens += result.num_prompt_tokens
         self.num_completion_tokens += result.num_completion_tokens
 
     def fail(self, row: BadRow) -> None:
         """Enter a row that cannot run. Raises StorageError."""
         self._append(JournalEntry(row.index, row.after, "error", self._payloads.error(row)))
-        self.num_failed += 1
 
     def tick(self) -> None:
         """Let the journal write what waits in it, from another thread: rows may be long in coming.
@@ -73,6 +68,16 @@ class Ledger:
         """End of the rows: from here on the journal belongs to the caller alone."""
         with self._lock:
             self._is_open = False
+
+    @property
+    def num_done(self) -> int:
+        """Rows that ended in a result."""
+        return self.journal.counts.results
+
+    @property
+    def num_failed(self) -> int:
+        """Rows that ended in an error."""
+        return self.journal.counts.errors
 
     @property
     def has_too_many_errors(self) -> bool:

@@ -19,12 +19,12 @@ _decode = json.JSONDecoder().decode
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse_jsonl(line: bytes) -> dict[str, Any]:
+def parse_jsonl(line: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     """The columns in one line.
 
     Raises RowProblem: bad_encoding for bytes that are no UTF-8 and escapes that form no character, bad_json for
-    what is no JSON or cannot be held (numbers of more than 4300 digits, more than 100 levels), bad_type for JSON
-    that is no object.
+    what is no JSON or cannot be held (numbers of more than 4300 digits, more than ``max_depth`` levels), bad_type for
+    JSON that is no object.
     """
     text = decode_utf8(line)
     try:
@@ -32,13 +32,13 @@ def parse_jsonl(line: bytes) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise RowProblem(RowErrorCode.BAD_JSON, f"not valid JSON: {error.msg} at character {error.pos + 1}") from error
     except RecursionError as error:
-        raise _too_deep() from error
+        raise _too_deep(max_depth) from error
     except ValueError as error:
         raise RowProblem(RowErrorCode.BAD_JSON, "a number has more than 4300 digits") from error
     if not isinstance(value, dict):
         raise RowProblem(RowErrorCode.BAD_TYPE, f"the line is {type_name(value)}, not a JSON object")
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
-        raise _too_deep()
+    if text.count("[") + text.count("{") > max_depth and _depth(value) > max_depth:
+        raise _too_deep(max_depth)
     if _SURROGATE.search(text):
         _refuse_lone_surrogates(value)
     return value
@@ -53,8 +53,8 @@ def decode_utf8(line: bytes) -> str:
         raise RowProblem(RowErrorCode.BAD_ENCODING, message) from error
 
 
-def _too_deep() -> RowProblem:
-    return RowProblem(RowErrorCode.BAD_JSON, f"nested more than {MAX_DEPTH} levels deep")
+def _too_deep(max_depth: int) -> RowProblem:
+    return RowProblem(RowErrorCode.BAD_JSON, f"nested more than {max_depth} levels deep")
 
 
 def _depth(value: object) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from batchgen.data.output_formats.jsonl import JsonlFormat
 from batchgen.data.output_formats.openai_batch import OpenAIBatchFormat
@@ -28,6 +28,12 @@ class OutputFormat(Protocol):
 
     def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
         """The rows of an outputs file with their indexes, in file order. Raises StorageError if it is damaged."""
+
+    def record(self, row: bytes) -> dict[str, Any]:
+        """The output record behind a row that was read, as far as the format holds it.
+
+        Raises KeyError, IndexError, TypeError or ValueError for a row that was edited.
+        """
 
 
 def output_format(name: str, *, model: str = "", chat: bool = True) -> OutputFormat:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from batchgen.data.files import storage_errors
 from batchgen.errors import StorageError
@@ -24,7 +24,7 @@ def read_lines(path: Path, key: str = "index") -> Iterator[tuple[int, bytes]]:
         for number, line in enumerate(file, 1):
             try:
                 index = index_of(json.loads(line)[key])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise StorageError(f"{path}, line {number}: not a line of ours ({error!r}); was it edited?") from None
             yield index, line.rstrip(b"\n")
 
@@ -56,3 +56,7 @@ class JsonlFormat:
     def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
         """The lines of an outputs file with their indexes."""
         return read_lines(path)
+
+    def record(self, row: bytes) -> dict[str, Any]:
+        """The row's record."""
+        return dict(json.loads(row))

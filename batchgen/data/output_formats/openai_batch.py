@@ -1,10 +1,11 @@
 """The output and error files of OpenAI's Batch API, so that code which reads those reads ours.
 
-Shapes: https://platform.openai.com/docs/guides/batch. Everything is derived from the row, so a resumed run writes the
-same bytes: ids come from the row's index and ``created`` is 0. Kept columns and timings have no place in this form,
-except a kept ``url``, which says per row whether a chat or a text completion was asked for. What OpenAI has no field
-for keeps the name it has in our own records: ``token_ids`` and scored ``choices`` (here ``scored_choices``) in a
-choice, ``prompt_logprobs`` and ``perplexity`` in the body.
+Shapes: https://platform.openai.com/docs/guides/batch. Everything but ``timings`` is derived from the row, so a resumed
+run writes the same bytes: ids come from the row's index and ``created`` is 0. A kept ``url`` says per row whether a
+chat or a text completion was asked for. What OpenAI has no field for stands beside its fields, where readers of its
+format do not look: ``timings`` and ``kept_columns`` in the line; ``prompt_logprobs`` and ``perplexity`` in the body;
+``token_ids``, scored ``choices`` (here ``scored_choices``) and, where OpenAI has no such reason, ``stop_reason`` in a
+choice. Files written before there were ``timings`` and ``kept_columns`` are read as well.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.data.json_line import encode_json
-from batchgen.data.output_formats.jsonl import read_lines, write_lines
+from batchgen.data.output_formats.jsonl import index_of, read_lines, write_lines
 from batchgen.records import FinishReason
+from batchgen.spec import RECORD_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,13 @@ class OpenAIBatchFormat:
     chat: bool
 
     def result_row(self, payload: bytes) -> bytes:
-        """A batch response with status 200 and a completion as its body."""
+        """A batch response with status 200 and a completion as its body, followed by timings and kept columns."""
         record = json.loads(payload)
         index = record["index"]
         response = {"status_code": 200, "request_id": f"req_{index:012d}", "body": self._body(record)}
-        return encode_json({**_head(record), "response": response, "error": None})
+        line = {**_head(record), "response": response, "error": None, "timings": record["timings"]}
+        kept = {name: value for name, value in record.items() if name not in RECORD_KEYS}
+        return encode_json(line | ({"kept_columns": kept} if kept else {}))
 
     def error_row(self, payload: bytes) -> bytes:
         """A batch response without a body, followed by what a dead letter holds besides: index, source, line, row."""
@@ -50,6 +54,22 @@ class OpenAIBatchFormat:
     def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
         """The lines of an outputs file with the indexes found in their ids."""
         return read_lines(path, key="id")
+
+    def record(self, row: bytes) -> dict[str, Any]:
+        """What a report needs of the record: id (as text), index, text, finish_reason, usage, timings, kept columns."""
+        line = json.loads(row)
+        body = line["response"]["body"]
+        choice = body["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
+        return {
+            "id": line["custom_id"],
+            "index": index_of(line["id"]),
+            "text": text or "",
+            "finish_reason": choice.get("stop_reason", choice["finish_reason"]),
+            "usage": {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens")},
+            "timings": line.get("timings", {}),
+            **line.get("kept_columns", {}),
+        }
 
     def _body(self, record: Mapping[str, Any]) -> dict[str, Any]:
         url = record.get("url")
@@ -90,6 +110,8 @@ def _choice(index: int, sample: Mapping[str, Any], chat: bool) -> dict[str, Any]
         "logprobs": None if logprobs is None else shape(logprobs),
         "finish_reason": "stop" if reason == FinishReason.REPETITION else reason,  # OpenAI knows no such reason
     }
+    if reason == FinishReason.REPETITION:
+        choice["stop_reason"] = reason
     if "token_ids" in sample:
         choice["token_ids"] = sample["token_ids"]
     if "choices" in sample:

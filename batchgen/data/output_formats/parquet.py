@@ -90,6 +90,10 @@ class ParquetFormat:
         except (pa.ArrowException, KeyError) as error:
             raise StorageError(f"{path}: not an outputs file of ours ({error})") from error
 
+    def record(self, row: bytes) -> dict[str, Any]:
+        """The row's record; fields that only other rows have are null."""
+        return dict(json.loads(row))
+
 
 def infer_fields(rows: Iterable[bytes]) -> dict[str, Any]:
     """The Arrow type of each column in order, None for one that has to be JSON text."""
