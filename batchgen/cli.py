@@ -247,7 +247,8 @@ def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) 
 def merge(folders: tuple[Path, ...], output: Path) -> int:
     """Join the shards of one job into one run.
 
-    All shards must be finished; that no row is missing or there twice is proved before anything appears.
+    All shards must be finished; that no row is missing or there twice is proved before anything appears. Interrupted,
+    it goes on when run again; done already, it says so. Exits 3 if rows have failed.
 
     \b
     Example:
@@ -258,11 +259,14 @@ def merge(folders: tuple[Path, ...], output: Path) -> int:
     from batchgen.merge_report import write_merged_report
 
     counts = merge_shards(folders, output)
-    done = f"{counted(counts.results, 'row')} done, {counts.errors:,} failed"
-    click.echo(f"batchgen: {done}, of {counted(len(folders), 'shard')}, into {output}", err=True)
-    for shard in write_merged_report(folders, output):
-        click.echo(f"batchgen: no report of the whole, since {shard} has none", err=True)
-    return ExitCode.ROWS_FAILED if counts.errors else ExitCode.OK
+    if counts is None:
+        click.echo(f"batchgen: already done: {counted(len(folders), 'shard')} in {output}", err=True)
+    else:
+        done = f"{counted(counts.results, 'row')} done, {counts.errors:,} failed"
+        click.echo(f"batchgen: {done}, of {counted(len(folders), 'shard')}, into {output}", err=True)
+    for problem in write_merged_report(folders, output):
+        click.echo(f"batchgen: no report of the whole: {problem}", err=True)
+    return ExitCode.ROWS_FAILED if (output / "errors.jsonl").exists() else ExitCode.OK
 
 
 cli.add_command(bench)

@@ -1,6 +1,8 @@
 """Join the shards of one job: proves that together they hold every input row once, then writes one run directory.
 
 It works on finished run directories alone: no model, no input file, no journal. Rows are copied, never interpreted.
+The target shows nothing before all is proved and staged; then ``job.json``, ``errors.jsonl`` and, last, the outputs
+appear, so a merge that was interrupted is run again and a finished one is known by its outputs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from batchgen.data.output_formats import output_format
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import IndexedRow, OutputCounts, Rows, join, publish_errors, read_errors, stage
 from batchgen.errors import UsageError
-from batchgen.spec import OutputSpec, job_from_dict
+from batchgen.run.folders import tidy_on_refusal
+from batchgen.spec import job_from_dict
 
 _NAMED_ROWS = 5  # of many missing rows
 
@@ -36,26 +39,62 @@ class _Shard:
         return "shard {}/{} ({})".format(*self.manifest.shard, self.run_dir.path)
 
 
-def merge(folders: Sequence[Path], target: Path) -> OutputCounts:
-    """Write outputs, dead letters and ``job.json`` of all shards of a job into ``target``, which must not be a run yet.
+def merge(folders: Sequence[Path], target: Path) -> OutputCounts | None:
+    """Write outputs, dead letters and ``job.json`` of all shards of a job into ``target``.
 
-    Raises UsageError naming the shard and the rows if the shards are of different jobs, one is missing, unfinished or
-    given twice, or a row is missing, there twice or in the wrong shard; ``target`` then shows no outputs.
+    Returns None where that was done already: ``target`` must be a new folder, or one that this merge was begun or
+    finished in. Raises UsageError naming the shard and the rows if the shards are of different jobs, one is missing,
+    unfinished or given twice, or a row is missing, there twice or in the wrong shard; ``target`` then shows no
+    outputs. Raises LockedError, StorageError.
     """
     shards = _load(folders)
     target = target.absolute()
+    _refuse_inside(shards, target)
     manifest = _merged(shards[0].manifest, target)
     run_dir = RunDir(target)
-    if run_dir.is_complete() or run_dir.read_manifest() not in (None, manifest):
-        raise UsageError(f"{target} holds a run already; merge into a new folder")
-    run_dir.create()
-    with run_dir.lock():
-        run_dir.write_manifest(manifest)
-        return _write(shards, run_dir, job_from_dict(manifest.job).output)
+    with tidy_on_refusal(target):
+        run_dir.create()
+        with run_dir.lock():
+            run_dir.sweep()
+            begun = run_dir.read_manifest()
+            if begun is not None and (begun.shard, _merged(begun, target)) != ((1, 1), manifest):
+                raise UsageError(f"{target} holds a run already; merge into a new folder")
+            if run_dir.is_complete():
+                _refuse_outdated(shards, run_dir)
+                return None
+            if run_dir.journal.is_dir():
+                raise UsageError(f"{target} holds a run already, not finished; merge into a new folder")
+            try:
+                return _write(shards, run_dir, manifest)
+            except BaseException:
+                run_dir.sweep()  # what is staged may be large
+                raise
 
 
-def _write(shards: Sequence[_Shard], run_dir: RunDir, output: OutputSpec) -> OutputCounts:
+def _refuse_inside(shards: Sequence[_Shard], target: Path) -> None:
+    """Raises UsageError for a target that is a shard or lies in one."""
+    for shard in shards:
+        if target.resolve().is_relative_to(shard.run_dir.path.resolve()):
+            where = "is" if target.resolve() == shard.run_dir.path.resolve() else "lies in"
+            raise UsageError(f"{target} {where} {shard}, which holds a run already; merge into a new folder")
+
+
+def _refuse_outdated(shards: Sequence[_Shard], run_dir: RunDir) -> None:
+    """Raises UsageError if a row that is a dead letter of the merged run has a result in its shard by now."""
+    failed = bytearray(shards[0].num_rows)
+    for shard in shards:
+        for index, _ in _Proof(shards).check(shard, read_errors(shard.run_dir), ordered=True):
+            failed[index] = 1
+    for index, _ in read_errors(run_dir):
+        if not (0 <= index < len(failed) and failed[index]):
+            raise UsageError(
+                f"{run_dir.path} was merged before row {index} was retried in its shard; merge into a new folder"
+            )
+
+
+def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> OutputCounts:
     """Write the joined files; as in ``finalize``, the outputs appear last."""
+    output = job_from_dict(manifest.job).output
     form = output_format(output.format)
     proof = _Proof(shards)
 
@@ -69,6 +108,7 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, output: OutputSpec) -> Out
 
     counts = stage(run_dir, output, form, Rows(results), Rows(errors))
     proof.finish()
+    run_dir.write_manifest(manifest)
     publish_errors(run_dir, counts)
     publish(run_dir.outputs(output.format))
     return counts
@@ -99,6 +139,8 @@ def _load_shard(run_dir: RunDir) -> _Shard:
         raise UsageError(f"{run_dir.path} is not a run directory: it has no job.json")
     if holder := run_dir.holder():
         raise UsageError(f"{run_dir.path} is in use by {holder}; merge when it is done")
+    if run_dir.retry.is_dir():
+        raise UsageError(f"{run_dir.path} has a retry that was interrupted: batchgen retry {run_dir.path}, then merge")
     if manifest.num_rows is None or not run_dir.outputs(manifest.job["output"]["format"]).is_file():
         raise UsageError(f"{run_dir.path} is not finished: run its shard again until it is")
     return _Shard(run_dir, manifest, manifest.num_rows)

@@ -12,6 +12,7 @@ from typing import Any
 
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import read_errors, read_records
+from batchgen.errors import UsageError
 from batchgen.report import build_report, read_report, write_report
 from batchgen.report_rows import RowTotals
 from batchgen.report_spent import follow, spent_in
@@ -38,19 +39,33 @@ def count_outputs(run_dir: RunDir, output: OutputSpec) -> RowTotals:
     return totals
 
 
-def write_merged_report(folders: Sequence[Path], target: Path) -> list[Path]:
-    """Write ``report.json`` of the merged run in ``target``, unless shards have none; returns those."""
-    without = [folder for folder in folders if not RunDir(folder).report.exists()]
-    if without:
-        return without
+def write_merged_report(folders: Sequence[Path], target: Path) -> list[str]:
+    """Write ``report.json`` of the merged run in ``target`` if it is not there.
+
+    Without a report of each shard there is none; returns why, a line per shard that has none to be read. Raises
+    LockedError if another process is at it, StorageError.
+    """
     run_dir = RunDir(target)
+    with run_dir.lock():
+        if run_dir.report.exists():
+            return []
+        reports, problems = [], []
+        for folder in folders:
+            try:
+                reports.append(read_report(RunDir(folder)))
+            except UsageError as error:
+                problems.append(str(error))
+        if not problems:
+            _write_report(run_dir, reports)
+        return problems
+
+
+def _write_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> None:
     manifest = run_dir.read_manifest()
     assert manifest is not None, "a merged run has a manifest"
-    reports = [read_report(RunDir(folder)) for folder in folders]
     spent: dict[str, Any] = {}
     for report in reports:
         spent = follow(spent, spent_in(report))
     about = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _ABOUT}
     totals = count_outputs(run_dir, job_from_dict(manifest.job).output)
     write_report(run_dir, build_report(totals, spent, about | {"shard": "1/1"}))
-    return []

@@ -155,7 +155,11 @@ def write_report(run_dir: RunDir, report: Mapping[str, Any]) -> None:
 def read_report(run_dir: RunDir) -> dict[str, Any]:
     """The report of a finished run. Raises UsageError where there is none."""
     if not run_dir.report.exists():
-        hint = "the run is not finished: see batchgen status" if run_dir.manifest.exists() else "not a run directory"
+        hint = "not a run directory"
+        if run_dir.is_complete():
+            hint = "its outputs are there: the command that made them writes it when run again"
+        elif run_dir.manifest.exists():
+            hint = "the run is not finished: see batchgen status"
         raise UsageError(f"no report.json in {run_dir.path} ({hint})")
     return read_report_file(run_dir.report)
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.data.journal import read_counts
+from batchgen.data.manifest import Manifest
 from batchgen.data.rundir import RunDir
+from batchgen.data.writer import read_errors
 from batchgen.errors import UsageError
 from batchgen.report import read_report
 from batchgen.run.display import describe_rows
@@ -53,7 +55,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         if holder is not None:
             status |= {key: progress[key] for key in ("tokens_per_s", "eta_s")}
     if status["state"] == "finished":
-        status |= _finished(run_dir)
+        status |= _finished(run_dir, manifest)
     elif holder is None and manifest is not None and run_dir.journal.is_dir():
         counts = read_counts(run_dir.journal, manifest.shard)
         status["rows"] = _rows(status["rows"]["total"], counts.results, counts.errors)
@@ -96,10 +98,14 @@ def _state(run_dir: RunDir, progress: Mapping[str, Any] | None, *, is_held: bool
     return "interrupted" if recorded == "running" else str(recorded)
 
 
-def _finished(run_dir: RunDir) -> dict[str, Any]:
-    """What the report says; nothing where it was not written yet."""
+def _finished(run_dir: RunDir, manifest: Manifest | None) -> dict[str, Any]:
+    """What the report says, or where there is none, the rows that the job and ``errors.jsonl`` tell of."""
     if not run_dir.report.exists():
-        return {}
+        if manifest is None or manifest.num_rows is None:
+            return {}
+        total = len(range(manifest.shard[0] - 1, manifest.num_rows, manifest.shard[1]))
+        failed = sum(1 for _ in read_errors(run_dir))
+        return {"rows": _rows(total, total - failed, failed)}
     report = read_report(run_dir)
     rows, tokens = report["rows"], report["tokens"]
     return {

@@ -12,7 +12,7 @@ import pytest
 from batchgen.data.journal import Journal, JournalEntry
 from batchgen.data.manifest import Manifest
 from batchgen.data.rundir import RunDir
-from batchgen.data.writer import OutputCounts, finalize
+from batchgen.data.writer import OutputCounts, finalize, finalize_retry
 from batchgen.errors import StorageError, UsageError
 from batchgen.merge import merge
 from batchgen.records import Cursor
@@ -177,14 +177,87 @@ def test_a_shard_in_use_is_named(tmp_path: Path) -> None:
         merge(folders, tmp_path / "merged")
 
 
-def test_a_run_is_never_merged_over(tmp_path: Path) -> None:
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("where", [".", "inside", "inside/deeper"])
+def test_a_shard_is_never_merged_into(tmp_path: Path, where: str, count: int) -> None:
+    folders = shards(tmp_path, count)
+    (tmp_path / "link").symlink_to(folders[-1])
+    before = content(tmp_path)
+    for target in (folders[-1] / where, tmp_path / "link" / where, folders[-1] / ".." / folders[-1].name / where):
+        with pytest.raises(UsageError, match=r"(is|lies in) shard ./. .*, which holds a run already"):
+            merge(folders, target)
+    assert content(tmp_path) == before
+    assert not (folders[-1] / "inside").exists()
+
+
+def test_a_merge_that_is_done_is_done(tmp_path: Path) -> None:
     folders = shards(tmp_path)
     merge(folders, tmp_path / "merged")
-    for target in (tmp_path / "merged", folders[0]):
-        before = (target / "outputs.jsonl").read_bytes()
-        with pytest.raises(UsageError, match="holds a run already"):
-            merge(folders, target)
-        assert (target / "outputs.jsonl").read_bytes() == before
+    before = content(tmp_path)
+    assert merge(folders[::-1], tmp_path / "merged") is None
+    assert content(tmp_path) == before
+
+
+def test_a_merged_run_that_was_moved_is_known(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    merge(folders, tmp_path / "merged")
+    (tmp_path / "merged").rename(tmp_path / "moved")
+    assert merge(folders, tmp_path / "moved") is None
+
+
+def test_another_merge_into_the_same_folder_is_refused(tmp_path: Path) -> None:
+    merge(shards(tmp_path), tmp_path / "merged")
+    other = [run(job(tmp_path / f"other-{number}", prompt="{x}"), (number, 2)) for number in (1, 2)]
+    before = content(tmp_path)
+    with pytest.raises(UsageError, match="merged holds a run already; merge into a new folder"):
+        merge(other, tmp_path / "merged")
+    assert content(tmp_path) == before
+
+
+def test_a_merge_of_rows_that_were_retried_since_is_not_done(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    merge(folders, tmp_path / "merged")
+    retried = RunDir(folders[0])  # rows 0, 2, ... of which 4 failed
+    journal = Journal.open(retried.retry, (1, 2))
+    journal.append(JournalEntry(4, Cursor(0, 0, 0, 5), "result", record(4)))
+    with pytest.raises(UsageError, match=r"shard-1 has a retry that was interrupted: batchgen retry .*, then merge"):
+        merge(folders, tmp_path / "merged")
+    finalize_retry(retried, job(folders[0]).output, journal)
+    journal.remove()
+    with pytest.raises(UsageError, match="was merged before row 4 was retried in its shard; merge into a new folder"):
+        merge(folders, tmp_path / "merged")
+    assert merge(folders, tmp_path / "again") == OutputCounts(NUM_ROWS - len(BAD) + 1, len(BAD) - 1)
+
+
+def test_a_merged_run_that_was_retried_stays_done(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    merge(folders, tmp_path / "merged")
+    (tmp_path / "merged" / "errors.jsonl").unlink()
+    assert merge(folders, tmp_path / "merged") is None
+
+
+def test_a_begun_run_of_the_whole_job_is_not_merged_over(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    target = RunDir(tmp_path / "merged")
+    manifest = RunDir(folders[0]).read_manifest()
+    assert manifest is not None
+    target.create()
+    target.write_manifest(replace(manifest, shard=(1, 1)))
+    Journal.open(target.journal).close()
+    with pytest.raises(UsageError, match="holds a run already, not finished"):
+        merge(folders, target.path)
+
+
+def test_a_refused_merge_leaves_no_folder(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    (folders[1] / "outputs.jsonl").write_text("")
+    with pytest.raises(UsageError, match="rows are missing"):
+        merge(folders, tmp_path / "new" / "merged")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -230,7 +303,7 @@ def test_a_merge_that_was_refused_can_be_repeated(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         merge(folders, tmp_path / "merged")
     (folders[1] / "outputs.jsonl").write_bytes(good)
-    assert merge(folders, tmp_path / "merged").results == NUM_ROWS - len(BAD)
+    assert merge(folders, tmp_path / "merged") == OutputCounts(NUM_ROWS - len(BAD), len(BAD))
 
 
 def test_another_runs_folder_is_not_taken(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ are compared with those of the first run. A ``write`` that is hit leaves half of
 import functools
 import io
 import itertools
+import json
 import os
 import random
 import shutil
@@ -25,7 +26,10 @@ from batchgen.data.output_formats.parquet import infer_fields
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize, finalize_retry, read_errors
 from batchgen.merge import merge
+from batchgen.merge_report import count_outputs, write_merged_report
 from batchgen.records import Cursor
+from batchgen.report import build_report, write_report
+from batchgen.report_rows import LATENCIES
 from batchgen.spec import InputSpec, JobSpec, ModelSpec, OutputSpec
 
 NUM_ROWS = 40
@@ -36,7 +40,9 @@ CALLS = ("write", "fsync", "open", "replace", "rename", "unlink", "rmdir", "mkdi
 def record(index: int) -> dict[str, Any]:
     usage = {"prompt_tokens": 3, "completion_tokens": index}
     text = "naïve\n" * (index % 5)
-    return {"id": f"q{index}", "index": index, "text": text, "finish_reason": "stop", "usage": usage, "timings": {}}
+    timings = dict.fromkeys((*LATENCIES, "cached_tokens", "preemptions"), 0)
+    head = {"id": f"q{index}", "index": index, "text": text, "finish_reason": "stop"}
+    return {**head, "usage": usage, "timings": timings}
 
 
 def dead_letter(index: int) -> dict[str, Any]:
@@ -99,14 +105,19 @@ def run_anew(path: Path) -> None:
 
 
 def run_merge(path: Path) -> None:
-    target = path / "merged"
-    if not RunDir(target).is_complete():
-        merge([path / f"shard-{number}" for number in (3, 1, 2)], target)
+    """What ``batchgen merge`` does, from the making of the target's folder to the report."""
+    folders = [path / f"shard-{number}" for number in (3, 1, 2)]
+    merge(folders, path / "new" / "merged")
+    assert not write_merged_report(folders, path / "new" / "merged")
 
 
-def prepare_shards(path: Path) -> None:
+def prepare_shards(path: Path, output_format: str) -> None:
     for number in (1, 2, 3):
-        run_job(path / f"shard-{number}", "parquet", (number, 3))
+        folder = path / f"shard-{number}"
+        run_job(folder, output_format, (number, 3))
+        totals = count_outputs(RunDir(folder), OutputSpec("", format=output_format))
+        about = {"model": "m", "input": [], "created_at": "", "numerics": {}, "threads": 1, "shard": f"{number}/3"}
+        write_report(RunDir(folder), build_report(totals, {}, {**about, "roofline": None}))
 
 
 def prepare_other_run(path: Path) -> None:
@@ -123,7 +134,8 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
     "retry-jsonl": (lambda path: run_job(path, "jsonl"), lambda path: run_retry(path, "jsonl")),
     "retry-parquet": (lambda path: run_job(path, "parquet"), lambda path: run_retry(path, "parquet")),
     "overwrite": (prepare_other_run, run_anew),
-    "merge": (prepare_shards, run_merge),
+    "merge-jsonl": (lambda path: prepare_shards(path, "jsonl"), run_merge),
+    "merge-parquet": (lambda path: prepare_shards(path, "parquet"), run_merge),
 }
 
 
@@ -161,9 +173,11 @@ def in_child(act: Callable[[], None]) -> int:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All that lies in a folder but the lock, which a killed process leaves behind."""
+    """All that lies in a folder but the lock, which a killed process leaves behind; a report without its date."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "run.lock")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    dated = {name: json.loads(value) for name, value in found.items() if name.endswith("report.json")}
+    return found | {name: json.dumps({**value, "finished_at": None}).encode() for name, value in dated.items()}
 
 
 def main(scenario: str, folder: Path) -> int:

@@ -1,0 +1,168 @@
+"""``batchgen merge`` as scripts see it: exit codes, run again, and what status, report and retry then say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import JobMaker, rows_of, without_timings
+from stub_engine import stub_factory
+
+from batchgen import merge_report
+from batchgen.cli import call
+from batchgen.errors import StorageError
+from batchgen.run import RunOptions
+from batchgen.status import read_status
+
+FORMATS = ["jsonl", "parquet", "openai-batch"]
+
+
+def run_shards(job: JobMaker, form: str = "jsonl", fails: frozenset[int] = frozenset({3, 4})) -> list[str]:
+    """The folders of two shards of a job of 12 rows; beside them the whole job's run in ``reference``."""
+    job.write(rows_of(12))
+    for shard, name in (((1, 1), "reference"), ((1, 2), "part1"), ((2, 2), "part2")):
+        output = {"path": str(job.folder / name), "format": form, "expected": "answer"}
+        job.run(job.spec(output=output), RunOptions(progress="quiet", shard=shard), fails=fails)
+    return [str(job.folder / name) for name in ("part1", "part2")]
+
+
+def merge(job: JobMaker, folders: list[str]) -> int:
+    return call(["merge", *folders, "-o", str(job.output)])
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "report.json").read_bytes()))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_report_of_a_merged_run_counts_what_that_of_the_whole_run_counts(job: JobMaker, form: str) -> None:
+    assert merge(job, run_shards(job, form)) == 3
+    merged, whole = report_of(job.output), report_of(job.folder / "reference")
+    for name in ("rows", "errors", "tokens", "finish_reasons", "accuracy", "shard", "input", "model"):
+        assert merged[name] == whole[name], name
+    assert merged["accuracy"]["total"] == 10
+    assert all(merged["latency_s"][name]["p50"] is not None for name in ("queue_s", "ttft_s", "total_s"))
+    assert len(merged["slowest"]) == 10
+
+
+def test_status_of_a_merged_run_is_that_of_a_finished_one(job: JobMaker) -> None:
+    merge(job, run_shards(job))
+    found, whole = read_status(job.output), read_status(job.folder / "reference")
+    assert (found["state"], found["rows"], found["tokens"]) == ("finished", whole["rows"], whole["tokens"])
+
+
+@pytest.mark.parametrize(("fails", "code"), [(frozenset({3, 4}), 3), (frozenset[int](), 0)])
+def test_a_finished_merge_says_so_and_exits_as_it_ended(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], fails: frozenset[int], code: int
+) -> None:
+    folders = run_shards(job, fails=fails)
+    assert merge(job, folders) == code
+    before = {path.name: path.read_bytes() for path in job.output.iterdir()}
+    assert "already done" not in capsys.readouterr().err
+    assert merge(job, folders) == code
+    assert "already done: 2 shards in" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in job.output.iterdir()} == before
+
+
+def test_a_merge_killed_before_its_report_writes_it_when_run_again(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = run_shards(job)
+
+    def failing(*args: object) -> None:
+        raise StorageError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(merge_report, "write_report", failing)
+        assert merge(job, folders) == 1
+    assert not (job.output / "report.json").exists()
+    assert merge(job, folders) == 3
+    assert report_of(job.output)["rows"] == {"total": 12, "done": 10, "failed": 2}
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"version": 1}'])
+def test_a_shard_without_a_report_to_be_read_leaves_the_whole_without_one(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    folders = run_shards(job)
+    report = Path(folders[1]) / "report.json"
+    good = report.read_bytes()
+    report.unlink() if content is None else report.write_text(content)
+    assert merge(job, folders) == 3
+    assert "no report of the whole: " in (said := capsys.readouterr().err)
+    assert "part2" in said
+    assert read_status(job.output)["rows"] == {"total": 12, "done": 10, "failed": 2, "left": 0}
+    assert call(["report", str(job.output)]) == 2
+    assert "its outputs are there" in capsys.readouterr().err
+    report.write_bytes(good)
+    assert merge(job, folders) == 3
+    assert report_of(job.output)["rows"]["total"] == 12
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_merged_run_can_be_retried(job: JobMaker, form: str) -> None:
+    folders = run_shards(job, form)
+    merge(job, folders)
+    assert call(["retry", str(job.output), "-q"], engine_factory=stub_factory()) == 0
+    assert merge(job, folders) == 0
+    assert len(without_timings(next(job.output.glob("outputs.*")))) == 12
+
+
+def test_a_merged_run_is_one_that_run_finds_done(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    merge(job, run_shards(job))
+    outcome = job.run(job.spec(output={"expected": "answer"}))
+    assert "already done" in outcome.lines[0]
+    assert job.engines == []
+
+
+# ---------------------------------------------------------------- what openai-batch outputs keep
+
+
+def openai_run(job: JobMaker) -> list[dict[str, Any]]:
+    job.write(rows_of(6))
+    spec = job.spec(input={"keep_columns": ["question"]}, output={"format": "openai-batch", "expected": "answer"})
+    job.run(spec, fails=frozenset({2}))
+    return [json.loads(line) for line in (job.output / "outputs.jsonl").read_bytes().splitlines()]
+
+
+def test_openai_rows_hold_timings_and_kept_columns_beside_the_response(job: JobMaker) -> None:
+    row = openai_run(job)[0]
+    assert list(row) == ["id", "custom_id", "response", "error", "timings", "kept_columns"]
+    assert row["kept_columns"] == {"question": "What is 0 times 0?", "answer": "0"}
+    assert row["timings"]["total_s"] >= row["timings"]["ttft_s"] >= 0
+
+
+def test_a_retry_of_openai_outputs_has_the_latencies_and_the_accuracy_of_all_rows(job: JobMaker) -> None:
+    openai_run(job)
+    assert call(["retry", str(job.output), "-q"], engine_factory=stub_factory()) == 0
+    report = report_of(job.output)
+    assert report["accuracy"]["total"] == 6
+    assert len(report["slowest"]) == 6
+    assert sum(report["histograms"]["total_s"]["counts"]) == 6
+
+
+def test_older_openai_outputs_without_timings_are_retried_merged_and_reported(job: JobMaker) -> None:
+    folders = run_shards(job, "openai-batch")
+    for folder in folders:
+        path = Path(folder) / "outputs.jsonl"
+        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+        older = [{name: row[name] for name in ("id", "custom_id", "response", "error")} for row in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in older))
+    assert call(["retry", folders[0], "-q"], engine_factory=stub_factory()) == 0
+    assert merge(job, folders) == 3
+    report = report_of(job.output)
+    assert report["rows"] == {"total": 12, "done": 11, "failed": 1}
+    assert report["accuracy"]["total"] == 1  # the retried row's
+    assert call(["report", str(job.output)]) == 0
+
+
+def test_a_row_ended_by_repetition_is_told_apart_from_others_in_openai_outputs(job: JobMaker) -> None:
+    from batchgen.data.output_formats import output_format
+
+    row = {"id": "a", "index": 3, "text": "x x", "finish_reason": "repetition", "timings": {"total_s": 1.0}}
+    row |= {"usage": {"prompt_tokens": 1, "completion_tokens": 2}, "kept": [1]}
+    for chat in (True, False):
+        form = output_format("openai-batch", model="m", chat=chat)
+        assert form.record(form.result_row(json.dumps(row).encode())) == row
