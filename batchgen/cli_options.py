@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from batchgen.records import SamplingParams
-from batchgen.spec import BOOL, SECTIONS, Kind, flag_name
+from batchgen.spec import BOOL, COLUMNS, SECTIONS, Kind, flag_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -37,6 +37,7 @@ SAMPLING_HELP = {
     "choices": "Text to score instead of generating; repeated, one for each",
     "preset": "card: the values that the model's card recommends",
 }
+_COLUMNS_HELP = "Columns that hold a row's own sampling values; * for all so named"
 _METAVARS = {"stop": "TEXT", "stop_token_ids": "IDS", "logprobs": "K", "prompt_logprobs": "K", "choices": "TEXT"}
 _REPEATED = {("input", "path"), ("sampling", "stop"), ("sampling", "choices")}
 TITLES = {
@@ -107,6 +108,7 @@ def _options_of(section: str, without: tuple[str, ...]) -> list[Callable[[F], F]
             metavar = _METAVARS.get(item.name) or _metavar(item.default)
             options.append(_option(section, item.name, flag, metavar, text + _shown(item), heading))
         options.append(_option(section, "preset", "preset", "NAME", SAMPLING_HELP["preset"], heading))
+        options.append(_option(section, "columns", "sampling-columns", COLUMNS.metavar, _COLUMNS_HELP, heading))
         return options
     for item in fields(SECTIONS[section]):
         if item.name in without:
@@ -154,6 +156,8 @@ def _sampling_value(key: str, value: Any) -> object:
         return list(value)
     if not isinstance(value, str):
         return value
+    if key == "columns":
+        return COLUMNS.from_text(value)
     if key == "stop_token_ids":
         return [_number(part) for part in value.split(",")]
     return _number(value)

@@ -49,7 +49,8 @@ def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
         source = open_source(where, RunDir(Path(spec.output.path)).owns)
         rows = RowRange(source, options.shard, has_ids=may_have_ids(where))
         ids = UniqueIds(None, as_text=spec.output.has_text_ids)
-        survey = Survey(Screen(where, model.builder(where, spec.sampling), ids, rows), model.max_model_len)
+        builder = model.builder(where, spec.sampling, spec.sampling_columns)
+        survey = Survey(Screen(where, builder, ids, rows), model.max_model_len)
         try:
             survey.take(rows.read())
         finally:

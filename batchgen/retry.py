@@ -136,7 +136,7 @@ class _Retry:
                 raise ResumeMismatch(
                     f"{spec.model.path} is not the model that {self.run_dir.path} was run with; a run has one model"
                 )
-        builder = model.builder(spec.input, spec.sampling)
+        builder = model.builder(spec.input, spec.sampling, spec.sampling_columns)
         payloads = Payloads(spec, model.tokenizer.decode if model.tokenizer else None)
         ledger = progress.ledger = Ledger(journal, payloads, None, progress.clock)
         screen = Screen(spec.input, builder, ids, _EveryRow())

@@ -230,10 +230,13 @@ class JobSpec:
     output: OutputSpec
     sampling: SamplingParams = SamplingParams()
     engine: EngineSpec = EngineSpec()
+    sampling_columns: tuple[str, ...] = ()  # ``sampling.columns``: see ``SAMPLING_COLUMNS``
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data as in the job file, every default filled in; ``job_from_dict`` reads it back."""
-        return dataclasses.asdict(self)
+        data = dataclasses.asdict(self)
+        data["sampling"]["columns"] = data.pop("sampling_columns")
+        return data
 
     def output_keys(self) -> dict[str, Any]:
         """The dotted keys whose values change outputs: what a resume must find unchanged."""
@@ -244,8 +247,11 @@ class JobSpec:
             if item.metadata["outputs"]
         }
         sampling = {f"sampling.{name}": value for name, value in dataclasses.asdict(self.sampling).items()}
-        return chosen | sampling
+        return chosen | sampling | {SAMPLING_COLUMNS: self.sampling_columns}
 
+
+SAMPLING_COLUMNS = "sampling.columns"
+"""The key that names columns which hold sampling values; ``("*",)``: every column of such a name the prompt leaves."""
 
 SECTIONS: dict[str, type[Any]] = {"model": ModelSpec, "input": InputSpec, "engine": EngineSpec, "output": OutputSpec}
 
@@ -253,6 +259,8 @@ SECTIONS: dict[str, type[Any]] = {"model": ModelSpec, "input": InputSpec, "engin
 def is_default(key: str, value: object) -> bool:
     """Whether ``value``, maybe read from JSON, is that of a job which says nothing of the dotted ``key``."""
     value = tuple(value) if isinstance(value, list) else value
+    if key == SAMPLING_COLUMNS:
+        return value == ()
     section, _, name = key.partition(".")
     cls = SamplingParams if section == "sampling" else SECTIONS.get(section)
     return any(item.name == name and item.default == value for item in fields(cls)) if cls else False
@@ -266,11 +274,14 @@ def flag_name(item: Field[Any]) -> str:
 def job_from_dict(data: Mapping[str, Any]) -> JobSpec:
     """The spec that ``to_dict`` described, as read back from JSON (lists become tuples).
 
-    Raises ``TypeError`` on keys this version does not know.
+    Where ``sampling.columns`` is absent, an earlier version wrote it: that one took every column so named. Raises
+    ``TypeError`` on keys this version does not know.
     """
 
-    def section(cls: type[Any], name: str) -> Any:
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data[name].items()})
+    def section(cls: type[Any], values: Mapping[str, Any]) -> Any:
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
-    parts = {name: section(cls, name) for name, cls in SECTIONS.items()}
-    return JobSpec(sampling=section(SamplingParams, "sampling"), **parts)
+    sampling = dict(data["sampling"])
+    columns = tuple(sampling.pop("columns", ["*"]))
+    parts = {name: section(cls, data[name]) for name, cls in SECTIONS.items()}
+    return JobSpec(sampling=section(SamplingParams, sampling), sampling_columns=columns, **parts)

@@ -19,13 +19,15 @@ from batchgen.data.params import PARAM_KEYS, ParamError, merge_params
 from batchgen.data.presets import card_values
 from batchgen.errors import UsageError
 from batchgen.records import SamplingParams
-from batchgen.spec import SECTIONS, JobSpec, Kind, flag_name
+from batchgen.spec import COLUMNS, SECTIONS, JobSpec, Kind, flag_name
 
 Values = dict[str, dict[str, Any]]
 
 _ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _ALL_SECTIONS = (*SECTIONS, "sampling")
+_COLUMNS_KEY = "columns"  # of [sampling]: the one key there that is no sampling value
+_SAMPLING_KEYS = (*PARAM_KEYS, _COLUMNS_KEY)
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,18 @@ def load_job(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = 
                     merged[name].pop(prompt, None)
             merged[name] |= values
     sampling = SamplingParams()
+    columns: tuple[str, ...] = ()
     for layer in layers:
         sampling = _merge_sampling(layer, sampling, merged["model"].get("path", ""))
+        columns = _sampling_columns(layer, columns)
     for name, cls in SECTIONS.items():
         for item in fields(cls):
             if name != "engine" and item.name == "path" and "path" not in merged[name]:
                 raise UsageError(
                     f"{name}.path is missing: set it in the job file's [{name}] or with --{flag_name(item)}"
                 )
-    spec = JobSpec(sampling=sampling, **{name: cls(**merged[name]) for name, cls in SECTIONS.items()})
+    parts = {name: cls(**merged[name]) for name, cls in SECTIONS.items()}
+    spec = JobSpec(sampling=sampling, sampling_columns=columns, **parts)
     _check_together(spec)
     return spec
 
@@ -115,11 +120,11 @@ def read_layer(path: Path) -> Layer:
 
 
 def _check_known(layer: Layer, section: str, key: str) -> None:
-    known = PARAM_KEYS if section == "sampling" else tuple(item.name for item in fields(SECTIONS[section]))
+    known = _SAMPLING_KEYS if section == "sampling" else tuple(item.name for item in fields(SECTIONS[section]))
     if key in known:
         return
     elsewhere = [name for name, cls in SECTIONS.items() if key in {item.name for item in fields(cls)}]
-    elsewhere += ["sampling"] if key in PARAM_KEYS else []
+    elsewhere += ["sampling"] if key in _SAMPLING_KEYS else []
     hint = f" (it belongs in [{elsewhere[0]}])" if elsewhere else _nearest(key, known)
     raise UsageError(f"{layer.place(section, key)}: unknown key{hint}")
 
@@ -158,10 +163,27 @@ def _parse_section(layer: Layer, name: str) -> dict[str, Any]:
 
 
 def _merge_sampling(layer: Layer, base: SamplingParams, model: str) -> SamplingParams:
+    values = {key: value for key, value in layer.values.get("sampling", {}).items() if key != _COLUMNS_KEY}
     try:
-        return merge_params(base, layer.values.get("sampling", {}), card_values(model))
+        return merge_params(base, values, card_values(model))
     except ParamError as error:
         raise UsageError(f"{layer.place('sampling', error.key)}: {error}") from error
+
+
+def _sampling_columns(layer: Layer, base: tuple[str, ...]) -> tuple[str, ...]:
+    """The columns that hold sampling values, ``base`` where the layer says nothing of them."""
+    if _COLUMNS_KEY not in layer.values.get("sampling", {}):
+        return base
+    value = layer.values["sampling"][_COLUMNS_KEY]
+    try:
+        names: tuple[str, ...] = COLUMNS.parse(value)
+    except ValueError as error:
+        raise layer.problem("sampling", _COLUMNS_KEY, value, str(error)) from None
+    for name in names:
+        if name not in ("*", *PARAM_KEYS):
+            why = f"{name!r} is no sampling key{_nearest(name, PARAM_KEYS)}"
+            raise layer.problem("sampling", _COLUMNS_KEY, value, why)
+    return names
 
 
 def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
@@ -199,6 +221,8 @@ def _nearest(name: str, known: tuple[str, ...]) -> str:
 
 
 def _flag(section: str, key: str) -> str:
+    if (section, key) == ("sampling", _COLUMNS_KEY):
+        return "sampling-columns"
     for item in fields(SECTIONS[section]) if section in SECTIONS else ():
         if item.name == key:
             return flag_name(item)

@@ -20,6 +20,8 @@ from batchgen.plan import PlanOptions, check_time, make_plan
 from batchgen.plan_text import render_plan
 from batchgen.run import run_job
 
+MAX_TOKENS_COLUMN = {"columns": ["max_tokens"]}
+
 
 def plan_of(job: JobMaker, **sections: Any) -> dict[str, Any]:
     return make_plan(job.spec(**sections), PlanOptions())
@@ -151,7 +153,7 @@ def test_a_gpus_memory_is_not_guessed(job: JobMaker, monkeypatch: pytest.MonkeyP
 
 def test_output_tokens_are_bounded_by_max_tokens_and_the_context(job: JobMaker) -> None:
     job.write([{"id": 1, "prompt_token_ids": [5] * 50}, {"id": 2, "prompt_token_ids": [5] * 10, "max_tokens": 3}])
-    outputs = plan_of_ids(job, engine={"max_model_len": 60})["output_tokens"]
+    outputs = plan_of_ids(job, engine={"max_model_len": 60}, sampling=MAX_TOKENS_COLUMN)["output_tokens"]
     assert (outputs["at_most"], outputs["expected"]) == (13, 13)
     assert "upper bound" in outputs["basis"]
 
@@ -164,7 +166,7 @@ def test_rows_that_ignore_end_tokens_have_a_fixed_output(job: JobMaker) -> None:
 
 def test_an_expected_output_is_taken_but_not_beyond_each_rows_limit(job: JobMaker) -> None:
     job.write([{"id": 1, "question": "a"}, {"id": 2, "question": "b", "max_tokens": 3}])
-    plan = make_plan(job.spec(), PlanOptions(output_tokens=5))
+    plan = make_plan(job.spec(sampling=MAX_TOKENS_COLUMN), PlanOptions(output_tokens=5))
     assert plan["output_tokens"]["expected"] == 8
 
 

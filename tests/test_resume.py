@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -284,3 +285,23 @@ def test_ids_say_whether_they_are_complete_across_openings(tmp_path: Path) -> No
         (tmp_path / "twice").touch()
         ids.close()
     assert sqlite3.connect(tmp_path / "ids.sqlite").execute("SELECT count(*) FROM ids").fetchone() == (1,)
+
+
+def test_a_run_of_before_sampling_columns_resumes_with_a_note(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(3))
+    job.run()
+    path = job.output / "job.json"
+    begun = json.loads(path.read_text(encoding="utf-8"))
+    del begun["job"]["sampling"]["columns"], begun["output_keys"]["sampling.columns"]
+    path.write_text(json.dumps(begun), encoding="utf-8")
+    assert job.run(options=RunOptions()).exit_code == 0
+    assert 'resuming with sampling.columns: was ["*"], now []' in capsys.readouterr().err
+
+
+def test_a_run_is_refused_where_other_columns_hold_sampling_values(job: JobMaker) -> None:
+    job.write([{**row, "max_tokens": 2} for row in rows_of(3)])
+    job.run()
+    with pytest.raises(ResumeMismatch, match=r'sampling.columns: was \[\], now \["max_tokens"\]'):
+        job.run(job.spec(sampling={"columns": ["max_tokens"]}))

@@ -181,6 +181,23 @@ def test_a_spec_survives_json(tmp_path: Path) -> None:
         assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
 
 
+def test_sampling_columns_are_checked_and_survive_json(tmp_path: Path) -> None:
+    spec = from_text(tmp_path, minimal('[sampling]\ncolumns = ["max_tokens", "seed"]\n'))
+    assert spec.sampling_columns == ("max_tokens", "seed")
+    assert spec.output_keys()["sampling.columns"] == ("max_tokens", "seed")
+    assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    with pytest.raises(UsageError, match=r"sampling\.columns = .*'max_token' is no sampling key.*\"max_tokens\""):
+        from_text(tmp_path, minimal('[sampling]\ncolumns = ["max_token"]\n'))
+    with pytest.raises(UsageError, match=r"^--sampling-columns = .*'question' is no sampling key"):
+        load_job(None, with_flags("sampling", "columns", ["question"]))
+
+
+def test_a_job_of_before_sampling_columns_takes_all_columns_so_named(tmp_path: Path) -> None:
+    data = json.loads(json.dumps(from_text(tmp_path, minimal()).to_dict()))
+    del data["sampling"]["columns"]
+    assert job_from_dict(data).sampling_columns == ("*",)
+
+
 def test_a_spec_written_before_a_key_existed_has_its_default(tmp_path: Path) -> None:
     spec = from_text(tmp_path, minimal())
     data = json.loads(json.dumps(spec.to_dict()))

@@ -42,10 +42,14 @@ class Content:
 class ContentFinder:
     """Finds the content of rows as the job's [input] says; see ``RequestBuilder`` for the rules.
 
-    Raises UsageError when [input] cannot work with this tokenizer (None: the model has none).
+    ``param_columns`` is the job's ``sampling.columns``; ``("*",)`` stands for all sampling keys but the names of
+    columns that the prompt or the id is made of. Raises UsageError when [input] cannot work with this tokenizer
+    (None: the model has none).
     """
 
-    def __init__(self, spec: InputSpec, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    def __init__(
+        self, spec: InputSpec, tokenizer: Tokenizer | None, vocab_size: int, param_columns: Sequence[str] = ()
+    ) -> None:
         _check_spec(spec, tokenizer)
         self._spec = spec
         self._tokenizer = tokenizer
@@ -53,8 +57,10 @@ class ContentFinder:
         self._template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
         self._is_named = bool(spec.prompt or spec.messages or spec.prompt_token_ids)
         self._readers = self._column_readers()
-        named = {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids}
-        self._param_columns = set(PARAM_KEYS) - named - (self._template.columns if self._template else set())
+        self._param_columns = set(param_columns)
+        if tuple(param_columns) == ("*",):
+            named = {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids}
+            self._param_columns = set(PARAM_KEYS) - named - (self._template.columns if self._template else set())
 
     def find(self, columns: Mapping[str, Any]) -> Content:
         """Raises RowProblem with any of the codes of a row but ``bad_json``, ``too_long`` and ``duplicate_id``."""

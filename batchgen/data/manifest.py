@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchgen.data.json_line import encode_json
-from batchgen.spec import is_default
+from batchgen.spec import SAMPLING_COLUMNS, is_default
 from batchgen.units import shortened
 
 _VERSION = 1  # of the run directory's layout, the journal's lines included
@@ -67,19 +67,22 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
     """What changed between the manifest on disk and the job at hand; ``refused`` is empty if it may resume.
 
     A key that one of them lacks, because it was written before there was such a key, is as good as there with its
-    default.
+    default. ``sampling.columns`` is another matter: before it, every column named like a sampling key was taken as
+    one. Whether rows have such columns is not known here, so that difference is told and not refused.
     """
     values = new.output_keys | old.output_keys
+    untold = {SAMPLING_COLUMNS} & (new.output_keys.keys() - old.output_keys.keys())
     implied = {key for key in new.output_keys.keys() ^ old.output_keys.keys() if is_default(key, values[key])}
 
     def binding(manifest: Manifest) -> dict[str, Any]:
         keys = {"shard": "{}/{}".format(*manifest.shard)}
-        known = {key: value for key, value in manifest.output_keys.items() if key not in implied}
+        known = {key: value for key, value in manifest.output_keys.items() if key not in implied | untold}
         return _flat({"": known}) | _flat(manifest.fingerprints) | keys
 
     def loose(manifest: Manifest) -> dict[str, Any]:
-        bound = old.output_keys.keys() | new.output_keys.keys()
-        return {key: value for key, value in _flat(manifest.job).items() if key not in bound}
+        bound = (old.output_keys.keys() | new.output_keys.keys()) - untold
+        values = {key: ["*"] for key in untold} | _flat(manifest.job)
+        return {key: value for key, value in values.items() if key not in bound}
 
     return Comparison(_differences(binding(old), binding(new)), _differences(loose(old), loose(new)))
 

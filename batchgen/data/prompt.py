@@ -39,9 +39,9 @@ class RequestBuilder:
     A row's prompt is the column or template that [input] names; where it names none, the first that is there and
     not null of ``prompt_token_ids``, ``messages`` and ``prompt``, or a row's only column ``text``, or the body of
     an OpenAI Batch line. A row whose messages begin with a system message keeps it in place of the job's.
-    Sampling values come from the job, then from columns of their names, then from the row's ``sampling`` object;
-    ``card`` is what ``preset = "card"`` stands for in a row. A choice is tokenized by itself and its tokens follow the
-    prompt's, so it is taken as it stands: "yes" and " yes" are two choices.
+    Sampling values come from the job, then from those of its ``sampling.columns`` that the row has, then from the
+    row's ``sampling`` object; ``card`` is what ``preset = "card"`` stands for in a row. A choice is tokenized by itself
+    and its tokens follow the prompt's, so it is taken as it stands: "yes" and " yes" are two choices.
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
     ``max_model_len - 1`` tokens, which leaves room to generate one; the longest choice needs its own room, and a row
@@ -58,12 +58,13 @@ class RequestBuilder:
         max_model_len: int,
         vocab_size: int,
         card: Mapping[str, Any] | None = None,
+        columns: Sequence[str] = (),
     ) -> None:
         self._spec = spec
         self._sampling = sampling
         self._card = card
         self._tokenizer = tokenizer
-        self._finder = ContentFinder(spec, tokenizer, vocab_size)
+        self._finder = ContentFinder(spec, tokenizer, vocab_size, columns)
         self._max_model_len = max_model_len
         if missing := self._needs_tokenizer(sampling):
             raise UsageError(f"sampling.{missing}; name one in model.tokenizer")

@@ -103,7 +103,8 @@ class _Job:
                     return self._already_done(manifest)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
-            inputs = _Inputs(source, model, model.builder(self.spec.input, self.spec.sampling), manifest)
+            builder = model.builder(self.spec.input, self.spec.sampling, self.spec.sampling_columns)
+            inputs = _Inputs(source, model, builder, manifest)
             if begun is None:
                 inputs = self._prepare(inputs)
                 self._begin(inputs.manifest)

@@ -6,7 +6,7 @@ another engine behind the same protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -108,8 +108,11 @@ class ModelInfo:
         """The tokens that end a text, by the word of the model's config or of the tokenizer's folder."""
         return frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())
 
-    def builder(self, where: InputSpec, sampling: SamplingParams) -> RequestBuilder:
-        """What turns rows into requests for this model. Raises UsageError when [input] cannot work with it."""
+    def builder(self, where: InputSpec, sampling: SamplingParams, columns: Sequence[str] = ()) -> RequestBuilder:
+        """What turns rows into requests for this model; ``columns`` are the job's ``sampling.columns``.
+
+        Raises UsageError when [input] cannot work with it.
+        """
         return RequestBuilder(
             where,
             sampling,
@@ -117,6 +120,7 @@ class ModelInfo:
             max_model_len=self.max_model_len,
             vocab_size=self.config.vocab_size,
             card=card_values(self.path),
+            columns=columns,
         )
 
 

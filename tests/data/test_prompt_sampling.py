@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def builder_of(tokenizer: Tokenizer | None, sampling: SamplingParams = JOB, **keys: Any) -> RequestBuilder:
-    keys = {"max_model_len": 1000, "vocab_size": VOCAB_SIZE} | keys
+    keys = {"max_model_len": 1000, "vocab_size": VOCAB_SIZE, "columns": ("*",)} | keys
     return RequestBuilder(InputSpec(path=("rows.jsonl",), chat=False), sampling, tokenizer, **keys)
 
 
