@@ -20,6 +20,7 @@ from batchgen.plan_estimate import Estimate, OutputLengths, comparable, estimate
 from batchgen.plan_kv import kv_plan
 from batchgen.plan_survey import PREFIX_BLOCK, Survey
 from batchgen.report import processor_name, read_report
+from batchgen.run.columns import check_columns
 from batchgen.run.feed import Screen
 from batchgen.run.model import ModelInfo, read_model
 from batchgen.run.rows import RowRange, may_have_ids
@@ -50,6 +51,7 @@ def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
         rows = RowRange(source, options.shard, has_ids=may_have_ids(where))
         ids = UniqueIds(None, as_text=spec.output.has_text_ids)
         builder = model.builder(where, spec.sampling, spec.sampling_columns)
+        check_columns(source, spec, has_tokenizer=model.tokenizer is not None)
         survey = Survey(Screen(where, builder, ids, rows), model.max_model_len)
         try:
             survey.take(rows.read())

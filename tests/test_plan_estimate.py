@@ -121,7 +121,7 @@ def test_every_sample_of_a_row_counts_among_its_output(job: JobMaker) -> None:
 
 
 def test_identical_rows_that_are_sampled_are_all_reckoned(job: JobMaker) -> None:
-    rows = [{"id": i, "prompt_token_ids": [5, 6, 7], "temperature": 1.0} for i in range(4)]
+    rows = [{"id": i, "prompt_token_ids": [5, 6, 7], "sampling": {"temperature": 1.0}} for i in range(4)]
     assert surveyed(job, rows).computed_rows == 4
 
 

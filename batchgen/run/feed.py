@@ -148,23 +148,23 @@ class Feed:
 def chunked(rows: Iterable[Record | BadRow]) -> Iterator[list[Record | BadRow]]:
     """Rows in lists bounded by their number and by the text they hold."""
     chunk: list[Record | BadRow] = []
-    num_chars = 0
+    size = 0
     for row in rows:
         chunk.append(row)
-        num_chars += _num_chars(row.columns if isinstance(row, Record) else row.raw)
-        if len(chunk) >= CHUNK_ROWS or num_chars >= CHUNK_CHARS:
+        size += num_chars(row.columns if isinstance(row, Record) else row.raw)
+        if len(chunk) >= CHUNK_ROWS or size >= CHUNK_CHARS:
             yield chunk
-            chunk, num_chars = [], 0
+            chunk, size = [], 0
     if chunk:
         yield chunk
 
 
-def _num_chars(value: object) -> int:
+def num_chars(value: object) -> int:
     """About how much memory a value takes, in characters."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_num_chars, value.values()))
+        return sum(map(num_chars, value.values()))
     if isinstance(value, list):
-        return sum(map(_num_chars, value))
+        return sum(map(num_chars, value))
     return 8

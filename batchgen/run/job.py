@@ -20,6 +20,7 @@ from batchgen.data.rundir import IDS_NAME, RunDir
 from batchgen.data.writer import finalize, write_errors
 from batchgen.errors import ResumeMismatch, UsageError
 from batchgen.report import build_report, write_report
+from batchgen.run.columns import check_columns
 from batchgen.run.display import make_display
 from batchgen.run.feed import Feed, Screen
 from batchgen.run.folders import tidy_on_refusal
@@ -106,6 +107,7 @@ class _Job:
             builder = model.builder(self.spec.input, self.spec.sampling, self.spec.sampling_columns)
             inputs = _Inputs(source, model, builder, manifest)
             if begun is None:
+                check_columns(source, self.spec, has_tokenizer=model.tokenizer is not None)
                 inputs = self._prepare(inputs)
                 self._begin(inputs.manifest)
             elif self.spool is not None:
