@@ -1,6 +1,55 @@
-"""``python -m batchgen``: the command line without the console script."""
+"""The process: ``batchgen`` and ``python -m batchgen``. It answers signals before anything slow is imported.
 
-from batchgen.cli import main
+A signal while the command line's modules are imported, or while the process leaves, must not change the exit code
+that a script sees. What a command does with a signal is its own business.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+_STOPPED = 75  # ExitCode.STOPPED, whose module is not imported yet
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and leave with its exit code; 75 where a signal comes before the command listens by itself."""
+    try:
+        for number in _SIGNALS:
+            if signal.getsignal(number) is signal.SIG_DFL:  # not where nohup or a shell had it ignored
+                signal.signal(number, signal.default_int_handler)
+        _fill_standard_streams()
+        from batchgen.cli import call
+
+        code = call(argv)
+        _ignore_signals()
+    except KeyboardInterrupt:
+        _ignore_signals()
+        code = _STOPPED
+        with suppress(OSError):
+            os.write(2, b"batchgen: error: interrupted\n")
+    sys.exit(code)
+
+
+def _fill_standard_streams() -> None:
+    """Let closed standard streams lead nowhere, lest the next file opened takes their place."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest that is free, which is this one
+
+
+def _ignore_signals() -> None:
+    """The exit code is known: what is left is to leave with it."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
 
 if __name__ == "__main__":
     main()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import tempfile
 import traceback
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -25,6 +24,7 @@ from batchgen.cli_check import check
 from batchgen.cli_options import TITLES, F, GroupedCommand, GroupedOption, job_options, take, take_job_flags
 from batchgen.cli_plan import plan
 from batchgen.cli_report import report
+from batchgen.cli_say import is_of_stdout, say, settle, show
 from batchgen.errors import BatchgenError, ExitCode
 from batchgen.machine import memory_errors
 from batchgen.units import counted, parse_clock, parse_count, parse_duration, parse_shard, parse_share
@@ -37,17 +37,18 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 RUN_TITLE = TITLES["run"]
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """The console script: runs a command and exits with its code."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until a run listens by itself
-    sys.exit(call(argv))
-
-
 def call(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None = None) -> int:
     """Run a command and return its exit code; every error becomes a line or two on stderr.
 
     ``engine_factory`` replaces the model's own engine (see ``run_job``).
     """
+    try:
+        return _call(argv, engine_factory)
+    finally:
+        settle()
+
+
+def _call(argv: Sequence[str] | None, engine_factory: EngineFactory | None) -> int:
     try:
         with memory_errors("running this command"):
             return int(cli.main(argv, prog_name="batchgen", standalone_mode=False, obj=engine_factory) or ExitCode.OK)
@@ -59,32 +60,41 @@ def call(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None
         return _fail("interrupted", ExitCode.STOPPED)
     except BatchgenError as error:
         return _fail(str(error), error.exit_code)
-    except BrokenPipeError:  # whoever read our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:
+        return _unforeseen(error)
+
+
+def _unforeseen(error: Exception) -> int:
+    """The last resort: a person gets a line, the traceback goes where it can be found."""
+    if isinstance(error, BrokenPipeError):  # whoever read our output has gone
         return ExitCode.CRASH
-    except Exception as error:  # the last resort: a person gets a line, the traceback goes where it can be found
-        return _fail(f"{type(error).__name__}: {error} ({_keep_traceback()})", ExitCode.CRASH)
+    if isinstance(error, OSError) and is_of_stdout(error):
+        return _fail(f"cannot write to standard output: {error.strerror or error}", ExitCode.CRASH)
+    return _fail(f"{type(error).__name__}: {error} ({_keep_traceback()})", ExitCode.CRASH)
 
 
 def _fail(message: str, code: ExitCode) -> int:
-    click.echo(f"batchgen: error: {message}", err=True)
+    say(f"error: {message}")
     return code
 
 
 def _keep_traceback() -> str:
     if os.environ.get("BATCHGEN_DEBUG"):
-        traceback.print_exc()
+        with suppress(OSError, ValueError):
+            traceback.print_exc()
         return "traceback above"
-    with tempfile.NamedTemporaryFile("w", prefix="batchgen-", suffix=".txt", delete=False) as file:
-        traceback.print_exc(file=file)
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="batchgen-", suffix=".txt", delete=False) as file:
+            traceback.print_exc(file=file)
+    except (OSError, ValueError):
+        return "this is a bug; BATCHGEN_DEBUG=1 shows the traceback"
     return f"this is a bug; traceback in {file.name}, BATCHGEN_DEBUG=1 shows it"
 
 
 def _conclude(outcome: Outcome, quiet: bool) -> int:
     if not quiet:
-        with suppress(OSError, ValueError):  # nobody may be listening any more; the exit code still counts
-            for line in outcome.lines:
-                click.echo(f"batchgen: {line}", err=True)
+        for line in outcome.lines:
+            say(line)
     return outcome.exit_code
 
 
@@ -206,12 +216,12 @@ def status(folder: Path, as_json: bool, watch: bool) -> int:
 
     if not watch:
         found = read_status(folder)
-        click.echo(json.dumps(found, indent=2) if as_json else render_status(found))
+        show(json.dumps(found, indent=2) if as_json else render_status(found))
         return ExitCode.OK
     for found in watch_status(folder):
         if sys.stdout.isatty() and not as_json:
             click.clear()
-        click.echo(json.dumps(found) if as_json else render_status(found))
+        show(json.dumps(found) if as_json else render_status(found))
     return ExitCode.OK
 
 
@@ -260,12 +270,12 @@ def merge(folders: tuple[Path, ...], output: Path) -> int:
 
     counts = merge_shards(folders, output)
     if counts is None:
-        click.echo(f"batchgen: already done: {counted(len(folders), 'shard')} in {output}", err=True)
+        say(f"already done: {counted(len(folders), 'shard')} in {output}")
     else:
         done = f"{counted(counts.results, 'row')} done, {counts.errors:,} failed"
-        click.echo(f"batchgen: {done}, of {counted(len(folders), 'shard')}, into {output}", err=True)
+        say(f"{done}, of {counted(len(folders), 'shard')}, into {output}")
     for problem in write_merged_report(folders, output):
-        click.echo(f"batchgen: no report of the whole: {problem}", err=True)
+        say(f"no report of the whole: {problem}")
     return ExitCode.ROWS_FAILED if (output / "errors.jsonl").exists() else ExitCode.OK
 
 

@@ -10,6 +10,7 @@ import click
 
 from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file
 from batchgen.cli_options import GroupedCommand, job_options, take_job_flags
+from batchgen.cli_say import show
 from batchgen.errors import ExitCode, UsageError
 from batchgen.machine import require_address_space
 
@@ -60,7 +61,7 @@ def bench(as_json: bool, repeats: int, **values: Any) -> int:
     requests = _requests(values, model.config.vocab_size)
     runs = list(measure.repeats(model, timed, config, requests, repeats))
     summary = measure.summarize(where.path, model, runs)
-    click.echo(json.dumps(summary, indent=2) if as_json else measure.render(summary))
+    show(json.dumps(summary, indent=2) if as_json else measure.render(summary))
     return ExitCode.OK
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from batchgen.cli_options import GroupedCommand, job_options, take_job_flags
+from batchgen.cli_say import say, show
 from batchgen.errors import ExitCode, GateFailed, UsageError
 from batchgen.machine import require_address_space
 from batchgen.spec import EngineSpec
@@ -46,18 +47,13 @@ def check(prompts: str | None, as_json: bool, **values: Any) -> int:
     require_address_space()
     from batchgen.check.report import run_check
 
-    tell = _nothing if as_json else click.echo
-    found = run_check(spec, has_input=prompts is not None, say=_say, tell=tell)
+    found = run_check(spec, has_input=prompts is not None, say=say, tell=_nothing if as_json else show)
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        show(json.dumps(found, indent=2))
     if not found["ok"]:
         first, more = found["failed"][0], len(found["failed"]) - 1
         raise GateFailed(first + (f" (and {counted(more, 'more proof')})" if more else ""))
     return ExitCode.OK
-
-
-def _say(line: str) -> None:
-    click.echo(f"batchgen: {line}", err=True)
 
 
 def _nothing(line: str) -> None:

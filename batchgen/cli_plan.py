@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from batchgen.cli_options import GroupedCommand, job_options, take, take_job_flags
+from batchgen.cli_say import show
 from batchgen.errors import ExitCode
 from batchgen.units import parse_count, parse_duration, parse_shard
 
@@ -46,7 +47,7 @@ def plan(job: Path | None, as_json: bool, **values: Any) -> int:
     from batchgen.spec_load import load_job
 
     found = make_plan(load_job(job, flags), PlanOptions(values["calibrate"], output_tokens, shard))
-    click.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else render_plan(found))
+    show(json.dumps(found, indent=2) if as_json else render_plan(found))
     if limit_s is not None:
         check_time(found, limit_s)
     return ExitCode.OK

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from batchgen.cli_say import show
 from batchgen.errors import ExitCode
 from batchgen.units import parse_share
 
@@ -54,7 +55,7 @@ def report(
 
         write_html(found, html)
         return ExitCode.OK
-    click.echo(_render(found, folder, form), nl=form != "prometheus")
+    show(_render(found, folder, form).removesuffix("\n"))
     return ExitCode.OK
 
 
@@ -74,7 +75,7 @@ def _compare(now: dict[str, Any], before: dict[str, Any], limit: float | None, a
     from batchgen.report_compare import compare_reports
 
     comparison = compare_reports(now, before)
-    click.echo(json.dumps(comparison.to_dict(limit), indent=2) if as_json else comparison.render(limit))
+    show(json.dumps(comparison.to_dict(limit), indent=2) if as_json else comparison.render(limit))
     if limit is not None:
         comparison.check(limit)
     return ExitCode.OK

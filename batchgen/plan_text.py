@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from batchgen.units import format_duration, shortened
+from batchgen.units import format_duration, printable, shortened
 
 _SHOWN_BAD_ROWS = 5
 _SHOWN_LONGEST = 3
@@ -26,7 +26,7 @@ def render_plan(plan: Plan) -> str:
         _line("read in", f"{format_duration(read['wall_s'])} ({read['rows_per_s']:,.0f} rows/s)"),
     ]
     if not rows["good"]:
-        return "\n".join([*lines, *_estimate(plan)])
+        return "\n".join(map(printable, [*lines, *_estimate(plan)]))
     spread = f"p50 {prompts['p50']:,}, p90 {prompts['p90']:,}, p99 {prompts['p99']:,}, max {prompts['max']:,} a row"
     lines += [
         _line("tokens in", f"{prompts['total']:,}; {spread}"),
@@ -37,7 +37,7 @@ def render_plan(plan: Plan) -> str:
         *_kv(plan["kv"]),
         *_estimate(plan),
     ]
-    return "\n".join(shortened(line, _WIDTH) for line in lines)
+    return "\n".join(shortened(printable(line), _WIDTH) for line in lines)
 
 
 def _line(name: str, text: str) -> str:

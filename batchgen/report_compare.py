@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from batchgen.errors import GateFailed
-from batchgen.units import format_duration, shortened
+from batchgen.units import format_duration, printable, shortened
 
 Report = Mapping[str, Any]
 _WIDTH = 80
@@ -97,7 +97,7 @@ class Comparison:
             if max_regress is not None and f.rule is not Rule.SHOWN:
                 line += "  REGRESSION" if f.is_regression(max_regress) else "  passes"
             lines.append(line.rstrip())
-        lines += [shortened(text, _WIDTH) for text in self.differences]
+        lines += [shortened(printable(text), _WIDTH) for text in self.differences]
         return "\n".join(lines)
 
 

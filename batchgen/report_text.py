@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from batchgen.units import counted, format_duration
+from batchgen.units import counted, format_duration, printable
 
 _WIDTH = 80
 _LABEL = 12
@@ -17,7 +17,8 @@ _ERRORS_SHOWN = 10
 def render_report(report: Mapping[str, Any]) -> str:
     """The whole text; ``report`` is the content of ``report.json``."""
     table = list(_latencies(report["latency_s"]))
-    return "\n".join([*_summary(report), *_details(report), *(["", *table] if len(table) > 1 else [])])
+    lines = [*_summary(report), *_details(report), *(["", *table] if len(table) > 1 else [])]
+    return "\n".join(map(printable, lines))
 
 
 def _summary(report: Mapping[str, Any]) -> Iterator[str]:

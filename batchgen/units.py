@@ -15,6 +15,7 @@ _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = 100
 _SHOWN.maxlevel = 3
+_STEERING = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", re.IGNORECASE)
 
 
@@ -96,6 +97,15 @@ def counted(number: int, noun: str) -> str:
 def shown(value: object) -> str:
     """A value of unknown size as an error shows it: its ``repr`` in one line, long parts of it left out."""
     return _SHOWN.repr(value)
+
+
+def printable(text: str) -> str:
+    """One line of text for a terminal: what would steer it, or cannot be encoded, is shown as an escape.
+
+    That is control characters (C0, C1, DEL; newlines and tabs too), marks that turn the direction of writing, line
+    and paragraph separators, and lone surrogates.
+    """
+    return _STEERING.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def shortened(text: str, width: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TextIO
 
 from tqdm import tqdm
 
-from batchgen.units import format_duration
+from batchgen.units import format_duration, printable
 
 Snapshot = Mapping[str, Any]
 _WAITING = "batchgen: {desc} [{elapsed}]"
@@ -83,7 +83,7 @@ class LineDisplay:
 
     def note(self, text: str) -> None:
         """Print at once."""
-        print(f"batchgen: {text}", file=self._file, flush=True)
+        print(f"batchgen: {printable(text)}", file=self._file, flush=True)
 
     def close(self, snapshot: Snapshot) -> None:
         """Nothing: the command has the last word."""
@@ -138,7 +138,7 @@ class BarDisplay:
 
     def note(self, text: str) -> None:
         """Print above the bar."""
-        tqdm.write(f"batchgen: {text}", file=self._file)
+        tqdm.write(f"batchgen: {printable(text)}", file=self._file)
 
     def close(self, snapshot: Snapshot) -> None:
         """Clear the bar."""

@@ -72,6 +72,6 @@ class Guard:
 
 def _leave(message: str) -> NoReturn:
     """Leave without unwinding: the journal survives that at any byte, and only unwritten rows run again."""
-    with suppress(OSError, ValueError):  # the caller may have closed stderr
+    with suppress(OSError, ValueError, AttributeError):  # the caller may have closed stderr, which then is None
         os.write(sys.stderr.fileno(), f"\nbatchgen: {message}\n".encode())
     os._exit(ExitCode.STOPPED)

@@ -1,0 +1,194 @@
+"""Standard streams that are full or closed, text that would steer a terminal, and signals before a command listens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import ENVIRONMENT, JobMaker, finish, rows_of, start
+
+from batchgen.cli import call
+from batchgen.run import guard
+from batchgen.run.display import BarDisplay, LineDisplay
+from batchgen.units import printable
+
+HOSTILE = "a\x1b[2J\nb\r\x07\x9b31m\u202egpj.\u2066\u2028\x7f\udcff"
+USAGE = ["frobnicate"]
+
+
+def batchgen(*arguments: str | Path, shell: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own; ``shell`` redirects its streams."""
+    command = ["bash", "-c", f'exec "$@" {shell}', "bash", sys.executable, "-m", "batchgen", *map(str, arguments)]
+    return subprocess.run(
+        command, env=ENVIRONMENT, text=True, capture_output=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+    )
+
+
+# ---------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]])
+def test_a_full_standard_output_is_one_line_and_exit_code_1(arguments: list[str]) -> None:
+    done = batchgen(*arguments, shell=">/dev/full")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "cannot write to standard output: No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["status", "report", "plan"])
+def test_what_a_run_says_of_itself_needs_a_standard_output(job: JobMaker, command: str) -> None:
+    job.write(rows_of(2))
+    job.run()
+    for flags in ([], ["--json"]):
+        done = batchgen(command, job.toml() if command == "plan" else job.output, *flags, shell=">/dev/full")
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert "cannot write to standard output" in done.stderr
+
+
+@pytest.mark.parametrize("shell", ["2>/dev/full", "2>&-", ">&- 2>&- <&-", "2>/dev/full >/dev/full"])
+def test_a_usage_error_exits_2_whatever_its_streams(shell: str) -> None:
+    assert batchgen(*USAGE, shell=shell).returncode == 2
+
+
+@pytest.mark.parametrize("shell", ["2>/dev/full", "2>&-", ">&- 2>&- <&-"])
+def test_a_finished_run_exits_as_it_ended_whatever_its_streams(job: JobMaker, shell: str) -> None:
+    job.write([*rows_of(2), "{"])
+    script = f"""
+import sys, signal
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from stub_engine import stub_factory
+import batchgen.cli
+call = batchgen.cli.call
+batchgen.cli.call = lambda argv: call(argv, engine_factory=stub_factory())
+from batchgen.__main__ import main
+main(["run", {str(job.toml())!r}])
+"""
+    command = ["bash", "-c", f'exec "$@" {shell}', "bash", sys.executable, "-c", script]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert [row["id"] for row in job.outputs()] == ["q-0", "q-1"]
+
+
+def test_a_process_without_stderr_is_still_gone_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(sys, "stderr", None)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    guard._leave("stopped")
+    assert codes == [75]
+
+
+def test_a_closed_stream_is_not_taken_by_a_file_of_the_run(tmp_path: Path) -> None:
+    script = (
+        "import os; from batchgen import __main__ as m; m._fill_standard_streams(); print(os.open('x', os.O_CREAT))"
+    )
+    command = ["bash", "-c", 'exec "$@" 0<&- 2>&-', "bash", sys.executable, "-c", script]
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 2
+
+
+# ---------------------------------------------------------------- text
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text steers no terminal: newlines aside, no control, format, separator or surrogate characters."""
+    return not {unicodedata.category(char) for char in text if char != "\n"} & {"Cc", "Cf", "Zl", "Zp", "Cs"}
+
+
+def test_what_would_steer_a_terminal_is_shown_as_an_escape() -> None:
+    shown = printable(HOSTILE)
+    assert shown == r"a\x1b[2J\nb\r\x07\x9b31m\u202egpj.\u2066\u2028\x7f\udcff"
+    assert printable("naïve 東京 🙂 'x'") == "naïve 東京 🙂 'x'"
+
+
+def test_no_error_brings_escape_sequences_or_lines_of_its_own(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(job.folder)
+    job.write(rows_of(1))
+    hostile = "x\x1b[31m\nbatchgen: 300 rows done\u202e"
+    for arguments in (
+        ["status", hostile],
+        ["report", hostile],
+        ["run", hostile],
+        ["run", str(job.toml()), "--input", hostile],
+        ["run", str(job.toml()), "--model", f"./{hostile}"],
+        ["run", str(job.toml()), "--prompt", f"{{{hostile}}}"],
+        [hostile],
+        ["merge", hostile, "-o", "x"],
+    ):
+        code = call(arguments)
+        said = capsys.readouterr().err
+        assert code == 2
+        assert is_plain(said), said
+        assert not [line for line in said.splitlines()[1:] if line.startswith("batchgen")]
+
+
+def test_a_hostile_row_reaches_no_terminal_raw(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "col\x1b[2J\u202e\x9b"
+    text = "id\x1b]0;x\x07\u202e"
+    job.write([{"id": text, "question": "?", name: 1}, {"id": "b\x1b[2J", "question": 5}])
+    spec = job.toml()
+    for arguments in (["plan", spec], ["plan", spec, "--json"], ["run", spec, "--keep-columns", name]):
+        if arguments[0] == "plan":
+            call([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert is_plain(captured.out) and is_plain(captured.err)
+    assert "id\\x1b]0;x" in captured.out
+
+
+def test_a_folder_of_a_hostile_name_is_told_in_plain_text(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.output = job.folder / "out\x1b[2J\u202e"
+    job.write([*rows_of(2), "{"])
+    outcome = job.run()
+    assert "\x1b" in outcome.lines[-1]  # the lines are data: what shows them sees to it
+    for arguments in (["status", job.output], ["report", job.output], ["status", job.output, "--json"]):
+        assert call([str(argument) for argument in arguments]) == 0
+    assert is_plain(capsys.readouterr().out)
+    code, said = finish(start(["run", job.toml(), "--overwrite"]))
+    assert (code, is_plain(said)) == (3, True)
+
+
+@pytest.mark.parametrize("kind", [LineDisplay, BarDisplay])
+def test_a_note_is_one_plain_line(kind: type[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    display = LineDisplay(1.0, sys.stderr) if kind is LineDisplay else BarDisplay(sys.stderr)
+    display.note(HOSTILE)
+    said = capsys.readouterr().err
+    assert (said.count("\n"), is_plain(said)) == (1, True)
+
+
+# ---------------------------------------------------------------- signals
+
+
+def test_a_signal_while_the_command_line_is_imported_exits_75(tmp_path: Path) -> None:
+    """A module that the command line imports is replaced by one that takes its time."""
+    (tmp_path / "click.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(30)\n", encoding="utf-8"
+    )
+    script = (
+        "import signal, runpy; [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGINT)];"
+        "runpy.run_module('batchgen', run_name='__main__')"
+    )  # nohup would have them ignored
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"}
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+        assert (process.returncode, said) == (75, "batchgen: error: interrupted\n")
+
+
+def test_a_signal_after_the_exit_code_is_known_does_not_change_it() -> None:
+    script = (
+        "import atexit, os, signal; from batchgen.__main__ import main;"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM)); main(['--version'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
