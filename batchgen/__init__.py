@@ -5,10 +5,10 @@ The public names are imported when first used, so that ``import batchgen`` and `
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing takes a while to import, and until it is there no signal is answered
 if TYPE_CHECKING:
+    from typing import Any
+
     from batchgen.engine import Engine, EngineConfig
     from batchgen.errors import BatchgenError
     from batchgen.records import Request, Result, SamplingParams
@@ -48,5 +48,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
+        from importlib import import_module
+
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

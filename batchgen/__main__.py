@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import NoReturn
+
+TYPE_CHECKING = False  # typing and collections.abc take a while to import, as do their likes
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+    from typing import NoReturn
 
 _STOPPED = 75  # ExitCode.STOPPED, whose module is not imported yet
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -21,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command and leave with its exit code; 75 where a signal comes before the command listens by itself."""
     try:
         for number in _SIGNALS:
-            if signal.getsignal(number) is signal.SIG_DFL:  # not where nohup or a shell had it ignored
-                signal.signal(number, signal.default_int_handler)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, _interrupt)
         _fill_standard_streams()
         from batchgen.cli import call
 
@@ -31,9 +34,19 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         _ignore_signals()
         code = _STOPPED
+        from contextlib import suppress
+
         with suppress(OSError):
             os.write(2, b"batchgen: error: interrupted\n")
     sys.exit(code)
+
+
+class _Interrupted(KeyboardInterrupt):
+    """A signal. CPython ends a process by SIGINT once a bare KeyboardInterrupt has left an ``exec``, caught or not."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise _Interrupted
 
 
 def _fill_standard_streams() -> None:

@@ -163,12 +163,15 @@ def test_a_note_is_one_plain_line(kind: type[Any], capsys: pytest.CaptureFixture
 
 # ---------------------------------------------------------------- signals
 
+SLOW_MODULE = """
+import time
+exec("print('importing', flush=True); time.sleep(30)")  # as dataclasses do: there CPython remembers interrupts
+"""
+
 
 def test_a_signal_while_the_command_line_is_imported_exits_75(tmp_path: Path) -> None:
     """A module that the command line imports is replaced by one that takes its time."""
-    (tmp_path / "click.py").write_text(
-        "import time\nprint('importing', flush=True)\ntime.sleep(30)\n", encoding="utf-8"
-    )
+    (tmp_path / "click.py").write_text(SLOW_MODULE, encoding="utf-8")
     script = (
         "import signal, runpy; [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGINT)];"
         "runpy.run_module('batchgen', run_name='__main__')"
