@@ -6,14 +6,16 @@ more. Not a test itself; drivers in subprocesses inject it too.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 from batchgen.errors import RowError, RowErrorCode
-from batchgen.records import FinishReason, Request, Result, Timings
+from batchgen.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
 from batchgen.run.model import Backend, EngineFactory, ModelInfo
 from batchgen.spec import JobSpec
 
@@ -29,7 +31,37 @@ def stub_token(request: Request, position: int, vocab_size: int) -> int:
 def stub_length(request: Request) -> int:
     """How many tokens a request gets: from one to max_tokens, by its prompt."""
     digest = blake2b(repr(request.prompt_token_ids).encode(), digest_size=4).digest()
-    return 1 + int.from_bytes(digest) % request.params.max_tokens
+    return 1 + int.from_bytes(digest) % request.params.max_tokens if request.params.max_tokens else 0
+
+
+def stub_logprobs(token_ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprob, ...] | None:
+    """Log-probabilities by token id; None where the request asks for none."""
+    if num_top is None:
+        return None
+    top = tuple((8 + rank, -0.5 - rank) for rank in range(num_top))
+    return tuple(TokenLogprob(token_id, -token_id / 100, top) for token_id in token_ids)
+
+
+def stub_result(request: Request, tokens: Sequence[int], timings: Timings) -> Result:
+    """All that a request asks for beside its tokens, each derived from them."""
+    params, num_prompt_tokens = request.params, len(request.prompt_token_ids)
+    if request.choices:
+        scores = tuple(-sum(choice) / len(choice) for choice in request.choices)
+        best = request.choices[scores.index(max(scores))]
+        return Result(request.key, num_prompt_tokens, best, FinishReason.STOP, timings, choice_logprobs=scores)
+    reason = FinishReason.LENGTH if len(tokens) == params.max_tokens else FinishReason.STOP
+    samples = [tuple(tokens), *(tuple(tokens[: len(tokens) - number]) for number in range(1, params.n))]
+    first, *others = (Sample(ids, reason, None, stub_logprobs(ids, params.logprobs)) for ids in samples)
+    return Result(
+        request.key,
+        num_prompt_tokens,
+        first.token_ids,
+        first.finish_reason,
+        timings,
+        logprobs=first.logprobs,
+        more_samples=tuple(others),
+        prompt_logprobs=stub_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs),
+    )
 
 
 @dataclass
@@ -47,7 +79,8 @@ class StubStats:
 class StubEngine:
     """``fails`` names keys that end in an ``internal`` error; ``step_s`` is how long a step takes.
 
-    After ``stop`` the step under way lasts ``stops_after_s`` more; step ``crashes_at`` raises.
+    After ``stop`` the step under way lasts ``stops_after_s`` more; step ``crashes_at`` raises; step ``stops_at`` sends
+    SIGTERM to its own process.
     """
 
     vocab_size: int = 640
@@ -56,6 +89,7 @@ class StubEngine:
     step_s: float = 0.0
     stops_after_s: float = 0.0
     crashes_at: int | None = None
+    stops_at: int | None = None
     fails: frozenset[int] = frozenset()
     stats: StubStats = field(default_factory=StubStats)
     running: dict[int, tuple[Request, list[int], float]] = field(default_factory=dict)
@@ -92,6 +126,8 @@ class StubEngine:
             time.sleep(self.step_s)
         if self.stats.num_steps == self.crashes_at:
             raise RuntimeError("out of luck")
+        if self.stats.num_steps == self.stops_at:
+            os.kill(os.getpid(), signal.SIGTERM)
         self.stats.num_steps += 1
         results = []
         for key, (request, tokens, started_at) in list(self.running.items()):
@@ -99,14 +135,12 @@ class StubEngine:
             if key in self.fails:
                 error = RowError(RowErrorCode.INTERNAL, "the stub fails this row")
                 results.append(Result(key, len(request.prompt_token_ids), timings=timings, error=error))
-            elif len(tokens) < stub_length(request):
+            elif not request.choices and len(tokens) < stub_length(request):
                 tokens.append(stub_token(request, len(tokens), self.vocab_size))
                 self.stats.num_output_tokens += 1
                 continue
             else:
-                is_full = len(tokens) == request.params.max_tokens
-                reason = FinishReason.LENGTH if is_full else FinishReason.STOP
-                results.append(Result(key, len(request.prompt_token_ids), tuple(tokens), reason, timings))
+                results.append(stub_result(request, tokens, timings))
             del self.running[key]
         return results
 

@@ -1,0 +1,399 @@
+"""Every fault at every file operation of whole commands, and what running the command again makes of it.
+
+``python fault_runs.py SCENARIO FOLDER SHARE SEED`` runs the command line over a mixed job in forked children: once
+undisturbed, then with a fault (see ``fault_injection``) at operation 0, 1, 2 and so on, from the creation of the run
+directory to its last file. After each the command is run again, every second time with another fault at a random
+operation, until an undisturbed one ends; then all files are compared with those of the undisturbed run, times aside.
+``SHARE`` is the share of the faults that is done, drawn by ``SEED``. Prints the counts as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fault_injection import KILLED, KINDS, Fault, Injector, Operation
+from stub_engine import stub_factory
+
+import batchgen.merge_report
+import batchgen.retry
+import batchgen.run  # noqa: F401 - what commands import late is imported once here instead of in every child
+from batchgen.cli import call
+from batchgen.data import journal as journal_module
+from batchgen.data.output_formats.parquet import infer_fields
+
+MODEL = Path(__file__).parents[1] / "sample_data" / "tiny-lfm2"
+DONE, FAILED_ROWS, MISMATCH, STOPPED = 0, 3, 2, 75
+JOB = """
+[model]
+path = "{model}"
+[input]
+path = "{input}"
+{keys}
+[sampling]
+max_tokens = 6
+{sampling}
+[output]
+path = "{folder}/out"
+{output}
+"""
+
+
+def mixed_rows() -> list[dict[str, Any] | str]:
+    """Rows with all that a restart could get wrong: bad ones, equal ids, samples, scores, log-probabilities."""
+    rows: list[dict[str, Any] | str] = [
+        {"id": f"q{i}", "question": f"What is {i} times {i}?", "answer": str(i * i), "note": ["naïve\n", None, i]}
+        for i in range(12)
+    ]
+    rows[2] = "{"
+    rows[3] = {"id": "q1", "question": "Twice?", "answer": "no"}
+    rows[5] = {"id": "n", "question": "Three?", "sampling": {"n": 3, "temperature": 0.8, "seed": 5}}
+    rows[6] = {"id": "l", "question": "How sure?", "sampling": {"logprobs": 2, "max_tokens": 3}}
+    rows[7] = {"id": "c", "question": "Which?", "sampling": {"choices": ["yes", "no"]}}
+    rows[8] = {"id": 8, "question": ""}
+    return rows
+
+
+def batch_rows() -> list[dict[str, Any] | str]:
+    """OpenAI Batch lines, chats and completions, one of them unsupported."""
+    head = {"method": "POST", "url": "/v1/chat/completions"}
+    rows: list[dict[str, Any] | str] = [
+        {"custom_id": f"r{i}", **head, "body": {"messages": [{"role": "user", "content": f"Hi {i}"}], "n": 1 + i % 2}}
+        for i in range(8)
+    ]
+    rows[3] = {"custom_id": "t", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once"}}
+    rows[4] = {"custom_id": "x", **head, "body": {"messages": [], "tools": [1]}}
+    return rows
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``act`` is the command under attack and ``again`` what follows a fault (None: the same), with their stubs.
+
+    ``before`` are commands done undisturbed, once, before it.
+    """
+
+    act: tuple[str, ...]
+    before: tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...] = ()
+    again: tuple[str, ...] | None = None
+    stub: Mapping[str, Any] = field(default_factory=dict)
+    keys: str = 'id = "id"\nprompt = "{question}"'
+    sampling: str = ""
+    output: str = ""
+    input: str = "input.jsonl"
+    has_stdin: bool = False
+    may_refuse: bool = False  # ``again`` may find the run of another job, and say so
+
+
+RUN = ("run", "job.toml")
+_SHARDS = tuple((("run", "job.toml", "--shard", f"{i}/2", "--output", f"part{i}"), {}) for i in (1, 2))
+_PARQUET = {
+    "input": "input.parquet",
+    "keys": 'id = "id"\nprompt = "question"\nkeep_columns = "*"',
+    "output": 'format = "parquet"\ntoken_ids = true\nexpected = "answer"',
+}
+_OPENAI = {"input": "batch.jsonl", "keys": 'format = "openai-batch"', "output": 'format = "openai-batch"'}
+
+SCENARIOS = {
+    "run": Scenario(RUN),
+    "run-parquet": Scenario(RUN, **_PARQUET),
+    "run-openai": Scenario(RUN, **_OPENAI),
+    "run-gz-completion": Scenario(
+        RUN,
+        input="input.jsonl.gz",
+        keys='prompt = "{question}"\nkeep_columns = ["answer", "note"]',
+        sampling="temperature = 1.0",
+        output='order = "completion"\ntoken_ids = true',
+    ),
+    "run-stdin": Scenario((*RUN, "--input", "-"), has_stdin=True),
+    "shard": Scenario((*RUN, "--shard", "2/2")),
+    "resume": Scenario(RUN, before=(((*RUN, "--max-total-tokens", "120"), {}),)),
+    "stop-limit": Scenario((*RUN, "--max-total-tokens", "150"), again=RUN),
+    "stop-signal": Scenario(RUN, stub={"stops_at": 4}, again=RUN),
+    "overwrite": Scenario((*RUN, "--overwrite"), before=(((*RUN, "--max-tokens", "3"), {}),)),
+    "overwrite-plain-again": Scenario((*RUN, "--overwrite"), before=((RUN, {}),), again=RUN),
+    "overwrite-other": Scenario(
+        (*RUN, "--overwrite"), before=(((*RUN, "--max-tokens", "3"), {}),), again=RUN, may_refuse=True
+    ),
+    "overwrite-parquet": Scenario(
+        (*RUN, "--overwrite"), before=(((*RUN, "--max-tokens", "3", "--output-format", "parquet"), {}),)
+    ),
+    "retry": Scenario(("retry", "out"), before=((RUN, {"fails": frozenset({0, 5, 9})}),)),
+    "retry-parquet": Scenario(("retry", "out"), before=((RUN, {"fails": frozenset({0, 5, 9})}),), **_PARQUET),
+    "retry-openai": Scenario(("retry", "out"), before=((RUN, {"fails": frozenset({0, 5})}),), **_OPENAI),
+    "merge": Scenario(("merge", "part1", "part2", "-o", "whole"), before=_SHARDS),
+    "merge-parquet": Scenario(("merge", "part2", "part1", "-o", "whole"), before=_SHARDS, **_PARQUET),
+}
+
+
+class Stage:
+    """One scenario, whose files are in ``work``; what its last child said is ``said``."""
+
+    def __init__(self, scenario: Scenario, folder: Path, work: Path | None = None) -> None:
+        self.scenario = scenario
+        self.work = work or folder / "work"
+        self.said = ""
+        self._before = folder / "before"
+        self._report = folder / "operations"
+
+    def prepare(self) -> None:
+        """Write the inputs and do what comes before; ``restore`` comes back to here."""
+        self.work.mkdir()
+        rows = mixed_rows()
+        lines = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+        (self.work / "input.jsonl").write_text(lines, encoding="utf-8")
+        (self.work / "input.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+        flat = [{"id": f"q{i % 11}", "question": f"What is {i}?" * (i != 4), "answer": str(i)} for i in range(12)]
+        pq.write_table(pa.Table.from_pylist(flat), self.work / "input.parquet", row_group_size=5)
+        batch = "".join(json.dumps(row) + "\n" for row in batch_rows())
+        (self.work / "batch.jsonl").write_text(batch, encoding="utf-8")
+        scenario = self.scenario
+        text = JOB.replace("{keys}", scenario.keys).replace("{sampling}", scenario.sampling)
+        text = text.replace("{output}", scenario.output).replace("{input}", scenario.input)
+        text = text.replace("{model}", str(MODEL)).replace("{folder}", str(self.work))
+        (self.work / "job.toml").write_text(text, encoding="utf-8")
+        for command, stub in scenario.before:
+            code, _ = self.child(command, stub=stub)
+            assert code in (DONE, FAILED_ROWS, STOPPED), self.said
+        shutil.copytree(self.work, self._before)
+
+    def restore(self) -> None:
+        """Put all files back to what they were before the command under attack."""
+        shutil.rmtree(self.work)
+        shutil.copytree(self._before, self.work)
+
+    def child(
+        self,
+        command: tuple[str, ...],
+        fault: Fault | None = None,
+        stub: Mapping[str, Any] | None = None,
+        file_bytes: int | None = None,
+    ) -> tuple[int, bool]:
+        """Run a command in a forked process, no file larger than ``file_bytes``; its exit code, and whether the fault
+        happened.
+        """
+        read, write = os.pipe()
+        read_said, said = os.pipe()
+        pid = os.fork()
+        if not pid:
+            if file_bytes is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
+            self._run(command, fault, stub or {}, write, said)
+        os.close(write)
+        os.close(said)
+        with os.fdopen(read_said, "rb") as pipe:
+            self.said = pipe.read().decode(errors="replace")
+        with os.fdopen(read, "rb") as pipe:
+            has_happened = bool(pipe.read())
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), has_happened
+
+    def operations(self) -> list[Operation]:
+        """What the last undisturbed child did."""
+        return [Operation(*item) for item in json.loads(self._report.read_text())]
+
+    def _run(
+        self, command: tuple[str, ...], fault: Fault | None, stub: Mapping[str, Any], pipe: int, said: int
+    ) -> None:
+        """In the child: never returns."""
+        code = 1
+        try:
+            os.chdir(self.work)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            stdin = os.open(self.work / "input.jsonl" if self.scenario.has_stdin else os.devnull, os.O_RDONLY)
+            os.dup2(stdin, 0)
+            sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the descriptor itself
+            os.environ["BATCHGEN_DEBUG"] = "1"
+            write, close, report = os.write, os.close, self._report.open("w") if fault is None else None
+            injector = Injector(self.work, fault, lambda: (write(pipe, b"!"), None)[1])
+            injector.arm()
+            code = call(command, engine_factory=stub_factory(**stub))
+            if report is not None:
+                report.write(json.dumps([(operation.name, operation.file) for operation in injector.operations]))
+                report.close()
+            close(pipe)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.flush()
+            os._exit(code)
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """All files below a folder, by name: what of them must be the same whatever happened on the way."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): _content(path) for path in files}
+
+
+def _content(path: Path) -> Any:
+    if path.name == "job.json":
+        return {key: value for key, value in json.loads(path.read_bytes()).items() if key != "created_at"}
+    if path.name == "report.json":
+        report = json.loads(path.read_bytes())
+        return {key: report[key] for key in ("rows", "errors", "tokens", "finish_reasons")}
+    if path.name == "outputs.parquet":
+        table = pq.read_table(path)
+        return str(table.schema), [_timeless(row) for row in table.to_pylist()]
+    if path.name == "outputs.jsonl":
+        rows = [_timeless(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        is_ordered = json.loads((path.parent / "job.json").read_bytes())["job"]["output"]["order"] == "input"
+        return rows if is_ordered else sorted(rows, key=lambda row: int(row["index"]))
+    return path.read_bytes()
+
+
+def _timeless(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "timings"}
+
+
+class Attack:
+    """The faults of one scenario and their counts."""
+
+    def __init__(self, stage: Stage, share: float, rng: random.Random) -> None:
+        self.stage = stage
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self._share = share
+        self._rng = rng
+        self._again = stage.scenario.again or stage.scenario.act
+        self._undisturbed: dict[str, Any] = {}
+        self._num_operations = 0
+
+    def run(self) -> None:
+        """Do all the faults."""
+        for number, (fault, operation) in enumerate(self._faults(self.undisturbed())):
+            is_doubled = number % 2 == 1
+            act = functools.partial(self._hit, self.stage.scenario.act, fault, self.stage.scenario.stub)
+            self._attack(f"{fault} ({operation.name} {operation.file})", act, is_doubled=is_doubled)
+        largest = max(path.stat().st_size for path in self.stage.work.rglob("*") if path.is_file())
+        for file_bytes in range(0, largest + 4096, 512):
+            if self._rng.random() < self._share:
+                act = functools.partial(self._outgrow, file_bytes)
+                self._attack(f"no file above {file_bytes} bytes", act, is_doubled=False)
+
+    def undisturbed(self) -> list[Operation]:
+        """Do the command in peace; what it does to files."""
+        self.stage.prepare()
+        code, _ = self.stage.child(self.stage.scenario.act, stub=self.stage.scenario.stub)
+        operations = self.stage.operations()
+        assert code in (DONE, FAILED_ROWS, STOPPED), self.stage.said
+        if code == STOPPED:
+            assert self.stage.child(self._again)[0] in (DONE, FAILED_ROWS), self.stage.said
+        self._undisturbed = content(self.stage.work)
+        self.counts["operations"] = self._num_operations = len(operations)
+        return operations
+
+    def fill_disk(self, resize: Callable[[int], None]) -> None:
+        """The command on a disk with 0, 4096, 8192 ... bytes left, until it gets through; ``resize`` sets them."""
+        self.undisturbed()
+        for space in range(0, 1 << 20, 4096):
+            self.stage.restore()
+            resize(space)
+            code, _ = self.stage.child(self.stage.scenario.act, stub=self.stage.scenario.stub)
+            resize(1 << 20)
+            self.counts["full disk"] += code == 1
+            self._attack(f"disk with {space} bytes left", self._check_said, is_doubled=False, restores=False)
+            if code in (DONE, FAILED_ROWS, STOPPED):
+                return
+
+    def _faults(self, operations: list[Operation]) -> Iterator[tuple[Fault, Operation]]:
+        for at, operation in enumerate(operations):
+            for kind in KINDS:
+                if operation.takes(kind) and self._rng.random() < self._share:
+                    yield Fault(kind, at, lasts=kind == "ENOSPC" or self._rng.random() < 0.5), operation
+
+    def _attack(self, what: str, act: Callable[[], None], *, is_doubled: bool, restores: bool = True) -> None:
+        """Do one fault, maybe another one on what it left, then see that the job ends as if nothing had been."""
+        try:
+            if restores:
+                self.stage.restore()
+            act()
+            if is_doubled:
+                fault = Fault(self._rng.choice(KINDS), self._rng.randrange(self._num_operations))
+                what += f", then {fault}"
+                self._hit(self._again, fault, {})
+            self._finish()
+            found, wanted = content(self.stage.work), self._undisturbed
+            assert found.keys() == wanted.keys(), f"other files: {sorted(found.keys() ^ wanted.keys())}"
+            differing = [name for name in found if found[name] != wanted[name]]
+            assert not differing, f"{differing} differ"
+        except AssertionError as error:
+            self.failures.append(f"{what}: {error}")
+
+    def _hit(self, command: tuple[str, ...], fault: Fault, stub: Mapping[str, Any]) -> None:
+        code, has_happened = self.stage.child(command, fault, stub)
+        self.counts[fault.kind] += has_happened
+        if has_happened and fault.kind in ("kill", "torn"):
+            assert code == KILLED, f"exit code {code}: {self.stage.said}"
+            return
+        assert code in (DONE, 1, MISMATCH, FAILED_ROWS, STOPPED), f"exit code {code}: {self.stage.said}"
+        self._check_said()
+
+    def _outgrow(self, file_bytes: int) -> None:
+        """The same with a file system that takes no larger files, for SQLite too."""
+        code, _ = self.stage.child(self.stage.scenario.act, stub=self.stage.scenario.stub, file_bytes=file_bytes)
+        self.counts["EFBIG"] += code == 1
+        assert code in (DONE, 1, FAILED_ROWS, STOPPED), f"exit code {code}: {self.stage.said}"
+        self._check_said()
+
+    def _check_said(self) -> None:
+        assert "Traceback" not in self.stage.said, self.stage.said
+
+    def _finish(self) -> None:
+        """Run the command once more: it must get through, or refuse to touch a run of another job."""
+        code, _ = self.stage.child(self._again)
+        if code == MISMATCH and self.stage.scenario.may_refuse and "--overwrite" in self.stage.said:
+            code, _ = self.stage.child((*self._again, "--overwrite"))
+        assert code in (DONE, FAILED_ROWS), f"cannot go on, exit code {code}: {self.stage.said}"
+        self._check_said()
+
+
+def on_small_disk(mount: Path) -> Callable[[int], None]:
+    """Sets how many bytes are left on the tmpfs at ``mount``."""
+
+    def resize(space: int) -> None:
+        found = os.statvfs(mount)
+        size = (found.f_blocks - found.f_bfree) * found.f_frsize + space
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(mount)], check=True)
+
+    return resize
+
+
+def main(scenario: str, folder: Path, share: float, seed: int, mount: Path | None = None) -> int:
+    """Attack one scenario, by filling the tmpfs at ``mount`` if one is given; prints the counts and what failed.
+
+    Returns how many faults were not survived.
+    """
+    infer_fields([b'{"id": 0}'])  # imports pyarrow, and pandas with it, once here instead of in every child
+    pa.set_cpu_count(1)
+    journal_module.SEGMENT_BYTES = 1500
+    journal_module.SYNC_SECONDS = journal_module.MAX_SYNC_SECONDS = 0.0  # each row is synced
+    stage = Stage(SCENARIOS[scenario], folder, mount and mount / "work")
+    attack = Attack(stage, share, random.Random(seed))
+    if mount is None:
+        attack.run()
+    else:
+        attack.fill_disk(on_small_disk(mount))
+    print(json.dumps({"counts": attack.counts, "failures": attack.failures}))
+    return len(attack.failures)
+
+
+if __name__ == "__main__":
+    _, name, where, part, number, *rest = sys.argv
+    sys.exit(min(main(name, Path(where), float(part), int(number), Path(rest[0]) if rest else None), 100))

@@ -1,0 +1,99 @@
+"""Whatever fails at whatever file operation of a command, the command run again ends as if nothing had been.
+
+See ``fault_runs`` for how; each test is a process of its own. ``BATCHGEN_FAULT_SHARE=1`` does every single fault.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import fault_runs
+import pytest
+from fault_injection import sqlite_calls
+from run_helpers import ENVIRONMENT
+
+SEED = 13
+QUICK_SHARE = 0.02
+SLOW_SHARE = float(os.environ.get("BATCHGEN_FAULT_SHARE", "0.12"))
+
+
+@pytest.fixture
+def fast_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is such a thing: these tests sync thousands of times and kill only processes."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
+
+
+def attack(scenario: str, folder: Path, share: float, *mount: Path) -> Counter[str]:
+    """The faults done, by kind; fails the test with those that were not survived."""
+    command = [sys.executable, fault_runs.__file__, scenario, str(folder), str(share), str(SEED), *map(str, mount)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
+    assert not found["failures"], "\n".join(found["failures"])
+    counts: Counter[str] = Counter(found["counts"])
+    return counts
+
+
+@pytest.mark.parametrize("scenario", fault_runs.SCENARIOS)
+def test_faults_at_a_few_operations_lose_and_repeat_nothing(scenario: str, fast_folder: Path) -> None:
+    assert attack(scenario, fast_folder, QUICK_SHARE)["operations"] > 20
+
+
+@pytest.mark.slow
+def test_faults_at_any_operation_lose_and_repeat_nothing(
+    fast_folder: Path, record_property: pytest.RecordProperty, capsys: pytest.CaptureFixture[str]
+) -> None:
+    total: Counter[str] = Counter()
+    for scenario in fault_runs.SCENARIOS:
+        folder = fast_folder / scenario
+        folder.mkdir()
+        total += attack(scenario, folder, SLOW_SHARE)
+    del total["operations"]
+    with capsys.disabled():
+        print(f"\nfaults survived, by kind: {dict(total)}; {total.total()} in all", end=" ")
+    for kind, count in total.items():
+        record_property(kind, count)
+    assert total.keys() >= {"kill", "torn", "ENOSPC", "EIO", "EFBIG"}
+    assert total.total() > 4000 * SLOW_SHARE
+
+
+@pytest.mark.parametrize("scenario", ["run", "run-parquet", "retry", "merge"])
+def test_a_disk_that_is_full_ends_in_one_line_and_the_run_goes_on_once_there_is_room(
+    scenario: str, fast_folder: Path
+) -> None:
+    mount = fast_folder / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk needs the right to mount a tmpfs")
+    try:
+        assert attack(scenario, fast_folder, 1, mount)["full disk"] > 0
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_the_system_calls_of_sqlite_are_among_those_that_fail(fast_folder: Path) -> None:
+    if sqlite_calls() is None:
+        pytest.skip("SQLite is linked into this interpreter, its system calls cannot be replaced")
+    stage = fault_runs.Stage(fault_runs.SCENARIOS["run"], fast_folder)
+    stage.prepare()
+    assert stage.child(fault_runs.RUN)[0] == fault_runs.FAILED_ROWS
+    done = {(operation.name, operation.file) for operation in stage.operations()}
+    assert done >= {("sqlite create", "ids.sqlite"), ("sqlite write", "ids.sqlite"), ("sqlite write", "ids.sqlite-wal")}
+
+
+def test_the_first_operation_of_a_run_is_the_making_of_its_folder(fast_folder: Path) -> None:
+    stage = fault_runs.Stage(fault_runs.SCENARIOS["run"], fast_folder)
+    stage.prepare()
+    stage.child(fault_runs.RUN)
+    changes = [operation for operation in stage.operations() if operation.takes("kill")]
+    assert [(change.name, change.file) for change in changes[:2]] == [("mkdir", "out"), ("create", "run.lock")]
