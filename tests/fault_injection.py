@@ -61,7 +61,7 @@ class Injector:
     ``operations`` holds what was done so far; ``on_fault`` is called as the fault happens.
     """
 
-    def __init__(self, root: Path, fault: Fault | None, on_fault: Callable[[], None]) -> None:
+    def __init__(self, root: Path, fault: Fault | None, on_fault: Callable[[], object]) -> None:
         self.operations: list[Operation] = []
         self._root = str(root)
         self._fault = fault

@@ -1,6 +1,6 @@
 """Every fault at every file operation of whole commands, and what running the command again makes of it.
 
-``python fault_runs.py SCENARIO FOLDER SHARE SEED`` runs the command line over a mixed job in forked children: once
+``python fault_runs.py SCENARIO,... FOLDER SHARE SEED`` runs a command over a mixed job in forked children: once
 undisturbed, then with a fault (see ``fault_injection``) at operation 0, 1, 2 and so on, from the creation of the run
 directory to its last file. After each the command is run again, every second time with another fault at a random
 operation, until an undisturbed one ends; then all files are compared with those of the undisturbed run, times aside.
@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -194,7 +194,9 @@ class Stage:
         if not pid:
             if file_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
-            self._run(command, fault, stub or {}, write, said)
+            report = self._report if fault is None and file_bytes is None else None
+            injector = Injector(self.work, fault, functools.partial(os.write, write, b"!"))
+            self._run(command, injector, stub or {}, said, report)
         os.close(write)
         os.close(said)
         with os.fdopen(read_said, "rb") as pipe:
@@ -208,9 +210,9 @@ class Stage:
         return [Operation(*item) for item in json.loads(self._report.read_text())]
 
     def _run(
-        self, command: tuple[str, ...], fault: Fault | None, stub: Mapping[str, Any], pipe: int, said: int
-    ) -> None:
-        """In the child: never returns."""
+        self, command: tuple[str, ...], injector: Injector, stub: Mapping[str, Any], said: int, report: Path | None
+    ) -> NoReturn:
+        """In the child: the command, with what it did to files in ``report``."""
         code = 1
         try:
             os.chdir(self.work)
@@ -220,14 +222,11 @@ class Stage:
             os.dup2(stdin, 0)
             sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the descriptor itself
             os.environ["BATCHGEN_DEBUG"] = "1"
-            write, close, report = os.write, os.close, self._report.open("w") if fault is None else None
-            injector = Injector(self.work, fault, lambda: (write(pipe, b"!"), None)[1])
             injector.arm()
             code = call(command, engine_factory=stub_factory(**stub))
             if report is not None:
-                report.write(json.dumps([(operation.name, operation.file) for operation in injector.operations]))
-                report.close()
-            close(pipe)
+                operations = [(operation.name, operation.file) for operation in injector.operations]
+                report.write_text(json.dumps(operations))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -375,25 +374,28 @@ def on_small_disk(mount: Path) -> Callable[[int], None]:
     return resize
 
 
-def main(scenario: str, folder: Path, share: float, seed: int, mount: Path | None = None) -> int:
-    """Attack one scenario, by filling the tmpfs at ``mount`` if one is given; prints the counts and what failed.
-
-    Returns how many faults were not survived.
-    """
+def main(scenarios: list[str], folder: Path, share: float, seed: int, mount: Path | None = None) -> None:
+    """Attack scenarios, by filling the tmpfs at ``mount`` if one is given; prints the counts and what failed."""
     infer_fields([b'{"id": 0}'])  # imports pyarrow, and pandas with it, once here instead of in every child
     pa.set_cpu_count(1)
     journal_module.SEGMENT_BYTES = 1500
     journal_module.SYNC_SECONDS = journal_module.MAX_SYNC_SECONDS = 0.0  # each row is synced
-    stage = Stage(SCENARIOS[scenario], folder, mount and mount / "work")
-    attack = Attack(stage, share, random.Random(seed))
-    if mount is None:
-        attack.run()
-    else:
-        attack.fill_disk(on_small_disk(mount))
-    print(json.dumps({"counts": attack.counts, "failures": attack.failures}))
-    return len(attack.failures)
+    counts: Counter[str] = Counter()
+    failures: list[str] = []
+    for scenario in scenarios:
+        where = folder / scenario
+        where.mkdir()
+        attack = Attack(Stage(SCENARIOS[scenario], where, mount and mount / scenario), share, random.Random(seed))
+        if mount is None:
+            attack.run()
+        else:
+            attack.fill_disk(on_small_disk(mount))
+        counts += attack.counts
+        failures += [f"{scenario}: {failure}" for failure in attack.failures]
+        shutil.rmtree(attack.stage.work)
+    print(json.dumps({"counts": counts, "failures": failures}))
 
 
 if __name__ == "__main__":
-    _, name, where, part, number, *rest = sys.argv
-    sys.exit(min(main(name, Path(where), float(part), int(number), Path(rest[0]) if rest else None), 100))
+    _, names, where, part, number, *rest = sys.argv
+    main(names.split(","), Path(where), float(part), int(number), *map(Path, rest))
