@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import pyarrow as pa
@@ -55,11 +56,11 @@ path = "{folder}/out"
 """
 
 
-def mixed_rows() -> list[dict[str, Any] | str]:
+def mixed_rows(count: int) -> list[dict[str, Any] | str]:
     """Rows with all that a restart could get wrong: bad ones, equal ids, samples, scores, log-probabilities."""
     rows: list[dict[str, Any] | str] = [
         {"id": f"q{i}", "question": f"What is {i} times {i}?", "answer": str(i * i), "note": ["naïve\n", None, i]}
-        for i in range(12)
+        for i in range(count)
     ]
     rows[2] = "{"
     rows[3] = {"id": "q1", "question": "Twice?", "answer": "no"}
@@ -70,16 +71,20 @@ def mixed_rows() -> list[dict[str, Any] | str]:
     return rows
 
 
-def batch_rows() -> list[dict[str, Any] | str]:
+def batch_rows(count: int) -> list[dict[str, Any] | str]:
     """OpenAI Batch lines, chats and completions, one of them unsupported."""
     head = {"method": "POST", "url": "/v1/chat/completions"}
     rows: list[dict[str, Any] | str] = [
         {"custom_id": f"r{i}", **head, "body": {"messages": [{"role": "user", "content": f"Hi {i}"}], "n": 1 + i % 2}}
-        for i in range(8)
+        for i in range(count)
     ]
     rows[3] = {"custom_id": "t", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once"}}
     rows[4] = {"custom_id": "x", **head, "body": {"messages": [], "tools": [1]}}
     return rows
+
+
+Stub = Mapping[str, Any] | None  # options of the stub engine; None stands for the model's own
+NO_STUB: Stub = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class Scenario:
     act: tuple[str, ...]
     before: tuple[tuple[tuple[str, ...], Mapping[str, Any]], ...] = ()
     again: tuple[str, ...] | None = None
-    stub: Mapping[str, Any] = field(default_factory=dict)
+    stub: Stub = field(default_factory=dict)
     keys: str = 'id = "id"\nprompt = "{question}"'
     sampling: str = ""
     output: str = ""
@@ -142,11 +147,31 @@ SCENARIOS = {
 }
 
 
+class Child:
+    """A forked process that runs a command; ``said`` and ``has_failed`` are known after ``wait``."""
+
+    def __init__(self, pid: int, failed: int, said: int) -> None:
+        self.pid = pid
+        self.said = ""
+        self.has_failed = False  # whether its fault happened
+        self._failed = failed
+        self._said = said
+
+    def wait(self) -> int:
+        """Its exit code, or a signal's number below zero."""
+        with os.fdopen(self._said, "rb") as pipe:
+            self.said = pipe.read().decode(errors="replace")
+        with os.fdopen(self._failed, "rb") as pipe:
+            self.has_failed = bool(pipe.read())
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
 class Stage:
     """One scenario, whose files are in ``work``; what its last child said is ``said``."""
 
-    def __init__(self, scenario: Scenario, folder: Path, work: Path | None = None) -> None:
+    def __init__(self, scenario: Scenario, folder: Path, work: Path | None = None, num_rows: int = 12) -> None:
         self.scenario = scenario
+        self._num_rows = num_rows
         self.work = work or folder / "work"
         self.said = ""
         self._before = folder / "before"
@@ -155,13 +180,16 @@ class Stage:
     def prepare(self) -> None:
         """Write the inputs and do what comes before; ``restore`` comes back to here."""
         self.work.mkdir()
-        rows = mixed_rows()
+        rows = mixed_rows(self._num_rows)
         lines = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
         (self.work / "input.jsonl").write_text(lines, encoding="utf-8")
         (self.work / "input.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
-        flat = [{"id": f"q{i % 11}", "question": f"What is {i}?" * (i != 4), "answer": str(i)} for i in range(12)]
+        flat = [
+            {"id": f"q{i or 9}", "question": f"What is {i}?" * (i != 4), "answer": str(i)}
+            for i in range(self._num_rows)
+        ]
         pq.write_table(pa.Table.from_pylist(flat), self.work / "input.parquet", row_group_size=5)
-        batch = "".join(json.dumps(row) + "\n" for row in batch_rows())
+        batch = "".join(json.dumps(row) + "\n" for row in batch_rows(self._num_rows * 2 // 3))
         (self.work / "batch.jsonl").write_text(batch, encoding="utf-8")
         scenario = self.scenario
         text = JOB.replace("{keys}", scenario.keys).replace("{sampling}", scenario.sampling)
@@ -179,38 +207,38 @@ class Stage:
         shutil.copytree(self._before, self.work)
 
     def child(
-        self,
-        command: tuple[str, ...],
-        fault: Fault | None = None,
-        stub: Mapping[str, Any] | None = None,
-        file_bytes: int | None = None,
+        self, command: tuple[str, ...], fault: Fault | None = None, stub: Stub = NO_STUB, file_bytes: int | None = None
     ) -> tuple[int, bool]:
         """Run a command in a forked process, no file larger than ``file_bytes``; its exit code, and whether the fault
         happened.
         """
-        read, write = os.pipe()
-        read_said, said = os.pipe()
+        child = self.start(command, fault, stub, file_bytes)
+        code = child.wait()
+        self.said = child.said
+        return code, child.has_failed
+
+    def start(
+        self, command: tuple[str, ...], fault: Fault | None = None, stub: Stub = NO_STUB, file_bytes: int | None = None
+    ) -> Child:
+        """Begin a command in a forked process, with the model's own engine if ``stub`` is None."""
+        failed, said = os.pipe(), os.pipe()
         pid = os.fork()
         if not pid:
             if file_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
             report = self._report if fault is None and file_bytes is None else None
-            injector = Injector(self.work, fault, functools.partial(os.write, write, b"!"))
-            self._run(command, injector, stub or {}, said, report)
-        os.close(write)
-        os.close(said)
-        with os.fdopen(read_said, "rb") as pipe:
-            self.said = pipe.read().decode(errors="replace")
-        with os.fdopen(read, "rb") as pipe:
-            has_happened = bool(pipe.read())
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), has_happened
+            injector = Injector(self.work, fault, functools.partial(os.write, failed[1], b"!"))
+            self._run(command, injector, stub, said[1], report)
+        os.close(failed[1])
+        os.close(said[1])
+        return Child(pid, failed[0], said[0])
 
     def operations(self) -> list[Operation]:
         """What the last undisturbed child did."""
         return [Operation(*item) for item in json.loads(self._report.read_text())]
 
     def _run(
-        self, command: tuple[str, ...], injector: Injector, stub: Mapping[str, Any], said: int, report: Path | None
+        self, command: tuple[str, ...], injector: Injector, stub: Stub, said: int, report: Path | None
     ) -> NoReturn:
         """In the child: the command, with what it did to files in ``report``."""
         code = 1
@@ -223,7 +251,7 @@ class Stage:
             sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the descriptor itself
             os.environ["BATCHGEN_DEBUG"] = "1"
             injector.arm()
-            code = call(command, engine_factory=stub_factory(**stub))
+            code = call(command, engine_factory=None if stub is None else stub_factory(**stub))
             if report is not None:
                 operations = [(operation.name, operation.file) for operation in injector.operations]
                 report.write_text(json.dumps(operations))
@@ -326,7 +354,7 @@ class Attack:
             if is_doubled:
                 fault = Fault(self._rng.choice(KINDS), self._rng.randrange(self._num_operations))
                 what += f", then {fault}"
-                self._hit(self._again, fault, {})
+                self._hit(self._again, fault)
             self._finish()
             found, wanted = content(self.stage.work), self._undisturbed
             assert found.keys() == wanted.keys(), f"other files: {sorted(found.keys() ^ wanted.keys())}"
@@ -335,7 +363,7 @@ class Attack:
         except AssertionError as error:
             self.failures.append(f"{what}: {error}")
 
-    def _hit(self, command: tuple[str, ...], fault: Fault, stub: Mapping[str, Any]) -> None:
+    def _hit(self, command: tuple[str, ...], fault: Fault, stub: Stub = NO_STUB) -> None:
         code, has_happened = self.stage.child(command, fault, stub)
         self.counts[fault.kind] += has_happened
         if has_happened and fault.kind in ("kill", "torn"):
