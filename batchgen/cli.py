@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 RUN_TITLE = TITLES["run"]
+MIXED_HELP = "Go on with rows of other kernels, whose tokens may differ."
 
 
 def call(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None = None) -> int:
@@ -136,6 +137,7 @@ def cli() -> None:
 @_run_option("--max-runtime", metavar="DURATION", help="Stop after such as 55m.")
 @_run_option("--max-total-tokens", metavar="N", help="Stop after computing N tokens.")
 @_run_option("--shard", metavar="I/N", help="Run the I-th of N parts of the rows.")
+@_run_option("--allow-mixed-kernels", is_flag=True, help=MIXED_HELP)
 @_run_option("--metrics-file", metavar="FILE", type=click.Path(path_type=Path), help="Prometheus metrics at the end.")
 @_progress_options
 @click.pass_obj
@@ -192,6 +194,7 @@ def _run_options(values: dict[str, Any]) -> RunOptions:
         strict=values["strict"],
         max_error_rate=take(values, "max_error_rate", parse_share),
         shard=take(values, "shard", parse_shard) or (1, 1),
+        allow_mixed_kernels=values["allow_mixed_kernels"],
         limits=limits,
         progress=_progress_kind(values),
         heartbeat_s=take(values, "heartbeat", parse_duration),
@@ -228,6 +231,7 @@ def status(folder: Path, as_json: bool, watch: bool) -> int:
 @cli.command(cls=GroupedCommand)
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @job_options("engine")
+@_run_option("--allow-mixed-kernels", is_flag=True, help=MIXED_HELP)
 @_progress_options
 @click.pass_obj
 def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) -> int:
@@ -246,7 +250,8 @@ def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) 
     from batchgen.retry import retry_job
     from batchgen.run.options import RunOptions
 
-    options = RunOptions(progress=progress, heartbeat_s=heartbeat_s)
+    mixed = values["allow_mixed_kernels"]
+    options = RunOptions(allow_mixed_kernels=mixed, progress=progress, heartbeat_s=heartbeat_s)
     outcome = retry_job(folder, options, take_job_flags(values), engine_factory=engine_factory)
     return _conclude(outcome, values["quiet"])
 
@@ -254,7 +259,8 @@ def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) 
 @cli.command()
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("-o", "--output", metavar="DIR", required=True, type=click.Path(path_type=Path), help="A new folder.")
-def merge(folders: tuple[Path, ...], output: Path) -> int:
+@click.option("--allow-mixed-kernels", is_flag=True, help="Join rows of different kernels, whose tokens may differ.")
+def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) -> int:
     """Join the shards of one job into one run.
 
     All shards must be finished; that no row is missing or there twice is proved before anything appears. Interrupted,
@@ -268,7 +274,7 @@ def merge(folders: tuple[Path, ...], output: Path) -> int:
     from batchgen.merge import merge as merge_shards
     from batchgen.merge_report import write_merged_report
 
-    counts = merge_shards(folders, output)
+    counts = merge_shards(folders, output, allow_mixed_kernels=allow_mixed_kernels)
     if counts is None:
         say(f"already done: {counted(len(folders), 'shard')} in {output}")
     else:

@@ -9,6 +9,7 @@ up in ``errors.jsonl`` and never stops the run.
     ├── UsageError           exit 2   wrong flag, job file, input path; nothing was written
     │   ├── ModelError       exit 2   a model folder, config, tokenizer or weights file is unusable
     │   └── ResumeMismatch   exit 2   the run directory belongs to a different job
+    ├── InputChanged         exit 2   an input changed while a run was reading it; what was finished stays
     ├── GateFailed           exit 4   plan --fail-if-over, report --compare, check
     └── LockedError          exit 5   another process holds the run directory
 """
@@ -57,6 +58,12 @@ class ModelError(UsageError):
 
 class ResumeMismatch(UsageError):
     """The run directory was begun by a job whose outputs would differ."""
+
+
+class InputChanged(BatchgenError):
+    """A file is no longer what it was when the run looked at it first; unlike a usage error it ends a run under way."""
+
+    exit_code = ExitCode.USAGE
 
 
 class GateFailed(BatchgenError):

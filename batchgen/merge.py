@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from batchgen.data.files import publish
-from batchgen.data.manifest import Manifest, compare
+from batchgen.data.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
 from batchgen.data.output_formats import output_format
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import IndexedRow, OutputCounts, Rows, join, publish_errors, read_errors, stage
@@ -39,25 +39,26 @@ class _Shard:
         return "shard {}/{} ({})".format(*self.manifest.shard, self.run_dir.path)
 
 
-def merge(folders: Sequence[Path], target: Path) -> OutputCounts | None:
+def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = False) -> OutputCounts | None:
     """Write outputs, dead letters and ``job.json`` of all shards of a job into ``target``.
 
     Returns None where that was done already: ``target`` must be a new folder, or one that this merge was begun or
     finished in. Raises UsageError naming the shard and the rows if the shards are of different jobs, one is missing,
     unfinished or given twice, or a row is missing, there twice or in the wrong shard; ``target`` then shows no
-    outputs. Raises LockedError, StorageError.
+    outputs. Shards that were computed by different kernels are refused too, unless ``allow_mixed_kernels``. Raises
+    LockedError, StorageError.
     """
-    shards = _load(folders)
+    shards = _load(folders, allow_mixed_kernels)
     target = target.absolute()
     _refuse_inside(shards, target)
-    manifest = _merged(shards[0].manifest, target)
+    manifest = _merged(shards, target)
     run_dir = RunDir(target)
     with tidy_on_refusal(target):
         run_dir.create()
         with run_dir.lock():
             run_dir.sweep()
             begun = run_dir.read_manifest()
-            if begun is not None and (begun.shard, _merged(begun, target)) != ((1, 1), manifest):
+            if begun is not None and not _is_of(begun, manifest, target):
                 raise UsageError(f"{target} holds a run already; merge into a new folder")
             if run_dir.is_complete():
                 _refuse_outdated(shards, run_dir)
@@ -114,7 +115,7 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> Out
     return counts
 
 
-def _load(folders: Sequence[Path]) -> list[_Shard]:
+def _load(folders: Sequence[Path], allow_mixed_kernels: bool) -> list[_Shard]:
     """The shards in order. Raises UsageError unless they are all of one job's, each once and finished."""
     shards = [_load_shard(RunDir(folder)) for folder in folders]
     if not shards:
@@ -122,6 +123,8 @@ def _load(folders: Sequence[Path]) -> list[_Shard]:
     first, count = shards[0], shards[0].manifest.shard[1]
     for shard in shards[1:]:
         _check_same_job(first, shard)
+        if not allow_mixed_kernels:
+            _check_same_kernels(first, shard)
     by_number: dict[int, _Shard] = {}
     for shard in shards:
         if shard.number in by_number:
@@ -147,7 +150,8 @@ def _load_shard(run_dir: RunDir) -> _Shard:
 
 
 def _check_same_job(first: _Shard, other: _Shard) -> None:
-    differences = compare(replace(first.manifest, shard=(1, 1)), replace(other.manifest, shard=(1, 1))).refused
+    old, new = (replace(with_kernels(shard.manifest, None), shard=(1, 1)) for shard in (first, other))
+    differences = compare(old, new).refused
     if first.manifest.shard[1] != other.manifest.shard[1]:
         differences = (f"shards: was {first.manifest.shard[1]}, now {other.manifest.shard[1]}", *differences)
     if first.num_rows != other.num_rows:
@@ -160,10 +164,31 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
         raise UsageError(f"{first} and {other} are not of one job: {'; '.join(differences)}")
 
 
-def _merged(manifest: Manifest, target: Path) -> Manifest:
-    """The manifest of the whole job, as if it had run unsharded in ``target``."""
+def _check_same_kernels(first: _Shard, other: _Shard) -> None:
+    was, now = kernels_of(first.manifest), kernels_of(other.manifest)
+    if was and now and was != now:
+        raise UsageError(
+            f"{first} was computed with the kernels {was}, {other} with {now}, which add up in another order, so "
+            "tokens may differ: run one of them anew where the other ran, or give --allow-mixed-kernels"
+        )
+
+
+def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:
+    """The manifest of the whole job, as if it had run unsharded in ``target``, with the kernels of all shards."""
+    known = [name for shard in shards if (name := kernels_of(shard.manifest))]
+    kernels = mix_kernels(*known) if len(known) == len(shards) else None
+    return with_kernels(_moved(shards[0].manifest, target), kernels)
+
+
+def _moved(manifest: Manifest, target: Path) -> Manifest:
+    """The manifest of a whole job that lies in ``target``; of no use to it is what its shards knew of files."""
     job = {**manifest.job, "output": {**manifest.job["output"], "path": str(target)}}
-    return replace(manifest, job=job, shard=(1, 1))
+    return replace(manifest, job=job, shard=(1, 1), file_states={})
+
+
+def _is_of(begun: Manifest, merged: Manifest, target: Path) -> bool:
+    """Whether a directory was begun by the merge of these shards; a retry in it may have added kernels since."""
+    return begun.shard == (1, 1) and with_kernels(_moved(begun, target), None) == with_kernels(merged, None)
 
 
 class _Proof:

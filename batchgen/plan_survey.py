@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from batchgen.data.rows import chunked
 from batchgen.plan_distinct import Distinct
 from batchgen.records import BadRow, Record, Request, SamplingParams
-from batchgen.run.feed import Pending, Screen, chunked
+from batchgen.run.feed import Pending, Screen
 
 MAX_LISTED_BAD_ROWS = 10_000
 NUM_LONGEST = 10

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from batchgen.data.files import check_replaceable, write_atomic
 from batchgen.report_plots import draw
-from batchgen.report_text import describe_roofline
+from batchgen.report_text import describe_numerics, describe_roofline
 from batchgen.units import format_duration, shortened
 
 _ID_WIDTH = 40
@@ -109,7 +109,7 @@ def _about(report: Mapping[str, Any]) -> _Table:
         ("processor", machine["processor"] or "not known"),
         ("platform", f"{machine['platform']}, Python {machine['python']}"),
         ("threads", report["threads"] or "not known"),
-        ("numerics", " on ".join(report["numerics"].values()) or "not known"),
+        ("numerics", describe_numerics(report["numerics"]) or "not known"),
         ("versions", ", ".join(f"{name} {found}" for name, found in report["versions"].items())),
         ("invocations", report["sessions"]),
         ("most memory", f"{report['max_rss_bytes'] / 2**20:,.0f} MiB"),

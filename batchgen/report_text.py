@@ -105,9 +105,15 @@ def _machine(report: Mapping[str, Any]) -> str:
     numerics, threads = report["numerics"], report["threads"]
     parts = [report["machine"]["processor"] or report["machine"]["platform"]]
     parts += [counted(threads, "thread")] if threads else []
-    parts += [" on ".join(numerics.values())] if numerics else []
+    parts += [describe_numerics(numerics)] if numerics else []
     parts += [f"{report['sizes']['kernels']} kernels"] if report["sizes"] else []
     return ", ".join(parts)
+
+
+def describe_numerics(numerics: Mapping[str, str]) -> str:
+    """Dtype, device and, where they are known, kernels as a person says them; empty where nothing is known."""
+    named = " on ".join(value for key, value in numerics.items() if key != "kernels")
+    return f"{named} ({numerics['kernels']})" if "kernels" in numerics else named
 
 
 def _latencies(latencies: Mapping[str, Mapping[str, float | None]]) -> Iterator[str]:

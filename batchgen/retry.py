@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.data.dead_letters import DeadLetters
+from batchgen.data.fingerprint import Digests
 from batchgen.data.journal import Journal
-from batchgen.data.manifest import Manifest
+from batchgen.data.manifest import Manifest, differences, kernels_of
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize_retry, read_records
 from batchgen.errors import ExitCode, ResumeMismatch, UsageError
@@ -65,7 +66,7 @@ def retry_job(
         run_dir.sweep()
         try:
             with progress, stopper.interruptible():
-                return _Retry(spec, run_dir, manifest, progress, engine_factory or load_engine).run()
+                return _Retry(spec, options, run_dir, manifest, progress, engine_factory or load_engine).run()
         except StopRequested:
             return Outcome.stopped(run_dir, stopper.reason or "", progress)
 
@@ -74,9 +75,16 @@ class _Retry:
     """One invocation, holding the lock of the run directory."""
 
     def __init__(
-        self, spec: JobSpec, run_dir: RunDir, manifest: Manifest, progress: Progress, engine_factory: EngineFactory
+        self,
+        spec: JobSpec,
+        options: RunOptions,
+        run_dir: RunDir,
+        manifest: Manifest,
+        progress: Progress,
+        engine_factory: EngineFactory,
     ) -> None:
         self.spec = spec
+        self.options = options
         self.run_dir = run_dir
         self.manifest = manifest
         self.progress = progress
@@ -132,9 +140,12 @@ class _Retry:
         spec, progress = self.spec, self.progress
         with progress.phase("checking the model", "load"):
             model = read_model(spec)
-            if model.fingerprint() != self.manifest.fingerprints.get("model"):
+            digests = Digests(self.manifest.file_states)
+            found = differences(self.manifest.fingerprints.get("model", {}), model.fingerprint(digests))
+            if found:
                 raise ResumeMismatch(
-                    f"{spec.model.path} is not the model that {self.run_dir.path} was run with; a run has one model"
+                    f"{spec.model.path} is not the model that {self.run_dir.path} was run with; a run has one model:"
+                    + "".join(f"\n  {line}" for line in found)
                 )
         builder = model.builder(spec.input, spec.sampling, spec.sampling_columns)
         payloads = Payloads(spec, model.tokenizer.decode if model.tokenizer else None)
@@ -145,12 +156,23 @@ class _Retry:
         def load() -> Backend:
             with progress.phase("loading the model", "load"):
                 self.backend = backend = self.engine_factory(spec, model)
-            backend.check(self.manifest.fingerprints.get("numerics"), self.run_dir.path)
+            model.check_unchanged(digests)
+            self._check_numerics(backend)
             return backend
 
         progress.keeps_file = True
         todo = (row for row in letters.read() if not _is_run(row, journal))
         return generate(todo, feed, ledger, progress, load)
+
+    def _check_numerics(self, backend: Backend) -> None:
+        """Raises ResumeMismatch if rows would come out otherwise; a mix that is allowed is written down."""
+        fingerprints = self.manifest.fingerprints
+        begun = fingerprints.get("numerics")
+        numerics = backend.check(begun, self.run_dir.path, allow_mixed_kernels=self.options.allow_mixed_kernels)
+        if begun is not None and numerics != begun:
+            self.manifest = replace(self.manifest, fingerprints={**fingerprints, "numerics": numerics})
+            self.run_dir.write_manifest(self.manifest)
+            self.progress.display.note(f"rows come from several kernel sets now: {kernels_of(self.manifest)}")
 
     def _merge(self, journal: Journal) -> Outcome:
         spec, run_dir = self.spec, self.run_dir

@@ -18,13 +18,13 @@ from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of, without_tim
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.data.journal import read_counts
+from batchgen.data.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.errors import BatchgenError, LockedError, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.merge import merge
 from batchgen.records import Cursor, Record, Request, Result
 from batchgen.report import read_report
 from batchgen.run import RunOptions, run_job
 from batchgen.run import job as job_module
-from batchgen.run.feed import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.run.model import Backend, ModelInfo
 from batchgen.run.payloads import kept_name
 from batchgen.run.stop import Limits

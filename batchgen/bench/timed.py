@@ -24,6 +24,11 @@ class TimedKernels:
         self.seconds: dict[str, float] = {}
         self.is_timing = False
 
+    @property
+    def variant(self) -> str:
+        """That of the kernels."""
+        return self._kernels.variant
+
     def recorder(self) -> Recorder | None:
         """That of the kernels, which passes the timing by."""
         return None if self.is_timing else self._kernels.recorder()

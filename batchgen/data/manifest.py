@@ -7,17 +7,20 @@ identifies an input or a model is decided by those who read them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from batchgen.data.json_line import encode_json
 from batchgen.spec import SAMPLING_COLUMNS, is_default
 from batchgen.units import shortened
 
+KERNELS = "kernels"  # key of fingerprints["numerics"]; runs of earlier builds lack it
 _VERSION = 1  # of the run directory's layout, the journal's lines included
 _MISSING = "(not there)"
 _SHOWN_CHARS = 60
+_DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")  # a SHA-256: its beginning tells it from another
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Manifest:
 
     ``job`` is ``JobSpec.to_dict()``, ``output_keys`` is ``JobSpec.output_keys()``; ``fingerprints`` holds what
     identifies the input, the model and the code (keys ``input``, ``model``, ``code``). ``num_rows`` is the number of
-    input rows over all shards, known once the input was read to its end.
+    input rows over all shards, known once the input was read to its end. ``file_states`` is ``Digests.to_plain()``:
+    what spares the next invocation reading files that have not changed; it identifies nothing.
     """
 
     job: dict[str, Any]
@@ -35,6 +39,7 @@ class Manifest:
     shard: tuple[int, int] = (1, 1)
     num_rows: int | None = None
     created_at: str = ""
+    file_states: dict[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The content of ``job.json``."""
@@ -49,8 +54,9 @@ class Manifest:
             raise ValueError(f"it is not a job.json of layout version {_VERSION}")
         try:
             manifest = cls(**data)
+            manifest.file_states.items()
             number, count = manifest.shard
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             raise ValueError(f"its keys are not those of a job.json ({error})") from None
         return cls(**{**data, "shard": (int(number), int(count))})
 
@@ -67,9 +73,12 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
     """What changed between the manifest on disk and the job at hand; ``refused`` is empty if it may resume.
 
     A key that one of them lacks, because it was written before there was such a key, is as good as there with its
-    default. ``sampling.columns`` is another matter: before it, every column named like a sampling key was taken as
-    one. Whether rows have such columns is not known here, so that difference is told and not refused.
+    default; kernels that one of them does not name may be any. ``sampling.columns`` is another matter: before it, every
+    column named like a sampling key was taken as one. Whether rows have such columns is not known here, so that
+    difference is told and not refused.
     """
+    if not (kernels_of(old) and kernels_of(new)):
+        old, new = with_kernels(old, None), with_kernels(new, None)
     values = new.output_keys | old.output_keys
     untold = {SAMPLING_COLUMNS} & (new.output_keys.keys() - old.output_keys.keys())
     implied = {key for key in new.output_keys.keys() ^ old.output_keys.keys() if is_default(key, values[key])}
@@ -85,6 +94,31 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
         return {key: value for key, value in values.items() if key not in bound}
 
     return Comparison(_differences(binding(old), binding(new)), _differences(loose(old), loose(new)))
+
+
+def kernels_of(manifest: Manifest) -> str | None:
+    """The kernel set that a run was computed with, or several joined by ``mix_kernels``; None where it is not known."""
+    found = manifest.fingerprints.get("numerics", {}).get(KERNELS)
+    return None if found is None else str(found)
+
+
+def with_kernels(manifest: Manifest, kernels: str | None) -> Manifest:
+    """The manifest with another name for its kernels, or with none."""
+    if "numerics" not in manifest.fingerprints:
+        return manifest
+    numerics = {key: value for key, value in manifest.fingerprints["numerics"].items() if key != KERNELS}
+    named = {} if kernels is None else {KERNELS: kernels}
+    return replace(manifest, fingerprints={**manifest.fingerprints, "numerics": numerics | named})
+
+
+def mix_kernels(*kernels: str) -> str:
+    """The names of all kernel sets that a run's rows come from; one that is in a mix already changes nothing."""
+    return " + ".join(dict.fromkeys(name for names in kernels for name in names.split(" + ")))
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
+    """What differs between two trees of plain data, one readable line a difference."""
+    return _differences(_flat(old), _flat(new))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -111,4 +145,5 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, .
 def _shown(values: Mapping[str, Any], key: str) -> str:
     if key not in values:
         return _MISSING
-    return shortened(json.dumps(values[key], ensure_ascii=False), _SHOWN_CHARS)
+    text = json.dumps(values[key], ensure_ascii=False)
+    return shortened(_DIGEST.sub(r"\1...", text), _SHOWN_CHARS)

@@ -10,21 +10,23 @@ import glob
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.data.files import publish, staged_file, temporary_name
-from batchgen.data.formats import InputFile, Wanted
+from batchgen.data.fingerprint import TRIES, Digests
+from batchgen.data.formats import InputFile, Rows, Wanted
 from batchgen.data.formats.detect import resolve_format
 from batchgen.data.formats.hf import PREFIX, DatasetFile, is_saved_dataset
 from batchgen.data.formats.jsonl import parse_jsonl
 from batchgen.data.formats.lines import LinesFile
 from batchgen.data.formats.parquet import ParquetFile
 from batchgen.data.formats.text import parse_text
-from batchgen.errors import UsageError
+from batchgen.data.rows import chunked
+from batchgen.errors import BatchgenError, InputChanged, UsageError
 from batchgen.records import BadRow, Cursor, Record
 from batchgen.spec import InputSpec
 
@@ -32,37 +34,82 @@ _START = Cursor(0, 0, 0, 0)
 
 
 class Source:
-    """The rows of an input; made by ``open_source``. Memory use does not grow with their number."""
+    """The rows of an input; made by ``open_source``. Memory use does not grow with their number.
+
+    Once it was asked for its ``fingerprint``, it hands out no row that may have come of another content.
+    """
 
     def __init__(self, files: Sequence[InputFile], limit: int | None) -> None:
         self._files = tuple(files)
         self._limit = limit
+        self._digests: Digests | None = None
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """The local files and folders that are read: no output may overwrite them."""
         return tuple(file.path for file in self._files if file.path is not None)
 
-    def read(self, start: Cursor | None = None, wanted: Wanted | None = None) -> Iterator[Record | BadRow]:
+    def read(self, start: Cursor | None = None, wanted: Wanted | None = None) -> Rows:
         """The rows from ``start`` on, in input order, up to the job's limit.
 
         Rows whose index is not ``wanted`` are passed over without being parsed. A row's ``after`` is a ``start``
-        from which exactly the rows behind it come. Raises UsageError when a file has become unreadable.
+        from which exactly the rows behind it come. Returns the index after the last row it passed. Raises UsageError
+        when a file has become unreadable, InputChanged when it is not what its fingerprint says.
         """
         at = start or _START
         for number in range(at.file, len(self._files)):
             if number != at.file:
                 at = Cursor(number, 0, 0, at.index)
-            index = yield from self._files[number].read(at, self._limit, wanted)
+            index = yield from self._read_file(self._files[number], at, wanted)
             at = Cursor(number, 0, 0, index)
+        return at.index
 
-    def fingerprint(self) -> dict[str, Any]:
+    def _read_file(self, file: InputFile, at: Cursor, wanted: Wanted | None) -> Rows:
+        """The rows of one file. A chunk that may be of another content than was fingerprinted is read again."""
+        if self._digests is None:
+            return (yield from file.read(at, self._limit, wanted))
+        number, tries = at.file, TRIES
+        while tries:
+            reading = Reading(file.read(at, self._limit, wanted))
+            for chunk in chunked(self._explained(reading, file)):
+                if not self._is_unchanged(file):
+                    break
+                yield from chunk
+                at, tries = chunk[-1].after, TRIES
+            else:
+                if self._is_unchanged(file):
+                    return reading.end
+            if at.file != number:
+                return at.index
+            tries -= 1
+        raise InputChanged(f"{file.path} changes all the time; run again to resume when nothing writes to it any more")
+
+    def _is_unchanged(self, file: InputFile) -> bool:
+        """See ``Digests.is_unchanged``; looks at all of its files, so that each is known anew."""
+        digests = self._digests
+        return digests is None or False not in [digests.is_unchanged(path) for path in file.local_files]
+
+    def _explained(self, rows: Iterable[Record | BadRow], file: InputFile) -> Iterator[Record | BadRow]:
+        """``rows``; where reading fails because the file has changed, that is what is raised."""
+        try:
+            yield from rows
+        except BatchgenError:
+            self._is_unchanged(file)
+            raise
+
+    def check_unchanged(self) -> None:
+        """Raises InputChanged if a file is no longer what its fingerprint says."""
+        for file in self._files:
+            self._is_unchanged(file)
+
+    def fingerprint(self, digests: Digests) -> dict[str, Any]:
         """What a resume is held against: for each file its name, size in bytes and ``sha256``.
 
-        It reads every local file from end to end; modification times do not count. Raises UsageError when a file
-        cannot be read.
+        It reads the local files whose digests are not known from end to end; modification times do not count. From
+        here on what is read is held against ``digests``. Raises UsageError when a file cannot be read.
         """
-        return {"files": [file.fingerprint() for file in self._files]}
+        self._digests = digests
+        return {"files": [file.fingerprint(digests) for file in self._files]}
 
     def num_rows(self) -> int | None:
         """The number of rows, the limit applied, where it is known without reading them all."""
@@ -77,6 +124,17 @@ class Source:
         sizes = [file.num_bytes() for file in self._files]
         known = [size for size in sizes if size is not None]
         return sum(known) if len(known) == len(sizes) else None
+
+
+class Reading:
+    """Rows to iterate once; ``end`` is what their generator returned."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self.end = 0
+
+    def __iter__(self) -> Iterator[Record | BadRow]:
+        self.end = yield from self._rows
 
 
 def _no_file(path: Path) -> bool:

@@ -5,12 +5,15 @@ Inside the data layer a problem travels as an exception; it leaves as a ``BadRow
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from batchgen.errors import RowError, RowErrorCode
 from batchgen.records import BadRow, Record
 from batchgen.spec import InputSpec
+
+CHUNK_ROWS = 256
+CHUNK_CHARS = 4 << 20  # a chunk of long rows ends earlier, since it is held in memory
 
 
 class RowProblem(Exception):
@@ -71,3 +74,28 @@ def bad_row(record: Record, error: RowError, spec: InputSpec) -> BadRow:
     except RowProblem:
         known_id = None
     return BadRow(record.index, record.source, record.line, error, record.columns, record.after, known_id)
+
+
+def chunked(rows: Iterable[Record | BadRow]) -> Iterator[list[Record | BadRow]]:
+    """Rows in lists bounded by their number and by the text they hold."""
+    chunk: list[Record | BadRow] = []
+    size = 0
+    for row in rows:
+        chunk.append(row)
+        size += num_chars(row.columns if isinstance(row, Record) else row.raw)
+        if len(chunk) >= CHUNK_ROWS or size >= CHUNK_CHARS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def num_chars(value: object) -> int:
+    """About how much memory a value takes, in characters."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(num_chars, value.values()))
+    if isinstance(value, list):
+        return sum(map(num_chars, value))
+    return 8

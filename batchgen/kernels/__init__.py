@@ -7,12 +7,14 @@ The model calls a ``Kernels`` and never asks which. A back end for another devic
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Protocol
 
 import torch
+from llvmlite import binding
 from torch import Tensor
 
 from batchgen.model.cache import ConvState, KVCache
@@ -56,6 +58,15 @@ class Kernels(Protocol):
     """
 
     name: str
+
+    @property
+    def variant(self) -> str:
+        """What decides the bits of results beside inputs and dtype, once all linears are laid out: a short text.
+
+        It is the same in every run on one kind of machine, and another where results may differ in their last bits.
+        The number of threads is no part of it: a result's bits must not depend on that.
+        """
+        ...
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Lay a weight out for this device; the original may be dropped."""
@@ -154,6 +165,22 @@ class QKNorm:
         self.k_weight = k_weight
         self.eps = eps
         self.num_heads = num_heads
+
+
+def processor_variant(product: str = "") -> str:
+    """``Kernels.variant`` on a CPU: its vectors, such as ``avx512-bf16``, and the library of matrix products, if any.
+
+    A library comes with torch, and another version of it may add up in another order, so the version counts where
+    there is one; kernels of our own spell out each operation and give the same bits under any version.
+    """
+    features = binding.get_host_cpu_features()
+    vectors = torch.backends.cpu.get_cpu_capability().lower()  # as torch finds them, and oneDNN too
+    units = [name for key, name in (("avx512bf16", "bf16"), ("amx-bf16", "amx")) if features.get(key)]
+    architecture = [] if vectors.startswith("avx") else [platform.machine().lower()]
+    parts = [*architecture, vectors, *units]
+    if product:
+        parts += [product, f"torch{torch.__version__.partition('+')[0]}"]
+    return "-".join(parts)
 
 
 def select(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = False) -> Kernels:

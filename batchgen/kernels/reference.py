@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchgen.kernels import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear, processor_variant
 from batchgen.model.cache import ConvState, KVCache
 from batchgen.model.inputs import ModelInput
 
@@ -40,6 +40,12 @@ class ReferenceKernels:
     """See ``Kernels`` for shapes."""
 
     name = "reference"
+
+    @property
+    def variant(self) -> str:
+        """See ``Kernels.variant``; a GPU is named where there is one, since these kernels run there too."""
+        gpu = f"-{torch.cuda.get_device_name()}".replace(" ", "-") if torch.cuda.is_available() else ""
+        return processor_variant("plain") + gpu
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See ``Kernels.linear``."""

@@ -158,8 +158,9 @@ class Lfm2Model:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """``dtype`` and ``device`` by name: other ones would give other tokens."""
-        return {"dtype": str(self.dtype).removeprefix("torch."), "device": self.device.type}
+        """``dtype`` and ``device`` by name, and ``kernels``, their ``variant``: other ones would give other tokens."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "device": self.device.type, "kernels": self.kernels.variant}
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInput, state: StateCache, max_position: int) -> Tensor:

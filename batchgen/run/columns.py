@@ -10,11 +10,10 @@ from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 
 from batchgen.data.reader import Source
-from batchgen.data.rows import is_batch_line
+from batchgen.data.rows import is_batch_line, num_chars
 from batchgen.data.template import Template
 from batchgen.errors import UsageError
 from batchgen.records import Record
-from batchgen.run.feed import num_chars
 from batchgen.spec import SAMPLING_COLUMNS, InputSpec, JobSpec
 from batchgen.units import shortened
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from batchgen.data.rows import RowProblem, bad_row, row_id
+from batchgen.data.rows import RowProblem, bad_row, chunked, row_id
 from batchgen.errors import RowError, RowErrorCode
 from batchgen.records import BadRow, Record, Request
 from batchgen.run.clock import Clock
@@ -19,9 +19,6 @@ from batchgen.run.ledger import Ledger
 from batchgen.run.stop import Stopper
 from batchgen.run.unique_ids import UniqueIds
 from batchgen.spec import InputSpec
-
-CHUNK_ROWS = 256
-CHUNK_CHARS = 4 << 20  # a chunk of long rows ends earlier, since it is held in memory
 
 
 class Builder(Protocol):
@@ -143,28 +140,3 @@ class Feed:
         self.pending[request.key] = pending
         tokens = self._ledger.journal.partials.get(request.key, ())
         return dataclasses.replace(request, output_token_ids=tokens) if tokens else request
-
-
-def chunked(rows: Iterable[Record | BadRow]) -> Iterator[list[Record | BadRow]]:
-    """Rows in lists bounded by their number and by the text they hold."""
-    chunk: list[Record | BadRow] = []
-    size = 0
-    for row in rows:
-        chunk.append(row)
-        size += num_chars(row.columns if isinstance(row, Record) else row.raw)
-        if len(chunk) >= CHUNK_ROWS or size >= CHUNK_CHARS:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def num_chars(value: object) -> int:
-    """About how much memory a value takes, in characters."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(num_chars, value.values()))
-    if isinstance(value, list):
-        return sum(map(num_chars, value))
-    return 8

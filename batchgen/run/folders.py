@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from batchgen.errors import UsageError
+from batchgen.errors import InputChanged, UsageError
 
 
 @contextmanager
 def tidy_on_refusal(folder: Path) -> Iterator[None]:
-    """When a UsageError passes through, remove ``folder`` and the parents that were not there before, where empty."""
+    """When a refusal passes through, remove ``folder`` and the parents that were not there before, where empty."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
-    except UsageError:
+    except (UsageError, InputChanged):
         with suppress(OSError):
             for path in made:
                 path.rmdir()

@@ -6,19 +6,20 @@ run that resumes. What each thing does is said elsewhere.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from batchgen import __version__
+from batchgen.data.fingerprint import Digests
 from batchgen.data.journal import Journal
-from batchgen.data.manifest import Manifest, compare
+from batchgen.data.manifest import KERNELS, Manifest, compare
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.reader import Source, open_source
 from batchgen.data.rundir import IDS_NAME, RunDir
 from batchgen.data.writer import finalize, write_errors
-from batchgen.errors import ResumeMismatch, UsageError
+from batchgen.errors import ResumeMismatch, StorageError, UsageError
 from batchgen.report import build_report, write_report
 from batchgen.run.columns import check_columns
 from batchgen.run.display import make_display
@@ -85,6 +86,7 @@ class _Job:
         self.progress = progress
         self.engine_factory = engine_factory
         self.backend: Backend | None = None
+        self.digests = Digests()
         self.spool = Spool(run_dir.spool) if spec.input.path == ("-",) else None
 
     def run(self) -> Outcome:
@@ -95,11 +97,14 @@ class _Job:
         with ExitStack() as stack:
             if self.spool is not None:
                 stack.callback(self.spool.drop)
+            self.digests = Digests(begun.file_states if begun else None)
             source = self._find_input(begun)
             model, manifest = self._identify(source, begun)
             if begun is not None:
                 manifest = self._agreed(begun, manifest)
                 if self.run_dir.is_complete():
+                    with suppress(StorageError):  # a finished run may lie where nothing can be written
+                        self._with_file_states(begun)
                     self._refuse_other_form(begun)
                     return self._already_done(manifest)
             if source is None:
@@ -147,19 +152,20 @@ class _Job:
             model = read_model(self.spec)
         with self.progress.phase("checking the input", "read"):
             if source is not None:
-                found = source.fingerprint()
+                found = source.fingerprint(self.digests)
             else:
                 found = begun.fingerprints["input"] if begun is not None else {}
             if self.spool is not None and source is not None:
                 found = {"files": [{**file, "file": "-"} for file in found["files"]]}
         with self.progress.phase("checking the model", "load"):
-            fingerprints = {"input": found, "model": model.fingerprint(), "code": {"batchgen": __version__}}
+            fingerprints = {"input": found, "model": model.fingerprint(self.digests), "code": {"batchgen": __version__}}
         return model, Manifest(
             job=self.spec.to_dict(),
             output_keys=self.spec.output_keys(),
             fingerprints=fingerprints,
             shard=self.options.shard,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            file_states=self.digests.to_plain(),
         )
 
     def _agreed(self, begun: Manifest, now: Manifest) -> Manifest:
@@ -216,13 +222,21 @@ class _Job:
 
     def _load(self, model: ModelInfo) -> Backend:
         with self.progress.phase("loading the model", "load"):
-            return self.engine_factory(self.spec, model)
+            backend = self.engine_factory(self.spec, model)
+            model.check_unchanged(self.digests)
+            return backend
 
     def _resumed_backend(self, inputs: _Inputs) -> Backend:
         """The engine, loaded now if it was not yet. Raises ResumeMismatch if it computes otherwise than before."""
-        self.backend = self.backend or self._load(inputs.model)
-        self.backend.check(inputs.manifest.fingerprints.get("numerics"), self.run_dir.path)
-        return self.backend
+        self.backend = backend = self.backend or self._load(inputs.model)
+        fingerprints = inputs.manifest.fingerprints
+        begun = fingerprints.get("numerics")
+        numerics = backend.check(begun, self.run_dir.path, allow_mixed_kernels=self.options.allow_mixed_kernels)
+        if begun is not None and numerics != begun:
+            self.progress.display.note(f"rows come from several kernel sets now: {numerics[KERNELS]}")
+            mixed = replace(inputs.manifest, fingerprints={**fingerprints, "numerics": numerics})
+            self.run_dir.write_manifest(mixed)
+        return backend
 
     def _work(self, inputs: _Inputs, journal: Journal, stack: ExitStack, *, is_resumed: bool) -> Outcome:
         """Generate what the journal does not hold, then write the outputs."""
@@ -252,11 +266,25 @@ class _Job:
             if ledger.has_too_many_errors:
                 write_errors(self.run_dir, spec.output, journal)
             return Outcome.stopped(self.run_dir, progress.stopper.reason or "", progress)
+        manifest = self._checked_again(inputs)
         with progress.phase("writing the outputs", "write"):
             finalize(
-                self.run_dir, spec.output, journal, num_rows=rows.num_seen, model=spec.model.path, chat=spec.input.chat
+                self.run_dir, spec.output, journal, num_rows=rows.num_rows, model=spec.model.path, chat=spec.input.chat
             )
-        return self._finish(inputs.manifest, journal)
+        return self._finish(manifest, journal)
+
+    def _checked_again(self, inputs: _Inputs) -> Manifest:
+        """The manifest as it is now. Raises InputChanged if the input is not what it says, before anything appears."""
+        inputs.source.check_unchanged()
+        manifest = self.run_dir.read_manifest() or inputs.manifest  # which may have other kernels by now
+        return self._with_file_states(manifest)
+
+    def _with_file_states(self, manifest: Manifest) -> Manifest:
+        """The manifest, saved with what is known of the files by now, so that the next start need not read them."""
+        known = replace(manifest, file_states=self.digests.to_plain())
+        if known != manifest:
+            self.run_dir.write_manifest(known)
+        return known
 
     def _complete(self, ids: UniqueIds, inputs: _Inputs, journal: Journal) -> None:
         """Make sure that all rows read so far have claimed their ids, should the file of ids have been lost."""

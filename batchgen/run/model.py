@@ -12,12 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchgen.data.fingerprint import file_digest
+from batchgen.data.fingerprint import Digests, FileState
+from batchgen.data.manifest import KERNELS, mix_kernels
 from batchgen.data.presets import card_values
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.stop_strings import StopStrings
 from batchgen.data.tokenizer import Tokenizer
-from batchgen.errors import ResumeMismatch, UsageError
+from batchgen.errors import InputChanged, ModelError, ResumeMismatch, UsageError
 from batchgen.hub import resolve_folder
 from batchgen.machine import require_address_space
 from batchgen.model import ModelConfig, is_dummy, load_config
@@ -71,20 +72,41 @@ class Backend:
     threads: int
     facts: Callable[[], Mapping[str, Any]] = dict
 
-    def check(self, begun: Mapping[str, str] | None, folder: Path) -> None:
-        """Raises ResumeMismatch if the run was begun in other numerics; None means they are not known."""
-        if begun is not None and begun != self.numerics:
-            was, now = (" on ".join(numerics.values()) for numerics in (begun, self.numerics))
-            flags = " ".join(f"--{name} {value}" for name, value in begun.items() if value != self.numerics.get(name))
+    def check(
+        self, begun: Mapping[str, str] | None, folder: Path, *, allow_mixed_kernels: bool = False
+    ) -> dict[str, str]:
+        """The numerics of a run that was begun in some, and None if in what is not known, once it has gone on here.
+
+        Raises ResumeMismatch if they are others here; kernels that are not known may be any.
+        """
+        if begun is None:
+            return self.numerics
+        was, now = ({key: value for key, value in n.items() if key != KERNELS} for n in (begun, self.numerics))
+        if was != now:
+            flags = " ".join(f"--{name} {value}" for name, value in was.items() if value != now.get(name))
             raise ResumeMismatch(
-                f"{folder} was begun in {was}, here the model runs in {now}, which gives other tokens: "
+                f"{folder} was begun in {' on '.join(was.values())}, here the model runs in "
+                f"{' on '.join(now.values())}, which gives other tokens: "
                 f"go on with {flags}, or start anew with --overwrite"
             )
+        if KERNELS not in begun or KERNELS not in self.numerics:
+            return dict(begun)
+        mixed = mix_kernels(begun[KERNELS], self.numerics[KERNELS])
+        if mixed != begun[KERNELS] and not allow_mixed_kernels:
+            raise ResumeMismatch(
+                f"{folder} was begun with the kernels {begun[KERNELS]}, here they are {self.numerics[KERNELS]}, which "
+                "add up in another order, so tokens may differ: go on where it was begun, give --allow-mixed-kernels, "
+                "or start anew with --overwrite"
+            )
+        return {**begun, KERNELS: mixed}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model without its weights. ``tokenizer`` is None where there is none: rows then bring token ids."""
+    """A model without its weights. ``tokenizer`` is None where there is none: rows then bring token ids.
+
+    ``read_states`` are the states, just before they were read, of the files that this was made from.
+    """
 
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -92,16 +114,31 @@ class ModelInfo:
     path: str
     folder: Path | None  # None for a dummy
     tokenizer_folder: Path | None  # where it is not the model's own
+    read_states: Mapping[Path, FileState]
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self, digests: Digests) -> dict[str, Any]:
         """What a resume is held against: digests of the files, so the same files elsewhere are the same model.
 
-        Reads the weights from end to end. Raises UsageError when a file cannot be read.
+        Reads weights that are not known from end to end. Raises UsageError when a file cannot be read, ModelError when
+        one has changed since this model was read.
         """
-        found: dict[str, Any] = {"weights": self.path} if self.folder is None else _digests(self.folder)
+        found: dict[str, Any] = {"weights": self.path}
+        if self.folder is not None:
+            found = {path.name: digests.digest(path) for path in _files(self.folder, _MODEL_PATTERNS)}
         if self.tokenizer_folder is not None:
-            found["tokenizer"] = _digests(self.tokenizer_folder, _TOKENIZER_PATTERNS)
+            files = _files(self.tokenizer_folder, _TOKENIZER_PATTERNS)
+            found["tokenizer"] = {path.name: digests.digest(path) for path in files}
+        for path, state in self.read_states.items():
+            if digests.state(path) != state:
+                raise _changed(path)
         return found
+
+    def check_unchanged(self, digests: Digests) -> None:
+        """Raises ModelError if a file may have changed since its digest was taken, as weights loaded since then may."""
+        for folder, patterns in ((self.folder, _MODEL_PATTERNS), (self.tokenizer_folder, _TOKENIZER_PATTERNS)):
+            for path in _files(folder, patterns) if folder else ():
+                if digests.state(path) is None or not _is_unchanged(path, digests):
+                    raise _changed(path)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -130,12 +167,17 @@ EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
 def read_model(spec: JobSpec) -> ModelInfo:
     """Find the model and read all of it but the weights. Raises ModelError, or UsageError for an impossible length."""
     model = spec.model
+    states: dict[Path, FileState] = {}
+    if not is_dummy(model.path):
+        states |= _states(resolve_folder(model.path, model.revision, _TOKENIZER_PATTERNS))
     config = load_config(model.path, model.revision)
     folder = None if is_dummy(model.path) else resolve_folder(model.path, model.revision, _MODEL_PATTERNS)
     tokenizer_folder = folder
     if model.tokenizer:
         revision = "main"  # model.revision is that of the model's own repository
         tokenizer_folder = resolve_folder(model.tokenizer, revision, _TOKENIZER_PATTERNS)
+    if tokenizer_folder is not None and tokenizer_folder != folder:
+        states |= _states(tokenizer_folder)
     tokenizer = None
     if tokenizer_folder is not None and (model.tokenizer or (tokenizer_folder / "tokenizer.json").is_file()):
         tokenizer = Tokenizer.load(tokenizer_folder)
@@ -143,7 +185,8 @@ def read_model(spec: JobSpec) -> ModelInfo:
         sizes = f"{tokenizer.vocab_size} tokens, the model {config.vocab_size}"
         raise UsageError(f"the tokenizer has {sizes}: they do not belong together")
     own_tokenizer_folder = tokenizer_folder if model.tokenizer else None
-    return ModelInfo(config, tokenizer, _max_model_len(spec, config), model.path, folder, own_tokenizer_folder)
+    longest = _max_model_len(spec, config)
+    return ModelInfo(config, tokenizer, longest, model.path, folder, own_tokenizer_folder, states)
 
 
 def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -> Backend:
@@ -196,7 +239,26 @@ def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:
     return wanted
 
 
-def _digests(folder: Path, patterns: Iterable[str] = _MODEL_PATTERNS) -> dict[str, Any]:
-    """Digests by file name."""
-    names = sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    return {path.name: file_digest(path) for path in names}
+def _files(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """The files of a model, sorted."""
+    return sorted({path for pattern in patterns for path in folder.glob(pattern)})
+
+
+def _states(folder: Path) -> dict[Path, FileState]:
+    """The states of the files that config and tokenizer are made from. Raises UsageError when one cannot be found."""
+    files = _files(folder, _TOKENIZER_PATTERNS)
+    try:
+        return {path: FileState.of(path) for path in files}
+    except OSError as error:
+        raise UsageError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+def _is_unchanged(path: Path, digests: Digests) -> bool:
+    try:
+        return digests.is_unchanged(path)
+    except InputChanged:
+        return False
+
+
+def _changed(path: Path) -> ModelError:
+    return ModelError(f"{path} has changed while the model was loaded; run again when nothing writes to it any more")

@@ -12,7 +12,8 @@ from batchgen.run.stop import Limits
 class RunOptions:
     """Options of ``batchgen run``.
 
-    ``max_error_rate`` is a share of one; ``shard`` is ``(i, n)``, counted from 1. ``progress`` is a bar on a
+    ``max_error_rate`` is a share of one; ``shard`` is ``(i, n)``, counted from 1. With ``allow_mixed_kernels`` a run
+    may go on where the last bits of its sums come out otherwise. ``progress`` is a bar on a
     terminal and lines every ``heartbeat_s`` seconds elsewhere ("auto"), JSON lines ("json"), or nothing ("quiet").
     """
 
@@ -20,6 +21,7 @@ class RunOptions:
     strict: bool = False
     max_error_rate: float | None = None
     shard: tuple[int, int] = (1, 1)
+    allow_mixed_kernels: bool = False
     limits: Limits = field(default_factory=Limits)
     progress: Literal["auto", "json", "quiet"] = "auto"
     heartbeat_s: float = 30.0

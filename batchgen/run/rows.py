@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from batchgen.data.journal import Journal
-from batchgen.data.reader import Source
+from batchgen.data.reader import Reading, Source
+from batchgen.data.rows import chunked
 from batchgen.errors import UsageError
 from batchgen.records import BadRow, Record
-from batchgen.run.feed import Builder, Screen, chunked
+from batchgen.run.feed import Builder, Screen
 from batchgen.run.unique_ids import UniqueIds
 from batchgen.spec import InputSpec
 from batchgen.units import counted
@@ -22,7 +23,9 @@ _SHOWN_BAD_ROWS = 5
 
 
 class RowRange:
-    """The rows of shard ``(i, n)`` that ``journal`` does not hold; ``num_seen`` counts the rows passed, all shards'.
+    """The rows of shard ``(i, n)`` that ``journal`` does not hold.
+
+    ``num_rows`` is the number of rows of the input, all shards', once they were read to the end.
 
     Where rows have ids, those of other shards are read too, for their ids alone: the first of two rows with one id
     stays, in whichever shard it is.
@@ -35,13 +38,12 @@ class RowRange:
         self._reads_others = has_ids and shard[1] > 1
         self._first, self._step = shard[0] - 1, shard[1]
         self._journal = journal
-        self.num_seen = 0
+        self.num_rows = 0
 
     def read(self) -> Iterator[Record | BadRow]:
         """The rows, from the first unfinished one on."""
         start = self._journal.resume_cursor if self._journal else None
-        self.num_seen = start.index if start else 0
-        return self._source.read(start, self._is_wanted)
+        self.num_rows = yield from self._source.read(start, self._is_wanted)
 
     def is_ours(self, index: int) -> bool:
         """Whether a row is of this shard."""
@@ -58,22 +60,17 @@ class RowRange:
             size = self._source.num_bytes()
             if size is None or size > COUNT_BYTES:
                 return None
-            total = RowRange(self._source, (1, 1)).pass_over()
+            total = self.pass_over()
         return self.num_ours_until(total - 1)
 
     def pass_over(self) -> int:
         """The number of rows of the input, found by reading to its end without parsing any."""
-
-        def is_wanted(index: int) -> bool:
-            self.num_seen = max(self.num_seen, index + 1)
-            return False
-
-        for _ in self._source.read(None, is_wanted):
+        reading = Reading(self._source.read(None, lambda index: False))
+        for _ in reading:
             pass
-        return self.num_seen
+        return reading.end
 
     def _is_wanted(self, index: int) -> bool:
-        self.num_seen = max(self.num_seen, index + 1)
         if not self.is_ours(index):
             return self._reads_others
         return self._journal is None or index not in self._journal.done

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from input_helpers import FORMATS, codes, jsonl, read_bytes, sample_rows, source_of, zstd
 
-from batchgen.data.fingerprint import file_digest
+from batchgen.data.fingerprint import Digests, file_digest
 from batchgen.data.formats import lines
 from batchgen.data.reader import open_source, spool_stdin
 from batchgen.errors import UsageError
@@ -80,10 +80,10 @@ def test_an_edit_changes_the_fingerprint_and_a_new_modification_time_does_not(fo
     for name, last in (("a", "question"), ("b", "edited")):
         (tmp_path / name).mkdir()
         source = source_of(FORMATS[form]([*sample_rows(7), {**sample_rows(8)[7], "prompt": last}], tmp_path / name))
-        before = source.fingerprint()
+        before = source.fingerprint(Digests())
         for path in (tmp_path / name).rglob("*"):
             os.utime(path, (1, 1))
-        assert source.fingerprint() == before
+        assert source.fingerprint(Digests()) == before
         prints.append([file["sha256"] for file in before["files"]])
     assert prints[0] != prints[1]
 
@@ -291,7 +291,7 @@ def test_a_file_that_vanishes_while_it_is_used_is_one_clear_line(tmp_path: Path)
     with pytest.raises(UsageError, match=r"cannot read .*rows\.jsonl: No such file"):
         list(source.read())
     with pytest.raises(UsageError, match=r"cannot read .*rows\.jsonl: No such file"):
-        source.fingerprint()
+        source.fingerprint(Digests())
 
 
 def test_reading_and_prompting_import_neither_torch_nor_datasets() -> None:

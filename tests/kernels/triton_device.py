@@ -75,6 +75,7 @@ class OnDevice:
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self.kernels = CudaKernels(DEVICE if HAS_GPU else None, batch_invariant=batch_invariant)
+        self.variant = self.kernels.variant
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         linear = self.kernels.linear(weight.to(DEVICE), None if bias is None else bias.to(DEVICE))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol
 
+from batchgen.data.fingerprint import Digests
 from batchgen.records import BadRow, Cursor, Record
 
 Wanted = Callable[[int], bool]
@@ -35,5 +36,9 @@ class InputFile(Protocol):
     def num_bytes(self) -> int | None:
         """Size of the file as it is stored."""
 
-    def fingerprint(self) -> dict[str, Any]:
+    @property
+    def local_files(self) -> tuple[Path, ...]:
+        """The local files that hold the rows; none where they come from elsewhere."""
+
+    def fingerprint(self, digests: Digests) -> dict[str, Any]:
         """What a resume is held against; see ``Source.fingerprint``."""

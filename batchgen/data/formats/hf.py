@@ -7,7 +7,7 @@ imported when the first such input is opened, since that alone takes a second.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 
 import pyarrow as pa
 
-from batchgen.data.fingerprint import file_digest
+from batchgen.data.fingerprint import Digests
 from batchgen.data.formats import Rows, Wanted
 from batchgen.data.formats.arrow import Origin, read_batches
 from batchgen.errors import BatchgenError, UsageError
@@ -63,7 +63,8 @@ class DatasetFile:
         folder = Path(wanted.name)
         self.path = folder if folder.is_dir() else None
         try:
-            opened = _open_saved(folder) if is_saved_dataset(folder) else _open_builder(wanted)
+            self._is_saved = is_saved_dataset(folder)
+            opened = _open_saved(folder) if self._is_saved else _open_builder(wanted)
         except Exception as error:  # datasets raises a dozen unrelated types, its dependencies' among them
             raise UsageError(f"cannot open {text}: {_one_line(error)}") from error
         split = _choose_split(text, wanted.split, list(opened.splits))
@@ -71,6 +72,7 @@ class DatasetFile:
         self._length: int | None = getattr(self._dataset, "num_rows", None)  # a streamed one has none
         self._split = split
         self._files = opened.files.get(split, ())
+        self.local_files = tuple(path for path in map(Path, self._files) if path.is_file())
         self._fallback_digest = opened.digest
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
@@ -81,8 +83,11 @@ class DatasetFile:
         if first == self._length:
             return  # datasets refuses to skip all rows there are
         try:
-            for table in self._dataset.skip(first).iter(batch_size=_BATCH_ROWS):
-                yield from table.to_batches()
+            if self._is_saved:
+                yield from _stored_batches(self._files, first)
+            else:
+                for table in self._dataset.skip(first).iter(batch_size=_BATCH_ROWS):
+                    yield from table.to_batches()
         except Exception as error:  # as above
             raise BatchgenError(f"cannot read on in {self._text}: {_one_line(error)}; run again to resume") from error
 
@@ -97,7 +102,7 @@ class DatasetFile:
         """Unknown: rows may come over the network."""
         return None
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self, digests: Digests) -> dict[str, Any]:
         """Name, split and a digest of the data files: of their content where they are local, else of their addresses.
 
         A Hub address names the commit, so a dataset whose branch has moved on is another one.
@@ -105,7 +110,7 @@ class DatasetFile:
         digest = hashlib.sha256(b"" if self._files else self._fallback_digest.encode())
         for name in self._files:
             path = Path(name)
-            digest.update((file_digest(path) if path.is_file() else name).encode())
+            digest.update((digests.digest(path) if path in self.local_files else name).encode())
         return {"path": self._text, "split": self._split, "sha256": digest.hexdigest()}
 
 
@@ -125,6 +130,15 @@ def _open_saved(folder: Path) -> _Opened:
     splits = opened if isinstance(opened, datasets.DatasetDict) else {"": opened}
     files = {name: tuple(item["filename"] for item in split.cache_files) for name, split in splits.items()}
     return _Opened(splits, files, "")
+
+
+def _stored_batches(files: Iterable[str], first: int) -> Iterator[pa.RecordBatch]:
+    """The rows of a saved split from ``first`` on, read and not mapped: a mapped file that shrinks ends the process."""
+    for name in files:
+        with pa.OSFile(name) as file, pa.ipc.open_stream(file) as stream:
+            for batch in stream:
+                yield from (batch.slice(at, _BATCH_ROWS) for at in range(first, batch.num_rows, _BATCH_ROWS))
+                first = max(0, first - batch.num_rows)
 
 
 def _open_builder(wanted: DatasetName) -> _Opened:

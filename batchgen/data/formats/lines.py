@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from batchgen.data.fingerprint import file_fingerprint
+from batchgen.data.fingerprint import Digests
 from batchgen.data.formats import Rows, Wanted
 from batchgen.data.formats.text_stream import damage, open_text
 from batchgen.data.rows import RowProblem
@@ -83,9 +83,14 @@ class LinesFile:
         """Bytes on disk."""
         return self._num_bytes
 
-    def fingerprint(self) -> dict[str, Any]:
+    @property
+    def local_files(self) -> tuple[Path, ...]:
+        """The one."""
+        return (self.path,)
+
+    def fingerprint(self, digests: Digests) -> dict[str, Any]:
         """Path, size and digest."""
-        return file_fingerprint(self.path)
+        return digests.fingerprint(self.path)
 
 
 def _lines(stream: BinaryIO, offset: int, number: int) -> Iterator[_Line]:

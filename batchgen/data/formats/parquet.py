@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.data.fingerprint import file_fingerprint
+from batchgen.data.fingerprint import Digests
 from batchgen.data.formats import Rows, Wanted
 from batchgen.data.formats.arrow import Origin, Unreadable, batch_rows, read_batches
 from batchgen.errors import UsageError
@@ -75,9 +75,14 @@ class ParquetFile:
         """Bytes on disk."""
         return self._num_bytes
 
-    def fingerprint(self) -> dict[str, Any]:
+    @property
+    def local_files(self) -> tuple[Path, ...]:
+        """The one."""
+        return (self.path,)
+
+    def fingerprint(self, digests: Digests) -> dict[str, Any]:
         """Path, size and digest."""
-        return file_fingerprint(self.path)
+        return digests.fingerprint(self.path)
 
 
 def _batches(file: pq.ParquetFile, group: int, first: int) -> Iterator[pa.RecordBatch | Unreadable]:

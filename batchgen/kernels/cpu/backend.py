@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear, processor_variant
 from batchgen.kernels.cpu import attention as attention_kernel
 from batchgen.kernels.cpu import mixers, sampling
 from batchgen.kernels.cpu import rows as row_kernels
@@ -36,20 +36,26 @@ class CpuKernels:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._has_others = False  # linears that are not launched here, which no recording would hold
+        self._library = ""  # of linears that are not launched here, which no recording would hold
+
+    @property
+    def variant(self) -> str:
+        """See ``Kernels.variant``."""
+        return processor_variant(self._library)
 
     def recorder(self) -> Recorder | None:
         """See ``Kernels.recorder``."""
         found = openmp()
-        return None if self._has_others or found is None else Recorder(found[0])
+        return None if self._library or found is None else Recorder(found[0])
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See ``Kernels.linear``."""
         if can_multiply(weight):
             return PanelLinear(weight, bias)
-        self._has_others = True
         if _can_pack(weight.dtype):
+            self._library = "onednn"
             return PackedLinear(weight, bias)
+        self._library = "blas"
         return PlainLinear(weight, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:

@@ -7,6 +7,7 @@ step can be captured in a CUDA graph. Kernels are compiled when first launched a
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from batchgen.kernels import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
@@ -33,6 +34,16 @@ class CudaKernels:
         if device is not None:
             torch.cuda.set_device(device)
         self.batch_invariant = batch_invariant
+        self._device = device
+
+    @property
+    def variant(self) -> str:
+        """See ``Kernels.variant``; cuBLAS picks its kernels by the GPU, Triton is told its architecture only."""
+        if not torch.cuda.is_available():
+            return "cuda-interpreted"
+        major, minor = torch.cuda.get_device_capability(self._device)
+        gpu = [] if self.batch_invariant else torch.cuda.get_device_name(self._device).split()
+        return "-".join([f"cuda-sm{major}{minor}", *gpu, f"triton{triton.__version__}", f"torch{torch.__version__}"])
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See ``Kernels.linear``."""
