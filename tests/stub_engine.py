@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -80,7 +80,7 @@ class StubEngine:
     """``fails`` names keys that end in an ``internal`` error; ``step_s`` is how long a step takes.
 
     After ``stop`` the step under way lasts ``stops_after_s`` more; step ``crashes_at`` raises; step ``stops_at`` sends
-    SIGTERM to its own process.
+    SIGTERM to its own process. ``before_step`` is called with the number of each step.
     """
 
     vocab_size: int = 640
@@ -91,6 +91,7 @@ class StubEngine:
     crashes_at: int | None = None
     stops_at: int | None = None
     fails: frozenset[int] = frozenset()
+    before_step: Callable[[int], object] | None = None
     stats: StubStats = field(default_factory=StubStats)
     running: dict[int, tuple[Request, list[int], float]] = field(default_factory=dict)
     num_pulled: int = 0
@@ -128,6 +129,8 @@ class StubEngine:
             raise RuntimeError("out of luck")
         if self.stats.num_steps == self.stops_at:
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.before_step is not None:
+            self.before_step(self.stats.num_steps)
         self.stats.num_steps += 1
         results = []
         for key, (request, tokens, started_at) in list(self.running.items()):

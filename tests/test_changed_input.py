@@ -1,0 +1,354 @@
+"""Inputs that change while they are run: noticed, never published, and no loss once they are what they were."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from run_helpers import JobMaker, finish, quiet, rows_of, start, without_timings
+
+from batchgen.data import reader
+from batchgen.data.rows import CHUNK_ROWS, chunked
+from batchgen.errors import InputChanged, ResumeMismatch, UsageError
+from batchgen.records import BadRow, Record
+from batchgen.run import RunOptions
+from batchgen.run import rows as rows_module
+from batchgen.run.rows import RowRange
+from batchgen.spec import JobSpec
+from batchgen.status import read_status
+
+NUM_ROWS = 2 * CHUNK_ROWS + 90  # three chunks, of which the first is all that is read when the first steps run
+Rows = list[dict[str, Any]]
+
+
+def jsonl(rows: Rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def parquet(rows: Rows) -> bytes:
+    sink = pa.BufferOutputStream()
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, sink, row_group_size=100, compression="none", use_dictionary=False, write_statistics=False)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow(rows: Rows) -> bytes:
+    sink = pa.BufferOutputStream()
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table, max_chunksize=100)
+    return sink.getvalue().to_pybytes()
+
+
+FORMATS: dict[str, tuple[str, Callable[[Rows], bytes]]] = {
+    "jsonl": ("input.jsonl", jsonl),
+    "gzip": ("input.jsonl.gz", lambda rows: gzip.compress(jsonl(rows), mtime=0)),
+    "zstd": ("input.jsonl.zst", lambda rows: zstd(jsonl(rows))),
+    "text": ("input.txt", lambda rows: "".join(f"{row['question']}\n" for row in rows).encode()),
+    "parquet": ("input.parquet", parquet),
+    "saved dataset": ("saved/data-00000-of-00001.arrow", arrow),
+}
+every_format = pytest.mark.parametrize("form", FORMATS)
+main_formats = pytest.mark.parametrize("form", ["jsonl", "parquet"])
+
+
+class Changing:
+    """A job over one input of ``NUM_ROWS`` rows, at whose file tests meddle while it runs."""
+
+    def __init__(self, job: JobMaker, form: str) -> None:
+        self.job = job
+        name, self.encode = FORMATS[form]
+        self.file = job.folder / name
+        self.content = self.encode(rows_of(NUM_ROWS))
+        if form == "saved dataset":
+            import datasets
+
+            datasets.Dataset.from_list(rows_of(NUM_ROWS)).save_to_disk(str(self.file.parent))
+        self.file.write_bytes(self.content)
+        self.input: dict[str, Any] = {"path": [str(self.file.parent if form == "saved dataset" else self.file)]}
+        if form == "text":
+            self.input |= {"prompt": "{text}"}
+
+    def spec(self, output: str = "out") -> JobSpec:
+        spec = self.job.spec(input=self.input, output={"path": str(self.job.folder / output)})
+        return replace(spec, input=replace(spec.input, id=None)) if self.file.suffix == ".txt" else spec
+
+    def run(self, meddle: Callable[[], object] | None = None, **stub: Any) -> int:
+        """Run; ``meddle`` is called before the third step, when one chunk has been read."""
+
+        def before_step(number: int) -> None:
+            if number == 2 and meddle is not None:
+                meddle()
+
+        return self.job.run(self.spec(), before_step=before_step, **stub).exit_code
+
+    def undisturbed(self) -> list[dict[str, Any]]:
+        assert self.job.run(self.spec("reference")).exit_code == 0
+        return without_timings(self.job.folder / "reference" / "outputs.jsonl")
+
+
+def edited(content: bytes) -> bytes:
+    """The last chunk's rows say something else, in as many bytes."""
+    found = content.replace(b"What is 550 times", b"What is 999 times")
+    assert found != content
+    assert len(found) == len(content)
+    return found
+
+
+def replaced(file: Path, content: bytes) -> None:
+    new = file.with_name("new")
+    new.write_bytes(content)
+    new.replace(file)
+
+
+CHANGES: dict[str, Callable[[Path, bytes], object]] = {
+    "emptied": lambda file, content: os.truncate(file, 0),
+    "cut": lambda file, content: os.truncate(file, len(content) // 2),
+    "edited in place": lambda file, content: file.write_bytes(edited(content)),
+    "appended to": lambda file, content: file.write_bytes(content + content[-40:]),
+    "replaced": lambda file, content: replaced(file, edited(content)),
+    "removed": lambda file, content: file.unlink(),
+}
+
+
+# ---------------------------------------------------------------- noticed
+
+
+@main_formats
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_input_stops_the_run_and_resumes_once_it_is_as_it_was(job: JobMaker, form: str, change: str) -> None:
+    changing = Changing(job, form)
+    expected = changing.undisturbed()
+    with pytest.raises(InputChanged, match=changing.file.name) as caught:
+        changing.run(lambda: CHANGES[change](changing.file, changing.content))
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+    assert not list(job.output.glob("outputs.*"))
+    assert (job.output / "job.json").exists()
+    changing.file.write_bytes(changing.content)
+    assert changing.run() == 0
+    assert job.outputs() == expected
+
+
+@every_format
+def test_other_rows_of_the_same_number_are_noticed_in_every_format(job: JobMaker, form: str) -> None:
+    changing = Changing(job, form)
+    other = changing.encode([{**row, "question": row["question"][::-1]} for row in rows_of(NUM_ROWS)])
+    with pytest.raises(InputChanged, match=changing.file.name):
+        changing.run(lambda: changing.file.write_bytes(other))
+    assert not (job.output / "outputs.jsonl").exists()
+
+
+@every_format
+def test_a_file_cut_short_is_noticed_in_every_format(job: JobMaker, form: str) -> None:
+    changing = Changing(job, form)
+    with pytest.raises(InputChanged, match=changing.file.name):
+        changing.run(lambda: os.truncate(changing.file, 100))
+    assert not (job.output / "outputs.jsonl").exists()
+
+
+def test_a_change_after_the_last_row_was_read_is_noticed_too(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    with pytest.raises(InputChanged, match=r"it had .* bytes and has 0 now"):
+        job.run(before_step=lambda number: os.truncate(job.input, 0))
+    assert not (job.output / "outputs.jsonl").exists()
+
+
+def test_an_input_that_stays_changed_is_refused_by_the_next_run(job: JobMaker) -> None:
+    changing = Changing(job, "jsonl")
+    with pytest.raises(InputChanged):
+        changing.run(lambda: changing.file.write_bytes(edited(changing.content)))
+    with pytest.raises(ResumeMismatch, match=r"input\.files"):
+        changing.run()
+
+
+def test_a_change_that_is_noticed_while_rows_are_counted_names_the_file(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(60))
+    pass_over = RowRange.pass_over
+    monkeypatch.setattr(RowRange, "pass_over", lambda rows: (os.truncate(job.input, 10), pass_over(rows))[1])
+    with pytest.raises(InputChanged, match=r"input\.jsonl"):
+        job.run()
+
+
+def test_status_says_that_a_run_failed_whose_input_changed(job: JobMaker) -> None:
+    changing = Changing(job, "jsonl")
+    with pytest.raises(InputChanged):
+        changing.run(lambda: os.truncate(changing.file, 0))
+    status = read_status(job.output)
+    assert status["state"] == "failed"
+    assert status["rows"]["total"] == NUM_ROWS
+    assert 0 < status["rows"]["done"] < NUM_ROWS
+
+
+def test_the_command_says_it_in_one_line_and_exits_2(job: JobMaker) -> None:
+    job.write(rows_of(NUM_ROWS))
+    process = start(["run", job.toml(), "--heartbeat", "1s"], step_s=0.02)
+    assert process.stderr is not None
+    said = ""
+    while " left" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    os.truncate(job.input, 0)
+    code, rest = finish(process)
+    assert code == 2
+    assert rest.splitlines()[-1].startswith(f"batchgen: error: {job.input} has changed while it was in use")
+    assert "Traceback" not in rest
+
+
+def test_a_change_while_strict_looks_at_all_rows_leaves_no_trace(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(60))
+    read = RowRange.read
+    monkeypatch.setattr(RowRange, "read", lambda rows: (os.truncate(job.input, 10), read(rows))[1])
+    with pytest.raises(InputChanged):
+        job.run(options=RunOptions(strict=True, progress="quiet"))
+    assert not job.output.exists()
+
+
+# ---------------------------------------------------------------- no change
+
+
+@every_format
+def test_a_file_that_is_only_touched_gives_the_same_outputs(job: JobMaker, form: str) -> None:
+    changing = Changing(job, form)
+    expected = changing.undisturbed()
+    assert changing.run(lambda: os.utime(changing.file)) == 0
+    assert job.outputs() == expected
+
+
+@main_formats
+def test_a_file_replaced_by_its_copy_gives_the_same_outputs(job: JobMaker, form: str) -> None:
+    changing = Changing(job, form)
+    expected = changing.undisturbed()
+    assert changing.run(lambda: replaced(changing.file, changing.content)) == 0
+    assert job.outputs() == expected
+
+
+@main_formats
+def test_rows_read_between_an_edit_and_its_undoing_are_read_again(
+    job: JobMaker, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changing = Changing(job, form)
+    rows = [{**row, "pad": "x" * 4000} for row in rows_of(NUM_ROWS)]  # more than is read ahead
+    changing.content = changing.encode(rows)
+    changing.file.write_bytes(changing.content)
+    expected = changing.undisturbed()
+    num_wrong = 0
+
+    def meddling(rows: Iterator[Record | BadRow]) -> Iterator[list[Record | BadRow]]:
+        nonlocal num_wrong
+        chunks = chunked(rows)
+        yield from islice(chunks, 1)
+        if not num_wrong:
+            changing.file.write_bytes(changing.content.replace(b"What is ", b"What's: "))
+            chunk = next(chunks, [])
+            num_wrong = sum("What's" in str(row.columns) for row in chunk if isinstance(row, Record))
+            changing.file.write_bytes(changing.content)
+            yield from [chunk] if chunk else []
+        yield from chunks
+
+    monkeypatch.setattr(rows_module, "COUNT_BYTES", 0)  # rows are not counted, which would be another reading
+    monkeypatch.setattr(reader, "chunked", meddling)
+    assert changing.run() == 0
+    assert num_wrong
+    assert job.outputs() == expected
+
+
+def test_rows_that_were_there_for_a_while_are_not_counted(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.write(rows_of(60))
+    content = job.input.read_bytes()
+    meddled: list[int] = []
+
+    def meddling(rows: Iterator[Record | BadRow]) -> Iterator[list[Record | BadRow]]:
+        if not meddled:
+            job.input.write_bytes(content + jsonl(rows_of(100)[60:]))
+        chunks = list(chunked(rows))
+        meddled.append(sum(map(len, chunks)))
+        if len(meddled) == 1:
+            job.input.write_bytes(content)
+        yield from chunks
+
+    job.run(job.spec(output={"path": str(job.folder / "reference")}))
+    monkeypatch.setattr(rows_module, "COUNT_BYTES", 0)
+    monkeypatch.setattr(reader, "chunked", meddling)
+    assert job.run().exit_code == 0
+    assert meddled == [100, 60]
+    assert job.outputs() == without_timings(job.folder / "reference" / "outputs.jsonl")
+
+
+def test_a_file_that_is_written_to_all_the_time_is_one_clear_line(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(3))
+    is_unchanged = reader.Digests.is_unchanged
+
+    def touching(digests: reader.Digests, path: Path) -> bool:
+        if path == job.input:
+            path.touch()
+        return is_unchanged(digests, path)
+
+    monkeypatch.setattr(reader.Digests, "is_unchanged", touching)
+    with pytest.raises(InputChanged, match="changes all the time"):
+        job.run()
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    from batchgen.data import fingerprint
+
+    job.write(rows_of(3))
+    hashes: list[Path] = []
+    file_digest = fingerprint.file_digest
+
+    def changing(path: Path) -> str:
+        digest = file_digest(path)
+        if path == job.input:
+            hashes.append(path)
+            if len(hashes) < num_changes:
+                job.write(rows_of(3 + len(hashes)))
+        return digest
+
+    monkeypatch.setattr(fingerprint, "file_digest", changing)
+    num_changes = 3
+    assert job.run().exit_code == 0
+    assert len(job.outputs()) == 5
+    hashes.clear()
+    num_changes = 100
+    with pytest.raises(UsageError, match=r"input\.jsonl changes while it is read; run again"):
+        job.run(options=RunOptions(overwrite=True, progress="quiet"))
+    assert len(job.outputs()) == 5
+
+
+def test_a_run_on_a_spooled_standard_input_is_not_disturbed(job: JobMaker) -> None:
+    job.write(rows_of(NUM_ROWS))
+    process = start(["run", job.toml(), "--input", "-", "--quiet"], stdin=job.input)
+    assert finish(process) == (0, "")
+    assert len(job.outputs()) == NUM_ROWS
+
+
+def test_an_interrupted_run_whose_input_was_touched_resumes(job: JobMaker) -> None:
+    changing = Changing(job, "jsonl")
+    expected = changing.undisturbed()
+    assert job.run(changing.spec(), quiet(max_total_tokens=3000)).exit_code == 75
+    os.utime(changing.file)
+    assert changing.run() == 0
+    assert job.outputs() == expected
