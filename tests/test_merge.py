@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen.cli import call
 from batchgen.data.journal import Journal, JournalEntry
 from batchgen.data.manifest import Manifest
 from batchgen.data.rundir import RunDir
@@ -139,6 +140,43 @@ def test_shards_that_were_run_in_different_numerics_are_told_apart(tmp_path: Pat
     folders = [run(job(tmp_path / "a"), (1, 2)), run(job(tmp_path / "b"), (2, 2), numerics=other)]
     with pytest.raises(UsageError, match=r'not of one job: numerics\.dtype: was "float32", now "bfloat16"'):
         merge(folders, tmp_path / "merged")
+
+
+KERNELS = {"dtype": "float32", "device": "cpu", "kernels": "avx2"}
+
+
+def shards_of_two_kernels(folder: Path, other: Mapping[str, str]) -> list[Path]:
+    return [
+        run(job(folder / "a"), (1, 2), numerics=KERNELS),
+        run(job(folder / "b"), (2, 2), numerics=other),
+    ]
+
+
+def test_shards_of_different_kernels_are_refused_unless_allowed(tmp_path: Path) -> None:
+    folders = shards_of_two_kernels(tmp_path, {**KERNELS, "kernels": "avx512"})
+    with pytest.raises(
+        UsageError, match=r"with the kernels avx2, shard 2/2 \(.*\) with avx512, .*--allow-mixed-kernels"
+    ):
+        merge(folders, tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+    assert call(["merge", *map(str, folders), "-o", str(tmp_path / "whole"), "--allow-mixed-kernels"]) == 3
+    manifest = RunDir(tmp_path / "whole").read_manifest()
+    assert manifest.fingerprints["numerics"]["kernels"] == "avx2 + avx512"
+
+
+def test_a_shard_of_an_earlier_build_merges_with_one_whose_kernels_are_known(tmp_path: Path) -> None:
+    folders = shards_of_two_kernels(tmp_path, {"dtype": "float32", "device": "cpu"})
+    merge(folders, tmp_path / "whole")
+    assert "kernels" not in RunDir(tmp_path / "whole").read_manifest().fingerprints["numerics"]
+
+
+def test_shards_whose_files_were_looked_at_at_other_times_are_of_one_job(tmp_path: Path) -> None:
+    folders = [run(job(tmp_path / f"{number}"), (number, 2)) for number in (1, 2)]
+    run_dir = RunDir(folders[0])
+    states = {"in": {"sha256": "0", "state": [1, 2, 3, 4, 5]}}
+    run_dir.write_manifest(replace(run_dir.read_manifest(), file_states=states))
+    merge(folders, tmp_path / "whole")
+    assert RunDir(tmp_path / "whole").read_manifest().file_states == {}
 
 
 def test_shards_of_different_counts_are_told_apart(tmp_path: Path) -> None:

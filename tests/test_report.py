@@ -247,3 +247,10 @@ def test_a_run_without_results_still_has_a_report() -> None:
     report = build_report(RowTotals(), {}, ABOUT)
     assert report["bound_by"] == "nothing was run"
     assert render_report(report)
+
+
+def test_the_text_names_the_kernels_where_they_are_known() -> None:
+    report = made()
+    assert "bfloat16 on cpu (" not in " ".join(render_report(report).split())
+    report["numerics"] = {**report["numerics"], "kernels": "avx512"}
+    assert "bfloat16 on cpu (avx512)" in " ".join(render_report(report).split())

@@ -1,0 +1,375 @@
+"""What identifies inputs and models: their content, hashed only when it may have changed; and the model's kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import MODEL, JobMaker, quiet, rows_of
+from stub_engine import StubEngine, stub_factory
+
+from batchgen.cli import call
+from batchgen.data import fingerprint
+from batchgen.data.rundir import RunDir
+from batchgen.data.tokenizer import Tokenizer
+from batchgen.errors import ModelError, ResumeMismatch
+from batchgen.report import read_report
+from batchgen.retry import retry_job
+from batchgen.run import Outcome, RunOptions, run_job
+from batchgen.run.model import Backend, EngineFactory, ModelInfo
+from batchgen.spec import JobSpec
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are hashed from here on."""
+    names: list[str] = []
+    digest = fingerprint.file_digest
+
+    def counted(path: Path) -> str:
+        names.append(path.name)
+        return digest(path)
+
+    monkeypatch.setattr(fingerprint, "file_digest", counted)
+    return names
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files count as old enough as soon as they are written."""
+    monkeypatch.setattr(fingerprint, "SETTLED_NS", 0)
+
+
+@pytest.fixture
+def model(job: JobMaker) -> Path:
+    """A copy of the model that tests may change, its chat template in a file of its own."""
+    folder = Path(shutil.copytree(MODEL, job.folder / "model"))
+    template = json.loads((folder / "tokenizer_config.json").read_bytes())["chat_template"]
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def run_with(job: JobMaker, model: Path, options: RunOptions | None = None) -> Outcome:
+    return job.run(job.spec(model={"path": str(model)}), options)
+
+
+def read_manifest(job: JobMaker) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((job.output / "job.json").read_bytes())
+    return content
+
+
+def rewritten(path: Path, content: bytes) -> None:
+    """Other content, and the times of last use put back."""
+    before = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+# ---------------------------------------------------------------- hashed only when it may have changed
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_finished_run_started_again_hashes_nothing(job: JobMaker, hashed: list[str]) -> None:
+    job.write(rows_of(20))
+    job.run()
+    assert {"input.jsonl", "config.json", "model.safetensors"} <= set(hashed)
+    hashed.clear()
+    assert "already done" in job.run().lines[0]
+    assert hashed == []
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_resumed_run_hashes_nothing(job: JobMaker, hashed: list[str]) -> None:
+    job.write(rows_of(60))
+    job.run(options=quiet(max_total_tokens=200))
+    hashed.clear()
+    assert job.run().exit_code == 0
+    assert hashed == []
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_retry_hashes_nothing(job: JobMaker, hashed: list[str]) -> None:
+    job.write(rows_of(20))
+    job.run(fails=frozenset({3}))
+    hashed.clear()
+    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    assert hashed == []
+
+
+@pytest.mark.usefixtures("settled")
+def test_only_a_touched_file_is_hashed_again_and_only_once(job: JobMaker, hashed: list[str]) -> None:
+    job.write(rows_of(20))
+    job.run()
+    for expected in (["input.jsonl"], []):
+        hashed.clear()
+        if expected:
+            job.input.touch()
+        assert "already done" in job.run().lines[0]
+        assert hashed == expected
+
+
+def test_a_file_too_fresh_to_tell_is_hashed_again(
+    job: JobMaker, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "SETTLED_NS", 3600 * 10**9)
+    job.write(rows_of(20))
+    job.run()
+    hashed.clear()
+    job.run()
+    assert "input.jsonl" in hashed
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("is_done", [True, False])
+def test_an_edit_of_the_same_size_whose_mtime_was_put_back_is_noticed(job: JobMaker, is_done: bool) -> None:
+    job.write(rows_of(60))
+    job.run(options=quiet() if is_done else quiet(max_total_tokens=200))
+    rewritten(job.input, job.input.read_bytes().replace(b"59 times", b"95 times"))
+    with pytest.raises(ResumeMismatch, match=r"input\.files"):
+        job.run()
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_file_moved_elsewhere_is_hashed_there(job: JobMaker, hashed: list[str]) -> None:
+    job.write(rows_of(20))
+    job.run()
+    hashed.clear()
+    (job.folder / "elsewhere").mkdir()
+    job.input = job.input.rename(job.folder / "elsewhere" / "input.jsonl")
+    assert "already done" in job.run().lines[0]
+    assert hashed == ["input.jsonl"]
+
+
+@pytest.mark.parametrize("kept", [None, {}, {"INPUT": 3}, {"INPUT": {"sha256": "0" * 64, "state": [1, 2, 3]}}])
+def test_a_job_json_without_sound_states_resumes(job: JobMaker, kept: dict[str, Any] | None) -> None:
+    job.write(rows_of(60))
+    job.run(options=quiet(max_total_tokens=200))
+    manifest = read_manifest(job)
+    del manifest["file_states"]
+    if kept is not None:
+        manifest["file_states"] = {str(job.input) if key == "INPUT" else key: value for key, value in kept.items()}
+    (job.output / "job.json").write_text(json.dumps(manifest))
+    assert job.run().exit_code == 0
+    assert len(job.outputs()) == 60
+
+
+@pytest.mark.usefixtures("settled")
+def test_states_are_dropped_of_files_that_are_no_longer_used(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    job.run()
+    old = job.input
+    job.input = job.input.rename(job.folder / "other.jsonl")
+    job.run(options=RunOptions(overwrite=True, progress="quiet"))
+    states = read_manifest(job)["file_states"]
+    assert str(job.input) in states
+    assert str(old) not in states
+
+
+# ---------------------------------------------------------------- the model
+
+MODEL_FILES = {
+    "model.safetensors": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "config.json": lambda content: content + b"\n",
+    "tokenizer.json": lambda content: content + b"\n",
+    "tokenizer_config.json": lambda content: content + b"\n",
+    "chat_template.jinja": lambda content: content + b" ",
+}
+every_model_file = pytest.mark.parametrize("name", MODEL_FILES)
+
+
+def change(model: Path, name: str) -> None:
+    (model / name).write_bytes(MODEL_FILES[name]((model / name).read_bytes()))
+
+
+@every_model_file
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_model_that_changed_between_runs_is_refused_by_file(
+    job: JobMaker, model: Path, name: str, is_done: bool
+) -> None:
+    job.write(rows_of(60))
+    run_with(job, model, quiet() if is_done else quiet(max_total_tokens=200))
+    content = (model / name).read_bytes()
+    change(model, name)
+    digest = r'"[0-9a-f]{8}\.\.\."'
+    with pytest.raises(ResumeMismatch, match=rf"\n  model\.{name}: was {digest}, now {digest}\n") as caught:
+        run_with(job, model)
+    assert str(caught.value).count("was ") == 2  # "was begun with another job", and one file
+    (model / name).write_bytes(content)
+    assert run_with(job, model).exit_code == 0
+
+
+def test_a_file_that_a_model_did_not_have_is_refused_by_name(job: JobMaker, model: Path) -> None:
+    job.write(rows_of(60))
+    run_with(job, model, quiet(max_total_tokens=200))
+    (model / "special_tokens_map.json").write_text("{}")
+    with pytest.raises(ResumeMismatch, match=r'model\.special_tokens_map\.json: was \(not there\), now "'):
+        run_with(job, model)
+
+
+def test_retry_names_the_file_of_the_model_that_changed(job: JobMaker, model: Path) -> None:
+    job.write(rows_of(20))
+    job.run(job.spec(model={"path": str(model)}), fails=frozenset({3}))
+    change(model, "tokenizer.json")
+    with pytest.raises(ResumeMismatch, match=r'run with; a run has one model:\n  tokenizer\.json: was "'):
+        retry_job(job.output, quiet(), {}, engine_factory=stub_factory())
+
+
+def changing_factory(model: Path, name: str) -> EngineFactory:
+    """Loads an engine, while somebody changes the model."""
+
+    def make(spec: JobSpec, info: ModelInfo) -> Backend:
+        change(model, name)
+        return stub_factory()(spec, info)
+
+    return make
+
+
+@every_model_file
+def test_a_model_that_changes_while_it_is_loaded_begins_nothing(job: JobMaker, model: Path, name: str) -> None:
+    job.write(rows_of(20))
+    with pytest.raises(ModelError, match=rf"{name} has changed while the model was loaded; run again") as caught:
+        run_job(job.spec(model={"path": str(model)}), quiet(), engine_factory=changing_factory(model, name))
+    assert caught.value.exit_code == 2
+    assert not job.output.exists()
+    assert run_with(job, model).exit_code == 0
+
+
+def test_a_resume_during_which_the_model_changes_is_refused_and_can_be_made_good(job: JobMaker, model: Path) -> None:
+    job.write(rows_of(60))
+    run_with(job, model, quiet(max_total_tokens=200))
+    content = (model / "model.safetensors").read_bytes()
+    with pytest.raises(ModelError, match=r"model\.safetensors has changed"):
+        run_job(
+            job.spec(model={"path": str(model)}), quiet(), engine_factory=changing_factory(model, "model.safetensors")
+        )
+    (model / "model.safetensors").write_bytes(content)
+    assert run_with(job, model).exit_code == 0
+    assert len(job.outputs()) == 60
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_change_between_reading_a_model_and_hashing_it_is_noticed(
+    job: JobMaker, model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(20))
+    load = Tokenizer.load.__func__  # type: ignore[attr-defined]  # of a class method
+
+    def loading(cls: type[Tokenizer], folder: Path) -> Tokenizer:
+        tokenizer: Tokenizer = load(cls, folder)
+        change(model, name)
+        return tokenizer
+
+    monkeypatch.setattr(Tokenizer, "load", classmethod(loading))
+    with pytest.raises(ModelError, match=rf"{name} has changed while the model was loaded"):
+        run_with(job, model)
+    assert not job.output.exists()
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def computing(kernels: str | None, **stub: Any) -> EngineFactory:
+    """A stub engine whose kernels are named so."""
+
+    def make(spec: JobSpec, info: ModelInfo) -> Backend:
+        numerics = {"dtype": "float32", "device": "stub"} | ({"kernels": kernels} if kernels else {})
+        return Backend(StubEngine(vocab_size=info.config.vocab_size, **stub), numerics, 1)
+
+    return make
+
+
+def run_on(job: JobMaker, kernels: str | None, options: RunOptions | None = None, **stub: Any) -> Outcome:
+    return run_job(job.spec(), options or quiet(), engine_factory=computing(kernels, **stub))
+
+
+def kernels_in(content: Mapping[str, Any]) -> str | None:
+    found = content["fingerprints"]["numerics"].get("kernels")
+    return None if found is None else str(found)
+
+
+def test_the_kernels_of_a_run_are_recorded_and_reported(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    outcome = run_on(job, "avx2")
+    assert kernels_in(read_manifest(job)) == "avx2"
+    assert outcome.report is not None
+    assert outcome.report["numerics"]["kernels"] == "avx2"
+
+
+def test_a_resume_on_other_kernels_is_refused_and_says_the_way_out(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    run_on(job, "avx512-bf16", quiet(max_total_tokens=200))
+    with pytest.raises(
+        ResumeMismatch, match=r"kernels avx512-bf16, here they are avx2,.*--allow-mixed-kernels"
+    ) as caught:
+        run_on(job, "avx2")
+    assert "\n" not in str(caught.value)
+    assert run_on(job, "avx512-bf16").exit_code == 0
+
+
+def test_a_resume_on_other_kernels_that_is_allowed_is_written_down(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(60))
+    run_on(job, "avx512-bf16", quiet(max_total_tokens=200))
+    command = ["run", str(job.toml()), "--allow-mixed-kernels", "--max-total-tokens", "200"]
+    assert call(command, engine_factory=computing("avx2")) == 75
+    assert "rows come from several kernel sets now: avx512-bf16 + avx2" in capsys.readouterr().err
+    outcome = run_on(job, "avx2")  # which is in the mix already
+    assert outcome.exit_code == 0
+    assert kernels_in(read_manifest(job)) == "avx512-bf16 + avx2"
+    assert outcome.report is not None
+    assert outcome.report["numerics"]["kernels"] == "avx512-bf16 + avx2"
+
+
+def test_kernels_do_not_matter_once_a_run_is_finished(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    run_on(job, "avx512-bf16")
+    assert "already done" in run_on(job, "avx2").lines[0]
+
+
+def test_a_run_begun_before_kernels_were_recorded_resumes(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    run_on(job, None, quiet(max_total_tokens=200))
+    assert run_on(job, "avx2").exit_code == 0
+    assert kernels_in(read_manifest(job)) is None
+
+
+def test_a_retry_on_other_kernels_is_refused_unless_allowed(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    run_on(job, "avx512-bf16", fails=frozenset({3}))
+    with pytest.raises(ResumeMismatch, match="begun with the kernels avx512-bf16, here they are avx2"):
+        retry_job(job.output, quiet(), {}, engine_factory=computing("avx2"))
+    assert call(["retry", str(job.output), "--allow-mixed-kernels"], engine_factory=computing("avx2")) == 0
+    assert kernels_in(read_manifest(job)) == "avx512-bf16 + avx2"
+    assert read_report(RunDir(job.output))["numerics"]["kernels"] == "avx512-bf16 + avx2"
+
+
+def test_one_machine_names_its_kernels_alike_whatever_the_number_of_threads() -> None:
+    import torch
+    from tiny_model import tiny_model
+
+    names = set()
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for dtype in (torch.float32, torch.bfloat16):
+            names.add((dtype, tiny_model(dtype).numerics["kernels"]))
+    torch.set_num_threads(before)
+    assert len(names) == 2
+    assert all(name and " " not in name for _, name in names)
+
+
+def test_the_version_of_torch_counts_where_its_products_are_taken() -> None:
+    import torch
+    from tiny_model import tiny_model
+
+    from batchgen.kernels.reference import ReferenceKernels
+
+    version = f"torch{torch.__version__.partition('+')[0]}"
+    kernels = tiny_model(torch.float32, ReferenceKernels()).numerics["kernels"]
+    assert kernels.endswith(f"plain-{version}")
