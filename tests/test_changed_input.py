@@ -21,6 +21,7 @@ from batchgen.data.rows import CHUNK_ROWS, chunked
 from batchgen.errors import InputChanged, ResumeMismatch, UsageError
 from batchgen.records import BadRow, Record
 from batchgen.run import RunOptions
+from batchgen.run import job as job_module
 from batchgen.run import rows as rows_module
 from batchgen.run.rows import RowRange
 from batchgen.spec import JobSpec
@@ -290,6 +291,7 @@ def test_rows_that_were_there_for_a_while_are_not_counted(job: JobMaker, monkeyp
 
     job.run(job.spec(output={"path": str(job.folder / "reference")}))
     monkeypatch.setattr(rows_module, "COUNT_BYTES", 0)
+    monkeypatch.setattr(job_module, "check_columns", lambda *args, **kwargs: None)  # likewise another reading
     monkeypatch.setattr(reader, "chunked", meddling)
     assert job.run().exit_code == 0
     assert meddled == [100, 60]
