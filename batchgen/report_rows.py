@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchgen.spec import RECORD_KEYS
+
 LATENCIES = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
 NUM_SLOWEST = 10
 _BUCKETS_PER_E = 100  # buckets one percent wide
@@ -89,9 +91,10 @@ class RowTotals:
             self.latencies[name].add(timings[name])
         if "total_s" in timings:
             self._note_slow(record, usage, timings)
-        if self.expected is not None and record.get(self.expected) is not None:
+        kept = f"input_{self.expected}" if self.expected in RECORD_KEYS else self.expected  # as outputs name it
+        if kept is not None and record.get(kept) is not None:
             self.compared += 1
-            self.correct += record.get("text", "").strip() == str(record[self.expected]).strip()
+            self.correct += record.get("text", "").strip() == str(record[kept]).strip()
 
     def add_error(self, dead_letter: Mapping[str, Any]) -> None:
         """Take in a line of ``errors.jsonl``; an OpenAI error file nests the code."""

@@ -134,6 +134,13 @@ def test_an_empty_input_is_a_job_of_no_rows(job: JobMaker) -> None:
     assert job.outputs() == []
 
 
+def test_an_expected_column_named_as_a_field_of_the_record_is_compared_all_the_same(job: JobMaker) -> None:
+    job.write([row | {"text": "nothing that is generated"} for row in rows_of(4)])
+    report = job.run(job.spec(output={"expected": "text"})).report
+    assert report is not None
+    assert (report["accuracy"]["correct"], report["accuracy"]["total"]) == (0, 4)
+
+
 def test_limit_takes_the_first_rows(job: JobMaker) -> None:
     job.write(rows_of(9))
     job.run(job.spec(input={"limit": 4}))
