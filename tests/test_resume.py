@@ -15,7 +15,7 @@ from stub_engine import stub_factory
 
 from batchgen.data import files
 from batchgen.data.journal import Journal
-from batchgen.errors import ModelError, ResumeMismatch, StorageError, UsageError
+from batchgen.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.plan import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
 from batchgen.run import job as job_module
@@ -197,6 +197,18 @@ def test_the_advice_on_other_numerics_names_the_flags_that_go_on(job: JobMaker) 
     with pytest.raises(ResumeMismatch, match="go on with --dtype float32, or start anew with --overwrite") as caught:
         run_job(job.spec(), quiet(), engine_factory=other)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_goes_on_on_another_device_of_the_same_kind(job: JobMaker) -> None:
+    def on_cuda(spec: JobSpec, model: ModelInfo) -> Backend:
+        numerics = {"dtype": "bfloat16", "device": "cuda"}
+        return dataclasses.replace(stub_factory(fails=frozenset())(spec, model), numerics=numerics)
+
+    job.write(rows_of(5))
+    first = run_job(job.spec(model={"device": "cuda:0"}), quiet(max_total_tokens=1), engine_factory=on_cuda)
+    assert first.exit_code == ExitCode.STOPPED
+    done = run_job(job.spec(model={"device": "cuda:1"}), quiet(), engine_factory=on_cuda)
+    assert done.exit_code == ExitCode.OK
 
 
 def test_cuda_without_a_gpu_is_one_line_and_leaves_no_trace(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:

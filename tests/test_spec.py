@@ -252,9 +252,16 @@ def test_dtype_and_device_are_compared_by_what_they_come_to() -> None:
     assert not {"model.dtype", "model.device"} & load_job(None, NEEDED).output_keys().keys()
 
 
-@pytest.mark.parametrize("device", ["cuda:9", "gpu", "cuda:0"])
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
+def test_a_device_may_carry_a_number(device: str) -> None:
+    assert load_job(None, with_flags("model", "device", device)).model.device == device
+
+
+@pytest.mark.parametrize(
+    "device", ["cuda:", "gpu", "cuda:-1", "cuda:x", "cpu:0", "cuda:0\n", "cuda:99999", "cuda:\u0661"]
+)
 def test_a_device_that_is_none_is_refused_in_one_line(device: str) -> None:
-    with pytest.raises(UsageError, match=rf"^--device = '{device}': must be one of auto, cpu, cuda") as caught:
+    with pytest.raises(UsageError, match=r"^--device = '.*': must be one of auto, cpu, cuda or cuda:N") as caught:
         load_job(None, with_flags("model", "device", device))
     assert "\n" not in str(caught.value)
 

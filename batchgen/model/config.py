@@ -252,7 +252,10 @@ class _Values:
 
     def rope_theta(self) -> float:
         nested = _Values(self.rope("rope_parameters"), self.where)
-        return nested.number("rope_theta", default=self.number("rope_theta", "theta", default=1e6))
+        theta = nested.number("rope_theta", default=self.number("rope_theta", "theta", default=1e6))
+        if theta < 1:
+            raise self.error(f"rope_theta must be at least 1, or angles grow beyond float32, not {theta}")
+        return theta
 
     def bos_token_id(self) -> int | None:
         value: int | None = self.get("bos_token_id", default=None)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_model import tiny_model
+from tiny_model import raw_config, tiny_model
 
-from batchgen.engine import EngineConfig
+from batchgen.engine import Engine, EngineConfig
 from batchgen.engine import sizes as sizes_module
-from batchgen.engine.memory import available_bytes
-from batchgen.engine.sizes import resolve
+from batchgen.engine.memory import available_bytes, total_bytes
+from batchgen.engine.sizes import resolve, sizes_for, use_threads
 from batchgen.errors import ExitCode, UsageError
 from batchgen.model.cache import allocate, conv_slot_bytes, kv_block_bytes
 from batchgen.model.config import ModelConfig
@@ -68,6 +68,47 @@ def test_a_size_that_cannot_work_is_refused_by_name(changes: dict[str, int]) -> 
     assert caught.value.exit_code == ExitCode.USAGE
 
 
+@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs", "block_size"])
+def test_a_size_beyond_any_use_is_refused_by_name(name: str) -> None:
+    for value in (10**9, 10**400):
+        with pytest.raises(UsageError, match=f"{name} .*: must be at most") as caught:
+            EngineConfig(**{name: value})
+        assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("kv_memory", {"kv_memory": 1 << 50}),
+        ("max_num_seqs", {"max_num_seqs": 60_000, "block_size": 1, "kv_memory": BLOCK_BYTES}),
+        ("max_num_batched_tokens", {"max_num_batched_tokens": 1 << 20, "kv_memory": 1000 * BLOCK_BYTES}),
+    ],
+    ids=str,
+)
+def test_a_size_that_needs_more_memory_than_there_is_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, changes: dict[str, int]
+) -> None:
+    monkeypatch.setattr(sizes_module, "total_bytes", lambda: 1000 * BLOCK_BYTES)
+    with pytest.raises(UsageError, match=rf"^{name}: .* GB, the device has .* GB; lower it$"):
+        resolve(EngineConfig(**changes), MODEL)
+
+
+def test_no_more_blocks_are_made_than_the_host_can_keep_books_on() -> None:
+    model = ModelConfig.from_dict(raw_config(full_attn_idxs=[], conv_L_cache=1, max_position_embeddings=2**31 - 1), "")
+    assert sizes_for(EngineConfig(), model, 4, 1 << 40).num_blocks <= 1 << 22
+
+
+def test_more_threads_than_could_be_of_use_are_refused(threads_as_before: None) -> None:
+    use_threads(64, MODEL.config)
+    assert torch.get_num_threads() == 64
+    for threads in (100_000, 10**400):
+        with pytest.raises(UsageError, match=r"^threads 1.*0: at most \d+ on this machine, which has \d+ CPUs$"):
+            use_threads(threads, MODEL.config)
+        with pytest.raises(UsageError, match="threads"):
+            Engine(MODEL, EngineConfig(threads=threads))
+    assert torch.get_num_threads() == 64
+
+
 def test_the_bytes_counted_are_the_bytes_allocated() -> None:
     for block_size in (3, 16, 24):
         state = allocate(
@@ -93,4 +134,4 @@ def test_the_published_shapes_take_the_published_state(name: str, kv_token_kib: 
 
 
 def test_available_memory_is_a_sane_number() -> None:
-    assert 0 < available_bytes() < 1 << 50
+    assert 0 < available_bytes() <= total_bytes() < 1 << 50

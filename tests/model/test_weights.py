@@ -249,6 +249,14 @@ def test_dtype_and_device_are_checked_by_name() -> None:
         resolve_device("tpu")
 
 
+def test_a_cuda_device_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ModelError, match=r"'cuda:2': the last CUDA device .* is cuda:1"):
+        resolve_device("cuda:2")
+
+
 def test_a_folder_is_loaded_by_its_path(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     assert load_config(str(tmp_path)).hidden_size == 64

@@ -1,0 +1,138 @@
+"""Where memory or address space do not suffice, a command says so in one line and never calls it a bug."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pytest
+import torch
+from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of
+
+from batchgen import cli
+from batchgen.cli import call
+from batchgen.engine.memory import available_bytes
+from batchgen.errors import ExitCode, OutOfMemory, UsageError
+from batchgen.machine import is_out_of_memory, memory_errors, require_address_space
+from batchgen.run import run_job
+
+GB = 10**9
+
+
+def of_torch() -> object:
+    return torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def of_numpy() -> object:
+    return np.zeros(1 << 50, dtype=np.uint8)
+
+
+def of_the_loader() -> NoReturn:
+    try:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    except OSError as error:
+        raise ImportError("libx.so: failed to map segment from shared object") from error
+
+
+def of_a_gpu() -> NoReturn:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB")
+
+
+@pytest.mark.parametrize(
+    ("fail", "amount"),
+    [(of_torch, "1125899906842624 bytes"), (of_numpy, "1.00 PiB"), (of_the_loader, ""), (of_a_gpu, "2.00 GiB")],
+)
+def test_memory_that_runs_out_is_one_line_with_what_for_and_how_much(fail: Callable[[], object], amount: str) -> None:
+    with pytest.raises(OutOfMemory) as caught, memory_errors("loading the weights"):
+        fail()
+    message = str(caught.value)
+    assert message.startswith("out of memory while loading the weights")
+    assert "--kv-memory" in message
+    assert amount in message
+    assert "\n" not in message
+    assert caught.value.exit_code == ExitCode.CRASH
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("x"), RuntimeError("shapes differ"), UsageError("out of memory"), OSError()]
+)
+def test_other_errors_pass(error: Exception) -> None:
+    assert isinstance(error, UsageError) or not is_out_of_memory(error)
+    with pytest.raises(type(error)) as caught, memory_errors("anything"):
+        raise error
+    assert caught.value is error
+
+
+def test_a_command_out_of_memory_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cli, "cli", type("Cli", (), {"main": staticmethod(lambda *_, **__: of_numpy())}))
+    assert call(["status", str(tmp_path)]) == ExitCode.CRASH
+    said = capsys.readouterr().err
+    assert said.startswith("batchgen: error: out of memory while running this command (asked for 1.00 PiB more): ")
+    assert said.count("\n") == 1
+
+
+def test_weights_for_which_there_is_no_memory_are_one_line(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    from batchgen.model import loading
+
+    monkeypatch.setattr(loading, "Lfm2Model", lambda *_: of_torch())
+    job.write(rows_of(1))
+    with pytest.raises(OutOfMemory, match="out of memory while loading the weights"):
+        run_job(job.spec(), quiet())
+    monkeypatch.undo()
+    assert job.run().exit_code == ExitCode.OK
+
+
+def test_state_for_which_there_is_no_memory_is_one_line(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    from batchgen.engine import model_runner
+
+    monkeypatch.setattr(model_runner, "allocate", lambda *_, **__: of_numpy())
+    job.write(rows_of(1))
+    with pytest.raises(OutOfMemory, match="out of memory while allocating KV blocks and convolution state"):
+        run_job(job.spec(), quiet())
+
+
+def in_address_space(num_bytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+
+    command = [sys.executable, "-m", "batchgen", *arguments]
+    return subprocess.run(
+        command, env=ENVIRONMENT, preexec_fn=limit, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("command", ["run", "check", "bench"])
+@pytest.mark.parametrize("num_bytes", [7 * GB // 10, GB, 2 * GB])
+def test_a_small_address_space_is_refused_before_anything_large_is_loaded(
+    job: JobMaker, command: str, num_bytes: int
+) -> None:
+    job.write(rows_of(1))
+    arguments = [str(job.toml())] if command == "run" else ["--model", str(MODEL)]
+    done = in_address_space(num_bytes, command, *arguments)
+    assert (done.returncode, done.stdout) == (ExitCode.USAGE, ""), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert f"the address space is limited to {num_bytes / GB:.1f} GB" in done.stderr
+    assert "ulimit -v unlimited" in done.stderr
+    assert not job.output.exists()
+
+
+def test_the_room_for_weights_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (5 * GB, 5 * GB))
+    require_address_space()
+    with pytest.raises(UsageError, match=r"limited to 5.0 GB, running this model takes 6.1 GB"):
+        require_address_space(4 * GB)
+
+
+def test_available_memory_is_what_the_address_space_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (taken + GB // 10,) * 2)
+    assert available_bytes() <= GB // 10
