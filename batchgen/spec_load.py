@@ -194,8 +194,15 @@ def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
         return _absolute(base, value)
     if section == "model" and key in ("path", "tokenizer") and value and not value.startswith("dummy:"):
         looks_like_path = value.startswith((".", "/", "~"))
-        return _absolute(base, value) if looks_like_path or (base / value).exists() else value
+        return _absolute(base, value) if looks_like_path or _exists(base / value) else value
     return value
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def _absolute(base: Path, path: str) -> str:

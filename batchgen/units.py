@@ -26,7 +26,10 @@ def parse_size(text: str) -> int:
         raise ValueError('must be a size such as "4GiB" or "512MB"')
     number, prefix, binary, byte = match.groups()
     base = 1000 if byte and not binary else 1024
-    return int(float(number) * base ** _POWER[prefix.lower()])
+    size = float(number) * base ** _POWER[prefix.lower()]
+    if size >= 2**63:
+        raise ValueError("must be a size that an address can reach, below 8 EiB")
+    return int(size)
 
 
 def parse_duration(text: str) -> float:

@@ -101,13 +101,9 @@ def test_state_for_which_there_is_no_memory_is_one_line(job: JobMaker, monkeypat
 
 
 def in_address_space(num_bytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-
-    command = [sys.executable, "-m", "batchgen", *arguments]
-    return subprocess.run(
-        command, env=ENVIRONMENT, preexec_fn=limit, capture_output=True, text=True, timeout=120, check=False
-    )
+    limited = ["sh", "-c", 'ulimit -v "$0" && exec "$@"', str(num_bytes // 1024)]
+    command = [*limited, sys.executable, "-m", "batchgen", *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize("command", ["run", "check", "bench"])

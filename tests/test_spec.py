@@ -252,6 +252,11 @@ def test_dtype_and_device_are_compared_by_what_they_come_to() -> None:
     assert not {"model.dtype", "model.device"} & load_job(None, NEEDED).output_keys().keys()
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+def test_a_model_name_that_no_file_can_have_is_left_to_the_lookup(name: str) -> None:
+    assert load_job(None, with_flags("model", "path", name)).model.path == name
+
+
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
 def test_a_device_may_carry_a_number(device: str) -> None:
     assert load_job(None, with_flags("model", "device", device)).model.device == device
@@ -306,6 +311,8 @@ def test_durations_add_up(days: int, hours: int, minutes: int, seconds: int) -> 
     ("parse", "text"),
     [
         (parse_size, "4XB"),
+        (parse_size, "9" * 400),
+        (parse_size, "8388608TiB"),
         (parse_duration, "soon"),
         (parse_duration, ""),
         (parse_share, "5"),
