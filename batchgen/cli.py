@@ -21,7 +21,7 @@ import click
 from batchgen import __version__
 from batchgen.cli_bench import bench
 from batchgen.cli_check import check
-from batchgen.cli_options import TITLES, F, GroupedCommand, GroupedOption, job_options, take, take_job_flags
+from batchgen.cli_options import TITLES, F, GroupedCommand, GroupedOption, LocalPath, job_options, take, take_job_flags
 from batchgen.cli_plan import plan
 from batchgen.cli_report import report
 from batchgen.cli_say import is_of_stdout, say, settle, show
@@ -128,7 +128,7 @@ def cli() -> None:
 
 
 @cli.command(cls=GroupedCommand)
-@click.argument("job", required=False, metavar="[JOB.toml]", type=click.Path(path_type=Path))
+@click.argument("job", required=False, metavar="[JOB.toml]", type=LocalPath())
 @job_options("model", "input", "sampling", "engine", "output")
 @_run_option("--overwrite", is_flag=True, help="Start anew, dropping what the run directory holds.")
 @_run_option("--strict", is_flag=True, help="Refuse to start on any bad row.")
@@ -138,7 +138,7 @@ def cli() -> None:
 @_run_option("--max-total-tokens", metavar="N", help="Stop after computing N tokens.")
 @_run_option("--shard", metavar="I/N", help="Run the I-th of N parts of the rows.")
 @_run_option("--allow-mixed-kernels", is_flag=True, help=MIXED_HELP)
-@_run_option("--metrics-file", metavar="FILE", type=click.Path(path_type=Path), help="Prometheus metrics at the end.")
+@_run_option("--metrics-file", metavar="FILE", type=LocalPath(), help="Prometheus metrics at the end.")
 @_progress_options
 @click.pass_obj
 def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any) -> int:
@@ -202,7 +202,7 @@ def _run_options(values: dict[str, Any]) -> RunOptions:
 
 
 @cli.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=LocalPath())
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of text; with --watch an object a line.")
 @click.option("--watch", is_flag=True, help="Show it anew every 2 s until the run ends.")
 def status(folder: Path, as_json: bool, watch: bool) -> int:
@@ -229,7 +229,7 @@ def status(folder: Path, as_json: bool, watch: bool) -> int:
 
 
 @cli.command(cls=GroupedCommand)
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=LocalPath())
 @job_options("engine")
 @_run_option("--allow-mixed-kernels", is_flag=True, help=MIXED_HELP)
 @_progress_options
@@ -257,8 +257,8 @@ def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) 
 
 
 @cli.command()
-@click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-o", "--output", metavar="DIR", required=True, type=click.Path(path_type=Path), help="A new folder.")
+@click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=LocalPath())
+@click.option("-o", "--output", metavar="DIR", required=True, type=LocalPath(), help="A new folder.")
 @click.option("--allow-mixed-kernels", is_flag=True, help="Join rows of different kernels, whose tokens may differ.")
 def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) -> int:
     """Join the shards of one job into one run.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file
-from batchgen.cli_options import GroupedCommand, job_options, take_job_flags
+from batchgen.cli_options import GroupedCommand, LocalPath, job_options, take_job_flags
 from batchgen.cli_say import show
 from batchgen.errors import ExitCode, UsageError
 from batchgen.machine import require_address_space
@@ -19,9 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand)
-@click.option(
-    "--workload", type=click.Path(path_type=Path), metavar="FILE", help="JSONL with prompt_token_ids, max_tokens."
-)
+@click.option("--workload", type=LocalPath(), metavar="FILE", help="JSONL with prompt_token_ids, max_tokens.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Take the first N rows of the workload.")
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A made-up workload.")
 @click.option("--num-requests", type=click.IntRange(1), metavar="N", help="Make up N requests.")

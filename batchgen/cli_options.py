@@ -5,14 +5,18 @@ It turns texts into the raw values a job file would have held; judging them is l
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
+from batchgen.paths import check_path
 from batchgen.records import SamplingParams
 from batchgen.spec import BOOL, COLUMNS, SECTIONS, Kind, flag_name
+from batchgen.units import shortened, shown
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,6 +52,21 @@ TITLES = {
     "output": "Output",
     "run": "This run",
 }
+
+
+class LocalPath(click.Path):
+    """A file or folder on this machine, which need not exist."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path. Fails where ``check_path`` does."""
+        try:
+            check_path(os.fspath(value))
+        except ValueError as error:
+            self.fail(f"{shown(value, 60)}: {error}", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class GroupedOption(click.Option):
@@ -181,4 +200,4 @@ def take(values: Mapping[str, Any], name: str, parse: Callable[[str], Any]) -> A
     try:
         return parse(text)
     except ValueError as error:
-        raise click.UsageError(f"--{name.replace('_', '-')} {text}: {error}") from None
+        raise click.UsageError(f"--{name.replace('_', '-')} {shortened(text, 60)}: {error}") from None

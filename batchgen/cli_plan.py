@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
-from batchgen.cli_options import GroupedCommand, job_options, take, take_job_flags
+from batchgen.cli_options import GroupedCommand, LocalPath, job_options, take, take_job_flags
 from batchgen.cli_say import show
 from batchgen.errors import ExitCode
 from batchgen.units import parse_count, parse_duration, parse_shard
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("job", required=False, metavar="[JOB.toml]", type=click.Path(path_type=Path))
+@click.argument("job", required=False, metavar="[JOB.toml]", type=LocalPath())
 @click.option("--calibrate", is_flag=True, help="Time real steps of the model for about 10 s.")
 @click.option("--fail-if-over", metavar="DURATION", help="Exit 4 if the job would take longer.")
 @click.option("--expect-output", metavar="N", help="Tokens a row is expected to generate.")

@@ -8,17 +8,18 @@ from typing import Any
 
 import click
 
+from batchgen.cli_options import LocalPath
 from batchgen.cli_say import show
 from batchgen.errors import ExitCode
 from batchgen.units import parse_share
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="DIR", type=LocalPath())
 @click.option("--json", "as_json", is_flag=True, help="The content of report.json: --format json.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "prometheus"]), default="text", help="[text]")
-@click.option("--html", metavar="FILE", type=click.Path(path_type=Path), help="Write a page with pictures to FILE.")
-@click.option("--compare", metavar="OTHER", type=click.Path(path_type=Path), help="Run directory, or its report.json.")
+@click.option("--html", metavar="FILE", type=LocalPath(), help="Write a page with pictures to FILE.")
+@click.option("--compare", metavar="OTHER", type=LocalPath(), help="Run directory, or its report.json.")
 @click.option("--max-regress", metavar="SHARE", help="With --compare: exit 4 on a regression, such as 5%.")
 def report(
     folder: Path, as_json: bool, form: str, html: Path | None, compare: Path | None, max_regress: str | None

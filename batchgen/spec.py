@@ -18,6 +18,7 @@ from batchgen.units import parse_size
 
 Auto = Literal["auto"]
 
+_MAX_INTEGER = 2**63 - 1
 RECORD_KEYS = frozenset(
     {"id", "index", "text", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
     | {"choices", "prompt_logprobs", "perplexity"}
@@ -55,17 +56,22 @@ def _bool(value: object) -> bool:
     return value
 
 
+def _at_most(value: object) -> str:
+    """The upper bound, for those who met it."""
+    return f" and at most {_MAX_INTEGER}" if isinstance(value, int) and value > _MAX_INTEGER else ""
+
+
 def _positive(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError("must be an integer of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_INTEGER:
+        raise ValueError(f"must be an integer of at least 1{_at_most(value)}")
     return value
 
 
 def _positive_or_auto(value: object) -> int | Auto:
     if value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError('must be "auto" or an integer of at least 1')
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_INTEGER:
+        raise ValueError(f'must be "auto" or an integer of at least 1{_at_most(value)}')
     return value
 
 
@@ -74,8 +80,8 @@ def _size_or_auto(value: object) -> int | Auto:
         return "auto"
     if isinstance(value, str):
         value = parse_size(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError('must be "auto" or a size such as "4GiB"')
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_INTEGER:
+        raise ValueError(f'must be "auto" or a size such as "4GiB"{_at_most(value)}')
     return value
 
 

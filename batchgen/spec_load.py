@@ -18,8 +18,10 @@ from typing import Any
 from batchgen.data.params import PARAM_KEYS, ParamError, merge_params
 from batchgen.data.presets import card_values
 from batchgen.errors import UsageError
+from batchgen.paths import check_path
 from batchgen.records import SamplingParams
 from batchgen.spec import COLUMNS, SECTIONS, JobSpec, Kind, flag_name
+from batchgen.units import shown
 
 Values = dict[str, dict[str, Any]]
 
@@ -48,9 +50,7 @@ class Layer:
 
     def problem(self, section: str, key: str, value: object, why: str) -> UsageError:
         """The error for one value; a long value is shortened."""
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        return UsageError(f"{self.place(section, key)} = {shown}: {why}")
+        return UsageError(f"{self.place(section, key)} = {shown(value, 60)}: {why}")
 
 
 def load_job(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = None) -> JobSpec:
@@ -106,13 +106,17 @@ def read_layer(path: Path) -> Layer:
         raise UsageError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from error
+    except ValueError as error:  # what tomllib leaves to int()
+        raise UsageError(f"{path}: holds a number of too many digits") from error
+    except RecursionError as error:
+        raise UsageError(f"{path}: nested too deeply for a job file") from error
     layer = Layer(table, path.resolve().parent, str(path), text)
     for section, values in table.items():
         if section not in _ALL_SECTIONS:
             nearest = _nearest(section, _ALL_SECTIONS)
             raise UsageError(f"{path}: unknown section [{section}]{nearest}")
         if not isinstance(values, dict):
-            raise UsageError(f"{path}: {section} = {values!r}: must be a section, [{section}]")
+            raise UsageError(f"{path}: {section} = {shown(values, 60)}: must be a section, [{section}]")
         for key, value in values.items():
             _check_known(layer, section, key)
             values[key] = _expand(layer, section, key, value)
@@ -187,26 +191,36 @@ def _sampling_columns(layer: Layer, base: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
-    """Make paths absolute; what is no path (``-``, ``hf:``, ``dummy:``, a Hub id) stays as it is."""
+    """Make paths absolute; what is no path (``-``, ``hf:``, ``dummy:``, a Hub id) stays as it is.
+
+    Raises ValueError for what can be neither.
+    """
     if section == "input" and key == "path":
-        return tuple(item if item == "-" or item.startswith("hf:") else _absolute(base, item) for item in value)
+        return tuple(_input(base, item) for item in value)
     if section == "output" and key == "path":
         return _absolute(base, value)
     if section == "model" and key in ("path", "tokenizer") and value and not value.startswith("dummy:"):
+        check_path(value)
         looks_like_path = value.startswith((".", "/", "~"))
-        return _absolute(base, value) if looks_like_path or _exists(base / value) else value
+        return _absolute(base, value) if looks_like_path or (base / value).exists() else value
     return value
 
 
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
+def _input(base: Path, item: str) -> str:
+    if not item.startswith("hf:"):
+        return item if item == "-" else _absolute(base, item)
+    check_path(item.removeprefix("hf:").partition("?")[0])  # which may be a folder
+    return item
 
 
 def _absolute(base: Path, path: str) -> str:
-    return os.path.normpath(base / Path(path).expanduser())
+    check_path(path)
+    try:
+        absolute = os.path.normpath(base / Path(path).expanduser())
+    except RuntimeError:
+        raise ValueError("has a ~ that stands for no folder") from None
+    check_path(absolute)
+    return absolute
 
 
 def _check_together(spec: JobSpec) -> None:

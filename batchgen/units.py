@@ -116,6 +116,15 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
+def shown(value: object, width: int) -> str:
+    """``repr(value)`` on at most ``width`` characters, whatever the value: huge numbers and deep nesting have none."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"(a huge {type(value).__name__})"
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
 def format_duration(seconds: float) -> str:
     """A duration as people read it: ``4.2 s``, ``3m 05s``, ``2h 07m``, ``3d 04h``."""
     if seconds < 60:

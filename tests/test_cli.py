@@ -215,6 +215,26 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
     assert not job.output.exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("status {}", "report {}", "retry {}", "merge {} -o x", "merge x -o {}", "run {}", "plan {}"),
+        *("report x --html {}", "report x --compare {}", "run {job} --metrics-file {}"),
+        *("bench --model m --workload {}", "check --model {}"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "words"), [("x" * 300, "is too long for a path"), ("s3://a/b", "s3:// is no local path")]
+)
+def test_what_can_be_no_path_here_exits_2_in_every_command(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], arguments: str, path: str, words: str
+) -> None:
+    job.write(rows_of(1))
+    code, _, err = said(capsys, *arguments.replace("{job}", str(job.toml())).replace("{}", path).split())
+    assert (code, err.count("\n")) == (2, 1)
+    assert words in err
+
+
 def test_failed_rows_exit_3(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write([*rows_of(2), "{"])
     code, _, err = said(capsys, "run", job.toml())

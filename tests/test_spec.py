@@ -162,6 +162,47 @@ def test_a_job_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(refusal.value)
 
 
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[input]\npath = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("[input.path" + ".a" * 5000 + "]\nb = 1", "must be a string or a list of strings"),
+        ("[input]\nlimit = " + "9" * 5000, "a number of too many digits"),
+        ("[input]\nlimit = 0x" + "f" * 5000, r"limit = \(a huge int\): must be an integer of at least 1 and at most"),
+        ("[sampling]\nstop = [0x" + "f" * 5000 + "]", r"stop = \(a huge list\) must be a list of strings"),
+        ("[engine]\nkv_memory = '" + "9" * 400 + "GiB'", "below 8 EiB"),
+        ('[output]\npath = "a\\u0000b"', "output.path = .*: holds a NUL"),
+        (f'[output]\npath = "{LONG}"', "output.path = .*: is too long for a path"),
+        ('[input]\npath = ["ok", "a\\u0000b"]', "input.path = .*: holds a NUL"),
+        (f'[input]\npath = "hf:{LONG}"', "input.path = .*: is too long for a path"),
+        ('[model]\npath = "a\\u0000b"', "model.path = .*: holds a NUL"),
+        (f'[model]\npath = "{LONG}"', "model.path = .*: is too long for a path"),
+        (f'[model]\npath = "m"\ntokenizer = "{LONG}"', "model.tokenizer = .*: is too long for a path"),
+        ('[input]\npath = "~nobody-here/x"', "input.path = .*: has a ~ that stands for no folder"),
+    ],
+    ids=lambda value: value[:24],
+)
+def test_values_that_break_parsers_or_file_systems_are_refused_in_one_line(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words) as refusal:
+        from_text(tmp_path, text)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "http", "https", "hdfs", "file"])
+@pytest.mark.parametrize(("section", "key"), [("input", "path"), ("model", "path"), ("output", "path")])
+def test_remote_paths_are_refused_with_what_to_do(section: str, key: str, scheme: str) -> None:
+    value = f"{scheme}://bucket/x"
+    with pytest.raises(
+        UsageError, match=f"{scheme}:// is no local path, and remote files are neither read nor written"
+    ):
+        load_job(None, with_flags(section, key, [value] if section == "input" else value))
+
+
 def test_an_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     with pytest.raises(UsageError, match="is a file"):

@@ -13,6 +13,7 @@ from typing import Any
 
 from batchgen.data.presets import PRESET_NAMES, card_values
 from batchgen.records import SamplingParams
+from batchgen.units import shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
@@ -205,6 +206,5 @@ def _parsed(key: str, value: Any) -> Any:
 
 def _shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 200:
-        return "(a huge number)"  # Python refuses to print one of more than 4300 digits
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        return "(a huge number)"
+    return shown(value, 80)
