@@ -224,7 +224,9 @@ class _Job:
         with self.progress.phase("loading the model", "load"):
             backend = self.engine_factory(self.spec, model)
             model.check_unchanged(self.digests)
-            return backend
+        for line in backend.notes:
+            self.progress.display.note(line)
+        return backend
 
     def _resumed_backend(self, inputs: _Inputs) -> Backend:
         """The engine, loaded now if it was not yet. Raises ResumeMismatch if it computes otherwise than before."""

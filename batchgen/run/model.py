@@ -64,13 +64,15 @@ class EngineLike(Protocol):
 class Backend:
     """An engine with its weights, and the numerics it computes in; other numerics would give other tokens.
 
-    ``facts`` says for the report, once the engine has run, what sizes it had and what the machine can do.
+    ``facts`` says for the report, once the engine has run, what sizes it had and what the machine can do; ``notes``
+    is for the user, before it runs.
     """
 
     engine: EngineLike
     numerics: dict[str, str]
     threads: int
     facts: Callable[[], Mapping[str, Any]] = dict
+    notes: tuple[str, ...] = ()
 
     def check(
         self, begun: Mapping[str, str] | None, folder: Path, *, allow_mixed_kernels: bool = False
@@ -217,7 +219,19 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     stop_watch = StopStrings(info.tokenizer) if info.tokenizer else None
     make = Engine if step_by_step else make_engine
     engine = make(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch)
-    return Backend(engine, model.numerics, torch.get_num_threads(), partial(engine_facts, engine))
+    facts = partial(engine_facts, engine)
+    return Backend(engine, model.numerics, torch.get_num_threads(), facts, _notes(model.numerics))
+
+
+def _notes(numerics: Mapping[str, str]) -> tuple[str, ...]:
+    """What a user should know of how the model runs here."""
+    if numerics["device"] != "cpu" or numerics["dtype"] == "float16":  # these take other kernels
+        return ()
+    from batchgen.kernels.cpu.parallel import keeps_kernels
+
+    if keeps_kernels():
+        return ()
+    return ("kernels cannot be kept here, so each start compiles them anew: set XDG_CACHE_HOME to a writable folder",)
 
 
 def engine_config(sizes: EngineSpec) -> EngineConfig:

@@ -132,9 +132,17 @@ class Kernel:
         """The C function for ``dtype``."""
         if dtype not in self._compiled:
             with _cache_folder() as usable:
-                self._compiled[dtype] = cfunc(SIGNATURE, cache=usable)(self._sources[dtype])
+                self._compiled[dtype] = self._compile(dtype, cache=usable)
             self._addresses[dtype] = self._compiled[dtype].address
         return self._compiled[dtype]
+
+    def _compile(self, dtype: torch.dtype, *, cache: bool) -> Any:
+        try:
+            return cfunc(SIGNATURE, cache=cache)(self._sources[dtype])
+        except OSError:
+            if not cache:
+                raise
+            return self._compile(dtype, cache=False)  # the disk is full, say: that a file cannot be kept stops no run
 
     def launch(self, dtype: torch.dtype, num_items: int, *arguments: int, num_ranges: int | None = None) -> None:
         """Run all items, on torch's number of threads; returns when the last is done (or ``diverted`` has them).
@@ -156,6 +164,12 @@ class Kernel:
             return
         with LAUNCHING:
             launch(code, at, workers)
+
+
+def keeps_kernels() -> bool:
+    """Whether what is compiled can be kept on disk for the next process."""
+    with _cache_folder() as usable:
+        return usable
 
 
 @contextmanager
