@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from batchgen.cli import cli
 from batchgen.errors import ExitCode, RowErrorCode
 from batchgen.spec_load import load_job
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_help_shown_is_the_programs_own() -> None:
@@ -20,6 +23,26 @@ def test_the_help_shown_is_the_programs_own() -> None:
     assert shown is not None
     result = CliRunner().invoke(cli, ["--help"], prog_name="batchgen", terminal_width=80)
     assert shown[1] == result.output
+
+
+def test_the_row_shown_is_one_of_the_sample_data() -> None:
+    shown, output = (json.loads(text) for text in re.findall(r"```json\n(.*?)```", README, re.DOTALL)[:2])
+    rows = (REPOSITORY / "sample_data" / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(rows[output["index"]]) == shown
+    assert {name: output[name] for name in ("id", "task", "answer")} == {
+        k: v for k, v in shown.items() if k != "question"
+    }
+
+
+def test_the_python_shown_prints_what_it_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert shown is not None
+    monkeypatch.chdir(REPOSITORY)
+    exec(shown[1], {})
+    said = capsys.readouterr().out.splitlines()
+    assert sorted(said) == re.findall(r"\d \w+", shown[1].rpartition("#")[2]) != []
 
 
 def test_the_job_file_shown_loads(tmp_path: Path) -> None:
