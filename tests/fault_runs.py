@@ -248,7 +248,9 @@ class Stage:
             os.dup2(said, 2)
             stdin = os.open(self.work / "input.jsonl" if self.scenario.has_stdin else os.devnull, os.O_RDONLY)
             os.dup2(stdin, 0)
-            sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the descriptor itself
+            sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the descriptors themselves
+            sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
             os.environ["BATCHGEN_DEBUG"] = "1"
             injector.arm()
             code = call(command, engine_factory=None if stub is None else stub_factory(**stub))

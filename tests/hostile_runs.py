@@ -67,7 +67,9 @@ def _child(case: Case, folder: Path, said: int) -> NoReturn:
         os.chdir(folder)
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
-        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the descriptor itself
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - the descriptors themselves
+        sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         os.dup2(said, 1)
         os.dup2(said, 2)
         os.environ |= {"BATCHGEN_DEBUG": "1", "HF_HUB_OFFLINE": "1", "HOME": str(folder / "home")}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import fault_runs
 import pytest
-from fault_injection import sqlite_calls
+from fault_injection import Fault, Operation, sqlite_calls
 from run_helpers import ENVIRONMENT
 
 SEED = 13
@@ -97,3 +97,16 @@ def test_the_first_operation_of_a_run_is_the_making_of_its_folder(fast_folder: P
     stage.child(fault_runs.RUN)
     changes = [operation for operation in stage.operations() if operation.takes("kill")]
     assert [(change.name, change.file) for change in changes[:2]] == [("mkdir", "out"), ("create", "run.lock")]
+
+
+def test_a_copy_of_standard_input_that_cannot_be_removed_hides_no_other_error(fast_folder: Path) -> None:
+    stage = fault_runs.Stage(fault_runs.SCENARIOS["run-stdin"], fast_folder)
+    stage.prepare()
+    stage.child(stage.scenario.act)
+    at = stage.operations().index(Operation("open", ".input.spool.tmp"))
+    stage.restore()
+    code, has_failed = stage.child(stage.scenario.act, Fault("EIO", at))
+    assert (code, has_failed) == (2, True)
+    assert "cannot read" in stage.said
+    assert "Input/output error" in stage.said
+    assert "Traceback" not in stage.said

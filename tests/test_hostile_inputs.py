@@ -1,4 +1,4 @@
-"""Hundreds of inputs that no one should write: each ends in its exit code, with each row once, in bounded time and memory.
+"""Hundreds of inputs that no one should write: each ends in its exit code, each row once, in bounded time and memory.
 
 See ``hostile_inputs`` for the cases and ``hostile_runs`` for the promises.
 """

@@ -7,6 +7,7 @@ run nothing. It knows bytes and no rows.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from batchgen.data.files import publish
@@ -41,7 +42,8 @@ class Spool:
             self._staged = None
 
     def drop(self) -> None:
-        """Forget the copy, if it was not kept."""
+        """Forget the copy, if it was not kept; one that cannot be removed is swept away by the next run."""
         if self._staged is not None:
-            self._staged.unlink(missing_ok=True)
+            with suppress(OSError):
+                self._staged.unlink(missing_ok=True)
             self._staged = None
