@@ -78,6 +78,10 @@ class LockedError(BatchgenError):
     exit_code = ExitCode.LOCKED
 
 
+class TokenizerError(Exception):
+    """The tokenizer fails on one text or on one row's tokens: a ``RowError`` by the time it leaves the run's parts."""
+
+
 class RowErrorCode(StrEnum):
     """Stable codes of ``errors.jsonl``."""
 

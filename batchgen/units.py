@@ -12,9 +12,6 @@ from datetime import datetime, timedelta
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxlong = _SHOWN.maxother = 100
-_SHOWN.maxlevel = 3
 _STEERING = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", re.IGNORECASE)
 
@@ -97,11 +94,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def shown(value: object) -> str:
-    """A value of unknown size as an error shows it: its ``repr`` in one line, long parts of it left out."""
-    return _SHOWN.repr(value)
-
-
 def printable(text: str) -> str:
     """One line of text for a terminal: what would steer it, or cannot be encoded, is shown as an escape.
 
@@ -116,11 +108,14 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
-def shown(value: object, width: int) -> str:
-    """``repr(value)`` on at most ``width`` characters, whatever the value: huge numbers and deep nesting have none."""
+def shown(value: object, width: int = 100) -> str:
+    """A value of unknown size as an error shows it: its ``repr`` on at most ``width`` characters."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxlong = short.maxother = width
+    short.maxlevel = 3
     try:
-        text = repr(value)
-    except (ValueError, RecursionError):
+        text = short.repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits
         return f"(a huge {type(value).__name__})"
     return text if len(text) <= width else f"{text[: width - 3]}..."
 

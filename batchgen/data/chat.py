@@ -1,101 +1,213 @@
-"""The model folder's own chat template, rendered as ``transformers`` renders it, in jinja2's sandbox.
+"""The model folder's own chat template, rendered as ``transformers`` renders it, in a process with limits.
 
-A template is code from a stranger: it gets the messages and the special tokens, no file, no module, no attribute that
-leads out of them, and ``sandbox`` bounds what it can allocate.
+``sandbox`` is the program of that process. Here are its limits, and what becomes of a chat whose template passes one:
+an error of that chat, whatever its neighbours are and however busy the machine is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
+from batchgen.errors import BatchgenError
 
-from batchgen.data.sandbox import MAX_SIZE, BoundedEnvironment
+MAX_CHARS = 1 << 24  # of one prompt: beyond any context
+MAX_CPU_S = 5.0  # processor time of one prompt; a published template takes some microseconds
+MAX_BYTES = 512 << 20  # memory of the process, which holds a chat and a prompt of the greatest length
+_MAX_CHAT_BYTES = 4 * MAX_CHARS
+_BATCH_CHATS = 256  # sent at once
+_BATCH_BYTES = 4 << 20
+_MAX_LOST = 5  # processes ended by something else, before that is no chance any more
+_OUT_OF_MEMORY = 77  # its exit status
+_CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    f"from batchgen.data.sandbox import main; main({_OUT_OF_MEMORY})"
+)
 
-_MAX_INDENT = 64
+Chat = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplateError(Exception):
     """The template cannot be compiled, or refuses or fails on these messages; ``str()`` is one line."""
 
 
-class _GenerationBlock(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks what training counts; for a prompt it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    if (len(indent) if isinstance(indent, str) else indent or 0) > _MAX_INDENT:
-        raise jinja2.TemplateError(f"tojson cannot indent by more than {_MAX_INDENT}")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _strftime_at(now: datetime) -> Callable[[str], str]:
-    return now.strftime  # one instant for the whole run: rows must not depend on when they were reached
-
-
 class ChatTemplate:
-    """A compiled template.
+    """A compiled template, in a process that is started anew after a chat has ended it; for one thread.
 
     ``special_tokens`` are the names a template expects, such as ``bos_token``. Raises ChatTemplateError when the
-    source does not compile.
+    source does not compile, for which the limits are those of a prompt.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = BoundedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_at(datetime.now())
+        setup = {
+            "source": source,
+            "special_tokens": dict(special_tokens),
+            "now": datetime.now().isoformat(),  # one for the whole run: rows must not depend on when they were reached
+            "max_chars": MAX_CHARS,
+            "max_cpu_s": MAX_CPU_S,
+            "max_bytes": MAX_BYTES,
+        }
+        self._setup = json.dumps(setup).encode()
+        self._num_lost = 0
+        self._process: _Process | None = self._start()
+
+    def render(self, chats: Sequence[Chat]) -> Iterator[str | ChatTemplateError]:
+        """Per chat, in order, the prompt up to and with the header of the assistant's turn, or what is wrong.
+
+        Raises BatchgenError when the process cannot be started or kept alive.
+        """
+        encoded = [_encode(chat) for chat in chats]
+        answers = self._answers([chat for chat in encoded if isinstance(chat, bytes)])
+        for chat in encoded:
+            yield next(answers) if isinstance(chat, bytes) else chat
+
+    def _answers(self, chats: Sequence[bytes]) -> Iterator[str | ChatTemplateError]:
+        """Answers to all of ``chats``, from as many processes as that takes.
+
+        What ends a process is held against a chat only if it was the process's first, so that nothing earlier chats
+        left there counts; processor time is counted for each chat by itself.
+        """
+        while chats:
+            process = self._process = self._process or self._start()
+            num_before, problem = process.num_rendered, ""
+            try:
+                yield from process.render(_batch(chats))
+            except EOFError:
+                problem = self._cause_of_death(process)
+            finally:
+                if process.num_owed:
+                    process.end()
+                    self._process = None
+            chats = chats[process.num_rendered - num_before :]
+            if problem and (process.is_out_of_time or not process.num_rendered):
+                yield _failed(problem)
+                chats = chats[1:]
+
+    def _start(self) -> _Process:
+        """A process that has compiled the template. Raises ChatTemplateError."""
+        while True:
+            process = _Process()
+            try:
+                problem = process.compile(self._setup)
+            except EOFError:
+                problem = self._cause_of_death(process)
+                if not problem:
+                    continue
+            if problem:
+                process.end()
+                raise ChatTemplateError(f"the chat template does not compile: {problem}")
+            return process
+
+    def _cause_of_death(self, process: _Process) -> str:
+        """Why the template ended a process; empty where something else did. Raises BatchgenError when that recurs."""
+        problem = process.end()
+        if not problem:
+            self._num_lost += 1
+            if self._num_lost == _MAX_LOST:
+                raise BatchgenError(
+                    "the process that renders chat templates is killed time and again; is memory short?"
+                )
+        return problem
+
+
+class _Process:
+    """A process that runs ``sandbox``. ``compile`` and ``render`` raise EOFError when it has ended."""
+
+    def __init__(self) -> None:
+        folders = [Path(__file__).parents[2], *map(Path, filter(None, sys.path))]  # it sees the modules we see
+        path = json.dumps([str(folder.absolute()) for folder in folders])
+        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, path]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
-            self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise ChatTemplateError(f"the chat template does not compile: {_one_line(error)}") from error
-        constant = {"tools": None, "documents": None, "add_generation_prompt": True, **special_tokens}
-        self._template.globals = {**self._template.globals, **constant}  # a plain dict: jinja copies it for each row
+            self._popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null)
+        except OSError as error:
+            raise BatchgenError(f"cannot start the process that renders chat templates: {error}") from error
+        self._end = weakref.finalize(self, _end, self._popen)
+        self.num_rendered = 0
+        self.num_owed = 0  # chats it has still to answer
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt up to and with the header of the assistant's turn. Raises ChatTemplateError."""
+    def compile(self, setup: bytes) -> str:
+        """What is wrong with the template, if anything."""
+        self._send(setup)
+        return self._receive()[1]
+
+    def render(self, chats: Sequence[bytes]) -> Iterator[str | ChatTemplateError]:
+        """An answer per chat, in order; ``num_rendered`` counts them."""
+        self.num_owed = len(chats)
+        self._send(b"\n".join(chats))
+        for _ in chats:
+            prompt, problem = self._receive()
+            self.num_owed, self.num_rendered = self.num_owed - 1, self.num_rendered + 1
+            yield _failed(problem) if problem else prompt
+
+    def end(self) -> str:
+        """End it if it has not ended; why the template ended it, empty where the template did not."""
+        self._end()
+        status = self._popen.returncode
+        if self.is_out_of_time:
+            return f"it takes more than {MAX_CPU_S:g} s of processor time"
+        if status == _OUT_OF_MEMORY:
+            return f"it takes more than {MAX_BYTES >> 20} MiB of memory"
+        if -status in _CRASHES:
+            return f"it ends its process by {signal.Signals(-status).name}"
+        return f"its process ends with status {status}" if status > 0 else ""
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether it has ended for the processor time it took."""
+        return self._popen.returncode == -signal.SIGPROF
+
+    def _send(self, message: bytes) -> None:
+        assert self._popen.stdin is not None
         try:
-            text = "".join(_bounded(self._template.generate(messages=messages)))
-            text.encode()  # a template can make lone surrogates, which no tokenizer takes
-        except Exception as error:  # a template is a program of its own and may raise anything
-            raise ChatTemplateError(f"the chat template failed: {_one_line(error)}") from error
-        return text
+            self._popen.stdin.write(b"%d\n%s" % (len(message), message))
+            self._popen.stdin.flush()
+        except BrokenPipeError:
+            raise EOFError from None
+
+    def _receive(self) -> tuple[str, str]:
+        """A text, and instead of it what is wrong."""
+        assert self._popen.stdout is not None
+        header = self._popen.stdout.readline()
+        length = int(header[1:] or 0)
+        text = self._popen.stdout.read(length).decode()
+        if not header.endswith(b"\n"):
+            raise EOFError
+        return (text, "") if header.startswith(b"+") else ("", text)
 
 
-def _bounded(pieces: Iterator[str]) -> Iterator[str]:
-    """The pieces, as long as they do not come to more than any context holds."""
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        if size > MAX_SIZE:
-            raise jinja2.TemplateError("it makes too long a text")
-        yield piece
+def _end(popen: subprocess.Popen[bytes]) -> None:
+    popen.kill()
+    with suppress(BrokenPipeError):  # what it has not taken cannot be flushed
+        popen.communicate()
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:297]}..."
+def _failed(problem: str) -> ChatTemplateError:
+    return ChatTemplateError(f"the chat template failed: {problem}")
+
+
+def _encode(chat: Chat) -> bytes | ChatTemplateError:
+    """A chat as one line of JSON; what JSON has no word for, such as a date, as the text it prints as."""
+    try:
+        encoded = json.dumps(chat, ensure_ascii=False, default=str).encode(errors="surrogatepass")
+    except (TypeError, ValueError, RecursionError) as error:
+        return _failed(f"the messages cannot be passed to it: {error}")
+    if len(encoded) > _MAX_CHAT_BYTES:
+        return _failed(f"the messages come to {len(encoded):,} bytes; at most {_MAX_CHAT_BYTES:,} are taken")
+    return encoded
+
+
+def _batch(chats: Sequence[bytes]) -> Sequence[bytes]:
+    """The first chats, as many as are sent at once."""
+    sizes = accumulate(map(len, chats[:_BATCH_CHATS]))
+    return chats[: max(1, sum(size <= _BATCH_BYTES for size in sizes))]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.data.chat import ChatTemplateError
 from batchgen.data.messages import Message, check_messages
 from batchgen.data.openai_batch import parse_batch_line
 from batchgen.data.params import PARAM_KEYS
@@ -18,6 +17,8 @@ from batchgen.data.template import Template
 from batchgen.data.tokenizer import Tokenizer
 from batchgen.errors import RowErrorCode, UsageError
 from batchgen.spec import InputSpec
+
+_MAX_SHOWN_CHARS = 60  # of a template, in messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,14 @@ class PlainText:
     add_special_tokens: bool
 
 
-Prompt = PlainText | list[int]
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages yet to be rendered by the model's chat template."""
+
+    messages: Sequence[Message]
+
+
+Prompt = PlainText | Chat | list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,7 @@ class ContentFinder:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
+        self._made_by_template = f"the prompt that the template {_shortened(spec.prompt or '')!r} makes"
         self._is_named = bool(spec.prompt or spec.messages or spec.prompt_token_ids)
         self._readers = self._column_readers()
         self._param_columns = set(param_columns)
@@ -68,10 +77,11 @@ class ContentFinder:
             return Content(self._prompt(columns), self._overrides(columns))
         request = parse_batch_line(columns)
         if request.is_chat:
-            return Content(self._from_messages("messages", request.content), request.sampling)
+            return Content(self._from_messages("body.messages", request.content), request.sampling)
         if isinstance(request.content, list):
-            return Content(self._from_ids("prompt", request.content), request.sampling)
-        text = _checked_text("prompt", request.content)  # a completion is raw whatever the job's ``chat`` says
+            return Content(self._from_ids("body.prompt", request.content), request.sampling)
+        # A completion is raw whatever the job's ``chat`` says.
+        text = _checked_text("column 'body.prompt'", request.content)
         self._require_tokenizer()
         return Content(PlainText(text, True), request.sampling)
 
@@ -92,47 +102,46 @@ class ContentFinder:
         if spec.messages:
             return {spec.messages: self._from_messages}
         if spec.prompt:
-            return {spec.prompt: self._from_text}
+            return {spec.prompt: self._from_column}
         if self._tokenizer is None:
             return {"prompt_token_ids": self._from_ids}
         chat: dict[str, Callable[[str, Any], Prompt]] = {"messages": self._from_messages} if spec.chat else {}
-        return {"prompt_token_ids": self._from_ids, **chat, "prompt": self._from_text}
+        return {"prompt_token_ids": self._from_ids, **chat, "prompt": self._from_column}
 
     def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
         if self._template is not None:
-            return self._from_text("prompt", self._template.render(columns))
+            return self._from_text(self._made_by_template, self._template.render(columns))
         for name, read in self._readers.items():
             if name in columns and (self._is_named or columns[name] is not None):
                 return read(name, columns[name])
         if not self._is_named and self._tokenizer is not None and columns.keys() == {"text"}:
-            return self._from_text("text", columns["text"])
+            return self._from_column("text", columns["text"])
         wanted = " or ".join(repr(name) for name in self._readers)
         has = ", ".join(repr(name) for name in list(columns)[:8]) or "none"
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {wanted} for the prompt; the row's columns: {has}")
 
-    def _from_text(self, name: str, value: object) -> PlainText:
-        text = _checked_text(name, value)
+    def _from_column(self, name: str, value: object) -> Prompt:
+        return self._from_text(f"column {name!r}", value)
+
+    def _from_text(self, what: str, value: object) -> Prompt:
+        text = _checked_text(what, value)
         return self._chat([{"role": "user", "content": text}]) if self._spec.chat else PlainText(text, True)
 
-    def _from_messages(self, name: str, value: object) -> PlainText:
+    def _from_messages(self, name: str, value: object) -> Chat:
         if not self._spec.chat:
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, f"{name!r} is a chat, but the job says chat = false")
         return self._chat(check_messages(name, value))
 
-    def _chat(self, messages: Sequence[Message]) -> PlainText:
-        tokenizer = self._require_tokenizer()
+    def _chat(self, messages: Sequence[Message]) -> Chat:
+        self._require_tokenizer()
         if self._spec.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._spec.system}, *messages]
-        try:
-            return PlainText(tokenizer.render_chat(messages), False)
-        except ChatTemplateError as error:
-            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, str(error)) from error
+        return Chat(messages)
 
-    def _require_tokenizer(self) -> Tokenizer:
+    def _require_tokenizer(self) -> None:
         if self._tokenizer is None:
             message = "the model has no tokenizer, so a prompt must be a list of token ids"
             raise RowProblem(RowErrorCode.BAD_TYPE, message)
-        return self._tokenizer
 
     def _from_ids(self, name: str, value: object) -> list[int]:
         if not isinstance(value, list) or not all(type(item) is int for item in value):
@@ -145,12 +154,16 @@ class ContentFinder:
         return value
 
 
-def _checked_text(name: str, value: object) -> str:
+def _checked_text(what: str, value: object) -> str:
     if not isinstance(value, str):
-        raise RowProblem(RowErrorCode.BAD_TYPE, f"column {name!r} is {type_name(value)}, not a string")
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"{what} is {type_name(value)}, not a string")
     if not value or value.isspace():
-        raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"column {name!r} is empty")
+        raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"{what} is empty")
     return value
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
 
 
 def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None) -> None:

@@ -6,22 +6,25 @@ format and nothing about how tokens are generated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from batchgen.data.content import ContentFinder, PlainText
+from batchgen.data.chat import ChatTemplateError
+from batchgen.data.content import Chat, Content, ContentFinder, PlainText
 from batchgen.data.params import ParamError, merge_params
 from batchgen.data.rows import RowProblem, bad_row
 from batchgen.data.tokenizer import Tokenizer
-from batchgen.errors import RowError, RowErrorCode, UsageError
+from batchgen.errors import RowError, RowErrorCode, TokenizerError, UsageError
 from batchgen.records import BadRow, Record, Request, SamplingParams
 from batchgen.spec import InputSpec
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each
+_MAX_DRAFTED_CHARS = 1 << 24  # characters held at once: a chat template can make much text out of a short row
 _NEEDS_TOKENIZER = ("stop", "choices")  # sampling keys that are about text
 
-Texts = Mapping[PlainText, list[int]]  # texts and the tokens they come to
+_Item = TypeVar("_Item")
+Texts = Mapping[PlainText, list[int] | TokenizerError]  # texts and the tokens they come to
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,10 @@ class RequestBuilder:
 
     def build(self, rows: Sequence[Record]) -> list[Request | BadRow]:
         """One answer per row, in the order of ``rows``."""
-        drafts = [self._draft(record) for record in rows]
+        groups = _batches(self._drafts(rows), _num_chars, _MAX_DRAFTED_CHARS)
+        return [answer for drafts in groups for answer in self._requests(drafts)]
+
+    def _requests(self, drafts: Sequence[_Draft | BadRow]) -> Iterator[Request | BadRow]:
         sound = [draft for draft in drafts if isinstance(draft, _Draft)]
         lists = {draft.params.choices for draft in sound}  # most rows have the job's, so they are few
         texts = self._encode(
@@ -80,25 +86,41 @@ class RequestBuilder:
                 *(_choice(choice) for choices in lists for choice in choices),
             ]
         )
-        choices = {names: tuple(tuple(texts[_choice(name)]) for name in names) for names in lists}
-        return [
-            self._request(draft, texts, choices[draft.params.choices]) if isinstance(draft, _Draft) else draft
-            for draft in drafts
-        ]
+        for draft in drafts:
+            yield self._request(draft, texts) if isinstance(draft, _Draft) else draft
 
-    def _draft(self, record: Record) -> _Draft | BadRow:
+    def _drafts(self, rows: Sequence[Record]) -> Iterator[_Draft | BadRow]:
+        contents = [self._content(record) for record in rows]
+        prompts = [content.prompt for content in contents if isinstance(content, Content)]
+        chats = [prompt.messages for prompt in prompts if isinstance(prompt, Chat)]
+        rendered = self._tokenizer.render_chats(chats) if self._tokenizer else iter(())
+        for record, content in zip(rows, contents, strict=True):
+            if isinstance(content, BadRow):
+                yield content
+                continue
+            prompt = content.prompt
+            text = next(rendered) if isinstance(prompt, Chat) else ""
+            if isinstance(text, ChatTemplateError):
+                yield bad_row(record, RowError(RowErrorCode.TEMPLATE_ERROR, str(text)), self._spec)
+            else:
+                prompt = PlainText(text, add_special_tokens=False) if isinstance(prompt, Chat) else prompt
+                yield self._draft(record, prompt, content.overrides)
+
+    def _content(self, record: Record) -> Content | BadRow:
         try:
-            content = self._finder.find(record.columns)
-            params = merge_params(self._sampling, content.overrides, self._card)
-            if missing := self._needs_tokenizer(params):
-                raise RowProblem(RowErrorCode.BAD_PARAM, missing)
+            return self._finder.find(record.columns)
         except RowProblem as problem:
             return bad_row(record, problem.error, self._spec)
+
+    def _draft(self, record: Record, prompt: PlainText | list[int], overrides: Mapping[str, Any]) -> _Draft | BadRow:
+        try:
+            params = merge_params(self._sampling, overrides, self._card)
         except ParamError as error:
             return bad_row(record, RowError(RowErrorCode.BAD_PARAM, str(error)), self._spec)
-        draft = _Draft(record, params, content.prompt)
+        if missing := self._needs_tokenizer(params):
+            return bad_row(record, RowError(RowErrorCode.BAD_PARAM, missing), self._spec)
+        draft = _Draft(record, params, prompt)
         longest = self._min_tokens(max(params.choices, key=len, default=""))
-        prompt = content.prompt
         num_tokens = self._min_tokens(prompt.text) if isinstance(prompt, PlainText) else len(prompt)
         return self._too_long(draft, num_tokens, longest, is_estimate=True) or draft
 
@@ -114,29 +136,37 @@ class RequestBuilder:
         token_bytes = self._tokenizer.max_token_bytes if self._tokenizer else None
         return -(-len(text) // token_bytes) if token_bytes else 0
 
-    def _encode(self, wanted: Sequence[PlainText]) -> Texts:
+    def _encode(self, all_texts: Sequence[PlainText]) -> Texts:
         """The tokens of each text; equal texts are tokenized once."""
-        encoded: dict[PlainText, list[int]] = {}
+        encoded: dict[PlainText, list[int] | TokenizerError] = {}
         if self._tokenizer is None:
             return encoded
-        texts = dict.fromkeys(wanted)
+        texts = dict.fromkeys(all_texts)
         for add_special_tokens in (False, True):
-            for batch in _batches([text for text in texts if text.add_special_tokens == add_special_tokens]):
+            wanted = [text for text in texts if text.add_special_tokens == add_special_tokens]
+            for batch in _batches(wanted, _num_chars, _MAX_ENCODED_CHARS):
                 token_ids = self._tokenizer.encode_batch([text.text for text in batch], add_special_tokens)
                 encoded |= zip(batch, token_ids, strict=True)
         return encoded
 
-    def _request(self, draft: _Draft, texts: Texts, choices: tuple[tuple[int, ...], ...]) -> Request | BadRow:
-        token_ids = texts[draft.prompt] if isinstance(draft.prompt, PlainText) else draft.prompt
+    def _request(self, draft: _Draft, texts: Texts) -> Request | BadRow:
+        found = [texts[draft.prompt] if isinstance(draft.prompt, PlainText) else draft.prompt]
+        found += [texts[_choice(name)] for name in draft.params.choices]
+        encoded: list[list[int]] = []
+        for tokens in found:
+            if isinstance(tokens, TokenizerError):
+                return bad_row(draft.record, RowError(RowErrorCode.INTERNAL, str(tokens)), self._spec)
+            encoded.append(tokens)
+        token_ids, *choices = encoded
         if too_long := self._too_long(draft, len(token_ids), max(map(len, choices), default=0)):
             return too_long
         if not token_ids:  # a tokenizer without bos may drop all of a text
             error = RowError(RowErrorCode.EMPTY_PROMPT, "the prompt comes to no tokens")
             return bad_row(draft.record, error, self._spec)
-        if () in choices:
+        if [] in choices:
             error = RowError(RowErrorCode.BAD_PARAM, "choices: one of them comes to no tokens")
             return bad_row(draft.record, error, self._spec)
-        return Request(draft.record.index, tuple(token_ids), draft.params, choices=choices)
+        return Request(draft.record.index, tuple(token_ids), draft.params, choices=tuple(map(tuple, choices)))
 
     def _too_long(
         self, draft: _Draft, num_tokens: int, longest_choice: int, *, is_estimate: bool = False
@@ -158,15 +188,21 @@ def _choice(text: str) -> PlainText:
     return PlainText(text, add_special_tokens=False)
 
 
-def _batches(texts: Sequence[PlainText]) -> Iterator[list[PlainText]]:
-    """``texts`` in runs that hold no more characters than are tokenized at once, or one text."""
-    batch: list[PlainText] = []
-    num_chars = 0
-    for text in texts:
-        if batch and num_chars + len(text.text) > _MAX_ENCODED_CHARS:
+def _num_chars(item: PlainText | _Draft | BadRow) -> int:
+    """How much text yet to be tokenized an item holds."""
+    prompt = item.prompt if isinstance(item, _Draft) else item
+    return len(prompt.text) if isinstance(prompt, PlainText) else 0
+
+
+def _batches(items: Iterable[_Item], num_chars: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
+    """``items`` in runs that hold no more than ``most`` characters, or one item."""
+    batch: list[_Item] = []
+    total = 0
+    for item in items:
+        if batch and total + num_chars(item) > most:
             yield batch
-            batch, num_chars = [], 0
-        batch.append(text)
-        num_chars += len(text.text)
+            batch, total = [], 0
+        batch.append(item)
+        total += num_chars(item)
     if batch:
         yield batch

@@ -1,157 +1,148 @@
-"""jinja2's sandbox with a bound on what one operation of a template can allocate.
+"""The program that renders chat templates in a process of its own: ``chat`` starts it, limits it and reads its answers.
 
-jinja2 keeps a template from leaving the sandbox and bounds ``range``; this bounds operators, formats, methods and
-filters that make a large text or number out of a few characters. Neither bounds the time that nested loops take.
+A template is code from a stranger. jinja2's sandbox keeps it from files, modules and the interpreter, but neither its
+time nor its memory can be bounded from within: filters, operators and ``join`` run in C. So the kernel bounds both,
+and a template that passes a bound ends this process, not the run. It imports jinja2 and nothing of batchgen.
+
+Each message is a header line with its length, then its bytes. The first one in is the setup, a JSON object; those
+after it are chats, one JSON text per line. The setup and each chat are answered in turn, with ``+`` and a text or
+``-`` and what is wrong before the length.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial, wraps
-from string import Formatter
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
 from typing import Any
 
-from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+import jinja2
+import jinja2.debug  # which jinja2 imports at the first error, when there may be no memory for it
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_SIZE = 1 << 24  # characters or items of one value, or an integer that may become a length: beyond any context
-_MAX_BITS = 1 << 12  # of a number
-_PRINTF = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
-_WIDE = re.compile(r"\d{4}")
+_MAX_MESSAGE_CHARS = 300
 
 
-class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox for templates of strangers; raises SecurityError where a bound is passed."""
+class _GenerationBlock(Extension):
+    """``{% generation %}…{% endgeneration %}`` marks what training counts; for a prompt it is its content."""
 
-    intercepted_binops = frozenset({"*", "**", "%", "+"})
+    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        del self.globals["lipsum"]
-        for name, check in _FILTER_CHECKS.items():
-            self.filters[name] = _checked(self.filters[name], check)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Judge the operands, then operate."""
-        _BINOP_CHECKS[operator](left, right)
-        return super().call_binop(context, operator, left, right)
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as jinja2 has it
-        """Judge the arguments of a method of a text or a number, then call."""
-        owner = getattr(__obj, "__self__", None)
-        if isinstance(owner, str | bytes | int):
-            _check_integers(*args, **kwargs)
-            if check := _METHOD_CHECKS.get(__obj.__name__):
-                check(owner, *args, **kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """``str.format`` as the sandbox has it, with its format specs judged."""
-        safe = super().wrap_str_format(value)
-        return None if safe is None else _checked(safe, partial(_check_format, value.__self__))
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _refuse(what: str) -> None:
-    raise SecurityError(f"{what} in the chat template is too large")
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
 
 
-def _size(value: Any) -> int:
-    return len(value) if hasattr(value, "__len__") else 0
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _check_sum(left: Any, right: Any) -> None:
-    if _size(left) + _size(right) > MAX_SIZE:
-        _refuse("a sum")
+class _Renderer:
+    """A compiled template, in the environment that ``transformers`` gives it; ``now`` is an ISO 8601 instant."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], now: str, max_chars: int) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = datetime.fromisoformat(now).strftime
+        self._max_chars = max_chars
+        self._template = environment.from_string(source)
+        constant = {"tools": None, "documents": None, "add_generation_prompt": True, **special_tokens}
+        self._template.globals = {**self._template.globals, **constant}  # a plain dict: jinja copies it for each row
+
+    def render(self, chat: bytes) -> str:
+        """The prompt for a list of messages in JSON."""
+        messages = json.loads(chat.decode(errors="surrogatepass"))
+        return "".join(self._bounded(self._template.generate(messages=messages)))
+
+    def _bounded(self, pieces: Iterator[str]) -> Iterator[str]:
+        size = 0
+        for piece in pieces:
+            size += len(piece)
+            if size > self._max_chars:
+                raise jinja2.TemplateError(f"it makes a text of more than {self._max_chars} characters")
+            yield piece
 
 
-def _check_product(left: Any, right: Any) -> None:
-    for sized, count in ((left, right), (right, left)):
-        if isinstance(count, int) and _size(sized) * count > MAX_SIZE:
-            _refuse("a product")
-    if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > _MAX_BITS:
-        _refuse("a product")
+def main(out_of_memory: int) -> None:
+    """Answer until standard input ends.
+
+    The process ends by SIGPROF when an answer takes too much processor time, and with status ``out_of_memory`` when
+    it gets no more memory.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the run decides what they mean
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    try:
+        _serve(json.loads(_read()))
+    except MemoryError:
+        os._exit(out_of_memory)
+    except BrokenPipeError:  # the run has gone
+        os._exit(0)
 
 
-def _check_power(left: Any, right: Any) -> None:
-    if not (abs(left) <= 1 << 20 and abs(right) <= 64):
-        _refuse("a power")
+def _serve(setup: dict[str, Any]) -> None:
+    max_cpu_s, max_bytes = setup.pop("max_cpu_s"), setup.pop("max_bytes")
+    _limit(resource.RLIMIT_DATA, max_bytes)
+    _limit(resource.RLIMIT_AS, 2 * max_bytes)  # for kernels whose RLIMIT_DATA knows only the heap
+    _limit(resource.RLIMIT_CORE, 0)
+    compiled: list[_Renderer] = []
+
+    def compile_template() -> str:
+        compiled.append(_Renderer(**setup))
+        return ""
+
+    _answer(compile_template, max_cpu_s)
+    while chats := _read():
+        for chat in chats.split(b"\n"):
+            _answer(partial(compiled[0].render, chat), max_cpu_s)
 
 
-def _check_remainder(left: Any, right: Any) -> None:
-    if isinstance(left, str | bytes):
-        text = left if isinstance(left, str) else left.decode("latin-1")
-        if any("*" in found or _WIDE.search(found) for pair in _PRINTF.findall(text) for found in pair):
-            _refuse("a width or precision")
-        values = right if isinstance(right, tuple) else right.values() if isinstance(right, Mapping) else [right]
-        _check_fields(text, text.count("%"), values)
+def _limit(kind: int, soft: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    with suppress(ValueError, OSError):  # a system that knows no such limit
+        resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
-def _check_format(text: str, *args: Any, **kwargs: Any) -> None:
-    specs = [spec or "" for _, name, spec, _ in Formatter().parse(text) if name is not None]
-    if any("{" in spec or _WIDE.search(spec) for spec in specs):
-        _refuse("a width or precision")
-    values = [*args, *kwargs.values()]
-    inner = [item for value in values if isinstance(value, dict) for item in value.values()]
-    _check_fields(text, len(specs), values + inner)
+def _read() -> bytes:
+    header = sys.stdin.buffer.readline()
+    return sys.stdin.buffer.read(int(header)) if header else b""
 
 
-def _check_fields(text: str, num_fields: int, values: Iterable[Any]) -> None:
-    if len(text) + num_fields * max(map(_size, values), default=0) > MAX_SIZE:
-        _refuse("a formatted text")
+def _answer(work: Callable[[], str], max_cpu_s: float) -> None:
+    """Write what ``work`` returns or raises, within a limit of processor time, which a busy machine does not use up."""
+    signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
+    try:
+        kind, answer = b"+", work().encode()  # a template can make lone surrogates, which no tokenizer takes
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is a program of its own and may raise anything
+        kind, answer = b"-", _one_line(error).encode(errors="backslashreplace")
+    sys.stdout.buffer.write(b"%s%d\n%s" % (kind, len(answer), answer))
+    sys.stdout.buffer.flush()
 
 
-def _check_join(items: Any, separator: Any = "", *_: Any, **__: Any) -> None:
-    if isinstance(items, list | tuple) and sum(map(_size, items)) + len(items) * _size(separator) > MAX_SIZE:
-        _refuse("a joined text")
-
-
-def _check_replace(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> None:
-    if isinstance(text, str) and len(text) + text.count(str(old)) * _size(new) > MAX_SIZE:
-        _refuse("a replacement")
-
-
-def _check_indent(text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
-    if (_size(width) or int(width or 0)) * (str(text).count("\n") + 1) > MAX_SIZE:
-        _refuse("an indent")
-
-
-def _check_integers(*args: Any, **kwargs: Any) -> None:
-    if any(isinstance(value, int) and value > MAX_SIZE for value in (*args, *kwargs.values())):
-        _refuse("a number")
-
-
-_Check = Callable[..., None]
-_BINOP_CHECKS: dict[str, _Check] = {
-    "+": _check_sum,
-    "*": _check_product,
-    "**": _check_power,
-    "%": _check_remainder,
-}
-_METHOD_CHECKS: dict[str, _Check] = {
-    "join": lambda separator, items=(): _check_join(items, separator),
-    "replace": _check_replace,
-}
-_FILTER_CHECKS: dict[str, _Check] = {
-    "batch": _check_integers,
-    "center": _check_integers,
-    "format": lambda text, *args, **kwargs: _check_remainder(text, kwargs or args),
-    "indent": _check_indent,
-    "join": _check_join,
-    "replace": _check_replace,
-    "slice": _check_integers,
-    "wordwrap": _check_integers,
-}
-
-
-def _checked(function: Callable[..., Any], check: _Check) -> Callable[..., Any]:
-    """The function, its arguments judged before; what jinja2 itself passes to a filter first is not judged."""
-    num_passed = int(hasattr(function, "jinja_pass_arg"))
-
-    @wraps(function)
-    def judged(*args: Any, **kwargs: Any) -> Any:
-        check(*args[num_passed:], **kwargs)
-        return function(*args, **kwargs)
-
-    return judged
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}..."

@@ -7,14 +7,18 @@ It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.jso
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from batchgen.data.chat import ChatTemplate, ChatTemplateError
-from batchgen.errors import ModelError
+from batchgen.data.chat import Chat, ChatTemplate, ChatTemplateError
+from batchgen.errors import ModelError, TokenizerError
+
+_MAX_REASON_CHARS = 300
+_MAX_FILE_CHARS = 1 << 26
 
 
 class Tokenizer:
@@ -43,6 +47,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.silent_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.max_token_bytes = _max_token_bytes(backend)
+        backend.encode("")  # fails here rather than on each row if it adds special tokens that it does not have
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -50,39 +55,63 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"no tokenizer.json in {folder}; give model.tokenizer a folder or Hub id that has one")
+        special = _special_tokens(folder)
+        chat_template = _load_chat_template(folder, special)
+        eos_token_ids = set(_named_eos_token_ids(folder))
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the Rust library raises nothing more specific
-            raise ModelError(f"{path} is no usable tokenizer: {error}") from error
-        special = _special_tokens(folder)
-        return cls(
-            backend,
-            chat_template=_load_chat_template(folder, special),
-            eos_token_ids=_eos_token_ids(folder, backend, special.get("eos_token")),
-        )
+            if (token_id := backend.token_to_id(special.get("eos_token", ""))) is not None:
+                eos_token_ids.add(token_id)
+            return cls(backend, chat_template=chat_template, eos_token_ids=tuple(sorted(eos_token_ids)))
+        except BaseException as error:
+            raise ModelError(f"{path} is no usable tokenizer: {_reason(error)}") from error
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``render_chat`` can be called."""
+        """Whether ``render_chats`` can render any."""
         return self._chat_template is not None
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids per text; ``add_special_tokens`` puts the tokenizer's own bos in front, where it has one."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int] | TokenizerError]:
+        """Token ids per text, or what is wrong; with ``add_special_tokens`` the tokenizer's own bos is in front."""
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            problem = TokenizerError(f"the tokenizer cannot encode the text: {_reason(error)}")
+        else:
+            return [encoding.ids for encoding in encodings]
+        if len(texts) == 1:
+            return [problem]
+        return [answer for text in texts for answer in self.encode_batch([text], add_special_tokens)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of generated ids, of special tokens none; bytes that form no whole character become U+FFFD."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """The text of generated ids, of special tokens none; bytes that form no whole character become U+FFFD.
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The chat as prompt text, bos included: encode it with ``add_special_tokens=False``.
+        Raises TokenizerError.
+        """
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise TokenizerError(f"the tokenizer cannot decode the tokens: {_reason(error)}") from error
 
-        Raises ChatTemplateError when the template refuses or fails, or when the folder has none.
+    def render_chats(self, chats: Sequence[Chat]) -> Iterator[str | ChatTemplateError]:
+        """Per chat, in order, its prompt text, bos included, or what is wrong; see ``ChatTemplate.render``.
+
+        Encode it with ``add_special_tokens=False``.
         """
         if self._chat_template is None:
-            raise ChatTemplateError("the model has no chat template")
-        return self._chat_template.render(messages)
+            return repeat(ChatTemplateError("the model has no chat template"), len(chats))
+        return self._chat_template.render(chats)
+
+
+def _reason(error: BaseException) -> str:
+    """What the Rust library says is wrong: it raises plain ``Exception``, and its panics are not even that.
+
+    Raises ``error`` itself if it comes from elsewhere, such as a signal.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return reason if len(reason) <= _MAX_REASON_CHARS else f"{reason[: _MAX_REASON_CHARS - 3]}..."
 
 
 def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
@@ -96,13 +125,30 @@ def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
     return max((*plain, *(len(token.content.encode()) for token in added.values())), default=None)
 
 
+def _read_text(path: Path) -> str | None:
+    """What stands in a file of the folder; None when there is no such file."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ModelError(f"{path} is not a regular file")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MAX_FILE_CHARS + 1)
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if len(text) > _MAX_FILE_CHARS:
+        raise ModelError(f"{path} holds more than {_MAX_FILE_CHARS:,} characters")
+    return text
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a file of the folder; empty when there is no such file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    text = _read_text(path)
+    if text is None:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds no JSON object")
@@ -123,14 +169,10 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 def _load_chat_template(folder: Path, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
     """From ``chat_template.jinja``, else from ``tokenizer_config.json``: a text, or named ones with a "default"."""
     path = folder / "chat_template.jinja"
-    source: object
-    try:
-        source = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    source: object = _read_text(path)
+    if source is None:
         path = folder / "tokenizer_config.json"
         source = _named_template(_read_json(path).get("chat_template"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
     if source is None:
         return None
     if not isinstance(source, str):
@@ -147,12 +189,10 @@ def _named_template(source: object) -> object:
     return next((i.get("template") for i in source if isinstance(i, dict) and i.get("name") == "default"), None)
 
 
-def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
+def _named_eos_token_ids(folder: Path) -> list[int]:
     path = folder / "generation_config.json"
     named = _read_json(path).get("eos_token_id")
-    ids = set(named if isinstance(named, list) else [] if named is None else [named])
+    ids = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token_id) is int for token_id in ids):
         raise ModelError(f"{path}: eos_token_id is neither a token id nor a list of them")
-    if eos_token is not None and (token_id := backend.token_to_id(eos_token)) is not None:
-        ids.add(token_id)
-    return tuple(sorted(ids))
+    return ids

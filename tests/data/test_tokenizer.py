@@ -33,8 +33,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def render(template: str, messages: list[dict[str, Any]] | None = None) -> str:
-    return ChatTemplate(template, {"bos_token": "<s>"}).render(USER_TURN if messages is None else messages)
+def prompt_of(loaded: Tokenizer | ChatTemplate, messages: list[dict[str, Any]] = USER_TURN) -> str:
+    """The prompt of one chat. Raises what is wrong with it."""
+    render = loaded.render_chats if isinstance(loaded, Tokenizer) else loaded.render
+    [answer] = render([messages])
+    if isinstance(answer, ChatTemplateError):
+        raise answer
+    return answer
+
+
+def render(template: str, messages: list[dict[str, Any]] = USER_TURN) -> str:
+    return prompt_of(ChatTemplate(template, {"bos_token": "<s>"}), messages)
 
 
 def lfm2(_: Path) -> Path:
@@ -81,7 +90,7 @@ def trained(folder: Path) -> Path:
 @pytest.mark.parametrize("folder", [excerpt, lfm2])
 def test_the_published_vocabulary_gives_the_golden_ids(folder: Callable[[Path], Path], tmp_path: Path) -> None:
     loaded = Tokenizer.load(folder(tmp_path))
-    assert loaded.encode_batch([loaded.render_chat(USER_TURN)], add_special_tokens=False) == [GOLDEN_IDS]
+    assert loaded.encode_batch([prompt_of(loaded)], add_special_tokens=False) == [GOLDEN_IDS]
     assert loaded.eos_token_ids == (7,)
 
 
@@ -97,7 +106,7 @@ def test_ids_text_and_chats_agree_with_transformers(folder: Callable[[Path], Pat
             assert ids == theirs(text, add_special_tokens=special).input_ids
             assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     chat = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": texts[2]}]
-    assert ours.render_chat(chat) == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert prompt_of(ours, chat) == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
 
 
 def test_special_tokens_are_added_in_front_only_when_asked(tokenizer: Tokenizer) -> None:
@@ -148,20 +157,20 @@ def test_end_tokens_are_those_of_generation_config_and_of_the_tokenizer(
 )
 def test_a_chat_template_may_be_a_text_or_named_texts(template: Any, tmp_path: Path) -> None:
     loaded = Tokenizer.load(write_tokenizer(tmp_path, chat_template=template))
-    assert loaded.render_chat(USER_TURN).startswith("<|startoftext|><|im_start|>user\nThe ruler")
+    assert prompt_of(loaded, USER_TURN).startswith("<|startoftext|><|im_start|>user\nThe ruler")
 
 
 def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path, bos_token={"content": "<B>", "lstrip": False})
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
-    assert Tokenizer.load(folder).render_chat(USER_TURN) == "<B>The ruler of a kingdom is a"
+    assert prompt_of(Tokenizer.load(folder), USER_TURN) == "<B>The ruler of a kingdom is a"
 
 
 def test_a_folder_without_a_template_says_so(tmp_path: Path) -> None:
     loaded = Tokenizer.load(write_tokenizer(tmp_path, chat_template=None))
     assert not loaded.has_chat_template
     with pytest.raises(ChatTemplateError, match="no chat template"):
-        loaded.render_chat(USER_TURN)
+        prompt_of(loaded, USER_TURN)
 
 
 @pytest.mark.parametrize(
@@ -217,36 +226,6 @@ def test_templates_are_rendered_as_transformers_renders_them() -> None:
         "{% set _ = messages.append(1) %}",
         "{% include 'tokenizer.json' %}",
         "{% import 'os' as os %}",
-        "{{ range(10**9) | list }}",
-        "{{ 'a' * 10**12 }}",
-        "{{ 10**12 * [0] }}",
-        "{{ 9**9**9 }}",
-        "{{ '%1000000000d' % 1 }}",
-        "{{ '%.*f' % (10**9, 1) }}",
-        "{{ '%(a)1000000000d' % {'a': 1} }}",
-        "{{ '%1000000000d'|format(1) }}",
-        "{{ ('%s' * 10000) % (('a' * 10**6),) * 3 }}",
-        "{{ '{:1000000000}'.format(1) }}",
-        "{{ '{:{w}}'.format(1, w=10**9) }}",
-        "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
-        "{{ 'a'.ljust(10**9) }}",
-        "{{ 'a'.rjust(10**9) }}",
-        "{{ 'a'.center(width=10**9) }}",
-        "{{ 'a'.zfill(10**9) }}",
-        "{{ '\t'.expandtabs(10**9) }}",
-        "{{ (1).to_bytes(10**9, 'big') }}",
-        "{{ 'a'|center(10**9) }}",
-        "{{ 'a\nb'|indent(10**9) }}",
-        "{{ ['a']|batch(10**9, 'b')|list }}",
-        "{{ {'a': 1}|tojson(indent=10**9) }}",
-        "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
-        "{{ ('a' * 10**6)|replace('a', 'b' * 10**6) }}",
-        "{{ ''.join(['a' * 10**6] * 10**4) }}",
-        "{{ (['a' * 10**6] * 10**4)|join }}",
-        "{% set ns = namespace(s='aa') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
-        "{% set ns = namespace(n=2) %}{% for i in range(40) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
-        "{% for i in range(100) %}{{ 'a' * 10**6 }}{% endfor %}",
-        "{{ lipsum(n=10**6) }}",
         "{{ raise_exception('roles must alternate') }}",
         "{{ 1 / 0 }}",
         "{{ missing.attribute }}",
@@ -255,13 +234,13 @@ def test_templates_are_rendered_as_transformers_renders_them() -> None:
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
-def test_a_hostile_or_failing_template_is_one_line_and_nothing_else(template: str) -> None:
+def test_a_template_that_leaves_the_sandbox_or_fails_is_one_line_and_nothing_else(template: str) -> None:
     with pytest.raises(ChatTemplateError) as caught:
         render(template)
     assert "\n" not in str(caught.value)
 
 
-def test_the_bounds_leave_ordinary_templates_alone() -> None:
+def test_the_sandbox_leaves_ordinary_templates_alone() -> None:
     assert render("{{ '%5.1f|%-3s|%%' % (1.25, 'a') }}") == "  1.2|a  |%"
     assert render("{{ '%s'|format('a') }} {{ '{:>4}'.format('a') }} {{ 7 % 4 }}") == "a    a 3"
     assert render("{{ 'a'.center(5) }}|{{ 'ab'.replace('a', 'c') }}|{{ ', '.join(['a', 'b']) }}") == "  a  |cb|a, b"
