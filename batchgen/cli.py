@@ -61,11 +61,13 @@ def _call(argv: Sequence[str] | None, engine_factory: EngineFactory | None) -> i
         return _fail("interrupted", ExitCode.STOPPED)
     except BatchgenError as error:
         return _fail(str(error), error.exit_code)
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # a panic of a Rust library is no Exception
         return _unforeseen(error)
 
 
-def _unforeseen(error: Exception) -> int:
+def _unforeseen(error: BaseException) -> int:
     """The last resort: a person gets a line, the traceback goes where it can be found."""
     if isinstance(error, BrokenPipeError):  # whoever read our output has gone
         return ExitCode.CRASH

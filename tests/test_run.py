@@ -23,8 +23,9 @@ from batchgen.errors import BatchgenError, LockedError, ModelError, ResumeMismat
 from batchgen.merge import merge
 from batchgen.records import Cursor, Record, Request, Result
 from batchgen.report import read_report
-from batchgen.run import RunOptions, run_job
+from batchgen.run import RunOptions, feed, run_job
 from batchgen.run import job as job_module
+from batchgen.run.feed import Screen
 from batchgen.run.model import Backend, ModelInfo
 from batchgen.run.payloads import kept_name
 from batchgen.run.stop import Limits
@@ -606,6 +607,24 @@ def test_an_interrupted_shard_resumes(job: JobMaker) -> None:
     )
     job.run(options=RunOptions(shard=(2, 3), progress="quiet"))
     assert [row["index"] for row in job.outputs()] == list(range(1, 100, 3))
+
+
+@pytest.mark.parametrize(("slow_s", "sizes"), [(1e9, [1, 2, 4, 8, 5]), (0.0, [1] * 20)], ids=["quick", "slow"])
+def test_few_rows_are_read_at_once_until_they_prove_quick(
+    slow_s: float, sizes: list[int], job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    screen = Screen.screen
+
+    def noting(self: Screen, rows: list[Any]) -> Any:
+        seen.append(len(rows))
+        return screen(self, rows)
+
+    monkeypatch.setattr(feed, "_SLOW_CHUNK_S", slow_s)
+    monkeypatch.setattr(Screen, "screen", noting)
+    job.write(rows_of(20))
+    assert job.run().exit_code == 0
+    assert [size for size in seen if size] == sizes
 
 
 @given(st.lists(st.integers(0, CHUNK_CHARS), max_size=20))

@@ -5,7 +5,7 @@ Inside the data layer a problem travels as an exception; it leaves as a ``BadRow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from batchgen.errors import RowError, RowErrorCode
@@ -76,14 +76,16 @@ def bad_row(record: Record, error: RowError, spec: InputSpec) -> BadRow:
     return BadRow(record.index, record.source, record.line, error, record.columns, record.after, known_id)
 
 
-def chunked(rows: Iterable[Record | BadRow]) -> Iterator[list[Record | BadRow]]:
-    """Rows in lists bounded by their number and by the text they hold."""
+def chunked(
+    rows: Iterable[Record | BadRow], most: Callable[[], int] = lambda: CHUNK_ROWS
+) -> Iterator[list[Record | BadRow]]:
+    """Rows in lists bounded by their number, for which ``most`` is asked, and by the text they hold."""
     chunk: list[Record | BadRow] = []
     size = 0
     for row in rows:
         chunk.append(row)
         size += num_chars(row.columns if isinstance(row, Record) else row.raw)
-        if len(chunk) >= CHUNK_ROWS or size >= CHUNK_CHARS:
+        if len(chunk) >= most() or size >= CHUNK_CHARS:
             yield chunk
             chunk, size = [], 0
     if chunk:

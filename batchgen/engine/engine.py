@@ -20,7 +20,7 @@ from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence, StopWatch
 from batchgen.engine.sizes import resolve, use_threads
 from batchgen.engine.stats import EngineStats
-from batchgen.errors import RowError, RowErrorCode
+from batchgen.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.records import FinishReason, Request, Result
 
@@ -121,7 +121,7 @@ class Engine:
         sequence.token_ids = sequence.token_ids[: len(sequence.token_ids) - len(request.output_token_ids)]
         for token_id in request.output_token_ids:
             sequence.token_ids.append(token_id)
-            sequence.finish_reason = sequence.stop_reason(self.eos_token_ids, self.config.max_model_len)
+            self._judge(sequence)
 
     def step(self) -> list[Result]:
         """Advance every scheduled sequence; the results of those that ended."""
@@ -181,10 +181,18 @@ class Engine:
                 continue
             self.stats.num_output_tokens += 1
             sequence.append(token_id, now)
-            sequence.finish_reason = sequence.stop_reason(self.eos_token_ids, self.config.max_model_len)
+            self._judge(sequence)
             if sequence.is_finished:
                 ended.append(sequence)
         return ended
+
+    def _judge(self, sequence: Sequence) -> None:
+        """Decide whether the newest token ends the sequence."""
+        try:
+            sequence.finish_reason = sequence.stop_reason(self.eos_token_ids, self.config.max_model_len)
+        except TokenizerError as error:  # what stop strings are looked for in cannot be had
+            self._fail(sequence, str(error))
+            sequence.finish_reason = FinishReason.STOP
 
     def _end(self, sequence: Sequence) -> list[Result]:
         """Let a sequence go; the results that are complete with it."""

@@ -7,11 +7,12 @@ knows nothing of the engine but that somebody pulls, and stops handing out as so
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from batchgen.data.rows import RowProblem, bad_row, chunked, row_id
+from batchgen.data.rows import CHUNK_ROWS, RowProblem, bad_row, chunked, row_id
 from batchgen.errors import RowError, RowErrorCode
 from batchgen.records import BadRow, Record, Request
 from batchgen.run.clock import Clock
@@ -19,6 +20,8 @@ from batchgen.run.ledger import Ledger
 from batchgen.run.stop import Stopper
 from batchgen.run.unique_ids import UniqueIds
 from batchgen.spec import InputSpec
+
+_SLOW_CHUNK_S = 2.0  # chat templates may take seconds for each row, and a stop loses the chunk it interrupts
 
 
 class Builder(Protocol):
@@ -118,11 +121,14 @@ class Feed:
 
     def requests(self, rows: Iterable[Record | BadRow]) -> Iterator[Request]:
         """The requests of ``rows`` in order, tokens of an earlier run included; ends early on a stop."""
-        chunks = chunked(rows)
+        most = 1
+        chunks = chunked(rows, lambda: most)
         while not self._stopper.requested:
+            began_at = time.monotonic()
             with self._clock.on("read"):
                 chunk = next(chunks, [])
                 answers = self._screen.screen(chunk)
+            most = min(2 * most, CHUNK_ROWS) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
             if not chunk:
                 self.is_exhausted = True
                 return

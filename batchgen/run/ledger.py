@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 
 from batchgen.data.journal import Journal, JournalEntry
-from batchgen.errors import StorageError
+from batchgen.errors import RowError, RowErrorCode, StorageError, TokenizerError
 from batchgen.records import BadRow, Record, Result
 from batchgen.run.clock import Clock
 from batchgen.run.payloads import Payloads, RowId
@@ -42,11 +42,16 @@ class Ledger:
 
         Raises StorageError.
         """
-        if result.error is not None:
+        error = result.error
+        if error is None:
+            try:
+                payload = self._payloads.result(record, row_id, result, choices)
+            except TokenizerError as problem:
+                error = RowError(RowErrorCode.INTERNAL, str(problem))
+        if error is not None:
             where = (record.index, record.source, record.line)
-            self.fail(BadRow(*where, result.error, record.columns, record.after, row_id))
+            self.fail(BadRow(*where, error, record.columns, record.after, row_id))
             return
-        payload = self._payloads.result(record, row_id, result, choices)
         self._append(JournalEntry(record.index, record.after, "result", payload))
         self.num_prompt_tokens += result.num_prompt_tokens
         self.num_completion_tokens += result.num_completion_tokens

@@ -10,7 +10,7 @@ import torch
 from tiny_model import EOS, checked_run, engine_for, random_requests, solo, tiny_model, tokens_of
 
 from batchgen.engine import Engine, EngineConfig
-from batchgen.errors import RowErrorCode
+from batchgen.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.records import FinishReason, Request, Result, SamplingParams, Timings
 
@@ -341,6 +341,24 @@ def test_a_resumed_request_finds_a_stop_string_that_began_before_it_was_stopped(
     done = stopping_engine().submit(replace(request, output_token_ids=undisturbed[:5]))
     assert done is not None
     assert (done.token_ids, done.finish_reason, done.stop) == (undisturbed[:5], FinishReason.STOP, stop)
+
+
+@pytest.mark.parametrize("num_resumed", [0, 4], ids=["begun", "resumed"])
+def test_a_text_that_cannot_be_had_for_stop_strings_ends_its_row_only(
+    num_resumed: int, undisturbed: tuple[int, ...]
+) -> None:
+    class Fails(EndsAt):
+        def push(self, token_id: int) -> str | None:
+            super().push(token_id)
+            if len(self.text.split()) == 3 and "fails" in self.stop:
+                raise TokenizerError("no text")
+            return None
+
+    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20), stop_watch=Fails)
+    failing = Request(0, PROMPT, replace(GREEDY, stop=("fails",)), undisturbed[:num_resumed])
+    results = {r.key: r for r in checked_run(engine, [failing, Request(1, PROMPT, replace(GREEDY, stop=("x",)))])}
+    assert results[0].error == RowError(RowErrorCode.INTERNAL, "no text")
+    assert results[1].token_ids == undisturbed
 
 
 def test_stop_strings_without_a_tokenizer_are_an_error_row(undisturbed: tuple[int, ...]) -> None:
