@@ -99,6 +99,36 @@ def test_the_user_can_end_a_turn_inside_a_prompt(tokenizer: Tokenizer) -> None:
     assert isinstance(answer, Request) and answer.prompt_token_ids[-1] == 7
 
 
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        ({"q": " "}, {"prompt": "{q}"}, "the prompt that the template '{q}' makes is empty"),
+        ({"q": ""}, {"prompt": "{q}" * 40}, f"the prompt that the template '{'{q}' * 19}...' makes is empty"),
+        ({"q": ""}, {"prompt": "q"}, "column 'q' is empty"),
+        ({"prompt": ""}, {}, "column 'prompt' is empty"),
+        ({"text": "\n"}, {}, "column 'text' is empty"),
+        ({"prompt_token_ids": []}, {}, "column 'prompt_token_ids' has no token ids"),
+        ({"messages": []}, {}, "column 'messages' has no message with any text"),
+        (
+            {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": {"prompt": ""}},
+            {},
+            "column 'body.prompt' is empty",
+        ),
+        (
+            {"custom_id": "r", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}},
+            {},
+            "column 'body.messages' has no message with any text",
+        ),
+    ],
+)
+def test_an_empty_prompt_is_told_by_where_it_comes_from(
+    row: dict[str, Any], keys: dict[str, Any], message: str, tokenizer: Tokenizer
+) -> None:
+    [answer] = build(tokenizer, row, **keys)
+    assert isinstance(answer, BadRow)
+    assert (answer.error.code, answer.error.message) == ("empty_prompt", message)
+
+
 def test_answers_come_in_the_order_of_the_rows_with_their_index_as_key(tokenizer: Tokenizer) -> None:
     answers = build(tokenizer, {"prompt": "a"}, {"prompt": ""}, {"prompt_token_ids": [8]}, {"prompt": "b"})
     assert codes(answers) == ["ok", "empty_prompt", "ok", "ok"]
@@ -112,6 +142,16 @@ def test_rows_are_tokenized_alike_whatever_is_tokenized_with_them(
     together = build(tokenizer, *rows)
     monkeypatch.setattr(prompt_module, "_MAX_ENCODED_CHARS", 60)
     assert build(tokenizer, *rows) == together
+
+
+def test_rows_whose_prompts_are_more_than_is_held_at_once_are_answered_in_order(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_module, "_MAX_DRAFTED_CHARS", 60)
+    rows = [{"prompt": letter * length} for letter, length in zip("abcdef", (3, 90, 2, 2, 2, 70), strict=True)]
+    answers = build(tokenizer, *rows, {"prompt": 5})
+    texts = [text_of(tokenizer, answer) for answer in answers[:-1]]
+    assert texts == [chat(("user", row["prompt"])) for row in rows] and codes(answers[-1:]) == ["bad_type"]
 
 
 def test_sampling_values_come_from_the_job_then_columns_then_the_sampling_object(tokenizer: Tokenizer) -> None:

@@ -75,6 +75,17 @@ def test_a_text_that_cannot_be_encoded_costs_its_row_only(error: BaseException, 
     assert "\n" not in answers[1].error.message  # type: ignore[union-attr]
 
 
+def test_a_pattern_that_backtracks_without_end_costs_its_row_only(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    settings = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    pattern = {"Regex": "(a+)+$"}
+    settings["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps(settings), encoding="utf-8")
+    hostile, sound = Tokenizer.load(folder).encode_batch(["a" * 60 + "!", "aa"], add_special_tokens=False)
+    assert isinstance(hostile, TokenizerError) and "retry-limit" in str(hostile)
+    assert isinstance(sound, list)
+
+
 def test_what_is_no_failure_of_the_tokenizer_goes_through(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(KeyboardInterrupt(), tmp_path)
     with pytest.raises(KeyboardInterrupt):
