@@ -92,7 +92,7 @@ class _Probe:
         fixed = set()
         for request in requests:
             refused = self.engine.submit(request)
-            if refused is None and request.params.ignore_eos:
+            if refused is None and request.params.has_fixed_length:
                 fixed.add(request.key)
         while scheduler.has_work:
             for result in self._step():

@@ -155,7 +155,7 @@ class Survey:
         token_ids, params = request.prompt_token_ids, request.params
         length = len(token_ids)
         is_scored = bool(request.choices)
-        is_fixed = params.ignore_eos or is_scored
+        is_fixed = params.has_fixed_length or is_scored
         max_output = 0 if is_scored else min(params.max_tokens, self._max_model_len - length)
         self.prompt_lengths[length] += 1
         self.outputs[max_output, is_fixed] += 1 if params.is_greedy else params.n

@@ -102,6 +102,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def has_fixed_length(self) -> bool:
+        """Whether nothing but ``max_tokens`` can end the answer."""
+        return self.ignore_eos and not (self.stop or self.stop_token_ids or self.max_repeats)
+
+    @property
     def has_penalties(self) -> bool:
         """Whether tokens seen before count less or more than others."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)

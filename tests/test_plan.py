@@ -164,6 +164,12 @@ def test_rows_that_ignore_end_tokens_have_a_fixed_output(job: JobMaker) -> None:
     assert (outputs["expected"], outputs["basis"]) == (21, "fixed by ignore_eos")
 
 
+def test_rows_that_ignore_end_tokens_but_may_end_at_a_stop_have_no_fixed_output(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    outputs = plan_of(job, sampling={"max_tokens": 7, "ignore_eos": True, "max_repeats": 4})["output_tokens"]
+    assert outputs["basis"] != "fixed by ignore_eos"
+
+
 def test_an_expected_output_is_taken_but_not_beyond_each_rows_limit(job: JobMaker) -> None:
     job.write([{"id": 1, "question": "a"}, {"id": 2, "question": "b", "max_tokens": 3}])
     plan = make_plan(job.spec(sampling=MAX_TOKENS_COLUMN), PlanOptions(output_tokens=5))

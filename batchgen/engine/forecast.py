@@ -1,4 +1,4 @@
-"""How much KV memory the running sequences will still need, before more are admitted.
+"""What will probably be generated: the KV memory that running sequences will still need, and which rows are long.
 
 What may be generated is known (``max_tokens``), what will be is learned from the sequences that have ended. A
 preemption costs all that it throws away, an idle block costs little, so admission looks at the peak to come: sequences
@@ -39,7 +39,7 @@ class OutputLengths:
     def expected_more(self, sequence: Sequence) -> int:
         """Tokens the sequence will probably still generate: the mean over those that came as far and went on."""
         most = max(sequence.max_new_tokens, 0)
-        if sequence.request.params.ignore_eos or len(self._sorted) < _ENOUGH:
+        if sequence.request.params.has_fixed_length or len(self._sorted) < _ENOUGH:
             return most
         if self._sums is None:
             self._sums = [0, *accumulate(self._sorted)]
@@ -49,6 +49,39 @@ class OutputLengths:
             return most
         mean = (self._sums[-1] - self._sums[place]) / num_longer
         return min(most, round(mean) - sequence.num_output_tokens)
+
+
+class PromptTrend:
+    """Whether longer prompts have longer answers, by the correlation over the sequences that have ended.
+
+    Only a positive correlation of at least two standard errors counts. The judgement is renewed each time the number
+    of ended sequences has doubled, so that chance has few occasions and the waiting ones are seldom sorted anew.
+    """
+
+    def __init__(self) -> None:
+        self.is_rising = False
+        self._judged_at = _ENOUGH
+        self._num = 0
+        self._sum_x = self._sum_y = self._sum_xx = self._sum_yy = self._sum_xy = 0  # x: prompts, y: answers
+
+    def add(self, prompt: int, length: int) -> None:
+        """A sequence ended after a prompt and an answer of so many tokens."""
+        self._num += 1
+        self._sum_x += prompt
+        self._sum_y += length
+        self._sum_xx += prompt * prompt
+        self._sum_yy += length * length
+        self._sum_xy += prompt * length
+        if self._num == self._judged_at:
+            self._judged_at *= 2
+            self.is_rising = self._rises()
+
+    def _rises(self) -> bool:
+        """Whether ``r > 2 / sqrt(num)``, in integers: r = covariance / sqrt(variance of x * variance of y)."""
+        covariance = self._num * self._sum_xy - self._sum_x * self._sum_y
+        variance_x = self._num * self._sum_xx - self._sum_x**2
+        variance_y = self._num * self._sum_yy - self._sum_y**2
+        return covariance > 0 and self._num * covariance**2 > 4 * variance_x * variance_y
 
 
 def peak_tokens(held: Iterable[int], more: Iterable[int], block_size: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.forecast import OutputLengths, peak_tokens
+from batchgen.engine.forecast import OutputLengths, PromptTrend, peak_tokens
 from batchgen.engine.prefix import extend_digests
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
@@ -33,6 +33,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.longest_first)
         self.running: list[Sequence] = []  # in order of admission
         self.lengths = OutputLengths()
+        self.trend = PromptTrend()
         self.num_preemptions = 0
         self.num_queried_tokens = 0  # of fresh sequences, when they were admitted
         self.num_cached_tokens = 0  # taken over from the prefix cache by fresh sequences
@@ -252,6 +253,8 @@ class Scheduler:
         """Let a running or preempted sequence go; its memory serves the next step."""
         if sequence.generates:
             self.lengths.add(sequence.num_output_tokens)
+            self.trend.add(sequence.num_prompt_tokens, sequence.num_output_tokens)
+            self.waiting.put_longest_prompts_first(self.trend.is_rising)
         if sequence.conv_slot is None:
             self.waiting.drop_preempted(sequence)
         else:

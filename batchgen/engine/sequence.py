@@ -78,7 +78,7 @@ class Sequence:
         self.block_table: list[int] = []
         self.digests: list[bytes] = []
         self.conv_slot: int | None = None
-        self.order: tuple[int, int, int] = (0, 0, 0)
+        self.order = (0, 0, 0, 0, 0)  # see WaitingQueue
         self.finish_reason: FinishReason | None = None
         self.matched_stop: str | None = None
         self.stop_watch: StopWatch | None = None

@@ -1,15 +1,19 @@
 """The scheduler played out without a model: what admission does to the time of a job, for lengths of five kinds.
 
-``python tests/engine/simulate.py`` prints the table. A step is taken to cost ``StepCost``; outputs have the lengths
+``python tests/engine/simulate.py [WORKLOAD.jsonl]`` prints two tables: what it brings to know the lengths, and what it
+brings to learn them, of a bench's workload file too. A step is taken to cost ``StepCost``; outputs have the lengths
 drawn for them. Everything else is the engine's own: the scheduler, and how far it looks ahead.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 import random
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -131,6 +135,25 @@ def rows_of(kind: str, count: int, *, seed: int = 0, max_tokens: int = 0) -> lis
     return [Row(rng.randint(40, 160), DISTRIBUTIONS[kind](rng), max_tokens) for _ in range(count)]
 
 
+def related_rows(count: int, correlation: float, *, seed: int = 0, max_tokens: int = 2000) -> list[Row]:
+    """Rows whose prompt and answer lengths have logarithms with a correlation; the engine knows ``max_tokens`` only."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        prompt = rng.gauss(0, 1)
+        output = correlation * prompt + math.sqrt(1 - correlation**2) * rng.gauss(0, 1)
+        lengths = (round(math.exp(mean + 0.5 * drawn)) for mean, drawn in ((4.4, prompt), (4.6, output)))
+        rows.append(Row(*lengths, max_tokens=max_tokens))
+    return rows
+
+
+def workload_rows(path: Path) -> list[Row]:
+    """The rows of a bench's workload file, all with one ``max_tokens``."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    most = max(row["max_tokens"] for row in rows)
+    return [Row(len(row["prompt_token_ids"]), row["max_tokens"], most) for row in rows]
+
+
 def config_of(
     budget: int, num_seqs: int = 128, *, num_blocks: int = 5000, longest_first: bool = True, forecast: bool = True
 ) -> SchedulerConfig:
@@ -163,6 +186,31 @@ def table(count: int = 1319, seeds: int = 3) -> Iterator[str]:
             yield f"{kind:<12}{budget:>7}{times}{saved}{tails:>18}"
 
 
+def unknown_table(workloads: Mapping[str, list[Row]], seeds: int = 12) -> Iterator[str]:
+    """Lines: seconds in order of arrival, and what is saved of them, and of steps, by learnt and by known lengths."""
+    yield f"lengths unknown, budget 256, means of {seeds} shuffles"
+    yield f"{'rows':<24}{'slots':>6}{'arrival':>10}{'learnt saves':>22}{'known saves':>22}"
+    for name, rows in workloads.items():
+        told = [replace(row, max_tokens=0) for row in rows]
+        for num_seqs in (64, 128):
+            ways = {"arrival": (rows, False), "learnt": (rows, True), "known": (told, True)}
+            sums = {way: Played() for way in ways}
+            for seed in range(seeds):
+                for way, (asked, longest_first) in ways.items():
+                    shuffled = random.Random(seed).sample(asked, len(asked))
+                    played = play(config_of(256, num_seqs, num_blocks=40_000, longest_first=longest_first), shuffled)
+                    sums[way].seconds += played.seconds / seeds
+                    sums[way].steps += played.steps
+            arrival = sums["arrival"]
+            line = f"{name:<24}{num_seqs:>6}{arrival.seconds:>8.1f} s"
+            for way in ("learnt", "known"):
+                saved_s, saved_steps = 1 - sums[way].seconds / arrival.seconds, 1 - sums[way].steps / arrival.steps
+                line += f"{saved_s:>8.2%} ({saved_steps:.1%} steps)"
+            yield line
+
+
 if __name__ == "__main__":
-    for line in table():
+    drawn = {f"correlation {r}": related_rows(1000, r) for r in (-0.5, 0.0, 0.25, 0.5, 0.8)}
+    given = {Path(name).stem: workload_rows(Path(name)) for name in sys.argv[1:]}
+    for line in itertools.chain(table(), unknown_table(given | drawn)):
         print(line, flush=True)

@@ -47,6 +47,41 @@ def test_preempted_sequences_come_before_fresh_ones_the_first_admitted_first() -
     assert drained(queue) == [1, 2, 3, 0]
 
 
+def prompted(key: int, prompt: int, family: str = "", max_tokens: int = 10) -> Sequence:
+    """A sequence with a prompt of so many tokens, whose first block has the content ``family``."""
+    made = Group(Request(key, (1,) * prompt, SamplingParams(max_tokens=max_tokens))).sequences[0]
+    made.digests = [family.encode()] if family else []
+    return made
+
+
+def test_among_equally_long_ones_the_longest_prompts_come_first_while_that_is_wanted() -> None:
+    queue = WaitingQueue()
+    for key, (prompt, max_tokens) in enumerate([(5, 10), (9, 10), (5, 10), (2, 20)]):
+        queue.push(prompted(key, prompt, max_tokens=max_tokens))
+    queue.put_longest_prompts_first(True)
+    queue.push(prompted(4, 7))
+    assert [queue.pop().request.key for _ in range(3)] == [3, 1, 4]
+    queue.push(prompted(5, 8))
+    queue.put_longest_prompts_first(False)
+    assert drained(queue) == [0, 2, 5]
+
+
+def test_longest_prompts_first_keeps_those_that_share_a_prefix_together() -> None:
+    queue = WaitingQueue()
+    queue.put_longest_prompts_first(True)
+    for key, (prompt, family) in enumerate([(6, "a"), (7, "b"), (9, "a"), (4, "b"), (8, ""), (5, "a")]):
+        queue.push(prompted(key, prompt, family))
+    assert drained(queue) == [4, 1, 3, 2, 0, 5]
+
+
+def test_without_longest_first_prompts_do_not_count_either() -> None:
+    queue = WaitingQueue(longest_first=False)
+    queue.put_longest_prompts_first(True)
+    for key, prompt in enumerate([5, 9, 7]):
+        queue.push(prompted(key, prompt))
+    assert drained(queue) == [0, 1, 2]
+
+
 @given(st.lists(st.integers(1, 4), max_size=30))
 def test_no_sequence_is_lost(lengths: list[int]) -> None:
     queue = WaitingQueue()
