@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file
+from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file, hide_lengths
 from batchgen.cli_options import GroupedCommand, LocalPath, job_options, take_job_flags
 from batchgen.cli_say import show
 from batchgen.errors import ExitCode, UsageError
@@ -26,16 +26,27 @@ if TYPE_CHECKING:
 @click.option("--output-len", metavar="C[:D]", help="Output length, or a range.")
 @click.option("--ignore-eos", is_flag=True, help="Of a workload file: generate all max_tokens.")
 @click.option(
+    "--lengths",
+    default="unknown",
+    show_default=True,
+    type=click.Choice(["unknown", "known"]),
+    help="Whether the engine is told how long each answer will be.",
+)
+@click.option(
     "--repeats", default=3, show_default=True, type=click.IntRange(1), metavar="R", help="Runs of the workload."
 )
 @job_options("model", "engine", without=("tokenizer",))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-def bench(as_json: bool, repeats: int, **values: Any) -> int:
+def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
     """Measure throughput, beside this machine's roofline.
 
     The roofline is measured in the same process: the sustained rate of the model's own linears, and memory
     bandwidth. Medians over the repeats are told, with their range. On the CPU
     one more run comes first, which times each kernel.
+
+    A real job does not know the lengths of its answers. So all rows get the
+    largest max_tokens, and a stop unknown to the engine ends each at its own;
+    --lengths known gives each row its own max_tokens.
 
     \b
     Examples:
@@ -56,8 +67,10 @@ def bench(as_json: bool, repeats: int, **values: Any) -> int:
     config, where = engine_config(spec.engine), spec.model
     model, timed = measure.load_timed(where, config.threads)
     requests = _requests(values, model.config.vocab_size)
+    if lengths == "unknown":
+        requests = hide_lengths(requests)
     runs = list(measure.repeats(model, timed, config, requests, repeats))
-    summary = measure.summarize(where.path, model, runs)
+    summary = measure.summarize(where.path, model, runs, lengths)
     show(json.dumps(summary, indent=2) if as_json else measure.render(summary))
     return ExitCode.OK
 

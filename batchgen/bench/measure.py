@@ -17,6 +17,7 @@ import torch
 from batchgen.bench.facts import engine_sizes, model_key
 from batchgen.bench.roofline import measure
 from batchgen.bench.timed import TimedKernels
+from batchgen.bench.workload import EndAfter
 from batchgen.engine import Engine, EngineConfig, make_engine
 from batchgen.engine.memory import peak_bytes
 from batchgen.engine.sizes import use_threads
@@ -105,7 +106,7 @@ def repeats(
 
 
 def _run(model: Lfm2Model, config: EngineConfig, requests: list[Request]) -> tuple[float, Engine]:
-    engine = make_engine(model, config)
+    engine = make_engine(model, config, stop_watch=EndAfter)
     start = time.monotonic()
     num_results = 0
     for result in engine.run(requests):
@@ -132,8 +133,11 @@ def _timed_run(
     return split_s | {"host": wall_s - sum(split_s.values())}
 
 
-def summarize(model_name: str, model: Lfm2Model, runs: list[Repeat]) -> dict[str, Any]:
-    """One JSON-able object: medians under the plain names, every repeat's figures under ``runs``."""
+def summarize(model_name: str, model: Lfm2Model, runs: list[Repeat], lengths: str) -> dict[str, Any]:
+    """One JSON-able object: medians under the plain names, every repeat's figures under ``runs``.
+
+    ``lengths`` says whether the engine was told those of the answers: "known" or "unknown".
+    """
     figures = [run.figures() for run in runs]
     median = {name: statistics.median(f[name] for f in figures) for name in figures[0]}
     return {
@@ -142,6 +146,7 @@ def summarize(model_name: str, model: Lfm2Model, runs: list[Repeat]) -> dict[str
         "threads": torch.get_num_threads(),
         "kernels": model.kernels.name,
         "num_requests_tokens": {"prompt": runs[0].num_prompt_tokens, "output": runs[0].num_output_tokens},
+        "lengths": lengths,
         **median,
         "engine": runs[-1].sizes,
         "num_steps": runs[0].num_steps,
@@ -161,6 +166,7 @@ def render(summary: dict[str, Any]) -> str:
         f"{summary['model']}  {summary['dtype']} on {summary['device']}, "
         f"{counted(summary['threads'], 'thread')}, {summary['kernels']} kernels",
         f"  tokens           {tokens['prompt']:,} in, {tokens['output']:,} out, {summary['num_steps']:,} steps",
+        f"  output lengths   {summary['lengths']} to the engine",
         f"  wall time        {summary['wall_s']:.2f} s  ({min(walls):.2f} to {max(walls):.2f} in {len(walls)} runs)",
         f"  output tokens/s  {summary['output_tokens_per_s']:.1f}",
         f"  total tokens/s   {summary['total_tokens_per_s']:.1f}",

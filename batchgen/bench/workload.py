@@ -1,10 +1,13 @@
-"""What a benchmark runs: requests of known lengths, from a file or made up. Knows no engine."""
+"""What a benchmark runs: requests of known lengths, from a file or made up. Knows no engine.
+
+A real job does not know how long its answers will be, so ``hide_lengths`` keeps the lengths from the engine.
+"""
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +98,31 @@ def from_file(path: Path, *, ignore_eos: bool, limit: int | None = None) -> list
     if not requests:
         raise UsageError(f"--workload {path}: holds no request")
     return requests
+
+
+def hide_lengths(requests: list[Request]) -> list[Request]:
+    """The same requests with one ``max_tokens``, the largest, each ended at its own by a stop that ``EndAfter`` reads.
+
+    The engine hands stop strings on unread, so that neither admission nor the memory forecast knows a length.
+    """
+    most = max(request.params.max_tokens for request in requests)
+    return [_hidden(request, most) for request in requests]
+
+
+def _hidden(request: Request, most: int) -> Request:
+    length = request.params.max_tokens
+    params = replace(request.params, max_tokens=most, stop=(str(length),)) if length > 0 else request.params
+    return replace(request, params=params)
+
+
+class EndAfter:
+    """Stop watch that ends an answer at the number of tokens its stop string names, whatever the tokens are."""
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        (self._stop,) = stop
+        self._left = int(self._stop)
+
+    def push(self, token_id: int) -> str | None:
+        """Count the next generated token; the stop string once it is the last one."""
+        self._left -= 1
+        return None if self._left else self._stop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from batchgen import report_roofline
 from batchgen.bench import facts, roofline
 from batchgen.bench import measure as bench
 from batchgen.bench.roofline import Effort
-from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file
+from batchgen.bench.workload import PRESETS, EndAfter, LengthRange, Shape, from_file, hide_lengths
 from batchgen.cli import call
-from batchgen.engine import Engine, EngineConfig
+from batchgen.engine import Engine, EngineConfig, pipeline
 from batchgen.errors import ExitCode, UsageError
 from batchgen.model import load_model
+from batchgen.records import Request, Result, SamplingParams
 from batchgen.report_roofline import Ceilings, Measured
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
@@ -77,6 +79,66 @@ def test_bench_prints_one_object_with_figures_and_roofline(
     assert min(found["split_s"].values()) > 0
     assert found["engine"].keys() >= {"max_num_batched_tokens", "max_num_seqs", "block_size", "kv_bytes"}
     assert found["peak_memory_bytes"] > 0
+
+
+LENGTHS = [3, 1, 7, 4, 7]
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    """A file of requests with answers of ``LENGTHS``."""
+    path = tmp_path / "work.jsonl"
+    rows = ({"prompt_token_ids": [5, 6, 7 + i], "max_tokens": n} for i, n in enumerate(LENGTHS))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Request], list[Result]]]:
+    """What engines were given and what they answered, filled as they run."""
+    seen: list[tuple[list[Request], list[Result]]] = []
+
+    class Watched(Engine):
+        def run(self, requests: Iterable[Request]) -> Iterator[Result]:
+            seen.append((list(requests), []))
+            for result in super().run(seen[-1][0]):
+                seen[-1][1].append(result)
+                yield result
+
+    monkeypatch.setattr(pipeline, "Engine", Watched)
+    return seen
+
+
+@pytest.mark.usefixtures("ceilings_file")
+@pytest.mark.parametrize("lengths", [None, "unknown", "known"])
+def test_answers_have_the_lengths_of_the_workload_whether_the_engine_knows_them_or_not(
+    workload: Path,
+    runs: list[tuple[list[Request], list[Result]]],
+    lengths: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--lengths", lengths] if lengths else []
+    call(["bench", "--model", SAMPLE, "--workload", str(workload), "--ignore-eos", "--repeats", "1", "--json", *flags])
+    found = json.loads(capsys.readouterr().out)
+    assert found["lengths"] == (lengths or "unknown")
+    assert found["num_requests_tokens"]["output"] == sum(LENGTHS)
+    given, answers = runs[-1]
+    told = LENGTHS if lengths == "known" else [max(LENGTHS)] * len(LENGTHS)
+    assert [request.key for request in given] == list(range(len(LENGTHS)))
+    assert [request.params.max_tokens for request in given] == told
+    assert {result.key: len(result.token_ids) for result in answers} == dict(enumerate(LENGTHS))
+
+
+@pytest.mark.usefixtures("ceilings_file")
+def test_the_scheduler_finds_nothing_longer_than_another_where_lengths_are_unknown(workload: Path) -> None:
+    requests = hide_lengths(from_file(workload, ignore_eos=True))
+    engine = Engine(load_model(SAMPLE, dtype="float32"), EngineConfig(threads=1, max_num_seqs=1), stop_watch=EndAfter)
+    assert [result.key for result in engine.run(requests)] == list(range(len(LENGTHS)))
+
+
+def test_a_request_that_generates_nothing_does_so_where_lengths_are_unknown() -> None:
+    requests = [Request(key, (5, 6), SamplingParams(max_tokens=n)) for key, n in enumerate([0, 2])]
+    assert [request.params.max_tokens for request in hide_lengths(requests)] == [0, 2]
 
 
 @pytest.mark.usefixtures("ceilings_file")
