@@ -14,6 +14,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -186,21 +187,24 @@ def table(count: int = 1319, seeds: int = 3) -> Iterator[str]:
             yield f"{kind:<12}{budget:>7}{times}{saved}{tails:>18}"
 
 
-def unknown_table(workloads: Mapping[str, list[Row]], seeds: int = 12) -> Iterator[str]:
-    """Lines: seconds in order of arrival, and what is saved of them, and of steps, by learnt and by known lengths."""
-    yield f"lengths unknown, budget 256, means of {seeds} shuffles"
+def unknown_table(workloads: Mapping[str, Callable[[int], list[Row]]], seeds: int = 12) -> Iterator[str]:
+    """Lines: seconds in order of arrival, and what is saved of them, and of steps, by learnt and by known lengths.
+
+    A workload is rows by seed.
+    """
+    yield f"lengths unknown, budget 256, means of {seeds} draws"
     yield f"{'rows':<24}{'slots':>6}{'arrival':>10}{'learnt saves':>22}{'known saves':>22}"
-    for name, rows in workloads.items():
-        told = [replace(row, max_tokens=0) for row in rows]
+    for name, draw in workloads.items():
         for num_seqs in (64, 128):
-            ways = {"arrival": (rows, False), "learnt": (rows, True), "known": (told, True)}
-            sums = {way: Played() for way in ways}
+            sums = {way: Played() for way in ("arrival", "learnt", "known")}
             for seed in range(seeds):
-                for way, (asked, longest_first) in ways.items():
-                    shuffled = random.Random(seed).sample(asked, len(asked))
-                    played = play(config_of(256, num_seqs, num_blocks=40_000, longest_first=longest_first), shuffled)
-                    sums[way].seconds += played.seconds / seeds
-                    sums[way].steps += played.steps
+                rows = draw(seed)
+                told = [replace(row, max_tokens=0) for row in rows]
+                for way, total in sums.items():
+                    config = config_of(256, num_seqs, num_blocks=40_000, longest_first=way != "arrival")
+                    played = play(config, told if way == "known" else rows)
+                    total.seconds += played.seconds / seeds
+                    total.steps += played.steps
             arrival = sums["arrival"]
             line = f"{name:<24}{num_seqs:>6}{arrival.seconds:>8.1f} s"
             for way in ("learnt", "known"):
@@ -209,8 +213,16 @@ def unknown_table(workloads: Mapping[str, list[Row]], seeds: int = 12) -> Iterat
             yield line
 
 
+def _related(correlation: float, seed: int) -> list[Row]:
+    return related_rows(1000, correlation, seed=seed)
+
+
+def _shuffled(rows: list[Row], seed: int) -> list[Row]:
+    return random.Random(seed).sample(rows, len(rows))
+
+
 if __name__ == "__main__":
-    drawn = {f"correlation {r}": related_rows(1000, r) for r in (-0.5, 0.0, 0.25, 0.5, 0.8)}
-    given = {Path(name).stem: workload_rows(Path(name)) for name in sys.argv[1:]}
+    drawn = {f"correlation {r}": partial(_related, r) for r in (-0.5, 0.0, 0.25, 0.5, 0.8)}
+    given = {f"{Path(name).stem}, shuffled": partial(_shuffled, workload_rows(Path(name))) for name in sys.argv[1:]}
     for line in itertools.chain(table(), unknown_table(given | drawn)):
         print(line, flush=True)
