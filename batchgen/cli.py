@@ -135,7 +135,7 @@ def cli() -> None:
 @_run_option("--overwrite", is_flag=True, help="Start anew, dropping what the run directory holds.")
 @_run_option("--strict", is_flag=True, help="Refuse to start on any bad row.")
 @_run_option("--max-error-rate", metavar="SHARE", help="Stop when more rows fail, such as 5%.")
-@_run_option("--deadline", metavar="HH:MM", help="Stop at this time of day.")
+@_run_option("--deadline", metavar="HH:MM", help="Stop when the clock next shows this; or at an ISO date and time.")
 @_run_option("--max-runtime", metavar="DURATION", help="Stop after such as 55m.")
 @_run_option("--max-total-tokens", metavar="N", help="Stop after computing N tokens.")
 @_run_option("--shard", metavar="I/N", help="Run the I-th of N parts of the rows.")

@@ -70,7 +70,7 @@ def parse_clock(text: str, now: datetime) -> datetime:
         return at.astimezone()
     try:
         return datetime.fromisoformat(text.strip()).astimezone()
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError('must be a clock time such as "05:55" or a date and time such as "2026-01-31T05:55"') from None
 
 
