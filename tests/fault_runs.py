@@ -273,7 +273,8 @@ def content(folder: Path) -> dict[str, Any]:
 
 def _content(path: Path) -> Any:
     if path.name == "job.json":
-        return {key: value for key, value in json.loads(path.read_bytes()).items() if key != "created_at"}
+        manifest = json.loads(path.read_bytes())  # besides, it says when the files of the run were written
+        return {key: manifest[key] for key in ("job", "output_keys", "fingerprints", "shard", "num_rows")}
     if path.name == "report.json":
         report = json.loads(path.read_bytes())
         return {key: report[key] for key in ("rows", "errors", "tokens", "finish_reasons")}

@@ -284,7 +284,7 @@ def compressed_case(rng: random.Random) -> Case:
 
     packed = pack(plain)
     at = rng.randrange(len(packed))
-    bombs = [pack(b'{"question": "' + b"a" * (48 << 20) + b'"}\n'), pack(b" " * (64 << 20)), pack(b"\n" * (24 << 20))]
+    bombs = [pack(b'{"question": "' + b"a" * (16 << 20) + b'"}\n'), pack(b" " * (64 << 20)), pack(b"\n" * (2 << 20))]
     content = rng.choice(
         [
             packed[:at],

@@ -88,7 +88,8 @@ def check(case: Case, folder: Path, code: int, said: str, rss_bytes: int) -> Non
     assert "this is a bug" not in said, said[-_SHOWN_CHARS:]
     assert code in (DONE, USAGE, FAILED_ROWS, STOPPED), f"exit code {code}: {said[-_SHOWN_CHARS:]}"
     assert rss_bytes < MAX_RSS_BYTES, f"{rss_bytes >> 20} MiB"
-    assert len(said) < 4000, f"{len(said)} characters: {said[:_SHOWN_CHARS]}"
+    # A value as given may be in it, and some are of 5,000 characters.
+    assert len(said) < 12_000, f"{len(said)} characters: {said[:_SHOWN_CHARS]}"
     assert code != USAGE or "batchgen: error: " in said, said
     assert not set(said) & set("\x1b\x9b\u202e\0"), f"raw control characters: {said!r}"
     if case.num_rows is not None:
