@@ -8,7 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from run_helpers import ENVIRONMENT, JobMaker
+
+# Before torch is imported: a thread that waits for another sleeps. By default it spins, and where the other one's core
+# is busy with something else, tests on two threads take five times as long.
+for variables in (os.environ, ENVIRONMENT):
+    variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# The same examples everywhere, however slow the machine is; --hypothesis-profile=explore looks at others in each run.
+settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True, scope="session")

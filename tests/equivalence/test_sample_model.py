@@ -29,7 +29,7 @@ POLICIES = ("prefix_caching", "share_duplicates", "longest_first", "forecast_mem
 
 @cache
 def model() -> Lfm2Model:
-    return load_model(str(MODEL), dtype="bfloat16")
+    return load_model(str(MODEL), dtype="auto")
 
 
 @cache
