@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -111,7 +113,17 @@ def start(arguments: Iterable[str | Path], *, stdin: Path | str = os.devnull, **
         )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 60) -> tuple[int, str]:
-    """Exit code and what it said on stderr."""
+def finish(process: subprocess.Popen[str], timeout: float = 120) -> tuple[int, str]:
+    """Exit code and what it said on stderr. A time-out only bounds a failure: a busy machine may take long."""
     _, said = process.communicate(timeout=timeout)
     return process.returncode, said
+
+
+def until_delivered(process: subprocess.Popen[str], number: int) -> None:
+    """Wait until a signal sent before is pending no longer: of two that are pending at once, one is lost."""
+    status = Path(f"/proc/{process.pid}/status")
+    while status.exists() and process.poll() is None:
+        pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)$", status.read_text(encoding="utf-8"), re.MULTILINE)
+        if not any(int(mask, 16) >> (number - 1) & 1 for mask in pending):
+            break
+        time.sleep(0.02)

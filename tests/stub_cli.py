@@ -1,7 +1,8 @@
 """The command line with the stub engine behind it, for tests that need a process of their own.
 
 Usage: ``python stub_cli.py '{"step_s": 0.01}' run JOB.toml ...``: the stub's options as JSON, then the command.
-Beside the stub's own, ``load_s`` makes loading slow and ``finalize_s`` the writing of the outputs.
+Beside the stub's own, ``load_s`` makes loading slow and ``finalize_s`` the writing of the outputs; loading does not end
+before the file ``load_until`` is there.
 """
 
 import json

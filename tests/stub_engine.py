@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from batchgen.errors import RowError, RowErrorCode
@@ -154,11 +155,18 @@ class StubEngine:
         return {key: tuple(tokens) for key, (_, tokens, _) in self.running.items() if tokens}
 
 
-def stub_factory(made: list[StubEngine] | None = None, *, load_s: float = 0.0, **options: Any) -> EngineFactory:
-    """A factory for ``run_job``; every engine it makes is added to ``made``, after ``load_s`` seconds."""
+def stub_factory(
+    made: list[StubEngine] | None = None, *, load_s: float = 0.0, load_until: str | None = None, **options: Any
+) -> EngineFactory:
+    """A factory for ``run_job``; every engine it makes is added to ``made``, after ``load_s`` seconds.
+
+    Nor before the file ``load_until`` is there.
+    """
 
     def make(spec: JobSpec, model: ModelInfo) -> Backend:
         time.sleep(load_s)
+        while load_until is not None and not Path(load_until).exists():
+            time.sleep(0.05)
         engine = StubEngine(vocab_size=model.config.vocab_size, **options)
         if made is not None:
             made.append(engine)

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,7 @@ def test_a_directory_in_use_exits_5(job: JobMaker, capsys: pytest.CaptureFixture
     try:
         while not (job.output / "run.lock").exists():
             assert process.poll() is None
+            time.sleep(0.05)
         code, _, err = said(capsys, "run", job.toml())
     finally:
         process.kill()

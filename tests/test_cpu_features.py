@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
+from batchgen import cpu_features
+
 ASK = """
 import torch
-from batchgen import cpu_features, plan_kv
+from batchgen import plan_kv
 from batchgen.kernels.cpu.vector_ir import HAS_BF16
 from batchgen.kernels.cpu.matmul import can_multiply
 from batchgen.model import load_config, loading
@@ -25,17 +27,29 @@ print(plan_kv._guessed_dtype(spec, config))
 
 
 @pytest.mark.parametrize(
-    ("features", "pairs", "panels", "dtype"),
+    ("features", "pairs", "matrix", "products"),
     [
-        ("+avx2,+fma,-avx512bf16", False, False, "float32"),
-        ("+avx512f,+avx512bf16", True, True, "bfloat16"),
-        ("+avx512f,+avx512bf16,+amx-bf16", True, False, "bfloat16"),
-        ("", False, False, "float32"),
+        ("+avx2,+fma,-avx512bf16", False, False, False),
+        ("+avx512f,+avx512bf16", True, False, True),
+        ("+avx512f,+avx512bf16,+amx-bf16", True, True, True),
+        ("", False, False, False),
     ],
 )
-def test_kernels_loader_and_plan_take_the_cpu_for_what_numba_compiles_for(
-    features: str, pairs: bool, panels: bool, dtype: str
+def test_what_numba_is_told_to_compile_for_counts(
+    monkeypatch: pytest.MonkeyPatch, features: str, pairs: bool, matrix: bool, products: bool
 ) -> None:
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
+    monkeypatch.setattr(cpu_features, "cpu_features", cpu_features.cpu_features.__wrapped__)
+    assert cpu_features.has_bfloat16_pairs() is pairs
+    assert cpu_features.has_matrix_unit() is matrix
+    assert cpu_features.multiplies_bfloat16() is products
+
+
+@pytest.mark.parametrize(
+    ("features", "found"),
+    [("+avx2,+fma", "False False float32 float32"), ("+avx512f,+avx512bf16", "True True bfloat16 bfloat16")],
+)
+def test_kernels_loader_and_plan_agree_on_the_cpu(features: str, found: str) -> None:
     environment = {**os.environ, "NUMBA_CPU_FEATURES": features}
     done = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(pairs), str(panels), dtype, dtype]
+    assert " ".join(done.stdout.split()) == found

@@ -134,7 +134,11 @@ def test_kills_of_a_job_over_standard_input_change_no_byte(job: JobMaker, tmp_pa
 def test_two_runs_at_once_one_wins_and_the_other_exits_5(job: JobMaker, tmp_path: Path) -> None:
     job.write(hard_rows())
     reference = undisturbed(job, tmp_path / "reference", [])
-    processes = [start(["run", job.toml()], step_s=0.002) for _ in range(3)]
+    others_have_ended = tmp_path / "others-have-ended"
+    processes = [start(["run", job.toml()], load_until=str(others_have_ended)) for _ in range(3)]
+    while sum(process.poll() is None for process in processes) > 1:
+        time.sleep(0.05)
+    others_have_ended.touch()
     ends = sorted(finish(process) for process in processes)
     assert [code for code, _ in ends] == [3, 5, 5], ends
     same_content(reference, job.output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,7 @@ def test_a_killed_retry_resumes(job: JobMaker, tmp_path: Path) -> None:
     process = start(["retry", job.output], step_s=0.05)
     while not any((job.output / "retry").glob("*.*")):
         assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     code, said = finish(process)
     assert code == 75, said

@@ -17,7 +17,7 @@ from batchgen.status import read_status, render_status
 
 def test_a_running_run_is_seen_from_outside_and_not_disturbed(job: JobMaker) -> None:
     job.write(rows_of(100))
-    process = start(["run", job.toml()], step_s=0.02)
+    process = start(["run", job.toml()], step_s=0.05)
     until_rows_are_done(process, job.output, 5)
     status = read_status(job.output)
     assert status["state"] == "running"
@@ -50,7 +50,7 @@ def test_a_stopped_run_says_why_and_what_to_do(job: JobMaker) -> None:
 
 def test_a_killed_run_shows_what_its_journal_holds(job: JobMaker) -> None:
     job.write(rows_of(100))
-    process = start(["run", job.toml()], step_s=0.02)
+    process = start(["run", job.toml()], step_s=0.05)
     until_rows_are_done(process, job.output, 5)
     process.send_signal(signal.SIGKILL)
     process.communicate()
