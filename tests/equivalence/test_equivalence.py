@@ -281,7 +281,7 @@ def check_knobs(name: str, dtype: str, params: str, sizes: dict[str, int], order
 ORDERS = st.lists(st.integers(0, NUM_REQUESTS - 1), unique=True, min_size=1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16)  # more of them, and other models, in the slow test below
 @given(dtype=st.sampled_from(list(DTYPES)), params=st.sampled_from(list(PARAMS)), sizes=knobs(), order=ORDERS)
 def test_no_setting_changes_a_token(dtype: str, params: str, sizes: dict[str, int], order: list[int]) -> None:
     check_knobs("odd", dtype, params, sizes, order, 1)

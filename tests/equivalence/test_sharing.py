@@ -123,8 +123,7 @@ def test_a_preempted_sequence_finds_its_blocks_again_and_goes_on_as_if_nothing_h
     assert cold.stats.num_cached_tokens == 0
 
 
-@settings(max_examples=25, deadline=None)
-@given(
+any_policies = given(
     dtype=st.sampled_from(list(DTYPES)),
     block_size=st.integers(1, 20),
     spare=st.integers(0, 30),
@@ -141,9 +140,26 @@ def test_a_preempted_sequence_finds_its_blocks_again_and_goes_on_as_if_nothing_h
     ),
     order=st.permutations(range(NUM_REQUESTS)),
 )
+
+
+@settings(max_examples=10)
+@any_policies
 def test_no_policy_changes_a_result(
     dtype: str, block_size: int, spare: int, sizes: dict[str, Any], order: list[int]
 ) -> None:
+    check_policies(dtype, block_size, spare, sizes, order)
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@any_policies
+def test_no_policy_changes_a_result_at_length(
+    dtype: str, block_size: int, spare: int, sizes: dict[str, Any], order: list[int]
+) -> None:
+    check_policies(dtype, block_size, spare, sizes, order)
+
+
+def check_policies(dtype: str, block_size: int, spare: int, sizes: dict[str, Any], order: list[int]) -> None:
     engine = engine_for(model(dtype), num_blocks=-(-63 // block_size) + spare, block_size=block_size, **sizes)
     asked = [requests()[i] for i in order]
     assert run(engine, asked) == alone(dtype)
