@@ -39,7 +39,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def answers_of(spec: InputSpec, tokenizer: Tokenizer) -> list[Request | BadRow]:
     """What the runner would get for every row of an input: id, then prompt."""
-    builder = RequestBuilder(spec, SamplingParams(), tokenizer, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
+    sizes = {"max_model_len": MAX_MODEL_LEN, "vocab_size": VOCAB_SIZE}
+    builder = RequestBuilder(spec, SamplingParams(), tokenizer, columns=("*",), **sizes)
     answers: list[Request | BadRow] = []
     for row in source_of(spec.path[0], format=spec.format).read():
         if isinstance(row, Record):

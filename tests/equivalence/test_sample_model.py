@@ -117,7 +117,8 @@ def test_a_stop_string_ends_an_answer_where_its_text_has_it() -> None:
 def test_the_right_answer_is_the_likeliest_choice() -> None:
     """Each row's own answer against those of other rows, as a labelling job would ask."""
     spec = InputSpec(path=("questions.jsonl",), prompt="{question}")
-    builder = RequestBuilder(spec, SamplingParams(), tokenizer(), max_model_len=512, vocab_size=65536)
+    sizes = {"max_model_len": 512, "vocab_size": 65536}
+    builder = RequestBuilder(spec, SamplingParams(), tokenizer(), columns=("choices",), **sizes)
     some = rows()[:60]
     asked = [
         {"question": row["question"], "choices": list(dict.fromkeys([other["answer"], row["answer"]]))}
