@@ -141,7 +141,7 @@ def roofline_section(
 
 
 def machine_key(processor: str, config: ModelConfig, numerics: Mapping[str, str], threads: int) -> str:
-    """What must be alike for ceilings to hold: machine, shape of the model's linears, dtype, device, threads."""
+    """What must be alike for ceilings to hold: machine, shape of the linears, dtype, device, kernels, threads."""
     shape = f"{config.linear_params_per_token}/{config.num_layers}/{config.hidden_size}"
     return "|".join((processor, shape, *numerics.values(), f"{threads} threads"))
 

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from run_helpers import JobMaker, finish, quiet, rows_of, start, without_timings
 
-from batchgen.data import reader
+from batchgen.data import fingerprint, reader
+from batchgen.data.fingerprint import FileState
 from batchgen.data.rows import CHUNK_ROWS, chunked
 from batchgen.errors import InputChanged, ResumeMismatch, UsageError
 from batchgen.records import BadRow, Record
@@ -189,6 +190,19 @@ def test_a_change_that_is_noticed_while_rows_are_counted_names_the_file(
         job.run()
 
 
+def test_an_edit_within_one_tick_of_the_file_systems_clock_is_noticed(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The edit leaves no trace in what the system says of the file; that the file is fresh is known all the same."""
+    changing = Changing(job, "jsonl")
+    before = FileState.of(changing.file)
+    of = FileState.of
+    monkeypatch.setattr(FileState, "of", lambda path: before if path == changing.file else of(path))
+    monkeypatch.setattr(fingerprint, "SETTLED_NS", 3600 * 10**9)
+    with pytest.raises(InputChanged, match="it has other content in its"):
+        changing.run(lambda: changing.file.write_bytes(edited(changing.content)))
+
+
 def test_status_says_that_a_run_failed_whose_input_changed(job: JobMaker) -> None:
     changing = Changing(job, "jsonl")
     with pytest.raises(InputChanged):
@@ -315,8 +329,6 @@ def test_a_file_that_is_written_to_all_the_time_is_one_clear_line(
 
 
 def test_a_file_that_changes_while_it_is_hashed_is_hashed_again(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchgen.data import fingerprint
-
     job.write(rows_of(3))
     hashes: list[Path] = []
     file_digest = fingerprint.file_digest

@@ -252,6 +252,17 @@ def test_a_resume_during_which_the_model_changes_is_refused_and_can_be_made_good
     assert len(job.outputs()) == 60
 
 
+def test_a_model_that_changes_while_a_retry_loads_it_loses_nothing(job: JobMaker, model: Path) -> None:
+    job.write(rows_of(20))
+    job.run(job.spec(model={"path": str(model)}), fails=frozenset({3}))
+    content = (model / "config.json").read_bytes()
+    with pytest.raises(ModelError, match=r"config\.json has changed while the model was loaded"):
+        retry_job(job.output, quiet(), {}, engine_factory=changing_factory(model, "config.json"))
+    (model / "config.json").write_bytes(content)
+    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    assert len(job.outputs()) == 20
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_change_between_reading_a_model_and_hashing_it_is_noticed(
     job: JobMaker, model: Path, name: str, monkeypatch: pytest.MonkeyPatch
