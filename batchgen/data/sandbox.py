@@ -139,6 +139,7 @@ def _answer(work: Callable[[], str], max_cpu_s: float) -> None:
         raise
     except Exception as error:  # a template is a program of its own and may raise anything
         kind, answer = b"-", _one_line(error).encode(errors="backslashreplace")
+    signal.setitimer(signal.ITIMER_PROF, 0)  # so that reading the next chats is not held against them
     sys.stdout.buffer.write(b"%s%d\n%s" % (kind, len(answer), answer))
     sys.stdout.buffer.flush()
 
