@@ -129,7 +129,10 @@ def test_chunked_equals_whole(budget: int, params: str, dtype: str) -> None:
             model_of("even", dtype), num_blocks=400, block_size=16, max_num_batched_tokens=budget, max_num_seqs=7
         )
     )
-    assert batched(watched.engine, requests_of(params)) == expected("even", dtype, params)
+    # Half of them where a step has room for one or two tokens: steps are what takes time.
+    asked = requests_of(params)[: NUM_REQUESTS // 2 if budget <= 2 else None]
+    tokens = expected("even", dtype, params)
+    assert batched(watched.engine, asked) == {request.key: tokens[request.key] for request in asked}
     assert watched.num_cut > (10 if budget < 100 else 0)
 
 
