@@ -76,7 +76,7 @@ def parse_clock(text: str, now: datetime) -> datetime:
 
 def parse_shard(text: str) -> tuple[int, int]:
     """``2/8`` as ``(2, 8)``: the second of eight shards, counted from 1."""
-    match = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18})\s*/\s*(\d{1,18})\s*", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError('must be "i/n" with 1 <= i <= n, such as "2/8"')
     return int(match[1]), int(match[2])
@@ -84,8 +84,8 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 def parse_count(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError("must be a whole number of at least 1")
+    if re.fullmatch(r"\s*0*[1-9]\d{0,17}\s*", text) is None:
+        raise ValueError("must be a whole number of at least 1 and at most 18 digits")
     return int(text)
 
 

