@@ -176,7 +176,7 @@ def cases(seed: int) -> Iterator[tuple[str, str, Change]]:
 def use(folder: Path) -> None:
     """What a run does with a model, up to two tokens."""
     from batchgen.data.fingerprint import Digests
-from batchgen.records import Request, SamplingParams
+    from batchgen.records import Request, SamplingParams
     from batchgen.run.model import load_engine, read_model
     from batchgen.spec_load import load_job
 
