@@ -18,7 +18,7 @@ from batchgen.data.rundir import RunDir
 from batchgen.data.writer import IndexedRow, OutputCounts, Rows, join, publish_errors, read_errors, stage
 from batchgen.errors import UsageError
 from batchgen.run.folders import tidy_on_refusal
-from batchgen.spec import job_from_dict
+from batchgen.spec import SAMPLING_COLUMNS, job_from_dict
 
 _NAMED_ROWS = 5  # of many missing rows
 
@@ -83,8 +83,9 @@ def _refuse_inside(shards: Sequence[_Shard], target: Path) -> None:
 def _refuse_outdated(shards: Sequence[_Shard], run_dir: RunDir) -> None:
     """Raises UsageError if a row that is a dead letter of the merged run has a result in its shard by now."""
     failed = bytearray(shards[0].num_rows)
+    proof = _Proof(shards)
     for shard in shards:
-        for index, _ in _Proof(shards).check(shard, read_errors(shard.run_dir), ordered=True):
+        for index, _ in proof.check(shard, read_errors(shard.run_dir), ordered=True):
             failed[index] = 1
     for index, _ in read_errors(run_dir):
         if not (0 <= index < len(failed) and failed[index]):
@@ -123,8 +124,8 @@ def _load(folders: Sequence[Path], allow_mixed_kernels: bool) -> list[_Shard]:
     first, count = shards[0], shards[0].manifest.shard[1]
     for shard in shards[1:]:
         _check_same_job(first, shard)
-        if not allow_mixed_kernels:
-            _check_same_kernels(first, shard)
+    if not allow_mixed_kernels:
+        _check_same_kernels(shards)
     by_number: dict[int, _Shard] = {}
     for shard in shards:
         if shard.number in by_number:
@@ -156,6 +157,9 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
         differences = (f"shards: was {first.manifest.shard[1]}, now {other.manifest.shard[1]}", *differences)
     if first.num_rows != other.num_rows:
         differences += (f"input rows: was {first.num_rows}, now {other.num_rows}",)
+    columns = [list(shard.manifest.output_keys.get(SAMPLING_COLUMNS, ["*"])) for shard in (first, other)]
+    if columns[0] != columns[1] and not differences:  # an earlier build knew no such key, and took all
+        differences = (f"{SAMPLING_COLUMNS}: was {columns[0]}, now {columns[1]}",)
     for key in ("format", "order"):
         values = [shard.manifest.job["output"][key] for shard in (first, other)]
         if values[0] != values[1]:
@@ -164,13 +168,15 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
         raise UsageError(f"{first} and {other} are not of one job: {'; '.join(differences)}")
 
 
-def _check_same_kernels(first: _Shard, other: _Shard) -> None:
-    was, now = kernels_of(first.manifest), kernels_of(other.manifest)
-    if was and now and was != now:
-        raise UsageError(
-            f"{first} was computed with the kernels {was}, {other} with {now}, which add up in another order, so "
-            "tokens may differ: run one of them anew where the other ran, or give --allow-mixed-kernels"
-        )
+def _check_same_kernels(shards: Sequence[_Shard]) -> None:
+    first, *others = [shard for shard in shards if kernels_of(shard.manifest)] or shards
+    for other in others:
+        was, now = kernels_of(first.manifest), kernels_of(other.manifest)
+        if was != now:
+            raise UsageError(
+                f"{first} was computed with the kernels {was}, {other} with {now}, which add up in another order, so "
+                "tokens may differ: run one of them anew where the other ran, or give --allow-mixed-kernels"
+            )
 
 
 def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:

@@ -63,6 +63,7 @@ class RowTotals:
 
     expected: str | None = None
     num_results: int = 0
+    num_untimed: int = 0  # results without timings
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -80,6 +81,7 @@ class RowTotals:
         """Take in an output record; one of older OpenAI batch outputs has no timings."""
         usage, timings = record["usage"], record.get("timings", {})
         self.num_results += 1
+        self.num_untimed += not timings
         self.prompt_tokens += usage["prompt_tokens"]
         self.completion_tokens += usage["completion_tokens"]
         self.prompt_lengths.add(usage["prompt_tokens"])

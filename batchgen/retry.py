@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from batchgen.report import build_report, read_report, write_report
 from batchgen.report_spent import follow, spent_in
 from batchgen.run.display import make_display
 from batchgen.run.feed import Feed, Screen
-from batchgen.run.folders import tidy_on_refusal
 from batchgen.run.generate import generate
 from batchgen.run.ledger import Ledger
 from batchgen.run.model import Backend, EngineFactory, load_engine, read_model
@@ -94,9 +93,11 @@ class _Retry:
     def run(self) -> Outcome:
         """Run, resume, or find nothing to do."""
         is_begun = self.run_dir.retry.is_dir()
-        with tidy_on_refusal(self.run_dir.retry), ExitStack() as stack:
+        with ExitStack() as stack:
+            stack.callback(self._remove_empty_journal)
             journal = Journal.open(self.run_dir.retry, self.manifest.shard)
             stack.callback(journal.close)
+            journal.partials.clear()  # a row may have been mended since: its half-done tokens may be of another prompt
             ids = UniqueIds(None, as_text=self.spec.output.has_text_ids)
             stack.callback(ids.close)
             progress = self.progress
@@ -110,6 +111,11 @@ class _Retry:
                 progress.state = "stopped"
                 return Outcome.stopped(self.run_dir, progress.stopper.reason or "", progress)
             return self._merge(journal)
+
+    def _remove_empty_journal(self) -> None:
+        """A retry that has run no row leaves nothing to go on with."""
+        with suppress(OSError):
+            self.run_dir.retry.rmdir()
 
     def _letters(self, journal: Journal, ids: UniqueIds) -> DeadLetters:
         """The dead letters to run, held against the rows that have results, whose ids they may not take."""
@@ -191,12 +197,16 @@ class _Retry:
         """The report anew, from the outputs as they are now; times of the first run and of retries add up."""
         totals = count_outputs(self.run_dir, self.spec.output)
         try:
-            before = spent_in(read_report(self.run_dir))
+            before = read_report(self.run_dir)
         except UsageError as error:  # merged without reports, or written by another version
             self.progress.display.note(f"the new report counts the time of this retry only: {error}")
             before = {}
-        spent = follow(before, self.progress.spent())
-        return build_report(totals, spent, about_job(self.spec, self.manifest, self.backend))
+        spent = follow(spent_in(before) if before else {}, self.progress.spent())
+        report = build_report(totals, spent, about_job(self.spec, self.manifest, self.backend))
+        if totals.num_untimed:  # OpenAI outputs of an earlier build, without times and kept columns
+            kept = ("latency_s", "histograms", "slowest", "preemptions", "accuracy")
+            report |= {key: before[key] for key in kept if key in before}
+        return report
 
 
 class _EveryRow:

@@ -42,7 +42,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         "state": _state(run_dir, progress, is_held=holder is not None),
         "phase": progress["phase"] if progress and holder else None,
         "reason": progress["reason"] if progress else None,
-        "advice": progress.get("advice", RESUME) if progress else RESUME,
+        "advice": None,
         "holder": {"pid": holder.pid, "host": holder.host} if holder else None,
         "rows": {"total": None, "done": 0, "failed": 0, "left": None},
         "tokens": dict(_NO_TOKENS),
@@ -54,7 +54,11 @@ def read_status(folder: Path) -> dict[str, Any]:
         status |= {key: progress[key] for key in ("rows", "tokens", "updated_at")}
         if holder is not None:
             status |= {key: progress[key] for key in ("tokens_per_s", "eta_s")}
+    if status["state"] in ("stopped", "failed", "interrupted"):
+        status["advice"] = progress.get("advice", RESUME) if progress else RESUME
     if status["state"] == "finished":
+        unfinished = f"a retry is unfinished: batchgen retry {folder}" if run_dir.retry.is_dir() else None
+        status |= {"reason": None, "advice": unfinished}
         status |= _finished(run_dir, manifest)
     elif holder is None and manifest is not None and run_dir.journal.is_dir():
         counts = read_counts(run_dir.journal, manifest.shard)
@@ -78,7 +82,7 @@ def render_status(status: Mapping[str, Any]) -> str:
     who = f", process {holder['pid']} on {holder['host']}" if holder else ""
     what = f": {status['phase']}" if status["phase"] else ""
     reason = f" ({status['reason']})" if status["reason"] and not holder else ""
-    advice = f"; {status['advice']}" if status["state"] in ("stopped", "failed", "interrupted") else ""
+    advice = f"; {status['advice']}" if status["advice"] else ""
     lines = [f"{status['folder']}: {status['state']}{reason}{what}{who}{advice}"]
     left = "" if rows["left"] is None else f", {rows['left']:,} left"
     lines.append(f"rows    {describe_rows(rows)}: {rows['done']:,} done, {rows['failed']:,} failed{left}")

@@ -18,6 +18,7 @@ from batchgen.errors import InputChanged, UsageError
 # A change within one tick of a file system's clock leaves no trace in the times: so long must the last one be past
 # before equal times prove equal content. FAT's clock has the longest tick, of 2 s.
 SETTLED_NS = 2_000_000_000
+_AHEAD_S = 5.0  # how long a digest is trusted where the clock of the file system is ahead of ours
 TRIES = 5  # at a file that changes while it is read
 
 
@@ -48,6 +49,11 @@ class _Known:
     state: FileState
     sha256: str
     is_settled: bool
+    read_at: float = -_AHEAD_S
+
+    def is_ahead(self) -> bool:
+        """Whether the file's clock is ahead of ours and it was read just now: reading it each time would take hours."""
+        return self.state.ctime_ns > time.time_ns() and time.monotonic() - self.read_at < _AHEAD_S
 
 
 class Digests:
@@ -90,7 +96,7 @@ class Digests:
         """
         known = self._known[_key(path)]
         try:
-            if known.is_settled and FileState.of(path) == known.state:
+            if (known.is_settled or known.is_ahead()) and FileState.of(path) == known.state:
                 return True
             now = _read(path)
         except (OSError, UsageError) as error:
@@ -144,7 +150,7 @@ def _read(path: Path) -> _Known:
             before = FileState.of(path)
             digest = file_digest(path)
             if FileState.of(path) == before:
-                return _Known(before, digest, before.is_settled(began_ns))
+                return _Known(before, digest, before.is_settled(began_ns), time.monotonic())
         except OSError as error:
             raise _unreadable(path, error) from error
     raise UsageError(f"{path} changes while it is read; run again when nothing writes to it any more")

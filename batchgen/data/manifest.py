@@ -54,8 +54,12 @@ class Manifest:
             raise ValueError(f"it is not a job.json of layout version {_VERSION}")
         try:
             manifest = cls(**data)
-            manifest.file_states.items()
             number, count = manifest.shard
+            job, keys = manifest.job, manifest.output_keys
+            for name, found in {"job": job, "output_keys": keys, "fingerprints": manifest.fingerprints}.items():
+                if not isinstance(found, dict):
+                    raise TypeError(f"{name} is no object")
+            manifest.file_states.items()
         except (TypeError, AttributeError) as error:
             raise ValueError(f"its keys are not those of a job.json ({error})") from None
         return cls(**{**data, "shard": (int(number), int(count))})

@@ -99,5 +99,7 @@ def num_chars(value: object) -> int:
     if isinstance(value, dict):
         return sum(map(num_chars, value.values()))
     if isinstance(value, list):
+        if value and isinstance(value[0], int):  # token ids
+            return 8 * len(value)
         return sum(map(num_chars, value))
     return 8

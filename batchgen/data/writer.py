@@ -9,7 +9,7 @@ It needs room on the disk for the outputs beside the journal. It asks neither ho
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
@@ -136,9 +136,19 @@ def read_records(run_dir: RunDir, output_format_name: str) -> Iterator[tuple[int
     form, path = output_format(output_format_name), run_dir.outputs(output_format_name)
     for index, row in form.read(path):
         try:
-            yield index, form.record(row)
+            record = form.record(row)
+            _check_record(record)
+            yield index, record
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise StorageError(f"{path}: row {index} is not as it was written ({error!r}); was it edited?") from None
+
+
+def _check_record(record: Mapping[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError where a record lacks what a report counts."""
+    usage, timings = record["usage"], record.get("timings") or {}
+    sum([usage["prompt_tokens"], usage["completion_tokens"], *timings.values()])
+    if not isinstance(record["finish_reason"], str) or not isinstance(record.get("text") or "", str):
+        raise ValueError("its finish_reason or text is no string")
 
 
 def _results(journal: Journal, form: OutputFormat, order: str) -> Iterator[IndexedRow]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 
+from batchgen.data.params import PARAM_KEYS
 from batchgen.data.reader import Source
 from batchgen.data.rows import is_batch_line, num_chars
 from batchgen.data.template import Template
-from batchgen.errors import UsageError
+from batchgen.errors import ResumeMismatch, UsageError
 from batchgen.records import Record
 from batchgen.spec import SAMPLING_COLUMNS, InputSpec, JobSpec
 from batchgen.units import shortened
@@ -44,6 +45,20 @@ def check_columns(source: Source, spec: JobSpec, *, has_tokenizer: bool) -> None
     names = " or ".join(repr(name) for name in sorted(wanted))
     advice = "name one, as in input.prompt = '{question}'" if has_tokenizer else "the model has no tokenizer"
     raise UsageError(f"the job names no prompt, and {among} a column {names}: {advice}; {_listed(found)}")
+
+
+def check_taken_columns(source: Source, spec: JobSpec) -> None:
+    """For a run begun by a build that took every column named like a sampling key as one, without being told to.
+
+    Raises ResumeMismatch where the first rows of ``source`` have such columns and the job does not list them.
+    """
+    own = {spec.input.id, spec.input.messages, spec.input.prompt_token_ids, *_prompt_names(spec.input.prompt)}
+    found = {name for row in _head(source) for name in row.columns}
+    if taken := sorted(found & set(PARAM_KEYS) - own):
+        raise ResumeMismatch(
+            f"this run took its rows' columns {', '.join(taken)} as sampling values, which a job must ask for now: go "
+            "on with --sampling-columns '*', or start anew with --overwrite"
+        )
 
 
 def _head(source: Source) -> Iterator[Record]:

@@ -132,6 +132,8 @@ class Feed:
             if not chunk:
                 self.is_exhausted = True
                 return
+            if answers:  # with no row left the run is over, whatever its error rate
+                self._ledger.check_error_rate(self._stopper)
             self._ledger.num_read = max(self._ledger.num_read, self._ours.num_ours_until(chunk[-1].index))
             for answer in answers:
                 if self._stopper.requested:
@@ -140,7 +142,6 @@ class Feed:
                     self._ledger.fail(answer)
                 else:
                     yield self._hand_out(*answer)
-            self._ledger.check_error_rate(self._stopper)
 
     def _hand_out(self, pending: Pending, request: Request) -> Request:
         self.pending[request.key] = pending

@@ -19,9 +19,9 @@ from batchgen.data.prompt import RequestBuilder
 from batchgen.data.reader import Source, open_source
 from batchgen.data.rundir import IDS_NAME, RunDir
 from batchgen.data.writer import finalize, write_errors
-from batchgen.errors import ResumeMismatch, StorageError, UsageError
+from batchgen.errors import ExitCode, ResumeMismatch, StorageError, UsageError
 from batchgen.report import build_report, write_report
-from batchgen.run.columns import check_columns
+from batchgen.run.columns import check_columns, check_taken_columns
 from batchgen.run.display import make_display
 from batchgen.run.feed import Feed, Screen
 from batchgen.run.folders import tidy_on_refusal
@@ -36,7 +36,7 @@ from batchgen.run.rows import RowRange, claim_again, may_have_ids, refuse_bad_ro
 from batchgen.run.spool import Spool
 from batchgen.run.stop import Stopper, StopRequested
 from batchgen.run.unique_ids import UniqueIds
-from batchgen.spec import JobSpec
+from batchgen.spec import SAMPLING_COLUMNS, JobSpec
 from batchgen.units import counted
 
 
@@ -101,11 +101,12 @@ class _Job:
             source = self._find_input(begun)
             model, manifest = self._identify(source, begun)
             if begun is not None:
+                if self.run_dir.is_complete():
+                    self._refuse_other_form(begun)
                 manifest = self._agreed(begun, manifest)
                 if self.run_dir.is_complete():
-                    with suppress(StorageError):  # a finished run may lie where nothing can be written
+                    with suppress(StorageError):  # a disk that is full by now
                         self._with_file_states(begun)
-                    self._refuse_other_form(begun)
                     return self._already_done(manifest)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
@@ -115,8 +116,11 @@ class _Job:
                 check_columns(source, self.spec, has_tokenizer=model.tokenizer is not None)
                 inputs = self._prepare(inputs)
                 self._begin(inputs.manifest)
-            elif self.spool is not None:
-                self.spool.keep()
+            else:
+                if SAMPLING_COLUMNS not in begun.output_keys and not self.spec.sampling_columns:
+                    check_taken_columns(source, self.spec)
+                if self.spool is not None:
+                    self.spool.keep()
             if self.spool is not None:
                 inputs = replace(inputs, source=self._open_source(self.run_dir.spool))
             journal = Journal.open(self.run_dir.journal, self.options.shard)
@@ -259,13 +263,12 @@ class _Job:
         payloads = Payloads(spec, tokenizer.decode if tokenizer else None)
         ledger = progress.ledger = Ledger(journal, payloads, self.options.max_error_rate, progress.clock)
         progress.display.note(self._announcement(ledger))
-        ledger.check_error_rate(progress.stopper)
         feed = Feed(ledger, Screen(spec.input, inputs.builder, ids, rows), progress.stopper, progress.clock)
         is_done = generate(rows.read(), feed, ledger, progress, lambda: self._resumed_backend(inputs))
         ids.close()
         if not is_done:
             progress.state = "stopped"
-            if ledger.has_too_many_errors:
+            if progress.stopper.exit_code == ExitCode.ROWS_FAILED:
                 write_errors(self.run_dir, spec.output, journal)
             return Outcome.stopped(self.run_dir, progress.stopper.reason or "", progress)
         manifest = self._checked_again(inputs)

@@ -94,7 +94,7 @@ class Ledger:
         """Ask to stop if more rows failed than the user allows."""
         if self.has_too_many_errors and self._max_error_rate is not None:
             few = f" of at least {MIN_ROWS_FOR_RATE}" if self.num_read < MIN_ROWS_FOR_RATE else ""
-            stopper.request(
+            stopper.give_up(
                 f"{self.num_failed:,} of {self.num_read:,} rows read have failed, "
                 f"more than --max-error-rate {100 * self._max_error_rate:g}%{few}",
                 "give a higher --max-error-rate to go on",

@@ -72,7 +72,7 @@ class Outcome:
             return cls(ExitCode.STOPPED, (f"stopped ({reason}) before the first row; run again",))
         finished = ledger.num_done + ledger.num_failed
         total = "" if progress.rows_total is None else f" of {progress.rows_total:,}"
-        if ledger.has_too_many_errors:
+        if progress.stopper.exit_code == ExitCode.ROWS_FAILED:
             advice = f"see {cls.shown(run_dir.errors)}; {progress.stopper.advice}"
             return cls(ExitCode.ROWS_FAILED, (f"stopped: {reason}", advice))
         half_done = len(ledger.journal.partials)

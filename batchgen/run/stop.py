@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from types import FrameType
 
+from batchgen.errors import ExitCode
 from batchgen.run.guard import Guard
 from batchgen.units import format_duration
 
@@ -46,6 +47,7 @@ class Stopper:
     def __init__(self, limits: Limits) -> None:
         self.reason: str | None = None
         self.advice = RESUME
+        self.exit_code = ExitCode.STOPPED
         self._limits = limits
         self._started_at = time.monotonic()
         self._drain: Callable[[], None] | None = None
@@ -58,20 +60,29 @@ class Stopper:
         """Whether to stop."""
         return self.reason is not None
 
-    def request(self, reason: str, advice: str = RESUME) -> None:
-        """Ask to stop, from any thread; only the first reason counts. The main thread goes on to where it looks.
-
-        ``advice`` is what a person can do next.
-        """
+    def request(self, reason: str) -> None:
+        """Ask to stop, from any thread; only the first reason counts. The main thread goes on to where it looks."""
         if self.reason is not None:
             return
-        self.reason, self.advice = reason, advice
+        self.reason = reason
         main = threading.main_thread().ident
         if self._guard is not None and threading.current_thread() is not threading.main_thread() and main is not None:
             signal.pthread_kill(main, signal.SIGTERM)  # only the main thread can raise in the main thread
             return
         if self._guard is not None:
             self._guard.alarm()
+        self._deliver()
+
+    def give_up(self, reason: str, advice: str) -> None:
+        """Stop because too many rows failed, from the main thread; ``advice`` is what a person can do about it.
+
+        Nobody waits for the process to be gone, so it takes the time it needs.
+        """
+        if self.reason is None:
+            self.reason, self.advice, self.exit_code = reason, advice, ExitCode.ROWS_FAILED
+            self._deliver()
+
+    def _deliver(self) -> None:
         if self._drain is not None:
             self._delivered = True
             self._drain()

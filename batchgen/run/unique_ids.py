@@ -31,6 +31,7 @@ class UniqueIds:
     def __init__(self, path: Path | None, *, as_text: bool = False) -> None:
         self._path = path
         self.as_text = as_text
+        self._complete = 2 if as_text else 1  # the version of a file that holds the ids of all rows read so far
         with self._storage():
             self._db = sqlite3.connect(path or "", isolation_level=None)
             self._db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
@@ -38,17 +39,20 @@ class UniqueIds:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.execute("CREATE TABLE IF NOT EXISTS ids (id BLOB PRIMARY KEY, row INTEGER) WITHOUT ROWID")
+            if not self.is_complete:  # claims of a file that was never complete, or compared ids in another way
+                self._db.execute("PRAGMA user_version = 0")
+                self._db.execute("DELETE FROM ids")
 
     @property
     def is_complete(self) -> bool:
         """Whether all rows read so far have claimed their ids: false for a new file until ``mark_complete``."""
         with self._storage():
-            return bool(self._db.execute("PRAGMA user_version").fetchone()[0])
+            return bool(self._db.execute("PRAGMA user_version").fetchone()[0] == self._complete)
 
     def mark_complete(self) -> None:
         """All rows read so far have claimed their ids; remembered across interruptions."""
         with self._storage():
-            self._db.execute("PRAGMA user_version = 1")
+            self._db.execute(f"PRAGMA user_version = {self._complete}")
 
     def claim(self, rows: Sequence[Claim]) -> dict[int, int]:
         """Claim ids for rows ``(index, id)`` in input order; returns the losers: index -> row that had the id first.

@@ -22,6 +22,8 @@ def read_lines(path: Path, key: str = "index") -> Iterator[tuple[int, bytes]]:
     """Each line of a file we wrote with the row index found under ``key``. Raises StorageError naming a bad line."""
     with storage_errors("read", path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            if line.isspace():  # as an editor may leave one
+                continue
             try:
                 index = index_of(json.loads(line)[key])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
