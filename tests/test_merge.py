@@ -170,6 +170,25 @@ def test_a_shard_of_an_earlier_build_merges_with_one_whose_kernels_are_known(tmp
     assert "kernels" not in RunDir(tmp_path / "whole").read_manifest().fingerprints["numerics"]
 
 
+def test_the_kernels_of_all_shards_are_compared(tmp_path: Path) -> None:
+    made = shards(tmp_path, 3)
+    for folder, kernels in zip(made, ({}, {"kernels": "avx512-bf16"}, {"kernels": "avx2"}), strict=True):
+        manifest = RunDir(folder).read_manifest()
+        numerics = {"dtype": "float32", "device": "cpu", **kernels}
+        RunDir(folder).write_manifest(replace(manifest, fingerprints={**manifest.fingerprints, "numerics": numerics}))
+    with pytest.raises(UsageError, match=r"kernels avx512-bf16.*avx2"):
+        merge(made, tmp_path / "whole")
+
+
+def test_shards_that_took_other_columns_for_sampling_values_are_told_apart(tmp_path: Path) -> None:
+    made = shards(tmp_path)
+    manifest = RunDir(made[0]).read_manifest()
+    keys = {key: value for key, value in manifest.output_keys.items() if key != "sampling.columns"}
+    RunDir(made[0]).write_manifest(replace(manifest, output_keys=keys))
+    with pytest.raises(UsageError, match=r"not of one job: sampling.columns"):
+        merge(made, tmp_path / "whole")
+
+
 def test_shards_whose_files_were_looked_at_at_other_times_are_of_one_job(tmp_path: Path) -> None:
     folders = [run(job(tmp_path / f"{number}"), (number, 2)) for number in (1, 2)]
     run_dir = RunDir(folders[0])

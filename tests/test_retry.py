@@ -14,9 +14,10 @@ from stub_engine import stub_factory
 
 from batchgen import retry as retry_module
 from batchgen.cli import call
+from batchgen.data.journal import Journal
 from batchgen.errors import ResumeMismatch, StorageError, UsageError
 from batchgen.retry import retry_job
-from batchgen.run import Outcome, RunOptions
+from batchgen.run import Limits, Outcome, RunOptions
 
 FORMATS = ["jsonl", "parquet", "openai-batch"]
 
@@ -171,3 +172,51 @@ def test_the_command_says_what_it_did(job: JobMaker, capsys: pytest.CaptureFixtu
     job.run(fails=frozenset({1}))
     assert call(["retry", str(job.output)], engine_factory=stub_factory()) == 0
     assert "1 failed row mended" in capsys.readouterr().err
+
+
+def test_a_row_mended_while_half_done_goes_on_with_no_token_of_its_old_prompt(job: JobMaker, tmp_path: Path) -> None:
+    mended = [{**row, "question": f"Mended: {row['question']}"} for row in rows_of(6)]
+    job.write(mended)
+    job.run(job.spec(output={"path": str(tmp_path / "reference")}))
+    job.write(rows_of(6))
+    job.run(fails=frozenset(range(6)))
+    options = RunOptions(progress="quiet", limits=Limits(max_total_tokens=70))
+    stopped = retry_job(job.output, options, {}, engine_factory=stub_factory())
+    assert stopped.exit_code == 75
+    letters = job.errors()
+    for letter, row in zip(letters, mended, strict=True):
+        letter["row"] = row
+    (job.output / "errors.jsonl").write_text("".join(f"{json.dumps(letter)}\n" for letter in letters))
+    journal = Journal.open(job.output / "retry")
+    done, half_done = set(journal.done), set(journal.partials)
+    journal.close()
+    assert half_done
+    assert retried(job).exit_code == 0
+    expected = outputs_of(tmp_path / "reference")
+    assert [row for row in job.outputs() if row["index"] not in done] == [r for r in expected if r["index"] not in done]
+
+
+def test_a_retry_that_runs_no_row_leaves_nothing(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run(fails=frozenset({1}))
+    outputs = job.output / "outputs.jsonl"
+    content = outputs.read_bytes()
+    outputs.write_bytes(content + b"{\n")
+    with pytest.raises(StorageError):
+        retried(job)
+    assert not (job.output / "retry").exists()
+    outputs.write_bytes(content)
+    assert retried(job).exit_code == 0
+
+
+def test_outputs_that_lack_what_a_report_counts_are_refused_before_a_retry_runs(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run(fails=frozenset({1}))
+    path = job.output / "outputs.jsonl"
+    lines = read_lines(path)
+    del lines[0]["usage"]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    before = path.read_bytes()
+    with pytest.raises(StorageError, match="row 0 is not as it was written"):
+        retried(job)
+    assert (path.read_bytes(), job.engines) == (before, [])

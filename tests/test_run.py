@@ -26,9 +26,10 @@ from batchgen.report import read_report
 from batchgen.run import RunOptions, feed, run_job
 from batchgen.run import job as job_module
 from batchgen.run.feed import Screen
+from batchgen.run.guard import Guard
 from batchgen.run.model import Backend, ModelInfo
 from batchgen.run.payloads import kept_name
-from batchgen.run.stop import Limits
+from batchgen.run.stop import Limits, Stopper
 from batchgen.run.unique_ids import UniqueIds
 from batchgen.spec import RECORD_KEYS, JobSpec
 from batchgen.status import read_status, render_status
@@ -228,6 +229,33 @@ def test_a_stop_by_errors_and_status_say_the_same(job: JobMaker) -> None:
     assert job.engines == []
     assert job.run(options=RunOptions(max_error_rate=0.08, progress="quiet")).exit_code == 3
     assert (len(job.outputs()), len(job.errors())) == (6, 8)
+
+
+def test_a_run_whose_last_rows_fail_is_over_whatever_its_error_rate(job: JobMaker) -> None:
+    job.write([*["{"] * 6])
+    assert job.run(options=RunOptions(max_error_rate=0.05, progress="quiet")).exit_code == 3
+    assert job.outputs() == []
+
+
+def test_a_stop_by_errors_may_take_longer_than_one_by_a_signal(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    alarms: list[str] = []
+    monkeypatch.setattr(Guard, "alarm", lambda guard: alarms.append("alarm"))
+    job.write([*["{"] * 300, *rows_of(300)])
+    assert job.run(options=RunOptions(max_error_rate=0.01, progress="quiet")).exit_code == 3
+    assert not (job.output / "outputs.jsonl").exists()
+    assert alarms == []
+
+
+def test_a_signal_is_told_as_one_though_too_many_rows_have_failed(job: JobMaker) -> None:
+    job.write(rows_of(200))
+    limits = Limits(max_total_tokens=300)
+    options = RunOptions(max_error_rate=0.0, limits=limits, progress="quiet")
+    outcome = job.run(options=options, fails=frozenset({199}))
+    assert outcome.exit_code == 75
+    stopper = Stopper(Limits())
+    stopper.request("SIGTERM")
+    stopper.give_up("too many", "advice")
+    assert (stopper.reason, stopper.exit_code) == ("SIGTERM", 75)
 
 
 def test_a_resumed_run_takes_no_higher_error_rate_for_rows_still_under_way(job: JobMaker) -> None:

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 from run_helpers import JobMaker, finish, quiet, rows_of, start
+from stub_engine import stub_factory
 from test_signals import until_rows_are_done
 
 from batchgen.cli import call
 from batchgen.errors import UsageError
+from batchgen.retry import retry_job
+from batchgen.run import Limits, RunOptions
 from batchgen.status import read_status, render_status
 
 
@@ -73,6 +76,15 @@ def test_a_run_stopped_before_its_first_row_says_so(job: JobMaker) -> None:
     said = render_status(read_status(job.output))
     assert "stopped (max runtime of 1.0 s); run again to resume" in said
     assert job.run().exit_code == 0
+
+
+def test_an_unfinished_retry_of_a_finished_run_is_told_of(job: JobMaker) -> None:
+    job.write(rows_of(30))
+    job.run(fails=frozenset(range(20)))
+    options = RunOptions(progress="quiet", limits=Limits(max_total_tokens=70))
+    assert retry_job(job.output, options, {}, engine_factory=stub_factory()).exit_code == 75
+    said = render_status(read_status(job.output)).splitlines()[0]
+    assert said.endswith(f": finished; a retry is unfinished: batchgen retry {job.output}")
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

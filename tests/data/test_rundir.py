@@ -123,7 +123,18 @@ def test_a_manifest_is_read_back_as_it_was_written(run_dir: RunDir) -> None:
     assert compare(again, replace(MANIFEST, shard=(2, 8))).refused == ()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 99}', b'{"version": 1, "nonsense": 3}', b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"version": 99}',
+        b'{"version": 1, "nonsense": 3}',
+        b'{"version": 1, "job": [], "output_keys": {}}',
+        b"\xff",
+    ],
+)
 def test_a_manifest_that_is_none_is_refused_by_name(run_dir: RunDir, content: bytes) -> None:
     run_dir.manifest.write_bytes(content)
     with pytest.raises(UsageError, match=r"cannot read .*job\.json"):
