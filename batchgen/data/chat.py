@@ -26,13 +26,20 @@ MAX_BYTES = 512 << 20  # memory of the process, which holds a chat and a prompt 
 _MAX_CHAT_BYTES = 4 * MAX_CHARS
 _BATCH_CHATS = 256  # sent at once
 _BATCH_BYTES = 4 << 20
-_MAX_LOST = 5  # processes ended by something else than the template, such as a machine without memory
+_MAX_LOST = 5  # processes in a row that end, before they answer, by something else than the template
 _OUT_OF_MEMORY = 77  # exit status of a process that gets no more
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    f"from batchgen.data.sandbox import main; main({_OUT_OF_MEMORY})"
-)
+_PROGRAM = f"""
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+try:
+    from batchgen.data.sandbox import main
+except BaseException as error:
+    why = " ".join(f"{{type(error).__name__}}: {{error}}".split()).encode(errors="backslashreplace")
+    sys.stdout.buffer.write(b"-%d\\n%s" % (len(why), why))
+else:
+    main({_OUT_OF_MEMORY})
+"""
 
 Chat = Sequence[Mapping[str, Any]]
 
@@ -78,26 +85,32 @@ class ChatTemplate:
         left there counts; processor time is counted for each chat by itself.
         """
         while chats:
-            process = self._process = self._process or self._start()
-            num_before, problem = process.num_rendered, ""
+            if self._process is not None and self._process.num_owed:  # what it still sends answers other chats
+                self._process.end()
+                self._process = None
+            process = self._process = self._process or self._restart()
+            num_answered, problem = 0, ""
             try:
-                yield from process.render(_batch(chats))
+                for answer in process.render(_batch(chats)):
+                    num_answered += 1
+                    yield answer
             except EOFError:
                 problem = self._cause_of_death(process)
             finally:
                 if process.num_owed:
                     process.end()
                     self._process = None
-            chats = chats[process.num_rendered - num_before :]
+            chats = chats[num_answered:]
             if problem and (process.is_out_of_time or not process.num_rendered):
                 yield _failed(problem)
                 chats = chats[1:]
 
     def _start(self) -> _Process:
-        """A process that has compiled the template. Raises ChatTemplateError."""
+        """A process that has compiled the template. Raises ChatTemplateError, and BatchgenError if none starts."""
         while True:
             process = _Process()
             try:
+                process.await_start()
                 problem = process.compile(self._setup)
             except EOFError:
                 problem = self._cause_of_death(process)
@@ -108,11 +121,20 @@ class ChatTemplate:
                 raise ChatTemplateError(f"the chat template does not compile: {problem}")
             return process
 
+    def _restart(self) -> _Process:
+        """A process in place of one that has ended. Raises BatchgenError."""
+        try:
+            return self._start()
+        except ChatTemplateError as error:
+            raise BatchgenError(f"{error} (it compiled when the run began); run again to resume") from error
+
     def _cause_of_death(self, process: _Process) -> str:
         """Why the template ended a process; empty where something else did. Raises BatchgenError when that recurs."""
         problem = process.end()
+        if problem and not process.is_started:
+            raise _no_start(problem)
         if not problem:
-            self._num_lost += 1
+            self._num_lost = 1 if process.num_rendered else self._num_lost + 1
             if self._num_lost == _MAX_LOST:
                 raise BatchgenError(
                     "the process that renders chat templates is killed time and again; is memory short?"
@@ -121,20 +143,31 @@ class ChatTemplate:
 
 
 class _Process:
-    """A process that runs ``sandbox``. ``compile`` and ``render`` raise EOFError when it has ended."""
+    """A process that runs ``sandbox``. All that waits for an answer raises EOFError when it has ended.
+
+    It is in a process group of its own: Ctrl-C reaches the run alone.
+    """
 
     def __init__(self) -> None:
-        folders = [Path(__file__).parents[2], *map(Path, filter(None, sys.path))]  # it sees the modules we see
+        folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[2]]  # it sees the modules we see
         path = json.dumps([str(folder.absolute()) for folder in folders])
         command = [sys.executable, "-I", "-S", "-c", _PROGRAM, path]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         try:
-            self._popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null)
+            self._popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, process_group=0)
         except OSError as error:
-            raise BatchgenError(f"cannot start the process that renders chat templates: {error}") from error
+            raise _no_start(str(error)) from error
         self._end = weakref.finalize(self, _end, self._popen)
+        self.is_started = False
         self.num_rendered = 0
         self.num_owed = 0  # chats it has still to answer
+
+    def await_start(self) -> None:
+        """Wait until it has imported all it needs. Raises BatchgenError if it cannot."""
+        if problem := self._receive()[1]:
+            self.end()
+            raise _no_start(problem)
+        self.is_started = True
 
     def compile(self, setup: bytes) -> str:
         """What is wrong with the template, if anything."""
@@ -177,19 +210,26 @@ class _Process:
 
     def _receive(self) -> tuple[str, str]:
         """A text, and instead of it what is wrong."""
-        assert self._popen.stdout is not None
-        header = self._popen.stdout.readline()
-        length = int(header[1:] or 0)
-        text = self._popen.stdout.read(length).decode()
+        stdout = self._popen.stdout
+        assert stdout is not None
+        header = b"" if stdout.closed else stdout.readline()
         if not header.endswith(b"\n"):
             raise EOFError
-        return (text, "") if header.startswith(b"+") else ("", text)
+        length = int(header[1:])
+        answer = stdout.read(length)
+        if len(answer) < length:
+            raise EOFError
+        return (answer.decode(), "") if header.startswith(b"+") else ("", answer.decode())
 
 
 def _end(popen: subprocess.Popen[bytes]) -> None:
     popen.kill()
     with suppress(BrokenPipeError):  # what it has not taken cannot be flushed
         popen.communicate()
+
+
+def _no_start(problem: str) -> BatchgenError:
+    return BatchgenError(f"cannot start the process that renders chat templates: {problem}")
 
 
 def _failed(problem: str) -> ChatTemplateError:

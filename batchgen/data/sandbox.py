@@ -5,8 +5,8 @@ time nor its memory can be bounded from within: filters, operators and ``join`` 
 and a template that passes a bound ends this process, not the run. It imports jinja2 and nothing of batchgen.
 
 Each message is a header line with its length, then its bytes. The first one in is the setup, a JSON object; those
-after it are chats, one JSON text per line. The setup and each chat are answered in turn, with ``+`` and a text or
-``-`` and what is wrong before the length.
+after it are chats, one JSON text per line. An empty answer says that the program has started; then the setup and each
+chat are answered in turn, with ``+`` and a text or ``-`` and what is wrong before the length.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def main(out_of_memory: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the run decides what they mean
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a mask of the run's is inherited
     try:
+        _write(b"+", b"")
         _serve(json.loads(_read()))
     except MemoryError:
         os._exit(out_of_memory)
@@ -140,6 +142,10 @@ def _answer(work: Callable[[], str], max_cpu_s: float) -> None:
     except Exception as error:  # a template is a program of its own and may raise anything
         kind, answer = b"-", _one_line(error).encode(errors="backslashreplace")
     signal.setitimer(signal.ITIMER_PROF, 0)  # so that reading the next chats is not held against them
+    _write(kind, answer)
+
+
+def _write(kind: bytes, answer: bytes) -> None:
     sys.stdout.buffer.write(b"%s%d\n%s" % (kind, len(answer), answer))
     sys.stdout.buffer.flush()
 

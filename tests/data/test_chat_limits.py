@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from datetime import date
 from pathlib import Path
@@ -189,6 +192,107 @@ def test_a_process_that_is_killed_again_and_again_is_one_line(monkeypatch: pytes
     monkeypatch.setattr(chat._Process, "render", killed)
     with pytest.raises(BatchgenError, match="killed time and again"):
         list(template.render([user("hi")]))
+
+
+def kill_half_way(template: ChatTemplate) -> None:
+    """Kill the process when it has written part of an answer that the pipe cannot hold."""
+    assert template._process is not None
+    popen = template._process._popen
+    assert popen.stdout is not None
+    deadline = time.monotonic() + 30
+    while _num_unread(popen.stdout.fileno()) < 1 << 15:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    popen.kill()
+
+
+def _num_unread(fd: int) -> int:
+    num_bytes = array.array("i", [0])
+    fcntl.ioctl(fd, termios.FIONREAD, num_bytes)
+    return num_bytes[0]
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "🙂"])
+def test_an_answer_cut_off_by_the_end_of_the_process_is_asked_for_again(letter: str) -> None:
+    contents = ["hi", letter * 200_000, "last"]
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    answers = template.render([user(content) for content in contents])
+    rendered = [next(answers)]
+    kill_half_way(template)
+    assert rendered + list(answers) == contents
+
+
+def test_processes_that_are_lost_between_good_answers_do_not_end_the_run() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    for _ in range(2 * chat._MAX_LOST):
+        answers = template.render([user(n) for n in range(600)])
+        rendered = [next(answers)]
+        assert template._process is not None
+        template._process._popen.kill()
+        assert rendered + list(answers) == [str(n) for n in range(600)]
+
+
+def test_a_template_that_compiles_no_more_is_one_line_that_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template._process is not None
+    template._process._popen.kill()
+    monkeypatch.setattr(chat._Process, "compile", lambda self, setup: "it takes more than 5 s")
+    with pytest.raises(BatchgenError, match=r"does not compile: it takes .* \(it compiled .*; run again to resume"):
+        list(template.render([user("hi")]))
+
+
+def test_a_process_that_cannot_import_its_program_is_not_held_against_the_template(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "jinja2.py").write_text("raise ImportError('no\\nluck')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BatchgenError, match=r"cannot start the process that renders .*: ImportError: no luck$"):
+        ChatTemplate("hi", {})
+
+
+def test_a_process_that_ends_before_it_starts_is_not_held_against_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(BatchgenError, match=r"cannot start the process that renders chat templates: .* status 1"):
+        ChatTemplate("hi", {})
+
+
+def test_a_module_beside_the_package_does_not_replace_one_of_the_standard_library(tmp_path: Path) -> None:
+    (tmp_path / "batchgen").symlink_to(Path(chat.__file__).parents[1])
+    (tmp_path / "typing.py").write_text("raise ImportError('an obsolete backport')")
+    code = (
+        "import sys, typing\n"
+        "sys.path.insert([name.endswith('-packages') for name in sys.path].index(True), sys.argv[1])\n"
+        "from batchgen.data import chat\n"
+        "assert chat.__file__.startswith(sys.argv[1])\n"
+        "print(*chat.ChatTemplate('hi', {}).render([[]]))\n"
+    )
+    command = [sys.executable, "-I", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "hi\n", done.stderr
+
+
+def test_the_limit_of_time_holds_where_its_signal_is_blocked() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
+    try:
+        template = ChatTemplate("hi", {})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert template._process is not None
+    status = Path(f"/proc/{template._process._popen.pid}/status").read_text()
+    [blocked] = [line.split()[1] for line in status.splitlines() if line.startswith("SigBlk")]
+    assert int(blocked, 16) == 0
+
+
+def test_ctrl_c_does_not_reach_the_process_even_while_it_starts() -> None:
+    process = chat._Process()
+    assert os.getpgid(process._popen.pid) != os.getpgrp()
+
+
+def test_answers_taken_by_turns_are_those_of_their_own_chats() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    first, second = (template.render([user(f"{name}{n}") for n in range(300)]) for name in "ab")
+    taken = [(a, b) for a, b in zip(first, second, strict=True)]
+    assert taken == [(f"a{n}", f"b{n}") for n in range(300)]
 
 
 def test_answers_that_are_not_taken_are_not_mixed_up_with_later_ones() -> None:
