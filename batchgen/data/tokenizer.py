@@ -106,9 +106,10 @@ class Tokenizer:
 def _reason(error: BaseException) -> str:
     """What the Rust library says is wrong: it raises plain ``Exception``, and its panics are not even that.
 
-    Raises ``error`` itself if it comes from elsewhere, such as a signal.
+    Raises ``error`` itself if it comes from elsewhere: from the handler of a signal, or from memory that has run out.
     """
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    is_panic = type(error).__name__ == "PanicException"
+    if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic):
         raise error
     reason = " ".join(str(error).split()) or type(error).__name__
     return reason if len(reason) <= _MAX_REASON_CHARS else f"{reason[: _MAX_REASON_CHARS - 3]}..."

@@ -18,6 +18,7 @@ from batchgen.data.prompt import RequestBuilder
 from batchgen.data.tokenizer import Tokenizer
 from batchgen.errors import ExitCode, ModelError, TokenizerError
 from batchgen.records import Cursor, Record, SamplingParams
+from batchgen.run.stop import StopRequested
 from batchgen.spec import InputSpec
 
 
@@ -86,12 +87,18 @@ def test_a_pattern_that_backtracks_without_end_costs_its_row_only(tmp_path: Path
     assert isinstance(sound, list)
 
 
-def test_what_is_no_failure_of_the_tokenizer_goes_through(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(KeyboardInterrupt(), tmp_path)
-    with pytest.raises(KeyboardInterrupt):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), StopRequested(), MemoryError()])
+def test_what_is_no_failure_of_the_tokenizer_goes_through(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_with(error, tmp_path)
+    with pytest.raises(type(error)):
         tokenizer.encode_batch(["a!"], add_special_tokens=False)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(error)):
         tokenizer.decode([8])  # "!"
+    monkeypatch.setattr(Tokenizer, "__init__", lambda *_, **__: tokenizer.decode([8]))
+    with pytest.raises(type(error)):
+        Tokenizer.load(tmp_path)
 
 
 def test_tokens_that_cannot_be_decoded_cost_their_row_only(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
