@@ -1,7 +1,8 @@
 """A model or tokenizer name to a local folder: one that is there, or a snapshot from the Hugging Face Hub's cache.
 
-It downloads what its caller's patterns allow and checks that those are files of a sane size; it opens none. Patterns
-name data formats only, safetensors and JSON, so that neither pickles nor code of a repository ever reach the machine.
+It downloads what its caller's patterns allow and checks that those a model is read from are files of a sane size.
+Patterns name data formats only, safetensors and JSON, so that neither pickles nor code of a repository ever reach the
+machine.
 """
 
 from __future__ import annotations

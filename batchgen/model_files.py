@@ -1,22 +1,35 @@
 """Reads what lies in a model folder, which anyone may have written: regular files of a bounded size, nothing else.
 
-A FIFO or a device would be read for ever, and so would a sparse file of exabytes. So the size of each file that a
-model or tokenizer may consist of is checked before any of them is opened. It knows no key of their content.
+A FIFO or a device would be read for ever, and so would a sparse file of exabytes. So the kind and size of each file
+that a model or tokenizer consists of are checked before any of them is opened; whatever else lies in the folder is
+left alone. Of their content it knows the index of the weights, which names files.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.machine import physical_bytes
-from batchgen.units import shortened
+from batchgen.units import shortened, shown
 
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
+_DATA_NAMES = frozenset(
+    (
+        *(_CONFIG, "generation_config.json", INDEX),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    )
+)
+_MAX_INDEX_BYTES = 16 << 20  # 100,000 tensors
 _MAX_DATA_BYTES = 1 << 30  # of a JSON file or template; the largest tokenizers have 50 MB
+_MAX_WEIGHTS_BYTES = 1 << 40  # of one file of weights; the Hub takes none above 0.5 TB
+_REMEDY = "make it a readable file, or remove it"
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -26,25 +39,48 @@ _KINDS = {
 }
 
 
-def check_files(folder: Path, patterns: Iterable[str]) -> None:
-    """Check every file of ``folder`` that matches one of ``patterns``, without opening it.
+def model_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """The files of ``folder`` that match one of ``patterns`` and that a model or tokenizer is read from, sorted.
 
     Raises:
-        ModelError: one is no regular file (a link to one is) or is too large to be what its name says, or the weights
-            are larger than the machine's memory.
+        ModelError: the index of the weights, if there is one, is unusable.
     """
-    weights_bytes = 0
-    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
-        size = file_bytes(path)
-        if path.suffix == ".safetensors":
-            weights_bytes += size
-        elif size > _MAX_DATA_BYTES:
-            raise ModelError(f"{path}: has {size:,} bytes, more than the {_MAX_DATA_BYTES:,} that a model's files have")
-    if weights_bytes > physical_bytes():
-        raise ModelError(
-            f"{folder}: the weights have {weights_bytes:,} bytes, more than this machine's memory of "
-            f"{physical_bytes():,}; run a smaller model"
-        )
+    names = _DATA_NAMES | set((weight_map(folder) or {"": WEIGHTS}).values())
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.name in names})
+
+
+def check_files(folder: Path, patterns: Iterable[str]) -> None:
+    """Check every file that ``model_files`` finds, without opening any but the index of the weights.
+
+    Raises:
+        ModelError: one is no regular file (a link to one is), or is too large to be what its name says.
+    """
+    for path in model_files(folder, patterns):
+        size, most = file_bytes(path), _MAX_WEIGHTS_BYTES if path.suffix == ".safetensors" else _MAX_DATA_BYTES
+        if size > most:
+            raise ModelError(f"{path}: has {size:,} bytes, more than the {most:,} that a model's files have")
+
+
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """Tensor name -> name of its file in ``folder``, by the index of the weights; None where there is no index.
+
+    Raises:
+        ModelError: the index is unusable, or names what is no safetensors file of this folder.
+    """
+    index = folder / INDEX
+    if not os.path.lexists(index):
+        return None
+    names = read_object(index, _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(names, dict):
+        raise ModelError(f"{index}: not a safetensors index (weight_map is {shown(names)})")
+    for file in names.values():
+        if not isinstance(file, str) or not _is_file_name(file):
+            raise ModelError(f"{index}: names {shown(file)}, which is no safetensors file of this folder")
+    return names
+
+
+def _is_file_name(name: str) -> bool:
+    return Path(name).name == name and name.endswith(".safetensors") and name.isprintable()
 
 
 def file_bytes(path: Path) -> int:
@@ -87,4 +123,5 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
 
 def _unreadable(path: Path, error: Exception) -> ModelError:
     why = error.strerror if isinstance(error, OSError) else error
-    return ModelError(f"{path}: cannot be read ({why}); a model folder needs this file")
+    is_needed = path.name == _CONFIG or path.suffix == ".safetensors"
+    return ModelError(f"{path}: cannot be read ({why}); {'a model folder needs this file' if is_needed else _REMEDY}")

@@ -9,7 +9,7 @@ import torch
 from batchgen.cpu_features import multiplies_bfloat16
 from batchgen.errors import ModelError
 from batchgen.kernels import Kernels, select
-from batchgen.machine import memory_errors
+from batchgen.machine import memory_errors, physical_bytes
 from batchgen.model import _PATTERNS, is_dummy
 from batchgen.model.config import ModelConfig
 from batchgen.model.lfm2 import Lfm2Model
@@ -44,8 +44,20 @@ def load(
         config = ModelConfig.from_folder(folder)
         kind = resolve_dtype(dtype, config, where)
         source = Checkpoint(folder, kind, where)
+    if where.type == "cpu":
+        _require_memory(path, config, kind)
     with torch.inference_mode():
         return Lfm2Model(config, source, kernels or select(where, kind, batch_invariant=batch_invariant))
+
+
+def _require_memory(path: str, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Refuse weights that this machine's memory can never hold, whatever dtype they are stored in."""
+    needed = dtype.itemsize * (config.linear_params_per_token + config.logits_params_per_token)
+    if needed > physical_bytes():
+        raise ModelError(
+            f"{path}: the weights take {needed:,} bytes in {str(dtype).removeprefix('torch.')}, more than this "
+            f"machine's memory of {physical_bytes():,}; run a smaller model"
+        )
 
 
 def resolve_device(device: str) -> torch.device:

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from batchgen.errors import ModelError
 from batchgen.machine import is_out_of_memory
-from batchgen.model_files import file_bytes, read_object
+from batchgen.model_files import INDEX, WEIGHTS, file_bytes, weight_map
 from batchgen.units import shortened, shown
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-_MAX_INDEX_BYTES = 16 << 20  # 100,000 tensors
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others want scales to mean anything
 
 
@@ -53,28 +50,23 @@ class Checkpoint:
 
     def _locate(self) -> dict[str, str]:
         """Tensor name -> file name."""
-        index = self.folder / INDEX
-        if index.exists():
-            return self._read_index(index)
+        names = weight_map(self.folder)
+        if names is not None:
+            self._check_index(names)
+            return names
         if not (self.folder / WEIGHTS).exists():
             raise ModelError(f"{self.folder}: has neither {WEIGHTS} nor {INDEX}; only safetensors weights are loaded")
         return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
 
-    def _read_index(self, index: Path) -> dict[str, str]:
-        names = read_object(index, _MAX_INDEX_BYTES).get("weight_map")
-        if not isinstance(names, dict):
-            raise ModelError(f"{index}: not a safetensors index (weight_map is {shown(names)})")
+    def _check_index(self, names: dict[str, str]) -> None:
         listed: dict[str, set[str]] = {}
         for tensor, file in names.items():
-            if not isinstance(file, str) or not _is_file_name(file):
-                raise ModelError(f"{index}: names {shown(file)}, which is no safetensors file of this folder")
             listed.setdefault(file, set()).add(tensor)
         for file, tensors in sorted(listed.items()):
             held = set(self._open(file).keys())
             if held != tensors:
                 odd = min(held ^ tensors)
-                raise ModelError(f"{index}: the index and {file} disagree about tensor {shown(odd)}")
-        return names
+                raise ModelError(f"{self.folder / INDEX}: the index and {file} disagree about tensor {shown(odd)}")
 
     def _open(self, file: str) -> Any:
         path = self.folder / file
@@ -116,10 +108,6 @@ class Checkpoint:
         left = sorted(set(self._where) - self._taken - {"lm_head.weight"})
         if left:
             raise ModelError(f"{self.folder}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
-
-
-def _is_file_name(name: str) -> bool:
-    return Path(name).name == name and name.endswith(".safetensors") and name.isprintable()
 
 
 class RandomTensors:

@@ -22,6 +22,7 @@ from batchgen.errors import InputChanged, ModelError, ResumeMismatch, UsageError
 from batchgen.hub import resolve_folder
 from batchgen.machine import require_address_space
 from batchgen.model import ModelConfig, is_dummy, load_config
+from batchgen.model_files import model_files
 from batchgen.records import Request, Result, SamplingParams
 from batchgen.spec import EngineSpec, InputSpec, JobSpec
 
@@ -126,9 +127,9 @@ class ModelInfo:
         """
         found: dict[str, Any] = {"weights": self.path}
         if self.folder is not None:
-            found = {path.name: digests.digest(path) for path in _files(self.folder, _MODEL_PATTERNS)}
+            found = {path.name: digests.digest(path) for path in model_files(self.folder, _MODEL_PATTERNS)}
         if self.tokenizer_folder is not None:
-            files = _files(self.tokenizer_folder, _TOKENIZER_PATTERNS)
+            files = model_files(self.tokenizer_folder, _TOKENIZER_PATTERNS)
             found["tokenizer"] = {path.name: digests.digest(path) for path in files}
         for path, state in self.read_states.items():
             if digests.state(path) != state:
@@ -138,7 +139,7 @@ class ModelInfo:
     def check_unchanged(self, digests: Digests) -> None:
         """Raises ModelError if a file may have changed since its digest was taken, as weights loaded since then may."""
         for folder, patterns in ((self.folder, _MODEL_PATTERNS), (self.tokenizer_folder, _TOKENIZER_PATTERNS)):
-            for path in _files(folder, patterns) if folder else ():
+            for path in model_files(folder, patterns) if folder else ():
                 if digests.state(path) is None or not _is_unchanged(path, digests):
                     raise _changed(path)
 
@@ -253,14 +254,9 @@ def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:
     return wanted
 
 
-def _files(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """The files of a model, sorted."""
-    return sorted({path for pattern in patterns for path in folder.glob(pattern)})
-
-
 def _states(folder: Path) -> dict[Path, FileState]:
     """The states of the files that config and tokenizer are made from. Raises UsageError when one cannot be found."""
-    files = _files(folder, _TOKENIZER_PATTERNS)
+    files = model_files(folder, _TOKENIZER_PATTERNS)
     try:
         return {path: FileState.of(path) for path in files}
     except OSError as error:

@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile_folders import NAMES, ODD_FILES, SAMPLE
+from hostile_folders import NAMES, ODD_FILES, SAMPLE, link
 from run_helpers import ENVIRONMENT
 
-from batchgen.data.fingerprint import file_digest
+from batchgen.data.fingerprint import Digests, file_digest
 from batchgen.errors import ModelError, UsageError
 from batchgen.hub import resolve_folder
+from batchgen.model import load_model
 from batchgen.model_files import check_files, read_object
+from batchgen.run.model import read_model
+from batchgen.spec import JobSpec
+from batchgen.spec_load import load_job
 
 SCRIPT = Path(__file__).parents[1] / "hostile_folders.py"
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")
@@ -53,6 +57,64 @@ def test_links_to_regular_files_are_taken_as_in_the_hubs_cache(tmp_path: Path) -
         (tmp_path / file.name).symlink_to(os.path.relpath(file, tmp_path))
     check_files(tmp_path, PATTERNS)
     assert read_object(tmp_path / "config.json", 1 << 20) == json.loads((SAMPLE / "config.json").read_text())
+
+
+UNREAD = ["notes.json", "consolidated.safetensors", "other.jinja"]
+
+
+@pytest.mark.parametrize("name", UNREAD)
+@pytest.mark.parametrize("kind", [*ODD_FILES, "a link that leads nowhere"])
+def test_what_no_model_is_read_from_is_neither_refused_nor_part_of_its_fingerprint(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    spec = job_on(tmp_path)
+    known = read_model(spec).fingerprint(Digests())
+    (ODD_FILES | {"a link that leads nowhere": link("gone")})[kind](tmp_path / name)
+    model = read_model(spec)
+    digests = Digests()
+    assert model.fingerprint(digests) == known
+    model.check_unchanged(digests)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "special_tokens_map.json"])
+def test_a_file_that_a_model_may_lack_is_not_called_needed(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("gone")
+    with pytest.raises(ModelError, match=f"{name}: cannot be read .*; make it a readable file, or remove it"):
+        resolve_folder(str(tmp_path), "main", PATTERNS)
+
+
+def test_shards_that_the_index_names_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "shard-1.safetensors").symlink_to("/dev/zero")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "shard-1.safetensors"}}')
+    with pytest.raises(ModelError, match=r"shard-1.safetensors: is a device, not a regular file"):
+        resolve_folder(str(tmp_path), "main", PATTERNS)
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a single page of memory, which the sample's weights exceed."""
+    sysconf = os.sysconf
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 if name == "SC_PHYS_PAGES" else sysconf(name))
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_what_needs_no_weights_reads_a_model_larger_than_the_memory(tmp_path: Path) -> None:
+    assert read_model(job_on(tmp_path)).config.vocab_size > 0
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("path", [str(SAMPLE), "dummy:LFM2-350M"])
+def test_weights_larger_than_the_memory_are_not_loaded_on_the_cpu(path: str) -> None:
+    with pytest.raises(ModelError, match=r"the weights take [\d,]+ bytes in float32, more than this machine's memory"):
+        load_model(path, dtype="float32", device="cpu")
+
+
+def job_on(folder: Path) -> JobSpec:
+    """A job with the sample model, linked file by file in ``folder``."""
+    for file in SAMPLE.iterdir():
+        (folder / file.name).symlink_to(file)
+    keys = {"model": {"path": str(folder)}, "input": {"path": ["-"], "prompt": "text"}, "output": {"path": "."}}
+    return load_job(None, keys)
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "an endless device"])
