@@ -1,28 +1,21 @@
-"""What this machine's CPU multiplies by itself: one answer for the plan, the loader and the kernels.
+"""Instruction sets that kernels are compiled for: one answer for the plan, the loader and the kernels.
 
-Numba's own override, ``NUMBA_CPU_FEATURES``, decides what the kernels are compiled for, so it decides here too: with it
-a run behaves as on an older CPU. Imports no torch, so that ``plan`` may ask.
+Numba compiles them, so its own settings (``NUMBA_CPU_FEATURES``, ``NUMBA_CPU_NAME``, ``NUMBA_ENABLE_AVX``) decide here
+too: with them a run behaves as on an older CPU. Imports no torch, so that ``plan`` may ask.
 """
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 
 
 @lru_cache(maxsize=1)
 def cpu_features() -> frozenset[str]:
     """The instruction sets to compile for, by LLVM's names, such as ``avx512bf16``."""
-    named = os.environ.get("NUMBA_CPU_FEATURES")
-    if named is not None:
-        return frozenset(name[1:] for name in named.split(",") if name.startswith("+"))
-    from llvmlite import binding
+    from numba.core import codegen, config
 
-    try:
-        found = binding.get_host_cpu_features()
-    except RuntimeError:  # LLVM cannot tell on every system
-        return frozenset()
-    return frozenset(name for name, is_there in found.items() if is_there)
+    named = codegen.get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
+    return frozenset(name[1:] for name in named.split(",") if name.startswith("+"))
 
 
 def has_bfloat16_pairs() -> bool:

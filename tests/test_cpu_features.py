@@ -1,14 +1,20 @@
-"""What the CPU can do: one answer for all who ask, and numba's override counts for all of them."""
+"""What the CPU can do: one answer for all who ask, and numba's settings count for all of them."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from llvmlite import binding
+from numba.core import config
 
 from batchgen import cpu_features
+from batchgen.kernels import processor_variant
+from batchgen.kernels.reference import ReferenceKernels
 
 ASK = """
 import torch
@@ -24,6 +30,23 @@ print(HAS_BF16, can_multiply(torch.ones(2, 2, dtype=torch.bfloat16)))
 print(str(loading.resolve_dtype("auto", config, torch.device("cpu"))).removeprefix("torch."))
 print(plan_kv._guessed_dtype(spec, config))
 """
+MULTIPLY = """
+import torch
+from batchgen.kernels.cpu.backend import CpuKernels
+
+kernels = CpuKernels()
+x = torch.ones(4, 8, dtype=torch.bfloat16)
+print(float(kernels.linear(torch.ones(8, 8, dtype=torch.bfloat16))(x)[3, 7]))
+"""
+
+
+ALL = "+avx512f,+avx512bf16,+amx-bf16"
+
+
+@pytest.fixture(autouse=True)
+def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is kept for the process otherwise."""
+    monkeypatch.setattr(cpu_features, "cpu_features", cpu_features.cpu_features.__wrapped__)
 
 
 @pytest.mark.parametrize(
@@ -31,25 +54,78 @@ print(plan_kv._guessed_dtype(spec, config))
     [
         ("+avx2,+fma,-avx512bf16", False, False, False),
         ("+avx512f,+avx512bf16", True, False, True),
-        ("+avx512f,+avx512bf16,+amx-bf16", True, True, True),
+        (ALL, True, True, True),
         ("", False, False, False),
     ],
 )
 def test_what_numba_is_told_to_compile_for_counts(
     monkeypatch: pytest.MonkeyPatch, features: str, pairs: bool, matrix: bool, products: bool
 ) -> None:
-    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
-    monkeypatch.setattr(cpu_features, "cpu_features", cpu_features.cpu_features.__wrapped__)
+    monkeypatch.setattr(config, "CPU_FEATURES", features)
     assert cpu_features.has_bfloat16_pairs() is pairs
     assert cpu_features.has_matrix_unit() is matrix
     assert cpu_features.multiplies_bfloat16() is products
 
 
+def test_vectors_that_numba_is_told_to_leave_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def host() -> binding.FeatureMap:
+        return binding.FeatureMap({"avx2": True, "avx512bf16": True, "sse2": True, "fma": False})
+
+    monkeypatch.setattr(binding, "get_host_cpu_features", host)
+    monkeypatch.setattr(config, "CPU_FEATURES", None)
+    monkeypatch.setattr(config, "ENABLE_AVX", 1)
+    assert cpu_features.cpu_features() == {"avx2", "avx512bf16", "sse2"}
+    monkeypatch.setattr(config, "ENABLE_AVX", 0)
+    assert cpu_features.cpu_features() == {"sse2"}
+
+
+def test_a_system_whose_cpu_llvm_cannot_tell_has_no_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> binding.FeatureMap:
+        raise RuntimeError("getHostCPUFeatures() failed")
+
+    monkeypatch.setattr(binding, "get_host_cpu_features", fail)
+    monkeypatch.setattr(config, "CPU_FEATURES", None)
+    assert cpu_features.cpu_features() == frozenset()
+    assert processor_variant()
+
+
+@pytest.mark.parametrize(("features", "units"), [(ALL, "-bf16-amx"), ("+sse2,+avx2", ""), ("", "")])
+def test_the_variant_names_the_units_that_kernels_are_compiled_for(
+    monkeypatch: pytest.MonkeyPatch, features: str, units: str
+) -> None:
+    monkeypatch.setattr(config, "CPU_FEATURES", features)
+    vectors = torch.backends.cpu.get_cpu_capability().lower()
+    assert processor_variant().endswith(f"{vectors}{units}")
+
+
+def test_the_variant_of_the_reference_names_the_gpu_only_where_the_model_runs_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
+    assert ReferenceKernels().variant == ReferenceKernels(torch.device("cpu")).variant == processor_variant("plain")
+    on_gpu = ReferenceKernels(torch.device("cuda", 0)).variant
+    assert on_gpu == f"{processor_variant('plain')}-NVIDIA-H100-80GB-HBM3"
+
+
 @pytest.mark.parametrize(
-    ("features", "found"),
-    [("+avx2,+fma", "False False float32 float32"), ("+avx512f,+avx512bf16", "True True bfloat16 bfloat16")],
+    ("settings", "found"),
+    [
+        ({"NUMBA_CPU_FEATURES": "+avx2,+fma"}, "False False float32 float32"),
+        ({"NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16"}, "True True bfloat16 bfloat16"),
+        ({"NUMBA_CPU_NAME": "generic"}, "False False float32 float32"),
+    ],
 )
-def test_kernels_loader_and_plan_agree_on_the_cpu(features: str, found: str) -> None:
-    environment = {**os.environ, "NUMBA_CPU_FEATURES": features}
+def test_kernels_loader_and_plan_agree_on_the_cpu(settings: dict[str, str], found: str) -> None:
+    environment = {**os.environ, **settings}
     done = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=True)
     assert " ".join(done.stdout.split()) == found
+
+
+@pytest.mark.parametrize("setting", ["NUMBA_CPU_NAME=generic", "NUMBA_ENABLE_AVX=0"])
+def test_kernels_compile_for_less_than_the_cpu_can_do(setting: str, tmp_path: Path) -> None:
+    name, _, value = setting.partition("=")
+    environment = {**os.environ, name: value, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", MULTIPLY, "bfloat16"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "8.0\n"), done.stderr[-1000:]

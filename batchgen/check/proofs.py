@@ -98,11 +98,11 @@ class Check:
             yield self._run(way)
         say("proving decoded = prefilled")
         yield self._scored("decoded = prefilled", 0.0)
-        fast, dtype = self._model.kernels.name, self._model.dtype
+        fast, dtype, device = self._model.kernels.name, self._model.dtype, self._model.device
         if fast != ReferenceKernels.name:
             say("proving fast kernels ~ reference")
             del self._model  # two models may be more than the memory holds
-            self._model = load(*_place(self._where), ReferenceKernels())
+            self._model = load(*_place(self._where), ReferenceKernels(device))
             yield self._scored("fast kernels ~ reference", TOLERANCE[dtype])
 
     def _engine(self, requests: list[Request], *, is_tight: bool = False, **sizes: Any) -> Engine:

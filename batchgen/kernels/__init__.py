@@ -14,9 +14,9 @@ from importlib.util import find_spec
 from typing import Protocol
 
 import torch
-from llvmlite import binding
 from torch import Tensor
 
+from batchgen.cpu_features import has_bfloat16_pairs, has_matrix_unit
 from batchgen.model.cache import ConvState, KVCache
 from batchgen.model.inputs import ModelInput
 
@@ -173,9 +173,8 @@ def processor_variant(product: str = "") -> str:
     A library comes with torch, and another version of it may add up in another order, so the version counts where
     there is one; kernels of our own spell out each operation and give the same bits under any version.
     """
-    features = binding.get_host_cpu_features()
     vectors = torch.backends.cpu.get_cpu_capability().lower()  # as torch finds them, and oneDNN too
-    units = [name for key, name in (("avx512bf16", "bf16"), ("amx-bf16", "amx")) if features.get(key)]
+    units = [name for name, is_there in (("bf16", has_bfloat16_pairs()), ("amx", has_matrix_unit())) if is_there]
     architecture = [] if vectors.startswith("avx") else [platform.machine().lower()]
     parts = [*architecture, vectors, *units]
     if product:
@@ -198,4 +197,4 @@ def select(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = 
         return CudaKernels(device, batch_invariant=batch_invariant)
     from batchgen.kernels.reference import ReferenceKernels
 
-    return ReferenceKernels()
+    return ReferenceKernels(device)

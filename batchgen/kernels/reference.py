@@ -37,15 +37,19 @@ def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
 
 
 class ReferenceKernels:
-    """See ``Kernels`` for shapes."""
+    """See ``Kernels`` for shapes; ``device`` is where the model runs, the CPU by default."""
 
     name = "reference"
 
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+
     @property
     def variant(self) -> str:
-        """See ``Kernels.variant``; a GPU is named where there is one, since these kernels run there too."""
-        gpu = f"-{torch.cuda.get_device_name()}".replace(" ", "-") if torch.cuda.is_available() else ""
-        return processor_variant("plain") + gpu
+        """See ``Kernels.variant``; a GPU that the model runs on is named, since it does the products."""
+        if self._device is None or self._device.type == "cpu":
+            return processor_variant("plain")
+        return "-".join((processor_variant("plain"), *torch.cuda.get_device_name(self._device).split()))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """See ``Kernels.linear``."""
