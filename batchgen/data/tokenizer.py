@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from batchgen.data.chat import Chat, ChatTemplate, ChatTemplateError
+from batchgen.data.expansion import check_expansion
 from batchgen.errors import ModelError, TokenizerError
 
 _MAX_REASON_CHARS = 300
@@ -60,6 +61,7 @@ class Tokenizer:
         eos_token_ids = set(_named_eos_token_ids(folder))
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
+            check_expansion(backend)
             if (token_id := backend.token_to_id(special.get("eos_token", ""))) is not None:
                 eos_token_ids.add(token_id)
             return cls(backend, chat_template=chat_template, eos_token_ids=tuple(sorted(eos_token_ids)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from batchgen.errors import ExitCode, ModelError, TokenizerError
 from batchgen.records import Cursor, Record, SamplingParams
 from batchgen.run.stop import StopRequested
 from batchgen.spec import InputSpec
+
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 class PanicException(BaseException):
@@ -117,6 +120,72 @@ def test_tokens_that_cannot_be_decoded_cost_their_row_only(job: JobMaker, monkey
     assert {(row["code"], row["message"]) for row in failed} == {
         ("internal", "the tokenizer cannot decode the tokens: no luck")
     }
+
+
+def folder_that_has(folder: Path, **parts: Any) -> Path:
+    """A tokenizer whose file has these parts."""
+    path = write_tokenizer(folder) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | parts), encoding="utf-8")
+    return folder
+
+
+def in_sequence(name: str, *parts: Any) -> dict[str, Any]:
+    return {"type": "Sequence", name: list(parts)}
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+PAIR = [TEXT, {"Sequence": {"id": "B", "type_id": 0}}]
+SPECIAL = {"SpecialToken": {"id": "s", "type_id": 0}}
+CHARSMAP = base64.b64encode((4).to_bytes(4, "little") + bytes(4) + b"b" * 200_000 + bytes(1)).decode()
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("normalizer", replace({"String": "Q"}, "b" * 200_000)),
+        ("normalizer", in_sequence("normalizers", in_sequence("normalizers", replace({"Regex": "Q"}, "b" * 400)))),
+        ("normalizer", in_sequence("normalizers", *[replace({"String": "b"}, "bb")] * 40)),
+        ("normalizer", {"type": "Prepend", "prepend": "b" * 200_000}),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}),
+        ("pre_tokenizer", in_sequence("pretokenizers", *[BYTE_LEVEL] * 40)),
+        ("decoder", in_sequence("decoders", replace({"String": "b"}, "b" * 200_000), {"type": "Fuse"})),
+        ("post_processor", {"type": "TemplateProcessing", "single": [TEXT] * 999, "pair": PAIR, "special_tokens": {}}),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing",
+                "single": [SPECIAL, TEXT],
+                "pair": PAIR,
+                "special_tokens": {"s": {"id": "s", "ids": [1] * 999, "tokens": ["s"] * 999}},
+            },
+        ),
+    ],
+    ids=["replace", "nested", "doubling", "prepend", "charsmap", "bytes", "decoder", "copies", "special tokens"],
+)
+def test_a_tokenizer_that_makes_a_flood_of_a_text_is_refused(name: str, part: Any, tmp_path: Path) -> None:
+    expected = rf"tokenizer\.json is no usable tokenizer: its .*{name}.* can make a text more than 256 times as long"
+    with pytest.raises(ModelError, match=expected):
+        Tokenizer.load(folder_that_has(tmp_path, **{name: part}))
+
+
+def test_a_vocabulary_with_a_token_of_a_book_is_refused(tmp_path: Path) -> None:
+    added = [{"id": 300, "content": "b" * 200_000, "special": False, **dict.fromkeys(FLAGS, False)}]
+    with pytest.raises(ModelError, match="a token of its vocabulary has 200,000 characters; at most 10,000 are taken"):
+        Tokenizer.load(folder_that_has(tmp_path, added_tokens=added))
+
+
+def test_the_normalizers_of_published_tokenizers_are_taken(tmp_path: Path) -> None:
+    llama = in_sequence("normalizers", {"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁"))
+    clip = in_sequence("normalizers", {"type": "NFC"}, replace({"Regex": r"\s+"}, " "), {"type": "Lowercase"})
+    bert = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True}
+    for number, part in enumerate((llama, clip, {"type": "BertNormalizer", **bert}, {"type": "NFKC"})):
+        (tmp_path / str(number)).mkdir()
+        Tokenizer.load(folder_that_has(tmp_path / str(number), normalizer=part))
 
 
 def test_a_tokenizer_that_panics_on_every_text_is_refused_with_its_file_named(tmp_path: Path) -> None:
