@@ -1,4 +1,4 @@
-"""What this machine allows a process: its memory, its address space, and what is said when they do not suffice.
+"""Memory and address space that this machine allows a process, and the errors that say they do not suffice.
 
 Imports nothing large, so that it can be asked before anything large is imported.
 """
@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from batchgen.errors import BatchgenError, OutOfMemory, UsageError
 
 _LEAST_ADDRESS_SPACE = 2 << 30  # torch's libraries map 1 GB; the kernels' compiler ends the process where it has none
-_SIGNS = re.compile(
-    r"allocate memory|unable to allocate|out of memory|bad_alloc|failed to map segment|can't start new thread",
-    re.IGNORECASE,
-)
+SMALLER_SIZES = "give a smaller --kv-memory, --max-num-batched-tokens or --max-num-seqs, or --dtype bfloat16"
+_SIGNS = re.compile(r"allocate memory|unable to allocate|out of memory|bad_alloc", re.IGNORECASE)
+# These have other causes too (a folder without execution, a limit on processes), so they count only under a limit.
+_SIGNS_UNDER_A_LIMIT = re.compile(r"failed to map segment from shared object$|can't start new thread")
+_REMEDIES = "end other processes, or raise the limit"
 _AMOUNT = re.compile(r"(?:allocate|mmap) (?:memory: you tried to allocate )?([\d.]+ [kKMGTPE]?i?B(?:ytes)?\b)", re.I)
 
 
@@ -52,15 +53,23 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             return True
-        if isinstance(error, RuntimeError | OSError | ImportError) and _SIGNS.search(str(error)):
+        if isinstance(error, RuntimeError | OSError | ImportError) and _says_so(str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
+def _says_so(message: str) -> bool:
+    if _SIGNS.search(message):
+        return True
+    return address_space_bytes() is not None and _SIGNS_UNDER_A_LIMIT.search(message) is not None
+
+
 @contextmanager
-def memory_errors(doing: str) -> Iterator[None]:
+def memory_errors(doing: str, advice: str = "") -> Iterator[None]:
     """Make one clear line of an error that says memory has run out; ``doing`` completes "out of memory while".
+
+    ``advice`` says what else can be done than to end other processes or raise the limit.
 
     Raises:
         OutOfMemory: instead of that error; all others pass.
@@ -72,7 +81,5 @@ def memory_errors(doing: str) -> Iterator[None]:
             raise
         amount = _AMOUNT.search(str(error))
         asked = f" (asked for {amount[1]} more)" if amount else ""
-        raise OutOfMemory(
-            f"out of memory while {doing}{asked}: end other processes, raise the limit, or give a smaller "
-            "--kv-memory, --max-num-batched-tokens or --max-num-seqs, or --dtype bfloat16"
-        ) from error
+        remedies = f"end other processes, raise the limit, or {advice}" if advice else _REMEDIES
+        raise OutOfMemory(f"out of memory while {doing}{asked}: {remedies}") from error

@@ -20,7 +20,7 @@ from batchgen import cli
 from batchgen.cli import call
 from batchgen.engine.memory import available_bytes
 from batchgen.errors import ExitCode, OutOfMemory, UsageError
-from batchgen.machine import is_out_of_memory, memory_errors, require_address_space
+from batchgen.machine import SMALLER_SIZES, is_out_of_memory, memory_errors, require_address_space
 from batchgen.run import run_job
 
 GB = 10**9
@@ -50,7 +50,7 @@ def of_a_gpu() -> NoReturn:
     [(of_torch, "1125899906842624 bytes"), (of_numpy, "1.00 PiB"), (of_the_loader, ""), (of_a_gpu, "2.00 GiB")],
 )
 def test_memory_that_runs_out_is_one_line_with_what_for_and_how_much(fail: Callable[[], object], amount: str) -> None:
-    with pytest.raises(OutOfMemory) as caught, memory_errors("loading the weights"):
+    with pytest.raises(OutOfMemory) as caught, memory_errors("loading the weights", SMALLER_SIZES):
         fail()
     message = str(caught.value)
     assert message.startswith("out of memory while loading the weights")
@@ -78,6 +78,27 @@ def test_a_command_out_of_memory_is_no_bug(
     said = capsys.readouterr().err
     assert said.startswith("batchgen: error: out of memory while running this command (asked for 1.00 PiB more): ")
     assert said.count("\n") == 1
+    assert "--" not in said  # status has no flags that take less memory
+
+
+AMBIGUOUS = [RuntimeError("can't start new thread"), ImportError("libx.so: failed to map segment from shared object")]
+NOT_PERMITTED = ImportError("libx.so: failed to map segment from shared object: Operation not permitted")
+
+
+@pytest.mark.parametrize("error", [*AMBIGUOUS, NOT_PERMITTED], ids=repr)
+def test_what_may_have_another_cause_is_no_lack_of_memory_where_none_is_limited(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert not is_out_of_memory(error)
+
+
+def test_what_may_have_another_cause_is_a_lack_of_memory_where_the_address_space_is_limited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (5 * GB, 5 * GB))
+    assert all(map(is_out_of_memory, AMBIGUOUS))
+    assert not is_out_of_memory(NOT_PERMITTED)
 
 
 def test_weights_for_which_there_is_no_memory_are_one_line(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +106,7 @@ def test_weights_for_which_there_is_no_memory_are_one_line(job: JobMaker, monkey
 
     monkeypatch.setattr(loading, "Lfm2Model", lambda *_: of_torch())
     job.write(rows_of(1))
-    with pytest.raises(OutOfMemory, match="out of memory while loading the weights"):
+    with pytest.raises(OutOfMemory, match=r"out of memory while loading the weights.*--kv-memory"):
         run_job(job.spec(), quiet())
     monkeypatch.undo()
     assert job.run().exit_code == ExitCode.OK

@@ -10,7 +10,7 @@ from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, can_record
 from batchgen.engine.replay import StepReplays
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.static_input import Spare
-from batchgen.machine import memory_errors
+from batchgen.machine import SMALLER_SIZES, memory_errors
 from batchgen.model.cache import allocate
 from batchgen.model.lfm2 import Lfm2Model
 
@@ -18,7 +18,7 @@ from batchgen.model.lfm2 import Lfm2Model
 class ModelRunner:
     """A model with the KV blocks and convolution slots that a scheduler of these sizes hands out."""
 
-    @memory_errors("allocating KV blocks and convolution state")
+    @memory_errors("allocating KV blocks and convolution state", SMALLER_SIZES)
     def __init__(self, model: Lfm2Model, config: SchedulerConfig) -> None:
         self.model = model
         self.block_size = config.block_size

@@ -9,7 +9,7 @@ import torch
 from batchgen.cpu_features import multiplies_bfloat16
 from batchgen.errors import ModelError
 from batchgen.kernels import Kernels, select
-from batchgen.machine import memory_errors, physical_bytes
+from batchgen.machine import SMALLER_SIZES, memory_errors, physical_bytes
 from batchgen.model import _PATTERNS, is_dummy
 from batchgen.model.config import ModelConfig
 from batchgen.model.lfm2 import Lfm2Model
@@ -20,7 +20,7 @@ from batchgen.units import shown
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-@memory_errors("loading the weights")
+@memory_errors("loading the weights", SMALLER_SIZES)
 def load(
     path: str,
     revision: str,
