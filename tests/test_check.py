@@ -20,6 +20,7 @@ from batchgen.cli import call
 from batchgen.engine import sampler
 from batchgen.errors import ExitCode
 from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.cache import StateCache
 from batchgen.model.loading import load
 
@@ -94,7 +95,7 @@ def test_the_object_says_what_was_proved_on_what(check: Callable[..., Found]) ->
     assert code == ExitCode.OK
     assert found["ok"] is True
     assert found["failed"] == []
-    assert [found[key] for key in ("dtype", "device", "kernels", "num_prompts")] == ["float32", "cpu", "cpu", 3]
+    assert [found[key] for key in ("dtype", "device", "backend", "num_prompts")] == ["float32", "cpu", "cpu", 3]
     for proof in found["proofs"][:-1]:
         assert (proof["largest_gap"], proof["tolerance"], proof["num_tokens"]) == (0.0, 0.0, 48)
     assert 0 < found["proofs"][-1]["largest_share"] < found["proofs"][-1]["tolerance"]
@@ -194,7 +195,8 @@ def test_where_nothing_is_faster_than_the_reference_it_is_not_compared_with_itse
     check: Callable[..., Found],
 ) -> None:
     code, found, _ = check("--dtype", "float16", "--limit", "1")
-    assert found["kernels"] == "reference"
+    assert found["backend"] == "reference"
+    assert found["kernels"] == ReferenceKernels().variant
     assert [proof["name"] for proof in found["proofs"]] == EXACT
     assert code in (ExitCode.OK, ExitCode.GATE_FAILED)  # plain torch promises no equal bits
 

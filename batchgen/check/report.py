@@ -13,6 +13,7 @@ from batchgen.check.requests import made_up_prompts, read_prompts
 from batchgen.check.witness import Divergence
 from batchgen.engine.sizes import use_threads
 from batchgen.model import load_model
+from batchgen.model.lfm2 import Lfm2Model
 from batchgen.records import Request
 from batchgen.run.model import read_model
 from batchgen.spec import JobSpec
@@ -42,17 +43,10 @@ def run_check(
     model = load_model(
         where.path, where.revision, dtype=where.dtype, device=where.device, batch_invariant=where.batch_invariant
     )
-    num_prompt_tokens = sum(map(len, prompts))
-    facts = {
-        "model": where.path,
-        **model.numerics,
-        "kernels": model.kernels.name,
-        "threads": torch.get_num_threads(),
-        "num_prompts": len(prompts),
-        "num_prompt_tokens": num_prompt_tokens,
-    }
-    tell(f"{where.path}: {facts['dtype']} on {facts['device']}, {counted(torch.get_num_threads(), 'thread')}")
-    tell(f"{counted(len(prompts), 'prompt')} of {counted(num_prompt_tokens, 'token')}, greedy and sampled by turns")
+    facts = _facts(where.path, model, prompts)
+    tell(f"{where.path}: {facts['dtype']} on {facts['device']}, {counted(facts['threads'], 'thread')}")
+    num_tokens = counted(facts["num_prompt_tokens"], "token")
+    tell(f"{counted(len(prompts), 'prompt')} of {num_tokens}, greedy and sampled by turns")
     check = Check(where, model, prompts)
     del model  # the check lets go of it before it loads another
     proofs = []
@@ -62,6 +56,18 @@ def run_check(
     failed = [f"{p.name}: {_where(p.divergence, check.requests)}" for p in proofs if p.divergence is not None]
     tell(f"{len(failed)} of {counted(len(proofs), 'proof')} failed" if failed else f"all {len(proofs)} proofs hold")
     return facts | {"ok": not failed, "failed": failed, "proofs": [dataclasses.asdict(proof) for proof in proofs]}
+
+
+def _facts(path: str, model: Lfm2Model, prompts: list[tuple[int, ...]]) -> dict[str, Any]:
+    """What is checked, and how it runs here: ``backend`` names the kernels, ``kernels`` their variant."""
+    return {
+        "model": path,
+        **model.numerics,
+        "backend": model.kernels.name,
+        "threads": torch.get_num_threads(),
+        "num_prompts": len(prompts),
+        "num_prompt_tokens": sum(map(len, prompts)),
+    }
 
 
 def render(proof: Proof, requests: list[Request]) -> str:
