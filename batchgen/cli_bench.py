@@ -41,12 +41,13 @@ def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
     """Measure throughput, beside this machine's roofline.
 
     The roofline is measured in the same process: the sustained rate of the model's own linears, and memory
-    bandwidth. Medians over the repeats are told, with their range. On the CPU
+    bandwidth. Prints medians over the repeats, with their range. On the CPU
     one more run comes first, which times each kernel.
 
     A real job does not know the lengths of its answers. So all rows get the
     largest max_tokens, and a stop unknown to the engine ends each at its own;
-    --lengths known gives each row its own max_tokens.
+    --lengths known gives each row its own max_tokens. The largest must fit in
+    --kv-memory behind the longest prompt, unless lengths are known.
 
     \b
     Examples:

@@ -1,6 +1,6 @@
 """Runs a workload several times and puts each figure beside the machine's own ceilings, measured in between.
 
-Machines drift, so the ceilings are taken anew around every repeat, and medians with their spread are what is told.
+Machines drift, so the ceilings are taken anew around every repeat, and medians are printed with their spread.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from batchgen.bench.facts import engine_sizes, model_key
 from batchgen.bench.roofline import measure
 from batchgen.bench.timed import TimedKernels
-from batchgen.bench.workload import EndAfter
+from batchgen.bench.workload import EndAfter, explained
 from batchgen.engine import Engine, EngineConfig, make_engine
 from batchgen.engine.memory import peak_bytes
 from batchgen.engine.sizes import use_threads
@@ -52,7 +52,7 @@ class Repeat:
         return self.work.floor_s(self.ceilings)
 
     def figures(self) -> dict[str, float]:
-        """The numbers of which medians are told."""
+        """The numbers whose medians are printed."""
         tokens = self.num_prompt_tokens + self.num_output_tokens
         return {
             "wall_s": self.wall_s,
@@ -112,7 +112,7 @@ def _run(model: Lfm2Model, config: EngineConfig, requests: list[Request]) -> tup
     for result in engine.run(requests):
         num_results += 1
         if result.error is not None:
-            raise BatchgenError(f"request {result.key} of the workload: {result.error.message}")
+            raise BatchgenError(f"request {result.key} of the workload: {explained(result.error, requests)}")
     wall_s = time.monotonic() - start
     if num_results != len(requests):
         raise BatchgenError(f"{len(requests)} requests gave {num_results} results")
@@ -144,7 +144,7 @@ def summarize(model_name: str, model: Lfm2Model, runs: list[Repeat], lengths: st
         "model": model_name,
         **model.numerics,
         "threads": torch.get_num_threads(),
-        "kernels": model.kernels.name,
+        "backend": model.kernels.name,
         "num_requests_tokens": {"prompt": runs[0].num_prompt_tokens, "output": runs[0].num_output_tokens},
         "lengths": lengths,
         **median,
@@ -164,7 +164,7 @@ def render(summary: dict[str, Any]) -> str:
     tokens, sizes = summary["num_requests_tokens"], summary["engine"]
     lines = [
         f"{summary['model']}  {summary['dtype']} on {summary['device']}, "
-        f"{counted(summary['threads'], 'thread')}, {summary['kernels']} kernels",
+        f"{counted(summary['threads'], 'thread')}, {summary['backend']} kernels",
         f"  tokens           {tokens['prompt']:,} in, {tokens['output']:,} out, {summary['num_steps']:,} steps",
         f"  output lengths   {summary['lengths']} to the engine",
         f"  wall time        {summary['wall_s']:.2f} s  ({min(walls):.2f} to {max(walls):.2f} in {len(walls)} runs)",

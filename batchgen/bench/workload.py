@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import UsageError
+from batchgen.errors import RowError, RowErrorCode, UsageError
 from batchgen.records import Request, SamplingParams
 
 _FIRST_TOKEN = 8  # below lie the special tokens
@@ -113,6 +113,13 @@ def _hidden(request: Request, most: int) -> Request:
     length = request.params.max_tokens
     params = replace(request.params, max_tokens=most, stop=(str(length),)) if length > 0 else request.params
     return replace(request, params=params)
+
+
+def explained(error: RowError, requests: list[Request]) -> str:
+    """The message of an error that a request of ``requests`` gave, and where it may come from hidden lengths, that."""
+    is_of_length = error.code == RowErrorCode.TOO_LONG and any(request.params.stop for request in requests)
+    hint = " (all rows have the largest max_tokens here; --lengths known gives each its own)" if is_of_length else ""
+    return error.message + hint
 
 
 class EndAfter:

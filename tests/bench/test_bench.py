@@ -16,7 +16,9 @@ from batchgen.bench.workload import PRESETS, EndAfter, LengthRange, Shape, from_
 from batchgen.cli import call
 from batchgen.engine import Engine, EngineConfig, pipeline
 from batchgen.errors import ExitCode, UsageError
-from batchgen.model import load_model
+from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.model import load_config, load_model
+from batchgen.model.state_bytes import kv_block_bytes
 from batchgen.records import Request, Result, SamplingParams
 from batchgen.report_roofline import Ceilings, Measured
 
@@ -73,6 +75,8 @@ def test_bench_prints_one_object_with_figures_and_roofline(
     assert found["num_requests_tokens"]["output"] == 12
     assert len(found["runs"]) == 2
     assert {"wall_s", "output_tokens_per_s", "total_tokens_per_s", "roofline_share"} <= found.keys()
+    assert found["backend"] == "cpu"
+    assert found["kernels"].startswith(CpuKernels().variant)
     assert found["roofline_flops_per_s"] > 0
     assert found["memory_bytes_per_s"] > 0
     assert found["split_s"].keys() >= {"linear", "attention", "short_conv", "host"}
@@ -139,6 +143,20 @@ def test_the_scheduler_finds_nothing_longer_than_another_where_lengths_are_unkno
 def test_a_request_that_generates_nothing_does_so_where_lengths_are_unknown() -> None:
     requests = [Request(key, (5, 6), SamplingParams(max_tokens=n)) for key, n in enumerate([0, 2])]
     assert [request.params.max_tokens for request in hide_lengths(requests)] == [0, 2]
+
+
+@pytest.mark.usefixtures("ceilings_file")
+def test_hidden_lengths_that_the_memory_cannot_hold_are_named_in_the_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "work.jsonl"
+    rows = [{"prompt_token_ids": [5] * 10, "max_tokens": 60}, {"prompt_token_ids": [5] * 60, "max_tokens": 4}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    memory = ["--block-size", "8", "--kv-memory", str(10 * kv_block_bytes(load_config(SAMPLE), 8, 4))]
+    arguments = ["bench", "--model", SAMPLE, "--dtype", "float32", "--workload", str(path), "--ignore-eos", *memory]
+    assert call([*arguments, "--repeats", "1"]) == ExitCode.CRASH
+    assert "all rows have the largest max_tokens here; --lengths known gives each its own" in capsys.readouterr().err
+    assert call([*arguments, "--repeats", "1", "--lengths", "known"]) == ExitCode.OK
 
 
 @pytest.mark.usefixtures("ceilings_file")
