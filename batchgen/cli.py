@@ -69,9 +69,9 @@ def _call(argv: Sequence[str] | None, engine_factory: EngineFactory | None) -> i
 
 def _unforeseen(error: BaseException) -> int:
     """The last resort: a person gets a line, the traceback goes where it can be found."""
-    if isinstance(error, BrokenPipeError):  # whoever read our output has gone
-        return ExitCode.CRASH
     if isinstance(error, OSError) and is_of_stdout(error):
+        if isinstance(error, BrokenPipeError):  # what read the output has gone, and asks for no message
+            return ExitCode.CRASH
         return _fail(f"cannot write to standard output: {error.strerror or error}", ExitCode.CRASH)
     return _fail(f"{type(error).__name__}: {error} ({_keep_traceback()})", ExitCode.CRASH)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from run_helpers import ENVIRONMENT, JobMaker, finish, rows_of, start
 
+from batchgen import cli
 from batchgen.cli import call
 from batchgen.run import guard
 from batchgen.run.display import BarDisplay, LineDisplay
@@ -48,6 +50,27 @@ def test_what_a_run_says_of_itself_needs_a_standard_output(job: JobMaker, comman
         done = batchgen(command, job.toml() if command == "plan" else job.output, *flags, shell=">/dev/full")
         assert (done.returncode, done.stderr.count("\n")) == (1, 1)
         assert "cannot write to standard output" in done.stderr
+
+
+def test_a_reader_of_standard_output_that_has_gone_asks_for_no_message() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "batchgen", "run", "--help"]
+    done = subprocess.run(command, env=ENVIRONMENT, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_broken_pipe_of_any_other_kind_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(cli.cli, "main", lost)
+    monkeypatch.setenv("BATCHGEN_DEBUG", "1")  # leaves no file with the traceback
+    assert call(["status", "x"]) == 1
+    assert "BrokenPipeError: [Errno 32] Broken pipe (traceback above)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["2>/dev/full", "2>&-", ">&- 2>&- <&-", "2>/dev/full >/dev/full"])
