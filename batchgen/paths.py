@@ -1,4 +1,7 @@
-"""Whether a text can be the path of a file here, asked where a job or a flag brings it: later it would be a crash."""
+"""Check of texts that are to be paths of local files, made where a job or a flag brings them.
+
+Later such a text would be a crash. Files are not looked for here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import errno
 import os
 import re
 
+_FILE = "file://"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
@@ -15,6 +19,8 @@ def check_path(text: str) -> None:
     Refused are addresses of remote files, and what no file system takes: NUL characters, names that are too long.
     Whether anything is there is not asked.
     """
+    if text.lower().startswith(_FILE):
+        raise ValueError(f"is an address: write the path without {_FILE}")
     if scheme := _SCHEME.match(text):
         raise ValueError(
             f"{scheme[0]} is no local path, and remote files are neither read nor written: copy them to or from this "

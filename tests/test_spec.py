@@ -193,7 +193,7 @@ def test_values_that_break_parsers_or_file_systems_are_refused_in_one_line(
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300 + len(str(tmp_path))
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs", "http", "https", "hdfs", "file"])
+@pytest.mark.parametrize("scheme", ["s3", "gs", "http", "https", "hdfs"])
 @pytest.mark.parametrize(("section", "key"), [("input", "path"), ("model", "path"), ("output", "path")])
 def test_remote_paths_are_refused_with_what_to_do(section: str, key: str, scheme: str) -> None:
     value = f"{scheme}://bucket/x"
@@ -201,6 +201,12 @@ def test_remote_paths_are_refused_with_what_to_do(section: str, key: str, scheme
         UsageError, match=f"{scheme}:// is no local path, and remote files are neither read nor written"
     ):
         load_job(None, with_flags(section, key, [value] if section == "input" else value))
+
+
+@pytest.mark.parametrize("scheme", ["file", "FILE"])
+def test_the_address_of_a_local_file_is_refused_with_how_to_write_it(scheme: str) -> None:
+    with pytest.raises(UsageError, match="is an address: write the path without file://"):
+        load_job(None, with_flags("input", "path", [f"{scheme}:///tmp/x"]))
 
 
 def test_an_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
