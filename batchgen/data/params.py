@@ -163,7 +163,7 @@ def merge_params(
     preset = given.pop("preset", None)
     if preset is not None:
         if preset not in PRESET_NAMES:
-            raise ParamError("preset", f"preset = {_shown(preset)} is not known; known is {', '.join(PRESET_NAMES)}")
+            raise ParamError("preset", f"preset = {shown(preset, 80)} is not known; known is {', '.join(PRESET_NAMES)}")
         given = {**(card_values("") if card is None else card), **given}
     if not given:
         return base
@@ -180,7 +180,7 @@ def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], s
         asked = {"n": p.n > 1, "stop": p.stop, "max_repeats": p.max_repeats}
         asked |= {"logprobs": p.logprobs is not None, "prompt_logprobs": p.prompt_logprobs is not None}
         for key in [key for key, is_asked in asked.items() if is_asked]:
-            value = _shown(getattr(p, key))
+            value = shown(getattr(p, key), 80)
             yield (key, "choices"), f"{key} = {value} does not go with choices: they are scored, nothing is generated"
     if p.max_tokens == 0:
         keys = ("max_tokens", "prompt_logprobs", "choices")
@@ -197,14 +197,8 @@ def _parsed(key: str, value: Any) -> Any:
     if key not in _RULES:
         close = get_close_matches(key, PARAM_KEYS, 1)
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(PARAM_KEYS)}"
-        raise ParamError(key, f"no sampling key {_shown(key)}; {hint}")
+        raise ParamError(key, f"no sampling key {shown(key, 80)}; {hint}")
     try:
         return _RULES[key](value)
     except ValueError as error:
-        raise ParamError(key, f"{key} = {_shown(value)} {error}") from None
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, int) and value.bit_length() > 200:
-        return "(a huge number)"
-    return shown(value, 80)
+        raise ParamError(key, f"{key} = {shown(value, 80)} {error}") from None

@@ -108,9 +108,10 @@ class DatasetFile:
         A Hub address names the commit, so a dataset whose branch has moved on is another one.
         """
         digest = hashlib.sha256(b"" if self._files else self._fallback_digest.encode())
+        local = frozenset(self.local_files)
         for name in self._files:
             path = Path(name)
-            digest.update((digests.digest(path) if path in self.local_files else name).encode())
+            digest.update((digests.digest(path) if path in local else name).encode())
         return {"path": self._text, "split": self._split, "sha256": digest.hexdigest()}
 
 
