@@ -50,7 +50,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _fill_standard_streams() -> None:
-    """Let closed standard streams lead nowhere, lest the next file opened takes their place."""
+    """Let closed standard streams lead nowhere, so that no file opened later takes their place."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -1,6 +1,7 @@
-"""What a command says: text for a person on stdout, single lines on stderr, with nothing in it that steers a terminal.
+"""Output of commands: results on stdout, messages of single lines on stderr, with nothing that steers a terminal.
 
-A stderr that is full, closed or has lost its reader changes no exit code. One of stdout does: its text was the result.
+A stderr that is full, closed or has lost its reader changes no exit code. A stdout in that state does, since its text
+is the command's result.
 """
 
 from __future__ import annotations

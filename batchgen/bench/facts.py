@@ -34,7 +34,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
 
 
 def engine_sizes(engine: Engine) -> dict[str, Any]:
-    """What the engine works with, whoever chose it."""
+    """The sizes that the engine works with, whether given or chosen."""
     model, sizes = engine.runner.model, engine.config
     kv_bytes = sizes.num_blocks * kv_block_bytes(model.config, sizes.block_size, model.dtype)
     return {**asdict(sizes), "kv_bytes": kv_bytes, "kernels": model.kernels.name}

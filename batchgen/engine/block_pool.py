@@ -1,8 +1,8 @@
 """Which blocks of KV memory are free, which are shared, and what the full ones hold. Plain Python, no tensors.
 
-A block belongs to whoever holds it, several at once if they share a prefix. Once full it may be given a digest (see
-``prefix``) under which others find it. It keeps its content when its last holder lets go, until the memory is needed:
-then the one unused longest is emptied first.
+A block belongs to the sequences that hold it, several at once if they share a prefix. Once full it may be given a
+digest (see ``prefix``) under which others find it. It keeps its content when its last holder lets go, until the memory
+is needed: then the one unused longest is emptied first.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class BlockPool:
         return sum(self._num_holders[block] == 1 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Hold blocks that ``find`` named, as well as whoever else does."""
+        """Hold blocks that ``find`` named, besides the sequences that hold them already."""
         for block in blocks:
             if not self._num_holders[block]:
                 del self._unused[block]

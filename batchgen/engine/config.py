@@ -41,7 +41,7 @@ class EngineConfig:
     forecast_memory: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse values below 1, and above what the host could keep books on.
+        """Refuse values below 1, and above what the host has memory to keep track of.
 
         Raises:
             UsageError: names the value.

@@ -23,7 +23,7 @@ _CPU = {"max_num_batched_tokens": 256, "max_num_seqs": 128, "block_size": 32}
 _CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 512, "block_size": 32}
 _SHARED_PARAMS = 10_000_000  # a smaller model's products are over before a second thread has joined in
 _MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input and other processes
-_MAX_NUM_BLOCKS = 1 << 22  # the block pool's books take 50 bytes of host memory per block
+_MAX_NUM_BLOCKS = 1 << 22  # the block pool takes 50 bytes of host memory per block
 _MAX_THREADS_PER_CPU = 8  # more only wait for each other; beyond some thousands the OpenMP runtime ends the process
 _ALWAYS_ALLOWED_THREADS = 64  # so that one job file serves small and large machines
 

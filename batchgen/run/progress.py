@@ -1,4 +1,4 @@
-"""Where a run is, for whoever looks: the display, ``progress.json`` for ``batchgen status``, and the limits.
+"""Progress of a run, as others see it: the display, ``progress.json`` for ``batchgen status``, and the limits.
 
 One background thread looks at plain counters twice a second; the main thread never waits for it. It changes nothing
 about the run but to pass on that a limit has been reached.

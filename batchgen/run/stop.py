@@ -1,7 +1,7 @@
 """Why and when a run stops early: signals, a deadline, a time or token budget.
 
-It turns all of them into one flag and one reason. It knows no rows and no journal; whoever generates asks the flag,
-and ``guard`` sees to it that the process is gone in time.
+It turns all of them into one flag and one reason. It knows no rows and no journal; the loop that generates asks the
+flag, and ``guard`` sees to it that the process is gone in time.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class LinesFile:
 
     @property
     def local_files(self) -> tuple[Path, ...]:
-        """The one."""
+        """The file itself."""
         return (self.path,)
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class ParquetFile:
 
     @property
     def local_files(self) -> tuple[Path, ...]:
-        """The one."""
+        """The file itself."""
         return (self.path,)
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
