@@ -6,7 +6,9 @@ too: with them a run behaves as on an older CPU. Imports no torch, so that ``pla
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 
 @lru_cache(maxsize=1)
@@ -14,7 +16,9 @@ def cpu_features() -> frozenset[str]:
     """The instruction sets to compile for, by LLVM's names, such as ``avx512bf16``."""
     from numba.core import codegen, config
 
-    named = codegen.get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
+    host: Callable[[], str] = codegen.get_host_cpu_features
+    settings: Any = config  # numba sets its names as it reads the environment
+    named = host() if settings.CPU_FEATURES is None else str(settings.CPU_FEATURES)
     return frozenset(name[1:] for name in named.split(",") if name.startswith("+"))
 
 

@@ -113,8 +113,8 @@ def job_on(folder: Path) -> JobSpec:
     """A job with the sample model, linked file by file in ``folder``."""
     for file in SAMPLE.iterdir():
         (folder / file.name).symlink_to(file)
-    keys = {"model": {"path": str(folder)}, "input": {"path": ["-"], "prompt": "text"}, "output": {"path": "."}}
-    return load_job(None, keys)
+    where: dict[str, dict[str, Any]] = {"input": {"path": ["-"], "prompt": "text"}, "output": {"path": "."}}
+    return load_job(None, {"model": {"path": str(folder)}, **where})
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "an endless device"])
