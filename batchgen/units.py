@@ -108,6 +108,11 @@ def shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
+def one_line(error: BaseException, width: int = 300) -> str:
+    """What an error says, as one line of at most ``width`` characters; its type where it says nothing."""
+    return shortened(" ".join(str(error).split()) or type(error).__name__, width)
+
+
 def shown(value: object, width: int = 100) -> str:
     """A value of unknown size as an error shows it: its ``repr`` on at most ``width`` characters."""
     short = reprlib.Repr()

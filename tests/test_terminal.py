@@ -18,7 +18,7 @@ from batchgen import cli
 from batchgen.cli import call
 from batchgen.run import guard
 from batchgen.run.display import BarDisplay, LineDisplay
-from batchgen.units import printable
+from batchgen.units import one_line, printable
 
 HOSTILE = "a\x1b[2J\nb\r\x07\x9b31m\u202egpj.\u2066\u2028\x7f\udcff"
 USAGE = ["frobnicate"]
@@ -174,6 +174,14 @@ def test_a_folder_of_a_hostile_name_is_told_in_plain_text(job: JobMaker, capsys:
     assert is_plain(capsys.readouterr().out)
     code, said = finish(start(["run", job.toml(), "--overwrite"]))
     assert (code, is_plain(said)) == (3, True)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [(OSError("a\n b"), "a b"), (KeyError(), "KeyError"), (ValueError("abc" * 200), "abc" * 99 + "ab…")],
+)
+def test_an_error_is_one_line_of_bounded_length(error: Exception, line: str) -> None:
+    assert one_line(error) == line
 
 
 @pytest.mark.parametrize("kind", [LineDisplay, BarDisplay])

@@ -17,6 +17,7 @@ from batchgen.data.template import Template
 from batchgen.data.tokenizer import Tokenizer
 from batchgen.errors import RowErrorCode, UsageError
 from batchgen.spec import InputSpec
+from batchgen.units import shortened
 
 _MAX_SHOWN_CHARS = 60  # of a template, in messages
 
@@ -63,7 +64,8 @@ class ContentFinder:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
-        self._made_by_template = f"the prompt that the template {_shortened(spec.prompt or '')!r} makes"
+        shown = shortened(spec.prompt or "", _MAX_SHOWN_CHARS)
+        self._made_by_template = f"the prompt that the template {shown!r} makes"
         self._is_named = bool(spec.prompt or spec.messages or spec.prompt_token_ids)
         self._readers = self._column_readers()
         self._param_columns = set(param_columns)
@@ -160,10 +162,6 @@ def _checked_text(what: str, value: object) -> str:
     if not value or value.isspace():
         raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"{what} is empty")
     return value
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
 
 
 def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None) -> None:

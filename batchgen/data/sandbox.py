@@ -2,7 +2,7 @@
 
 A template is code from a stranger. jinja2's sandbox keeps it from files, modules and the interpreter, but neither its
 time nor its memory can be bounded from within: filters, operators and ``join`` run in C. So the kernel bounds both,
-and a template that passes a bound ends this process, not the run. It imports jinja2 and nothing of batchgen.
+and a template that passes a bound ends this process, not the run. It imports jinja2, and ``units`` of batchgen alone.
 
 Each message is a header line with its length, then its bytes. The first one in is the setup, a JSON object; those
 after it are chats, one JSON text per line. An empty answer says that the program has started; then the setup and each
@@ -29,7 +29,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_MAX_MESSAGE_CHARS = 300
+from batchgen.units import one_line
 
 
 class _GenerationBlock(Extension):
@@ -140,7 +140,7 @@ def _answer(work: Callable[[], str], max_cpu_s: float) -> None:
     except MemoryError:
         raise
     except Exception as error:  # a template is a program of its own and may raise anything
-        kind, answer = b"-", _one_line(error).encode(errors="backslashreplace")
+        kind, answer = b"-", one_line(error).encode(errors="backslashreplace")
     signal.setitimer(signal.ITIMER_PROF, 0)  # so that reading the next chats is not held against them
     _write(kind, answer)
 
@@ -148,8 +148,3 @@ def _answer(work: Callable[[], str], max_cpu_s: float) -> None:
 def _write(kind: bytes, answer: bytes) -> None:
     sys.stdout.buffer.write(b"%s%d\n%s" % (kind, len(answer), answer))
     sys.stdout.buffer.flush()
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[: _MAX_MESSAGE_CHARS - 3]}..."

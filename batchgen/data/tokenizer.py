@@ -17,8 +17,8 @@ import tokenizers
 from batchgen.data.chat import Chat, ChatTemplate, ChatTemplateError
 from batchgen.data.expansion import check_expansion
 from batchgen.errors import ModelError, TokenizerError
+from batchgen.units import one_line
 
-_MAX_REASON_CHARS = 300
 _MAX_FILE_CHARS = 1 << 26
 
 
@@ -113,8 +113,7 @@ def _reason(error: BaseException) -> str:
     is_panic = type(error).__name__ == "PanicException"
     if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic):
         raise error
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return reason if len(reason) <= _MAX_REASON_CHARS else f"{reason[: _MAX_REASON_CHARS - 3]}..."
+    return one_line(error)
 
 
 def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:

@@ -103,7 +103,7 @@ def test_the_user_can_end_a_turn_inside_a_prompt(tokenizer: Tokenizer) -> None:
     ("row", "keys", "message"),
     [
         ({"q": " "}, {"prompt": "{q}"}, "the prompt that the template '{q}' makes is empty"),
-        ({"q": ""}, {"prompt": "{q}" * 40}, f"the prompt that the template '{'{q}' * 19}...' makes is empty"),
+        ({"q": ""}, {"prompt": "{q}" * 40}, f"the prompt that the template '{'{q}' * 19}{{q…' makes is empty"),
         ({"q": ""}, {"prompt": "q"}, "column 'q' is empty"),
         ({"prompt": ""}, {}, "column 'prompt' is empty"),
         ({"text": "\n"}, {}, "column 'text' is empty"),

@@ -15,6 +15,7 @@ import pyarrow as pa
 from batchgen.data.formats import Rows, Wanted
 from batchgen.errors import RowError, RowErrorCode
 from batchgen.records import BadRow, Cursor, Record
+from batchgen.units import one_line
 
 MAX_BATCH_ROWS = 4096
 _BATCH_BYTES = 4 << 20
@@ -109,5 +110,5 @@ def _row(batch: pa.RecordBatch) -> dict[str, Any] | _BadValues:
             is_text = isinstance(error, UnicodeDecodeError)
             code = RowErrorCode.BAD_ENCODING if is_text else RowErrorCode.BAD_TYPE
             what = "is not UTF-8" if is_text else f"({column.type}) has a value that cannot be read"
-            problem = problem or RowError(code, f"column {name!r} {what}: {' '.join(str(error).split())}")
+            problem = problem or RowError(code, f"column {name!r} {what}: {one_line(error)}")
     return _BadValues(problem, readable) if problem else readable

@@ -20,6 +20,7 @@ from batchgen.data.formats import Rows, Wanted
 from batchgen.data.formats.arrow import Origin, read_batches
 from batchgen.errors import BatchgenError, UsageError
 from batchgen.records import Cursor
+from batchgen.units import one_line
 
 PREFIX = "hf:"
 _OPTIONS = ("config", "split", "revision")
@@ -66,7 +67,7 @@ class DatasetFile:
             self._is_saved = is_saved_dataset(folder)
             opened = _open_saved(folder) if self._is_saved else _open_builder(wanted)
         except Exception as error:  # datasets raises a dozen unrelated types, its dependencies' among them
-            raise UsageError(f"cannot open {text}: {_one_line(error)}") from error
+            raise UsageError(f"cannot open {text}: {one_line(error)}") from error
         split = _choose_split(text, wanted.split, list(opened.splits))
         self._dataset = opened.splits[split].with_format("arrow")
         self._length: int | None = getattr(self._dataset, "num_rows", None)  # a streamed one has none
@@ -89,7 +90,7 @@ class DatasetFile:
                 for table in self._dataset.skip(first).iter(batch_size=_BATCH_ROWS):
                     yield from table.to_batches()
         except Exception as error:  # as above
-            raise BatchgenError(f"cannot read on in {self._text}: {_one_line(error)}; run again to resume") from error
+            raise BatchgenError(f"cannot read on in {self._text}: {one_line(error)}; run again to resume") from error
 
     def num_rows(self) -> int | None:
         """The length of a saved dataset; what the Hub's description says, if anything, of others."""
@@ -162,8 +163,3 @@ def _choose_split(text: str, wanted: str | None, splits: list[str]) -> str:
         example = PREFIX + example
     problem = "has several splits" if wanted is None else f"has no split {wanted!r}"
     raise UsageError(f"{text} {problem}: choose one of {', '.join(splits) or '(none)'}, as in {example!r}")
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:297]}..."

@@ -17,6 +17,7 @@ from batchgen.data.formats import Rows, Wanted
 from batchgen.data.formats.arrow import Origin, Unreadable, batch_rows, read_batches
 from batchgen.errors import UsageError
 from batchgen.records import Cursor
+from batchgen.units import one_line
 
 _FILE_ERRORS = (OSError, ValueError, pa.ArrowException)  # ValueError: names in the metadata that are no UTF-8
 _BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size instead of whole
@@ -97,6 +98,6 @@ def _batches(file: pq.ParquetFile, group: int, first: int) -> Iterator[pa.Record
                 yield batch.slice(max(0, first - passed), metadata.num_rows - max(first, passed))
             passed += batch.num_rows
     except _FILE_ERRORS as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
     if passed < metadata.num_rows:
         yield Unreadable(metadata.num_rows - max(passed, first), f"row group {group} is damaged here: {reason}")
