@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.units import shortened, shown
+from batchgen.units import one_line, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -99,22 +99,35 @@ def file_bytes(path: Path) -> int:
     return found.st_size
 
 
-def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in a file of at most ``max_bytes`` bytes.
+def read_text(path: Path, max_bytes: int) -> str:
+    """What a file of at most ``max_bytes`` bytes of UTF-8 holds.
 
     Raises:
-        ModelError: no such regular file, too large, not UTF-8, not JSON, nested too deeply, or no object.
+        ModelError: no such regular file, too large, or not UTF-8.
     """
     size = file_bytes(path)
     if size > max_bytes:
         raise ModelError(f"{path}: has {size:,} bytes; a file of this name has {max_bytes:,} at most")
     try:
         with path.open("rb") as file:
-            raw = json.loads(file.read(size).decode())
+            return file.read(size).decode()
     except OSError as error:
         raise _unreadable(path, error) from None
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: not UTF-8 ({one_line(error)})") from None
+
+
+def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in a file of at most ``max_bytes`` bytes.
+
+    Raises:
+        ModelError: as ``read_text``; or not JSON, nested too deeply, or no object.
+    """
+    text = read_text(path, max_bytes)
+    try:
+        raw = json.loads(text)
     except (ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else shortened(str(error), 200)
+        why = "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
         raise ModelError(f"{path}: not valid JSON ({why})") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: expected a JSON object, found {type(raw).__name__}")

@@ -6,7 +6,6 @@ It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.jso
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from pathlib import Path
@@ -17,9 +16,10 @@ import tokenizers
 from batchgen.data.chat import Chat, ChatTemplate, ChatTemplateError
 from batchgen.data.expansion import check_expansion
 from batchgen.errors import ModelError, TokenizerError
+from batchgen.model_files import read_object, read_text
 from batchgen.units import one_line
 
-_MAX_FILE_CHARS = 1 << 26
+_MAX_FILE_BYTES = 1 << 26
 
 
 class Tokenizer:
@@ -127,34 +127,9 @@ def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
     return max((*plain, *(len(token.content.encode()) for token in added.values())), default=None)
 
 
-def _read_text(path: Path) -> str | None:
-    """What stands in a file of the folder; None when there is no such file."""
-    try:
-        if path.exists() and not path.is_file():
-            raise ModelError(f"{path} is not a regular file")
-        with path.open(encoding="utf-8") as file:
-            text = file.read(_MAX_FILE_CHARS + 1)
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
-    if len(text) > _MAX_FILE_CHARS:
-        raise ModelError(f"{path} holds more than {_MAX_FILE_CHARS:,} characters")
-    return text
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in a file of the folder; empty when there is no such file."""
-    text = _read_text(path)
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object")
-    return value
+    return read_object(path, _MAX_FILE_BYTES) if path.exists() else {}
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
@@ -171,7 +146,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 def _load_chat_template(folder: Path, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
     """From ``chat_template.jinja``, else from ``tokenizer_config.json``: a text, or named ones with a "default"."""
     path = folder / "chat_template.jinja"
-    source: object = _read_text(path)
+    source: object = read_text(path, _MAX_FILE_BYTES) if path.exists() else None
     if source is None:
         path = folder / "tokenizer_config.json"
         source = _named_template(_read_json(path).get("chat_template"))

@@ -179,14 +179,14 @@ def test_a_folder_without_a_template_says_so(tmp_path: Path) -> None:
         ("tokenizer.json", b"{}", "no usable tokenizer"),
         ("tokenizer.json", b"\xff", "no usable tokenizer"),
         ("tokenizer.json", None, "no tokenizer.json in"),
-        ("tokenizer_config.json", b"{", "cannot read"),
-        ("tokenizer_config.json", b"[]", "no JSON object"),
+        ("tokenizer_config.json", b"{", "not valid JSON"),
+        ("tokenizer_config.json", b"[]", "expected a JSON object"),
         ("tokenizer_config.json", b'{"chat_template": 5}', "neither a text nor"),
         ("tokenizer_config.json", b'{"chat_template": "{% if %}"}', "does not compile"),
         ("chat_template.jinja", b"{{ a", "does not compile"),
-        ("chat_template.jinja", b"\xff", "cannot read"),
+        ("chat_template.jinja", b"\xff", "not UTF-8"),
         ("generation_config.json", b'{"eos_token_id": "7"}', "neither a token id"),
-        ("generation_config.json", b"[" * 100_000, "cannot read"),
+        ("generation_config.json", b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_an_unusable_file_of_the_folder_is_one_line_that_names_it(
