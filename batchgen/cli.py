@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -53,6 +53,9 @@ def _call(argv: Sequence[str] | None, engine_factory: EngineFactory | None) -> i
     try:
         with memory_errors("running this command"):
             return int(cli.main(argv, prog_name="batchgen", standalone_mode=False, obj=engine_factory) or ExitCode.OK)
+    except click.exceptions.NoArgsIsHelpError as error:
+        show(error.format_message())
+        return ExitCode.USAGE
     except click.ClickException as error:
         ctx = getattr(error, "ctx", None)
         hint = f"; try '{ctx.command_path} --help'" if ctx else ""
@@ -94,8 +97,8 @@ def _keep_traceback() -> str:
     return f"this is a bug; traceback in {file.name}, BATCHGEN_DEBUG=1 shows it"
 
 
-def _conclude(outcome: Outcome, quiet: bool) -> int:
-    if not quiet:
+def _conclude(outcome: Outcome, values: Mapping[str, Any]) -> int:
+    if _progress_kind(values) == "auto":  # for a program, the event "end" and the report say it
         for line in outcome.lines:
             say(line)
     return outcome.exit_code
@@ -134,7 +137,9 @@ def cli() -> None:
 @job_options("model", "input", "sampling", "engine", "output")
 @_run_option("--overwrite", is_flag=True, help="Start anew, dropping what the run directory holds.")
 @_run_option("--strict", is_flag=True, help="Refuse to start on any bad row.")
-@_run_option("--max-error-rate", metavar="SHARE", help="Stop when more rows fail, such as 5%.")
+@_run_option(
+    "--max-error-rate", metavar="SHARE", help="Stop when more rows fail, such as 5% of those read (or of 100)."
+)
 @_run_option("--deadline", metavar="HH:MM", help="Stop when the clock next shows this; or at an ISO date and time.")
 @_run_option("--max-runtime", metavar="DURATION", help="Stop after such as 55m.")
 @_run_option("--max-total-tokens", metavar="N", help="Stop after computing N tokens.")
@@ -175,10 +180,10 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     outcome = run_job(spec, options, engine_factory=engine_factory)
     if metrics_file is not None:
         write_metrics(metrics_file, spec.output.path, spec.model.path, outcome.report, outcome.exit_code)
-    return _conclude(outcome, values["quiet"])
+    return _conclude(outcome, values)
 
 
-def _progress_kind(values: dict[str, Any]) -> Literal["auto", "json", "quiet"]:
+def _progress_kind(values: Mapping[str, Any]) -> Literal["auto", "json", "quiet"]:
     return "quiet" if values["quiet"] else "json" if values["json_progress"] else "auto"
 
 
@@ -255,7 +260,7 @@ def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) 
     mixed = values["allow_mixed_kernels"]
     options = RunOptions(allow_mixed_kernels=mixed, progress=progress, heartbeat_s=heartbeat_s)
     outcome = retry_job(folder, options, take_job_flags(values), engine_factory=engine_factory)
-    return _conclude(outcome, values["quiet"])
+    return _conclude(outcome, values)
 
 
 @cli.command()

@@ -82,6 +82,8 @@ def render_status(status: Mapping[str, Any]) -> str:
     who = f", process {holder['pid']} on {holder['host']}" if holder else ""
     what = f": {status['phase']}" if status["phase"] else ""
     reason = f" ({status['reason']})" if status["reason"] and not holder else ""
+    if status["state"] == "failed" and reason:
+        reason = f": {status['reason']}"
     advice = f"; {status['advice']}" if status["advice"] else ""
     lines = [f"{status['folder']}: {status['state']}{reason}{what}{who}{advice}"]
     left = "" if rows["left"] is None else f", {rows['left']:,} left"

@@ -163,8 +163,9 @@ def test_nothing_but_errors_is_said_when_quiet(job: JobMaker, capsys: pytest.Cap
 def test_json_progress_is_one_object_a_line(job: JobMaker) -> None:
     job.write(rows_of(60))
     _, err = finish(start(["run", job.toml(), "--json-progress", "--heartbeat", "0.1s"], step_s=0.02))
-    lines = [json.loads(line) for line in err.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in err.splitlines()]
     assert {line["event"] for line in lines} == {"progress", "note", "end"}
+    assert (lines[-1]["phase"], lines[-1]["advice"]) == ("done", None)
     assert lines[-1]["rows"] == {"total": 60, "done": 60, "failed": 0, "left": 0}
     assert any(line["phase"] == "generating" and line["tokens_per_s"] > 0 for line in lines if "phase" in line)
 
@@ -329,3 +330,10 @@ def test_a_reader_that_goes_away_is_no_traceback(job: JobMaker) -> None:
     script = f"{sys.executable} -m batchgen report {job.output} --json | true"
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert "Traceback" not in result.stderr
+
+
+def test_no_command_at_all_shows_the_help_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call([]) == 2
+    bare = capsys.readouterr().out
+    assert call(["--help"]) == 0
+    assert bare == capsys.readouterr().out

@@ -287,6 +287,48 @@ def test_the_models_own_folder_is_no_place_for_a_run(job: JobMaker, tmp_path: Pa
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
+def test_a_model_among_the_runs_own_files_is_not_removed(job: JobMaker) -> None:
+    job.write(rows_of(2))
+    job.run()
+    folder = job.output / "journal"
+    shutil.copytree(MODEL, folder)
+    with pytest.raises(UsageError, match=r"the model in .* would be removed"):
+        job.run(job.spec(model={"path": str(folder)}), RunOptions(overwrite=True, progress="quiet"))
+    assert (folder / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("content", [b'{"my": "config"}', b"[model]\npath = 'x'\n"])
+def test_a_job_json_that_no_run_wrote_is_not_overwritten(job: JobMaker, content: bytes) -> None:
+    job.write(rows_of(2))
+    (made(job.output) / "job.json").write_bytes(content)
+    with pytest.raises(UsageError, match="was not written by a run"):
+        job.run(options=RunOptions(overwrite=True, progress="quiet"))
+    assert (job.output / "job.json").read_bytes() == content
+
+
+@pytest.mark.parametrize("name", ["run.lock", "journal"])
+def test_a_file_of_another_program_is_refused_and_left_alone(job: JobMaker, name: str) -> None:
+    job.write(rows_of(2))
+    (made(job.output) / name).write_text("precious")
+    with pytest.raises(UsageError, match=rf"{name}.* choose another output\.path"):
+        job.run()
+    assert (job.output / name).read_text() == "precious"
+
+
+def test_a_file_named_as_the_copy_of_standard_input_is_left_alone(job: JobMaker) -> None:
+    job.write(rows_of(2))
+    (made(job.output) / "input.spool").write_text("precious")
+    assert job.run().exit_code == 0
+    assert (job.output / "input.spool").read_text() == "precious"
+
+
+def test_a_finished_run_has_failed_rows_though_their_file_was_taken_away(job: JobMaker) -> None:
+    job.write([*rows_of(3), "{"])
+    job.run()
+    (job.output / "errors.jsonl").unlink()
+    assert job.run().exit_code == 3
+
+
 # ---------------------------------------------------------------- interrupted and resumed
 
 

@@ -12,7 +12,7 @@ from stub_engine import stub_factory
 from test_signals import until_rows_are_done
 
 from batchgen.cli import call
-from batchgen.errors import UsageError
+from batchgen.errors import BatchgenError, UsageError
 from batchgen.retry import retry_job
 from batchgen.run import Limits, RunOptions
 from batchgen.status import read_status, render_status
@@ -76,6 +76,16 @@ def test_a_run_stopped_before_its_first_row_says_so(job: JobMaker) -> None:
     said = render_status(read_status(job.output))
     assert "stopped (max runtime of 1.0 s); run again to resume" in said
     assert job.run().exit_code == 0
+
+
+def test_a_run_that_an_error_ended_says_which(job: JobMaker) -> None:
+    job.write(rows_of(600))
+    with pytest.raises(BatchgenError):
+        job.run(before_step=lambda step: job.write(rows_of(5)) if step == 3 else None)
+    said = render_status(read_status(job.output)).splitlines()[0]
+    assert "failed: " in said
+    assert f"{job.input} has changed" in said
+    assert "; run again to resume" not in said
 
 
 def test_an_unfinished_retry_of_a_finished_run_is_told_of(job: JobMaker) -> None:

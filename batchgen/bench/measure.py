@@ -21,7 +21,7 @@ from batchgen.bench.workload import EndAfter, explained
 from batchgen.engine import Engine, EngineConfig, make_engine
 from batchgen.engine.memory import peak_bytes
 from batchgen.engine.sizes import use_threads
-from batchgen.errors import BatchgenError
+from batchgen.errors import BatchgenError, UsageError
 from batchgen.kernels import select
 from batchgen.model import load_config
 from batchgen.model.lfm2 import Lfm2Model
@@ -112,7 +112,7 @@ def _run(model: Lfm2Model, config: EngineConfig, requests: list[Request]) -> tup
     for result in engine.run(requests):
         num_results += 1
         if result.error is not None:
-            raise BatchgenError(f"request {result.key} of the workload: {explained(result.error, requests)}")
+            raise UsageError(f"request {result.key} of the workload: {explained(result.error, requests)}")
     wall_s = time.monotonic() - start
     if num_results != len(requests):
         raise BatchgenError(f"{len(requests)} requests gave {num_results} results")

@@ -49,7 +49,7 @@ def _number(low: float, high: float = math.inf, *, above_low: bool = False) -> C
 
     def parse(value: object) -> float:
         if not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 1e300:
-            number = float(value)
+            number = float(value) + 0.0  # never -0.0, whose bits are those of a huge number
             if low <= number <= high and not (above_low and number == low):
                 return number
         raise ValueError(f"must be a finite number {bounds}")

@@ -31,6 +31,7 @@ from batchgen.errors import LockedError, UsageError
 PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
 IDS_NAME = "ids.sqlite"  # in the journal's folder; SQLite adds endings. Without rows it holds nothing of worth
 OUTPUT_NAMES = {"jsonl": "outputs.jsonl", "parquet": "outputs.parquet", "openai-batch": "outputs.jsonl"}
+_LOCK_HEAD = b'{"pid": '
 _LOCK_TRIES = 4  # status looks at the lock for an instant; that must not turn a run away
 _LOCK_PAUSE_S = 0.05
 
@@ -65,6 +66,9 @@ class RunLock:
                 f"{path.parent} is in use by {_read_holder(path) or 'another process'}; wait for it or stop it"
             )
         self._fd = fd
+        if not _is_lock(os.pread(fd, len(_LOCK_HEAD), 0)):
+            os.close(fd)
+            raise UsageError(f"{path} was not written by a run; choose another output.path")
         with storage_errors("write", path):
             os.ftruncate(fd, 0)
             os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
@@ -174,20 +178,35 @@ class RunDir:
             self.refuse_strays()
 
     def refuse_strays(self) -> None:
-        """Raises UsageError if the folder holds files of a run but no ``job.json``: they are somebody else's."""
+        """Raises UsageError if the folder holds files of a run but no ``job.json``: another program wrote them."""
+        if (strays := self._strays()) and not self.manifest.exists():
+            raise UsageError(
+                f"{self.path} holds {strays[0].relative_to(self.path)} but no job.json, so it is not one of our runs; "
+                "choose another output.path"
+            )
+
+    def refuse_foreign_manifest(self) -> None:
+        """Raises UsageError for a ``job.json`` alone that no run wrote, such as a job file or another program's."""
         try:
-            mine = [*(self.path / name for name in OUTPUT_NAMES.values()), self.errors, self.report]
-            mine += [self.retry, *(path for path in [self.path / PROGRESS_NAME] if not _is_progress(path))]
+            found = json.loads(self.manifest.read_bytes())
+            is_ours = isinstance(found, dict) and {"version", "job", "output_keys"} <= found.keys()
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, RecursionError):
+            is_ours = False
+        if not is_ours and not self._strays():
+            raise UsageError(f"{self.manifest} was not written by a run; choose another output.path")
+
+    def _strays(self) -> list[Path]:
+        """The files of a run besides ``job.json``; what is left by one that was killed as it began does not count."""
+        try:
+            mine = [*(self.path / name for name in OUTPUT_NAMES.values()), self.errors, self.report, self.retry]
+            mine += [path for path in [self.path / PROGRESS_NAME] if not _is_progress(path)]
+            mine += [path for path in [self.journal] if not path.is_dir()]
             journal = [path for path in sorted(self.journal.glob("*")) if not path.name.startswith(IDS_NAME)]
-            strays = [path for path in mine if path.exists()] + journal
-            if not strays or self.manifest.exists():
-                return
+            return [path for path in mine if path.exists()] + journal
         except OSError as error:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
-        raise UsageError(
-            f"{self.path} holds {strays[0].relative_to(self.path)} but no job.json, so it is not one of our runs; "
-            "choose another output.path"
-        )
 
     def lock(self) -> RunLock:
         """Take the directory for this process. Raises LockedError naming the holder's pid and host."""
@@ -227,6 +246,10 @@ class RunDir:
                 temporary_name(file).unlink(missing_ok=True)
         for folder in self._folders():
             shutil.rmtree(doomed_name(folder), ignore_errors=True)
+
+    def clear_beginnings(self) -> None:
+        """Remove what is left of a run that was killed before it wrote its ``job.json``."""
+        remove_folder(self.journal)
 
     def clear(self) -> None:
         """Remove all that a run wrote, the manifest last: a crash in between leaves a run that starts from nothing.
@@ -269,6 +292,11 @@ def _is_progress(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(found, dict) and {"version", "pid", "phase", "spent"} <= found.keys()
+
+
+def _is_lock(head: bytes) -> bool:
+    """Whether a file that begins so was written by a ``RunLock``, perhaps one whose machine failed as it wrote."""
+    return _LOCK_HEAD.startswith(head.rstrip(b"\0"))
 
 
 def _read_holder(path: Path) -> Holder | None:

@@ -48,6 +48,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.silent_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.max_token_bytes = _max_token_bytes(backend)
+        if getattr(backend.model, "dropout", None):  # of BPE: merges left out at random, for training
+            backend.model.dropout = None
         backend.encode("")  # fails here rather than on each row if it adds special tokens that it does not have
 
     @classmethod

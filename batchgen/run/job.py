@@ -91,9 +91,7 @@ class _Job:
 
     def run(self) -> Outcome:
         """Begin, resume, or find that all is done."""
-        begun = None if self.options.overwrite else self.run_dir.read_manifest()
-        if not self.run_dir.manifest.exists():
-            self.progress.begin_anew()
+        begun = self._begun()
         with ExitStack() as stack:
             if self.spool is not None:
                 stack.callback(self.spool.drop)
@@ -116,12 +114,10 @@ class _Job:
                 check_columns(source, self.spec, has_tokenizer=model.tokenizer is not None)
                 inputs = self._prepare(inputs)
                 self._begin(inputs.manifest)
-            else:
-                if SAMPLING_COLUMNS not in begun.output_keys and not self.spec.sampling_columns:
-                    check_taken_columns(source, self.spec)
-                if self.spool is not None:
-                    self.spool.keep()
+            elif SAMPLING_COLUMNS not in begun.output_keys and not self.spec.sampling_columns:
+                check_taken_columns(source, self.spec)
             if self.spool is not None:
+                self.spool.keep()
                 inputs = replace(inputs, source=self._open_source(self.run_dir.spool))
             journal = Journal.open(self.run_dir.journal, self.options.shard)
             stack.callback(journal.close)
@@ -187,7 +183,7 @@ class _Job:
                 + "".join(f"  {line}\n" for line in found.refused)
                 + "run with --overwrite to start anew, or choose another output.path"
             )
-        for line in found.allowed:
+        for line in found.allowed if not self.run_dir.is_complete() else ():
             self.progress.display.note(f"resuming with {line}")
         return replace(now, created_at=begun.created_at, num_rows=begun.num_rows)
 
@@ -210,19 +206,34 @@ class _Job:
 
     def _begin(self, manifest: Manifest) -> None:
         """Start from nothing. ``job.json`` comes first: a directory with any other file of a run has one."""
+        self.run_dir.refuse_strays()
         if self.options.overwrite:
             self.progress.begin_anew()
-        self.run_dir.refuse_strays()
-        self.run_dir.clear()
+            self.run_dir.clear()
+        else:
+            self.run_dir.clear_beginnings()
         if self.spool is not None:
             self.spool.keep()
         self.run_dir.write_manifest(manifest)
 
+    def _begun(self) -> Manifest | None:
+        """What the run directory was begun with; None to start from nothing. Raises UsageError."""
+        if not self.run_dir.manifest.exists():
+            self.progress.begin_anew()
+        if not self.options.overwrite:
+            return self.run_dir.read_manifest()
+        self.run_dir.refuse_foreign_manifest()
+        return None
+
     def _refuse_model_folder(self, model: ModelInfo) -> None:
         """Raises UsageError where the run would write into the folder of its model or tokenizer."""
         for folder in (model.folder, model.tokenizer_folder):
-            if folder is not None and folder.resolve() == self.run_dir.path.resolve():
+            if folder is None:
+                continue
+            if folder.resolve() == self.run_dir.path.resolve():
                 raise UsageError(f"output.path = {self.run_dir.path} is the model's own folder; choose another one")
+            if self.run_dir.owns(folder):
+                raise UsageError(f"the model in {folder} would be removed by this run; choose another output.path")
 
     def _load(self, model: ModelInfo) -> Backend:
         with self.progress.phase("loading the model", "load"):
@@ -324,7 +335,8 @@ class _Job:
         about = about_job(self.spec, manifest, self.backend)
         report = build_report(totals, self.progress.spent(), about)
         write_report(self.run_dir, report)
-        self.run_dir.remove_spool()
+        if self.spool is not None:
+            self.run_dir.remove_spool()
         journal.remove()
         self.progress.state = "finished"
         self.progress.keeps_file = False

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from batchgen.data.journal import Journal
 from batchgen.data.manifest import Manifest
 from batchgen.data.rundir import RunDir
-from batchgen.errors import ExitCode
+from batchgen.errors import ExitCode, UsageError
+from batchgen.report import read_report
 from batchgen.report_rows import RowTotals
 from batchgen.run.model import Backend
 from batchgen.spec import JobSpec
@@ -49,6 +50,8 @@ class Outcome:
         if accuracy and accuracy["total"]:
             share = f"{accuracy['exact_match']:.2%}"
             lines.append(f"exact match {share} ({accuracy['correct']:,} of {accuracy['total']:,})")
+        if not rows["total"]:
+            lines.append("warning: the input has no rows")
         lines.append(f"outputs in {cls.shown(run_dir.outputs(spec.output.format))}")
         code = ExitCode.ROWS_FAILED if rows["failed"] else ExitCode.OK
         return cls(code, tuple(lines), report)
@@ -58,7 +61,7 @@ class Outcome:
         """An earlier invocation finished; the exit code is the one it ended with."""
         where = cls.shown(run_dir.outputs(spec.output.format))
         line = f"already done: outputs in {where}; --overwrite runs it anew"
-        if not run_dir.errors.exists():
+        if not _has_failed_rows(run_dir):
             return cls(ExitCode.OK, (line,))
         shown = cls.shown(run_dir.path)
         failed = f"some rows failed: see {cls.shown(run_dir.errors)}; batchgen retry {shown} runs those again"
@@ -80,6 +83,16 @@ class Outcome:
         return cls(
             ExitCode.STOPPED, (f"stopped ({reason}): {finished:,}{total} rows finished{saved}; run again to resume",)
         )
+
+
+def _has_failed_rows(run_dir: RunDir) -> bool:
+    """Whether a finished run has failed rows, also where somebody has taken ``errors.jsonl`` away."""
+    if run_dir.errors.exists():
+        return True
+    try:
+        return bool(read_report(run_dir)["rows"]["failed"])
+    except UsageError:
+        return False
 
 
 def journal_totals(journal: Journal, expected: str | None) -> RowTotals:

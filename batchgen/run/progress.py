@@ -22,7 +22,7 @@ from typing import Any
 from batchgen.data.files import temporary_name
 from batchgen.data.rundir import PROGRESS_NAME
 from batchgen.engine.memory import peak_bytes
-from batchgen.errors import UsageError
+from batchgen.errors import BatchgenError, UsageError
 from batchgen.report_spent import follow, since
 from batchgen.run.clock import Clock
 from batchgen.run.display import Display
@@ -58,6 +58,7 @@ class Progress:
         self.stopper = stopper
         self.clock = Clock()
         self._engine_counts: dict[str, Any] = {}
+        self._failure = ""
         self._phase = "starting"
         self._phase_at = time.monotonic()
         self._began = _now()
@@ -82,6 +83,8 @@ class Progress:
         self._thread.join()
         if kind is not None:
             self.state = "stopped" if issubclass(kind, StopRequested) else "failed"
+            if isinstance(error, BatchgenError):  # which says what to do
+                self._failure = str(error)
         self.display.close(self.snapshot())
         if not self.keeps_file and self.state != "stopped":
             with suppress(OSError):
@@ -150,10 +153,10 @@ class Progress:
         return {
             "version": 1,
             "state": self.state,
-            "phase": self._phase,
+            "phase": "done" if self.state == "finished" else self._phase,
             "phase_s": round(time.monotonic() - self._phase_at, 1),
-            "reason": self.stopper.reason,
-            "advice": self.stopper.advice,
+            "reason": self._failure or self.stopper.reason,
+            "advice": None if self._failure or self.state == "finished" else self.stopper.advice,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started_at": self._began,

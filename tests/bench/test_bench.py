@@ -154,7 +154,7 @@ def test_hidden_lengths_that_the_memory_cannot_hold_are_named_in_the_error(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     memory = ["--block-size", "8", "--kv-memory", str(10 * kv_block_bytes(load_config(SAMPLE), 8, 4))]
     arguments = ["bench", "--model", SAMPLE, "--dtype", "float32", "--workload", str(path), "--ignore-eos", *memory]
-    assert call([*arguments, "--repeats", "1"]) == ExitCode.CRASH
+    assert call([*arguments, "--repeats", "1"]) == ExitCode.USAGE
     assert "all rows have the largest max_tokens here; --lengths known gives each its own" in capsys.readouterr().err
     assert call([*arguments, "--repeats", "1", "--lengths", "known"]) == ExitCode.OK
 

@@ -28,6 +28,7 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("top_k", 0, 0),
     ("top_k", -1, 0),
     ("min_p", 0.0, 0.0),
+    ("min_p", -0.0, 0.0),
     ("min_p", 1, 1.0),
     ("repetition_penalty", 1, 1.0),
     ("repetition_penalty", 0.01, 0.01),
