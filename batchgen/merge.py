@@ -1,6 +1,7 @@
 """Join the shards of one job: proves that together they hold every input row once, then writes one run directory.
 
-It works on finished run directories alone: no model, no input file, no journal. Rows are copied, never interpreted.
+It works on finished run directories alone: no model, no input file, no journal. Rows are copied; of what they hold,
+only ids are read: a row that was mended by hand in one shard may have been given the id of another shard's row.
 The target shows nothing before all is proved and staged; then ``job.json``, ``errors.jsonl`` and, last, the outputs
 appear, so a merge that was interrupted is run again and a finished one is known by its outputs.
 """
@@ -8,19 +9,25 @@ appear, so a merge that was interrupted is run again and a finished one is known
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from batchgen.data.files import publish
 from batchgen.data.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
 from batchgen.data.output_formats import output_format
 from batchgen.data.rundir import RunDir
-from batchgen.data.writer import IndexedRow, OutputCounts, Rows, join, publish_errors, read_errors, stage
+from batchgen.data.writer import IndexedRow, OutputCounts, Rows, join, publish_errors, read_errors, read_records, stage
 from batchgen.errors import UsageError
 from batchgen.run.folders import tidy_on_refusal
-from batchgen.spec import SAMPLING_COLUMNS, job_from_dict
+from batchgen.run.rows import may_have_ids
+from batchgen.run.unique_ids import Claim, UniqueIds
+from batchgen.spec import SAMPLING_COLUMNS, JobSpec, job_from_dict
+from batchgen.units import shown
 
 _NAMED_ROWS = 5  # of many missing rows
+_CLAIMED_AT_ONCE = 4096  # ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +51,9 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
 
     Returns None where that was done already: ``target`` must be a new folder, or one that this merge was begun or
     finished in. Raises UsageError naming the shard and the rows if the shards are of different jobs, one is missing,
-    unfinished or given twice, or a row is missing, there twice or in the wrong shard; ``target`` then shows no
-    outputs. Shards that were computed by different kernels are refused too, unless ``allow_mixed_kernels``. Raises
-    LockedError, StorageError.
+    unfinished or given twice, or a row is missing, there twice, in the wrong shard or has the id of another; ``target``
+    then shows no outputs. Shards that were computed by different kernels are refused too, unless
+    ``allow_mixed_kernels``. Raises LockedError, StorageError.
     """
     shards = _load(folders, allow_mixed_kernels)
     target = target.absolute()
@@ -96,7 +103,8 @@ def _refuse_outdated(shards: Sequence[_Shard], run_dir: RunDir) -> None:
 
 def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> OutputCounts:
     """Write the joined files; as in ``finalize``, the outputs appear last."""
-    output = job_from_dict(manifest.job).output
+    job = job_from_dict(manifest.job)
+    output = job.output
     form = output_format(output.format)
     proof = _Proof(shards)
 
@@ -110,10 +118,36 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> Out
 
     counts = stage(run_dir, output, form, Rows(results), Rows(errors))
     proof.finish()
+    _refuse_repeated_ids(shards, job)
     run_dir.write_manifest(manifest)
     publish_errors(run_dir, counts)
     publish(run_dir.outputs(output.format))
     return counts
+
+
+def _refuse_repeated_ids(shards: Sequence[_Shard], job: JobSpec) -> None:
+    """Raises UsageError naming the first id found that two results have."""
+    if not may_have_ids(job.input):
+        return
+    with closing(UniqueIds(None, as_text=job.output.has_text_ids)) as ids:
+        claims = _claims(shards, job)
+        while chunk := list(islice(claims, _CLAIMED_AT_ONCE)):
+            for row, first in ids.claim(chunk).items():
+                known = shown(dict(chunk)[row], 60)
+                raise UsageError(
+                    f"row {first} of {shards[first % len(shards)]} and row {row} of {shards[row % len(shards)]} both "
+                    f"have the id {known}: run one of these shards anew with --overwrite"
+                )
+
+
+def _claims(shards: Sequence[_Shard], job: JobSpec) -> Iterator[Claim]:
+    """The ids of all results; an index that stands for a missing id is none, except where it could be taken for one."""
+    is_named = job.input.id is not None or job.output.has_text_ids
+    for shard in shards:
+        for index, record in read_records(shard.run_dir, job.output.format):
+            known = record.get("id", index)
+            if is_named or known != index:
+                yield index, known
 
 
 def _load(folders: Sequence[Path], allow_mixed_kernels: bool) -> list[_Shard]:

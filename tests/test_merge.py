@@ -12,6 +12,7 @@ import pytest
 from batchgen.cli import call
 from batchgen.data.journal import Journal, JournalEntry
 from batchgen.data.manifest import Manifest
+from batchgen.data.output_formats.parquet import FIXED_TYPES
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import OutputCounts, finalize, finalize_retry
 from batchgen.errors import StorageError, UsageError
@@ -21,6 +22,7 @@ from batchgen.spec import InputSpec, JobSpec, ModelSpec, OutputSpec
 
 NUM_ROWS = 11
 BAD = (4, 5, 9)
+TIMINGS = dict.fromkeys(FIXED_TYPES["timings"].names, 0)
 
 
 def job(path: Path, output_format: str = "jsonl", order: str = "input", **where: Any) -> JobSpec:
@@ -30,7 +32,8 @@ def job(path: Path, output_format: str = "jsonl", order: str = "input", **where:
 def record(index: int) -> dict[str, Any]:
     usage = {"prompt_tokens": 1, "completion_tokens": 2}
     kept = {"kept": index if index % 2 else str(index)}  # shard 1 of 2 keeps texts, shard 2 numbers
-    return {"id": index, "index": index, "text": "t", "finish_reason": "stop", "usage": usage, "timings": {}, **kept}
+    plain = {"id": index, "index": index, "text": "t", "finish_reason": "stop"}
+    return {**plain, "usage": usage, "timings": TIMINGS, **kept}
 
 
 def dead_letter(index: int) -> dict[str, Any]:
@@ -372,3 +375,24 @@ def test_another_runs_folder_is_not_taken(tmp_path: Path) -> None:
     target.write_manifest(replace(manifest, created_at="yesterday"))
     with pytest.raises(UsageError, match="holds a run already"):
         merge(folders, target.path)
+
+
+@pytest.fixture
+def shared_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row has the id of the row after or before it, which is of another shard."""
+    plain = record
+    monkeypatch.setitem(globals(), "record", lambda index: plain(index) | {"id": f"q-{index // 2}"})
+
+
+@pytest.mark.usefixtures("shared_ids")
+@pytest.mark.parametrize("output_format", ["jsonl", "parquet", "openai-batch"])
+def test_an_id_that_rows_of_two_shards_have_is_refused(tmp_path: Path, output_format: str) -> None:
+    folders = shards(tmp_path, output_format=output_format, id="id")
+    with pytest.raises(UsageError, match=r"row 0 of shard 1/2 .* and row 1 of shard 2/2 .* the id 'q-0':"):
+        merge(folders, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.usefixtures("shared_ids")
+def test_where_rows_have_no_ids_none_are_compared(tmp_path: Path) -> None:
+    merge(shards(tmp_path, prompt="{q}"), tmp_path / "merged")

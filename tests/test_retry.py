@@ -220,3 +220,22 @@ def test_outputs_that_lack_what_a_report_counts_are_refused_before_a_retry_runs(
     with pytest.raises(StorageError, match="row 0 is not as it was written"):
         retried(job)
     assert (path.read_bytes(), job.engines) == (before, [])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_duplicate_of_another_shards_row_stays_failed(job: JobMaker, form: str) -> None:
+    job.write([{"id": "a", "question": "one"}, {"id": "a", "question": "two"}])
+    job.run(job.spec(output={"format": form}), RunOptions(progress="quiet", shard=(2, 2)))
+    letters = job.errors()
+    assert retried(job).exit_code == 3
+    assert job.errors() == letters
+
+
+def test_a_duplicate_of_another_shards_row_is_run_with_an_id_of_its_own(job: JobMaker) -> None:
+    job.write([{"id": "a", "question": "one"}, {"id": "a", "question": "two"}])
+    job.run(options=RunOptions(progress="quiet", shard=(2, 2)))
+    (letter,) = job.errors()
+    letter["row"]["id"] = "b"
+    (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
+    assert retried(job).exit_code == 0
+    assert [row["id"] for row in job.outputs()] == ["b"]

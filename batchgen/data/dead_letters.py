@@ -2,8 +2,9 @@
 
 Which rows failed is known from the outputs, so a line that is gone, there twice or of another row is refused before
 anything is run. Only ``row`` counts for what is run: ``id`` is read from the row again, ``code`` and ``message`` only
-stay where the row could never be read. ``source`` and ``line`` are recorded nowhere else; they say where to look and
-decide nothing, so they are taken as they stand. It neither runs nor writes anything.
+stay where the row could never be read, or in a shard has the id of another row still. ``source`` and ``line`` are
+recorded nowhere else; they say where to look and decide nothing, so they are taken as they stand. It neither runs nor
+writes anything.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any, TypeGuard
 
 from batchgen.data.formats.jsonl import MAX_DEPTH, parse_jsonl
 from batchgen.data.formats.lines import LinesFile
+from batchgen.data.rows import RowProblem, bad_row, row_id
 from batchgen.errors import RowError, RowErrorCode, StorageError, UsageError
 from batchgen.records import BadRow, Cursor, Record
+from batchgen.spec import InputSpec
 
 _SHOWN_ROWS = 5  # of many missing ones
 _ADVICE = 'only "row" may be edited'
@@ -27,7 +30,8 @@ class DeadLetters:
     """The dead letters in ``path`` of a finished run of shard ``(i, n)`` over an input of ``num_rows`` rows.
 
     ``outputs`` is named in errors. Take in the rows that have results first, then read. ``may_have_result`` says of a
-    row with a result whether it may have a dead letter still: a retry that was killed leaves such rows.
+    row with a result whether it may have a dead letter still: a retry that was killed leaves such rows. ``where`` says
+    which column holds the id.
     """
 
     def __init__(
@@ -37,8 +41,11 @@ class DeadLetters:
         num_rows: int,
         shard: tuple[int, int],
         may_have_result: Callable[[int], bool],
+        where: InputSpec,
     ) -> None:
         self._path = path
+        self._is_shard = shard[1] > 1
+        self._where = where
         self._outputs = outputs
         self._ours = range(shard[0] - 1, num_rows, shard[1])
         self._has_result = bytearray(len(self._ours))
@@ -94,8 +101,23 @@ class DeadLetters:
             raise self._error(letter.line, f"not a dead letter as written: {wrong}; {_ADVICE}")
         after = Cursor(0, 0, 0, index + 1)
         if isinstance(columns["row"], dict):
-            return Record(index, source, line, columns["row"], after)
+            row = Record(index, source, line, columns["row"], after)
+            is_duplicate = self._is_shard and self._keeps_duplicate_id(letter, row)
+            return bad_row(row, self._known_error(letter), self._where) if is_duplicate else row
         return BadRow(index, source, line, self._known_error(letter), columns["row"], after)
+
+    def _keeps_duplicate_id(self, letter: Record, row: Record) -> bool:
+        """Whether a row failed for its id and has it still: in a shard, the row that had it first may be elsewhere."""
+        columns = letter.columns
+        error = columns.get("error") or columns
+        if not isinstance(error, dict) or error.get("code") != RowErrorCode.DUPLICATE_ID:
+            return False
+        try:
+            known = row_id(row, self._where)
+        except RowProblem:
+            return False
+        known = row.index if known is None else known
+        return columns.get("custom_id", columns.get("id")) in (known, str(known))  # a custom_id is always a text
 
     def _known_error(self, letter: Record) -> RowError:
         """Why a row could not be read. An OpenAI error file nests code and message."""
