@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -115,9 +116,20 @@ def _common_type(known: Any, values: list[Any]) -> Any:
         common = pa.unify_schemas(schemas, promote_options="permissive").field("column").type
     except _UNFIT:
         return None
-    if pa.types.is_floating(found) and any(isinstance(value, bool) for value in values):
-        return None  # pyarrow would make 1.0 of true
-    return common if _is_storable(common) else None
+    return common if _is_storable(common) and not _makes_numbers_of_booleans(common, values) else None
+
+
+def _makes_numbers_of_booleans(kind: Any, values: Iterable[Any]) -> bool:
+    """Whether pyarrow would make 1.0 of a ``true``, at any depth, which it does where it takes floats."""
+    present = (value for value in values if value is not None)
+    if pa.types.is_floating(kind):
+        return any(isinstance(value, bool) for value in present)
+    if pa.types.is_list(kind):
+        return _makes_numbers_of_booleans(kind.value_type, chain.from_iterable(present))
+    if pa.types.is_struct(kind):
+        objects = list(present)
+        return any(_makes_numbers_of_booleans(field.type, (row.get(field.name) for row in objects)) for field in kind)
+    return False
 
 
 def _is_storable(kind: Any) -> bool:
@@ -142,9 +154,12 @@ def _column(name: str, kind: Any, group: list[dict[str, Any]]) -> Any:
     if kind is None:
         return pa.array([None if value is None else encode_json(value).decode() for value in values], pa.string())
     try:
-        return pa.array(values, kind)
+        column = pa.array(values, kind)
     except _UNFIT:
         raise _UnfitColumnError(name) from None
+    if name not in FIXED_TYPES and _makes_numbers_of_booleans(kind, values):
+        raise _UnfitColumnError(name)
+    return column
 
 
 def _groups(rows: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
