@@ -152,3 +152,36 @@ def test_an_old_run_is_not_dropped_for_a_job_that_is_refused(job: JobMaker) -> N
     with pytest.raises(UsageError, match="names column"):
         job.run(job.spec(input={"prompt": "{nothing}"}), RunOptions(overwrite=True, progress="quiet"))
     assert job.outputs() == before
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("{{question}}", "input.prompt = '{{question}}' names no column, so that every row would be the same prompt"),
+        ("{{}}", "input.prompt = '{{}}' names no column"),
+    ],
+)
+def test_a_template_without_columns_is_refused(job: JobMaker, prompt: str, words: str) -> None:
+    job.write(rows_of(3))
+    said = refusal(job, input={"prompt": prompt})
+    assert said.startswith(words)
+    assert said.endswith("; {{ is a brace, write " + ("{question}" if "question" in prompt else "{column}"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("{meta[tsk]}", "no 'tsk' in meta, which the prompt's template names"),
+        ("{question[0]}", "the template's {question[0]} looks for [0] in question, which is a string"),
+    ],
+)
+def test_a_template_that_fails_on_all_of_the_first_rows_is_refused(job: JobMaker, prompt: str, words: str) -> None:
+    job.write([{**row, "meta": {"task": "add"}} for row in rows_of(3)])
+    said = refusal(job, input={"prompt": prompt})
+    assert said.startswith(f"input.prompt = {prompt!r} cannot be filled in from any of the first 3 rows; ")
+    assert said.endswith(f".jsonl:1: {words}")
+
+
+def test_a_template_that_fits_one_of_the_first_rows_is_fine(job: JobMaker) -> None:
+    job.write([{**row, "meta": {"task": i} if i else {}} for i, row in enumerate(rows_of(3))])
+    assert job.run(job.spec(input={"prompt": "{question} {meta[task]}"})).exit_code == 3

@@ -6,12 +6,14 @@ refused before the weights are loaded. A column that only some rows lack is the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
+from typing import TypeGuard
 
 from batchgen.data.params import PARAM_KEYS
 from batchgen.data.reader import Source
-from batchgen.data.rows import is_batch_line, num_chars
+from batchgen.data.rows import RowProblem, is_batch_line, num_chars
 from batchgen.data.template import Template
 from batchgen.errors import ResumeMismatch, UsageError
 from batchgen.records import Record
@@ -23,13 +25,15 @@ _HEAD_TRIED = 1000  # rows looked at, bad ones included, to find so many readabl
 _HEAD_CHARS = 4 << 20
 _SHOWN_COLUMNS = 12
 _SHOWN_CHARS = 40
+_FIELD = re.compile(r"\{[^{}]+\}")
 
 
 def check_columns(source: Source, spec: JobSpec, *, has_tokenizer: bool) -> None:
     """Look at the first rows of ``source``, of all shards.
 
     Raises UsageError where all of them lack a column that the job names, naming the key, the nearest column and those
-    found; or where the job names no prompt and none of them has one.
+    found; where the prompt's template names no column or cannot be rendered for any of them; or where the job names no
+    prompt and none of them has one.
     """
     rows = list(_head(source))
     if not rows:
@@ -39,12 +43,37 @@ def check_columns(source: Source, spec: JobSpec, *, has_tokenizer: bool) -> None
     for key, name in _named(spec):
         if name not in found:
             raise UsageError(f"{key} names column {name!r}, which {among}{_nearest(name, found)}; {_listed(found)}")
+    _check_template(spec.input, rows)
     wanted = _prompt_columns(spec.input, has_tokenizer=has_tokenizer)
     if not wanted or any(_has_prompt(row, wanted, spec.input) for row in rows):
         return
     names = " or ".join(repr(name) for name in sorted(wanted))
     advice = "name one, as in input.prompt = '{question}'" if has_tokenizer else "the model has no tokenizer"
     raise UsageError(f"the job names no prompt, and {among} a column {names}: {advice}; {_listed(found)}")
+
+
+def _check_template(where: InputSpec, rows: Sequence[Record]) -> None:
+    """Raises UsageError for a template without columns, and for one that fails on every one of ``rows``."""
+    if not _is_template(where.prompt) or where.format == "openai-batch":
+        return
+    template = Template.parse(where.prompt)
+    said = f"input.prompt = {shortened(repr(where.prompt), _SHOWN_CHARS)}"
+    if not template.columns:
+        meant = _FIELD.search(template.render({}))
+        raise UsageError(
+            f"{said} names no column, so that every row would be the same prompt; {{{{ is a brace, write "
+            f"{shortened(meant[0], _SHOWN_CHARS) if meant else '{column}'}"
+        )
+    problems = []
+    for row in rows:
+        try:
+            template.render(row.columns)
+        except RowProblem as problem:
+            problems.append(problem)
+        else:
+            return
+    among = "the first row" if len(rows) == 1 else f"any of the first {len(rows)} rows"
+    raise UsageError(f"{said} cannot be filled in from {among}; {rows[0].source}:{rows[0].line}: {problems[0]}")
 
 
 def check_taken_columns(source: Source, spec: JobSpec) -> None:
@@ -99,7 +128,12 @@ def _named(spec: JobSpec) -> Iterator[tuple[str, str]]:
 def _prompt_names(prompt: str | None) -> list[str]:
     if not prompt:
         return []
-    return sorted(Template.parse(prompt).columns) if set(prompt) & set("{}") else [prompt]
+    return sorted(Template.parse(prompt).columns) if _is_template(prompt) else [prompt]
+
+
+def _is_template(prompt: str | None) -> TypeGuard[str]:
+    """Whether it has braces; without any, it is a column's name."""
+    return bool(set(prompt or "") & set("{}"))
 
 
 def _prompt_columns(where: InputSpec, *, has_tokenizer: bool) -> set[str]:
