@@ -168,3 +168,14 @@ def test_the_order_of_fields_never_changes(
     assert record["usage"]["completion_tokens"] == sum(len(sample.token_ids) for sample in samples)
     assert ("samples" in record) == (len(samples) > 1)
     assert set(ORDER) == RECORD_KEYS
+
+
+@pytest.mark.parametrize("keep", [(), ("*",)])
+def test_a_batch_line_without_a_url_is_answered_as_its_body_asks(keep: tuple[str, ...]) -> None:
+    row = replace(ROW, columns={"custom_id": "a", "body": {"prompt": "Hi"}})
+    spec = replace(
+        SPEC,
+        input=replace(SPEC.input, keep_columns=keep),
+        output=replace(SPEC.output, format="openai-batch"),
+    )
+    assert Payloads(spec, decode).result(row, "a", result())["url"] == "/v1/completions"

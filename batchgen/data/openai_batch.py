@@ -17,7 +17,7 @@ from batchgen.errors import RowErrorCode
 
 _CHAT_URL = "/v1/chat/completions"
 _COMPLETION_URL = "/v1/completions"
-_LINE_FIELDS = (("custom_id", str), ("method", str), ("url", str), ("body", dict))
+_LINE_FIELDS = (("custom_id", str), ("body", dict), ("method", str), ("url", str))
 
 _IGNORED = frozenset(
     {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "verbosity"}
@@ -49,20 +49,21 @@ class BatchRequest:
 
 
 def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
-    """Read the fields of one line.
+    """Read the fields of one line. Without a ``method`` it is a POST; without a ``url`` its body says which it is for.
 
     Raises RowProblem: missing_column for an absent field, bad_type for one of a wrong type, bad_param for a
     method, url or body field that is not supported, which it names.
     """
+    line = {"method": "POST", **columns, "url": url_of(columns)}
     for name, kind in _LINE_FIELDS:
-        if name not in columns:
+        if name not in line:
             raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no field {name!r} in this OpenAI Batch line")
-        if not isinstance(columns[name], kind):
+        if not isinstance(line[name], kind):
             expected = type_name(kind())
-            raise RowProblem(RowErrorCode.BAD_TYPE, f"{name!r} is {type_name(columns[name])}, not {expected}")
-    if columns["method"] != "POST":
-        raise RowProblem(RowErrorCode.BAD_PARAM, f"method is {columns['method']!r}, not 'POST'")
-    url, body = columns["url"], columns["body"]
+            raise RowProblem(RowErrorCode.BAD_TYPE, f"{name!r} is {type_name(line[name])}, not {expected}")
+    if line["method"] != "POST":
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"method is {line['method']!r}, not 'POST'")
+    url, body = line["url"], line["body"]
     if url not in (_CHAT_URL, _COMPLETION_URL):
         raise RowProblem(RowErrorCode.BAD_PARAM, f"url {url!r} is neither {_CHAT_URL!r} nor {_COMPLETION_URL!r}")
     is_chat = url == _CHAT_URL
@@ -75,6 +76,15 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
     return BatchRequest(is_chat, body[content_field], sampling)
 
 
+def url_of(columns: Mapping[str, Any]) -> Any:
+    """The ``url`` of a line as it stands; without one, that of completions for a body with only a ``prompt``."""
+    if "url" in columns:
+        return columns["url"]
+    body = columns.get("body")
+    is_completion = isinstance(body, dict) and "prompt" in body and "messages" not in body
+    return _COMPLETION_URL if is_completion else _CHAT_URL
+
+
 def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
     """The body's sampling values under this package's names; refuses a field that could not be honoured.
 
@@ -82,12 +92,15 @@ def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
     """
     sampling: dict[str, Any] = {}
     neutral = _NEUTRAL | {"best_of": (body.get("n") or 1,)}  # the best n of n are all of them
+    neutral["top_logprobs"] = ()  # read from a chat only
     for name, value in body.items():
         if name in PARAM_KEYS:
             sampling[name] = value
         elif value is None or name in read or name in _IGNORED:
             continue
-        elif value not in neutral.get(name, ()):
+        elif name not in neutral:
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"unknown field {name!r} in the body")
+        elif value not in neutral[name]:
             raise RowProblem(RowErrorCode.BAD_PARAM, f"body field {name!r} is not supported with this value")
     if body.get("max_completion_tokens") is not None:
         sampling["max_tokens"] = body["max_completion_tokens"]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
+from batchgen.data.openai_batch import url_of
 from batchgen.data.rows import is_batch_line
 from batchgen.data.stop_strings import cut_text
 from batchgen.records import BadRow, FinishReason, Record, Result, Sample, Timings, TokenLogprob
@@ -83,14 +84,17 @@ class Payloads:
 
     def _kept(self, record: Record) -> dict[str, Any]:
         columns, spec = record.columns, self._spec
+        answers_batch = spec.output.format == "openai-batch" and is_batch_line(columns, spec.input)
+        if answers_batch:
+            columns = {**columns, "url": url_of(columns)}  # which kind of completion was asked for
         if spec.input.keep_columns == ("*",):
             names = [name for name in columns if name != spec.input.id or name != "id"]
         else:
             wanted = dict.fromkeys(spec.input.keep_columns)
             if spec.output.expected is not None:
                 wanted[spec.output.expected] = None
-            if spec.output.format == "openai-batch" and is_batch_line(columns, spec.input):
-                wanted["url"] = None  # which kind of completion was asked for
+            if answers_batch:
+                wanted["url"] = None
             names = [name for name in wanted if name in columns]
         return {kept_name(name, columns): columns[name] for name in names}
 

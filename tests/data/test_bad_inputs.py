@@ -155,7 +155,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "batch: GET": (batch_row(method="GET"), "bad_param"),
     "batch: embeddings": (batch_row(url="/v1/embeddings"), "bad_param"),
     "batch: url is null": (batch_row(url=None), "bad_type"),
-    "batch: no url": (batch_row(url="absent"), "missing_column"),
+    "batch: no url, and nothing in the body": (batch_row(url="absent"), "missing_column"),
     "batch: custom_id is a number": (batch_row(custom_id=7), "bad_type"),
     "batch: body without messages": (batch_row({"prompt": "hi"}), "missing_column"),
     "batch: tools": (batch_body(tools=[{"type": "function"}]), "bad_param"),

@@ -60,6 +60,7 @@ def test_an_openai_body_asks_in_openais_words(url: str, body: dict[str, Any], ex
         (COMPLETION_URL, {"echo": True}, "body field 'echo' is not supported with this value"),
         (COMPLETION_URL, {"best_of": 2}, "body field 'best_of' is not supported with this value"),
         (COMPLETION_URL, {"n": 3, "best_of": 4}, "body field 'best_of' is not supported with this value"),
+        (COMPLETION_URL, {"foo": 1}, "unknown field 'foo' in the body"),
         (COMPLETION_URL, {"n": 0}, "n = 0 must be an integer from 1 to 128"),
     ],
 )
@@ -69,3 +70,12 @@ def test_an_openai_body_that_cannot_be_honoured_is_refused_by_its_field(
     with pytest.raises((RowProblem, ParamError)) as caught:
         merge_params(SamplingParams(), asked(url, **body))
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("body", "is_chat"),
+    [({"messages": [{"role": "user", "content": "Hi"}]}, True), ({"prompt": "Hi", "max_tokens": 3}, False)],
+)
+def test_a_line_of_an_id_and_a_body_is_what_its_body_says(body: dict[str, Any], is_chat: bool) -> None:
+    request = parse_batch_line({"custom_id": "a", "body": body})
+    assert (request.is_chat, request.content) == (is_chat, body["messages" if is_chat else "prompt"])
