@@ -474,7 +474,8 @@ def test_overwrite_runs_a_finished_job_anew(job: JobMaker) -> None:
 def test_a_change_of_what_outputs_depend_on_is_refused_with_a_diff(job: JobMaker, is_done: bool) -> None:
     job.write(rows_of(60))
     job.run() if is_done else interrupted(job, job.spec(), 100)
-    with pytest.raises(ResumeMismatch, match=r"sampling\.max_tokens: was 16, now 9(.|\n)*--overwrite"):
+    said = r"sampling\.max_tokens: was 16, now 9\nput back what changed, or run with --overwrite"
+    with pytest.raises(ResumeMismatch, match=said):
         job.run(job.spec(sampling={"max_tokens": 9}))
 
 

@@ -19,7 +19,9 @@ from batchgen.units import shortened
 KERNELS = "kernels"  # key of fingerprints["numerics"]; runs of earlier builds lack it
 _VERSION = 1  # of the run directory's layout, the journal's lines included
 _MISSING = "(not there)"
+_UNSET = "(not set)"
 _SHOWN_CHARS = 60
+_SHOWN_LINES = 20
 _DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")  # a SHA-256: its beginning tells it from another
 
 
@@ -126,12 +128,15 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted keys; values as they look after a round trip through JSON."""
+    """Nested mappings, in lists too, as one with keys like ``a.b[0].c``; values as after a round trip through JSON."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}.{key}" if prefix and key else prefix or key
         if isinstance(value, Mapping) and value:
             flat |= _flat(value, name)
+        elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) and item for item in value):
+            for i, item in enumerate(value):
+                flat |= _flat(item, f"{name}[{i}]")
         else:
             flat[name] = json.loads(encode_json(value))
     return flat
@@ -139,15 +144,28 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
     keys = [*old, *(key for key in new if key not in old)]
-    return tuple(
-        f"{key}: was {_shown(old, key)}, now {_shown(new, key)}"
-        for key in keys
-        if key not in old or key not in new or old[key] != new[key]
-    )
+    changed = [key for key in keys if key not in old or key not in new or old[key] != new[key]]
+    lines = [
+        f"{key}{_file_of(key, old, new)}: was {_shown(old, key)}, now {_shown(new, key)}"
+        for key in changed[:_SHOWN_LINES]
+    ]
+    more = [f"and {len(changed) - len(lines):,} more"] if len(changed) > len(lines) else []
+    return (*lines, *more)
+
+
+def _file_of(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """The name of the file that a key of a list's item is about, where it is the same in both."""
+    item, bracket, name = key.rpartition("].")
+    name_key = f"{item}].file"
+    if not bracket or name == "file" or old.get(name_key) is None or old[name_key] != new.get(name_key):
+        return ""
+    return f" ({shortened(str(old[name_key]), _SHOWN_CHARS)})"
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
     if key not in values:
         return _MISSING
+    if values[key] is None:
+        return _UNSET
     text = json.dumps(values[key], ensure_ascii=False)
     return shortened(_DIGEST.sub(r"\1...", text), _SHOWN_CHARS)

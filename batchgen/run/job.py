@@ -181,7 +181,7 @@ class _Job:
             raise ResumeMismatch(
                 f"{self.run_dir.path} was begun with another job; what changes its outputs:\n"
                 + "".join(f"  {line}\n" for line in found.refused)
-                + "run with --overwrite to start anew, or choose another output.path"
+                + "put back what changed, or run with --overwrite to start anew, or choose another output.path"
             )
         for line in found.allowed if not self.run_dir.is_complete() else ():
             self.progress.display.note(f"resuming with {line}")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -156,7 +157,7 @@ def test_what_changes_outputs_is_refused_and_named() -> None:
     )
     assert compare(MANIFEST, new).refused == (
         "sampling.temperature: was 0.0, now 0.7",
-        'input.files: was [{"size_bytes": 12}], now [{"size_bytes": 13}]',
+        "input.files[0].size_bytes: was 12, now 13",
         'shard: was "1/1", now "1/2"',
         "sampling.top_k: was (not there), now 5",
     )
@@ -178,6 +179,46 @@ def test_a_key_that_is_newer_than_the_directory_is_as_good_as_there_with_its_def
         'sampling.stop: was (not there), now ["a"]',
         "sampling.n: was (not there), now 2",
     )
+
+
+def changed_files(old: list[Any], new: list[Any]) -> tuple[str, ...]:
+    """What is said of other input files; the older ones come from disk."""
+    was, now = (replace(MANIFEST, fingerprints={"input": {"files": files}}) for files in (old, new))
+    return compare(Manifest.from_bytes(was.to_bytes()), now).refused
+
+
+def test_a_changed_file_is_named_with_what_changed_of_it() -> None:
+    was, now = {"file": "big.jsonl", "sha256": "7" * 64, "bytes": 145006}, {"sha256": "e" * 64, "bytes": 144980}
+    first = {"file": "a.jsonl", "bytes": 1}
+    assert changed_files([first, was], [first, was | now]) == (
+        'input.files[1].sha256 (big.jsonl): was "77777777...", now "eeeeeeee..."',
+        "input.files[1].bytes (big.jsonl): was 145006, now 144980",
+    )
+
+
+def test_files_in_another_order_are_a_difference() -> None:
+    files = [{"file": "a", "bytes": 1}, {"file": "b", "bytes": 1}]
+    assert changed_files(files, files[::-1]) == (
+        'input.files[0].file: was "a", now "b"',
+        'input.files[1].file: was "b", now "a"',
+    )
+
+
+def test_a_file_more_is_a_difference() -> None:
+    assert changed_files([{"file": "a"}], [{"file": "a"}, {"file": "b"}]) == (
+        'input.files[1].file: was (not there), now "b"',
+    )
+
+
+def test_of_very_many_differences_the_first_are_shown() -> None:
+    old, new = ([{"file": str(i), "bytes": size} for i in range(1000)] for size in (1, 2))
+    said = changed_files(old, new)
+    assert len(said) == 21 and said[-1] == "and 980 more"
+
+
+def test_a_value_that_is_not_set_is_said_to_be_so() -> None:
+    old, new = (replace(MANIFEST, output_keys={"input.system": value}) for value in (None, "Be brief."))
+    assert compare(old, new).refused == ('input.system: was (not set), now "Be brief."',)
 
 
 def test_a_long_difference_stays_on_one_line() -> None:
