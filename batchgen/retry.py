@@ -17,7 +17,7 @@ from typing import Any
 from batchgen.data.dead_letters import DeadLetters
 from batchgen.data.fingerprint import Digests
 from batchgen.data.journal import Journal
-from batchgen.data.manifest import Manifest, differences, kernels_of
+from batchgen.data.manifest import Manifest, differences
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize_retry, read_records
 from batchgen.errors import ExitCode, ResumeMismatch, UsageError
@@ -28,6 +28,7 @@ from batchgen.report_spent import follow, spent_in
 from batchgen.run.display import make_display
 from batchgen.run.feed import Feed, Screen
 from batchgen.run.generate import generate
+from batchgen.run.job import with_numerics
 from batchgen.run.ledger import Ledger
 from batchgen.run.model import Backend, EngineFactory, load_engine, read_model
 from batchgen.run.options import RunOptions
@@ -163,22 +164,12 @@ class _Retry:
             with progress.phase("loading the model", "load"):
                 self.backend = backend = self.engine_factory(spec, model)
             model.check_unchanged(digests)
-            self._check_numerics(backend)
+            self.manifest = with_numerics(self.manifest, backend, self.run_dir, progress, self.options)
             return backend
 
         progress.keeps_file = True
         todo = (row for row in letters.read() if not _is_run(row, journal))
         return generate(todo, feed, ledger, progress, load)
-
-    def _check_numerics(self, backend: Backend) -> None:
-        """Raises ResumeMismatch if rows would come out otherwise; a mix that is allowed is written down."""
-        fingerprints = self.manifest.fingerprints
-        begun = fingerprints.get("numerics")
-        numerics = backend.check(begun, self.run_dir.path, allow_mixed_kernels=self.options.allow_mixed_kernels)
-        if begun is not None and numerics != begun:
-            self.manifest = replace(self.manifest, fingerprints={**fingerprints, "numerics": numerics})
-            self.run_dir.write_manifest(self.manifest)
-            self.progress.display.note(f"rows come from several kernel sets now: {kernels_of(self.manifest)}")
 
     def _merge(self, journal: Journal) -> Outcome:
         spec, run_dir = self.spec, self.run_dir

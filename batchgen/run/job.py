@@ -245,15 +245,9 @@ class _Job:
 
     def _resumed_backend(self, inputs: _Inputs) -> Backend:
         """The engine, loaded now if it was not yet. Raises ResumeMismatch if it computes otherwise than before."""
-        self.backend = backend = self.backend or self._load(inputs.model)
-        fingerprints = inputs.manifest.fingerprints
-        begun = fingerprints.get("numerics")
-        numerics = backend.check(begun, self.run_dir.path, allow_mixed_kernels=self.options.allow_mixed_kernels)
-        if begun is not None and numerics != begun:
-            self.progress.display.note(f"rows come from several kernel sets now: {numerics[KERNELS]}")
-            mixed = replace(inputs.manifest, fingerprints={**fingerprints, "numerics": numerics})
-            self.run_dir.write_manifest(mixed)
-        return backend
+        self.backend = self.backend or self._load(inputs.model)
+        with_numerics(inputs.manifest, self.backend, self.run_dir, self.progress, self.options)
+        return self.backend
 
     def _work(self, inputs: _Inputs, journal: Journal, stack: ExitStack, *, is_resumed: bool) -> Outcome:
         """Generate what the journal does not hold, then write the outputs."""
@@ -355,3 +349,20 @@ class _Job:
         part = "" if self.options.shard == (1, 1) else " of shard {}/{}".format(*self.options.shard)
         resumed = f", {finished:,} of them finished already" if finished else ""
         return f"{total}{part} into {Outcome.shown(self.run_dir.path)}{resumed}"
+
+
+def with_numerics(
+    manifest: Manifest, backend: Backend, run_dir: RunDir, progress: Progress, options: RunOptions
+) -> Manifest:
+    """The manifest of a run that goes on with ``backend``; a mix of kernels that is allowed is written down.
+
+    Raises ResumeMismatch if rows would come out otherwise.
+    """
+    begun = manifest.fingerprints.get("numerics")
+    numerics = backend.check(begun, run_dir.path, allow_mixed_kernels=options.allow_mixed_kernels)
+    if begun is None or numerics == begun:
+        return manifest
+    mixed = replace(manifest, fingerprints={**manifest.fingerprints, "numerics": numerics})
+    run_dir.write_manifest(mixed)
+    progress.display.note(f"rows come from several kernel sets now: {numerics[KERNELS]}")
+    return mixed
