@@ -161,7 +161,7 @@ def _parse_section(layer: Layer, name: str) -> dict[str, Any]:
         try:
             parsed[item.name] = _resolve(layer.base, name, item.name, kind.parse(value))
         except ValueError as error:
-            hint = _nearest(value, kind.choices) if isinstance(value, str) else ""
+            hint = _close(value, kind.choices) if isinstance(value, str) else ""  # the error lists them
             raise layer.problem(name, item.name, value, f"{error}{hint}") from None
     return parsed
 
@@ -237,8 +237,12 @@ def _check_together(spec: JobSpec) -> None:
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:
+    return _close(name, known) or f" (known: {', '.join(known)})"
+
+
+def _close(name: str, known: tuple[str, ...]) -> str:
     close = get_close_matches(name, known, n=1)
-    return f' (did you mean "{close[0]}"?)' if close else (f" (known: {', '.join(known)})" if known else "")
+    return f' (did you mean "{close[0]}"?)' if close else ""
 
 
 def _flag(section: str, key: str) -> str:

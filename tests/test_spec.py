@@ -253,6 +253,12 @@ def test_a_spec_written_before_a_key_existed_has_its_default(tmp_path: Path) -> 
     assert job_from_dict(data) == spec
 
 
+def test_the_choices_of_a_key_are_listed_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        load_job(None, with_flags("output", "format", "xml"))
+    assert str(caught.value).endswith("must be one of jsonl, parquet, openai-batch")
+
+
 def test_a_default_is_known_as_one_whatever_form_it_is_read_in() -> None:
     keys = load_job(None, NEEDED).output_keys()
     assert all(is_default(key, value) for key, value in json.loads(json.dumps(keys)).items())
