@@ -229,6 +229,14 @@ def test_a_row_that_cannot_be_run_is_named(tmp_path: Path, capsys: pytest.Captur
     assert "no rows" in capsys.readouterr().err
 
 
+def test_a_column_that_no_row_has_is_named_with_those_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "?"}\n')
+    assert call(["check", "--model", SAMPLE, "--prompts", str(path), "--prompt", "{qestion}"]) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert "did you mean 'question'?" in said and "columns found: 'question'" in said
+
+
 def test_rows_may_be_templates_over_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = Path(SAMPLE).parent / "questions.jsonl"
     flags = ["--prompts", str(rows), "--prompt", "{question}", "--limit", "2", "--json"]

@@ -33,9 +33,7 @@ def run_check(
         GateFailed: a request gives no result at all.
     """
     info = read_model(spec)
-    prompts = (
-        read_prompts(spec.input, info) if has_input else made_up_prompts(info.config.vocab_size, info.max_model_len)
-    )
+    prompts = read_prompts(spec, info) if has_input else made_up_prompts(info.config.vocab_size, info.max_model_len)
     threads = spec.engine.threads
     use_threads(None if threads == "auto" else threads, info.config)
     say(f"loading {spec.model.path}")

@@ -9,8 +9,9 @@ from dataclasses import replace
 from batchgen.data.reader import open_source, stdin_as_file
 from batchgen.errors import UsageError
 from batchgen.records import BadRow, Request, SamplingParams
+from batchgen.run.columns import check_columns
 from batchgen.run.model import ModelInfo
-from batchgen.spec import InputSpec
+from batchgen.spec import JobSpec
 
 _MAX_TOKENS = 16  # generated for each request
 _FIRST_TOKEN = 8  # below lie the special tokens
@@ -38,22 +39,24 @@ def made_up_prompts(vocab_size: int, max_model_len: int) -> list[Prompt]:
     return [prompt[:room] for prompt in prompts]
 
 
-def read_prompts(where: InputSpec, info: ModelInfo) -> list[Prompt]:
-    """The prompts of an input, tokenized as a run would.
+def read_prompts(spec: JobSpec, info: ModelInfo) -> list[Prompt]:
+    """The prompts of a job's input, tokenized as a run would.
 
     Raises:
-        UsageError: it cannot be read, holds no rows, or one that could not be run.
+        UsageError: it cannot be read, lacks a column that is named, holds no rows, or one that could not be run.
     """
-    with stdin_as_file(where) as readable:
+    with stdin_as_file(spec.input) as readable:
         builder = info.builder(readable, _GREEDY)
+        source = open_source(readable)
+        check_columns(source, replace(spec, input=readable), has_tokenizer=info.tokenizer is not None)
         prompts = []
-        for row in open_source(readable).read():
+        for row in source.read():
             found = row if isinstance(row, BadRow) else builder.build([row])[0]
             if isinstance(found, BadRow):
                 raise UsageError(f"{found.source}:{found.line}: {found.error.code}: {found.error.message}")
             prompts.append(found.prompt_token_ids)
     if not prompts:
-        raise UsageError(f"--prompts {where.path[0]}: holds no rows")
+        raise UsageError(f"--prompts {spec.input.path[0]}: holds no rows")
     return prompts
 
 
