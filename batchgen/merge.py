@@ -20,6 +20,7 @@ from batchgen.data.output_formats import output_format
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import IndexedRow, OutputCounts, Rows, join, publish_errors, read_errors, read_records, stage
 from batchgen.errors import UsageError
+from batchgen.paths import absolute
 from batchgen.run.folders import tidy_on_refusal
 from batchgen.run.rows import may_have_ids
 from batchgen.run.unique_ids import Claim, UniqueIds
@@ -56,7 +57,7 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
     ``allow_mixed_kernels``. Raises LockedError, StorageError.
     """
     shards = _load(folders, allow_mixed_kernels)
-    target = target.absolute()
+    target = absolute(target)
     _refuse_inside(shards, target)
     manifest = _merged(shards, target)
     run_dir = RunDir(target)

@@ -1,4 +1,4 @@
-"""Check of texts that are to be paths of local files, made where a job or a flag brings them.
+"""Check of texts that are to be paths of local files, made where a job or a flag brings them, and their absolute form.
 
 Later such a text would be a crash. Files are not looked for here.
 """
@@ -8,6 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+from pathlib import Path
+
+from batchgen.errors import UsageError
 
 _FILE = "file://"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -33,3 +36,11 @@ def check_path(text: str) -> None:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise ValueError("is too long for a path") from None
+
+
+def absolute(path: Path) -> Path:
+    """The path from the root. Raises UsageError for a relative one where the working directory is gone."""
+    try:
+        return path.absolute()
+    except OSError as error:
+        raise UsageError(f"{path} is relative, and the working directory cannot be found: {error.strerror}") from None

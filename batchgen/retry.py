@@ -22,6 +22,7 @@ from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize_retry, read_records
 from batchgen.errors import ExitCode, ResumeMismatch, UsageError
 from batchgen.merge_report import count_outputs
+from batchgen.paths import absolute
 from batchgen.records import BadRow, Record
 from batchgen.report import build_report, read_report, write_report
 from batchgen.report_spent import follow, spent_in
@@ -53,7 +54,7 @@ def retry_job(
 
     Raises UsageError if there is no finished run, ResumeMismatch if the model is another one now, LockedError.
     """
-    run_dir = RunDir(folder.absolute())
+    run_dir = RunDir(absolute(folder))
     manifest = run_dir.read_manifest()
     if manifest is None:
         raise UsageError(f"{folder} is not a run directory: it has no job.json")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -18,7 +19,7 @@ from typing import Any
 from batchgen.data.params import PARAM_KEYS, ParamError, merge_params
 from batchgen.data.presets import card_values
 from batchgen.errors import UsageError
-from batchgen.paths import check_path
+from batchgen.paths import absolute, check_path
 from batchgen.records import SamplingParams
 from batchgen.spec import COLUMNS, SECTIONS, JobSpec, Kind, flag_name
 from batchgen.units import shown
@@ -26,6 +27,7 @@ from batchgen.units import shown
 Values = dict[str, dict[str, Any]]
 
 _ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_MAX_BYTES = 16 << 20  # of a job file
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _ALL_SECTIONS = (*SECTIONS, "sampling")
 _COLUMNS_KEY = "columns"  # of [sampling]: the one key there that is no sampling value
@@ -34,7 +36,10 @@ _SAMPLING_KEYS = (*PARAM_KEYS, _COLUMNS_KEY)
 
 @dataclass(frozen=True)
 class Layer:
-    """One origin of raw values: section -> key -> value, and what paths in it are relative to."""
+    """One origin of raw values: section -> key -> value, and what paths in it are relative to.
+
+    Flags have an empty ``base``: the working directory, which is asked for where a path needs it.
+    """
 
     values: Mapping[str, Mapping[str, Any]]
     base: Path
@@ -61,7 +66,7 @@ def load_job(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = 
     """
     layers = [] if path is None else [read_layer(path)]
     if flags:
-        layers.append(Layer(flags, Path.cwd()))
+        layers.append(Layer(flags, Path()))
     merged: Values = {name: {} for name in SECTIONS}
     for layer in layers:
         for name in SECTIONS:
@@ -89,7 +94,7 @@ def load_job(path: Path | None, flags: Mapping[str, Mapping[str, Any]] | None = 
 
 def override(spec: JobSpec, flags: Mapping[str, Mapping[str, Any]]) -> JobSpec:
     """The job with other engine sizes. Raises UsageError naming the flag."""
-    return replace(spec, engine=replace(spec.engine, **_parse_section(Layer(flags, Path.cwd()), "engine")))
+    return replace(spec, engine=replace(spec.engine, **_parse_section(Layer(flags, Path()), "engine")))
 
 
 def read_layer(path: Path) -> Layer:
@@ -98,7 +103,7 @@ def read_layer(path: Path) -> Layer:
     Raises ``UsageError`` where the file cannot be read, is not TOML, or holds unknown sections or keys.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _read_text(path)
         table = tomllib.loads(text)
     except OSError as error:
         raise UsageError(f"cannot read the job file {path}: {error.strerror}") from error
@@ -121,6 +126,18 @@ def read_layer(path: Path) -> Layer:
             _check_known(layer, section, key)
             values[key] = _expand(layer, section, key, value)
     return layer
+
+
+def _read_text(path: Path) -> str:
+    """The text of a job file, line ends as ``\\n``. Raises UsageError for a device or one that is too large."""
+    mode = path.stat().st_mode
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise UsageError(f"the job file {path} is a device: give a TOML file")
+    with path.open("rb") as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise UsageError(f"the job file {path} is larger than {_MAX_BYTES >> 20} MiB: rows belong in an input file")
+    return content.decode().replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _check_known(layer: Layer, section: str, key: str) -> None:
@@ -216,11 +233,11 @@ def _input(base: Path, item: str) -> str:
 def _absolute(base: Path, path: str) -> str:
     check_path(path)
     try:
-        absolute = os.path.normpath(base / Path(path).expanduser())
+        found = os.path.normpath(absolute(base / Path(path).expanduser()))
     except RuntimeError:
         raise ValueError("has a ~ that stands for no folder") from None
-    check_path(absolute)
-    return absolute
+    check_path(found)
+    return found
 
 
 def _check_together(spec: JobSpec) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from dataclasses import fields
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -13,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.errors import UsageError
+from batchgen.retry import retry_job
+from batchgen.run import RunOptions
 from batchgen.spec import SECTIONS, JobSpec, is_default, job_from_dict
-from batchgen.spec_load import load_job
+from batchgen.spec_load import load_job, override
 from batchgen.units import (
     format_duration,
     parse_clock,
@@ -160,6 +164,52 @@ def test_a_job_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=words) as refusal:
             load_job(tmp_path / name)
         assert "\n" not in str(refusal.value)
+
+
+def test_a_device_is_no_job_file() -> None:
+    with pytest.raises(UsageError, match="/dev/null is a device"):
+        load_job(Path("/dev/null"))
+
+
+def test_a_job_file_of_endless_size_is_refused_even_through_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "job.toml"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", f"yes '# x' > '{pipe}'"], stderr=subprocess.DEVNULL) as writer:
+        try:
+            with pytest.raises(UsageError, match="larger than 16 MiB"):
+                load_job(pipe)
+        finally:
+            writer.terminate()
+
+
+def test_a_job_file_may_come_through_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "job.toml"
+    os.mkfifo(pipe)
+    (tmp_path / "text").write_text(minimal())
+    with subprocess.Popen(["sh", "-c", f"cat '{tmp_path}/text' > '{pipe}'"]):
+        assert load_job(pipe).output.path == str(tmp_path / "out")
+
+
+@pytest.fixture
+def gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working directory has been removed."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+
+
+@pytest.mark.usefixtures("gone")
+def test_absolute_paths_need_no_working_directory() -> None:
+    flags = {"model": {"path": "/m"}, "input": {"path": ["/in.jsonl"]}, "output": {"path": "/out"}}
+    assert override(load_job(None, flags), {"engine": {"threads": 1}}).output.path == "/out"
+
+
+@pytest.mark.usefixtures("gone")
+def test_relative_paths_are_refused_where_the_working_directory_is_gone() -> None:
+    with pytest.raises(UsageError, match=r"in\.jsonl is relative, and the working directory cannot be found"):
+        load_job(None, NEEDED)
+    with pytest.raises(UsageError, match="out is relative, and the working directory cannot be found"):
+        retry_job(Path("out"), RunOptions(progress="quiet"), {})
 
 
 LONG = "x" * 300
