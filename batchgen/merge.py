@@ -104,7 +104,7 @@ def _refuse_outdated(shards: Sequence[_Shard], run_dir: RunDir) -> None:
 
 def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> OutputCounts:
     """Write the joined files; as in ``finalize``, the outputs appear last."""
-    job = job_from_dict(manifest.job)
+    job = job_from_dict(manifest.job, run_dir.manifest)
     output = job.output
     form = output_format(output.format)
     proof = _Proof(shards)

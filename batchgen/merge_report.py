@@ -68,5 +68,5 @@ def _write_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> None:
         spent = follow(spent, spent_in(report))
     about = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _ABOUT}
     about["numerics"] = manifest.fingerprints.get("numerics", about["numerics"])  # with the kernels of all shards
-    totals = count_outputs(run_dir, job_from_dict(manifest.job).output)
+    totals = count_outputs(run_dir, job_from_dict(manifest.job, run_dir.manifest).output)
     write_report(run_dir, build_report(totals, spent, about | {"shard": "1/1"}))

@@ -60,7 +60,7 @@ def retry_job(
         raise UsageError(f"{folder} is not a run directory: it has no job.json")
     if not run_dir.is_complete():
         raise UsageError(f"{folder} is not finished: run its job again first, retry comes after")
-    spec = override(job_from_dict(manifest.job), flags)
+    spec = override(job_from_dict(manifest.job, run_dir.manifest), flags)
     stopper = Stopper(options.limits)
     progress = Progress(run_dir.path, make_display(options.progress, options.heartbeat_s), stopper)
     with stopper.listening(), run_dir.lock():

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
 
+from batchgen.errors import UsageError
 from batchgen.records import SamplingParams
 from batchgen.units import parse_size
 
@@ -277,17 +278,36 @@ def flag_name(item: Field[Any]) -> str:
     return item.metadata["flag"] or item.name.replace("_", "-")
 
 
-def job_from_dict(data: Mapping[str, Any]) -> JobSpec:
+def job_from_dict(data: Mapping[str, Any], source: object = "job.json") -> JobSpec:
     """The spec that ``to_dict`` described, as read back from JSON (lists become tuples).
 
     Where ``sampling.columns`` is absent, an earlier version wrote it: that one took every column so named. Raises
-    ``TypeError`` on keys this version does not know.
+    UsageError naming ``source`` on keys this version does not know and on values of other types.
     """
+    try:
+        sampling = dict(data["sampling"])
+        columns = COLUMNS.parse(sampling.pop("columns", ["*"]))
+        parts = {name: _section(name, data[name]) for name in SECTIONS}
+        params = SamplingParams(**{key: _tupled(value) for key, value in sampling.items()})
+    except KeyError as error:
+        raise UsageError(f"cannot read {source}: it lacks {error}; was it edited?") from None
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"cannot read {source}: {error}; was it edited?") from None
+    return JobSpec(sampling=params, sampling_columns=columns, **parts)
 
-    def section(cls: type[Any], values: Mapping[str, Any]) -> Any:
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
-    sampling = dict(data["sampling"])
-    columns = tuple(sampling.pop("columns", ["*"]))
-    parts = {name: section(cls, data[name]) for name, cls in SECTIONS.items()}
-    return JobSpec(sampling=section(SamplingParams, sampling), sampling_columns=columns, **parts)
+def _section(name: str, values: Mapping[str, Any]) -> Any:
+    """A section read back. Raises TypeError or ValueError naming what is wrong."""
+    section = SECTIONS[name](**{key: _tupled(value) for key, value in values.items()})
+    for item in fields(section):
+        value = getattr(section, item.name)
+        try:
+            if value != item.default:
+                item.metadata["kind"].parse(value)
+        except ValueError as error:
+            raise ValueError(f"{name}.{item.name} {error}") from None
+    return section
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -309,6 +309,24 @@ def test_the_choices_of_a_key_are_listed_once() -> None:
     assert str(caught.value).endswith("must be one of jsonl, parquet, openai-batch")
 
 
+@pytest.mark.parametrize(
+    ("section", "value", "words"),
+    [
+        ("input", {"path": 3}, "input.path must be"),
+        ("input", {"path": ["in"], "unknown": 1}, "unknown"),
+        ("sampling", [1], "cannot convert"),
+        ("output", {}, "path"),
+    ],
+    ids=str,
+)
+def test_a_spec_that_was_edited_into_another_shape_is_refused(
+    tmp_path: Path, section: str, value: object, words: str
+) -> None:
+    data = from_text(tmp_path, minimal()).to_dict() | {section: value}
+    with pytest.raises(UsageError, match=f"cannot read job.json: .*{words}"):
+        job_from_dict(data)
+
+
 def test_a_default_is_known_as_one_whatever_form_it_is_read_in() -> None:
     keys = load_job(None, NEEDED).output_keys()
     assert all(is_default(key, value) for key, value in json.loads(json.dumps(keys)).items())

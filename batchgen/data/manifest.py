@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from batchgen.data.json_line import encode_json
-from batchgen.spec import SAMPLING_COLUMNS, is_default
+from batchgen.spec import SAMPLING_COLUMNS, OutputSpec, is_default
 from batchgen.units import shortened
 
 KERNELS = "kernels"  # key of fingerprints["numerics"]; runs of earlier builds lack it
 _VERSION = 1  # of the run directory's layout, the journal's lines included
+_MAX_COUNT = 2**62
 _MISSING = "(not there)"
 _UNSET = "(not set)"
 _SHOWN_CHARS = 60
@@ -51,20 +52,52 @@ class Manifest:
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
         """Read ``job.json`` back. Raises ValueError naming what is wrong with it."""
-        data = json.loads(content)
+        try:
+            data = json.loads(content)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
         if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
             raise ValueError(f"it is not a job.json of layout version {_VERSION}")
         try:
             manifest = cls(**data)
-            number, count = manifest.shard
-            job, keys = manifest.job, manifest.output_keys
-            for name, found in {"job": job, "output_keys": keys, "fingerprints": manifest.fingerprints}.items():
-                if not isinstance(found, dict):
-                    raise TypeError(f"{name} is no object")
-            manifest.file_states.items()
-        except (TypeError, AttributeError) as error:
+        except TypeError as error:
             raise ValueError(f"its keys are not those of a job.json ({error})") from None
-        return cls(**{**data, "shard": (int(number), int(count))})
+        manifest._check()
+        return replace(manifest, shard=(manifest.shard[0], manifest.shard[1]))
+
+    def _check(self) -> None:
+        """Raises ValueError naming the first key whose value is of another shape than was written."""
+        job, known = self.job, self.fingerprints
+        objects = {"job": job, "output_keys": self.output_keys, "fingerprints": known, "file_states": self.file_states}
+        for key, value in objects.items():
+            _check_object(key, value)
+        for key, value in job.items():
+            _check_object(f"job.{key}", value)
+        for key in ("input", "model", "numerics"):
+            _check_object(f"fingerprints.{key}", known.get(key, {}))
+        output = job.get("output", {})
+        for item in fields(OutputSpec):
+            if item.name in ("format", "order") and output.get(item.name) not in item.metadata["kind"].choices:
+                raise ValueError(f"job.output.{item.name} must be one of {item.metadata['kind'].metavar}")
+        if not _is_shard(self.shard):
+            raise ValueError("shard is not [i, n] with 1 <= i <= n")
+        if self.num_rows is not None and not _is_count(self.num_rows):
+            raise ValueError("num_rows is no number of rows")
+
+
+def _check_object(key: str, value: object) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} is no object")
+
+
+def _is_shard(value: object) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(_is_count, value)):
+        return False
+    return bool(1 <= value[0] <= value[1])
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_COUNT
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,14 @@ from batchgen.data.rundir import Holder, RunDir
 from batchgen.errors import LockedError, StorageError, UsageError
 
 MANIFEST = Manifest(
-    job={"model": {"path": "m"}, "sampling": {"temperature": 0.0}, "engine": {"max_num_seqs": "auto"}},
+    job={
+        "model": {"path": "m"},
+        "sampling": {"temperature": 0.0},
+        "engine": {"max_num_seqs": "auto"},
+        "output": {"format": "jsonl", "order": "input"},
+    },
     output_keys={"sampling.temperature": 0.0, "input.keep_columns": ("a", "b")},
-    fingerprints={"input": {"files": [{"size_bytes": 12}]}, "model": "abc"},
+    fingerprints={"input": {"files": [{"size_bytes": 12}]}, "model": {"sha256": "abc"}},
 )
 
 HOLD = """
@@ -152,7 +157,7 @@ def test_what_changes_outputs_is_refused_and_named() -> None:
     new = replace(
         MANIFEST,
         output_keys={"sampling.temperature": 0.7, "input.keep_columns": ("a", "b"), "sampling.top_k": 5},
-        fingerprints={"input": {"files": [{"size_bytes": 13}]}, "model": "abc"},
+        fingerprints={"input": {"files": [{"size_bytes": 13}]}, "model": {"sha256": "abc"}},
         shard=(1, 2),
     )
     assert compare(MANIFEST, new).refused == (
@@ -315,3 +320,33 @@ def test_a_run_that_is_just_beginning_is_locked_not_foreign(tmp_path: Path) -> N
             run_dir.lock()
     with pytest.raises(UsageError, match=r"000001\.seg"):
         run_dir.create()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ({"job": {}}, "job.output.format"),
+        ({"job": {"output": {"format": "zzz", "order": "input"}}}, "job.output.format"),
+        ({"job": {"input": 3, "output": {"format": "jsonl", "order": "input"}}}, "job.input is no object"),
+        ({"output_keys": None}, "output_keys is no object"),
+        ({"fingerprints": {"numerics": 3}}, "fingerprints.numerics is no object"),
+        ({"shard": [0, 0]}, "shard"),
+        ({"shard": [1, float("inf")]}, "shard"),
+        ({"shard": 3}, "shard"),
+        ({"num_rows": "x"}, "num_rows"),
+        ({"num_rows": 10**30}, "num_rows"),
+    ],
+    ids=str,
+)
+def test_a_manifest_of_another_shape_is_refused_by_its_key(
+    run_dir: RunDir, damage: dict[str, object], words: str
+) -> None:
+    run_dir.manifest.write_text(json.dumps(json.loads(MANIFEST.to_bytes()) | damage))
+    with pytest.raises(UsageError, match=rf"cannot read .*job\.json: .*{words}"):
+        run_dir.read_manifest()
+
+
+def test_a_manifest_nested_without_end_is_refused_in_one_line(run_dir: RunDir) -> None:
+    run_dir.manifest.write_text("[" * 100_000)
+    with pytest.raises(UsageError, match=r"cannot read .*job\.json: it is nested too deeply"):
+        run_dir.read_manifest()

@@ -139,7 +139,7 @@ def test_a_shard_is_complete_with_its_own_rows(run_dir: RunDir) -> None:
 
 
 def test_the_number_of_input_rows_goes_into_the_manifest(run_dir: RunDir) -> None:
-    run_dir.write_manifest(Manifest(job={}, output_keys={}))
+    run_dir.write_manifest(Manifest(job={"output": {"format": "jsonl", "order": "input"}}, output_keys={}))
     written(run_dir, [record(0)])
     assert run_dir.read_manifest().num_rows == 1
 
