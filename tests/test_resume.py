@@ -302,8 +302,8 @@ def test_ids_say_whether_they_are_complete_across_openings(tmp_path: Path) -> No
 def test_a_run_of_before_sampling_columns_resumes_with_a_note(
     job: JobMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job.write(rows_of(3))
-    job.run()
+    job.write(rows_of(60))
+    assert job.run(options=quiet(max_total_tokens=100)).exit_code == 75
     path = job.output / "job.json"
     begun = json.loads(path.read_text(encoding="utf-8"))
     del begun["job"]["sampling"]["columns"], begun["output_keys"]["sampling.columns"]

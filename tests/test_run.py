@@ -751,3 +751,15 @@ def test_requests_carry_the_tokens_of_an_earlier_run(job: JobMaker) -> None:
     run_job(job.spec(), quiet(), engine_factory=lambda spec, model: Backend(Watching(), numerics, 1))
     assert half_done
     assert {key: seen[key] for key in half_done} == half_done
+
+
+def test_a_run_ends_well_where_the_working_directory_has_gone(
+    job: JobMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(3))
+    gone = made(tmp_path / "gone")
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    outcome = job.run()
+    assert outcome.exit_code == 0
+    assert str(job.output) in outcome.lines[-1]

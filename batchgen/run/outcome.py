@@ -34,7 +34,10 @@ class Outcome:
     @staticmethod
     def shown(path: Path) -> str:
         """A path as short as it can be said from here."""
-        relative = os.path.relpath(path)
+        try:
+            relative = os.path.relpath(path)
+        except OSError:  # the working directory has gone
+            return str(path)
         return relative if not relative.startswith("..") else str(path)
 
     @classmethod
