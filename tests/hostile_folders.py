@@ -1,6 +1,6 @@
 """Model folders that no release would have, and a process that takes one after the other as ``batchgen run`` would.
 
-Usage: ``python hostile_folders.py SCRATCH [SEED]``: a JSON object a line on stdout, with the case's name, how it ended
+Usage: ``python hostile_folders.py SCRATCH SEED SHARE``: one JSON object per line on stdout, with the case, how it ended
 ("refused", "ran", or the error's type), the message, and the largest resident size so far. A case that takes longer
 than ``MAX_S`` seconds ends with ``TimeoutError``.
 """
@@ -214,9 +214,11 @@ def outcome(folder: Path, max_s: int) -> tuple[str, str]:
     return "ran", ""
 
 
-def main(scratch: Path, seed: int) -> None:
+def main(scratch: Path, seed: int, share: float) -> None:
+    rng = random.Random(seed)
+    chosen = [case for case in cases(seed) if rng.random() < share]
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-    for number, (name, what, change) in enumerate([("", "nothing", None), *cases(seed)]):
+    for number, (name, what, change) in enumerate([("", "nothing", None), *chosen]):
         folder = scratch / f"model-{number}"
         folder.mkdir(parents=True)
         for file in SAMPLE.iterdir():
@@ -230,4 +232,4 @@ def main(scratch: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

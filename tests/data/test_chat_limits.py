@@ -385,7 +385,7 @@ def test_a_row_whose_template_hangs_is_an_error_row_and_the_others_are_done(job:
     assert (error["index"], error["code"]) == (3, "template_error") and "0.25 s of processor time" in error["message"]
 
 
-@pytest.mark.parametrize("first", [0, 300], ids=["reading", "generating"])
+@pytest.mark.parametrize("first", [0, pytest.param(300, marks=pytest.mark.slow)], ids=["reading", "generating"])
 def test_a_stop_ends_a_run_whose_template_hangs(first: int, job: JobMaker) -> None:
     folder = folder_with(only_if("hang", HANGS), job.folder / "model")
     job.write([{"id": i, "question": "short" if i < first else "hang"} for i in range(first + 300)])

@@ -27,17 +27,20 @@ PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 MAX_GROWTH = 600 << 20  # bytes, over what a good folder takes; nested JSON of the size allowed takes half of it
 
 
-def outcomes(scratch: Path, seed: int) -> list[dict[str, Any]]:
-    command = [sys.executable, str(SCRIPT), str(scratch), str(seed)]
+def outcomes(scratch: Path, seed: int, share: float) -> list[dict[str, Any]]:
+    command = [sys.executable, str(SCRIPT), str(scratch), str(seed), str(share)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_two_hundred_hostile_folders_are_refused_in_one_line_or_run(tmp_path: Path) -> None:
-    good, *hostile = outcomes(tmp_path, seed=13)
+@pytest.mark.parametrize(
+    ("share", "least"), [(0.4, 80), pytest.param(1.0, 200, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_hostile_folders_are_refused_in_one_line_or_run(tmp_path: Path, share: float, least: int) -> None:
+    good, *hostile = outcomes(tmp_path, 13, share)
     assert good["ended"] == "ran", good
-    assert len(hostile) > 200
+    assert len(hostile) > least
     assert [case for case in hostile if case["ended"] not in ("refused", "ran")] == []
     assert [case for case in hostile if len(case["said"].splitlines()) > 1 or len(case["said"]) > 1000] == []
     assert hostile[-1]["peak_bytes"] < good["peak_bytes"] + MAX_GROWTH
