@@ -20,7 +20,7 @@ from batchgen.data.journal import Journal
 from batchgen.data.manifest import Manifest, differences
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize_retry, read_records
-from batchgen.errors import ExitCode, ResumeMismatch, UsageError
+from batchgen.errors import ExitCode, ResumeMismatch, RowErrorCode, UsageError
 from batchgen.merge_report import count_outputs
 from batchgen.paths import absolute
 from batchgen.records import BadRow, Record
@@ -137,9 +137,10 @@ class _Retry:
                 letters.add_result(index)
                 yield index, record.get("id", index)
             for index in journal.done:
-                known = json.loads(journal.payload(index))["id"]
-                if known is not None:
-                    yield index, known
+                record = json.loads(journal.payload(index))
+                is_duplicate = journal.done.place(index).is_error and record["code"] == RowErrorCode.DUPLICATE_ID
+                if record["id"] is not None and not is_duplicate:  # whose id is that of a row still to come, perhaps
+                    yield index, record["id"]
 
         ids.restore(known_ids())
         return letters

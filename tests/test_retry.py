@@ -239,3 +239,19 @@ def test_a_duplicate_of_another_shards_row_is_run_with_an_id_of_its_own(job: Job
     (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
     assert retried(job).exit_code == 0
     assert [row["id"] for row in job.outputs()] == ["b"]
+
+
+def test_a_duplicate_that_failed_again_leaves_its_id_to_the_first_row_when_the_retry_goes_on(job: JobMaker) -> None:
+    rows = [*rows_of(8), {**rows_of(8)[5], "question": "Twice?"}]
+    job.write(rows)
+    job.run(fails=frozenset(range(8)))
+    options = RunOptions(progress="quiet", limits=Limits(max_total_tokens=1))
+    assert retry_job(job.output, options, {}, engine_factory=stub_factory(max_num_seqs=1)).exit_code == 75
+    journal = Journal.open(job.output / "retry")
+    done = set(journal.done)
+    journal.close()
+    assert 8 in done
+    assert 5 not in done
+    assert retried(job).exit_code == 3
+    assert [row["index"] for row in job.outputs()] == list(range(8))
+    assert [(letter["index"], letter["code"]) for letter in job.errors()] == [(8, "duplicate_id")]
