@@ -135,7 +135,8 @@ def main(folder: Path, num_kills: int, seed: int, num_rows: int, *, is_real: boo
         scenario = STORMS[name]
         (folder / name).mkdir()
         threads = "\n[engine]\nthreads = 1" if is_real else ""
-        stage = Stage(replace(scenario, sampling=scenario.sampling + threads), folder / name, num_rows=num_rows)
+        stormy = replace(scenario, sampling=scenario.sampling + threads)
+        stage = Stage(stormy, folder / name, num_rows=num_rows, is_watched=False)
         storms[name] = Storm(stage, None if is_real else {"step_s": 0.002}, rng)
         storms[name].prepare()
     while sum(count for name, count in counts.items() if name.startswith("kill")) < num_kills and not failures:
