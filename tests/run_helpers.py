@@ -127,3 +127,13 @@ def until_delivered(process: subprocess.Popen[str], number: int) -> None:
         if not any(int(mask, 16) >> (number - 1) & 1 for mask in pending):
             break
         time.sleep(0.02)
+
+
+def survived(script: str, *arguments: object) -> dict[str, Any]:
+    """What a script of attacks prints: counts by kind; fails the test with the attacks that were not survived."""
+    command = [sys.executable, script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert done.stdout, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert not found["failures"], "\n".join(found["failures"])
+    return found

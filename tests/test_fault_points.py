@@ -5,10 +5,8 @@ See ``fault_runs`` for how. ``BATCHGEN_FAULT_SHARE=1`` does every single fault.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +15,7 @@ from pathlib import Path
 import fault_runs
 import pytest
 from fault_injection import Fault, Operation, sqlite_calls
-from run_helpers import ENVIRONMENT
+from run_helpers import survived
 
 SEED = 13
 QUICK_SHARE = 0.02
@@ -35,21 +33,7 @@ def fast_folder(tmp_path: Path) -> Iterator[Path]:
 
 def attack(scenarios: Iterable[str], folder: Path, share: float, *mount: Path) -> Counter[str]:
     """The faults done, by kind; fails the test with those that were not survived."""
-    command = [
-        sys.executable,
-        fault_runs.__file__,
-        ",".join(scenarios),
-        str(folder),
-        str(share),
-        str(SEED),
-        *map(str, mount),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert done.stdout, done.stderr
-    found = json.loads(done.stdout)
-    assert not found["failures"], "\n".join(found["failures"])
-    counts: Counter[str] = Counter(found["counts"])
-    return counts
+    return Counter(survived(fault_runs.__file__, ",".join(scenarios), folder, share, SEED, *mount)["counts"])
 
 
 def test_faults_at_a_few_operations_lose_and_repeat_nothing(fast_folder: Path) -> None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import hostile_runs
 import pytest
 from hostile_inputs import SOUND, Case
-from run_helpers import ENVIRONMENT
+from run_helpers import survived
 
 SEED = 19
 NUM_CASES = int(os.environ.get("BATCHGEN_HOSTILE_CASES", "550"))
@@ -24,13 +22,7 @@ NUM_CASES = int(os.environ.get("BATCHGEN_HOSTILE_CASES", "550"))
 
 def attack(folder: Path, count: int, seed: int) -> Counter[str]:
     """How many cases of each kind were run; fails the test with those that broke a promise."""
-    command = [sys.executable, hostile_runs.__file__, str(folder), str(count), str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert done.stdout, done.stderr
-    found = json.loads(done.stdout)
-    assert not found["failures"], "\n".join(found["failures"])
-    kinds: Counter[str] = Counter(found["kinds"])
-    return kinds
+    return Counter(survived(hostile_runs.__file__, folder, count, seed)["kinds"])
 
 
 def test_hostile_inputs_end_in_their_exit_codes_with_each_row_once(tmp_path: Path) -> None:

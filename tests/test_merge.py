@@ -395,4 +395,4 @@ def test_an_id_that_rows_of_two_shards_have_is_refused(tmp_path: Path, output_fo
 
 @pytest.mark.usefixtures("shared_ids")
 def test_where_rows_have_no_ids_none_are_compared(tmp_path: Path) -> None:
-    merge(shards(tmp_path, prompt="{q}"), tmp_path / "merged")
+    assert merge(shards(tmp_path, prompt="{q}"), tmp_path / "merged") is not None

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import storm_runs
-from run_helpers import ENVIRONMENT, MODEL, finish, rows_of, without_timings
+from run_helpers import ENVIRONMENT, MODEL, finish, rows_of, survived, without_timings
 
 SEED = 17
 NUM_KILLS = int(os.environ.get("BATCHGEN_STORM_KILLS", "100"))
@@ -26,13 +26,7 @@ NUM_KILLS = int(os.environ.get("BATCHGEN_STORM_KILLS", "100"))
 
 def storm(folder: Path, num_kills: int, num_rows: int, *engine: str) -> Counter[str]:
     """What was done, by kind; fails the test with what was not survived."""
-    command = [sys.executable, storm_runs.__file__, *map(str, (folder, num_kills, SEED, num_rows)), *engine]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert done.stdout, done.stderr
-    found = json.loads(done.stdout)
-    assert not found["failures"], "\n".join(found["failures"])
-    counts: Counter[str] = Counter(found["counts"])
-    return counts
+    return Counter(survived(storm_runs.__file__, folder, num_kills, SEED, num_rows, *engine)["counts"])
 
 
 def test_a_few_signals_at_random_moments_change_no_byte(tmp_path: Path) -> None:

@@ -249,6 +249,7 @@ def test_a_run_killed_before_it_wrote_its_job_is_no_obstacle(run_dir: RunDir, le
     run_dir.journal.mkdir()
     (run_dir.path / left).touch()
     run_dir.create()
+    assert (run_dir.path / left).exists()
 
 
 def test_the_root_of_the_file_system_is_no_place_for_a_run() -> None:

@@ -185,7 +185,8 @@ def test_the_normalizers_of_published_tokenizers_are_taken(tmp_path: Path) -> No
     bert = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True}
     for number, part in enumerate((llama, clip, {"type": "BertNormalizer", **bert}, {"type": "NFKC"})):
         (tmp_path / str(number)).mkdir()
-        Tokenizer.load(folder_that_has(tmp_path / str(number), normalizer=part))
+        loaded = Tokenizer.load(folder_that_has(tmp_path / str(number), normalizer=part))
+        assert loaded.encode_batch(["a"], add_special_tokens=False)[0]
 
 
 def test_a_tokenizer_that_panics_on_every_text_is_refused_with_its_file_named(tmp_path: Path) -> None:
