@@ -24,7 +24,7 @@ SAMPLE = Path(__file__).resolve().parents[1] / "sample_data" / "tiny-lfm2"
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 NAMES = [CONFIG, GENERATION, WEIGHTS, INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-MAX_S = 20
+MAX_S = 120  # a guard against a case that never ends
 ADDRESS_SPACE = 8 << 30
 
 Change = Callable[[Path], object]  # writes one file
