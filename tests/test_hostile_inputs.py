@@ -53,7 +53,7 @@ path = "out"
 
 
 @pytest.mark.slow
-def test_a_small_file_that_unpacks_to_a_line_of_800_megabytes_is_one_error_row_in_bounded_memory(tmp_path: Path) -> None:
+def test_a_small_file_that_unpacks_to_a_line_of_800_megabytes_is_an_error_row_in_bounded_memory(tmp_path: Path) -> None:
     sound = json.dumps(SOUND).encode() + b"\n"
     block = b"a" * (64 << 20)
     folder = tmp_path / "case"
