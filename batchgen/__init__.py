@@ -9,9 +9,9 @@ TYPE_CHECKING = False  # typing takes a while to import, and until it is there n
 if TYPE_CHECKING:
     from typing import Any
 
+    from batchgen.core.errors import BatchgenError
+    from batchgen.core.records import Request, Result, SamplingParams
     from batchgen.engine import Engine, EngineConfig
-    from batchgen.errors import BatchgenError
-    from batchgen.records import Request, Result, SamplingParams
     from batchgen.run import RunOptions, run_job
     from batchgen.spec import JobSpec
     from batchgen.spec_load import load_job
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "BatchgenError": "batchgen.errors",
+    "BatchgenError": "batchgen.core.errors",
     "Engine": "batchgen.engine",
     "EngineConfig": "batchgen.engine",
     "JobSpec": "batchgen.spec",
-    "Request": "batchgen.records",
-    "Result": "batchgen.records",
+    "Request": "batchgen.core.records",
+    "Result": "batchgen.core.records",
     "RunOptions": "batchgen.run",
-    "SamplingParams": "batchgen.records",
+    "SamplingParams": "batchgen.core.records",
     "load_job": "batchgen.spec_load",
     "run_job": "batchgen.run",
 }

@@ -25,9 +25,9 @@ from batchgen.cli_options import TITLES, F, GroupedCommand, GroupedOption, Local
 from batchgen.cli_plan import plan
 from batchgen.cli_report import report
 from batchgen.cli_say import is_of_stdout, say, settle, show
-from batchgen.errors import BatchgenError, ExitCode
-from batchgen.machine import memory_errors
-from batchgen.units import counted, parse_clock, parse_count, parse_duration, parse_shard, parse_share
+from batchgen.core.errors import BatchgenError, ExitCode
+from batchgen.core.machine import memory_errors
+from batchgen.core.units import counted, parse_clock, parse_count, parse_duration, parse_shard, parse_share
 
 if TYPE_CHECKING:
     from batchgen.run import Outcome, RunOptions

@@ -10,11 +10,11 @@ import click
 from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file, hide_lengths
 from batchgen.cli_options import GroupedCommand, LocalPath, job_options, take_job_flags
 from batchgen.cli_say import show
-from batchgen.errors import ExitCode, UsageError
-from batchgen.machine import require_address_space
+from batchgen.core.errors import ExitCode, UsageError
+from batchgen.core.machine import require_address_space
 
 if TYPE_CHECKING:
-    from batchgen.records import Request
+    from batchgen.core.records import Request
 
 
 @click.command(cls=GroupedCommand)

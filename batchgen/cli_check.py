@@ -10,10 +10,10 @@ import click
 
 from batchgen.cli_options import GroupedCommand, job_options, take_job_flags
 from batchgen.cli_say import say, show
-from batchgen.errors import ExitCode, GateFailed, UsageError
-from batchgen.machine import require_address_space
+from batchgen.core.errors import ExitCode, GateFailed, UsageError
+from batchgen.core.machine import require_address_space
+from batchgen.core.units import counted
 from batchgen.spec import EngineSpec
-from batchgen.units import counted
 
 _SIZES = tuple(item.name for item in fields(EngineSpec) if item.name != "threads")  # the proofs choose these
 _MAX_PROMPTS = 16  # of a file, unless told otherwise

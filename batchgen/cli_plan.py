@@ -10,8 +10,8 @@ import click
 
 from batchgen.cli_options import GroupedCommand, LocalPath, job_options, take, take_job_flags
 from batchgen.cli_say import show
-from batchgen.errors import ExitCode
-from batchgen.units import parse_count, parse_duration, parse_shard
+from batchgen.core.errors import ExitCode
+from batchgen.core.units import parse_count, parse_duration, parse_shard
 
 
 @click.command(cls=GroupedCommand)

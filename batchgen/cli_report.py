@@ -10,8 +10,8 @@ import click
 
 from batchgen.cli_options import LocalPath
 from batchgen.cli_say import show
-from batchgen.errors import ExitCode
-from batchgen.units import parse_share
+from batchgen.core.errors import ExitCode
+from batchgen.core.units import parse_share
 
 
 @click.command()

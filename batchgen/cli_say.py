@@ -13,7 +13,7 @@ from typing import TextIO
 
 import click
 
-from batchgen.units import printable
+from batchgen.core.units import printable
 
 
 def show(text: str) -> None:

@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from batchgen.data.files import publish
+from batchgen.core.errors import UsageError
+from batchgen.core.paths import absolute
+from batchgen.core.storage import publish
+from batchgen.core.units import shown
 from batchgen.data.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
 from batchgen.data.output_formats import output_format
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import IndexedRow, OutputCounts, Rows, join, publish_errors, read_errors, read_records, stage
-from batchgen.errors import UsageError
-from batchgen.paths import absolute
 from batchgen.run.folders import tidy_on_refusal
 from batchgen.run.rows import may_have_ids
 from batchgen.run.unique_ids import Claim, UniqueIds
 from batchgen.spec import SAMPLING_COLUMNS, JobSpec, job_from_dict
-from batchgen.units import shown
 
 _NAMED_ROWS = 5  # of many missing rows
 _CLAIMED_AT_ONCE = 4096  # ids

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.errors import GateFailed, UsageError
+from batchgen.core.units import format_duration
 from batchgen.data.reader import open_source, stdin_as_file
 from batchgen.data.rundir import RunDir
 from batchgen.engine.config import SchedulerConfig
-from batchgen.errors import GateFailed, UsageError
 from batchgen.plan_estimate import Estimate, OutputLengths, comparable, estimate_from_report, limits, reported_lengths
 from batchgen.plan_kv import kv_plan
 from batchgen.plan_survey import PREFIX_BLOCK, Survey
@@ -26,7 +27,6 @@ from batchgen.run.model import ModelInfo, read_model
 from batchgen.run.rows import RowRange, may_have_ids
 from batchgen.run.unique_ids import UniqueIds
 from batchgen.spec import JobSpec
-from batchgen.units import format_duration
 
 PLAN_VERSION = 1
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.group import Group
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
 from batchgen.plan_estimate import OutputLengths
 from batchgen.plan_survey import Lengths
-from batchgen.records import Request, SamplingParams
 
 SIMULATED_OUTPUTS = 400_000  # tokens: what can be played out in a few seconds
 _KNEES = (32, 128)  # token counts where a step's cost changes its slope: first weights are read, then products count

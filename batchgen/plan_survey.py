@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.data.rows import chunked
 from batchgen.plan_distinct import Distinct
-from batchgen.records import BadRow, Record, Request, SamplingParams
 from batchgen.run.feed import Pending, Screen
 
 MAX_LISTED_BAD_ROWS = 10_000

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from batchgen.units import format_duration, printable, shortened
+from batchgen.core.units import format_duration, printable, shortened
 
 _SHOWN_BAD_ROWS = 5
 _SHOWN_LONGEST = 3

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from batchgen import __version__
-from batchgen.data.files import write_atomic
-from batchgen.data.json_line import encode_json
+from batchgen.core.errors import UsageError
+from batchgen.core.json_line import encode_json
+from batchgen.core.storage import write_atomic
 from batchgen.data.rundir import RunDir
-from batchgen.errors import UsageError
 from batchgen.report_advice import advice, bound_by
 from batchgen.report_roofline import roofline_section
 from batchgen.report_rows import RowTotals

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from batchgen.units import counted, format_duration
+from batchgen.core.units import counted, format_duration
 
 _LARGE = 0.3  # of the wall time: what takes that much is worth a word
 _BUSY = 0.9  # of the places for sequences: as full as it gets

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from batchgen.errors import GateFailed
-from batchgen.units import format_duration, printable, shortened
+from batchgen.core.errors import GateFailed
+from batchgen.core.units import format_duration, printable, shortened
 
 Report = Mapping[str, Any]
 _WIDTH = 80

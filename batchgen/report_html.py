@@ -15,10 +15,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from batchgen.data.files import check_replaceable, write_atomic
+from batchgen.core.storage import check_replaceable, write_atomic
+from batchgen.core.units import format_duration, shortened
 from batchgen.report_plots import draw
 from batchgen.report_text import describe_numerics, describe_roofline
-from batchgen.units import format_duration, shortened
 
 _ID_WIDTH = 40
 

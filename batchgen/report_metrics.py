@@ -12,9 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.data.files import check_replaceable, write_atomic
+from batchgen.core.errors import UsageError
+from batchgen.core.storage import check_replaceable, write_atomic
 from batchgen.data.rundir import RunDir
-from batchgen.errors import UsageError
 from batchgen.report import read_report
 
 if TYPE_CHECKING:

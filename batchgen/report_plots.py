@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from batchgen.errors import UsageError
+from batchgen.core.errors import UsageError
 from batchgen.report_spent import thin
 
 Report = Mapping[str, Any]

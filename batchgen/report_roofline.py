@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from batchgen.data.files import write_atomic
-from batchgen.errors import BatchgenError
+from batchgen.core.errors import BatchgenError
+from batchgen.core.storage import write_atomic
 from batchgen.model.config import ModelConfig
 
 

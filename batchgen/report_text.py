@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from batchgen.units import counted, format_duration, printable
+from batchgen.core.units import counted, format_duration, printable
 
 _WIDTH = 80
 _LABEL = 12

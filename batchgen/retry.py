@@ -14,16 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.errors import ExitCode, ResumeMismatch, RowErrorCode, UsageError
+from batchgen.core.fingerprint import Digests
+from batchgen.core.paths import absolute
+from batchgen.core.records import BadRow, Record
+from batchgen.core.units import counted
 from batchgen.data.dead_letters import DeadLetters
-from batchgen.data.fingerprint import Digests
 from batchgen.data.journal import Journal
 from batchgen.data.manifest import Manifest, differences
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize_retry, read_records
-from batchgen.errors import ExitCode, ResumeMismatch, RowErrorCode, UsageError
 from batchgen.merge_report import count_outputs
-from batchgen.paths import absolute
-from batchgen.records import BadRow, Record
 from batchgen.report import build_report, read_report, write_report
 from batchgen.report_spent import follow, spent_in
 from batchgen.run.display import make_display
@@ -40,7 +41,6 @@ from batchgen.run.stop import Stopper, StopRequested
 from batchgen.run.unique_ids import Claim, UniqueIds
 from batchgen.spec import JobSpec, job_from_dict
 from batchgen.spec_load import override
-from batchgen.units import counted
 
 
 def retry_job(

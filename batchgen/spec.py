@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
 
-from batchgen.errors import UsageError
-from batchgen.records import SamplingParams
-from batchgen.units import parse_size
+from batchgen.core.errors import UsageError
+from batchgen.core.records import SamplingParams
+from batchgen.core.units import parse_size
 
 Auto = Literal["auto"]
 

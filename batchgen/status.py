@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.errors import UsageError
+from batchgen.core.units import format_duration
 from batchgen.data.journal import read_counts
 from batchgen.data.manifest import Manifest
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import read_errors
-from batchgen.errors import UsageError
 from batchgen.report import read_report
 from batchgen.run.display import describe_rows
 from batchgen.run.progress import read_progress
 from batchgen.run.stop import RESUME
-from batchgen.units import format_duration
 
 WATCH_S = 2.0  # a run writes its progress no more often
 _NO_TOKENS = {"prompt": 0, "completion": 0, "computed": 0, "estimated": None}

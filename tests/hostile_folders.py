@@ -175,8 +175,8 @@ def cases(seed: int) -> Iterator[tuple[str, str, Change]]:
 
 def use(folder: Path) -> None:
     """What a run does with a model, up to two tokens."""
-    from batchgen.data.fingerprint import Digests
-    from batchgen.records import Request, SamplingParams
+    from batchgen.core.fingerprint import Digests
+    from batchgen.core.records import Request, SamplingParams
     from batchgen.run.model import load_engine, read_model
     from batchgen.spec_load import load_job
 
@@ -196,7 +196,7 @@ def use(folder: Path) -> None:
 
 
 def outcome(folder: Path, max_s: int) -> tuple[str, str]:
-    from batchgen.errors import UsageError
+    from batchgen.core.errors import UsageError
 
     def late(*_: object) -> None:
         raise TimeoutError

@@ -15,8 +15,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import RowError, RowErrorCode
-from batchgen.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
+from batchgen.core.errors import RowError, RowErrorCode
+from batchgen.core.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
 from batchgen.run.model import Backend, EngineFactory, ModelInfo
 from batchgen.spec import JobSpec
 

@@ -16,11 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from run_helpers import JobMaker, finish, quiet, rows_of, start, without_timings
 
-from batchgen.data import fingerprint, reader
-from batchgen.data.fingerprint import FileState
+from batchgen.core import fingerprint
+from batchgen.core.errors import InputChanged, ResumeMismatch, UsageError
+from batchgen.core.fingerprint import FileState
+from batchgen.core.records import BadRow, Record
+from batchgen.data import reader
 from batchgen.data.rows import CHUNK_ROWS, chunked
-from batchgen.errors import InputChanged, ResumeMismatch, UsageError
-from batchgen.records import BadRow, Record
 from batchgen.run import RunOptions
 from batchgen.run import job as job_module
 from batchgen.run import rows as rows_module

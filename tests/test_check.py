@@ -17,8 +17,8 @@ from torch import Tensor
 from batchgen.check import proofs
 from batchgen.check.requests import made_up_prompts, requests_for
 from batchgen.cli import call
+from batchgen.core.errors import ExitCode
 from batchgen.engine import sampler
-from batchgen.errors import ExitCode
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.cache import StateCache

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from run_helpers import JobMaker, finish, quiet, rows_of, start
 
-from batchgen.errors import UsageError
+from batchgen.core.errors import UsageError
 from batchgen.plan import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
 from batchgen.run.columns import HEAD_ROWS

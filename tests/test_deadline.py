@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from run_helpers import JobMaker, quiet, rows_of
 
+from batchgen.core.units import parse_clock
 from batchgen.run import stop
 from batchgen.run.stop import Limits, Stopper
-from batchgen.units import parse_clock
 
 NOON = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
 

@@ -12,8 +12,8 @@ from run_helpers import JobMaker, quiet, read_lines, rows_of
 from stub_engine import stub_factory
 
 from batchgen.cli import call
+from batchgen.core.errors import ResumeMismatch
 from batchgen.data.rundir import RunDir
-from batchgen.errors import ResumeMismatch
 from batchgen.report import read_report
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.errors import ModelError
-from batchgen.hub import resolve_folder
+from batchgen.core.errors import ModelError
+from batchgen.core.hub import resolve_folder
 
 COMMIT = "c" * 40
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")
@@ -28,8 +28,8 @@ FILES = {
 }
 RESOLVE = """
 import sys
-from batchgen.errors import ModelError
-from batchgen.hub import resolve_folder
+from batchgen.core.errors import ModelError
+from batchgen.core.hub import resolve_folder
 try:
     print(resolve_folder(sys.argv[1], sys.argv[2], sys.argv[3].split(",")))
 except ModelError as error:

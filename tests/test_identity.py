@@ -14,10 +14,10 @@ from run_helpers import MODEL, JobMaker, quiet, rows_of
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.cli import call
-from batchgen.data import fingerprint
+from batchgen.core import fingerprint
+from batchgen.core.errors import ModelError, ResumeMismatch
 from batchgen.data.rundir import RunDir
 from batchgen.data.tokenizer import Tokenizer
-from batchgen.errors import ModelError, ResumeMismatch
 from batchgen.report import read_report
 from batchgen.retry import retry_job
 from batchgen.run import Outcome, RunOptions, run_job

@@ -18,9 +18,9 @@ from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of
 
 from batchgen import cli
 from batchgen.cli import call
+from batchgen.core.errors import ExitCode, OutOfMemory, UsageError
+from batchgen.core.machine import SMALLER_SIZES, is_out_of_memory, memory_errors, require_address_space
 from batchgen.engine.memory import available_bytes
-from batchgen.errors import ExitCode, OutOfMemory, UsageError
-from batchgen.machine import SMALLER_SIZES, is_out_of_memory, memory_errors, require_address_space
 from batchgen.run import run_job
 
 GB = 10**9

@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.cli import call
+from batchgen.core.errors import StorageError, UsageError
+from batchgen.core.records import Cursor
 from batchgen.data.journal import Journal, JournalEntry
 from batchgen.data.manifest import Manifest
 from batchgen.data.output_formats.parquet import FIXED_TYPES
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import OutputCounts, finalize, finalize_retry
-from batchgen.errors import StorageError, UsageError
 from batchgen.merge import merge
-from batchgen.records import Cursor
 from batchgen.spec import InputSpec, JobSpec, ModelSpec, OutputSpec
 
 NUM_ROWS = 11

@@ -12,7 +12,7 @@ from stub_engine import stub_factory
 
 from batchgen import merge_report
 from batchgen.cli import call
-from batchgen.errors import StorageError
+from batchgen.core.errors import StorageError
 from batchgen.run import RunOptions
 from batchgen.status import read_status
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.data.json_line import encode_json
-from batchgen.records import Cursor, FinishReason, Record, Result, Sample, TokenLogprob
+from batchgen.core.json_line import encode_json
+from batchgen.core.records import Cursor, FinishReason, Record, Result, Sample, TokenLogprob
 from batchgen.run.payloads import Payloads
 from batchgen.spec import RECORD_KEYS, InputSpec, JobSpec, ModelSpec, OutputSpec
 

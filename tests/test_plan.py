@@ -15,7 +15,7 @@ from test_memory import write_input
 
 from batchgen import plan_kv
 from batchgen.cli import call
-from batchgen.errors import GateFailed, UsageError
+from batchgen.core.errors import GateFailed, UsageError
 from batchgen.plan import PlanOptions, check_time, make_plan
 from batchgen.plan_text import render_plan
 from batchgen.run import run_job

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from batchgen.cli import cli
-from batchgen.errors import ExitCode, RowErrorCode
+from batchgen.core.errors import ExitCode, RowErrorCode
 from batchgen.spec_load import load_job
 
 REPOSITORY = Path(__file__).parents[1]

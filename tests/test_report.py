@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from run_helpers import MODEL, JobMaker, quiet, rows_of
 
+from batchgen.core.errors import UsageError
 from batchgen.data.rundir import RunDir
-from batchgen.errors import UsageError
 from batchgen.report import KEYS, build_report, read_report
 from batchgen.report_advice import advice, bound_by
 from batchgen.report_rows import Distribution, RowTotals

@@ -9,7 +9,7 @@ import pytest
 from run_helpers import JobMaker, rows_of
 
 from batchgen.cli import call
-from batchgen.errors import GateFailed
+from batchgen.core.errors import GateFailed
 from batchgen.report_compare import compare_reports
 
 

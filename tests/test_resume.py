@@ -13,9 +13,9 @@ import pytest
 from run_helpers import JobMaker, quiet, rows_of, without_timings
 from stub_engine import stub_factory
 
-from batchgen.data import files
+from batchgen.core import storage
+from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.data.journal import Journal
-from batchgen.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.plan import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
 from batchgen.run import job as job_module
@@ -158,7 +158,7 @@ def test_what_a_kill_leaves_of_the_journal_goes_with_the_next_run(
 ) -> None:
     job.write(rows_of(5))
     with monkeypatch.context() as patch:
-        patch.setattr(files.shutil, "rmtree", lambda *args, **kwargs: None)
+        patch.setattr(storage.shutil, "rmtree", lambda *args, **kwargs: None)
         job.run()
     assert ".journal.removed" in names(job.output)
     (job.output / ".outputs.parquet.tmp").write_bytes(b"half written")

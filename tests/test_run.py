@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of, without_timings
 from stub_engine import StubEngine, stub_factory
 
+from batchgen.core.errors import BatchgenError, LockedError, ModelError, ResumeMismatch, StorageError, UsageError
+from batchgen.core.records import Cursor, Record, Request, Result
 from batchgen.data.journal import read_counts
 from batchgen.data.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
-from batchgen.errors import BatchgenError, LockedError, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.merge import merge
-from batchgen.records import Cursor, Record, Request, Result
 from batchgen.report import read_report
 from batchgen.run import RunOptions, feed, run_job
 from batchgen.run import job as job_module

@@ -8,7 +8,7 @@ from typing import Any
 from run_helpers import JobMaker, rows_of
 from stub_engine import StubEngine
 
-from batchgen.records import FinishReason, Request, Result
+from batchgen.core.records import FinishReason, Request, Result
 from batchgen.run import run_job
 from batchgen.run.model import Backend, ModelInfo
 from batchgen.spec import JobSpec

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run_helpers import JobMaker, finish, rows_of, start, until_delivered, without_timings
 
-from batchgen.errors import ExitCode
+from batchgen.core.errors import ExitCode
 from batchgen.run.progress import read_progress
 
 

@@ -12,7 +12,7 @@ from stub_engine import stub_factory
 from test_signals import until_rows_are_done
 
 from batchgen.cli import call
-from batchgen.errors import BatchgenError, UsageError
+from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.retry import retry_job
 from batchgen.run import Limits, RunOptions
 from batchgen.status import read_status, render_status

@@ -12,7 +12,7 @@ import pytest
 from run_helpers import JobMaker, quiet, rows_of
 from stub_engine import stub_factory
 
-from batchgen.errors import ModelError, ResumeMismatch, UsageError
+from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
 from batchgen.run import Outcome, RunOptions, run_job
 from batchgen.run.model import Backend, ModelInfo
 from batchgen.spec import JobSpec

@@ -16,9 +16,9 @@ from run_helpers import ENVIRONMENT, JobMaker, finish, rows_of, start
 
 from batchgen import cli
 from batchgen.cli import call
+from batchgen.core.units import one_line, printable
 from batchgen.run import guard
 from batchgen.run.display import BarDisplay, LineDisplay
-from batchgen.units import one_line, printable
 
 HOSTILE = "a\x1b[2J\nb\r\x07\x9b31m\u202egpj.\u2066\u2028\x7f\udcff"
 USAGE = ["frobnicate"]

@@ -17,8 +17,8 @@ from run_helpers import JobMaker, quiet, rows_of, without_timings
 from stub_engine import stub_factory
 
 from batchgen.cli import call
+from batchgen.core.errors import ExitCode
 from batchgen.data.rundir import RunDir
-from batchgen.errors import ExitCode
 from batchgen.report import read_report
 from batchgen.run import stop as stop_module
 

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine, EngineConfig, make_engine
 from batchgen.engine.batch import build_input
 from batchgen.engine.group import Group
@@ -30,7 +31,6 @@ from batchgen.model.config import ModelConfig
 from batchgen.model.inputs import ModelInput
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.tensors import RandomTensors
-from batchgen.records import Request, Result, SamplingParams
 
 CPU = torch.device("cpu")
 BACK_ENDS: dict[str, type[Kernels]] = {"cpu": CpuKernels, "reference": ReferenceKernels}

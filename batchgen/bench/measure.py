@@ -18,18 +18,18 @@ from batchgen.bench.facts import engine_sizes, model_key
 from batchgen.bench.roofline import measure
 from batchgen.bench.timed import TimedKernels
 from batchgen.bench.workload import EndAfter, explained
+from batchgen.core.errors import BatchgenError, UsageError
+from batchgen.core.records import Request, SamplingParams
+from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig, make_engine
 from batchgen.engine.memory import peak_bytes
 from batchgen.engine.sizes import use_threads
-from batchgen.errors import BatchgenError, UsageError
 from batchgen.kernels import select
 from batchgen.model import load_config
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.loading import load, resolve_device, resolve_dtype
-from batchgen.records import Request, SamplingParams
 from batchgen.report_roofline import Ceilings, Costs, Measured, Work, remember
 from batchgen.spec import ModelSpec
-from batchgen.units import counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import RowError, RowErrorCode, UsageError
-from batchgen.records import Request, SamplingParams
+from batchgen.core.errors import RowError, RowErrorCode, UsageError
+from batchgen.core.records import Request, SamplingParams
 
 _FIRST_TOKEN = 8  # below lie the special tokens
 

@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
+from batchgen.core.errors import UsageError
+from batchgen.core.records import BadRow, Request, SamplingParams
 from batchgen.data.reader import open_source, stdin_as_file
-from batchgen.errors import UsageError
-from batchgen.records import BadRow, Request, SamplingParams
 from batchgen.run.columns import check_columns
 from batchgen.run.model import ModelInfo
 from batchgen.spec import JobSpec

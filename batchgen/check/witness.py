@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from batchgen.core.errors import GateFailed
+from batchgen.core.records import Request
 from batchgen.engine import Engine
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.sequence import Sequence
-from batchgen.errors import GateFailed
-from batchgen.records import Request
 
 See = Callable[[Sequence, int, Tensor], None]
 """Told a sequence, the index of a generated token, and the logits [vocab_size] it is chosen from."""

@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import BatchgenError
+from batchgen.core.errors import BatchgenError
 
 MAX_CHARS = 1 << 24  # of one prompt: beyond any context
 MAX_CPU_S = 5.0  # processor time of one prompt; a published template takes some microseconds

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from batchgen.core.errors import StorageError
+from batchgen.core.json_line import encode_json
+from batchgen.core.records import Cursor
+from batchgen.core.storage import remove_folder, storage_errors, sync_folder
 from batchgen.data.done_set import DoneSet
-from batchgen.data.files import remove_folder, storage_errors, sync_folder
 from batchgen.data.journal_reader import CHECK_DISK, SegmentReader, segment_number, segment_path, segment_paths
-from batchgen.data.json_line import encode_json
 from batchgen.data.segment import ERROR, PARTIAL, RESULT, Damage, Line, encode_line, scan
-from batchgen.errors import StorageError
-from batchgen.records import Cursor
 
 SEGMENT_BYTES = 64 << 20
 SYNC_SECONDS = 0.5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from batchgen.core.errors import RowErrorCode
 from batchgen.data.rows import RowProblem, type_name
-from batchgen.errors import RowErrorCode
 
 Message = dict[str, Any]
 

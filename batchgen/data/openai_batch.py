@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from batchgen.core.errors import RowErrorCode
 from batchgen.data.params import PARAM_KEYS
 from batchgen.data.rows import RowProblem, type_name
-from batchgen.errors import RowErrorCode
 
 _CHAT_URL = "/v1/chat/completions"
 _COMPLETION_URL = "/v1/completions"

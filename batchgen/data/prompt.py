@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from batchgen.core.errors import RowError, RowErrorCode, TokenizerError, UsageError
+from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.data.chat import ChatTemplateError
 from batchgen.data.content import Chat, Content, ContentFinder, PlainText
 from batchgen.data.params import ParamError, merge_params
 from batchgen.data.rows import RowProblem, bad_row
 from batchgen.data.tokenizer import Tokenizer
-from batchgen.errors import RowError, RowErrorCode, TokenizerError, UsageError
-from batchgen.records import BadRow, Record, Request, SamplingParams
 from batchgen.spec import InputSpec
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each

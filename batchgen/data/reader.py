@@ -16,8 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from batchgen.data.files import publish, staged_file, temporary_name
-from batchgen.data.fingerprint import TRIES, Digests
+from batchgen.core.errors import BatchgenError, InputChanged, UsageError
+from batchgen.core.fingerprint import TRIES, Digests
+from batchgen.core.records import BadRow, Cursor, Record
+from batchgen.core.storage import publish, staged_file, temporary_name
 from batchgen.data.formats import InputFile, Rows, Wanted
 from batchgen.data.formats.detect import resolve_format
 from batchgen.data.formats.hf import PREFIX, DatasetFile, is_saved_dataset
@@ -26,8 +28,6 @@ from batchgen.data.formats.lines import LinesFile
 from batchgen.data.formats.parquet import ParquetFile
 from batchgen.data.formats.text import parse_text
 from batchgen.data.rows import chunked
-from batchgen.errors import BatchgenError, InputChanged, UsageError
-from batchgen.records import BadRow, Cursor, Record
 from batchgen.spec import InputSpec
 
 _START = Cursor(0, 0, 0, 0)

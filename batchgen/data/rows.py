@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from batchgen.errors import RowError, RowErrorCode
-from batchgen.records import BadRow, Record
+from batchgen.core.errors import RowError, RowErrorCode
+from batchgen.core.records import BadRow, Record
 from batchgen.spec import InputSpec
 
 CHUNK_ROWS = 256

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from batchgen.data.files import (
+from batchgen.core.errors import LockedError, UsageError
+from batchgen.core.storage import (
     doomed_name,
     remove_file,
     remove_folder,
@@ -26,7 +27,6 @@ from batchgen.data.files import (
     write_atomic,
 )
 from batchgen.data.manifest import Manifest
-from batchgen.errors import LockedError, UsageError
 
 PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
 IDS_NAME = "ids.sqlite"  # in the journal's folder; SQLite adds endings. Without rows it holds nothing of worth

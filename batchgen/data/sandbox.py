@@ -29,7 +29,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchgen.units import one_line
+from batchgen.core.units import one_line
 
 
 class _GenerationBlock(Extension):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
-from batchgen.records import Cursor
+from batchgen.core.records import Cursor
 
 RESULT, ERROR, PARTIAL = b"r", b"e", b"p"
 _KINDS = frozenset({RESULT, ERROR, PARTIAL})

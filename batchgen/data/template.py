@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.data.json_line import encode_json
+from batchgen.core.errors import RowErrorCode, UsageError
+from batchgen.core.json_line import encode_json
 from batchgen.data.rows import RowProblem, type_name
-from batchgen.errors import RowErrorCode, UsageError
 
 _PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _FIELD = re.compile(r"([^\[\]:!]+)((?:\[[^\[\]]+\])*)")

@@ -13,11 +13,11 @@ from typing import Any
 
 import tokenizers
 
+from batchgen.core.errors import ModelError, TokenizerError
+from batchgen.core.model_files import read_object, read_text
+from batchgen.core.units import one_line
 from batchgen.data.chat import Chat, ChatTemplate, ChatTemplateError
 from batchgen.data.expansion import check_expansion
-from batchgen.errors import ModelError, TokenizerError
-from batchgen.model_files import read_object, read_text
-from batchgen.units import one_line
 
 _MAX_FILE_BYTES = 1 << 26
 

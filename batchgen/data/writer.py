@@ -15,12 +15,12 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from batchgen.data.files import publish, remove_file, staged_file
+from batchgen.core.errors import BatchgenError, StorageError
+from batchgen.core.storage import publish, remove_file, staged_file
 from batchgen.data.journal import Journal
 from batchgen.data.output_formats import OutputFormat, output_format
 from batchgen.data.output_formats.jsonl import read_lines, write_lines
 from batchgen.data.rundir import RunDir
-from batchgen.errors import BatchgenError, StorageError
 from batchgen.spec import OutputSpec
 
 IndexedRow = tuple[int, bytes]

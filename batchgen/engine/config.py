@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from batchgen.errors import UsageError
-from batchgen.units import shown
+from batchgen.core.errors import UsageError
+from batchgen.core.units import shown
 
 _MOST = {"max_num_batched_tokens": 1 << 20, "max_num_seqs": 1 << 16, "block_size": 1 << 16}  # far beyond any use
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from math import isfinite
 
+from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
+from batchgen.core.records import FinishReason, Request, Result
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.duplicates import Duplicates
 from batchgen.engine.group import Group
@@ -20,9 +22,7 @@ from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence, StopWatch
 from batchgen.engine.sizes import resolve, use_threads
 from batchgen.engine.stats import EngineStats
-from batchgen.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.model.lfm2 import Lfm2Model
-from batchgen.records import FinishReason, Request, Result
 
 
 class Engine:

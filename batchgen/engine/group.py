@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from batchgen.core.errors import RowError
+from batchgen.core.records import FinishReason, Request, Result, Timings, TokenLogprob
 from batchgen.engine.sequence import Sequence
-from batchgen.errors import RowError
-from batchgen.records import FinishReason, Request, Result, Timings, TokenLogprob
 
 
 class Group:

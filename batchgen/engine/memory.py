@@ -6,7 +6,7 @@ import resource
 import sys
 from pathlib import Path
 
-from batchgen.machine import address_space_bytes, physical_bytes
+from batchgen.core.machine import address_space_bytes, physical_bytes
 
 _CGROUP_V2 = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
 _CGROUP_V1 = ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")

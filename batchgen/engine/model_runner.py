@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from batchgen.core.machine import SMALLER_SIZES, memory_errors
 from batchgen.engine.batch import Feed, build_input
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, can_record
 from batchgen.engine.replay import StepReplays
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.static_input import Spare
-from batchgen.machine import SMALLER_SIZES, memory_errors
 from batchgen.model.cache import allocate
 from batchgen.model.lfm2 import Lfm2Model
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.core.records import SamplingParams
 from batchgen.model.inputs import upload
-from batchgen.records import SamplingParams
 
 
 class TokenCounts:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from batchgen.core.records import Request, Result
 from batchgen.engine.batch import build_feed
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.engine import Engine
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence, StopWatch
 from batchgen.model.lfm2 import Lfm2Model
-from batchgen.records import Request, Result
 
 Wait = Callable[[], list[int]]
 Fetch = Callable[[Tensor], Wait]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from batchgen.core.records import FinishReason, Request, Sample, TokenLogprob
 from batchgen.engine.looping import LoopWatch
-from batchgen.records import FinishReason, Request, Sample, TokenLogprob
 
 if TYPE_CHECKING:
     from batchgen.engine.group import Group

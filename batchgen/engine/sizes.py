@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from batchgen.core.errors import UsageError
+from batchgen.core.units import shown
 from batchgen.engine.config import EngineConfig, SchedulerConfig
 from batchgen.engine.memory import available_bytes, total_bytes
-from batchgen.errors import UsageError
 from batchgen.model.config import ModelConfig
 from batchgen.model.state_bytes import conv_slot_bytes, kv_block_bytes
-from batchgen.units import shown
 
 if TYPE_CHECKING:
     from batchgen.model.lfm2 import Lfm2Model

@@ -28,7 +28,7 @@ def load_config(path: str, revision: str = "main") -> ModelConfig:
     """
     if is_dummy(path):
         return dummy_config(path)
-    from batchgen.hub import resolve_folder
+    from batchgen.core.hub import resolve_folder
 
     return ModelConfig.from_folder(resolve_folder(path, revision, ("*.json", "*.jinja")))
 

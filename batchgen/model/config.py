@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import ModelError
-from batchgen.model_files import read_object
-from batchgen.units import shown
+from batchgen.core.errors import ModelError
+from batchgen.core.model_files import read_object
+from batchgen.core.units import shown
 
 MODEL_TYPE = "lfm2"
 ATTENTION = "full_attention"

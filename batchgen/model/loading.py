@@ -6,16 +6,16 @@ import re
 
 import torch
 
+from batchgen.core.errors import ModelError
+from batchgen.core.machine import SMALLER_SIZES, memory_errors, physical_bytes
+from batchgen.core.units import shown
 from batchgen.cpu_features import multiplies_bfloat16
-from batchgen.errors import ModelError
 from batchgen.kernels import Kernels, select
-from batchgen.machine import SMALLER_SIZES, memory_errors, physical_bytes
 from batchgen.model import _PATTERNS, is_dummy
 from batchgen.model.config import ModelConfig
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.published import dummy_config
 from batchgen.model.tensors import Checkpoint, RandomTensors, TensorSource
-from batchgen.units import shown
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -38,7 +38,7 @@ def load(
         kind = resolve_dtype(dtype, config, where)
         source = RandomTensors(kind, where)
     else:
-        from batchgen.hub import resolve_folder
+        from batchgen.core.hub import resolve_folder
 
         folder = resolve_folder(path, revision, _PATTERNS)
         config = ModelConfig.from_folder(folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchgen.errors import ModelError
+from batchgen.core.errors import ModelError
 from batchgen.model.config import ModelConfig
 
 PREFIX = "dummy:"

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from batchgen.errors import ModelError
-from batchgen.machine import is_out_of_memory
-from batchgen.model_files import INDEX, WEIGHTS, file_bytes, weight_map
-from batchgen.units import shortened, shown
+from batchgen.core.errors import ModelError
+from batchgen.core.machine import is_out_of_memory
+from batchgen.core.model_files import INDEX, WEIGHTS, file_bytes, weight_map
+from batchgen.core.units import shortened, shown
 
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others want scales to mean anything
 

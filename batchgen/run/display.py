@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TextIO
 
 from tqdm import tqdm
 
-from batchgen.units import format_duration, printable
+from batchgen.core.units import format_duration, printable
 
 Snapshot = Mapping[str, Any]
 _WAITING = "batchgen: {desc} [{elapsed}]"

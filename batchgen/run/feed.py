@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from batchgen.core.errors import RowError, RowErrorCode
+from batchgen.core.records import BadRow, Record, Request
 from batchgen.data.rows import CHUNK_ROWS, RowProblem, bad_row, chunked, row_id
-from batchgen.errors import RowError, RowErrorCode
-from batchgen.records import BadRow, Record, Request
 from batchgen.run.clock import Clock
 from batchgen.run.ledger import Ledger
 from batchgen.run.stop import Stopper

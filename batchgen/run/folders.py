@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from batchgen.errors import InputChanged, UsageError
+from batchgen.core.errors import InputChanged, UsageError
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import chain
 
-from batchgen.records import BadRow, Record
+from batchgen.core.records import BadRow, Record
 from batchgen.run.feed import Feed
 from batchgen.run.ledger import Ledger
 from batchgen.run.model import Backend

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from batchgen.errors import ExitCode
+from batchgen.core.errors import ExitCode
 
 _ALARM, _END = 0, 255  # no signals have these numbers
 

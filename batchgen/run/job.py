@@ -12,14 +12,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from batchgen import __version__
-from batchgen.data.fingerprint import Digests
+from batchgen.core.errors import ExitCode, ResumeMismatch, StorageError, UsageError
+from batchgen.core.fingerprint import Digests
+from batchgen.core.units import counted
 from batchgen.data.journal import Journal
 from batchgen.data.manifest import KERNELS, Manifest, compare
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.reader import Source, open_source
 from batchgen.data.rundir import IDS_NAME, RunDir
 from batchgen.data.writer import finalize, write_errors
-from batchgen.errors import ExitCode, ResumeMismatch, StorageError, UsageError
 from batchgen.report import build_report, write_report
 from batchgen.run.columns import check_columns, check_taken_columns
 from batchgen.run.display import make_display
@@ -37,7 +38,6 @@ from batchgen.run.spool import Spool
 from batchgen.run.stop import Stopper, StopRequested
 from batchgen.run.unique_ids import UniqueIds
 from batchgen.spec import SAMPLING_COLUMNS, JobSpec
-from batchgen.units import counted
 
 
 def run_job(

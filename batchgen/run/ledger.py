@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
+from batchgen.core.errors import RowError, RowErrorCode, StorageError, TokenizerError
+from batchgen.core.records import BadRow, Record, Result
 from batchgen.data.journal import Journal, JournalEntry
-from batchgen.errors import RowError, RowErrorCode, StorageError, TokenizerError
-from batchgen.records import BadRow, Record, Result
 from batchgen.run.clock import Clock
 from batchgen.run.payloads import Payloads, RowId
 from batchgen.run.stop import Stopper

@@ -12,18 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchgen.data.fingerprint import Digests, FileState
+from batchgen.core.errors import InputChanged, ModelError, ResumeMismatch, UsageError
+from batchgen.core.fingerprint import Digests, FileState
+from batchgen.core.hub import resolve_folder
+from batchgen.core.machine import require_address_space
+from batchgen.core.model_files import model_files
+from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.data.manifest import KERNELS, mix_kernels
 from batchgen.data.presets import card_values
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.stop_strings import StopStrings
 from batchgen.data.tokenizer import Tokenizer
-from batchgen.errors import InputChanged, ModelError, ResumeMismatch, UsageError
-from batchgen.hub import resolve_folder
-from batchgen.machine import require_address_space
 from batchgen.model import ModelConfig, is_dummy, load_config
-from batchgen.model_files import model_files
-from batchgen.records import Request, Result, SamplingParams
 from batchgen.spec import EngineSpec, InputSpec, JobSpec
 
 if TYPE_CHECKING:

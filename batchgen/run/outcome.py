@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.core.errors import ExitCode, UsageError
+from batchgen.core.units import counted, format_duration
 from batchgen.data.journal import Journal
 from batchgen.data.manifest import Manifest
 from batchgen.data.rundir import RunDir
-from batchgen.errors import ExitCode, UsageError
 from batchgen.report import read_report
 from batchgen.report_rows import RowTotals
 from batchgen.run.model import Backend
 from batchgen.spec import JobSpec
-from batchgen.units import counted, format_duration
 
 if TYPE_CHECKING:
     from batchgen.run.progress import Progress

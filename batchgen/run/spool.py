@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from batchgen.data.files import publish
+from batchgen.core.storage import publish
 from batchgen.data.reader import stage_stdin
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from types import FrameType
 
-from batchgen.errors import ExitCode
+from batchgen.core.errors import ExitCode
+from batchgen.core.units import format_duration
 from batchgen.run.guard import Guard
-from batchgen.units import format_duration
 
 RESUME = "run again to resume"
 DRAIN_S = 8.0  # how long an orderly stop may take; the contract is 10 s, and leaving takes a moment too

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
-from batchgen.errors import StorageError
+from batchgen.core.errors import StorageError
 
 _CACHE_KIB = 32 << 10
 _MAX_KEY_BYTES = 64

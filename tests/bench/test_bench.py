@@ -14,12 +14,12 @@ from batchgen.bench import measure as bench
 from batchgen.bench.roofline import Effort
 from batchgen.bench.workload import PRESETS, EndAfter, LengthRange, Shape, from_file, hide_lengths
 from batchgen.cli import call
+from batchgen.core.errors import ExitCode, UsageError
+from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine, EngineConfig, pipeline
-from batchgen.errors import ExitCode, UsageError
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.model import load_config, load_model
 from batchgen.model.state_bytes import kv_block_bytes
-from batchgen.records import Request, Result, SamplingParams
 from batchgen.report_roofline import Ceilings, Measured
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")

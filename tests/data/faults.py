@@ -18,8 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.records import Cursor
+from batchgen.core.storage import remove_folder
 from batchgen.data import journal as journal_module
-from batchgen.data.files import remove_folder
 from batchgen.data.journal import Journal, JournalEntry
 from batchgen.data.manifest import Manifest
 from batchgen.data.output_formats.parquet import infer_fields
@@ -27,7 +28,6 @@ from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize, finalize_retry, read_errors
 from batchgen.merge import merge
 from batchgen.merge_report import count_outputs, write_merged_report
-from batchgen.records import Cursor
 from batchgen.report import build_report, write_report
 from batchgen.report_rows import LATENCIES
 from batchgen.spec import InputSpec, JobSpec, ModelSpec, OutputSpec

@@ -20,10 +20,10 @@ import pytest
 from input_helpers import write_tokenizer
 from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, rows_of, start
 
+from batchgen.core.errors import BatchgenError, ModelError
 from batchgen.data import chat
 from batchgen.data.chat import ChatTemplate, ChatTemplateError
 from batchgen.data.tokenizer import Tokenizer
-from batchgen.errors import BatchgenError, ModelError
 
 Answer = str | ChatTemplateError
 

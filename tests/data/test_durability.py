@@ -12,11 +12,11 @@ from pathlib import Path
 import faults
 import pytest
 
+from batchgen.core.errors import StorageError
 from batchgen.data import journal as journal_module
 from batchgen.data.journal import Journal
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize
-from batchgen.errors import StorageError
 from batchgen.spec import OutputSpec
 
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.core.errors import StorageError
+from batchgen.core.records import Cursor
 from batchgen.data import journal as journal_module
 from batchgen.data.done_set import DoneSet
 from batchgen.data.journal import Counts, Journal, JournalEntry, read_counts
 from batchgen.data.segment import Damage, Line, decode_line, encode_line, scan
-from batchgen.errors import StorageError
-from batchgen.records import Cursor
 
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.data.json_line import encode_json
+from batchgen.core.json_line import encode_json
 
 HALF = st.text(st.characters())  # lone surrogates included
 VALUES = st.recursive(

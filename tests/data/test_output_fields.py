@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.data.json_line import encode_json
+from batchgen.core.json_line import encode_json
 from batchgen.data.output_formats import output_format
 from batchgen.data.output_formats.parquet import FIXED_TYPES, ParquetFormat
 from batchgen.spec import RECORD_KEYS

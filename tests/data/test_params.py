@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.core.records import SAMPLING_KEYS, SamplingParams
 from batchgen.data import params
 from batchgen.data.params import ParamError, merge_params
 from batchgen.data.presets import card_values
-from batchgen.records import SAMPLING_KEYS, SamplingParams
 
 BASE = SamplingParams()
 

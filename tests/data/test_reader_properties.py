@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from input_helpers import source_of, zstd
 
-from batchgen.errors import UsageError
-from batchgen.records import BadRow, Record
+from batchgen.core.errors import UsageError
+from batchgen.core.records import BadRow, Record
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from batchgen.data.files import staged_file, write_atomic
+from batchgen.core.errors import LockedError, StorageError, UsageError
+from batchgen.core.storage import staged_file, write_atomic
 from batchgen.data.manifest import Manifest, compare
 from batchgen.data.rundir import Holder, RunDir
-from batchgen.errors import LockedError, StorageError, UsageError
 
 MANIFEST = Manifest(
     job={

@@ -15,10 +15,10 @@ from input_helpers import codes, write_tokenizer
 from run_helpers import MODEL, JobMaker, rows_of
 
 from batchgen import cli
+from batchgen.core.errors import ExitCode, ModelError, TokenizerError
+from batchgen.core.records import Cursor, Record, SamplingParams
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.tokenizer import Tokenizer
-from batchgen.errors import ExitCode, ModelError, TokenizerError
-from batchgen.records import Cursor, Record, SamplingParams
 from batchgen.run.stop import StopRequested
 from batchgen.spec import InputSpec
 

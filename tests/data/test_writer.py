@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.core.errors import BatchgenError, StorageError
+from batchgen.core.records import Cursor
 from batchgen.data import journal_reader
 from batchgen.data.journal import Journal, JournalEntry
 from batchgen.data.manifest import Manifest
 from batchgen.data.output_formats import parquet
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import OutputCounts, finalize, finalize_retry
-from batchgen.errors import BatchgenError, StorageError
-from batchgen.records import Cursor
 from batchgen.spec import OutputSpec
 
 Rows = Sequence[dict[str, Any]]

@@ -20,12 +20,12 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.group import Group
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
-from batchgen.records import Request, SamplingParams
 
 
 @dataclass(frozen=True)

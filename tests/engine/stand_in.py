@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from batchgen.core.records import FinishReason
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
-from batchgen.records import FinishReason
 
 
 def one_step(scheduler: Scheduler, ends: Callable[[Sequence], bool] = lambda s: False) -> Schedule:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from batchgen.core.errors import RowError, RowErrorCode
+from batchgen.core.records import FinishReason, Request, Result, SamplingParams
 from batchgen.engine import duplicates
 from batchgen.engine.duplicates import Duplicates
 from batchgen.engine.group import Group
-from batchgen.errors import RowError, RowErrorCode
-from batchgen.records import FinishReason, Request, Result, SamplingParams
 
 PROMPT = (9, 10, 11)
 GREEDY = Request(0, PROMPT, SamplingParams(max_tokens=5))

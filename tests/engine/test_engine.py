@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny_model import EOS, checked_run, engine_for, random_requests, solo, tiny_model, tokens_of
 
+from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
+from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine, EngineConfig
-from batchgen.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.model.lfm2 import Lfm2Model
-from batchgen.records import FinishReason, Request, Result, SamplingParams, Timings
 
 MODEL = tiny_model()
 PROMPT = (9, 30, 77, 12, 5)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.forecast import OutputLengths, PromptTrend, peak_tokens
 from batchgen.engine.group import Group
 from batchgen.engine.sequence import Sequence
-from batchgen.records import Request, SamplingParams
 
 
 def simulated_peak(held: list[int], more: list[int], block_size: int) -> int:

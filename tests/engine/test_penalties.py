@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batchgen.core.records import SamplingParams
 from batchgen.engine.penalties import TokenCounts, penalize
-from batchgen.records import SamplingParams
 
 TOKENS = st.lists(st.integers(0, 30), max_size=40)
 

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from tiny_model import checked_run, engine_for, random_requests, sequence_at, tiny_model, tokens_of
 from torch import Tensor
 
+from batchgen.core.errors import RowErrorCode
+from batchgen.core.records import Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine, EngineConfig, make_engine, pipeline
 from batchgen.engine.batch import Feed, build_feed
 from batchgen.engine.pipeline import PipelinedEngine, Wait
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
-from batchgen.errors import RowErrorCode
 from batchgen.model.cache import kv_block_bytes
 from batchgen.model.lfm2 import Lfm2Model
-from batchgen.records import Request, Result, SamplingParams, Timings
 
 MODEL = tiny_model()
 PLAIN = SamplingParams(ignore_eos=True)

@@ -9,10 +9,10 @@ import torch
 from tiny_model import checked_run, engine_for, random_requests, solo, tiny_model, tokens_of
 from torch import Tensor
 
+from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, replay
 from batchgen.engine.replay import StepReplays
 from batchgen.model.lfm2 import Lfm2Model
-from batchgen.records import Request, SamplingParams
 
 
 @pytest.fixture

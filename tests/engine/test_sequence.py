@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from batchgen.core.errors import RowError, RowErrorCode
+from batchgen.core.records import FinishReason, Request, SamplingParams, Timings
 from batchgen.engine.group import Group
 from batchgen.engine.sequence import Sequence
-from batchgen.errors import RowError, RowErrorCode
-from batchgen.records import FinishReason, Request, SamplingParams, Timings
 
 EOS = frozenset({7, 2})
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from tiny_model import raw_config, tiny_model
 
+from batchgen.core.errors import ExitCode, UsageError
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine import sizes as sizes_module
 from batchgen.engine.memory import available_bytes, total_bytes
 from batchgen.engine.sizes import resolve, sizes_for, use_threads
-from batchgen.errors import ExitCode, UsageError
 from batchgen.model.cache import allocate, conv_slot_bytes, kv_block_bytes
 from batchgen.model.config import ModelConfig
 from batchgen.model.published import dummy_config

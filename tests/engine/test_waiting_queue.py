@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.group import Group
 from batchgen.engine.sequence import Sequence
 from batchgen.engine.waiting import WaitingQueue
-from batchgen.records import Request, SamplingParams
 
 
 def sequence(key: int, max_tokens: int = 10, output: int = 0) -> Sequence:

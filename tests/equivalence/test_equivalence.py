@@ -32,6 +32,7 @@ from tiny_model import (
 )
 from torch import Tensor
 
+from batchgen.core.records import Request, SamplingParams
 from batchgen.cpu_features import multiplies_bfloat16
 from batchgen.engine import Engine
 from batchgen.engine.schedule import Schedule
@@ -40,7 +41,6 @@ from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.config import ModelConfig
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.tensors import Checkpoint
-from batchgen.records import Request, SamplingParams
 
 TRAINED = Path(__file__).resolve().parents[2] / "sample_data" / "tiny-lfm2"
 PARAMS = {

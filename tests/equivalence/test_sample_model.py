@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from batchgen.core.records import Cursor, Record, Request, Result, SamplingParams
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.stop_strings import StopStrings, cut_text
 from batchgen.data.tokenizer import Tokenizer
 from batchgen.engine import Engine, EngineConfig
 from batchgen.model import load_model
 from batchgen.model.lfm2 import Lfm2Model
-from batchgen.records import Cursor, Record, Request, Result, SamplingParams
 from batchgen.spec import InputSpec
 
 SAMPLE_DATA = Path(__file__).resolve().parents[2] / "sample_data"

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import DTYPES, checked_run, engine_for, tiny_model
 
+from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine
 from batchgen.model.lfm2 import Lfm2Model
-from batchgen.records import FinishReason, Request, Result, SamplingParams, Timings
 
 NUM_REQUESTS = 24
 VOCAB = 128

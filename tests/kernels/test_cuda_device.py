@@ -10,6 +10,7 @@ from tiny_model import CPU, STD, engine_for, ragged_input, random_requests, rand
 from torch import Tensor
 from triton_device import DEVICE, HAS_GPU, CudaKernels
 
+from batchgen.core.records import SamplingParams
 from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, bucket
 from batchgen.engine.static_input import Spare
 from batchgen.kernels import Kernels
@@ -18,7 +19,6 @@ from batchgen.model.cache import StateCache
 from batchgen.model.config import ModelConfig
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.tensors import RandomTensors
-from batchgen.records import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here")]
 

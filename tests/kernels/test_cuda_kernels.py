@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 from triton_device import HAS_GPU, OnDevice
 
+from batchgen.core.records import SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels import QKNorm, SamplingRows, select
 from batchgen.kernels.cuda import attention as attention_kernels
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.records import SamplingParams
 
 REFERENCE = ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.errors import ModelError
+from batchgen.core.errors import ModelError
 from batchgen.model import is_dummy, load_config
 from batchgen.model.config import ModelConfig
 from batchgen.model.published import dummy_config

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from tiny_model import BACK_ENDS, CPU, DTYPES, prefix_logits, raw_config
 from torch import Tensor
 
+from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.model.config import ModelConfig
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.tensors import Checkpoint
-from batchgen.records import Request, SamplingParams
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 LENGTHS = (1, 2, 5, 33, 300)  # 300 crosses the CPU kernel's tile of 256 positions

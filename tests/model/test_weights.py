@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tiny_model import CPU, RecordedTensors, prefix_logits, raw_config, tiny_model, write_checkpoint
 from torch import Tensor
 
-from batchgen.errors import ExitCode, ModelError
+from batchgen.core.errors import ExitCode, ModelError
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model import load_config
 from batchgen.model.config import ModelConfig

@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Protocol
 
-from batchgen.data.fingerprint import Digests
-from batchgen.records import BadRow, Cursor, Record
+from batchgen.core.fingerprint import Digests
+from batchgen.core.records import BadRow, Cursor, Record
 
 Wanted = Callable[[int], bool]
 Rows = Generator[Record | BadRow, None, int]

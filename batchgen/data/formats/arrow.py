@@ -12,10 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchgen.core.errors import RowError, RowErrorCode
+from batchgen.core.records import BadRow, Cursor, Record
+from batchgen.core.units import one_line
 from batchgen.data.formats import Rows, Wanted
-from batchgen.errors import RowError, RowErrorCode
-from batchgen.records import BadRow, Cursor, Record
-from batchgen.units import one_line
 
 MAX_BATCH_ROWS = 4096
 _BATCH_BYTES = 4 << 20

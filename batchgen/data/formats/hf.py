@@ -15,12 +15,12 @@ from urllib.parse import parse_qsl
 
 import pyarrow as pa
 
-from batchgen.data.fingerprint import Digests
+from batchgen.core.errors import BatchgenError, UsageError
+from batchgen.core.fingerprint import Digests
+from batchgen.core.records import Cursor
+from batchgen.core.units import one_line
 from batchgen.data.formats import Rows, Wanted
 from batchgen.data.formats.arrow import Origin, read_batches
-from batchgen.errors import BatchgenError, UsageError
-from batchgen.records import Cursor
-from batchgen.units import one_line
 
 PREFIX = "hf:"
 _OPTIONS = ("config", "split", "revision")

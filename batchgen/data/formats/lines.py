@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from batchgen.data.fingerprint import Digests
+from batchgen.core.errors import RowErrorCode, UsageError
+from batchgen.core.fingerprint import Digests
+from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.data.formats import Rows, Wanted
 from batchgen.data.formats.text_stream import damage, open_text
 from batchgen.data.rows import RowProblem
-from batchgen.errors import RowErrorCode, UsageError
-from batchgen.records import BadRow, Cursor, Record
 
 MAX_LINE_BYTES = 256 << 20  # what a line may cost in memory; a longer one is an error row
 _BOM = b"\xef\xbb\xbf"

@@ -12,12 +12,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.data.fingerprint import Digests
+from batchgen.core.errors import UsageError
+from batchgen.core.fingerprint import Digests
+from batchgen.core.records import Cursor
+from batchgen.core.units import one_line
 from batchgen.data.formats import Rows, Wanted
 from batchgen.data.formats.arrow import Origin, Unreadable, batch_rows, read_batches
-from batchgen.errors import UsageError
-from batchgen.records import Cursor
-from batchgen.units import one_line
 
 _FILE_ERRORS = (OSError, ValueError, pa.ArrowException)  # ValueError: names in the metadata that are no UTF-8
 _BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size instead of whole

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from batchgen.core.errors import UsageError
 from batchgen.data.output_formats.jsonl import JsonlFormat
 from batchgen.data.output_formats.openai_batch import OpenAIBatchFormat
-from batchgen.errors import UsageError
 
 
 class OutputFormat(Protocol):

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from batchgen.data.files import storage_errors
-from batchgen.errors import StorageError
+from batchgen.core.errors import StorageError
+from batchgen.core.storage import storage_errors
 
 
 def write_lines(file: BinaryIO, rows: Iterable[bytes]) -> None:

@@ -17,9 +17,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from batchgen.data.json_line import encode_json
+from batchgen.core.json_line import encode_json
+from batchgen.core.records import FinishReason
 from batchgen.data.output_formats.jsonl import index_of, read_lines, write_lines
-from batchgen.records import FinishReason
 from batchgen.spec import RECORD_KEYS
 
 

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.data.files import storage_errors
-from batchgen.data.json_line import encode_json
-from batchgen.errors import StorageError
+from batchgen.core.errors import StorageError
+from batchgen.core.json_line import encode_json
+from batchgen.core.storage import storage_errors
 
 GROUP_ROWS = 16_384
 GROUP_BYTES = 16 << 20  # of JSON; a row group of long rows ends earlier, since it is held in memory as Python objects

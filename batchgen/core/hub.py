@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from batchgen.errors import ModelError
-from batchgen.model_files import check_files
-from batchgen.units import shown
+from batchgen.core.errors import ModelError
+from batchgen.core.model_files import check_files
+from batchgen.core.units import shown
 
 _REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

@@ -12,7 +12,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from batchgen.errors import BatchgenError, OutOfMemory, UsageError
+from batchgen.core.errors import BatchgenError, OutOfMemory, UsageError
 
 _LEAST_ADDRESS_SPACE = 2 << 30  # torch's libraries map 1 GB; the kernels' compiler ends the process where it has none
 SMALLER_SIZES = "give a smaller --kv-memory, --max-num-batched-tokens or --max-num-seqs, or --dtype bfloat16"

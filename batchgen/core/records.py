@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-from batchgen.errors import RowError
+from batchgen.core.errors import RowError
 
 
 class FinishReason(StrEnum):

@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from batchgen.errors import UsageError
+from batchgen.core.errors import UsageError
 
 _FILE = "file://"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")

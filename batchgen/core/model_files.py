@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from batchgen.errors import ModelError
-from batchgen.units import one_line, shown
+from batchgen.core.errors import ModelError
+from batchgen.core.units import one_line, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchgen.errors import InputChanged, UsageError
+from batchgen.core.errors import InputChanged, UsageError
 
 # A change within one tick of a file system's clock leaves no trace in the times: so long must the last one be past
 # before equal times prove equal content. FAT's clock has the longest tick, of 2 s.

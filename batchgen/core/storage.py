@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from batchgen.errors import StorageError, UsageError
+from batchgen.core.errors import StorageError, UsageError
 
 _HEAD_BYTES = 4096
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
