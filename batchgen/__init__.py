@@ -9,12 +9,12 @@ TYPE_CHECKING = False  # typing takes a while to import, and until it is there n
 if TYPE_CHECKING:
     from typing import Any
 
+    from batchgen.config.job import JobSpec
+    from batchgen.config.load import load_job
     from batchgen.core.errors import BatchgenError
     from batchgen.core.records import Request, Result, SamplingParams
     from batchgen.engine import Engine, EngineConfig
     from batchgen.run import RunOptions, run_job
-    from batchgen.spec import JobSpec
-    from batchgen.spec_load import load_job
 
 __version__ = "0.1.0"
 
@@ -22,12 +22,12 @@ _HOME = {
     "BatchgenError": "batchgen.core.errors",
     "Engine": "batchgen.engine",
     "EngineConfig": "batchgen.engine",
-    "JobSpec": "batchgen.spec",
+    "JobSpec": "batchgen.config.job",
     "Request": "batchgen.core.records",
     "Result": "batchgen.core.records",
     "RunOptions": "batchgen.run",
     "SamplingParams": "batchgen.core.records",
-    "load_job": "batchgen.spec_load",
+    "load_job": "batchgen.config.load",
     "run_job": "batchgen.run",
 }
 

@@ -165,7 +165,7 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
       zcat prompts.txt.gz | batchgen run job.toml --input - --input-format text
     """
     options = _run_options(values)
-    from batchgen.spec_load import load_job
+    from batchgen.config.load import load_job
 
     flags = take_job_flags(values)
     if job is None and not flags:

@@ -61,8 +61,8 @@ def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
         raise UsageError("--model is missing: a folder, a Hub id or dummy:NAME")
     require_address_space()
     from batchgen.bench import measure
+    from batchgen.config.load import load_job
     from batchgen.run.model import engine_config
-    from batchgen.spec_load import load_job
 
     spec = load_job(None, {**flags, "input": {"path": ["-"]}, "output": {"path": "."}})  # a benchmark has neither
     config, where = engine_config(spec.engine), spec.model

@@ -10,10 +10,10 @@ import click
 
 from batchgen.cli_options import GroupedCommand, job_options, take_job_flags
 from batchgen.cli_say import say, show
+from batchgen.config.job import EngineSpec
 from batchgen.core.errors import ExitCode, GateFailed, UsageError
 from batchgen.core.machine import require_address_space
 from batchgen.core.units import counted
-from batchgen.spec import EngineSpec
 
 _SIZES = tuple(item.name for item in fields(EngineSpec) if item.name != "threads")  # the proofs choose these
 _MAX_PROMPTS = 16  # of a file, unless told otherwise
@@ -40,7 +40,7 @@ def check(prompts: str | None, as_json: bool, **values: Any) -> int:
     flags = take_job_flags(values)
     if "path" not in flags.get("model", {}):
         raise UsageError("--model is missing: a folder, a Hub id or dummy:NAME")
-    from batchgen.spec_load import load_job
+    from batchgen.config.load import load_job
 
     flags["input"] = {"limit": _MAX_PROMPTS, **flags.get("input", {}), "path": [prompts or "-"]}
     spec = load_job(None, {**flags, "output": {"path": "."}})  # a check writes nothing

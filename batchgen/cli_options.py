@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import click
 
+from batchgen.config.job import BOOL, COLUMNS, SECTIONS, Kind, flag_name
 from batchgen.core.paths import check_path
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import shortened, shown
-from batchgen.spec import BOOL, COLUMNS, SECTIONS, Kind, flag_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from batchgen.config.job import SAMPLING_COLUMNS, JobSpec, job_from_dict
 from batchgen.core.errors import UsageError
 from batchgen.core.paths import absolute
 from batchgen.core.storage import publish
@@ -25,7 +26,6 @@ from batchgen.data.writer import IndexedRow, OutputCounts, Rows, join, publish_e
 from batchgen.run.folders import tidy_on_refusal
 from batchgen.run.rows import may_have_ids
 from batchgen.run.unique_ids import Claim, UniqueIds
-from batchgen.spec import SAMPLING_COLUMNS, JobSpec, job_from_dict
 
 _NAMED_ROWS = 5  # of many missing rows
 _CLAIMED_AT_ONCE = 4096  # ids

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.job import OutputSpec, job_from_dict
 from batchgen.core.errors import UsageError
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import read_errors, read_records
 from batchgen.report import build_report, read_report, write_report
 from batchgen.report_rows import RowTotals
 from batchgen.report_spent import follow, spent_in
-from batchgen.spec import OutputSpec, job_from_dict
 
 _ABOUT = (
     "model",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.job import JobSpec
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.units import format_duration
 from batchgen.data.reader import open_source, stdin_as_file
@@ -26,7 +27,6 @@ from batchgen.run.feed import Screen
 from batchgen.run.model import ModelInfo, read_model
 from batchgen.run.rows import RowRange, may_have_ids
 from batchgen.run.unique_ids import UniqueIds
-from batchgen.spec import JobSpec
 
 PLAN_VERSION = 1
 

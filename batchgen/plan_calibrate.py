@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 
+from batchgen.config.job import JobSpec
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine
 from batchgen.plan_cost import Machine, StepCost, StepWork
 from batchgen.plan_estimate import Estimate, OutputLengths
 from batchgen.plan_survey import PREFIX_BLOCK, SampledPrompt, Survey
 from batchgen.run.model import ModelInfo, load_engine
-from batchgen.spec import JobSpec
 
 CALIBRATION_S = 10.0
 _REAL_SHARE = 0.5  # of the time: real rows; the rest goes to made-up batches

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.job import JobSpec
 from batchgen.cpu_features import multiplies_bfloat16
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.memory import available_bytes
@@ -17,7 +18,6 @@ from batchgen.engine.sizes import sizes_for
 from batchgen.model import ModelConfig
 from batchgen.model.state_bytes import kv_block_bytes
 from batchgen.run.model import engine_config
-from batchgen.spec import JobSpec
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _NVIDIA = Path("/dev/nvidiactl")

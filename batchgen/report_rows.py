@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchgen.spec import RECORD_KEYS
+from batchgen.config.job import RECORD_KEYS
 
 LATENCIES = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
 NUM_SLOWEST = 10

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.job import JobSpec, job_from_dict
+from batchgen.config.load import override
 from batchgen.core.errors import ExitCode, ResumeMismatch, RowErrorCode, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.paths import absolute
@@ -39,8 +41,6 @@ from batchgen.run.payloads import Payloads
 from batchgen.run.progress import Progress
 from batchgen.run.stop import Stopper, StopRequested
 from batchgen.run.unique_ids import Claim, UniqueIds
-from batchgen.spec import JobSpec, job_from_dict
-from batchgen.spec_load import override
 
 
 def retry_job(

@@ -175,10 +175,10 @@ def cases(seed: int) -> Iterator[tuple[str, str, Change]]:
 
 def use(folder: Path) -> None:
     """What a run does with a model, up to two tokens."""
+    from batchgen.config.load import load_job
     from batchgen.core.fingerprint import Digests
     from batchgen.core.records import Request, SamplingParams
     from batchgen.run.model import load_engine, read_model
-    from batchgen.spec_load import load_job
 
     spec = load_job(
         None,

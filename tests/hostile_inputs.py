@@ -20,8 +20,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.data.params import PARAM_KEYS
-from batchgen.spec import SECTIONS
+from batchgen.config.job import SECTIONS
+from batchgen.config.sampling import PARAM_KEYS
 
 SOUND = {
     "id": "sound",

@@ -15,10 +15,10 @@ from typing import Any
 import pyarrow.parquet as pq
 from stub_engine import StubEngine, stub_factory
 
+from batchgen.config.job import JobSpec
+from batchgen.config.load import load_job
 from batchgen.run import Outcome, RunOptions, run_job
 from batchgen.run.stop import Limits
-from batchgen.spec import JobSpec
-from batchgen.spec_load import load_job
 
 REPOSITORY = Path(__file__).parents[1]
 MODEL = REPOSITORY / "sample_data" / "tiny-lfm2"  # of which the stub uses the config and the tokenizer

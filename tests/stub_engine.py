@@ -15,10 +15,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.job import JobSpec
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
 from batchgen.run.model import Backend, EngineFactory, ModelInfo
-from batchgen.spec import JobSpec
 
 
 def stub_token(request: Request, position: int, vocab_size: int) -> int:

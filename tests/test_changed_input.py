@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from run_helpers import JobMaker, finish, quiet, rows_of, start, without_timings
 
+from batchgen.config.job import JobSpec
 from batchgen.core import fingerprint
 from batchgen.core.errors import InputChanged, ResumeMismatch, UsageError
 from batchgen.core.fingerprint import FileState
@@ -26,7 +27,6 @@ from batchgen.run import RunOptions
 from batchgen.run import job as job_module
 from batchgen.run import rows as rows_module
 from batchgen.run.rows import RowRange
-from batchgen.spec import JobSpec
 from batchgen.status import read_status
 
 NUM_ROWS = 2 * CHUNK_ROWS + 90  # three chunks, of which the first is all that is read when the first steps run

@@ -19,9 +19,9 @@ from stub_engine import stub_factory
 from batchgen import __version__
 from batchgen.cli import call, cli
 from batchgen.cli_options import SAMPLING_HELP
-from batchgen.data.params import PARAM_KEYS
+from batchgen.config.job import SECTIONS, JobSpec, flag_name
+from batchgen.config.sampling import PARAM_KEYS
 from batchgen.run.model import Backend, ModelInfo
-from batchgen.spec import SECTIONS, JobSpec, flag_name
 
 COMMANDS = sorted(cli.commands)
 

@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from run_helpers import JobMaker, finish, quiet, rows_of, start
 
+from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.plan import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
 from batchgen.run.columns import HEAD_ROWS
 from batchgen.run.model import Backend, ModelInfo
-from batchgen.spec import JobSpec
 
 CHAT_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
 BATCH_LINE = {**CHAT_LINE, "body": {"messages": [{"role": "user", "content": "hi"}]}}

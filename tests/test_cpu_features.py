@@ -22,7 +22,7 @@ from batchgen import plan_kv
 from batchgen.kernels.cpu.vector_ir import HAS_BF16
 from batchgen.kernels.cpu.matmul import can_multiply
 from batchgen.model import load_config, loading
-from batchgen.spec_load import load_job
+from batchgen.config.load import load_job
 
 flags = {"model": {"path": "dummy:LFM2-350M", "device": "cpu"}, "input": {"path": ["a"], "prompt": "{a}"}}
 spec, config = load_job(None, {**flags, "output": {"path": "b"}}), load_config("dummy:LFM2-350M")

@@ -14,6 +14,7 @@ from run_helpers import MODEL, JobMaker, quiet, rows_of
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.cli import call
+from batchgen.config.job import JobSpec
 from batchgen.core import fingerprint
 from batchgen.core.errors import ModelError, ResumeMismatch
 from batchgen.data.rundir import RunDir
@@ -22,7 +23,6 @@ from batchgen.report import read_report
 from batchgen.retry import retry_job
 from batchgen.run import Outcome, RunOptions, run_job
 from batchgen.run.model import Backend, EngineFactory, ModelInfo
-from batchgen.spec import JobSpec
 
 
 @pytest.fixture

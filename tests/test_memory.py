@@ -23,7 +23,7 @@ CHUNK = 10_000
 PROGRAM = """
 import json, resource, sys
 from batchgen.run import RunOptions, run_job
-from batchgen.spec_load import load_job
+from batchgen.config.load import load_job
 from stub_engine import stub_factory
 flags = json.loads(sys.argv[1])
 outcome = run_job(load_job(None, flags), RunOptions(progress="quiet"), engine_factory=stub_factory(max_num_seqs=256))

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchgen.cli import call
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.records import Cursor
 from batchgen.data.journal import Journal, JournalEntry
@@ -18,7 +19,6 @@ from batchgen.data.output_formats.parquet import FIXED_TYPES
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import OutputCounts, finalize, finalize_retry
 from batchgen.merge import merge
-from batchgen.spec import InputSpec, JobSpec, ModelSpec, OutputSpec
 
 NUM_ROWS = 11
 BAD = (4, 5, 9)

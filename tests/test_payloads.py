@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.config.job import RECORD_KEYS, InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor, FinishReason, Record, Result, Sample, TokenLogprob
 from batchgen.run.payloads import Payloads
-from batchgen.spec import RECORD_KEYS, InputSpec, JobSpec, ModelSpec, OutputSpec
 
 ORDER = ["id", "index", "text", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples", "choices"]
 ORDER += ["prompt_logprobs", "perplexity"]

@@ -262,7 +262,7 @@ def test_a_plan_writes_nothing_and_loads_no_torch(job: JobMaker) -> None:
 PROGRAM = """
 import json, resource, sys
 from batchgen.plan import PlanOptions, make_plan
-from batchgen.spec_load import load_job
+from batchgen.config.load import load_job
 flags = {"model": {"path": sys.argv[1]}, "input": {"path": [sys.argv[2]]}, "output": {"path": "."}}
 plan = make_plan(load_job(None, flags), PlanOptions())
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from batchgen.cli import cli
+from batchgen.config.load import load_job
 from batchgen.core.errors import ExitCode, RowErrorCode
-from batchgen.spec_load import load_job
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")

@@ -13,6 +13,7 @@ import pytest
 from run_helpers import JobMaker, quiet, rows_of, without_timings
 from stub_engine import stub_factory
 
+from batchgen.config.job import JobSpec
 from batchgen.core import storage
 from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.data.journal import Journal
@@ -22,7 +23,6 @@ from batchgen.run import job as job_module
 from batchgen.run import rows as rows_module
 from batchgen.run.model import Backend, ModelInfo
 from batchgen.run.unique_ids import UniqueIds
-from batchgen.spec import JobSpec
 
 STRICT = RunOptions(strict=True, progress="quiet")
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of, without_timings
 from stub_engine import StubEngine, stub_factory
 
+from batchgen.config.job import RECORD_KEYS, JobSpec
 from batchgen.core.errors import BatchgenError, LockedError, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.core.records import Cursor, Record, Request, Result
 from batchgen.data.journal import read_counts
@@ -31,7 +32,6 @@ from batchgen.run.model import Backend, ModelInfo
 from batchgen.run.payloads import kept_name
 from batchgen.run.stop import Limits, Stopper
 from batchgen.run.unique_ids import UniqueIds
-from batchgen.spec import RECORD_KEYS, JobSpec
 from batchgen.status import read_status, render_status
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from run_helpers import JobMaker, rows_of
 from stub_engine import StubEngine
 
+from batchgen.config.job import JobSpec
 from batchgen.core.records import FinishReason, Request, Result
 from batchgen.run import run_job
 from batchgen.run.model import Backend, ModelInfo
-from batchgen.spec import JobSpec
 
 
 class ChoosingEngine(StubEngine):

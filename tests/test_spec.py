@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.config.job import SECTIONS, JobSpec, is_default, job_from_dict
+from batchgen.config.load import load_job, override
 from batchgen.core.errors import UsageError
 from batchgen.core.units import (
     format_duration,
@@ -26,8 +28,6 @@ from batchgen.core.units import (
 )
 from batchgen.retry import retry_job
 from batchgen.run import RunOptions
-from batchgen.spec import SECTIONS, JobSpec, is_default, job_from_dict
-from batchgen.spec_load import load_job, override
 
 JOBS = sorted((Path(__file__).parents[1] / "jobs").glob("*.toml"))
 NEEDED = {"model": {"path": "dummy:LFM2-350M"}, "input": {"path": "in.jsonl"}, "output": {"path": "out"}}

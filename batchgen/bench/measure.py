@@ -18,6 +18,7 @@ from batchgen.bench.facts import engine_sizes, model_key
 from batchgen.bench.roofline import measure
 from batchgen.bench.timed import TimedKernels
 from batchgen.bench.workload import EndAfter, explained
+from batchgen.config.job import ModelSpec
 from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
@@ -29,7 +30,6 @@ from batchgen.model import load_config
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.loading import load, resolve_device, resolve_dtype
 from batchgen.report_roofline import Ceilings, Costs, Measured, Work, remember
-from batchgen.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

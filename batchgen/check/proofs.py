@@ -14,6 +14,7 @@ import torch
 
 from batchgen.check.requests import requests_for
 from batchgen.check.witness import Comparison, Divergence, Trace, run_seen
+from batchgen.config.job import ModelSpec
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
@@ -21,7 +22,6 @@ from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.cache import kv_block_bytes
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.loading import load
-from batchgen.spec import ModelSpec
 
 # Largest gap between fast and reference kernels as a share of a row's largest logit. Both round every activation to
 # the dtype, in another order, and the differences add up over the layers: 5 % in bfloat16 over the 16 of the 350M.

@@ -11,13 +11,13 @@ import torch
 from batchgen.check.proofs import Check, Proof
 from batchgen.check.requests import made_up_prompts, read_prompts
 from batchgen.check.witness import Divergence
+from batchgen.config.job import JobSpec
 from batchgen.core.records import Request
 from batchgen.core.units import counted
 from batchgen.engine.sizes import use_threads
 from batchgen.model import load_model
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.run.model import read_model
-from batchgen.spec import JobSpec
 
 
 def run_check(

@@ -6,12 +6,12 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 
+from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Request, SamplingParams
 from batchgen.data.reader import open_source, stdin_as_file
 from batchgen.run.columns import check_columns
 from batchgen.run.model import ModelInfo
-from batchgen.spec import JobSpec
 
 _MAX_TOKENS = 16  # generated for each request
 _FIRST_TOKEN = 8  # below lie the special tokens

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchgen.config.job import InputSpec
+from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.units import shortened
 from batchgen.data.messages import Message, check_messages
 from batchgen.data.openai_batch import parse_batch_line
-from batchgen.data.params import PARAM_KEYS
 from batchgen.data.rows import RowProblem, is_batch_line, type_name
 from batchgen.data.template import Template
 from batchgen.data.tokenizer import Tokenizer
-from batchgen.spec import InputSpec
 
 _MAX_SHOWN_CHARS = 60  # of a template, in messages
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from batchgen.config.job import SAMPLING_COLUMNS, OutputSpec, is_default
 from batchgen.core.json_line import encode_json
 from batchgen.core.units import shortened
-from batchgen.spec import SAMPLING_COLUMNS, OutputSpec, is_default
 
 KERNELS = "kernels"  # key of fingerprints["numerics"]; runs of earlier builds lack it
 _VERSION = 1  # of the run directory's layout, the journal's lines included

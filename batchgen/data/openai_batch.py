@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowErrorCode
-from batchgen.data.params import PARAM_KEYS
 from batchgen.data.rows import RowProblem, type_name
 
 _CHAT_URL = "/v1/chat/completions"

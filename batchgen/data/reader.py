@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from batchgen.config.job import InputSpec
 from batchgen.core.errors import BatchgenError, InputChanged, UsageError
 from batchgen.core.fingerprint import TRIES, Digests
 from batchgen.core.records import BadRow, Cursor, Record
@@ -28,7 +29,6 @@ from batchgen.data.formats.lines import LinesFile
 from batchgen.data.formats.parquet import ParquetFile
 from batchgen.data.formats.text import parse_text
 from batchgen.data.rows import chunked
-from batchgen.spec import InputSpec
 
 _START = Cursor(0, 0, 0, 0)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import BadRow, Record
-from batchgen.spec import InputSpec
 
 CHUNK_ROWS = 256
 CHUNK_CHARS = 4 << 20  # a chunk of long rows ends earlier, since it is held in memory

@@ -15,13 +15,13 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
+from batchgen.config.job import OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.storage import publish, remove_file, staged_file
 from batchgen.data.journal import Journal
 from batchgen.data.output_formats import OutputFormat, output_format
 from batchgen.data.output_formats.jsonl import read_lines, write_lines
 from batchgen.data.rundir import RunDir
-from batchgen.spec import OutputSpec
 
 IndexedRow = tuple[int, bytes]
 

@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from typing import TypeGuard
 
+from batchgen.config.job import SAMPLING_COLUMNS, InputSpec, JobSpec
+from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.core.records import Record
 from batchgen.core.units import shortened
-from batchgen.data.params import PARAM_KEYS
 from batchgen.data.reader import Source
 from batchgen.data.rows import RowProblem, is_batch_line, num_chars
 from batchgen.data.template import Template
-from batchgen.spec import SAMPLING_COLUMNS, InputSpec, JobSpec
 
 HEAD_ROWS = 100
 _HEAD_TRIED = 1000  # rows looked at, bad ones included, to find so many readable ones

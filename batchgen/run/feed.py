@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import BadRow, Record, Request
 from batchgen.data.rows import CHUNK_ROWS, RowProblem, bad_row, chunked, row_id
@@ -19,7 +20,6 @@ from batchgen.run.clock import Clock
 from batchgen.run.ledger import Ledger
 from batchgen.run.stop import Stopper
 from batchgen.run.unique_ids import UniqueIds
-from batchgen.spec import InputSpec
 
 _SLOW_CHUNK_S = 2.0  # chat templates may take seconds for each row, and a stop loses the chunk it interrupts
 

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from batchgen import __version__
+from batchgen.config.job import SAMPLING_COLUMNS, JobSpec
 from batchgen.core.errors import ExitCode, ResumeMismatch, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.units import counted
@@ -37,7 +38,6 @@ from batchgen.run.rows import RowRange, claim_again, may_have_ids, refuse_bad_ro
 from batchgen.run.spool import Spool
 from batchgen.run.stop import Stopper, StopRequested
 from batchgen.run.unique_ids import UniqueIds
-from batchgen.spec import SAMPLING_COLUMNS, JobSpec
 
 
 def run_job(

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from batchgen.config.job import EngineSpec, InputSpec, JobSpec
+from batchgen.config.presets import card_values
 from batchgen.core.errors import InputChanged, ModelError, ResumeMismatch, UsageError
 from batchgen.core.fingerprint import Digests, FileState
 from batchgen.core.hub import resolve_folder
@@ -19,12 +21,10 @@ from batchgen.core.machine import require_address_space
 from batchgen.core.model_files import model_files
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.data.manifest import KERNELS, mix_kernels
-from batchgen.data.presets import card_values
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.stop_strings import StopStrings
 from batchgen.data.tokenizer import Tokenizer
 from batchgen.model import ModelConfig, is_dummy, load_config
-from batchgen.spec import EngineSpec, InputSpec, JobSpec
 
 if TYPE_CHECKING:
     from batchgen.engine import EngineConfig

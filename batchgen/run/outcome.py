@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.units import counted, format_duration
 from batchgen.data.journal import Journal
@@ -17,7 +18,6 @@ from batchgen.data.rundir import RunDir
 from batchgen.report import read_report
 from batchgen.report_rows import RowTotals
 from batchgen.run.model import Backend
-from batchgen.spec import JobSpec
 
 if TYPE_CHECKING:
     from batchgen.run.progress import Progress

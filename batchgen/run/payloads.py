@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, Protocol
 
+from batchgen.config.job import RECORD_KEYS, JobSpec
 from batchgen.core.records import BadRow, FinishReason, Record, Result, Sample, Timings, TokenLogprob
 from batchgen.data.openai_batch import url_of
 from batchgen.data.rows import is_batch_line
 from batchgen.data.stop_strings import cut_text
-from batchgen.spec import RECORD_KEYS, JobSpec
 
 RowId = str | int | None
 _TIMINGS = tuple(item.name for item in fields(Timings))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import takewhile
 
+from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Record
 from batchgen.core.units import counted
@@ -16,7 +17,6 @@ from batchgen.data.reader import Reading, Source
 from batchgen.data.rows import chunked
 from batchgen.run.feed import Builder, Screen
 from batchgen.run.unique_ids import UniqueIds
-from batchgen.spec import InputSpec
 
 COUNT_BYTES = 4 << 30  # larger inputs are not counted beforehand: it would take too long
 _SHOWN_BAD_ROWS = 5

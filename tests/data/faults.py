@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.records import Cursor
 from batchgen.core.storage import remove_folder
 from batchgen.data import journal as journal_module
@@ -30,7 +31,6 @@ from batchgen.merge import merge
 from batchgen.merge_report import count_outputs, write_merged_report
 from batchgen.report import build_report, write_report
 from batchgen.report_rows import LATENCIES
-from batchgen.spec import InputSpec, JobSpec, ModelSpec, OutputSpec
 
 NUM_ROWS = 40
 KILLED = 77

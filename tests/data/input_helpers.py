@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
+from batchgen.config.job import InputSpec
 from batchgen.core.records import BadRow, Record
 from batchgen.data.reader import Source, open_source
-from batchgen.spec import InputSpec
 
 Row = Mapping[str, Any]
 

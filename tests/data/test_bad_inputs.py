@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 from input_helpers import VOCAB_SIZE, codes, jsonl, sample_rows, source_of, write_tokenizer, zstd
 
+from batchgen.config.job import InputSpec
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.rows import RowProblem, row_id
 from batchgen.data.tokenizer import Tokenizer
-from batchgen.spec import InputSpec
 
 MAX_MODEL_LEN = 400
 

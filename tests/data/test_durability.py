@@ -12,12 +12,12 @@ from pathlib import Path
 import faults
 import pytest
 
+from batchgen.config.job import OutputSpec
 from batchgen.core.errors import StorageError
 from batchgen.data import journal as journal_module
 from batchgen.data.journal import Journal
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize
-from batchgen.spec import OutputSpec
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ import faults
 from batchgen.data.journal import Journal
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize
-from batchgen.spec import OutputSpec
+from batchgen.config.job import OutputSpec
 
 folder, output_format, num_rows = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 run_dir = RunDir(folder)

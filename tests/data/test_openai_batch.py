@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.records import SamplingParams
 from batchgen.data.openai_batch import parse_batch_line
-from batchgen.data.params import ParamError, merge_params
 from batchgen.data.rows import RowProblem
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"

@@ -9,10 +9,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from batchgen.config.job import RECORD_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.data.output_formats import output_format
 from batchgen.data.output_formats.parquet import FIXED_TYPES, ParquetFormat
-from batchgen.spec import RECORD_KEYS
 
 TIMINGS = dict.fromkeys(("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s"), 0.25) | {
     "cached_tokens": 3,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.config import sampling
+from batchgen.config.presets import card_values
+from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.records import SAMPLING_KEYS, SamplingParams
-from batchgen.data import params
-from batchgen.data.params import ParamError, merge_params
-from batchgen.data.presets import card_values
 
 BASE = SamplingParams()
 
@@ -101,8 +101,8 @@ REFUSED: list[tuple[str, Any]] = [
 
 
 def test_there_is_one_rule_for_every_field_of_sampling_params() -> None:
-    assert set(params._RULES) == set(SAMPLING_KEYS)
-    assert set(params.PARAM_KEYS) == {*SAMPLING_KEYS, "preset"}
+    assert set(sampling._RULES) == set(SAMPLING_KEYS)
+    assert set(sampling.PARAM_KEYS) == {*SAMPLING_KEYS, "preset"}
 
 
 @pytest.mark.parametrize(("key", "value", "parsed"), ACCEPTED)
@@ -228,7 +228,7 @@ def _value(key: str) -> st.SearchStrategy[Any]:
 
 @settings(deadline=None)
 @given(
-    st.fixed_dictionaries({}, optional={key: _value(key) for key in params.PARAM_KEYS}),
+    st.fixed_dictionaries({}, optional={key: _value(key) for key in sampling.PARAM_KEYS}),
     st.dictionaries(st.text(max_size=5), st.none() | st.integers(), max_size=1),
 )
 def test_any_values_are_accepted_in_range_or_refused(known: dict[str, Any], unknown: dict[str, Any]) -> None:
@@ -238,7 +238,7 @@ def test_any_values_are_accepted_in_range_or_refused(known: dict[str, Any], unkn
     except ParamError as error:
         assert error.key in overrides and "\n" not in str(error)
         return
-    assert all(overrides[key] is None for key in unknown.keys() - set(params.PARAM_KEYS))
+    assert all(overrides[key] is None for key in unknown.keys() - set(sampling.PARAM_KEYS))
     assert 0 <= merged.min_tokens <= merged.max_tokens < 2**31
     assert merged.max_tokens > 0 or merged.prompt_logprobs is not None
     assert merged.temperature == 0 or merged.temperature >= 0.01

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from input_helpers import VOCAB_SIZE, write_tokenizer
 
+from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Cursor, Record, Request, SamplingParams
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.tokenizer import Tokenizer
-from batchgen.spec import InputSpec
 
 JOB = SamplingParams(max_tokens=32, seed=5)
 

@@ -17,12 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 from input_helpers import FORMATS, codes, jsonl, read_bytes, sample_rows, source_of, zstd
 
+from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.fingerprint import Digests, file_digest
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.data.formats import lines
 from batchgen.data.reader import open_source, spool_stdin
-from batchgen.spec import InputSpec
 
 every_format = pytest.mark.parametrize("form", FORMATS)
 
@@ -309,7 +309,7 @@ builder.download_and_prepare(sys.argv[2])
 READ_DATASET = """
 from batchgen.data.reader import open_source
 from batchgen.core.errors import UsageError
-from batchgen.spec import InputSpec
+from batchgen.config.job import InputSpec
 source = open_source(InputSpec(path=("hf:org/tiny?config=main",)))
 rows = list(source.read())
 assert list(source.read(rows[1].after)) == rows[2:]

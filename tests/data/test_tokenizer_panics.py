@@ -15,12 +15,12 @@ from input_helpers import codes, write_tokenizer
 from run_helpers import MODEL, JobMaker, rows_of
 
 from batchgen import cli
+from batchgen.config.job import InputSpec
 from batchgen.core.errors import ExitCode, ModelError, TokenizerError
 from batchgen.core.records import Cursor, Record, SamplingParams
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.tokenizer import Tokenizer
 from batchgen.run.stop import StopRequested
-from batchgen.spec import InputSpec
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 

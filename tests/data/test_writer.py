@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchgen.config.job import OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.records import Cursor
 from batchgen.data import journal_reader
@@ -20,7 +21,6 @@ from batchgen.data.manifest import Manifest
 from batchgen.data.output_formats import parquet
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import OutputCounts, finalize, finalize_retry
-from batchgen.spec import OutputSpec
 
 Rows = Sequence[dict[str, Any]]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from batchgen.config.job import InputSpec
 from batchgen.core.records import Cursor, Record, Request, Result, SamplingParams
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.stop_strings import StopStrings, cut_text
@@ -19,7 +20,6 @@ from batchgen.data.tokenizer import Tokenizer
 from batchgen.engine import Engine, EngineConfig
 from batchgen.model import load_model
 from batchgen.model.lfm2 import Lfm2Model
-from batchgen.spec import InputSpec
 
 SAMPLE_DATA = Path(__file__).resolve().parents[2] / "sample_data"
 MODEL = SAMPLE_DATA / "tiny-lfm2"

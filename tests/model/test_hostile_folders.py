@@ -13,14 +13,14 @@ import pytest
 from hostile_folders import NAMES, ODD_FILES, SAMPLE, link
 from run_helpers import ENVIRONMENT
 
+from batchgen.config.job import JobSpec
+from batchgen.config.load import load_job
 from batchgen.core.errors import ModelError, UsageError
 from batchgen.core.fingerprint import Digests, file_digest
 from batchgen.core.hub import resolve_folder
 from batchgen.core.model_files import check_files, read_object
 from batchgen.model import load_model
 from batchgen.run.model import read_model
-from batchgen.spec import JobSpec
-from batchgen.spec_load import load_job
 
 SCRIPT = Path(__file__).parents[1] / "hostile_folders.py"
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")

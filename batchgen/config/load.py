@@ -16,13 +16,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.job import COLUMNS, SECTIONS, JobSpec, Kind, flag_name
+from batchgen.config.presets import card_values
+from batchgen.config.sampling import PARAM_KEYS, ParamError, merge_params
 from batchgen.core.errors import UsageError
 from batchgen.core.paths import absolute, check_path
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import shown
-from batchgen.data.params import PARAM_KEYS, ParamError, merge_params
-from batchgen.data.presets import card_values
-from batchgen.spec import COLUMNS, SECTIONS, JobSpec, Kind, flag_name
 
 Values = dict[str, dict[str, Any]]
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
+from batchgen.config.presets import PRESET_NAMES, card_values
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import shown
-from batchgen.data.presets import PRESET_NAMES, card_values
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
