@@ -18,11 +18,11 @@ from batchgen.config.job import JobSpec
 from batchgen.core import fingerprint
 from batchgen.core.errors import ModelError, ResumeMismatch
 from batchgen.data.rundir import RunDir
-from batchgen.data.tokenizer import Tokenizer
 from batchgen.report import read_report
 from batchgen.retry import retry_job
 from batchgen.run import Outcome, RunOptions, run_job
 from batchgen.run.model import Backend, EngineFactory, ModelInfo
+from batchgen.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from batchgen.data.messages import Message, check_messages
 from batchgen.data.openai_batch import parse_batch_line
 from batchgen.data.rows import RowProblem, is_batch_line, type_name
 from batchgen.data.template import Template
-from batchgen.data.tokenizer import Tokenizer
+from batchgen.text.tokenizer import Tokenizer
 
 _MAX_SHOWN_CHARS = 60  # of a template, in messages
 

@@ -14,10 +14,10 @@ from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError, UsageError
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
-from batchgen.data.chat import ChatTemplateError
 from batchgen.data.content import Chat, Content, ContentFinder, PlainText
 from batchgen.data.rows import RowProblem, bad_row
-from batchgen.data.tokenizer import Tokenizer
+from batchgen.text.chat import ChatTemplateError
+from batchgen.text.tokenizer import Tokenizer
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each
 _MAX_DRAFTED_CHARS = 1 << 24  # characters held at once: a chat template can make much text out of a short row

@@ -22,9 +22,9 @@ from batchgen.core.model_files import model_files
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.data.manifest import KERNELS, mix_kernels
 from batchgen.data.prompt import RequestBuilder
-from batchgen.data.stop_strings import StopStrings
-from batchgen.data.tokenizer import Tokenizer
 from batchgen.model import ModelConfig, is_dummy, load_config
+from batchgen.text.stop_strings import StopStrings
+from batchgen.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from batchgen.engine import EngineConfig

@@ -14,7 +14,7 @@ from batchgen.config.job import RECORD_KEYS, JobSpec
 from batchgen.core.records import BadRow, FinishReason, Record, Result, Sample, Timings, TokenLogprob
 from batchgen.data.openai_batch import url_of
 from batchgen.data.rows import is_batch_line
-from batchgen.data.stop_strings import cut_text
+from batchgen.text.stop_strings import cut_text
 
 RowId = str | int | None
 _TIMINGS = tuple(item.name for item in fields(Timings))

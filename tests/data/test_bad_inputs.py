@@ -23,7 +23,7 @@ from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.rows import RowProblem, row_id
-from batchgen.data.tokenizer import Tokenizer
+from batchgen.text.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 400
 

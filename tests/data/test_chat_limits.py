@@ -21,9 +21,9 @@ from input_helpers import write_tokenizer
 from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, rows_of, start
 
 from batchgen.core.errors import BatchgenError, ModelError
-from batchgen.data import chat
-from batchgen.data.chat import ChatTemplate, ChatTemplateError
-from batchgen.data.tokenizer import Tokenizer
+from batchgen.text import chat
+from batchgen.text.chat import ChatTemplate, ChatTemplateError
+from batchgen.text.tokenizer import Tokenizer
 
 Answer = str | ChatTemplateError
 
@@ -158,7 +158,7 @@ def test_the_processes_of_templates_stay_within_the_memory_limit() -> None:
     sources = json.dumps([FILLS, "{{ range(99999)|map('center', 10**6)|join }}"])
     code = (
         "import json, resource, sys\n"
-        "from batchgen.data.chat import ChatTemplate\n"
+        "from batchgen.text.chat import ChatTemplate\n"
         "for source in json.loads(sys.argv[1]):\n"
         "    print(*ChatTemplate(source, {}).render([[]]))\n"
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)\n"
@@ -305,7 +305,7 @@ def test_answers_that_are_not_taken_are_not_mixed_up_with_later_ones() -> None:
 
 def test_the_process_ends_with_a_run_that_is_killed() -> None:
     code = (
-        "from batchgen.data.chat import ChatTemplate\n"
+        "from batchgen.text.chat import ChatTemplate\n"
         "template = ChatTemplate('{{ messages }}', {})\n"
         "print(template._process._popen.pid, flush=True)\n"
         "input()\n"

@@ -18,7 +18,7 @@ from batchgen.data import prompt as prompt_module
 from batchgen.data.prompt import RequestBuilder
 from batchgen.data.rows import RowProblem, row_id
 from batchgen.data.template import Template
-from batchgen.data.tokenizer import Tokenizer
+from batchgen.text.tokenizer import Tokenizer
 
 JOB = SamplingParams(max_tokens=32, seed=5)
 

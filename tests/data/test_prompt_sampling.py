@@ -13,7 +13,7 @@ from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Cursor, Record, Request, SamplingParams
 from batchgen.data.prompt import RequestBuilder
-from batchgen.data.tokenizer import Tokenizer
+from batchgen.text.tokenizer import Tokenizer
 
 JOB = SamplingParams(max_tokens=32, seed=5)
 

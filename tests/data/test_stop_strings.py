@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from batchgen.data.stop_strings import StopStrings, cut_text
-from batchgen.data.tokenizer import Tokenizer
+from batchgen.text.stop_strings import StopStrings, cut_text
+from batchgen.text.tokenizer import Tokenizer
 
 END, UNKNOWN = 0, 10**6
 ALPHABET = "abé東🙂 \n"

@@ -13,8 +13,8 @@ from input_helpers import CHAT_TEMPLATE, SPECIAL_TOKENS, write_tokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from batchgen.core.errors import ModelError
-from batchgen.data.chat import ChatTemplate, ChatTemplateError
-from batchgen.data.tokenizer import Tokenizer
+from batchgen.text.chat import ChatTemplate, ChatTemplateError
+from batchgen.text.tokenizer import Tokenizer
 
 LFM2 = Path(__file__).parents[3] / "shared" / "lfm2"
 SAMPLE = Path(__file__).parents[2] / "sample_data" / "tiny-lfm2"

@@ -19,8 +19,8 @@ from batchgen.config.job import InputSpec
 from batchgen.core.errors import ExitCode, ModelError, TokenizerError
 from batchgen.core.records import Cursor, Record, SamplingParams
 from batchgen.data.prompt import RequestBuilder
-from batchgen.data.tokenizer import Tokenizer
 from batchgen.run.stop import StopRequested
+from batchgen.text.tokenizer import Tokenizer
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import ModelError, TokenizerError
-from batchgen.data.tokenizer import Tokenizer
+from batchgen.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).parents[2] / "sample_data" / "tiny-lfm2"
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")

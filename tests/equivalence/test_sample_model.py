@@ -15,11 +15,11 @@ import torch
 from batchgen.config.job import InputSpec
 from batchgen.core.records import Cursor, Record, Request, Result, SamplingParams
 from batchgen.data.prompt import RequestBuilder
-from batchgen.data.stop_strings import StopStrings, cut_text
-from batchgen.data.tokenizer import Tokenizer
 from batchgen.engine import Engine, EngineConfig
 from batchgen.model import load_model
 from batchgen.model.lfm2 import Lfm2Model
+from batchgen.text.stop_strings import StopStrings, cut_text
+from batchgen.text.tokenizer import Tokenizer
 
 SAMPLE_DATA = Path(__file__).resolve().parents[2] / "sample_data"
 MODEL = SAMPLE_DATA / "tiny-lfm2"

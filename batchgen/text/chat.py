@@ -33,7 +33,7 @@ _PROGRAM = f"""
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 try:
-    from batchgen.data.sandbox import main
+    from batchgen.text.sandbox import main
 except BaseException as error:
     why = " ".join(f"{{type(error).__name__}}: {{error}}".split()).encode(errors="backslashreplace")
     sys.stdout.buffer.write(b"-%d\\n%s" % (len(why), why))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from batchgen.data.tokenizer import Tokenizer
+from batchgen.text.tokenizer import Tokenizer
 
 _UNDECODED = "\ufffd"  # what bytes that form no character (yet) are decoded to
 _MAX_OPEN = 8  # tokens whose text may still change

@@ -16,8 +16,8 @@ import tokenizers
 from batchgen.core.errors import ModelError, TokenizerError
 from batchgen.core.model_files import read_object, read_text
 from batchgen.core.units import one_line
-from batchgen.data.chat import Chat, ChatTemplate, ChatTemplateError
-from batchgen.data.expansion import check_expansion
+from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError
+from batchgen.text.expansion import check_expansion
 
 _MAX_FILE_BYTES = 1 << 26
 
