@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec
-from batchgen.cpu_features import multiplies_bfloat16
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.memory import available_bytes
 from batchgen.engine.sizes import sizes_for
+from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.model import ModelConfig
 from batchgen.model.state_bytes import kv_block_bytes
 from batchgen.run.model import engine_config

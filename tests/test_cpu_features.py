@@ -12,8 +12,8 @@ import torch
 from llvmlite import binding
 from numba.core import config
 
-from batchgen import cpu_features
-from batchgen.kernels import processor_variant
+from batchgen.kernels import processor
+from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.reference import ReferenceKernels
 
 ASK = """
@@ -46,7 +46,7 @@ ALL = "+avx512f,+avx512bf16,+amx-bf16"
 @pytest.fixture(autouse=True)
 def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer is kept for the process otherwise."""
-    monkeypatch.setattr(cpu_features, "cpu_features", cpu_features.cpu_features.__wrapped__)
+    monkeypatch.setattr(processor, "cpu_features", processor.cpu_features.__wrapped__)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_what_numba_is_told_to_compile_for_counts(
     monkeypatch: pytest.MonkeyPatch, features: str, pairs: bool, matrix: bool, products: bool
 ) -> None:
     monkeypatch.setattr(config, "CPU_FEATURES", features)
-    assert cpu_features.has_bfloat16_pairs() is pairs
-    assert cpu_features.has_matrix_unit() is matrix
-    assert cpu_features.multiplies_bfloat16() is products
+    assert processor.has_bfloat16_pairs() is pairs
+    assert processor.has_matrix_unit() is matrix
+    assert processor.multiplies_bfloat16() is products
 
 
 def test_vectors_that_numba_is_told_to_leave_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,9 +74,9 @@ def test_vectors_that_numba_is_told_to_leave_are_left(monkeypatch: pytest.Monkey
     monkeypatch.setattr(binding, "get_host_cpu_features", host)
     monkeypatch.setattr(config, "CPU_FEATURES", None)
     monkeypatch.setattr(config, "ENABLE_AVX", 1)
-    assert cpu_features.cpu_features() == {"avx2", "avx512bf16", "sse2"}
+    assert processor.cpu_features() == {"avx2", "avx512bf16", "sse2"}
     monkeypatch.setattr(config, "ENABLE_AVX", 0)
-    assert cpu_features.cpu_features() == {"sse2"}
+    assert processor.cpu_features() == {"sse2"}
 
 
 def test_a_system_whose_cpu_llvm_cannot_tell_has_no_features(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_a_system_whose_cpu_llvm_cannot_tell_has_no_features(monkeypatch: pytest
 
     monkeypatch.setattr(binding, "get_host_cpu_features", fail)
     monkeypatch.setattr(config, "CPU_FEATURES", None)
-    assert cpu_features.cpu_features() == frozenset()
+    assert processor.cpu_features() == frozenset()
     assert processor_variant()
 
 

@@ -23,12 +23,13 @@ from batchgen.engine.batch import build_input
 from batchgen.engine.group import Group
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence as EngineSequence
-from batchgen.kernels import Kernels, select
 from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.inputs import ModelInput
+from batchgen.kernels.interface import Kernels
 from batchgen.kernels.reference import ReferenceKernels
+from batchgen.kernels.select import select
 from batchgen.model.cache import StateCache, allocate, key_pack, kv_block_bytes
 from batchgen.model.config import ModelConfig
-from batchgen.model.inputs import ModelInput
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.tensors import RandomTensors
 

@@ -25,7 +25,7 @@ from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig, make_engine
 from batchgen.engine.memory import peak_bytes
 from batchgen.engine.sizes import use_threads
-from batchgen.kernels import select
+from batchgen.kernels.select import select
 from batchgen.model import load_config
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.loading import load, resolve_device, resolve_dtype

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from batchgen.kernels import GatedLinear, Kernels, Linear, Recorder
+from batchgen.kernels.interface import GatedLinear, Kernels, Linear, Recorder
 
 
 class TimedKernels:

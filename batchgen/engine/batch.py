@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
-from batchgen.model.inputs import ModelInput, Tail, query_blocks, upload
+from batchgen.kernels.inputs import ModelInput, Tail, query_blocks, upload
 
 
 @dataclass(frozen=True, slots=True)

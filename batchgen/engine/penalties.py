@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.records import SamplingParams
-from batchgen.model.inputs import upload
+from batchgen.kernels.inputs import upload
 
 
 class TokenCounts:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from batchgen.engine.batch import Feed
 from batchgen.engine.static_input import GraphKey, Spare, StaticInput, is_decode, table_width
-from batchgen.kernels import Recorder
+from batchgen.kernels.inputs import ModelInput
+from batchgen.kernels.interface import Recorder
 from batchgen.model.cache import StateCache
-from batchgen.model.inputs import ModelInput
 from batchgen.model.lfm2 import Lfm2Model
 
 _MOST_RECORDED = 64  # each holds some copies of its block tables

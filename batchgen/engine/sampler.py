@@ -17,8 +17,8 @@ from torch import Tensor
 from batchgen.core.records import TokenLogprob
 from batchgen.engine.penalties import penalize
 from batchgen.engine.sequence import Sequence
-from batchgen.kernels import Kernels, SamplingRows
-from batchgen.model.inputs import upload
+from batchgen.kernels.inputs import upload
+from batchgen.kernels.interface import Kernels, SamplingRows
 
 _MASK = (1 << 64) - 1
 _COLDEST, _HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)

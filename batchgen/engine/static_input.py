@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from batchgen.model.inputs import ModelInput
+from batchgen.kernels.inputs import ModelInput
 
 _LEAST_BLOCKS = 16
 _ALIGNMENT = 64  # bytes: what vector loads want, and cache lines of their own

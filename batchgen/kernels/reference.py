@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchgen.kernels import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear, processor_variant
-from batchgen.model.cache import ConvState, KVCache
-from batchgen.model.inputs import ModelInput
+from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
+from batchgen.kernels.interface import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels.processor import processor_variant
 
 
 class ReferenceLinear:

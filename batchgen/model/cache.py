@@ -12,63 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.kernels.inputs import ConvState, KVCache, upload
 from batchgen.model import state_bytes
 from batchgen.model.config import ModelConfig
-from batchgen.model.inputs import upload
 from batchgen.model.state_bytes import LANES, padded
 
 __all__ = ["LANES", "ConvState", "KVCache", "StateCache", "allocate", "conv_slot_bytes", "kv_block_bytes"]
 
 
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """Keys and values of one attention layer.
-
-    Attributes:
-        keys: [num_blocks, num_kv_heads, width / pack, lanes, pack]: a position is a column, so that neighbours fill
-            a vector; ``pack`` (see ``key_pack``) dimensions of it lie side by side.
-        values: [num_blocks, num_kv_heads, block_size, width].
-        block_size: positions per block; ``lanes`` is this rounded up to 16, ``width`` is head_dim rounded up.
-    """
-
-    keys: Tensor
-    values: Tensor
-    block_size: int
-
-    @property
-    def lanes(self) -> int:
-        """Columns of a block."""
-        return self.keys.shape[3]
-
-    @property
-    def width(self) -> int:
-        """Dimensions of a head, with what pads it."""
-        return self.values.shape[3]
-
-    def key_columns(self, blocks: Tensor) -> Tensor:
-        """Keys of some blocks, unpacked: [len(blocks), num_kv_heads, width, lanes]."""
-        return self.keys[blocks].transpose(3, 4).flatten(2, 3)
-
-
 def key_pack(dtype: torch.dtype, device: torch.device) -> int:
     """Dimensions of a key that lie side by side: the CPU multiplies bfloat16 by pairs, other back ends one by one."""
     return 2 if dtype == torch.bfloat16 and device.type == "cpu" else 1
-
-
-@dataclass(frozen=True, slots=True)
-class ConvState:
-    """The last inputs of one short convolution, oldest first.
-
-    Attributes:
-        slots: [num_slots, conv_L_cache - 1, hidden_size], those of each running sequence.
-        blocks: [num_blocks, conv_L_cache - 1, hidden_size], those at the end of each KV block, so that a prefix can be
-            taken over with both halves of its state; no rows where none is kept.
-        block_size: positions per KV block.
-    """
-
-    slots: Tensor
-    blocks: Tensor
-    block_size: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels import Kernels, Linear, QKNorm
-from batchgen.model.cache import ConvState, KVCache, StateCache
+from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
+from batchgen.kernels.interface import Kernels, Linear, QKNorm
+from batchgen.model.cache import StateCache
 from batchgen.model.config import ATTENTION, ModelConfig
-from batchgen.model.inputs import ModelInput
 from batchgen.model.tensors import TensorSource
 
 

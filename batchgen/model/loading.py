@@ -9,8 +9,9 @@ import torch
 from batchgen.core.errors import ModelError
 from batchgen.core.machine import SMALLER_SIZES, memory_errors, physical_bytes
 from batchgen.core.units import shown
-from batchgen.cpu_features import multiplies_bfloat16
-from batchgen.kernels import Kernels, select
+from batchgen.kernels.interface import Kernels
+from batchgen.kernels.processor import multiplies_bfloat16
+from batchgen.kernels.select import select
 from batchgen.model import _PATTERNS, is_dummy
 from batchgen.model.config import ModelConfig
 from batchgen.model.lfm2 import Lfm2Model

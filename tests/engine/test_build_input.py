@@ -10,7 +10,7 @@ from tiny_model import sequence_at
 from batchgen.engine.batch import build_input
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
-from batchgen.model.inputs import QUERY_BLOCK
+from batchgen.kernels.inputs import QUERY_BLOCK
 
 DTYPES = {
     "token_ids": torch.int64,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_model import BACK_ENDS, DTYPES, ragged_input, random_state, state_tensors, tiny_model
 
 from batchgen.engine.batch import build_tail
-from batchgen.model.inputs import QUERY_BLOCK, ModelInput, Tail
+from batchgen.kernels.inputs import QUERY_BLOCK, ModelInput, Tail
 
 TAILS = {"none": [1, 3], "one": [0, 2], "two": [1]}  # convolutions behind the last attention of four layers
 EXACT = {"rtol": 0, "atol": 0}

@@ -33,11 +33,11 @@ from tiny_model import (
 from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
-from batchgen.cpu_features import multiplies_bfloat16
 from batchgen.engine import Engine
 from batchgen.engine.schedule import Schedule
-from batchgen.kernels import select
+from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.kernels.reference import ReferenceKernels
+from batchgen.kernels.select import select
 from batchgen.model.config import ModelConfig
 from batchgen.model.lfm2 import Lfm2Model
 from batchgen.model.tensors import Checkpoint

@@ -20,9 +20,9 @@ from tiny_model import ragged_input
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from batchgen.kernels import QKNorm, SamplingRows
 from batchgen.kernels.cuda.backend import CudaKernels
-from batchgen.model.cache import ConvState, KVCache
+from batchgen.kernels.inputs import ConvState, KVCache
+from batchgen.kernels.interface import QKNorm, SamplingRows
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FF, VOCAB, BLOCK_SIZE = 16, 8, 64, 1024, 4608, 65536, 32  # LFM2-350M

@@ -15,10 +15,10 @@ import torch
 from tiny_model import BACK_ENDS, packed_keys, ragged_input
 from torch import Tensor
 
-from batchgen.kernels import Kernels
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.model.cache import LANES, KVCache
-from batchgen.model.inputs import ModelInput
+from batchgen.kernels.inputs import KVCache, ModelInput
+from batchgen.kernels.interface import Kernels
+from batchgen.model.cache import LANES
 
 BLOCK_SIZES = [1, 3, 16, 24, 32, 64, 96, 300]
 DTYPES = [torch.float32, torch.bfloat16]

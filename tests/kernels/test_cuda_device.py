@@ -13,7 +13,7 @@ from triton_device import DEVICE, HAS_GPU, CudaKernels
 from batchgen.core.records import SamplingParams
 from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, bucket
 from batchgen.engine.static_input import Spare
-from batchgen.kernels import Kernels
+from batchgen.kernels.interface import Kernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.cache import StateCache
 from batchgen.model.config import ModelConfig

@@ -28,8 +28,8 @@ from batchgen.engine import model_runner
 from batchgen.engine.batch import Feed
 from batchgen.engine.graphs import DecodeGraphs, Replay, bucket
 from batchgen.engine.static_input import GraphKey, Spare, StaticInput
+from batchgen.kernels.inputs import ModelInput
 from batchgen.model.cache import StateCache
-from batchgen.model.inputs import ModelInput
 from batchgen.model.lfm2 import Lfm2Model
 
 BLOCK_SIZE = 4

@@ -17,9 +17,10 @@ from triton_device import HAS_GPU, OnDevice
 
 from batchgen.core.records import SamplingParams
 from batchgen.engine import Engine, EngineConfig
-from batchgen.kernels import QKNorm, SamplingRows, select
 from batchgen.kernels.cuda import attention as attention_kernels
+from batchgen.kernels.interface import QKNorm, SamplingRows
 from batchgen.kernels.reference import ReferenceKernels
+from batchgen.kernels.select import select
 
 REFERENCE = ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -294,7 +295,7 @@ def test_a_cuda_device_gets_these_kernels_and_the_reference_where_triton_is_miss
     device = torch.device("cuda", 3)
     assert select(device, torch.bfloat16).name == "cuda"
     assert current == [device], "Triton launches on the current device"
-    monkeypatch.setattr("batchgen.kernels.find_spec", lambda _: None)
+    monkeypatch.setattr("batchgen.kernels.select.find_spec", lambda _: None)
     assert select(device, torch.bfloat16).name == "reference"
 
 

@@ -13,11 +13,11 @@ from numba.core.caching import IndexDataCacheFile
 from tiny_model import DTYPES, engine_for, random_requests, solo, tiny_model, tokens_of
 
 from batchgen.core.records import Request
-from batchgen.kernels import select
 from batchgen.kernels.cpu import backend, parallel, rows
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
 from batchgen.kernels.reference import ReferenceKernels
+from batchgen.kernels.select import select
 from batchgen.run import model as run_model
 
 

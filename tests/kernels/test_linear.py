@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels import Linear
 from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
 from batchgen.kernels.cpu.matmul import PanelGatedLinear, PanelLinear, can_multiply
+from batchgen.kernels.interface import Linear
 from batchgen.kernels.reference import ReferenceKernels, ReferenceLinear
 
 LINEARS: dict[str, type[Linear]] = {"panels": PanelLinear, "packed": PackedLinear, "plain": PlainLinear}

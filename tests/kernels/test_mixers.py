@@ -10,10 +10,10 @@ from tiny_model import BACK_ENDS, packed_keys, ragged_input
 from torch import Tensor
 from torch.nn import functional
 
-from batchgen.kernels import Kernels, QKNorm
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.model.cache import LANES, ConvState, KVCache
-from batchgen.model.inputs import ModelInput
+from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
+from batchgen.kernels.interface import Kernels, QKNorm
+from batchgen.model.cache import LANES
 
 DTYPES = [torch.float32, torch.bfloat16]
 PIECES = [(0, 1), (0, 2), (0, 9), (1, 1), (2, 1), (3, 40), (300, 5), (31, 1)]

@@ -16,8 +16,8 @@ from tiny_model import BACK_ENDS
 from torch import Tensor
 
 from batchgen.engine.sampler import uniform
-from batchgen.kernels import SamplingRows
 from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.interface import SamplingRows
 from batchgen.kernels.reference import ReferenceKernels
 
 DTYPES = [torch.float32, torch.bfloat16]

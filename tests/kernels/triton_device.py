@@ -35,11 +35,10 @@ import triton.language as tl  # noqa: E402  # what follows imports Triton
 from tiny_model import packed_keys  # noqa: E402
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
 
-from batchgen.kernels import Linear, QKNorm, SamplingRows  # noqa: E402
 from batchgen.kernels.cuda import rows as _kernels  # noqa: E402
 from batchgen.kernels.cuda.backend import CudaKernels  # noqa: E402
-from batchgen.model.cache import ConvState, KVCache  # noqa: E402
-from batchgen.model.inputs import ModelInput  # noqa: E402
+from batchgen.kernels.inputs import ConvState, KVCache, ModelInput  # noqa: E402
+from batchgen.kernels.interface import Linear, QKNorm, SamplingRows  # noqa: E402
 
 assert HAS_GPU or type(_kernels.rms_norm).__name__ == "InterpretedFunction", "Triton was imported by another test"
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear, processor_variant
 from batchgen.kernels.cpu import attention as attention_kernel
 from batchgen.kernels.cpu import mixers, sampling
 from batchgen.kernels.cpu import rows as row_kernels
@@ -20,8 +19,9 @@ from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
 from batchgen.kernels.cpu.matmul import PanelGatedLinear, PanelLinear, can_multiply
 from batchgen.kernels.cpu.parallel import address, empty, openmp, scratch
 from batchgen.kernels.cpu.recording import Recorder
-from batchgen.model.cache import ConvState, KVCache
-from batchgen.model.inputs import QUERY_BLOCK, ModelInput
+from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
+from batchgen.kernels.interface import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels.processor import processor_variant
 
 
 @lru_cache

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchgen.cpu_features import has_matrix_unit
-from batchgen.kernels import Linear
 from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.matmul_tiles import ADD, GATE, MAX_ROWS, STORE, STRIPS, TILE_COLUMNS, TO_SUMS, multiply
 from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, address, empty, next_item, scratch, worker_number
 from batchgen.kernels.cpu.rows import silu_mul
 from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import HAS_BF16, LANES
+from batchgen.kernels.interface import Linear
+from batchgen.kernels.processor import has_matrix_unit
 
 _SUMS = MAX_ROWS * TILE_COLUMNS  # float32 words of scratch a worker needs
 _HALF = TILE_COLUMNS // 2

@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from batchgen.cpu_features import has_bfloat16_pairs
+from batchgen.kernels.processor import has_bfloat16_pairs
 
 LANES = 16
 CACHE_LINE = 64  # bytes: how far one prefetch reaches

@@ -10,13 +10,12 @@ import torch
 import triton
 from torch import Tensor
 
-from batchgen.kernels import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
 from batchgen.kernels.cuda import mixers, rows, sampling
 from batchgen.kernels.cuda.linear import CublasLinear, FixedOrderLinear
 from batchgen.kernels.cuda.paged import PagedAttention
 from batchgen.kernels.cuda.tiles import num_tiles, power_of_two
-from batchgen.model.cache import ConvState, KVCache
-from batchgen.model.inputs import ModelInput
+from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
+from batchgen.kernels.interface import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
 
 
 class CudaKernels:

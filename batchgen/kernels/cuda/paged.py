@@ -7,8 +7,7 @@ from torch import Tensor
 
 from batchgen.kernels.cuda import attention
 from batchgen.kernels.cuda.tiles import num_tiles, power_of_two
-from batchgen.model.cache import KVCache
-from batchgen.model.inputs import ModelInput
+from batchgen.kernels.inputs import KVCache, ModelInput
 
 _LEAST_ROWS = 16  # of a matrix instruction
 _PROMPT_ROWS = 128  # of a prompt's tile: arithmetic enough for every key it reads

@@ -6,6 +6,7 @@ too: with them a run behaves as on an older CPU. Imports no torch, so that ``pla
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -35,3 +36,20 @@ def has_matrix_unit() -> bool:
 def multiplies_bfloat16() -> bool:
     """Whether bfloat16 products are native; emulated they are slower than float32."""
     return has_bfloat16_pairs() or has_matrix_unit()
+
+
+def processor_variant(product: str = "") -> str:
+    """``Kernels.variant`` on a CPU: its vectors, such as ``avx512-bf16``, and the library of matrix products, if any.
+
+    A library comes with torch, and another version of it may add up in another order, so the version counts where
+    there is one; kernels of our own spell out each operation and give the same bits under any version.
+    """
+    import torch
+
+    vectors = torch.backends.cpu.get_cpu_capability().lower()  # as torch finds them, and oneDNN too
+    units = [name for name, is_there in (("bf16", has_bfloat16_pairs()), ("amx", has_matrix_unit())) if is_there]
+    architecture = [] if vectors.startswith("avx") else [platform.machine().lower()]
+    parts = [*architecture, vectors, *units]
+    if product:
+        parts += [product, f"torch{torch.__version__.partition('+')[0]}"]
+    return "-".join(parts)

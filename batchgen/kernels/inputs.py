@@ -90,3 +90,49 @@ def query_blocks(sequences: np.ndarray, starts: np.ndarray, ends: np.ndarray) ->
     first = starts[run] + (np.arange(len(run)) - before[run]) * QUERY_BLOCK
     count = np.minimum(ends[run] - first, QUERY_BLOCK)
     return torch.from_numpy(np.stack((sequences[run], first, count), axis=1).astype(np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of one attention layer.
+
+    Attributes:
+        keys: [num_blocks, num_kv_heads, width / pack, lanes, pack]: a position is a column, so that neighbours fill
+            a vector; ``pack`` (see ``key_pack``) dimensions of it lie side by side.
+        values: [num_blocks, num_kv_heads, block_size, width].
+        block_size: positions per block; ``lanes`` is this rounded up to 16, ``width`` is head_dim rounded up.
+    """
+
+    keys: Tensor
+    values: Tensor
+    block_size: int
+
+    @property
+    def lanes(self) -> int:
+        """Columns of a block."""
+        return self.keys.shape[3]
+
+    @property
+    def width(self) -> int:
+        """Dimensions of a head, with what pads it."""
+        return self.values.shape[3]
+
+    def key_columns(self, blocks: Tensor) -> Tensor:
+        """Keys of some blocks, unpacked: [len(blocks), num_kv_heads, width, lanes]."""
+        return self.keys[blocks].transpose(3, 4).flatten(2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvState:
+    """The last inputs of one short convolution, oldest first.
+
+    Attributes:
+        slots: [num_slots, conv_L_cache - 1, hidden_size], those of each running sequence.
+        blocks: [num_blocks, conv_L_cache - 1, hidden_size], those at the end of each KV block, so that a prefix can be
+            taken over with both halves of its state; no rows where none is kept.
+        block_size: positions per KV block.
+    """
+
+    slots: Tensor
+    blocks: Tensor
+    block_size: int

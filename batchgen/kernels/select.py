@@ -1,0 +1,27 @@
+"""Chooses the back end for a device and dtype; a back end for another device is a module and a line here."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from batchgen.kernels.interface import Kernels
+
+
+def select(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = False) -> Kernels:
+    """The fastest back end for a device and dtype; with ``batch_invariant`` the fastest whose rows are independent.
+
+    On the CPU both are the same.
+    """
+    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
+        from batchgen.kernels.cpu.backend import CpuKernels
+
+        return CpuKernels()
+    if device.type == "cuda" and find_spec("triton") is not None:
+        from batchgen.kernels.cuda.backend import CudaKernels
+
+        return CudaKernels(device, batch_invariant=batch_invariant)
+    from batchgen.kernels.reference import ReferenceKernels
+
+    return ReferenceKernels(device)
