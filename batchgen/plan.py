@@ -14,6 +14,7 @@ from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import GateFailed, UsageError
+from batchgen.core.machine import processor_name
 from batchgen.core.units import format_duration
 from batchgen.data.reader import open_source, stdin_as_file
 from batchgen.data.rundir import RunDir
@@ -21,7 +22,7 @@ from batchgen.engine.config import SchedulerConfig
 from batchgen.plan_estimate import Estimate, OutputLengths, comparable, estimate_from_report, limits, reported_lengths
 from batchgen.plan_kv import kv_plan
 from batchgen.plan_survey import PREFIX_BLOCK, Survey
-from batchgen.report import processor_name, read_report
+from batchgen.report import read_report
 from batchgen.run.columns import check_columns
 from batchgen.run.feed import Screen
 from batchgen.run.model import ModelInfo, read_model

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec
+from batchgen.core.memory import available_bytes
 from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.memory import available_bytes
 from batchgen.engine.sizes import sizes_for
 from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.model import ModelConfig

@@ -17,10 +17,11 @@ from typing import Any
 from batchgen import __version__
 from batchgen.core.errors import UsageError
 from batchgen.core.json_line import encode_json
+from batchgen.core.machine import processor_name
 from batchgen.core.storage import write_atomic
 from batchgen.data.rundir import RunDir
+from batchgen.model.roofline import roofline_section
 from batchgen.report_advice import advice, bound_by
-from batchgen.report_roofline import roofline_section
 from batchgen.report_rows import RowTotals
 from batchgen.report_spent import split, tail_s, thin
 
@@ -179,15 +180,6 @@ def read_report_file(path: Path) -> dict[str, Any]:
     if missing := sorted(KEYS.keys() - _OPTIONAL_KEYS - report.keys()):
         raise UsageError(f"{path} is not whole: it lacks {', '.join(missing[:3])}")
     return dict(report)
-
-
-def processor_name() -> str:
-    """What this machine's processor calls itself; empty where it does not tell."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - a device of the kernel, read by line
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()
 
 
 def _occupancy(engine: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from batchgen.core.errors import ExitCode
 from batchgen.engine import sampler
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model.cache import StateCache
-from batchgen.model.loading import load
+from batchgen.model.load import load
+from batchgen.model.state import StateCache
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 

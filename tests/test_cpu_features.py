@@ -21,13 +21,13 @@ import torch
 from batchgen import plan_kv
 from batchgen.kernels.cpu.vector_ir import HAS_BF16
 from batchgen.kernels.cpu.matmul import can_multiply
-from batchgen.model import load_config, loading
+from batchgen.model import load, load_config
 from batchgen.config.load import load_job
 
 flags = {"model": {"path": "dummy:LFM2-350M", "device": "cpu"}, "input": {"path": ["a"], "prompt": "{a}"}}
 spec, config = load_job(None, {**flags, "output": {"path": "b"}}), load_config("dummy:LFM2-350M")
 print(HAS_BF16, can_multiply(torch.ones(2, 2, dtype=torch.bfloat16)))
-print(str(loading.resolve_dtype("auto", config, torch.device("cpu"))).removeprefix("torch."))
+print(str(load.resolve_dtype("auto", config, torch.device("cpu"))).removeprefix("torch."))
 print(plan_kv._guessed_dtype(spec, config))
 """
 MULTIPLY = """

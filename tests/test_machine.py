@@ -20,7 +20,7 @@ from batchgen import cli
 from batchgen.cli import call
 from batchgen.core.errors import ExitCode, OutOfMemory, UsageError
 from batchgen.core.machine import SMALLER_SIZES, is_out_of_memory, memory_errors, require_address_space
-from batchgen.engine.memory import available_bytes
+from batchgen.core.memory import available_bytes
 from batchgen.run import run_job
 
 GB = 10**9
@@ -102,9 +102,9 @@ def test_what_may_have_another_cause_is_a_lack_of_memory_where_the_address_space
 
 
 def test_weights_for_which_there_is_no_memory_are_one_line(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchgen.model import loading
+    from batchgen.model import load
 
-    monkeypatch.setattr(loading, "Lfm2Model", lambda *_: of_torch())
+    monkeypatch.setattr(load, "Lfm2Model", lambda *_: of_torch())
     job.write(rows_of(1))
     with pytest.raises(OutOfMemory, match=r"out of memory while loading the weights.*--kv-memory"):
         run_job(job.spec(), quiet())

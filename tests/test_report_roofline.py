@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from batchgen import report_roofline
-from batchgen.model.published import dummy_config
-from batchgen.report_roofline import (
+from batchgen.model import roofline
+from batchgen.model.registry import dummy_config
+from batchgen.model.roofline import (
     Ceilings,
     Costs,
     Measured,
@@ -100,7 +100,7 @@ def test_an_engine_that_counts_no_work_has_no_roofline() -> None:
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     path = tmp_path / "cache" / "roofline.json"
-    monkeypatch.setattr(report_roofline, "cache_file", lambda: path)
+    monkeypatch.setattr(roofline, "cache_file", lambda: path)
     return path
 
 

@@ -28,10 +28,10 @@ from batchgen.kernels.inputs import ModelInput
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
-from batchgen.model.cache import StateCache, allocate, key_pack, kv_block_bytes
 from batchgen.model.config import ModelConfig
-from batchgen.model.lfm2 import Lfm2Model
-from batchgen.model.tensors import RandomTensors
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.state import StateCache, allocate, key_pack, kv_block_bytes
+from batchgen.model.weights import RandomTensors
 
 CPU = torch.device("cpu")
 BACK_ENDS: dict[str, type[Kernels]] = {"cpu": CpuKernels, "reference": ReferenceKernels}

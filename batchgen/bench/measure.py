@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
-from batchgen.bench.facts import engine_sizes, model_key
-from batchgen.bench.roofline import measure
 from batchgen.bench.timed import TimedKernels
 from batchgen.bench.workload import EndAfter, explained
 from batchgen.config.job import ModelSpec
 from batchgen.core.errors import BatchgenError, UsageError
+from batchgen.core.memory import peak_bytes
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig, make_engine
-from batchgen.engine.memory import peak_bytes
+from batchgen.engine.facts import engine_sizes, model_key
 from batchgen.engine.sizes import use_threads
 from batchgen.kernels.select import select
 from batchgen.model import load_config
-from batchgen.model.lfm2 import Lfm2Model
-from batchgen.model.loading import load, resolve_device, resolve_dtype
-from batchgen.report_roofline import Ceilings, Costs, Measured, Work, remember
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.load import load, resolve_device, resolve_dtype
+from batchgen.model.rates import measure
+from batchgen.model.roofline import Ceilings, Costs, Measured, Work, remember
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model.cache import kv_block_bytes
-from batchgen.model.lfm2 import Lfm2Model
-from batchgen.model.loading import load
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.load import load
+from batchgen.model.state import kv_block_bytes
 
 # Largest gap between fast and reference kernels as a share of a row's largest logit. Both round every activation to
 # the dtype, in another order, and the differences add up over the layers: 5 % in bfloat16 over the 16 of the 350M.

@@ -16,7 +16,7 @@ from batchgen.core.records import Request
 from batchgen.core.units import counted
 from batchgen.engine.sizes import use_threads
 from batchgen.model import load_model
-from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.decoder import Lfm2Model
 from batchgen.run.model import read_model
 
 

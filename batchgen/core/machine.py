@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import re
 import resource
 from collections.abc import Iterator
@@ -83,3 +84,12 @@ def memory_errors(doing: str, advice: str = "") -> Iterator[None]:
         asked = f" (asked for {amount[1]} more)" if amount else ""
         remedies = f"end other processes, raise the limit, or {advice}" if advice else _REMEDIES
         raise OutOfMemory(f"out of memory while {doing}{asked}: {remedies}") from error
+
+
+def processor_name() -> str:
+    """What this machine's processor calls itself; empty where it does not tell."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - a device of the kernel, read by line
+            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    except OSError:
+        return platform.processor()

@@ -22,7 +22,7 @@ from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence, StopWatch
 from batchgen.engine.sizes import resolve, use_threads
 from batchgen.engine.stats import EngineStats
-from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.decoder import Lfm2Model
 
 
 class Engine:

@@ -17,8 +17,8 @@ from torch import Tensor
 from batchgen.engine.batch import Feed
 from batchgen.engine.static_input import Buffers, GraphKey, Spare, StaticInput, is_decode, table_width
 from batchgen.kernels.inputs import ModelInput
-from batchgen.model.cache import StateCache
-from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.state import StateCache
 
 Replay = Callable[[], Tensor]
 

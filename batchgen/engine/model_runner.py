@@ -11,8 +11,8 @@ from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, can_record
 from batchgen.engine.replay import StepReplays
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.static_input import Spare
-from batchgen.model.cache import allocate
-from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.state import allocate
 
 
 class ModelRunner:

@@ -20,7 +20,7 @@ from batchgen.engine.config import EngineConfig
 from batchgen.engine.engine import Engine
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence, StopWatch
-from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.decoder import Lfm2Model
 
 Wait = Callable[[], list[int]]
 Fetch = Callable[[Tensor], Wait]

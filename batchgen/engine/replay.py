@@ -16,8 +16,8 @@ from batchgen.engine.batch import Feed
 from batchgen.engine.static_input import GraphKey, Spare, StaticInput, is_decode, table_width
 from batchgen.kernels.inputs import ModelInput
 from batchgen.kernels.interface import Recorder
-from batchgen.model.cache import StateCache
-from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.state import StateCache
 
 _MOST_RECORDED = 64  # each holds some copies of its block tables
 

@@ -9,14 +9,14 @@ import os
 from typing import TYPE_CHECKING
 
 from batchgen.core.errors import UsageError
+from batchgen.core.memory import available_bytes, total_bytes
 from batchgen.core.units import shown
 from batchgen.engine.config import EngineConfig, SchedulerConfig
-from batchgen.engine.memory import available_bytes, total_bytes
 from batchgen.model.config import ModelConfig
 from batchgen.model.state_bytes import conv_slot_bytes, kv_block_bytes
 
 if TYPE_CHECKING:
-    from batchgen.model.lfm2 import Lfm2Model
+    from batchgen.model.decoder import Lfm2Model
 
 # CPU: a linear runs at its best rate from 128 rows up, so wider steps gain nothing and cost latency.
 _CPU = {"max_num_batched_tokens": 256, "max_num_seqs": 128, "block_size": 32}

@@ -206,8 +206,8 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     require_address_space(2 * num_params)  # in the smallest dtype
     import torch
 
-    from batchgen.bench.facts import engine_facts
     from batchgen.engine import Engine, make_engine
+    from batchgen.engine.facts import engine_facts
     from batchgen.engine.sizes import use_threads
     from batchgen.model import load_model
 

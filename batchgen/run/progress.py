@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Any
 
 from batchgen.core.errors import BatchgenError, UsageError
+from batchgen.core.memory import peak_bytes
 from batchgen.core.storage import temporary_name
 from batchgen.data.rundir import PROGRESS_NAME
-from batchgen.engine.memory import peak_bytes
 from batchgen.report_spent import follow, since
 from batchgen.run.clock import Clock
 from batchgen.run.display import Display

@@ -8,19 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from batchgen import report_roofline
-from batchgen.bench import facts, roofline
 from batchgen.bench import measure as bench
-from batchgen.bench.roofline import Effort
 from batchgen.bench.workload import PRESETS, EndAfter, LengthRange, Shape, from_file, hide_lengths
 from batchgen.cli import call
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import Request, Result, SamplingParams
-from batchgen.engine import Engine, EngineConfig, pipeline
+from batchgen.engine import Engine, EngineConfig, facts, pipeline
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.model import load_config, load_model
+from batchgen.model import load_config, load_model, rates, roofline
+from batchgen.model.rates import Effort
+from batchgen.model.roofline import Ceilings, Measured
 from batchgen.model.state_bytes import kv_block_bytes
-from batchgen.report_roofline import Ceilings, Measured
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
@@ -31,9 +29,9 @@ FEW = Effort((8,), repeats=1, sustained_s=0.0, buffer_bytes=1 << 20)
 @pytest.fixture
 def ceilings_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where ceilings are kept, not the user's own; they are measured in next to no time."""
-    monkeypatch.setattr(bench, "measure", lambda model: roofline.measure(model, FEW))
-    monkeypatch.setattr(facts, "measure", lambda model, effort: roofline.measure(model, FEW))
-    monkeypatch.setattr(report_roofline, "cache_file", lambda: tmp_path / "roofline.json")
+    monkeypatch.setattr(bench, "measure", lambda model: rates.measure(model, FEW))
+    monkeypatch.setattr(facts, "measure", lambda model, effort: rates.measure(model, FEW))
+    monkeypatch.setattr(roofline, "cache_file", lambda: tmp_path / "roofline.json")
     return tmp_path / "roofline.json"
 
 
@@ -207,7 +205,7 @@ def test_a_short_run_does_not_measure_and_takes_what_is_known(ceilings_file: Pat
     assert facts.engine_facts(engine)["roofline"]["flops_per_s"] is None
     assert not ceilings_file.exists()
     known = Measured(Ceilings(1e12, 1e10), "measured by batchgen bench", "2026-01-01T00:00:00+00:00")
-    report_roofline.remember(facts.model_key(engine.runner.model), known)
+    roofline.remember(facts.model_key(engine.runner.model), known)
     found = facts.engine_facts(engine)["roofline"]
     assert (found["flops_per_s"], found["source"]) == (1e12, "measured by batchgen bench")
 
@@ -239,7 +237,7 @@ def test_ceilings_that_cannot_be_kept_are_reported_all_the_same(
     ceilings_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ceilings_file.write_text("no folder")
-    monkeypatch.setattr(report_roofline, "cache_file", lambda: ceilings_file / "below" / "roofline.json")
+    monkeypatch.setattr(roofline, "cache_file", lambda: ceilings_file / "below" / "roofline.json")
     assert facts.engine_facts(engine_after(100.0, 10**6))["roofline"]["flops_per_s"] > 0
 
 

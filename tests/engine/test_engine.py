@@ -12,7 +12,7 @@ from tiny_model import EOS, checked_run, engine_for, random_requests, solo, tiny
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine, EngineConfig
-from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.decoder import Lfm2Model
 
 MODEL = tiny_model()
 PROMPT = (9, 30, 77, 12, 5)

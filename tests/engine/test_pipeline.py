@@ -22,8 +22,8 @@ from batchgen.engine.batch import Feed, build_feed
 from batchgen.engine.pipeline import PipelinedEngine, Wait
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
-from batchgen.model.cache import kv_block_bytes
-from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.state import kv_block_bytes
 
 MODEL = tiny_model()
 PLAIN = SamplingParams(ignore_eos=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, replay
 from batchgen.engine.replay import StepReplays
-from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.decoder import Lfm2Model
 
 
 @pytest.fixture

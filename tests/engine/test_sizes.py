@@ -7,13 +7,13 @@ import torch
 from tiny_model import raw_config, tiny_model
 
 from batchgen.core.errors import ExitCode, UsageError
+from batchgen.core.memory import available_bytes, total_bytes
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine import sizes as sizes_module
-from batchgen.engine.memory import available_bytes, total_bytes
 from batchgen.engine.sizes import resolve, sizes_for, use_threads
-from batchgen.model.cache import allocate, conv_slot_bytes, kv_block_bytes
 from batchgen.model.config import ModelConfig
-from batchgen.model.published import dummy_config
+from batchgen.model.registry import dummy_config
+from batchgen.model.state import allocate, conv_slot_bytes, kv_block_bytes
 
 MODEL = tiny_model(max_position_embeddings=500)
 BLOCK_BYTES = kv_block_bytes(MODEL.config, 16, torch.float32)

@@ -39,8 +39,8 @@ from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model.config import ModelConfig
-from batchgen.model.lfm2 import Lfm2Model
-from batchgen.model.tensors import Checkpoint
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.weights import Checkpoint
 
 TRAINED = Path(__file__).resolve().parents[2] / "sample_data" / "tiny-lfm2"
 PARAMS = {

@@ -17,7 +17,7 @@ from batchgen.core.records import Cursor, Record, Request, Result, SamplingParam
 from batchgen.data.prompt import RequestBuilder
 from batchgen.engine import Engine, EngineConfig
 from batchgen.model import load_model
-from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.decoder import Lfm2Model
 from batchgen.text.stop_strings import StopStrings, cut_text
 from batchgen.text.tokenizer import Tokenizer
 

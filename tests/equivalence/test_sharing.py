@@ -20,7 +20,7 @@ from tiny_model import DTYPES, checked_run, engine_for, tiny_model
 
 from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine
-from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.decoder import Lfm2Model
 
 NUM_REQUESTS = 24
 VOCAB = 128

@@ -18,7 +18,7 @@ from torch import Tensor
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.inputs import KVCache, ModelInput
 from batchgen.kernels.interface import Kernels
-from batchgen.model.cache import LANES
+from batchgen.model.state import LANES
 
 BLOCK_SIZES = [1, 3, 16, 24, 32, 64, 96, 300]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -15,10 +15,10 @@ from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, bucket
 from batchgen.engine.static_input import Spare
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model.cache import StateCache
 from batchgen.model.config import ModelConfig
-from batchgen.model.lfm2 import Lfm2Model
-from batchgen.model.tensors import RandomTensors
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.state import StateCache
+from batchgen.model.weights import RandomTensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here")]
 

@@ -29,8 +29,8 @@ from batchgen.engine.batch import Feed
 from batchgen.engine.graphs import DecodeGraphs, Replay, bucket
 from batchgen.engine.static_input import GraphKey, Spare, StaticInput
 from batchgen.kernels.inputs import ModelInput
-from batchgen.model.cache import StateCache
-from batchgen.model.lfm2 import Lfm2Model
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.state import StateCache
 
 BLOCK_SIZE = 4
 MOST_SEQS = 11

@@ -13,7 +13,7 @@ from torch.nn import functional
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import Kernels, QKNorm
-from batchgen.model.cache import LANES
+from batchgen.model.state import LANES
 
 DTYPES = [torch.float32, torch.bfloat16]
 PIECES = [(0, 1), (0, 2), (0, 9), (1, 1), (2, 1), (3, 40), (300, 5), (31, 1)]

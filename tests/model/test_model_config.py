@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batchgen.core.errors import ModelError
 from batchgen.model import is_dummy, load_config
 from batchgen.model.config import ModelConfig
-from batchgen.model.published import dummy_config
+from batchgen.model.registry import dummy_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "lfm2" / "configs"
 RAW: dict[str, Any] = {

@@ -20,8 +20,8 @@ from torch import Tensor
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.model.config import ModelConfig
-from batchgen.model.lfm2 import Lfm2Model
-from batchgen.model.tensors import Checkpoint
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.weights import Checkpoint
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 LENGTHS = (1, 2, 5, 33, 300)  # 300 crosses the CPU kernel's tile of 256 positions

@@ -15,9 +15,9 @@ from batchgen.core.errors import ExitCode, ModelError
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model import load_config
 from batchgen.model.config import ModelConfig
-from batchgen.model.lfm2 import Lfm2Model
-from batchgen.model.loading import load, resolve_device, resolve_dtype
-from batchgen.model.tensors import Checkpoint, RandomTensors
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.load import load, resolve_device, resolve_dtype
+from batchgen.model.weights import Checkpoint, RandomTensors
 
 INDEX = "model.safetensors.index.json"
 PROMPT = [9, 30, 77, 12, 5]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from batchgen.model.lfm2 import Attention, Lfm2Model
-from batchgen.report_roofline import Ceilings
+from batchgen.model.decoder import Attention, Lfm2Model
+from batchgen.model.roofline import Ceilings
 
 
 @dataclass(frozen=True, slots=True)

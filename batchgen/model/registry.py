@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchgen.core.errors import ModelError
+from batchgen.core.hub import resolve_folder
 from batchgen.model.config import ModelConfig
 
 PREFIX = "dummy:"
@@ -52,3 +53,19 @@ def dummy_config(path: str) -> ModelConfig:
     if name not in _SHAPES:
         raise ModelError(f"{path}: no published shape {name!r}; there are {', '.join(_SHAPES)}")
     return ModelConfig.from_dict({**_COMMON, **_SHAPES[name]}, path)
+
+
+def is_dummy(path: str) -> bool:
+    """Whether ``path`` names a random-weight model (``dummy:LFM2-350M``)."""
+    return path.startswith(PREFIX)
+
+
+def load_config(path: str, revision: str = "main") -> ModelConfig:
+    """Shape of the model at ``path``: a folder, a Hub id or ``dummy:NAME``.
+
+    Raises:
+        ModelError: it cannot be found, read, or run by this engine.
+    """
+    if is_dummy(path):
+        return dummy_config(path)
+    return ModelConfig.from_folder(resolve_folder(path, revision, ("*.json", "*.jinja")))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import Kernels, Linear, QKNorm
-from batchgen.model.cache import StateCache
 from batchgen.model.config import ATTENTION, ModelConfig
-from batchgen.model.tensors import TensorSource
+from batchgen.model.state import StateCache
+from batchgen.model.weights import TensorSource
 
 
 class FeedForward:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from batchgen.bench.roofline import QUICK, measure
+from batchgen.core.machine import processor_name
 from batchgen.engine import Engine
-from batchgen.model.cache import kv_block_bytes
-from batchgen.model.lfm2 import Lfm2Model
-from batchgen.report import processor_name
-from batchgen.report_roofline import Costs, Measured, describe_costs, machine_key, recall, remember
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.rates import QUICK, measure
+from batchgen.model.roofline import Costs, Measured, describe_costs, machine_key, recall, remember
+from batchgen.model.state import kv_block_bytes
 
 _LEAST_S = 60.0  # of steps: a shorter run does not measure
 _MEASURED_TOKENS = (QUICK.repeats + 1) * sum(QUICK.row_counts)  # go through the model's linears to measure them

@@ -7,31 +7,41 @@ import re
 import torch
 
 from batchgen.core.errors import ModelError
+from batchgen.core.hub import resolve_folder
 from batchgen.core.machine import SMALLER_SIZES, memory_errors, physical_bytes
 from batchgen.core.units import shown
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.kernels.select import select
-from batchgen.model import _PATTERNS, is_dummy
 from batchgen.model.config import ModelConfig
-from batchgen.model.lfm2 import Lfm2Model
-from batchgen.model.published import dummy_config
-from batchgen.model.tensors import Checkpoint, RandomTensors, TensorSource
+from batchgen.model.decoder import Lfm2Model
+from batchgen.model.registry import dummy_config, is_dummy
+from batchgen.model.weights import Checkpoint, RandomTensors, TensorSource
 
+_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @memory_errors("loading the weights", SMALLER_SIZES)
-def load(
+def load_model(
     path: str,
-    revision: str,
-    dtype: str,
-    device: str,
-    kernels: Kernels | None = None,
+    revision: str = "main",
     *,
+    dtype: str = "auto",
+    device: str = "auto",
     batch_invariant: bool = False,
+    kernels: Kernels | None = None,
 ) -> Lfm2Model:
-    """See ``batchgen.model.load_model``; ``kernels`` overrides the back end that fits the device."""
+    """The model at ``path`` with its weights, ready to run.
+
+    ``dtype`` "auto" is the checkpoint's own on CUDA; on the CPU bfloat16 where the machine multiplies it
+    natively, else float32. ``device`` "auto" is CUDA where there is one. ``batch_invariant`` makes products on a GPU
+    add up in one order whatever shares the batch, as they do on the CPU anyway. ``kernels`` overrides the back end
+    that fits the device.
+
+    Raises:
+        ModelError: unusable folder, config, or weights.
+    """
     where = resolve_device(device)
     source: TensorSource
     if is_dummy(path):
@@ -39,8 +49,6 @@ def load(
         kind = resolve_dtype(dtype, config, where)
         source = RandomTensors(kind, where)
     else:
-        from batchgen.core.hub import resolve_folder
-
         folder = resolve_folder(path, revision, _PATTERNS)
         config = ModelConfig.from_folder(folder)
         kind = resolve_dtype(dtype, config, where)
