@@ -23,9 +23,9 @@ from batchgen.data.manifest import Manifest, compare, kernels_of, mix_kernels, w
 from batchgen.data.output_formats import output_format
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import IndexedRow, OutputCounts, Rows, join, publish_errors, read_errors, read_records, stage
+from batchgen.input.ids import Claim, UniqueIds
+from batchgen.input.row_range import may_have_ids
 from batchgen.run.folders import tidy_on_refusal
-from batchgen.run.rows import may_have_ids
-from batchgen.run.unique_ids import Claim, UniqueIds
 
 _NAMED_ROWS = 5  # of many missing rows
 _CLAIMED_AT_ONCE = 4096  # ids

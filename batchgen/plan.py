@@ -16,18 +16,18 @@ from batchgen.config.job import JobSpec
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.machine import processor_name
 from batchgen.core.units import format_duration
-from batchgen.data.reader import open_source, stdin_as_file
 from batchgen.data.rundir import RunDir
 from batchgen.engine.config import SchedulerConfig
+from batchgen.input.columns import check_columns
+from batchgen.input.ids import UniqueIds
+from batchgen.input.row_range import RowRange, may_have_ids
+from batchgen.input.source import open_source, stdin_as_file
 from batchgen.plan_estimate import Estimate, OutputLengths, comparable, estimate_from_report, limits, reported_lengths
 from batchgen.plan_kv import kv_plan
 from batchgen.plan_survey import PREFIX_BLOCK, Survey
 from batchgen.report import read_report
-from batchgen.run.columns import check_columns
 from batchgen.run.feed import Screen
 from batchgen.run.model import ModelInfo, read_model
-from batchgen.run.rows import RowRange, may_have_ids
-from batchgen.run.unique_ids import UniqueIds
 
 PLAN_VERSION = 1
 

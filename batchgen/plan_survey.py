@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
-from batchgen.data.rows import chunked
+from batchgen.input.rows import chunked
 from batchgen.plan_distinct import Distinct
 from batchgen.run.feed import Pending, Screen
 

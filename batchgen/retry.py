@@ -21,11 +21,12 @@ from batchgen.core.fingerprint import Digests
 from batchgen.core.paths import absolute
 from batchgen.core.records import BadRow, Record
 from batchgen.core.units import counted
-from batchgen.data.dead_letters import DeadLetters
 from batchgen.data.journal import Journal
 from batchgen.data.manifest import Manifest, differences
 from batchgen.data.rundir import RunDir
 from batchgen.data.writer import finalize_retry, read_records
+from batchgen.input.dead_letters import DeadLetters
+from batchgen.input.ids import Claim, UniqueIds
 from batchgen.merge_report import count_outputs
 from batchgen.report import build_report, read_report, write_report
 from batchgen.report_spent import follow, spent_in
@@ -40,7 +41,6 @@ from batchgen.run.outcome import Outcome, about_job
 from batchgen.run.payloads import Payloads
 from batchgen.run.progress import Progress
 from batchgen.run.stop import Stopper, StopRequested
-from batchgen.run.unique_ids import Claim, UniqueIds
 
 
 def retry_job(

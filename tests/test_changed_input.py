@@ -21,12 +21,12 @@ from batchgen.core import fingerprint
 from batchgen.core.errors import InputChanged, ResumeMismatch, UsageError
 from batchgen.core.fingerprint import FileState
 from batchgen.core.records import BadRow, Record
-from batchgen.data import reader
-from batchgen.data.rows import CHUNK_ROWS, chunked
+from batchgen.input import row_range as rows_module
+from batchgen.input import source
+from batchgen.input.row_range import RowRange
+from batchgen.input.rows import CHUNK_ROWS, chunked
 from batchgen.run import RunOptions
 from batchgen.run import job as job_module
-from batchgen.run import rows as rows_module
-from batchgen.run.rows import RowRange
 from batchgen.status import read_status
 
 NUM_ROWS = 2 * CHUNK_ROWS + 90  # three chunks, of which the first is all that is read when the first steps run
@@ -284,7 +284,7 @@ def test_rows_read_between_an_edit_and_its_undoing_are_read_again(
         yield from chunks
 
     monkeypatch.setattr(rows_module, "COUNT_BYTES", 0)  # rows are not counted, which would be another reading
-    monkeypatch.setattr(reader, "chunked", meddling)
+    monkeypatch.setattr(source, "chunked", meddling)
     assert changing.run() == 0
     assert num_wrong
     assert job.outputs() == expected
@@ -307,7 +307,7 @@ def test_rows_that_were_there_for_a_while_are_not_counted(job: JobMaker, monkeyp
     job.run(job.spec(output={"path": str(job.folder / "reference")}))
     monkeypatch.setattr(rows_module, "COUNT_BYTES", 0)
     monkeypatch.setattr(job_module, "check_columns", lambda *args, **kwargs: None)  # likewise another reading
-    monkeypatch.setattr(reader, "chunked", meddling)
+    monkeypatch.setattr(source, "chunked", meddling)
     assert job.run().exit_code == 0
     assert meddled == [100, 60]
     assert job.outputs() == without_timings(job.folder / "reference" / "outputs.jsonl")
@@ -317,14 +317,14 @@ def test_a_file_that_is_written_to_all_the_time_is_one_clear_line(
     job: JobMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.write(rows_of(3))
-    is_unchanged = reader.Digests.is_unchanged
+    is_unchanged = source.Digests.is_unchanged
 
-    def touching(digests: reader.Digests, path: Path) -> bool:
+    def touching(digests: source.Digests, path: Path) -> bool:
         if path == job.input:
             path.touch()
         return is_unchanged(digests, path)
 
-    monkeypatch.setattr(reader.Digests, "is_unchanged", touching)
+    monkeypatch.setattr(source.Digests, "is_unchanged", touching)
     with pytest.raises(InputChanged, match="changes all the time"):
         job.run()
 

@@ -16,9 +16,9 @@ from run_helpers import JobMaker, finish, quiet, rows_of, start
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
+from batchgen.input.columns import HEAD_ROWS
 from batchgen.plan import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
-from batchgen.run.columns import HEAD_ROWS
 from batchgen.run.model import Backend, ModelInfo
 
 CHAT_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from run_helpers import JobMaker, rows_of
 
-from batchgen.data.reader import open_source
 from batchgen.engine.config import SchedulerConfig
+from batchgen.input.ids import UniqueIds
+from batchgen.input.row_range import RowRange
+from batchgen.input.source import open_source
 from batchgen.plan_calibrate import calibrate
 from batchgen.plan_cost import Machine, StepCost, StepWork
 from batchgen.plan_estimate import OutputLengths
 from batchgen.plan_survey import Lengths, Reservoir, Survey
 from batchgen.run.feed import Screen
 from batchgen.run.model import read_model
-from batchgen.run.rows import RowRange
-from batchgen.run.unique_ids import UniqueIds
 
 SIZES = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, block_size=16, num_blocks=400, max_model_len=512)
 A_SECOND_A_STEP = StepCost((1.0, 0.0, 0.0, 0.0, 0.0, 0.0))

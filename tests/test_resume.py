@@ -17,12 +17,12 @@ from batchgen.config.job import JobSpec
 from batchgen.core import storage
 from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.data.journal import Journal
+from batchgen.input import row_range as rows_module
+from batchgen.input.ids import UniqueIds
 from batchgen.plan import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
 from batchgen.run import job as job_module
-from batchgen.run import rows as rows_module
 from batchgen.run.model import Backend, ModelInfo
-from batchgen.run.unique_ids import UniqueIds
 
 STRICT = RunOptions(strict=True, progress="quiet")
 

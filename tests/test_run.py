@@ -21,7 +21,8 @@ from batchgen.config.job import RECORD_KEYS, JobSpec
 from batchgen.core.errors import BatchgenError, LockedError, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.core.records import Cursor, Record, Request, Result
 from batchgen.data.journal import read_counts
-from batchgen.data.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
+from batchgen.input.ids import UniqueIds
+from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.merge import merge
 from batchgen.report import read_report
 from batchgen.run import RunOptions, feed, run_job
@@ -31,7 +32,6 @@ from batchgen.run.guard import Guard
 from batchgen.run.model import Backend, ModelInfo
 from batchgen.run.payloads import kept_name
 from batchgen.run.stop import Limits, Stopper
-from batchgen.run.unique_ids import UniqueIds
 from batchgen.status import read_status, render_status
 
 

@@ -27,7 +27,7 @@ from batchgen.engine.sizes import use_threads
 from batchgen.kernels.select import select
 from batchgen.model import load_config
 from batchgen.model.decoder import Lfm2Model
-from batchgen.model.load import load, resolve_device, resolve_dtype
+from batchgen.model.load import load_model, resolve_device, resolve_dtype
 from batchgen.model.rates import measure
 from batchgen.model.roofline import Ceilings, Costs, Measured, Work, remember
 
@@ -71,7 +71,14 @@ def load_timed(where: ModelSpec, threads: int | None) -> tuple[Lfm2Model, TimedK
     use_threads(threads, config)
     timed = TimedKernels(select(device, resolve_dtype(where.dtype, config, device)))
     kept = timed if device.type == "cpu" else None
-    model = load(where.path, where.revision, where.dtype, where.device, kept, batch_invariant=where.batch_invariant)
+    model = load_model(
+        where.path,
+        where.revision,
+        dtype=where.dtype,
+        device=where.device,
+        batch_invariant=where.batch_invariant,
+        kernels=kept,
+    )
     return model, kept
 
 

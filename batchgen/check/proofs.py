@@ -19,8 +19,8 @@ from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels.reference import ReferenceKernels
+from batchgen.model import load_model
 from batchgen.model.decoder import Lfm2Model
-from batchgen.model.load import load
 from batchgen.model.state import kv_block_bytes
 
 # Largest gap between fast and reference kernels as a share of a row's largest logit. Both round every activation to
@@ -102,7 +102,10 @@ class Check:
         if fast != ReferenceKernels.name:
             say("proving fast kernels ~ reference")
             del self._model  # two models may be more than the memory holds
-            self._model = load(*_place(self._where), ReferenceKernels(device))
+            where = self._where
+            self._model = load_model(
+                where.path, where.revision, dtype=where.dtype, device=where.device, kernels=ReferenceKernels(device)
+            )
             yield self._scored("fast kernels ~ reference", TOLERANCE[dtype])
 
     def _engine(self, requests: list[Request], *, is_tight: bool = False, **sizes: Any) -> Engine:
@@ -145,7 +148,3 @@ def _proof(name: str, tolerance: float, comparison: Comparison, note: str, token
         note,
         comparison.divergence(tokens),
     )
-
-
-def _place(where: ModelSpec) -> tuple[str, str, str, str]:
-    return where.path, where.revision, where.dtype, where.device

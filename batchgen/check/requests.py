@@ -9,8 +9,8 @@ from dataclasses import replace
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Request, SamplingParams
-from batchgen.data.reader import open_source, stdin_as_file
-from batchgen.run.columns import check_columns
+from batchgen.input.columns import check_columns
+from batchgen.input.source import open_source, stdin_as_file
 from batchgen.run.model import ModelInfo
 
 _MAX_TOKENS = 16  # generated for each request

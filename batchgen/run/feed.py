@@ -15,11 +15,11 @@ from typing import Protocol
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import BadRow, Record, Request
-from batchgen.data.rows import CHUNK_ROWS, RowProblem, bad_row, chunked, row_id
+from batchgen.input.ids import UniqueIds
+from batchgen.input.rows import CHUNK_ROWS, RowProblem, bad_row, chunked, row_id
 from batchgen.run.clock import Clock
 from batchgen.run.ledger import Ledger
 from batchgen.run.stop import Stopper
-from batchgen.run.unique_ids import UniqueIds
 
 _SLOW_CHUNK_S = 2.0  # chat templates may take seconds for each row, and a stop loses the chunk it interrupts
 

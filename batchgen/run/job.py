@@ -18,12 +18,14 @@ from batchgen.core.fingerprint import Digests
 from batchgen.core.units import counted
 from batchgen.data.journal import Journal
 from batchgen.data.manifest import KERNELS, Manifest, compare
-from batchgen.data.prompt import RequestBuilder
-from batchgen.data.reader import Source, open_source
 from batchgen.data.rundir import IDS_NAME, RunDir
 from batchgen.data.writer import finalize, write_errors
+from batchgen.input.columns import check_columns, check_taken_columns
+from batchgen.input.ids import UniqueIds
+from batchgen.input.requests import RequestBuilder
+from batchgen.input.row_range import RowRange, claim_again, may_have_ids, refuse_bad_rows
+from batchgen.input.source import Source, open_source
 from batchgen.report import build_report, write_report
-from batchgen.run.columns import check_columns, check_taken_columns
 from batchgen.run.display import make_display
 from batchgen.run.feed import Feed, Screen
 from batchgen.run.folders import tidy_on_refusal
@@ -34,10 +36,8 @@ from batchgen.run.options import RunOptions
 from batchgen.run.outcome import Outcome, about_job, journal_totals
 from batchgen.run.payloads import Payloads
 from batchgen.run.progress import Progress
-from batchgen.run.rows import RowRange, claim_again, may_have_ids, refuse_bad_rows
 from batchgen.run.spool import Spool
 from batchgen.run.stop import Stopper, StopRequested
-from batchgen.run.unique_ids import UniqueIds
 
 
 def run_job(

@@ -21,7 +21,7 @@ from batchgen.core.machine import require_address_space
 from batchgen.core.model_files import model_files
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.data.manifest import KERNELS, mix_kernels
-from batchgen.data.prompt import RequestBuilder
+from batchgen.input.requests import RequestBuilder
 from batchgen.model import ModelConfig, is_dummy, load_config
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from batchgen.config.job import RECORD_KEYS, JobSpec
 from batchgen.core.records import BadRow, FinishReason, Record, Result, Sample, Timings, TokenLogprob
-from batchgen.data.openai_batch import url_of
-from batchgen.data.rows import is_batch_line
+from batchgen.input.openai_batch import url_of
+from batchgen.input.rows import is_batch_line
 from batchgen.text.stop_strings import cut_text
 
 RowId = str | int | None

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from batchgen.core.storage import publish
-from batchgen.data.reader import stage_stdin
+from batchgen.input.source import stage_stdin
 
 
 class Spool:

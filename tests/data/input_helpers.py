@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from batchgen.config.job import InputSpec
 from batchgen.core.records import BadRow, Record
-from batchgen.data.reader import Source, open_source
+from batchgen.input.source import Source, open_source
 
 Row = Mapping[str, Any]
 

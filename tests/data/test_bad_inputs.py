@@ -21,8 +21,8 @@ from input_helpers import VOCAB_SIZE, codes, jsonl, sample_rows, source_of, writ
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
-from batchgen.data.prompt import RequestBuilder
-from batchgen.data.rows import RowProblem, row_id
+from batchgen.input.requests import RequestBuilder
+from batchgen.input.rows import RowProblem, row_id
 from batchgen.text.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 400

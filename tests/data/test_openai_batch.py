@@ -10,8 +10,8 @@ import pytest
 
 from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.records import SamplingParams
-from batchgen.data.openai_batch import parse_batch_line
-from batchgen.data.rows import RowProblem
+from batchgen.input.openai_batch import parse_batch_line
+from batchgen.input.rows import RowProblem
 
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 

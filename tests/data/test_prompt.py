@@ -14,10 +14,10 @@ from input_helpers import VOCAB_SIZE, codes, write_tokenizer
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Cursor, Record, Request, SamplingParams
-from batchgen.data import prompt as prompt_module
-from batchgen.data.prompt import RequestBuilder
-from batchgen.data.rows import RowProblem, row_id
-from batchgen.data.template import Template
+from batchgen.input import requests as prompt_module
+from batchgen.input.requests import RequestBuilder
+from batchgen.input.rows import RowProblem, row_id
+from batchgen.input.template import Template
 from batchgen.text.tokenizer import Tokenizer
 
 JOB = SamplingParams(max_tokens=32, seed=5)

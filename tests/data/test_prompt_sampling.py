@@ -12,7 +12,7 @@ from input_helpers import VOCAB_SIZE, write_tokenizer
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Cursor, Record, Request, SamplingParams
-from batchgen.data.prompt import RequestBuilder
+from batchgen.input.requests import RequestBuilder
 from batchgen.text.tokenizer import Tokenizer
 
 JOB = SamplingParams(max_tokens=32, seed=5)

@@ -21,8 +21,8 @@ from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.fingerprint import Digests, file_digest
 from batchgen.core.records import BadRow, Cursor, Record
-from batchgen.data.formats import lines
-from batchgen.data.reader import open_source, spool_stdin
+from batchgen.input.formats import lines
+from batchgen.input.source import open_source, spool_stdin
 
 every_format = pytest.mark.parametrize("form", FORMATS)
 
@@ -295,7 +295,9 @@ def test_a_file_that_vanishes_while_it_is_used_is_one_clear_line(tmp_path: Path)
 
 
 def test_reading_and_prompting_import_neither_torch_nor_datasets() -> None:
-    program = "import sys, batchgen.data.reader, batchgen.data.prompt; print({'torch', 'datasets'} & {*sys.modules})"
+    program = (
+        "import sys, batchgen.input.source, batchgen.input.requests; print({'torch', 'datasets'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
@@ -307,7 +309,7 @@ builder = Json(dataset_name="tiny", config_name="main", hash="abc", data_files={
 builder.download_and_prepare(sys.argv[2])
 """
 READ_DATASET = """
-from batchgen.data.reader import open_source
+from batchgen.input.source import open_source
 from batchgen.core.errors import UsageError
 from batchgen.config.job import InputSpec
 source = open_source(InputSpec(path=("hf:org/tiny?config=main",)))

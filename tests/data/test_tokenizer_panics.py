@@ -18,7 +18,7 @@ from batchgen import cli
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import ExitCode, ModelError, TokenizerError
 from batchgen.core.records import Cursor, Record, SamplingParams
-from batchgen.data.prompt import RequestBuilder
+from batchgen.input.requests import RequestBuilder
 from batchgen.run.stop import StopRequested
 from batchgen.text.tokenizer import Tokenizer
 

@@ -14,8 +14,8 @@ import torch
 
 from batchgen.config.job import InputSpec
 from batchgen.core.records import Cursor, Record, Request, Result, SamplingParams
-from batchgen.data.prompt import RequestBuilder
 from batchgen.engine import Engine, EngineConfig
+from batchgen.input.requests import RequestBuilder
 from batchgen.model import load_model
 from batchgen.model.decoder import Lfm2Model
 from batchgen.text.stop_strings import StopStrings, cut_text

@@ -13,10 +13,10 @@ from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Record
 from batchgen.core.units import counted
 from batchgen.data.journal import Journal
-from batchgen.data.reader import Reading, Source
-from batchgen.data.rows import chunked
+from batchgen.input.ids import UniqueIds
+from batchgen.input.rows import chunked
+from batchgen.input.source import Reading, Source
 from batchgen.run.feed import Builder, Screen
-from batchgen.run.unique_ids import UniqueIds
 
 COUNT_BYTES = 4 << 30  # larger inputs are not counted beforehand: it would take too long
 _SHOWN_BAD_ROWS = 5

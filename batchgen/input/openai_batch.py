@@ -13,7 +13,7 @@ from typing import Any
 
 from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowErrorCode
-from batchgen.data.rows import RowProblem, type_name
+from batchgen.input.rows import RowProblem, type_name
 
 _CHAT_URL = "/v1/chat/completions"
 _COMPLETION_URL = "/v1/completions"

@@ -14,8 +14,8 @@ from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError, UsageError
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
-from batchgen.data.content import Chat, Content, ContentFinder, PlainText
-from batchgen.data.rows import RowProblem, bad_row
+from batchgen.input.content import Chat, Content, ContentFinder, PlainText
+from batchgen.input.rows import RowProblem, bad_row
 from batchgen.text.chat import ChatTemplateError
 from batchgen.text.tokenizer import Tokenizer
 

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import BadRow, Cursor, Record
-from batchgen.data.formats import Rows, Wanted
-from batchgen.data.formats.text_stream import damage, open_text
-from batchgen.data.rows import RowProblem
+from batchgen.input.formats.interface import Rows, Wanted
+from batchgen.input.formats.text_stream import damage, open_text
+from batchgen.input.rows import RowProblem
 
 MAX_LINE_BYTES = 256 << 20  # what a line may cost in memory; a longer one is an error row
 _BOM = b"\xef\xbb\xbf"

@@ -19,8 +19,8 @@ from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
-from batchgen.data.formats import Rows, Wanted
-from batchgen.data.formats.arrow import Origin, read_batches
+from batchgen.input.formats.arrow import Origin, read_batches
+from batchgen.input.formats.interface import Rows, Wanted
 
 PREFIX = "hf:"
 _OPTIONS = ("config", "split", "revision")

@@ -21,14 +21,14 @@ from batchgen.core.errors import BatchgenError, InputChanged, UsageError
 from batchgen.core.fingerprint import TRIES, Digests
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.core.storage import publish, staged_file, temporary_name
-from batchgen.data.formats import InputFile, Rows, Wanted
-from batchgen.data.formats.detect import resolve_format
-from batchgen.data.formats.hf import PREFIX, DatasetFile, is_saved_dataset
-from batchgen.data.formats.jsonl import parse_jsonl
-from batchgen.data.formats.lines import LinesFile
-from batchgen.data.formats.parquet import ParquetFile
-from batchgen.data.formats.text import parse_text
-from batchgen.data.rows import chunked
+from batchgen.input.formats.detect import resolve_format
+from batchgen.input.formats.hf import PREFIX, DatasetFile, is_saved_dataset
+from batchgen.input.formats.interface import InputFile, Rows, Wanted
+from batchgen.input.formats.jsonl import parse_jsonl
+from batchgen.input.formats.lines import LinesFile
+from batchgen.input.formats.parquet import ParquetFile
+from batchgen.input.formats.text import parse_text
+from batchgen.input.rows import chunked
 
 _START = Cursor(0, 0, 0, 0)
 

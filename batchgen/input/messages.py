@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchgen.core.errors import RowErrorCode
-from batchgen.data.rows import RowProblem, type_name
+from batchgen.input.rows import RowProblem, type_name
 
 Message = dict[str, Any]
 

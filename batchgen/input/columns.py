@@ -16,9 +16,9 @@ from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.core.records import Record
 from batchgen.core.units import shortened
-from batchgen.data.reader import Source
-from batchgen.data.rows import RowProblem, is_batch_line, num_chars
-from batchgen.data.template import Template
+from batchgen.input.rows import RowProblem, is_batch_line, num_chars
+from batchgen.input.source import Source
+from batchgen.input.template import Template
 
 HEAD_ROWS = 100
 _HEAD_TRIED = 1000  # rows looked at, bad ones included, to find so many readable ones

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchgen.data.formats.jsonl import decode_utf8
+from batchgen.input.formats.jsonl import decode_utf8
 
 
 def parse_text(line: bytes) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.json_line import encode_json
-from batchgen.data.rows import RowProblem, type_name
+from batchgen.input.rows import RowProblem, type_name
 
 _PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _FIELD = re.compile(r"([^\[\]:!]+)((?:\[[^\[\]]+\])*)")

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from batchgen.core.errors import RowErrorCode
-from batchgen.data.rows import RowProblem, type_name
+from batchgen.input.rows import RowProblem, type_name
 
 MAX_DEPTH = 100  # of nesting: more could not be written out again within Python's recursion limit
 

@@ -16,8 +16,8 @@ from batchgen.core.errors import UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
-from batchgen.data.formats import Rows, Wanted
-from batchgen.data.formats.arrow import Origin, Unreadable, batch_rows, read_batches
+from batchgen.input.formats.arrow import Origin, Unreadable, batch_rows, read_batches
+from batchgen.input.formats.interface import Rows, Wanted
 
 _FILE_ERRORS = (OSError, ValueError, pa.ArrowException)  # ValueError: names in the metadata that are no UTF-8
 _BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size instead of whole

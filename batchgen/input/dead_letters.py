@@ -18,9 +18,9 @@ from typing import Any, TypeGuard
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, StorageError, UsageError
 from batchgen.core.records import BadRow, Cursor, Record
-from batchgen.data.formats.jsonl import MAX_DEPTH, parse_jsonl
-from batchgen.data.formats.lines import LinesFile
-from batchgen.data.rows import RowProblem, bad_row, row_id
+from batchgen.input.formats.jsonl import MAX_DEPTH, parse_jsonl
+from batchgen.input.formats.lines import LinesFile
+from batchgen.input.rows import RowProblem, bad_row, row_id
 
 _SHOWN_ROWS = 5  # of many missing ones
 _ADVICE = 'only "row" may be edited'

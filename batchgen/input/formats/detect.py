@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchgen.core.errors import UsageError
-from batchgen.data.formats.text_stream import open_text
+from batchgen.input.formats.text_stream import open_text
 
 _COMPRESSED = frozenset({".gz", ".zst", ".zstd"})
 _BY_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "text", ".text": "text"}

@@ -15,7 +15,7 @@ import pyarrow as pa
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.core.units import one_line
-from batchgen.data.formats import Rows, Wanted
+from batchgen.input.formats.interface import Rows, Wanted
 
 MAX_BATCH_ROWS = 4096
 _BATCH_BYTES = 4 << 20

@@ -13,10 +13,10 @@ from batchgen.config.job import InputSpec
 from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.units import shortened
-from batchgen.data.messages import Message, check_messages
-from batchgen.data.openai_batch import parse_batch_line
-from batchgen.data.rows import RowProblem, is_batch_line, type_name
-from batchgen.data.template import Template
+from batchgen.input.messages import Message, check_messages
+from batchgen.input.openai_batch import parse_batch_line
+from batchgen.input.rows import RowProblem, is_batch_line, type_name
+from batchgen.input.template import Template
 from batchgen.text.tokenizer import Tokenizer
 
 _MAX_SHOWN_CHARS = 60  # of a template, in messages
