@@ -38,7 +38,7 @@ def report(
       batchgen report runs/questions --format prometheus
       batchgen report runs/new --compare runs/last --max-regress 5%
     """
-    from batchgen.data.rundir import RunDir
+    from batchgen.output.rundir import RunDir
     from batchgen.report import read_report, read_report_file
 
     limit = _share(max_regress)

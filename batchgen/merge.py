@@ -19,12 +19,21 @@ from batchgen.core.errors import UsageError
 from batchgen.core.paths import absolute
 from batchgen.core.storage import publish
 from batchgen.core.units import shown
-from batchgen.data.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
-from batchgen.data.output_formats import output_format
-from batchgen.data.rundir import RunDir
-from batchgen.data.writer import IndexedRow, OutputCounts, Rows, join, publish_errors, read_errors, read_records, stage
 from batchgen.input.ids import Claim, UniqueIds
 from batchgen.input.row_range import may_have_ids
+from batchgen.output.finalize import (
+    IndexedRow,
+    OutputCounts,
+    Rows,
+    join,
+    publish_errors,
+    read_errors,
+    read_records,
+    stage,
+)
+from batchgen.output.formats.select import output_format
+from batchgen.output.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
+from batchgen.output.rundir import RunDir
 from batchgen.run.folders import tidy_on_refusal
 
 _NAMED_ROWS = 5  # of many missing rows

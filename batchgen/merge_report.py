@@ -12,8 +12,8 @@ from typing import Any
 
 from batchgen.config.job import OutputSpec, job_from_dict
 from batchgen.core.errors import UsageError
-from batchgen.data.rundir import RunDir
-from batchgen.data.writer import read_errors, read_records
+from batchgen.output.finalize import read_errors, read_records
+from batchgen.output.rundir import RunDir
 from batchgen.report import build_report, read_report, write_report
 from batchgen.report_rows import RowTotals
 from batchgen.report_spent import follow, spent_in

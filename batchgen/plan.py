@@ -16,12 +16,12 @@ from batchgen.config.job import JobSpec
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.machine import processor_name
 from batchgen.core.units import format_duration
-from batchgen.data.rundir import RunDir
 from batchgen.engine.config import SchedulerConfig
 from batchgen.input.columns import check_columns
 from batchgen.input.ids import UniqueIds
 from batchgen.input.row_range import RowRange, may_have_ids
 from batchgen.input.source import open_source, stdin_as_file
+from batchgen.output.rundir import RunDir
 from batchgen.plan_estimate import Estimate, OutputLengths, comparable, estimate_from_report, limits, reported_lengths
 from batchgen.plan_kv import kv_plan
 from batchgen.plan_survey import PREFIX_BLOCK, Survey

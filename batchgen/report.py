@@ -19,8 +19,8 @@ from batchgen.core.errors import UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.machine import processor_name
 from batchgen.core.storage import write_atomic
-from batchgen.data.rundir import RunDir
 from batchgen.model.roofline import roofline_section
+from batchgen.output.rundir import RunDir
 from batchgen.report_advice import advice, bound_by
 from batchgen.report_rows import RowTotals
 from batchgen.report_spent import split, tail_s, thin

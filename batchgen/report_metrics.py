@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import UsageError
 from batchgen.core.storage import check_replaceable, write_atomic
-from batchgen.data.rundir import RunDir
+from batchgen.output.rundir import RunDir
 from batchgen.report import read_report
 
 if TYPE_CHECKING:

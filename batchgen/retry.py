@@ -21,13 +21,14 @@ from batchgen.core.fingerprint import Digests
 from batchgen.core.paths import absolute
 from batchgen.core.records import BadRow, Record
 from batchgen.core.units import counted
-from batchgen.data.journal import Journal
-from batchgen.data.manifest import Manifest, differences
-from batchgen.data.rundir import RunDir
-from batchgen.data.writer import finalize_retry, read_records
 from batchgen.input.dead_letters import DeadLetters
 from batchgen.input.ids import Claim, UniqueIds
 from batchgen.merge_report import count_outputs
+from batchgen.output.finalize import finalize_retry, read_records
+from batchgen.output.journal import Journal
+from batchgen.output.manifest import Manifest, differences
+from batchgen.output.payloads import Payloads
+from batchgen.output.rundir import RunDir
 from batchgen.report import build_report, read_report, write_report
 from batchgen.report_spent import follow, spent_in
 from batchgen.run.display import make_display
@@ -38,7 +39,6 @@ from batchgen.run.ledger import Ledger
 from batchgen.run.model import Backend, EngineFactory, load_engine, read_model
 from batchgen.run.options import RunOptions
 from batchgen.run.outcome import Outcome, about_job
-from batchgen.run.payloads import Payloads
 from batchgen.run.progress import Progress
 from batchgen.run.stop import Stopper, StopRequested
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from batchgen.core.errors import UsageError
 from batchgen.core.units import format_duration
-from batchgen.data.journal import read_counts
-from batchgen.data.manifest import Manifest
-from batchgen.data.rundir import RunDir
-from batchgen.data.writer import read_errors
+from batchgen.output.finalize import read_errors
+from batchgen.output.journal import read_counts
+from batchgen.output.manifest import Manifest
+from batchgen.output.rundir import RunDir
 from batchgen.report import read_report
 from batchgen.run.display import describe_rows
 from batchgen.run.progress import read_progress

@@ -36,8 +36,8 @@ import batchgen.merge_report
 import batchgen.retry
 import batchgen.run  # noqa: F401 - what commands import late is imported once here instead of in every child
 from batchgen.cli import call
-from batchgen.data import journal as journal_module
-from batchgen.data.output_formats.parquet import infer_fields
+from batchgen.output import journal as journal_module
+from batchgen.output.formats.parquet import infer_fields
 
 MODEL = Path(__file__).parents[1] / "sample_data" / "tiny-lfm2"
 DONE, FAILED_ROWS, MISMATCH, STOPPED = 0, 3, 2, 75

@@ -26,7 +26,7 @@ from stub_engine import stub_factory
 
 import batchgen.run  # noqa: F401 - imported once here instead of in every child
 from batchgen.cli import call
-from batchgen.data.output_formats.parquet import infer_fields
+from batchgen.output.formats.parquet import infer_fields
 
 MAX_S = 600  # of wall time: a guard against a run that never ends, not a claim; machines may be ten times slower
 MAX_RSS_BYTES = 1 << 30

@@ -24,7 +24,7 @@ import pyarrow as pa
 from fault_runs import DONE, FAILED_ROWS, RUN, SCENARIOS, STOPPED, Child, Scenario, Stage, Stub, content
 
 import batchgen.run  # noqa: F401 - imported once here instead of in every child
-from batchgen.data.output_formats.parquet import infer_fields
+from batchgen.output.formats.parquet import infer_fields
 
 LOCKED = 5
 _PLAIN = "run", "run-parquet", "run-openai", "run-gz-completion", "run-stdin", "shard", "retry", "merge"

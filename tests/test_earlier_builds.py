@@ -13,7 +13,7 @@ from stub_engine import stub_factory
 
 from batchgen.cli import call
 from batchgen.core.errors import ResumeMismatch
-from batchgen.data.rundir import RunDir
+from batchgen.output.rundir import RunDir
 from batchgen.report import read_report
 
 

@@ -15,7 +15,6 @@ from stub_engine import stub_factory
 from batchgen import retry as retry_module
 from batchgen.cli import call
 from batchgen.core.errors import StorageError, UsageError
-from batchgen.data import writer
 from batchgen.retry import retry_job
 from batchgen.run import RunOptions
 
@@ -174,7 +173,7 @@ def interrupted(job: JobMaker, monkeypatch: pytest.MonkeyPatch, where: Any, name
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet", "openai-batch"])
 @pytest.mark.parametrize(
-    ("where", "name"), [(retry_module, "finalize_retry"), (writer, "publish_errors"), (retry_module, "write_report")]
+    ("where", "name"), [(retry_module, "finalize_retry"), (finalize, "publish_errors"), (retry_module, "write_report")]
 )
 def test_a_retry_interrupted_between_its_files_goes_on(
     job: JobMaker, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, form: str
@@ -190,7 +189,7 @@ def test_a_retry_interrupted_between_its_files_goes_on(
 
 def test_lines_deleted_while_a_retry_is_interrupted_are_missed(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     letters = letters_of(job)
-    interrupted(job, monkeypatch, writer, "publish_errors")
+    interrupted(job, monkeypatch, finalize, "publish_errors")
     rewrite(job, [letters[0], letters[2]])  # row 1 and 5 have results by now, row 3 has none
     with pytest.raises(UsageError, match="lacks the line of failed row 3:"):
         retry_job(job.output, quiet(), {})

@@ -18,7 +18,7 @@ from run_helpers import JobMaker, finish, read_lines, rows_of, start, without_ti
 from stub_engine import stub_factory
 
 from batchgen.cli import call
-from batchgen.data.rundir import RunDir
+from batchgen.output.rundir import RunDir
 from batchgen.report import read_report
 
 NUM_ROWS = 400

@@ -17,7 +17,7 @@ from batchgen.cli import call
 from batchgen.config.job import JobSpec
 from batchgen.core import fingerprint
 from batchgen.core.errors import ModelError, ResumeMismatch
-from batchgen.data.rundir import RunDir
+from batchgen.output.rundir import RunDir
 from batchgen.report import read_report
 from batchgen.retry import retry_job
 from batchgen.run import Outcome, RunOptions, run_job

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batchgen.config.job import RECORD_KEYS, InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor, FinishReason, Record, Result, Sample, TokenLogprob
-from batchgen.run.payloads import Payloads
+from batchgen.output.payloads import Payloads
 
 ORDER = ["id", "index", "text", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples", "choices"]
 ORDER += ["prompt_logprobs", "perplexity"]

@@ -10,7 +10,7 @@ import pytest
 from run_helpers import MODEL, JobMaker, quiet, rows_of
 
 from batchgen.core.errors import UsageError
-from batchgen.data.rundir import RunDir
+from batchgen.output.rundir import RunDir
 from batchgen.report import KEYS, build_report, read_report
 from batchgen.report_advice import advice, bound_by
 from batchgen.report_rows import Distribution, RowTotals

@@ -16,9 +16,9 @@ from stub_engine import stub_factory
 from batchgen.config.job import JobSpec
 from batchgen.core import storage
 from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
-from batchgen.data.journal import Journal
 from batchgen.input import row_range as rows_module
 from batchgen.input.ids import UniqueIds
+from batchgen.output.journal import Journal
 from batchgen.plan import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
 from batchgen.run import job as job_module

@@ -15,7 +15,7 @@ from stub_engine import stub_factory
 from batchgen import retry as retry_module
 from batchgen.cli import call
 from batchgen.core.errors import ResumeMismatch, StorageError, UsageError
-from batchgen.data.journal import Journal
+from batchgen.output.journal import Journal
 from batchgen.retry import retry_job
 from batchgen.run import Limits, Outcome, RunOptions
 

@@ -20,17 +20,17 @@ from stub_engine import StubEngine, stub_factory
 from batchgen.config.job import RECORD_KEYS, JobSpec
 from batchgen.core.errors import BatchgenError, LockedError, ModelError, ResumeMismatch, StorageError, UsageError
 from batchgen.core.records import Cursor, Record, Request, Result
-from batchgen.data.journal import read_counts
 from batchgen.input.ids import UniqueIds
 from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.merge import merge
+from batchgen.output.journal import read_counts
+from batchgen.output.payloads import kept_name
 from batchgen.report import read_report
 from batchgen.run import RunOptions, feed, run_job
 from batchgen.run import job as job_module
 from batchgen.run.feed import Screen
 from batchgen.run.guard import Guard
 from batchgen.run.model import Backend, ModelInfo
-from batchgen.run.payloads import kept_name
 from batchgen.run.stop import Limits, Stopper
 from batchgen.status import read_status, render_status
 

@@ -18,7 +18,7 @@ from stub_engine import stub_factory
 
 from batchgen.cli import call
 from batchgen.core.errors import ExitCode
-from batchgen.data.rundir import RunDir
+from batchgen.output.rundir import RunDir
 from batchgen.report import read_report
 from batchgen.run import stop as stop_module
 

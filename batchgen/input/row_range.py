@@ -12,10 +12,10 @@ from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Record
 from batchgen.core.units import counted
-from batchgen.data.journal import Journal
 from batchgen.input.ids import UniqueIds
 from batchgen.input.rows import chunked
 from batchgen.input.source import Reading, Source
+from batchgen.output.journal import Journal
 from batchgen.run.feed import Builder, Screen
 
 COUNT_BYTES = 4 << 30  # larger inputs are not counted beforehand: it would take too long

@@ -16,15 +16,16 @@ from batchgen.config.job import SAMPLING_COLUMNS, JobSpec
 from batchgen.core.errors import ExitCode, ResumeMismatch, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.units import counted
-from batchgen.data.journal import Journal
-from batchgen.data.manifest import KERNELS, Manifest, compare
-from batchgen.data.rundir import IDS_NAME, RunDir
-from batchgen.data.writer import finalize, write_errors
 from batchgen.input.columns import check_columns, check_taken_columns
 from batchgen.input.ids import UniqueIds
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.row_range import RowRange, claim_again, may_have_ids, refuse_bad_rows
 from batchgen.input.source import Source, open_source
+from batchgen.output.finalize import finalize, write_errors
+from batchgen.output.journal import Journal
+from batchgen.output.manifest import KERNELS, Manifest, compare
+from batchgen.output.payloads import Payloads
+from batchgen.output.rundir import IDS_NAME, RunDir
 from batchgen.report import build_report, write_report
 from batchgen.run.display import make_display
 from batchgen.run.feed import Feed, Screen
@@ -34,7 +35,6 @@ from batchgen.run.ledger import Ledger
 from batchgen.run.model import Backend, EngineFactory, ModelInfo, load_engine, read_model
 from batchgen.run.options import RunOptions
 from batchgen.run.outcome import Outcome, about_job, journal_totals
-from batchgen.run.payloads import Payloads
 from batchgen.run.progress import Progress
 from batchgen.run.spool import Spool
 from batchgen.run.stop import Stopper, StopRequested

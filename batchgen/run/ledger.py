@@ -11,9 +11,9 @@ from contextlib import suppress
 
 from batchgen.core.errors import RowError, RowErrorCode, StorageError, TokenizerError
 from batchgen.core.records import BadRow, Record, Result
-from batchgen.data.journal import Journal, JournalEntry
+from batchgen.output.journal import Journal, JournalEntry
+from batchgen.output.payloads import Payloads, RowId
 from batchgen.run.clock import Clock
-from batchgen.run.payloads import Payloads, RowId
 from batchgen.run.stop import Stopper
 
 MIN_ROWS_FOR_RATE = 100  # an error rate means nothing over fewer rows, so it is taken as if there were that many

@@ -20,9 +20,9 @@ from batchgen.core.hub import resolve_folder
 from batchgen.core.machine import require_address_space
 from batchgen.core.model_files import model_files
 from batchgen.core.records import Request, Result, SamplingParams
-from batchgen.data.manifest import KERNELS, mix_kernels
 from batchgen.input.requests import RequestBuilder
 from batchgen.model import ModelConfig, is_dummy, load_config
+from batchgen.output.manifest import KERNELS, mix_kernels
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.units import counted, format_duration
-from batchgen.data.journal import Journal
-from batchgen.data.manifest import Manifest
-from batchgen.data.rundir import RunDir
+from batchgen.output.journal import Journal
+from batchgen.output.manifest import Manifest
+from batchgen.output.rundir import RunDir
 from batchgen.report import read_report
 from batchgen.report_rows import RowTotals
 from batchgen.run.model import Backend

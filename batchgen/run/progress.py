@@ -22,7 +22,7 @@ from typing import Any
 from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.memory import peak_bytes
 from batchgen.core.storage import temporary_name
-from batchgen.data.rundir import PROGRESS_NAME
+from batchgen.output.rundir import PROGRESS_NAME
 from batchgen.report_spent import follow, since
 from batchgen.run.clock import Clock
 from batchgen.run.display import Display

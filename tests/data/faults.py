@@ -21,14 +21,14 @@ from typing import Any
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.records import Cursor
 from batchgen.core.storage import remove_folder
-from batchgen.data import journal as journal_module
-from batchgen.data.journal import Journal, JournalEntry
-from batchgen.data.manifest import Manifest
-from batchgen.data.output_formats.parquet import infer_fields
-from batchgen.data.rundir import RunDir
-from batchgen.data.writer import finalize, finalize_retry, read_errors
 from batchgen.merge import merge
 from batchgen.merge_report import count_outputs, write_merged_report
+from batchgen.output import journal as journal_module
+from batchgen.output.finalize import finalize, finalize_retry, read_errors
+from batchgen.output.formats.parquet import infer_fields
+from batchgen.output.journal import Journal, JournalEntry
+from batchgen.output.manifest import Manifest
+from batchgen.output.rundir import RunDir
 from batchgen.report import build_report, write_report
 from batchgen.report_rows import LATENCIES
 

@@ -14,10 +14,10 @@ import pytest
 
 from batchgen.config.job import OutputSpec
 from batchgen.core.errors import StorageError
-from batchgen.data import journal as journal_module
-from batchgen.data.journal import Journal
-from batchgen.data.rundir import RunDir
-from batchgen.data.writer import finalize
+from batchgen.output import journal as journal_module
+from batchgen.output.finalize import finalize
+from batchgen.output.journal import Journal
+from batchgen.output.rundir import RunDir
 
 
 @pytest.fixture
@@ -167,9 +167,9 @@ STUB_RUN = """
 import resource, sys, time
 from pathlib import Path
 import faults
-from batchgen.data.journal import Journal
-from batchgen.data.rundir import RunDir
-from batchgen.data.writer import finalize
+from batchgen.output.journal import Journal
+from batchgen.output.rundir import RunDir
+from batchgen.output.finalize import finalize
 from batchgen.config.job import OutputSpec
 
 folder, output_format, num_rows = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

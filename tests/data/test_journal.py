@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from batchgen.core.errors import StorageError
 from batchgen.core.records import Cursor
-from batchgen.data import journal as journal_module
-from batchgen.data.done_set import DoneSet
-from batchgen.data.journal import Counts, Journal, JournalEntry, read_counts
-from batchgen.data.segment import Damage, Line, decode_line, encode_line, scan
+from batchgen.output import journal as journal_module
+from batchgen.output.done_set import DoneSet
+from batchgen.output.journal import Counts, Journal, JournalEntry, read_counts
+from batchgen.output.segment import Damage, Line, decode_line, encode_line, scan
 
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -15,8 +15,8 @@ import pytest
 
 from batchgen.core.errors import LockedError, StorageError, UsageError
 from batchgen.core.storage import staged_file, write_atomic
-from batchgen.data.manifest import Manifest, compare
-from batchgen.data.rundir import Holder, RunDir
+from batchgen.output.manifest import Manifest, compare
+from batchgen.output.rundir import Holder, RunDir
 
 MANIFEST = Manifest(
     job={
@@ -32,7 +32,7 @@ MANIFEST = Manifest(
 HOLD = """
 import sys
 from pathlib import Path
-from batchgen.data.rundir import RunDir
+from batchgen.output.rundir import RunDir
 with RunDir(Path(sys.argv[1])).lock():
     print("held", flush=True)
     sys.stdin.read()

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from batchgen.config.job import OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.records import Cursor
-from batchgen.data import journal_reader
-from batchgen.data.journal import Journal, JournalEntry
-from batchgen.data.manifest import Manifest
-from batchgen.data.output_formats import parquet
-from batchgen.data.rundir import RunDir
-from batchgen.data.writer import OutputCounts, finalize, finalize_retry
+from batchgen.output import journal_reader
+from batchgen.output.finalize import OutputCounts, finalize, finalize_retry
+from batchgen.output.formats import parquet
+from batchgen.output.journal import Journal, JournalEntry
+from batchgen.output.manifest import Manifest
+from batchgen.output.rundir import RunDir
 
 Rows = Sequence[dict[str, Any]]
 

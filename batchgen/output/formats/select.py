@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from batchgen.core.errors import UsageError
-from batchgen.data.output_formats.jsonl import JsonlFormat
-from batchgen.data.output_formats.openai_batch import OpenAIBatchFormat
+from batchgen.output.formats.jsonl import JsonlFormat
+from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 
 
 class OutputFormat(Protocol):
@@ -43,7 +43,7 @@ def output_format(name: str, *, model: str = "", chat: bool = True) -> OutputFor
     if name == "openai-batch":
         return OpenAIBatchFormat(model, chat)
     if name == "parquet":
-        from batchgen.data.output_formats.parquet import ParquetFormat
+        from batchgen.output.formats.parquet import ParquetFormat
 
         return ParquetFormat()
     raise UsageError(f'output.format = "{name}": must be one of jsonl, parquet, openai-batch')

@@ -26,7 +26,7 @@ from batchgen.core.storage import (
     temporary_name,
     write_atomic,
 )
-from batchgen.data.manifest import Manifest
+from batchgen.output.manifest import Manifest
 
 PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
 IDS_NAME = "ids.sqlite"  # in the journal's folder; SQLite adds endings. Without rows it holds nothing of worth

@@ -24,9 +24,9 @@ from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
 from batchgen.core.storage import remove_folder, storage_errors, sync_folder
-from batchgen.data.done_set import DoneSet
-from batchgen.data.journal_reader import CHECK_DISK, SegmentReader, segment_number, segment_path, segment_paths
-from batchgen.data.segment import ERROR, PARTIAL, RESULT, Damage, Line, encode_line, scan
+from batchgen.output.done_set import DoneSet
+from batchgen.output.journal_reader import CHECK_DISK, SegmentReader, segment_number, segment_path, segment_paths
+from batchgen.output.segment import ERROR, PARTIAL, RESULT, Damage, Line, encode_line, scan
 
 SEGMENT_BYTES = 64 << 20
 SYNC_SECONDS = 0.5

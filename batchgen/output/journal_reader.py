@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from batchgen.core.errors import StorageError
 from batchgen.core.storage import storage_errors
-from batchgen.data.segment import Line, decode_line
+from batchgen.output.segment import Line, decode_line
 
 CHECK_DISK = "check the disk, then run again: what is damaged is done once more, all else is kept"
 _MAX_OPEN = 64  # files; a journal of days has more segments than a process may open

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from batchgen.config.job import RECORD_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import FinishReason
-from batchgen.data.output_formats.jsonl import index_of, read_lines, write_lines
+from batchgen.output.formats.jsonl import index_of, read_lines, write_lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from typing import Any
 from batchgen.config.job import OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.storage import publish, remove_file, staged_file
-from batchgen.data.journal import Journal
-from batchgen.data.output_formats import OutputFormat, output_format
-from batchgen.data.output_formats.jsonl import read_lines, write_lines
-from batchgen.data.rundir import RunDir
+from batchgen.output.formats.jsonl import read_lines, write_lines
+from batchgen.output.formats.select import OutputFormat, output_format
+from batchgen.output.journal import Journal
+from batchgen.output.rundir import RunDir
 
 IndexedRow = tuple[int, bytes]
 
