@@ -171,7 +171,7 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     if job is None and not flags:
         raise click.UsageError("give a job file, or --model, --input and --output", click.get_current_context())
     spec = load_job(job, flags)
-    from batchgen.report_metrics import check_metrics_file, write_metrics
+    from batchgen.report.prometheus import check_metrics_file, write_metrics
     from batchgen.run import run_job
 
     metrics_file: Path | None = values["metrics_file"]

@@ -39,7 +39,7 @@ def report(
       batchgen report runs/new --compare runs/last --max-regress 5%
     """
     from batchgen.output.rundir import RunDir
-    from batchgen.report import read_report, read_report_file
+    from batchgen.report.build import read_report, read_report_file
 
     limit = _share(max_regress)
     form = "json" if as_json else form
@@ -52,7 +52,7 @@ def report(
     if limit is not None:
         raise click.UsageError("--max-regress needs --compare OTHER", click.get_current_context())
     if html is not None:
-        from batchgen.report_html import write_html
+        from batchgen.report.html import write_html
 
         write_html(found, html)
         return ExitCode.OK
@@ -64,16 +64,16 @@ def _render(found: dict[str, Any], folder: Path, form: str) -> str:
     if form == "json":
         return json.dumps(found, indent=2)
     if form == "prometheus":
-        from batchgen.report_metrics import render_metrics
+        from batchgen.report.prometheus import render_metrics
 
         return render_metrics(str(folder), found["model"], found)
-    from batchgen.report_text import render_report
+    from batchgen.report.text import render_report
 
     return render_report(found)
 
 
 def _compare(now: dict[str, Any], before: dict[str, Any], limit: float | None, as_json: bool) -> int:
-    from batchgen.report_compare import compare_reports
+    from batchgen.report.compare import compare_reports
 
     comparison = compare_reports(now, before)
     show(json.dumps(comparison.to_dict(limit), indent=2) if as_json else comparison.render(limit))

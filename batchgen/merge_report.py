@@ -14,9 +14,9 @@ from batchgen.config.job import OutputSpec, job_from_dict
 from batchgen.core.errors import UsageError
 from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.rundir import RunDir
-from batchgen.report import build_report, read_report, write_report
-from batchgen.report_rows import RowTotals
-from batchgen.report_spent import follow, spent_in
+from batchgen.report.build import build_report, read_report, write_report
+from batchgen.report.rows import RowTotals
+from batchgen.report.usage import follow, spent_in
 
 _ABOUT = (
     "model",

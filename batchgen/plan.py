@@ -25,7 +25,7 @@ from batchgen.output.rundir import RunDir
 from batchgen.plan_estimate import Estimate, OutputLengths, comparable, estimate_from_report, limits, reported_lengths
 from batchgen.plan_kv import kv_plan
 from batchgen.plan_survey import PREFIX_BLOCK, Survey
-from batchgen.report import read_report
+from batchgen.report.build import read_report
 from batchgen.run.feed import Screen
 from batchgen.run.model import ModelInfo, read_model
 

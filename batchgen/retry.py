@@ -29,8 +29,8 @@ from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest, differences
 from batchgen.output.payloads import Payloads
 from batchgen.output.rundir import RunDir
-from batchgen.report import build_report, read_report, write_report
-from batchgen.report_spent import follow, spent_in
+from batchgen.report.build import build_report, read_report, write_report
+from batchgen.report.usage import follow, spent_in
 from batchgen.run.display import make_display
 from batchgen.run.feed import Feed, Screen
 from batchgen.run.generate import generate

@@ -18,7 +18,7 @@ from batchgen.config.job import JobSpec
 from batchgen.core import fingerprint
 from batchgen.core.errors import ModelError, ResumeMismatch
 from batchgen.output.rundir import RunDir
-from batchgen.report import read_report
+from batchgen.report.build import read_report
 from batchgen.retry import retry_job
 from batchgen.run import Outcome, RunOptions, run_job
 from batchgen.run.model import Backend, EngineFactory, ModelInfo

@@ -10,7 +10,7 @@ from run_helpers import JobMaker, rows_of
 
 from batchgen.cli import call
 from batchgen.core.errors import GateFailed
-from batchgen.report_compare import compare_reports
+from batchgen.report.compare import compare_reports
 
 
 def report(rate: float = 100.0, failed: int = 0, exact: float | None = 0.9, **more: Any) -> dict[str, Any]:

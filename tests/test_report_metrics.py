@@ -9,7 +9,7 @@ from run_helpers import JobMaker, rows_of
 from test_report import made
 
 from batchgen.cli import call
-from batchgen.report_metrics import render_metrics
+from batchgen.report.prometheus import render_metrics
 
 parser = pytest.importorskip("prometheus_client.parser", reason="the extra batchgen[metrics] is not installed")
 

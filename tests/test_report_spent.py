@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.engine.stats import MAX_POINTS, EngineStats, Point, StepSeries
-from batchgen.report_spent import add_up, follow, since, spent_in, tail_s, thin
+from batchgen.report.usage import add_up, follow, since, spent_in, tail_s, thin
 
 
 def series_of(steps: list[int]) -> dict[str, Any]:

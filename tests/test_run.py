@@ -25,7 +25,7 @@ from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.merge import merge
 from batchgen.output.journal import read_counts
 from batchgen.output.payloads import kept_name
-from batchgen.report import read_report
+from batchgen.report.build import read_report
 from batchgen.run import RunOptions, feed, run_job
 from batchgen.run import job as job_module
 from batchgen.run.feed import Screen

@@ -19,7 +19,7 @@ from stub_engine import stub_factory
 from batchgen.cli import call
 from batchgen.core.errors import ExitCode
 from batchgen.output.rundir import RunDir
-from batchgen.report import read_report
+from batchgen.report.build import read_report
 from batchgen.run import stop as stop_module
 
 DAY_S = 86_400

@@ -26,7 +26,7 @@ from batchgen.output.journal import Journal
 from batchgen.output.manifest import KERNELS, Manifest, compare
 from batchgen.output.payloads import Payloads
 from batchgen.output.rundir import IDS_NAME, RunDir
-from batchgen.report import build_report, write_report
+from batchgen.report.build import build_report, write_report
 from batchgen.run.display import make_display
 from batchgen.run.feed import Feed, Screen
 from batchgen.run.folders import tidy_on_refusal

@@ -15,8 +15,8 @@ from batchgen.core.units import counted, format_duration
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
-from batchgen.report import read_report
-from batchgen.report_rows import RowTotals
+from batchgen.report.build import read_report
+from batchgen.report.rows import RowTotals
 from batchgen.run.model import Backend
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.memory import peak_bytes
 from batchgen.core.storage import temporary_name
 from batchgen.output.rundir import PROGRESS_NAME
-from batchgen.report_spent import follow, since
+from batchgen.report.usage import follow, since
 from batchgen.run.clock import Clock
 from batchgen.run.display import Display
 from batchgen.run.ledger import Ledger

@@ -29,8 +29,8 @@ from batchgen.output.formats.parquet import infer_fields
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
-from batchgen.report import build_report, write_report
-from batchgen.report_rows import LATENCIES
+from batchgen.report.build import build_report, write_report
+from batchgen.report.rows import LATENCIES
 
 NUM_ROWS = 40
 KILLED = 77

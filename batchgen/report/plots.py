@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from batchgen.core.errors import UsageError
-from batchgen.report_spent import thin
+from batchgen.report.usage import thin
 
 Report = Mapping[str, Any]
 

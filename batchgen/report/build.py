@@ -21,9 +21,9 @@ from batchgen.core.machine import processor_name
 from batchgen.core.storage import write_atomic
 from batchgen.model.roofline import roofline_section
 from batchgen.output.rundir import RunDir
-from batchgen.report_advice import advice, bound_by
-from batchgen.report_rows import RowTotals
-from batchgen.report_spent import split, tail_s, thin
+from batchgen.report.advice import advice, bound_by
+from batchgen.report.rows import RowTotals
+from batchgen.report.usage import split, tail_s, thin
 
 REPORT_VERSION = 3
 _PACKAGES = ("torch", "numpy", "numba", "tokenizers", "pyarrow")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from batchgen.core.errors import UsageError
 from batchgen.core.storage import check_replaceable, write_atomic
 from batchgen.output.rundir import RunDir
-from batchgen.report import read_report
+from batchgen.report.build import read_report
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

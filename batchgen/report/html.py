@@ -17,8 +17,8 @@ from markupsafe import Markup
 
 from batchgen.core.storage import check_replaceable, write_atomic
 from batchgen.core.units import format_duration, shortened
-from batchgen.report_plots import draw
-from batchgen.report_text import describe_numerics, describe_roofline
+from batchgen.report.plots import draw
+from batchgen.report.text import describe_numerics, describe_roofline
 
 _ID_WIDTH = 40
 
@@ -44,7 +44,7 @@ def write_html(report: Mapping[str, Any], path: Path) -> None:
 
 def render_html(report: Mapping[str, Any]) -> str:
     """The page as text; ``report`` is the content of ``report.json``. Raises UsageError without matplotlib."""
-    source = files("batchgen").joinpath("report_page.html").read_text(encoding="utf-8")
+    source = files("batchgen.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     tables = [_errors(report), _latencies(report), _slowest(report), _about(report)]
     return environment.from_string(source).render(
