@@ -43,8 +43,8 @@ def plan(job: Path | None, as_json: bool, **values: Any) -> int:
     if job is None:
         flags.setdefault("output", {}).setdefault("path", ".")  # a plan writes nothing
     from batchgen.config.load import load_job
-    from batchgen.plan import PlanOptions, check_time, make_plan
-    from batchgen.plan_text import render_plan
+    from batchgen.plan.plan import PlanOptions, check_time, make_plan
+    from batchgen.plan.text import render_plan
 
     found = make_plan(load_job(job, flags), PlanOptions(values["calibrate"], output_tokens, shard))
     show(json.dumps(found, indent=2) if as_json else render_plan(found))

@@ -15,6 +15,7 @@ from stub_engine import stub_factory
 from batchgen import retry as retry_module
 from batchgen.cli import call
 from batchgen.core.errors import StorageError, UsageError
+from batchgen.output import finalize
 from batchgen.retry import retry_job
 from batchgen.run import RunOptions
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.plan_distinct import Distinct
+from batchgen.plan.distinct import Distinct
 
 
 @given(st.lists(st.integers(0, 100), max_size=300))

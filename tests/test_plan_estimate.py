@@ -13,10 +13,10 @@ from batchgen.engine.config import SchedulerConfig
 from batchgen.input.ids import UniqueIds
 from batchgen.input.row_range import RowRange
 from batchgen.input.source import open_source
-from batchgen.plan_calibrate import calibrate
-from batchgen.plan_cost import Machine, StepCost, StepWork
-from batchgen.plan_estimate import OutputLengths
-from batchgen.plan_survey import Lengths, Reservoir, Survey
+from batchgen.plan.calibrate import calibrate
+from batchgen.plan.cost import Machine, StepCost, StepWork
+from batchgen.plan.estimate import OutputLengths
+from batchgen.plan.survey import Lengths, Reservoir, Survey
 from batchgen.run.feed import Screen
 from batchgen.run.model import read_model
 

@@ -22,9 +22,9 @@ from batchgen.input.ids import UniqueIds
 from batchgen.input.row_range import RowRange, may_have_ids
 from batchgen.input.source import open_source, stdin_as_file
 from batchgen.output.rundir import RunDir
-from batchgen.plan_estimate import Estimate, OutputLengths, comparable, estimate_from_report, limits, reported_lengths
-from batchgen.plan_kv import kv_plan
-from batchgen.plan_survey import PREFIX_BLOCK, Survey
+from batchgen.plan.estimate import Estimate, OutputLengths, comparable, estimate_from_report, limits, reported_lengths
+from batchgen.plan.kv import kv_plan
+from batchgen.plan.survey import PREFIX_BLOCK, Survey
 from batchgen.report.build import read_report
 from batchgen.run.feed import Screen
 from batchgen.run.model import ModelInfo, read_model
@@ -86,7 +86,7 @@ def _forecast(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Sur
     given = OutputLengths.around("as given", options.output_tokens) if options.output_tokens else None
     if options.calibrate and survey.num_good:
         began = time.monotonic()
-        from batchgen.plan_calibrate import calibrate
+        from batchgen.plan.calibrate import calibrate
 
         found = calibrate(spec, model, survey, began=began)
         lengths = given or found.lengths or limits(survey)

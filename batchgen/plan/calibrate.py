@@ -16,9 +16,9 @@ from itertools import count, cycle
 from batchgen.config.job import JobSpec
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine
-from batchgen.plan_cost import Machine, StepCost, StepWork
-from batchgen.plan_estimate import Estimate, OutputLengths
-from batchgen.plan_survey import PREFIX_BLOCK, SampledPrompt, Survey
+from batchgen.plan.cost import Machine, StepCost, StepWork
+from batchgen.plan.estimate import Estimate, OutputLengths
+from batchgen.plan.survey import PREFIX_BLOCK, SampledPrompt, Survey
 from batchgen.run.model import ModelInfo, load_engine
 
 CALIBRATION_S = 10.0

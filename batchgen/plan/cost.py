@@ -17,8 +17,8 @@ from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.group import Group
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
-from batchgen.plan_estimate import OutputLengths
-from batchgen.plan_survey import Lengths
+from batchgen.plan.estimate import OutputLengths
+from batchgen.plan.survey import Lengths
 
 SIMULATED_OUTPUTS = 400_000  # tokens: what can be played out in a few seconds
 _KNEES = (32, 128)  # token counts where a step's cost changes its slope: first weights are read, then products count

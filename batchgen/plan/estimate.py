@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.plan_survey import Survey
+from batchgen.plan.survey import Survey
 
 NUM_QUANTILES = 64
 
