@@ -23,6 +23,7 @@ from batchgen.core.records import BadRow, Record
 from batchgen.core.units import counted
 from batchgen.input.dead_letters import DeadLetters
 from batchgen.input.ids import Claim, UniqueIds
+from batchgen.input.validator import Screen
 from batchgen.merge_report import count_outputs
 from batchgen.output.finalize import finalize_retry, read_records
 from batchgen.output.journal import Journal
@@ -32,7 +33,7 @@ from batchgen.output.rundir import RunDir
 from batchgen.report.build import build_report, read_report, write_report
 from batchgen.report.usage import follow, spent_in
 from batchgen.run.display import make_display
-from batchgen.run.feed import Feed, Screen
+from batchgen.run.feed import Feed
 from batchgen.run.generate import generate
 from batchgen.run.job import with_numerics
 from batchgen.run.ledger import Ledger

@@ -13,11 +13,11 @@ from batchgen.engine.config import SchedulerConfig
 from batchgen.input.ids import UniqueIds
 from batchgen.input.row_range import RowRange
 from batchgen.input.source import open_source
+from batchgen.input.validator import Screen
 from batchgen.plan.calibrate import calibrate
 from batchgen.plan.cost import Machine, StepCost, StepWork
 from batchgen.plan.estimate import OutputLengths
 from batchgen.plan.survey import Lengths, Reservoir, Survey
-from batchgen.run.feed import Screen
 from batchgen.run.model import read_model
 
 SIZES = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, block_size=16, num_blocks=400, max_model_len=512)

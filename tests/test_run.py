@@ -22,13 +22,13 @@ from batchgen.core.errors import BatchgenError, LockedError, ModelError, ResumeM
 from batchgen.core.records import Cursor, Record, Request, Result
 from batchgen.input.ids import UniqueIds
 from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
+from batchgen.input.validator import Screen
 from batchgen.merge import merge
 from batchgen.output.journal import read_counts
 from batchgen.output.payloads import kept_name
 from batchgen.report.build import read_report
 from batchgen.run import RunOptions, feed, run_job
 from batchgen.run import job as job_module
-from batchgen.run.feed import Screen
 from batchgen.run.guard import Guard
 from batchgen.run.model import Backend, ModelInfo
 from batchgen.run.stop import Limits, Stopper

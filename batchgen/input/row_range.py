@@ -15,8 +15,8 @@ from batchgen.core.units import counted
 from batchgen.input.ids import UniqueIds
 from batchgen.input.rows import chunked
 from batchgen.input.source import Reading, Source
+from batchgen.input.validator import Builder, Screen
 from batchgen.output.journal import Journal
-from batchgen.run.feed import Builder, Screen
 
 COUNT_BYTES = 4 << 30  # larger inputs are not counted beforehand: it would take too long
 _SHOWN_BAD_ROWS = 5

@@ -21,12 +21,12 @@ from batchgen.input.columns import check_columns
 from batchgen.input.ids import UniqueIds
 from batchgen.input.row_range import RowRange, may_have_ids
 from batchgen.input.source import open_source, stdin_as_file
+from batchgen.input.validator import Screen
 from batchgen.output.rundir import RunDir
 from batchgen.plan.estimate import Estimate, OutputLengths, comparable, estimate_from_report, limits, reported_lengths
 from batchgen.plan.kv import kv_plan
 from batchgen.plan.survey import PREFIX_BLOCK, Survey
 from batchgen.report.build import read_report
-from batchgen.run.feed import Screen
 from batchgen.run.model import ModelInfo, read_model
 
 PLAN_VERSION = 1

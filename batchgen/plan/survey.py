@@ -17,8 +17,8 @@ from typing import Generic, TypeVar
 
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.input.rows import chunked
+from batchgen.input.validator import Pending, Screen
 from batchgen.plan.distinct import Distinct
-from batchgen.run.feed import Pending, Screen
 
 MAX_LISTED_BAD_ROWS = 10_000
 NUM_LONGEST = 10

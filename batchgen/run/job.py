@@ -21,6 +21,7 @@ from batchgen.input.ids import UniqueIds
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.row_range import RowRange, claim_again, may_have_ids, refuse_bad_rows
 from batchgen.input.source import Source, open_source
+from batchgen.input.validator import Screen
 from batchgen.output.finalize import finalize, write_errors
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import KERNELS, Manifest, compare
@@ -28,7 +29,7 @@ from batchgen.output.payloads import Payloads
 from batchgen.output.rundir import IDS_NAME, RunDir
 from batchgen.report.build import build_report, write_report
 from batchgen.run.display import make_display
-from batchgen.run.feed import Feed, Screen
+from batchgen.run.feed import Feed
 from batchgen.run.folders import tidy_on_refusal
 from batchgen.run.generate import generate
 from batchgen.run.ledger import Ledger
