@@ -31,7 +31,7 @@ from batchgen.core.units import counted, parse_clock, parse_count, parse_duratio
 
 if TYPE_CHECKING:
     from batchgen.run import Outcome, RunOptions
-    from batchgen.run.model import EngineFactory
+    from batchgen.run.loader import EngineFactory
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 RUN_TITLE = TITLES["run"]
@@ -222,7 +222,7 @@ def status(folder: Path, as_json: bool, watch: bool) -> int:
       batchgen status runs/questions
       batchgen status runs/questions --watch
     """
-    from batchgen.status import read_status, render_status, watch_status
+    from batchgen.run.status import read_status, render_status, watch_status
 
     if not watch:
         found = read_status(folder)
@@ -254,8 +254,8 @@ def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) 
     """
     heartbeat_s = take(values, "heartbeat", parse_duration)
     progress = _progress_kind(values)
-    from batchgen.retry import retry_job
     from batchgen.run.options import RunOptions
+    from batchgen.run.retry import retry_job
 
     mixed = values["allow_mixed_kernels"]
     options = RunOptions(allow_mixed_kernels=mixed, progress=progress, heartbeat_s=heartbeat_s)
@@ -278,8 +278,8 @@ def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) ->
       for i in 1 2; do batchgen run job.toml --shard $i/2 --output part$i; done
       batchgen merge part1 part2 -o whole
     """
-    from batchgen.merge import merge as merge_shards
-    from batchgen.merge_report import write_merged_report
+    from batchgen.run.merge import merge as merge_shards
+    from batchgen.run.merge_report import write_merged_report
 
     counts = merge_shards(folders, output, allow_mixed_kernels=allow_mixed_kernels)
     if counts is None:

@@ -62,7 +62,7 @@ def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
     require_address_space()
     from batchgen.bench import measure
     from batchgen.config.load import load_job
-    from batchgen.run.model import engine_config
+    from batchgen.run.loader import engine_config
 
     spec = load_job(None, {**flags, "input": {"path": ["-"]}, "output": {"path": "."}})  # a benchmark has neither
     config, where = engine_config(spec.engine), spec.model

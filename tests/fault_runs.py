@@ -32,8 +32,6 @@ import pyarrow.parquet as pq
 from fault_injection import KILLED, KINDS, Fault, Injector, Operation
 from stub_engine import stub_factory
 
-import batchgen.merge_report
-import batchgen.retry
 import batchgen.run  # noqa: F401 - what commands import late is imported once here instead of in every child
 from batchgen.cli import call
 from batchgen.output import journal as journal_module

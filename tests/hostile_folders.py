@@ -178,7 +178,7 @@ def use(folder: Path) -> None:
     from batchgen.config.load import load_job
     from batchgen.core.fingerprint import Digests
     from batchgen.core.records import Request, SamplingParams
-    from batchgen.run.model import load_engine, read_model
+    from batchgen.run.loader import load_engine, read_model
 
     spec = load_job(
         None,

@@ -18,7 +18,7 @@ from typing import Any
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
-from batchgen.run.model import Backend, EngineFactory, ModelInfo
+from batchgen.run.loader import Backend, EngineFactory, ModelInfo
 
 
 def stub_token(request: Request, position: int, vocab_size: int) -> int:

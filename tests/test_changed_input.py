@@ -27,7 +27,7 @@ from batchgen.input.row_range import RowRange
 from batchgen.input.rows import CHUNK_ROWS, chunked
 from batchgen.run import RunOptions
 from batchgen.run import job as job_module
-from batchgen.status import read_status
+from batchgen.run.status import read_status
 
 NUM_ROWS = 2 * CHUNK_ROWS + 90  # three chunks, of which the first is all that is read when the first steps run
 Rows = list[dict[str, Any]]

@@ -21,7 +21,7 @@ from batchgen.cli import call, cli
 from batchgen.cli_options import SAMPLING_HELP
 from batchgen.config.job import SECTIONS, JobSpec, flag_name
 from batchgen.config.sampling import PARAM_KEYS
-from batchgen.run.model import Backend, ModelInfo
+from batchgen.run.loader import Backend, ModelInfo
 
 COMMANDS = sorted(cli.commands)
 

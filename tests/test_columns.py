@@ -19,7 +19,7 @@ from batchgen.core.errors import UsageError
 from batchgen.input.columns import HEAD_ROWS
 from batchgen.plan.plan import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
-from batchgen.run.model import Backend, ModelInfo
+from batchgen.run.loader import Backend, ModelInfo
 
 CHAT_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
 BATCH_LINE = {**CHAT_LINE, "body": {"messages": [{"role": "user", "content": "hi"}]}}

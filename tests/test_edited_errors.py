@@ -12,12 +12,12 @@ import pytest
 from run_helpers import JobMaker, quiet, read_lines, rows_of
 from stub_engine import stub_factory
 
-from batchgen import retry as retry_module
 from batchgen.cli import call
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.output import finalize
-from batchgen.retry import retry_job
 from batchgen.run import RunOptions
+from batchgen.run import retry as retry_module
+from batchgen.run.retry import retry_job
 
 FAILED = frozenset({1, 3, 5})
 Letters = list[dict[str, Any]]

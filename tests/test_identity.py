@@ -19,9 +19,9 @@ from batchgen.core import fingerprint
 from batchgen.core.errors import ModelError, ResumeMismatch
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import read_report
-from batchgen.retry import retry_job
 from batchgen.run import Outcome, RunOptions, run_job
-from batchgen.run.model import Backend, EngineFactory, ModelInfo
+from batchgen.run.loader import Backend, EngineFactory, ModelInfo
+from batchgen.run.retry import retry_job
 from batchgen.text.tokenizer import Tokenizer
 
 

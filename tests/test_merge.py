@@ -13,12 +13,12 @@ from batchgen.cli import call
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.records import Cursor
-from batchgen.merge import merge
 from batchgen.output.finalize import OutputCounts, finalize, finalize_retry
 from batchgen.output.formats.parquet import FIXED_TYPES
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
+from batchgen.run.merge import merge
 
 NUM_ROWS = 11
 BAD = (4, 5, 9)

@@ -10,11 +10,10 @@ import pytest
 from run_helpers import JobMaker, rows_of, without_timings
 from stub_engine import stub_factory
 
-from batchgen import merge_report
 from batchgen.cli import call
 from batchgen.core.errors import StorageError
-from batchgen.run import RunOptions
-from batchgen.status import read_status
+from batchgen.run import RunOptions, merge_report
+from batchgen.run.status import read_status
 
 FORMATS = ["jsonl", "parquet", "openai-batch"]
 

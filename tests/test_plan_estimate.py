@@ -18,7 +18,7 @@ from batchgen.plan.calibrate import calibrate
 from batchgen.plan.cost import Machine, StepCost, StepWork
 from batchgen.plan.estimate import OutputLengths
 from batchgen.plan.survey import Lengths, Reservoir, Survey
-from batchgen.run.model import read_model
+from batchgen.run.loader import read_model
 
 SIZES = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, block_size=16, num_blocks=400, max_model_len=512)
 A_SECOND_A_STEP = StepCost((1.0, 0.0, 0.0, 0.0, 0.0, 0.0))

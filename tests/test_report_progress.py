@@ -14,8 +14,8 @@ from test_signals import until_rows_are_done
 from batchgen.cli import call
 from batchgen.run.display import QuietDisplay
 from batchgen.run.progress import Progress
+from batchgen.run.status import watch_status
 from batchgen.run.stop import Limits, Stopper
-from batchgen.status import watch_status
 
 
 def progress(folder: Path, *, computed: int, done: int, finished_tokens: int, before: int = 0) -> Progress:

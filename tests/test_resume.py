@@ -22,7 +22,7 @@ from batchgen.output.journal import Journal
 from batchgen.plan.plan import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
 from batchgen.run import job as job_module
-from batchgen.run.model import Backend, ModelInfo
+from batchgen.run.loader import Backend, ModelInfo
 
 STRICT = RunOptions(strict=True, progress="quiet")
 

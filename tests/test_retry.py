@@ -12,12 +12,12 @@ import pytest
 from run_helpers import JobMaker, finish, read_lines, rows_of, start, without_timings
 from stub_engine import stub_factory
 
-from batchgen import retry as retry_module
 from batchgen.cli import call
 from batchgen.core.errors import ResumeMismatch, StorageError, UsageError
 from batchgen.output.journal import Journal
-from batchgen.retry import retry_job
 from batchgen.run import Limits, Outcome, RunOptions
+from batchgen.run import retry as retry_module
+from batchgen.run.retry import retry_job
 
 FORMATS = ["jsonl", "parquet", "openai-batch"]
 

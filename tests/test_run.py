@@ -23,16 +23,16 @@ from batchgen.core.records import Cursor, Record, Request, Result
 from batchgen.input.ids import UniqueIds
 from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.input.validator import Screen
-from batchgen.merge import merge
 from batchgen.output.journal import read_counts
 from batchgen.output.payloads import kept_name
 from batchgen.report.build import read_report
-from batchgen.run import RunOptions, feed, run_job
+from batchgen.run import RunOptions, requests, run_job
 from batchgen.run import job as job_module
-from batchgen.run.guard import Guard
-from batchgen.run.model import Backend, ModelInfo
+from batchgen.run.loader import Backend, ModelInfo
+from batchgen.run.merge import merge
+from batchgen.run.status import read_status, render_status
 from batchgen.run.stop import Limits, Stopper
-from batchgen.status import read_status, render_status
+from batchgen.run.watchdog import Guard
 
 
 def made(folder: Path) -> Path:
@@ -693,7 +693,7 @@ def test_few_rows_are_read_at_once_until_they_prove_quick(
         seen.append(len(rows))
         return screen(self, rows)
 
-    monkeypatch.setattr(feed, "_SLOW_CHUNK_S", slow_s)
+    monkeypatch.setattr(requests, "_SLOW_CHUNK_S", slow_s)
     monkeypatch.setattr(Screen, "screen", noting)
     job.write(rows_of(20))
     assert job.run().exit_code == 0

@@ -11,7 +11,7 @@ from stub_engine import StubEngine
 from batchgen.config.job import JobSpec
 from batchgen.core.records import FinishReason, Request, Result
 from batchgen.run import run_job
-from batchgen.run.model import Backend, ModelInfo
+from batchgen.run.loader import Backend, ModelInfo
 
 
 class ChoosingEngine(StubEngine):

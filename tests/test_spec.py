@@ -26,8 +26,8 @@ from batchgen.core.units import (
     parse_share,
     parse_size,
 )
-from batchgen.retry import retry_job
 from batchgen.run import RunOptions
+from batchgen.run.retry import retry_job
 
 JOBS = sorted((Path(__file__).parents[1] / "jobs").glob("*.toml"))
 NEEDED = {"model": {"path": "dummy:LFM2-350M"}, "input": {"path": "in.jsonl"}, "output": {"path": "out"}}

@@ -13,9 +13,9 @@ from test_signals import until_rows_are_done
 
 from batchgen.cli import call
 from batchgen.core.errors import BatchgenError, UsageError
-from batchgen.retry import retry_job
 from batchgen.run import Limits, RunOptions
-from batchgen.status import read_status, render_status
+from batchgen.run.retry import retry_job
+from batchgen.run.status import read_status, render_status
 
 
 def test_a_running_run_is_seen_from_outside_and_not_disturbed(job: JobMaker) -> None:

@@ -15,7 +15,7 @@ from stub_engine import stub_factory
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
 from batchgen.run import Outcome, RunOptions, run_job
-from batchgen.run.model import Backend, ModelInfo
+from batchgen.run.loader import Backend, ModelInfo
 
 ROWS, OTHERS = rows_of(60), rows_of(70)[10:]
 OVERWRITE = RunOptions(overwrite=True, progress="quiet")

@@ -17,7 +17,7 @@ from run_helpers import ENVIRONMENT, JobMaker, finish, rows_of, start
 from batchgen import cli
 from batchgen.cli import call
 from batchgen.core.units import one_line, printable
-from batchgen.run import guard
+from batchgen.run import watchdog
 from batchgen.run.display import BarDisplay, LineDisplay
 
 HOSTILE = "a\x1b[2J\nb\r\x07\x9b31m\u202egpj.\u2066\u2028\x7f\udcff"
@@ -101,7 +101,7 @@ def test_a_process_without_stderr_is_still_gone_in_time(monkeypatch: pytest.Monk
     codes: list[int] = []
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setattr(os, "_exit", codes.append)
-    guard._leave("stopped")
+    watchdog._leave("stopped")
     assert codes == [75]
 
 

@@ -17,7 +17,7 @@ from batchgen.core.units import counted
 from batchgen.engine.sizes import use_threads
 from batchgen.model import load_model
 from batchgen.model.decoder import Lfm2Model
-from batchgen.run.model import read_model
+from batchgen.run.loader import read_model
 
 
 def run_check(

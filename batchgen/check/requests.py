@@ -11,7 +11,7 @@ from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Request, SamplingParams
 from batchgen.input.columns import check_columns
 from batchgen.input.source import open_source, stdin_as_file
-from batchgen.run.model import ModelInfo
+from batchgen.run.loader import ModelInfo
 
 _MAX_TOKENS = 16  # generated for each request
 _FIRST_TOKEN = 8  # below lie the special tokens

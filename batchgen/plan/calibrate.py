@@ -19,7 +19,7 @@ from batchgen.engine import Engine
 from batchgen.plan.cost import Machine, StepCost, StepWork
 from batchgen.plan.estimate import Estimate, OutputLengths
 from batchgen.plan.survey import PREFIX_BLOCK, SampledPrompt, Survey
-from batchgen.run.model import ModelInfo, load_engine
+from batchgen.run.loader import ModelInfo, load_engine
 
 CALIBRATION_S = 10.0
 _REAL_SHARE = 0.5  # of the time: real rows; the rest goes to made-up batches

@@ -17,7 +17,7 @@ from batchgen.engine.sizes import sizes_for
 from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.model import ModelConfig
 from batchgen.model.state_bytes import kv_block_bytes
-from batchgen.run.model import engine_config
+from batchgen.run.loader import engine_config
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _NVIDIA = Path("/dev/nvidiactl")

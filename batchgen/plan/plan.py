@@ -27,7 +27,7 @@ from batchgen.plan.estimate import Estimate, OutputLengths, comparable, estimate
 from batchgen.plan.kv import kv_plan
 from batchgen.plan.survey import PREFIX_BLOCK, Survey
 from batchgen.report.build import read_report
-from batchgen.run.model import ModelInfo, read_model
+from batchgen.run.loader import ModelInfo, read_model
 
 PLAN_VERSION = 1
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 
 from batchgen.core.records import BadRow, Record
-from batchgen.run.feed import Feed
-from batchgen.run.ledger import Ledger
-from batchgen.run.model import Backend
+from batchgen.run.loader import Backend
 from batchgen.run.progress import GENERATING, Progress
+from batchgen.run.requests import Feed
+from batchgen.run.results import Ledger
 
 Rows = Iterable[Record | BadRow]
 

@@ -29,15 +29,15 @@ from batchgen.output.payloads import Payloads
 from batchgen.output.rundir import IDS_NAME, RunDir
 from batchgen.report.build import build_report, write_report
 from batchgen.run.display import make_display
-from batchgen.run.feed import Feed
 from batchgen.run.folders import tidy_on_refusal
 from batchgen.run.generate import generate
-from batchgen.run.ledger import Ledger
-from batchgen.run.model import Backend, EngineFactory, ModelInfo, load_engine, read_model
+from batchgen.run.loader import Backend, EngineFactory, ModelInfo, load_engine, read_model
 from batchgen.run.options import RunOptions
 from batchgen.run.outcome import Outcome, about_job, journal_totals
 from batchgen.run.progress import Progress
-from batchgen.run.spool import Spool
+from batchgen.run.requests import Feed
+from batchgen.run.results import Ledger
+from batchgen.run.stdin import Spool
 from batchgen.run.stop import Stopper, StopRequested
 
 

@@ -17,7 +17,7 @@ from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import read_report
 from batchgen.report.rows import RowTotals
-from batchgen.run.model import Backend
+from batchgen.run.loader import Backend
 
 if TYPE_CHECKING:
     from batchgen.run.progress import Progress

@@ -26,8 +26,8 @@ from batchgen.output.rundir import PROGRESS_NAME
 from batchgen.report.usage import follow, since
 from batchgen.run.clock import Clock
 from batchgen.run.display import Display
-from batchgen.run.ledger import Ledger
-from batchgen.run.model import EngineLike
+from batchgen.run.loader import EngineLike
+from batchgen.run.results import Ledger
 from batchgen.run.stop import Stopper, StopRequested
 
 GENERATING = "generating"

@@ -17,7 +17,7 @@ from types import FrameType
 
 from batchgen.core.errors import ExitCode
 from batchgen.core.units import format_duration
-from batchgen.run.guard import Guard
+from batchgen.run.watchdog import Guard
 
 RESUME = "run again to resume"
 DRAIN_S = 8.0  # how long an orderly stop may take; the contract is 10 s, and leaving takes a moment too

@@ -21,8 +21,6 @@ from typing import Any
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.records import Cursor
 from batchgen.core.storage import remove_folder
-from batchgen.merge import merge
-from batchgen.merge_report import count_outputs, write_merged_report
 from batchgen.output import journal as journal_module
 from batchgen.output.finalize import finalize, finalize_retry, read_errors
 from batchgen.output.formats.parquet import infer_fields
@@ -31,6 +29,8 @@ from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import LATENCIES
+from batchgen.run.merge import merge
+from batchgen.run.merge_report import count_outputs, write_merged_report
 
 NUM_ROWS = 40
 KILLED = 77

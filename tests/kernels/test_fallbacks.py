@@ -18,7 +18,7 @@ from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
-from batchgen.run import model as run_model
+from batchgen.run import loader as run_model
 
 
 @pytest.fixture

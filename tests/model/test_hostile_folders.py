@@ -20,7 +20,7 @@ from batchgen.core.fingerprint import Digests, file_digest
 from batchgen.core.hub import resolve_folder
 from batchgen.core.model_files import check_files, read_object
 from batchgen.model import load_model
-from batchgen.run.model import read_model
+from batchgen.run.loader import read_model
 
 SCRIPT = Path(__file__).parents[1] / "hostile_folders.py"
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")

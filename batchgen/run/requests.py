@@ -14,7 +14,7 @@ from batchgen.core.records import BadRow, Record, Request
 from batchgen.input.rows import CHUNK_ROWS, chunked
 from batchgen.input.validator import Pending, Screen
 from batchgen.run.clock import Clock
-from batchgen.run.ledger import Ledger
+from batchgen.run.results import Ledger
 from batchgen.run.stop import Stopper
 
 _SLOW_CHUNK_S = 2.0  # chat templates may take seconds for each row, and a stop loses the chunk it interrupts

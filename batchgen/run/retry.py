@@ -24,7 +24,6 @@ from batchgen.core.units import counted
 from batchgen.input.dead_letters import DeadLetters
 from batchgen.input.ids import Claim, UniqueIds
 from batchgen.input.validator import Screen
-from batchgen.merge_report import count_outputs
 from batchgen.output.finalize import finalize_retry, read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest, differences
@@ -33,14 +32,15 @@ from batchgen.output.rundir import RunDir
 from batchgen.report.build import build_report, read_report, write_report
 from batchgen.report.usage import follow, spent_in
 from batchgen.run.display import make_display
-from batchgen.run.feed import Feed
 from batchgen.run.generate import generate
 from batchgen.run.job import with_numerics
-from batchgen.run.ledger import Ledger
-from batchgen.run.model import Backend, EngineFactory, load_engine, read_model
+from batchgen.run.loader import Backend, EngineFactory, load_engine, read_model
+from batchgen.run.merge_report import count_outputs
 from batchgen.run.options import RunOptions
 from batchgen.run.outcome import Outcome, about_job
 from batchgen.run.progress import Progress
+from batchgen.run.requests import Feed
+from batchgen.run.results import Ledger
 from batchgen.run.stop import Stopper, StopRequested
 
 
