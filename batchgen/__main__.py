@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, _interrupt)
         _fill_standard_streams()
-        from batchgen.cli import call
+        from batchgen.cli.main import call
 
         code = call(argv)
         _ignore_signals()

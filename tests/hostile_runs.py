@@ -25,7 +25,7 @@ from hostile_inputs import Case, hostile_cases
 from stub_engine import stub_factory
 
 import batchgen.run  # noqa: F401 - imported once here instead of in every child
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.output.formats.parquet import infer_fields
 
 MAX_S = 600  # of wall time: a guard against a run that never ends, not a claim; machines may be ten times slower

@@ -11,7 +11,7 @@ import time
 
 from stub_engine import stub_factory
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.run import job
 
 if __name__ == "__main__":

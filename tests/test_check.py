@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batchgen.check import proofs
 from batchgen.check.requests import made_up_prompts, requests_for
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
 from batchgen.engine import sampler
 from batchgen.kernels.cpu.backend import CpuKernels

@@ -17,8 +17,8 @@ from run_helpers import ENVIRONMENT, REPOSITORY, JobMaker, finish, rows_of, star
 from stub_engine import stub_factory
 
 from batchgen import __version__
-from batchgen.cli import call, cli
-from batchgen.cli_options import SAMPLING_HELP
+from batchgen.cli.main import call, cli
+from batchgen.cli.options import SAMPLING_HELP
 from batchgen.config.job import SECTIONS, JobSpec, flag_name
 from batchgen.config.sampling import PARAM_KEYS
 from batchgen.run.loader import Backend, ModelInfo
@@ -57,7 +57,7 @@ def test_the_list_of_commands_shows_whole_sentences(capsys: pytest.CaptureFixtur
 
 def test_help_loads_nothing_heavy() -> None:
     code = (
-        "import sys; from batchgen.cli import call; call(['run', '--help']);"
+        "import sys; from batchgen.cli.main import call; call(['run', '--help']);"
         "print(sorted({'torch', 'pyarrow', 'datasets', 'numpy', 'tokenizers', 'numba'} & sys.modules.keys()))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
@@ -69,7 +69,7 @@ def test_looking_at_a_run_loads_no_torch(job: JobMaker, command: str) -> None:
     job.write(rows_of(2))
     job.run()
     arguments = [command, str(job.output)]
-    code = f"import sys; from batchgen.cli import call; call({arguments!r}); print('torch' in sys.modules)"
+    code = f"import sys; from batchgen.cli.main import call; call({arguments!r}); print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert result.stdout.splitlines()[-1] == "False"
 

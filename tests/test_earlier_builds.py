@@ -11,7 +11,7 @@ import pytest
 from run_helpers import JobMaker, quiet, read_lines, rows_of
 from stub_engine import stub_factory
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.core.errors import ResumeMismatch
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import read_report

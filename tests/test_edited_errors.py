@@ -12,7 +12,7 @@ import pytest
 from run_helpers import JobMaker, quiet, read_lines, rows_of
 from stub_engine import stub_factory
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.output import finalize
 from batchgen.run import RunOptions

@@ -17,7 +17,7 @@ import pytest
 from run_helpers import JobMaker, finish, read_lines, rows_of, start, without_timings
 from stub_engine import stub_factory
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import read_report
 

@@ -13,7 +13,7 @@ import pytest
 from run_helpers import MODEL, JobMaker, quiet, rows_of
 from stub_engine import StubEngine, stub_factory
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core import fingerprint
 from batchgen.core.errors import ModelError, ResumeMismatch

@@ -16,8 +16,8 @@ import pytest
 import torch
 from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of
 
-from batchgen import cli
-from batchgen.cli import call
+from batchgen.cli import main
+from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, OutOfMemory, UsageError
 from batchgen.core.machine import SMALLER_SIZES, is_out_of_memory, memory_errors, require_address_space
 from batchgen.core.memory import available_bytes
@@ -73,7 +73,7 @@ def test_other_errors_pass(error: Exception) -> None:
 def test_a_command_out_of_memory_is_no_bug(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(cli, "cli", type("Cli", (), {"main": staticmethod(lambda *_, **__: of_numpy())}))
+    monkeypatch.setattr(main, "cli", type("Cli", (), {"main": staticmethod(lambda *_, **__: of_numpy())}))
     assert call(["status", str(tmp_path)]) == ExitCode.CRASH
     said = capsys.readouterr().err
     assert said.startswith("batchgen: error: out of memory while running this command (asked for 1.00 PiB more): ")

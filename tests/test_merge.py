@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.records import Cursor

@@ -10,7 +10,7 @@ import pytest
 from run_helpers import JobMaker, rows_of, without_timings
 from stub_engine import stub_factory
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.core.errors import StorageError
 from batchgen.run import RunOptions, merge_report
 from batchgen.run.status import read_status

@@ -13,7 +13,7 @@ import pytest
 from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of
 from test_memory import write_input
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.plan import kv as kv_module
 from batchgen.plan.plan import PlanOptions, check_time, make_plan
@@ -239,7 +239,7 @@ def test_json_on_stdout_is_one_object(job: JobMaker, capsys: pytest.CaptureFixtu
 def test_a_plan_writes_nothing_and_loads_no_torch(job: JobMaker) -> None:
     job.write(rows_of(3))
     program = (
-        "import sys\nfrom batchgen.cli import call\n"
+        "import sys\nfrom batchgen.cli.main import call\n"
         "assert call(sys.argv[1:]) == 0\nassert 'torch' not in sys.modules, 'torch was imported'"
     )
     command = [

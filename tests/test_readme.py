@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from batchgen.cli import cli
+from batchgen.cli.main import cli
 from batchgen.config.load import load_job
 from batchgen.core.errors import ExitCode, RowErrorCode
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from run_helpers import JobMaker, rows_of
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed
 from batchgen.report.compare import compare_reports
 

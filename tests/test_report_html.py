@@ -13,7 +13,7 @@ import pytest
 from run_helpers import JobMaker, rows_of
 from test_report import engine, made
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.report.html import render_html
 
 pytest.importorskip("matplotlib", reason="the extra batchgen[report] is not installed")

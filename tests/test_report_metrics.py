@@ -8,7 +8,7 @@ import pytest
 from run_helpers import JobMaker, rows_of
 from test_report import made
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.report.prometheus import render_metrics
 
 parser = pytest.importorskip("prometheus_client.parser", reason="the extra batchgen[metrics] is not installed")

@@ -11,7 +11,7 @@ import pytest
 from run_helpers import JobMaker, finish, rows_of, start
 from test_signals import until_rows_are_done
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.run.display import QuietDisplay
 from batchgen.run.progress import Progress
 from batchgen.run.status import watch_status

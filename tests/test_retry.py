@@ -12,7 +12,7 @@ import pytest
 from run_helpers import JobMaker, finish, read_lines, rows_of, start, without_timings
 from stub_engine import stub_factory
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.core.errors import ResumeMismatch, StorageError, UsageError
 from batchgen.output.journal import Journal
 from batchgen.run import Limits, Outcome, RunOptions

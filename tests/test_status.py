@@ -11,7 +11,7 @@ from run_helpers import JobMaker, finish, quiet, rows_of, start
 from stub_engine import stub_factory
 from test_signals import until_rows_are_done
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.run import Limits, RunOptions
 from batchgen.run.retry import retry_job

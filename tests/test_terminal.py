@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from run_helpers import ENVIRONMENT, JobMaker, finish, rows_of, start
 
-from batchgen import cli
-from batchgen.cli import call
+from batchgen.cli import main
+from batchgen.cli.main import call
 from batchgen.core.units import one_line, printable
 from batchgen.run import watchdog
 from batchgen.run.display import BarDisplay, LineDisplay
@@ -67,7 +67,7 @@ def test_a_broken_pipe_of_any_other_kind_is_reported(
     def lost(*_: object, **__: object) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr(cli.cli, "main", lost)
+    monkeypatch.setattr(main.cli, "main", lost)
     monkeypatch.setenv("BATCHGEN_DEBUG", "1")  # leaves no file with the traceback
     assert call(["status", "x"]) == 1
     assert "BrokenPipeError: [Errno 32] Broken pipe (traceback above)" in capsys.readouterr().err
@@ -85,9 +85,9 @@ def test_a_finished_run_exits_as_it_ended_whatever_its_streams(job: JobMaker, sh
 import sys, signal
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from stub_engine import stub_factory
-import batchgen.cli
-call = batchgen.cli.call
-batchgen.cli.call = lambda argv: call(argv, engine_factory=stub_factory())
+import batchgen.cli.main
+call = batchgen.cli.main.call
+batchgen.cli.main.call = lambda argv: call(argv, engine_factory=stub_factory())
 from batchgen.__main__ import main
 main(["run", {str(job.toml())!r}])
 """

@@ -16,7 +16,7 @@ import pytest
 from run_helpers import JobMaker, quiet, rows_of, without_timings
 from stub_engine import stub_factory
 
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import read_report

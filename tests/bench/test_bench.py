@@ -10,7 +10,7 @@ import pytest
 
 from batchgen.bench import measure as bench
 from batchgen.bench.workload import PRESETS, EndAfter, LengthRange, Shape, from_file, hide_lengths
-from batchgen.cli import call
+from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine, EngineConfig, facts, pipeline

@@ -14,7 +14,7 @@ import tokenizers
 from input_helpers import codes, write_tokenizer
 from run_helpers import MODEL, JobMaker, rows_of
 
-from batchgen import cli
+from batchgen.cli import main
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import ExitCode, ModelError, TokenizerError
 from batchgen.core.records import Cursor, Record, SamplingParams
@@ -199,7 +199,7 @@ def test_a_panic_is_told_on_the_last_line(capfd: pytest.CaptureFixture[str], tmp
     model = broken_folder(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     command = ["plan", "--model", model, "--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out"]
-    assert cli.call([str(part) for part in command]) == ExitCode.USAGE
+    assert main.call([str(part) for part in command]) == ExitCode.USAGE
     said = capfd.readouterr().err
     assert said.splitlines()[-1].startswith("batchgen: error: ") and "Traceback" not in said
 
@@ -210,7 +210,7 @@ def test_the_last_resort_takes_what_is_no_exception(
     def panic(*_: object, **__: object) -> None:
         raise PanicException("out of luck")
 
-    monkeypatch.setattr(cli.cli, "main", panic)
+    monkeypatch.setattr(main.cli, "main", panic)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    assert cli.call([]) == ExitCode.CRASH
+    assert main.call([]) == ExitCode.CRASH
     assert capfd.readouterr().err.startswith("batchgen: error: PanicException: out of luck (this is a bug; ")

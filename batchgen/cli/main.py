@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from batchgen import __version__
-from batchgen.cli_bench import bench
-from batchgen.cli_check import check
-from batchgen.cli_options import TITLES, F, GroupedCommand, GroupedOption, LocalPath, job_options, take, take_job_flags
-from batchgen.cli_plan import plan
-from batchgen.cli_report import report
-from batchgen.cli_say import is_of_stdout, say, settle, show
+from batchgen.cli.bench import bench
+from batchgen.cli.check import check
+from batchgen.cli.options import TITLES, F, GroupedCommand, GroupedOption, LocalPath, job_options, take, take_job_flags
+from batchgen.cli.plan import plan
+from batchgen.cli.report import report
+from batchgen.cli.say import is_of_stdout, say, settle, show
 from batchgen.core.errors import BatchgenError, ExitCode
 from batchgen.core.machine import memory_errors
 from batchgen.core.units import counted, parse_clock, parse_count, parse_duration, parse_shard, parse_share

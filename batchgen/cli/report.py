@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from batchgen.cli_options import LocalPath
-from batchgen.cli_say import show
+from batchgen.cli.options import LocalPath
+from batchgen.cli.say import show
 from batchgen.core.errors import ExitCode
 from batchgen.core.units import parse_share
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from batchgen.cli_options import GroupedCommand, job_options, take_job_flags
-from batchgen.cli_say import say, show
+from batchgen.cli.options import GroupedCommand, job_options, take_job_flags
+from batchgen.cli.say import say, show
 from batchgen.config.job import EngineSpec
 from batchgen.core.errors import ExitCode, GateFailed, UsageError
 from batchgen.core.machine import require_address_space

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file, hide_lengths
-from batchgen.cli_options import GroupedCommand, LocalPath, job_options, take_job_flags
-from batchgen.cli_say import show
+from batchgen.cli.options import GroupedCommand, LocalPath, job_options, take_job_flags
+from batchgen.cli.say import show
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.machine import require_address_space
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from batchgen.cli_options import GroupedCommand, LocalPath, job_options, take, take_job_flags
-from batchgen.cli_say import show
+from batchgen.cli.options import GroupedCommand, LocalPath, job_options, take, take_job_flags
+from batchgen.cli.say import show
 from batchgen.core.errors import ExitCode
 from batchgen.core.units import parse_count, parse_duration, parse_shard
 
