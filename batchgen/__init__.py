@@ -5,6 +5,8 @@ The public names are imported when first used, so that ``import batchgen`` and `
 
 from __future__ import annotations
 
+from batchgen.core.version import __version__
+
 TYPE_CHECKING = False  # typing takes a while to import, and until it is there no signal is answered
 if TYPE_CHECKING:
     from typing import Any
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     from batchgen.engine import Engine, EngineConfig
     from batchgen.run import RunOptions, run_job
 
-__version__ = "0.1.0"
 
 _HOME = {
     "BatchgenError": "batchgen.core.errors",

@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 from fault_injection import KILLED, KINDS, Fault, Injector, Operation
 from stub_engine import stub_factory
 
-import batchgen.run  # noqa: F401 - what commands import late is imported once here instead of in every child
+import batchgen.run.job  # noqa: F401 - what commands import late is imported once here instead of in every child
 from batchgen.cli.main import call
 from batchgen.output import journal as journal_module
 from batchgen.output.formats.parquet import infer_fields

@@ -24,7 +24,7 @@ from fault_runs import MODEL
 from hostile_inputs import Case, hostile_cases
 from stub_engine import stub_factory
 
-import batchgen.run  # noqa: F401 - imported once here instead of in every child
+import batchgen.run.job  # noqa: F401 - imported once here instead of in every child
 from batchgen.cli.main import call
 from batchgen.output.formats.parquet import infer_fields
 

@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 from fault_runs import DONE, FAILED_ROWS, RUN, SCENARIOS, STOPPED, Child, Scenario, Stage, Stub, content
 
-import batchgen.run  # noqa: F401 - imported once here instead of in every child
+import batchgen.run.job  # noqa: F401 - imported once here instead of in every child
 from batchgen.output.formats.parquet import infer_fields
 
 LOCKED = 5

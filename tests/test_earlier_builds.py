@@ -14,7 +14,7 @@ from stub_engine import stub_factory
 from batchgen.cli.main import call
 from batchgen.core.errors import ResumeMismatch
 from batchgen.output.rundir import RunDir
-from batchgen.report.build import read_report
+from batchgen.run.reports import read_report
 
 
 def without_columns_key(job: JobMaker) -> None:

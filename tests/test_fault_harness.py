@@ -19,7 +19,7 @@ from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.output.rundir import RunDir
-from batchgen.report.build import read_report
+from batchgen.run.reports import read_report
 
 NUM_ROWS = 400
 STEP_S = 0.01  # some 500 steps: undisturbed the job takes five seconds and more

@@ -18,9 +18,9 @@ from batchgen.config.job import JobSpec
 from batchgen.core import fingerprint
 from batchgen.core.errors import ModelError, ResumeMismatch
 from batchgen.output.rundir import RunDir
-from batchgen.report.build import read_report
 from batchgen.run import Outcome, RunOptions, run_job
 from batchgen.run.loader import Backend, EngineFactory, ModelInfo
+from batchgen.run.reports import read_report
 from batchgen.run.retry import retry_job
 from batchgen.text.tokenizer import Tokenizer
 

@@ -12,10 +12,11 @@ from run_helpers import MODEL, JobMaker, quiet, rows_of
 from batchgen.core.errors import UsageError
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import advice, bound_by
-from batchgen.report.build import KEYS, build_report, read_report
+from batchgen.report.build import KEYS, build_report
 from batchgen.report.rows import Distribution, RowTotals
 from batchgen.report.text import render_report
 from batchgen.run import run_job
+from batchgen.run.reports import read_report
 
 ABOUT: dict[str, Any] = {
     "model": "m",

@@ -25,11 +25,11 @@ from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.input.validator import Screen
 from batchgen.output.journal import read_counts
 from batchgen.output.payloads import kept_name
-from batchgen.report.build import read_report
 from batchgen.run import RunOptions, requests, run_job
 from batchgen.run import job as job_module
 from batchgen.run.loader import Backend, ModelInfo
 from batchgen.run.merge import merge
+from batchgen.run.reports import read_report
 from batchgen.run.status import read_status, render_status
 from batchgen.run.stop import Limits, Stopper
 from batchgen.run.watchdog import Guard

@@ -19,8 +19,8 @@ from stub_engine import stub_factory
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
 from batchgen.output.rundir import RunDir
-from batchgen.report.build import read_report
 from batchgen.run import stop as stop_module
+from batchgen.run.reports import read_report
 
 DAY_S = 86_400
 JUMPS = [-DAY_S, DAY_S, -365 * DAY_S, 365 * DAY_S]

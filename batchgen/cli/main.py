@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from batchgen import __version__
 from batchgen.cli.bench import bench
 from batchgen.cli.check import check
 from batchgen.cli.options import TITLES, F, GroupedCommand, GroupedOption, LocalPath, job_options, take, take_job_flags
@@ -28,6 +27,7 @@ from batchgen.cli.say import is_of_stdout, say, settle, show
 from batchgen.core.errors import BatchgenError, ExitCode
 from batchgen.core.machine import memory_errors
 from batchgen.core.units import counted, parse_clock, parse_count, parse_duration, parse_shard, parse_share
+from batchgen.core.version import __version__
 
 if TYPE_CHECKING:
     from batchgen.run import Outcome, RunOptions
@@ -171,8 +171,8 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     if job is None and not flags:
         raise click.UsageError("give a job file, or --model, --input and --output", click.get_current_context())
     spec = load_job(job, flags)
-    from batchgen.report.prometheus import check_metrics_file, write_metrics
     from batchgen.run import run_job
+    from batchgen.run.reports import check_metrics_file, write_metrics
 
     metrics_file: Path | None = values["metrics_file"]
     if metrics_file is not None:

@@ -39,7 +39,8 @@ def report(
       batchgen report runs/new --compare runs/last --max-regress 5%
     """
     from batchgen.output.rundir import RunDir
-    from batchgen.report.build import read_report, read_report_file
+    from batchgen.report.build import read_report_file
+    from batchgen.run.reports import read_report
 
     limit = _share(max_regress)
     form = "json" if as_json else form

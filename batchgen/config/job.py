@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
 
 from batchgen.core.errors import UsageError
+from batchgen.core.openai import is_batch_shape
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import parse_size
 
@@ -189,6 +190,12 @@ class InputSpec:
     def is_mapped(self) -> bool:
         """Whether the job says where a row has its prompt."""
         return bool(self.prompt or self.messages or self.prompt_token_ids)
+
+    def is_batch_line(self, columns: Mapping[str, Any]) -> bool:
+        """Whether a row is an OpenAI Batch request: by the job's format, or by its shape where no prompt is mapped."""
+        if self.format != "auto":
+            return self.format == "openai-batch"
+        return not self.is_mapped and is_batch_shape(columns)
 
 
 @dataclass(frozen=True)

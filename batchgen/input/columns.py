@@ -16,7 +16,7 @@ from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.core.records import Record
 from batchgen.core.units import shortened
-from batchgen.input.rows import RowProblem, is_batch_line, num_chars
+from batchgen.input.rows import RowProblem, num_chars
 from batchgen.input.source import Source
 from batchgen.input.template import Template
 
@@ -147,7 +147,7 @@ def _prompt_columns(where: InputSpec, *, has_tokenizer: bool) -> set[str]:
 
 def _has_prompt(row: Record, wanted: set[str], where: InputSpec) -> bool:
     columns = row.columns.keys()
-    return bool(wanted & columns) or is_batch_line(row.columns, where) or ("prompt" in wanted and columns == {"text"})
+    return bool(wanted & columns) or where.is_batch_line(row.columns) or ("prompt" in wanted and columns == {"text"})
 
 
 def _nearest(name: str, found: Collection[str]) -> str:

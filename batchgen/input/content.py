@@ -15,7 +15,7 @@ from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.units import shortened
 from batchgen.input.messages import Message, check_messages
 from batchgen.input.openai_batch import parse_batch_line
-from batchgen.input.rows import RowProblem, is_batch_line, type_name
+from batchgen.input.rows import RowProblem, type_name
 from batchgen.input.template import Template
 from batchgen.text.tokenizer import Tokenizer
 
@@ -75,7 +75,7 @@ class ContentFinder:
 
     def find(self, columns: Mapping[str, Any]) -> Content:
         """Raises RowProblem with any of the codes of a row but ``bad_json``, ``too_long`` and ``duplicate_id``."""
-        if not is_batch_line(columns, self._spec):
+        if not self._spec.is_batch_line(columns):
             return Content(self._prompt(columns), self._overrides(columns))
         request = parse_batch_line(columns)
         if request.is_chat:

@@ -13,10 +13,9 @@ from typing import Any
 
 from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowErrorCode
+from batchgen.core.openai import CHAT_URL, COMPLETION_URL, url_of
 from batchgen.input.rows import RowProblem, type_name
 
-_CHAT_URL = "/v1/chat/completions"
-_COMPLETION_URL = "/v1/completions"
 _LINE_FIELDS = (("custom_id", str), ("body", dict), ("method", str), ("url", str))
 
 _IGNORED = frozenset(
@@ -64,9 +63,9 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
     if line["method"] != "POST":
         raise RowProblem(RowErrorCode.BAD_PARAM, f"method is {line['method']!r}, not 'POST'")
     url, body = line["url"], line["body"]
-    if url not in (_CHAT_URL, _COMPLETION_URL):
-        raise RowProblem(RowErrorCode.BAD_PARAM, f"url {url!r} is neither {_CHAT_URL!r} nor {_COMPLETION_URL!r}")
-    is_chat = url == _CHAT_URL
+    if url not in (CHAT_URL, COMPLETION_URL):
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"url {url!r} is neither {CHAT_URL!r} nor {COMPLETION_URL!r}")
+    is_chat = url == CHAT_URL
     content_field = "messages" if is_chat else "prompt"
     if content_field not in body:
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no {content_field!r} in the body of this request to {url}")
@@ -74,15 +73,6 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
     if is_chat:
         sampling |= _chat_logprobs(body)
     return BatchRequest(is_chat, body[content_field], sampling)
-
-
-def url_of(columns: Mapping[str, Any]) -> Any:
-    """The ``url`` of a line as it stands; without one, that of completions for a body with only a ``prompt``."""
-    if "url" in columns:
-        return columns["url"]
-    body = columns.get("body")
-    is_completion = isinstance(body, dict) and "prompt" in body and "messages" not in body
-    return _COMPLETION_URL if is_completion else _CHAT_URL
 
 
 def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:

@@ -5,25 +5,37 @@ It asks the source for no more than that, so finished rows are passed over unrea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import takewhile
+from typing import Protocol
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.records import BadRow, Record
+from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.core.units import counted
 from batchgen.input.ids import UniqueIds
 from batchgen.input.rows import chunked
 from batchgen.input.source import Reading, Source
 from batchgen.input.validator import Builder, Screen
-from batchgen.output.journal import Journal
 
 COUNT_BYTES = 4 << 30  # larger inputs are not counted beforehand: it would take too long
 _SHOWN_BAD_ROWS = 5
 
 
+class Finished(Protocol):
+    """What is asked of a journal: which rows it holds, and where the first other one can be read from."""
+
+    @property
+    def done(self) -> Collection[int]:
+        """Indexes of finished rows."""
+
+    @property
+    def resume_cursor(self) -> Cursor | None:
+        """Where reading starts; None is the start of the input."""
+
+
 class RowRange:
-    """The rows of shard ``(i, n)`` that ``journal`` does not hold.
+    """The rows of shard ``(i, n)`` that are not finished.
 
     ``num_rows`` is the number of rows of the input, all shards', once they were read to the end.
 
@@ -32,17 +44,17 @@ class RowRange:
     """
 
     def __init__(
-        self, source: Source, shard: tuple[int, int], journal: Journal | None = None, *, has_ids: bool = False
+        self, source: Source, shard: tuple[int, int], finished: Finished | None = None, *, has_ids: bool = False
     ) -> None:
         self._source = source
         self._reads_others = has_ids and shard[1] > 1
         self._first, self._step = shard[0] - 1, shard[1]
-        self._journal = journal
+        self._finished = finished
         self.num_rows = 0
 
     def read(self) -> Iterator[Record | BadRow]:
         """The rows, from the first unfinished one on."""
-        start = self._journal.resume_cursor if self._journal else None
+        start = self._finished.resume_cursor if self._finished else None
         self.num_rows = yield from self._source.read(start, self._is_wanted)
 
     def is_ours(self, index: int) -> bool:
@@ -73,7 +85,7 @@ class RowRange:
     def _is_wanted(self, index: int) -> bool:
         if not self.is_ours(index):
             return self._reads_others
-        return self._journal is None or index not in self._journal.done
+        return self._finished is None or index not in self._finished.done
 
 
 def may_have_ids(spec: InputSpec) -> bool:
@@ -93,12 +105,12 @@ class _NoRows:
         return 0
 
 
-def claim_again(source: Source, journal: Journal, spec: InputSpec, builder: Builder, ids: UniqueIds) -> None:
+def claim_again(source: Source, finished: Finished, spec: InputSpec, builder: Builder, ids: UniqueIds) -> None:
     """Let all rows up to the last finished one claim their ids in input order, after ``ids`` was lost.
 
     The journal knows ids too, but not who claimed one first: that may be a row still unfinished.
     """
-    last = max(journal.done, default=-1)
+    last = max(finished.done, default=-1)
     screen = Screen(spec, builder, ids, _NoRows())
     for chunk in chunked(takewhile(lambda row: row.index <= last, source.read())):
         screen.screen(chunk)

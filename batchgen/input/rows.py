@@ -5,8 +5,7 @@ Inside the data layer a problem travels as an exception; it leaves as a ``BadRow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode
@@ -41,13 +40,6 @@ def type_name(value: object) -> str:
     return _TYPE_NAMES.get(type(value), f"a {type(value).__name__}")
 
 
-def is_batch_line(columns: Mapping[str, Any], spec: InputSpec) -> bool:
-    """Whether a row is an OpenAI Batch request: by the job's word, or by its shape where the job names no mapping."""
-    if spec.format != "auto":
-        return spec.format == "openai-batch"
-    return not spec.is_mapped and "custom_id" in columns and isinstance(columns.get("body"), dict)
-
-
 def row_id(record: Record, spec: InputSpec) -> str | int | None:
     """The id a user knows this row by: the column ``spec.id``, else ``custom_id`` of an OpenAI Batch line, else None.
 
@@ -55,7 +47,7 @@ def row_id(record: Record, spec: InputSpec) -> str | int | None:
     unique is for the caller to see.
     """
     columns = record.columns
-    name = spec.id or ("custom_id" if is_batch_line(columns, spec) else None)
+    name = spec.id or ("custom_id" if spec.is_batch_line(columns) else None)
     if name is None:
         return None
     if name not in columns:

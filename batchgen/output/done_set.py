@@ -36,7 +36,9 @@ class DoneSet:
         self.num_results = 0
         self.num_errors = 0
 
-    def __contains__(self, index: int) -> bool:
+    def __contains__(self, index: object) -> bool:
+        if not isinstance(index, int):
+            return False
         position, rest = divmod(index - self._first, self._step)
         return not rest and 0 <= position < len(self._packed) and self._packed[position] != _ABSENT
 

@@ -11,9 +11,8 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from batchgen.config.job import RECORD_KEYS, JobSpec
+from batchgen.core.openai import url_of
 from batchgen.core.records import BadRow, FinishReason, Record, Result, Sample, Timings, TokenLogprob
-from batchgen.input.openai_batch import url_of
-from batchgen.input.rows import is_batch_line
 from batchgen.text.stop_strings import cut_text
 
 RowId = str | int | None
@@ -84,7 +83,7 @@ class Payloads:
 
     def _kept(self, record: Record) -> dict[str, Any]:
         columns, spec = record.columns, self._spec
-        answers_batch = spec.output.format == "openai-batch" and is_batch_line(columns, spec.input)
+        answers_batch = spec.output.format == "openai-batch" and spec.input.is_batch_line(columns)
         if answers_batch:
             columns = {**columns, "url": url_of(columns)}  # which kind of completion was asked for
         if spec.input.keep_columns == ("*",):

@@ -26,8 +26,8 @@ from batchgen.output.rundir import RunDir
 from batchgen.plan.estimate import Estimate, OutputLengths, comparable, estimate_from_report, limits, reported_lengths
 from batchgen.plan.kv import kv_plan
 from batchgen.plan.survey import PREFIX_BLOCK, Survey
-from batchgen.report.build import read_report
 from batchgen.run.loader import ModelInfo, read_model
+from batchgen.run.reports import read_report
 
 PLAN_VERSION = 1
 

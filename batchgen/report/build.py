@@ -14,13 +14,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from batchgen import __version__
 from batchgen.core.errors import UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.machine import processor_name
 from batchgen.core.storage import write_atomic
+from batchgen.core.version import __version__
 from batchgen.model.roofline import roofline_section
-from batchgen.output.rundir import RunDir
 from batchgen.report.advice import advice, bound_by
 from batchgen.report.rows import RowTotals
 from batchgen.report.usage import split, tail_s, thin
@@ -148,21 +147,9 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def write_report(run_dir: RunDir, report: Mapping[str, Any]) -> None:
-    """Replace ``report.json``, atomically. Raises StorageError."""
-    write_atomic(run_dir.report, json.dumps(json.loads(encode_json(report)), indent=2).encode() + b"\n")
-
-
-def read_report(run_dir: RunDir) -> dict[str, Any]:
-    """The report of a finished run. Raises UsageError where there is none."""
-    if not run_dir.report.exists():
-        hint = "not a run directory"
-        if run_dir.is_complete():
-            hint = "its outputs are there: the command that made them writes it when run again"
-        elif run_dir.manifest.exists():
-            hint = "the run is not finished: see batchgen status"
-        raise UsageError(f"no report.json in {run_dir.path} ({hint})")
-    return read_report_file(run_dir.report)
+def write_report(path: Path, report: Mapping[str, Any]) -> None:
+    """Replace the file at ``path`` atomically. Raises StorageError."""
+    write_atomic(path, json.dumps(json.loads(encode_json(report)), indent=2).encode() + b"\n")
 
 
 def read_report_file(path: Path) -> dict[str, Any]:

@@ -7,15 +7,10 @@ apart by the labels ``run`` (its directory) and ``model``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import UsageError
-from batchgen.core.storage import check_replaceable, write_atomic
-from batchgen.output.rundir import RunDir
-from batchgen.report.build import read_report
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -30,29 +25,6 @@ def check_available() -> None:
         import prometheus_client  # noqa: F401 - whether it can be imported is all we want to know
     except ImportError:
         raise UsageError("Prometheus metrics need prometheus_client: pip install 'batchgen[metrics]'") from None
-
-
-def check_metrics_file(path: Path, run: str) -> None:
-    """Raises UsageError where metrics of the run in directory ``run`` cannot be written to ``path``.
-
-    It is asked before a run rather than after it.
-    """
-    check_available()
-    if RunDir(Path(run)).owns(path):
-        raise UsageError(f"{path} is a file of the run itself; choose another path for the metrics")
-    check_replaceable(path, b"# HELP batchgen_", "a metrics file")
-
-
-def write_metrics(path: Path, run: str, model: str, report: Mapping[str, Any] | None, exit_code: int) -> None:
-    """Replace ``path``, atomically, as the collector wants it.
-
-    Without a ``report`` that of the directory ``run`` is taken, where there is one: the run was done already.
-    Raises StorageError where the file cannot be written.
-    """
-    if report is None:
-        with suppress(UsageError):
-            report = read_report(RunDir(Path(run)))
-    write_atomic(path, render_metrics(run, model, report, exit_code).encode())
 
 
 def render_metrics(run: str, model: str, report: Mapping[str, Any] | None, exit_code: int | None = None) -> str:

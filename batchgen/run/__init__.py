@@ -1,8 +1,28 @@
-"""From a job to its finished run directory: ``run_job`` is the whole of it for a caller from Python."""
+"""One invocation: run, retry, merge or status of a run directory. Its public names are imported when first used."""
 
-from batchgen.run.job import run_job
-from batchgen.run.options import RunOptions
-from batchgen.run.outcome import Outcome
-from batchgen.run.stop import Limits
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchgen.run.job import run_job
+    from batchgen.run.options import RunOptions
+    from batchgen.run.outcome import Outcome
+    from batchgen.run.stop import Limits
 
 __all__ = ["Limits", "Outcome", "RunOptions", "run_job"]
+
+_HOME = {
+    "Limits": "batchgen.run.stop",
+    "Outcome": "batchgen.run.outcome",
+    "RunOptions": "batchgen.run.options",
+    "run_job": "batchgen.run.job",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        from importlib import import_module
+
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

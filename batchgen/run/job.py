@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from batchgen import __version__
 from batchgen.config.job import SAMPLING_COLUMNS, JobSpec
 from batchgen.core.errors import ExitCode, ResumeMismatch, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.units import counted
+from batchgen.core.version import __version__
 from batchgen.input.columns import check_columns, check_taken_columns
 from batchgen.input.ids import UniqueIds
 from batchgen.input.requests import RequestBuilder
@@ -329,7 +329,7 @@ class _Job:
             totals = journal_totals(journal, self.spec.output.expected)
         about = about_job(self.spec, manifest, self.backend)
         report = build_report(totals, self.progress.spent(), about)
-        write_report(self.run_dir, report)
+        write_report(self.run_dir.report, report)
         if self.spool is not None:
             self.run_dir.remove_spool()
         journal.remove()

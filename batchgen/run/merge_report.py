@@ -14,9 +14,10 @@ from batchgen.config.job import OutputSpec, job_from_dict
 from batchgen.core.errors import UsageError
 from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.rundir import RunDir
-from batchgen.report.build import build_report, read_report, write_report
+from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import RowTotals
 from batchgen.report.usage import follow, spent_in
+from batchgen.run.reports import read_report
 
 _ABOUT = (
     "model",
@@ -69,4 +70,4 @@ def _write_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> None:
     about = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _ABOUT}
     about["numerics"] = manifest.fingerprints.get("numerics", about["numerics"])  # with the kernels of all shards
     totals = count_outputs(run_dir, job_from_dict(manifest.job, run_dir.manifest).output)
-    write_report(run_dir, build_report(totals, spent, about | {"shard": "1/1"}))
+    write_report(run_dir.report, build_report(totals, spent, about | {"shard": "1/1"}))

@@ -15,9 +15,9 @@ from batchgen.core.units import counted, format_duration
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
-from batchgen.report.build import read_report
 from batchgen.report.rows import RowTotals
 from batchgen.run.loader import Backend
+from batchgen.run.reports import read_report
 
 if TYPE_CHECKING:
     from batchgen.run.progress import Progress

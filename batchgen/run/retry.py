@@ -29,7 +29,7 @@ from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest, differences
 from batchgen.output.payloads import Payloads
 from batchgen.output.rundir import RunDir
-from batchgen.report.build import build_report, read_report, write_report
+from batchgen.report.build import build_report, write_report
 from batchgen.report.usage import follow, spent_in
 from batchgen.run.display import make_display
 from batchgen.run.generate import generate
@@ -39,6 +39,7 @@ from batchgen.run.merge_report import count_outputs
 from batchgen.run.options import RunOptions
 from batchgen.run.outcome import Outcome, about_job
 from batchgen.run.progress import Progress
+from batchgen.run.reports import read_report
 from batchgen.run.requests import Feed
 from batchgen.run.results import Ledger
 from batchgen.run.stop import Stopper, StopRequested
@@ -180,7 +181,7 @@ class _Retry:
         with self.progress.phase("writing the outputs", "write"):
             finalize_retry(run_dir, spec.output, journal, model=spec.model.path, chat=spec.input.chat)
             report = self._report()
-            write_report(run_dir, report)
+            write_report(run_dir.report, report)
         journal.remove()
         self.progress.state = "finished"
         self.progress.keeps_file = False

@@ -16,9 +16,9 @@ from batchgen.output.finalize import read_errors
 from batchgen.output.journal import read_counts
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
-from batchgen.report.build import read_report
 from batchgen.run.display import describe_rows
 from batchgen.run.progress import read_progress
+from batchgen.run.reports import read_report
 from batchgen.run.stop import RESUME
 
 WATCH_S = 2.0  # a run writes its progress no more often

@@ -117,7 +117,7 @@ def prepare_shards(path: Path, output_format: str) -> None:
         run_job(folder, output_format, (number, 3))
         totals = count_outputs(RunDir(folder), OutputSpec("", format=output_format))
         about = {"model": "m", "input": [], "created_at": "", "numerics": {}, "threads": 1, "shard": f"{number}/3"}
-        write_report(RunDir(folder), build_report(totals, {}, {**about, "roofline": None}))
+        write_report(RunDir(folder).report, build_report(totals, {}, {**about, "roofline": None}))
 
 
 def prepare_other_run(path: Path) -> None:
