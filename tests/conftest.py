@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests. That this file is here also puts tests/ on the path, for the helpers beside it."""
+"""Fixtures shared by all tests."""
 
 from __future__ import annotations
 

@@ -7,18 +7,15 @@ pad a block) holds NaN and infinities, as it may after another sequence went wro
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny_model import BACK_ENDS, packed_keys, ragged_input
+from kernel_cases import Case, attend, dense, make_case
+from tiny_model import BACK_ENDS
 from torch import Tensor
 
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.inputs import KVCache, ModelInput
-from batchgen.kernels.interface import Kernels
-from batchgen.model.state import LANES
 
 BLOCK_SIZES = [1, 3, 16, 24, 32, 64, 96, 300]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -26,77 +23,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 HEADS = [(3, 3, 16), (5, 5, 8), (4, 2, 64), (6, 2, 24), (4, 1, 40), (12, 1, 16), (1, 1, 128)]
 # (positions cached before, tokens of this step): whole prompts, chunks, single tokens, across the tile of 256
 PIECES = [(0, 1), (0, 7), (5, 1), (15, 17), (254, 1), (255, 1), (256, 1), (250, 13), (0, 260), (511, 2), (700, 3)]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Queries of this step and the keys and values of every position, per sequence."""
-
-    pieces: Sequence[tuple[int, int]]
-    heads: tuple[int, int, int]
-    queries: list[Tensor]  # [count, num_heads, head_dim], float32, as the model's dtype rounds them
-    keys: list[Tensor]  # [past + count, num_kv_heads, head_dim]
-    values: list[Tensor]
-
-
-def make_case(pieces: Sequence[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-    num_heads, num_kv_heads, head_dim = heads
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    return Case(
-        pieces,
-        heads,
-        [random(count, num_heads, head_dim).to(dtype).float() for _, count in pieces],
-        [2 * random(past + count, num_kv_heads, head_dim).to(dtype) for past, count in pieces],
-        [random(past + count, num_kv_heads, head_dim).to(dtype) for past, count in pieces],
-    )
-
-
-def poisoned_cache(case: Case, inputs: ModelInput, num_blocks: int, block_size: int) -> KVCache:
-    """The case's keys and values in their blocks; NaN, inf and -inf wherever a sequence could have left them."""
-    _, num_kv_heads, head_dim = case.heads
-    width = -(-head_dim // LANES) * LANES
-    lanes = -(-block_size // LANES) * LANES
-    dtype = case.keys[0].dtype
-    poison = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
-    keys = torch.zeros(num_blocks + 1, num_kv_heads, width, lanes, dtype=dtype)
-    values = torch.zeros(num_blocks, num_kv_heads, block_size, width, dtype=dtype)
-    for cache in (keys[:, :, :head_dim], values[..., :head_dim]):
-        cache.copy_(poison.repeat(-(-cache.numel() // 3))[: cache.numel()].view(cache.shape))
-    for row, (k, v) in enumerate(zip(case.keys, case.values, strict=True)):
-        position = torch.arange(len(k))
-        block, offset = inputs.block_tables[row].long()[position // block_size], position % block_size
-        keys[block, :, :head_dim, offset] = k
-        values[block, :, offset, :head_dim] = v
-    return KVCache(packed_keys(keys), values, block_size)
-
-
-def attend(kernels: Kernels, case: Case, block_size: int, seed: int = 0) -> list[Tensor]:
-    """Attention through a paged cache; [count, num_heads * head_dim] per sequence."""
-    inputs, num_blocks = ragged_input(case.pieces, block_size, seed)
-    cache = poisoned_cache(case, inputs, num_blocks, block_size)
-    num_heads, _, head_dim = case.heads
-    q = torch.zeros(inputs.num_tokens, num_heads, cache.width)
-    q[..., :head_dim] = torch.cat(case.queries) * head_dim**-0.5
-    out = kernels.attention(q, cache, inputs, head_dim)
-    return list(out.split([count for _, count in case.pieces]))
-
-
-def dense(case: Case) -> list[Tensor]:
-    """The same in float64 without pages."""
-    num_heads, num_kv_heads, head_dim = case.heads
-    group = num_heads // num_kv_heads
-    out = []
-    for (past, count), q, k, v in zip(case.pieces, case.queries, case.keys, case.values, strict=True):
-        wide_k, wide_v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-        scores = q.double().transpose(0, 1) @ wide_k.transpose(1, 2) * head_dim**-0.5
-        hidden = torch.arange(past + count) > past + torch.arange(count)[:, None]
-        mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide_v
-        out.append(mixed.transpose(0, 1).flatten(1))
-    return out
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def compiled(capability: int, *dtypes: str, cache: Path) -> list[dict[str, Any]]
     """In a process of its own: this one may have Triton set to interpret."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    command = [sys.executable, str(Path(__file__).parent / "compile_cuda.py"), str(capability), *dtypes]
+    command = [sys.executable, str(TESTS / "helpers" / "compile_cuda.py"), str(capability), *dtypes]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]

@@ -7,9 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_attention import Case, attend, dense, make_case
-from test_mixers import conv_state, empty_cache, normal, rotary_table
-from test_sampling_kernel import JUST_BELOW_ONE, draw, filtered, is_settled, logits_of
+from kernel_cases import (
+    JUST_BELOW_ONE,
+    Case,
+    attend,
+    conv_state,
+    dense,
+    draw,
+    empty_cache,
+    filtered,
+    is_settled,
+    logits_of,
+    make_case,
+    normal,
+    rotary_table,
+)
 from tiny_model import BACK_ENDS, ragged_input, random_requests, solo, tiny_model, tokens_of
 from torch import Tensor
 from torch.nn import functional

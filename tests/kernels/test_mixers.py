@@ -6,32 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny_model import BACK_ENDS, packed_keys, ragged_input
+from kernel_cases import conv_state, empty_cache, normal, rotary_table
+from tiny_model import BACK_ENDS, ragged_input
 from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
+from batchgen.kernels.inputs import ModelInput
 from batchgen.kernels.interface import Kernels, QKNorm
-from batchgen.model.state import LANES
 
 DTYPES = [torch.float32, torch.bfloat16]
 PIECES = [(0, 1), (0, 2), (0, 9), (1, 1), (2, 1), (3, 40), (300, 5), (31, 1)]
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def rotary_table(num_positions: int, head_dim: int) -> Tensor:
-    angles = torch.arange(num_positions)[:, None] * 1e4 ** -(torch.arange(0, head_dim, 2) / head_dim)
-    return torch.stack((angles.cos(), angles.sin())).contiguous()
-
-
-def empty_cache(inputs: ModelInput, num_blocks: int, block_size: int, kv: int, dim: int, dtype: torch.dtype) -> KVCache:
-    width, lanes = (-(-n // LANES) * LANES for n in (dim, block_size))
-    keys = torch.full((num_blocks + 1, kv, width, lanes), 77.0, dtype=dtype)
-    return KVCache(packed_keys(keys), torch.full((num_blocks, kv, block_size, width), 77.0, dtype=dtype), block_size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -81,11 +66,6 @@ def test_rope_and_cache_has_the_same_bits_for_a_token_in_any_batch(dtype: torch.
         got_q, got_keys = rows(part, qkv[past : past + 1], past + 1)
         assert torch.equal(got_q[0], q[past])
         assert torch.equal(got_keys[past], keys[past])
-
-
-def conv_state(slots: Tensor, num_blocks: int, block_size: int) -> ConvState:
-    """State of one layer whose blocks hold what nobody wrote."""
-    return ConvState(slots, torch.full((num_blocks, *slots.shape[1:]), torch.nan, dtype=slots.dtype), block_size)
 
 
 def convolve(

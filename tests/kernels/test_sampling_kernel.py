@@ -6,12 +6,11 @@ token: one uniform per allowed token checks a whole distribution, without statis
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import JUST_BELOW_ONE, draw, filtered, is_settled, logits_of, rows_of
 from tiny_model import BACK_ENDS
 from torch import Tensor
 
@@ -22,27 +21,6 @@ from batchgen.kernels.reference import ReferenceKernels
 
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 2, 15, 16, 17, 100, 333]
-JUST_BELOW_ONE = 1 - 2.0**-53
-
-
-def rows_of(
-    uniforms: list[float], temperature: float = 1.0, min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0
-) -> SamplingRows:
-    """The same parameters for every uniform."""
-    n = len(uniforms)
-    return SamplingRows(
-        temperature=torch.full((n,), temperature, dtype=torch.float32),
-        min_p=torch.full((n,), min_p, dtype=torch.float32),
-        top_k=torch.full((n,), top_k, dtype=torch.int64),
-        top_p=torch.full((n,), top_p, dtype=torch.float64),
-        uniform=torch.tensor(uniforms, dtype=torch.float64),
-    )
-
-
-def draw(name: str, logits: Tensor, uniforms: list[float], **params: float) -> list[int]:
-    """One row of logits drawn from once per uniform."""
-    rows = rows_of(uniforms, **params)  # type: ignore[arg-type]
-    return BACK_ENDS[name]().sample(logits.expand(len(uniforms), -1).contiguous(), rows).tolist()
 
 
 def assert_draws_from(name: str, logits: Tensor, probabilities: Tensor, **params: float) -> None:
@@ -55,10 +33,6 @@ def assert_draws_from(name: str, logits: Tensor, probabilities: Tensor, **params
     possible = set(probabilities.nonzero().flatten().tolist())
     grid = [0.0, JUST_BELOW_ONE, *(i / 97 for i in range(97))]
     assert set(draw(name, logits, grid, **params)) <= possible
-
-
-def logits_of(width: int, seed: int, scale: float = 2.0) -> Tensor:
-    return torch.randn(width, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def warped(warper: object, logits: Tensor) -> Tensor:
@@ -105,24 +79,6 @@ def test_min_p_allows_what_transformers_allows(min_p: float, width: int, name: s
 
     logits = logits_of(width, seed=width)
     assert_draws_from(name, logits, warped(MinPLogitsWarper(min_p), logits), min_p=min_p)
-
-
-def filtered(logits: Tensor, temperature: float, min_p: float, top_k: int, top_p: float) -> Tensor:
-    """What ``SamplingRows`` promises, in float64 and plain Python: temperature, min_p, top_k, top_p, equals kept."""
-    p = (logits.double() / temperature).softmax(-1)
-    p = torch.where(p >= min_p * p.max(), p, 0.0)
-    ranked = sorted(p.tolist(), reverse=True)
-    if top_k:
-        p = torch.where(p >= ranked[min(top_k, len(ranked)) - 1], p, 0.0)
-        ranked = sorted(p.tolist(), reverse=True)
-    if top_p < 1:
-        wanted, total = top_p * sum(ranked), 0.0
-        for least in ranked:
-            total += least
-            if total >= wanted:
-                break
-        p = torch.where(p >= least, p, 0.0)
-    return p / p.sum()
 
 
 @pytest.mark.parametrize("name", BACK_ENDS)
@@ -183,18 +139,6 @@ def test_a_row_that_is_not_finite_draws_minus_one(name: str, dtype: torch.dtype)
     logits = torch.tensor([good, [torch.nan] * 20, some, infinite, [-torch.inf] * 20, good], dtype=dtype)
     drawn = BACK_ENDS[name]().sample(logits, rows_of([0.5] * 6)).tolist()
     assert drawn == [10, -1, -1, -1, -1, 10]
-
-
-def is_settled(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Rows whose draw no rounding could change: the reference draws the same a little to either side."""
-    draws = [
-        ReferenceKernels().sample(
-            logits,
-            SamplingRows(rows.temperature, rows.min_p, rows.top_k, rows.top_p + p, (rows.uniform + u).clamp(min=0)),
-        )
-        for p, u in itertools.product((-1e-5, 0, 1e-5), (-1e-5, 0, 1e-5))
-    ]
-    return torch.stack([d == draws[0] for d in draws]).all(0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

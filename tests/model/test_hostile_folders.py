@@ -22,7 +22,7 @@ from batchgen.core.model_files import check_files, read_object
 from batchgen.model import load_model
 from batchgen.run.loader import read_model
 
-SCRIPT = Path(__file__).parents[1] / "hostile_folders.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "hostile_folders.py"
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 MAX_GROWTH = 600 << 20  # bytes, over what a good folder takes; nested JSON of the size allowed takes half of it
 

@@ -16,7 +16,7 @@ from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model import load_config
 from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Lfm2Model
-from batchgen.model.load import load, resolve_device, resolve_dtype
+from batchgen.model.load import load_model, resolve_device, resolve_dtype
 from batchgen.model.weights import Checkpoint, RandomTensors
 
 INDEX = "model.safetensors.index.json"
@@ -260,7 +260,7 @@ def test_a_cuda_device_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_a_folder_is_loaded_by_its_path(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     assert load_config(str(tmp_path)).hidden_size == 64
-    model = load(str(tmp_path), "main", "float32", "cpu")
+    model = load_model(str(tmp_path), dtype="float32", device="cpu")
     assert prefix_logits(model, PROMPT).shape == (5, 128)
 
 

@@ -15,7 +15,7 @@ from run_helpers import ENVIRONMENT
     ("first", "count"), [(0, 120), pytest.param(1000, 3000, marks=pytest.mark.slow)], ids=["120 seeds", "3,000 seeds"]
 )
 def test_a_damaged_tokenizer_is_refused_in_one_line_or_works(first: int, count: int, tmp_path: Path) -> None:
-    program = Path(__file__).with_name("tokenizer_mutations.py")
+    program = Path(__file__).parents[1] / "helpers" / "tokenizer_mutations.py"
     command = [sys.executable, str(program), str(first), str(count), str(tmp_path)]
     done = subprocess.run(
         command, env={**ENVIRONMENT, "RUST_BACKTRACE": "0"}, capture_output=True, text=True, check=False, timeout=1200

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_samples import ABOUT, engine, made, record
 from run_helpers import MODEL, JobMaker, quiet, rows_of
 
 from batchgen.core.errors import UsageError
@@ -17,37 +18,6 @@ from batchgen.report.rows import Distribution, RowTotals
 from batchgen.report.text import render_report
 from batchgen.run import run_job
 from batchgen.run.reports import read_report
-
-ABOUT: dict[str, Any] = {
-    "model": "m",
-    "input": ["i"],
-    "shard": "1/1",
-    "created_at": "2026-01-01T00:00:00+00:00",
-    "numerics": {"dtype": "bfloat16", "device": "cpu"},
-    "threads": 2,
-}
-
-
-def record(index: int, **more: Any) -> dict[str, Any]:
-    timings = {"queue_s": 0.1, "prefill_s": 0.2, "decode_s": 1.0, "ttft_s": 0.3, "tpot_s": 0.1, "total_s": 1.0 + index}
-    usage = {"prompt_tokens": 10, "completion_tokens": 5}
-    return {"id": f"r{index}", "index": index, "finish_reason": "stop", "usage": usage, "timings": timings, **more}
-
-
-def made(errors: int = 0, rows: int = 20, **spent: Any) -> dict[str, Any]:
-    totals = RowTotals()
-    for index in range(rows):
-        totals.add_result(record(index))
-    for _ in range(errors):
-        totals.add_error({"code": "too_long"})
-    return build_report(totals, {"wall_s": 10.0, "seconds": {"generate": 9.0, "other": 1.0}, **spent}, ABOUT)
-
-
-def engine(**counts: Any) -> dict[str, Any]:
-    known: dict[str, Any] = {"num_steps": 10, "num_prefill_tokens": 200, "num_decode_tokens": 100, "sum_sequences": 70}
-    known |= {"sum_kv_use": 3.0, "max_kv_use": 0.5, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    known |= {"phase_s": {"forward": 8.0, "sample": 1.0}, "forward_prefill_s": 3.0}
-    return known | counts
 
 
 @pytest.fixture(scope="module")

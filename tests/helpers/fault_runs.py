@@ -37,7 +37,7 @@ from batchgen.cli.main import call
 from batchgen.output import journal as journal_module
 from batchgen.output.formats.parquet import infer_fields
 
-MODEL = Path(__file__).parents[1] / "sample_data" / "tiny-lfm2"
+MODEL = Path(__file__).parents[2] / "sample_data" / "tiny-lfm2"
 DONE, FAILED_ROWS, MISMATCH, STOPPED = 0, 3, 2, 75
 JOB = """
 [model]

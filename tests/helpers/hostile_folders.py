@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-SAMPLE = Path(__file__).resolve().parents[1] / "sample_data" / "tiny-lfm2"
+SAMPLE = Path(__file__).resolve().parents[2] / "sample_data" / "tiny-lfm2"
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 NAMES = [CONFIG, GENERATION, WEIGHTS, INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, finish, rows_of, start
-from test_signals import until_rows_are_done
+from run_helpers import JobMaker, finish, rows_of, start, until_rows_are_done
 
 from batchgen.cli.main import call
 from batchgen.run.display import QuietDisplay

@@ -29,7 +29,7 @@ from batchgen.core.units import (
 from batchgen.run import RunOptions
 from batchgen.run.retry import retry_job
 
-JOBS = sorted((Path(__file__).parents[1] / "jobs").glob("*.toml"))
+JOBS = sorted((Path(__file__).parents[2] / "jobs").glob("*.toml"))
 NEEDED = {"model": {"path": "dummy:LFM2-350M"}, "input": {"path": "in.jsonl"}, "output": {"path": "out"}}
 
 

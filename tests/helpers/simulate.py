@@ -1,6 +1,6 @@
 """The scheduler played out without a model: what admission does to the time of a job, for lengths of five kinds.
 
-``python tests/engine/simulate.py [WORKLOAD.jsonl]`` prints two tables: what it brings to know the lengths, and what it
+``python tests/helpers/simulate.py [WORKLOAD.jsonl]`` prints two tables: what it brings to know the lengths, and what it
 brings to learn them, of a bench's workload file too. A step is taken to cost ``StepCost``; outputs have the lengths
 drawn for them. Everything else is the engine's own: the scheduler, and how far it looks ahead.
 """

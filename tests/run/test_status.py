@@ -7,9 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from run_helpers import JobMaker, finish, quiet, rows_of, start
+from run_helpers import JobMaker, finish, quiet, rows_of, start, until_rows_are_done
 from stub_engine import stub_factory
-from test_signals import until_rows_are_done
 
 from batchgen.cli.main import call
 from batchgen.core.errors import BatchgenError, UsageError

@@ -21,12 +21,12 @@ from batchgen.core.errors import ExitCode
 from batchgen.engine import sampler
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model.load import load
+from batchgen.model.load import load_model
 from batchgen.model.state import StateCache
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
-SAMPLE = str(Path(__file__).parents[1] / "sample_data" / "tiny-lfm2")
+SAMPLE = str(Path(__file__).parents[2] / "sample_data" / "tiny-lfm2")
 EXACT = ["batched = solo", "chunked = whole", "cached = cold", "preempted = undisturbed", "decoded = prefilled"]
 FAST = "fast kernels ~ reference"
 
@@ -180,13 +180,13 @@ def test_one_model_is_let_go_of_before_the_next_is_loaded(
         begun.append(weakref.ref(model))
         plain(self, where, model, prompts)
 
-    def second(*arguments: Any) -> Any:
+    def second(*arguments: Any, **named: Any) -> Any:
         gc.collect()
         still_there.append(begun[0]() is not None)
-        return load(*arguments)
+        return load_model(*arguments, **named)
 
     monkeypatch.setattr(proofs.Check, "__init__", init)
-    monkeypatch.setattr(proofs, "load", second)
+    monkeypatch.setattr(proofs, "load_model", second)
     assert check()[0] == ExitCode.OK
     assert still_there == [False]
 

@@ -10,15 +10,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from large_inputs import write_input
 from run_helpers import ENVIRONMENT, MODEL
 
 MAX_GROWTH_BYTES = 200 << 20
-CHUNK = 10_000
 
 PROGRAM = """
 import json, resource, sys
@@ -31,23 +28,6 @@ peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps({"code": outcome.exit_code, "rows": outcome.report["rows"], "seconds": outcome.report["seconds"],
                   "peak_bytes": peak}))
 """
-
-
-def row(index: int) -> dict[str, Any]:
-    return {"id": f"row-{index}", "topic": "numbers", "prompt_token_ids": [1, index % 600]}
-
-
-def write_input(path: Path, count: int) -> None:
-    """So many rows, every thousandth a bad one, written a chunk at a time."""
-    chunks = ([row(i) for i in range(first, first + CHUNK)] for first in range(0, count, CHUNK))
-    if path.suffix == ".parquet":
-        with pq.ParquetWriter(path, pa.Table.from_pylist([row(0)]).schema) as writer:
-            for chunk in chunks:
-                writer.write_table(pa.Table.from_pylist(chunk))
-        return
-    with path.open("w", encoding="utf-8") as file:
-        for chunk in chunks:
-            file.writelines(f"{json.dumps(item)}\n" if item["id"][-3:] != "999" else "{\n" for item in chunk)
 
 
 def peak_bytes(folder: Path, form: str, count: int) -> int:

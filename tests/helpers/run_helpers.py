@@ -18,12 +18,13 @@ from stub_engine import StubEngine, stub_factory
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
 from batchgen.run import Outcome, RunOptions, run_job
+from batchgen.run.progress import read_progress
 from batchgen.run.stop import Limits
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "sample_data" / "tiny-lfm2"  # of which the stub uses the config and the tokenizer
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])}
 
 
 def rows_of(count: int) -> list[dict[str, Any]]:
@@ -106,7 +107,12 @@ def without_timings(path: Path) -> list[dict[str, Any]]:
 
 def start(arguments: Iterable[str | Path], *, stdin: Path | str = os.devnull, **stub: Any) -> subprocess.Popen[str]:
     """The command line with a stub engine, in a process of its own; ``stdin`` is the file it is given as such."""
-    command = [sys.executable, str(REPOSITORY / "tests" / "stub_cli.py"), json.dumps(stub), *map(str, arguments)]
+    command = [
+        sys.executable,
+        str(REPOSITORY / "tests" / "helpers" / "stub_cli.py"),
+        json.dumps(stub),
+        *map(str, arguments),
+    ]
     with Path(stdin).open("rb") as file:
         return subprocess.Popen(
             command, env=ENVIRONMENT, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -137,3 +143,22 @@ def survived(script: str, *arguments: object) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout)
     assert not found["failures"], "\n".join(found["failures"])
     return found
+
+
+def until_rows_are_done(process: subprocess.Popen[str], folder: Path, count: int = 1) -> None:
+    """Wait until the run says that so many rows are done."""
+    while True:
+        assert process.poll() is None, process.communicate()
+        progress = read_progress(folder)
+        if progress is not None and progress["phase"] == "generating" and progress["rows"]["done"] >= count:
+            return
+        time.sleep(0.05)
+
+
+def until_phase(process: subprocess.Popen[str], folder: Path, phase: str) -> None:
+    while True:
+        assert process.poll() is None, process.communicate()
+        progress = read_progress(folder)
+        if progress is not None and progress["phase"] == phase:
+            return
+        time.sleep(0.05)

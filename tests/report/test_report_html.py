@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_samples import engine, made
 from run_helpers import JobMaker, rows_of
-from test_report import engine, made
 
 from batchgen.cli.main import call
 from batchgen.report.html import render_html

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from large_inputs import write_input
 from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of
-from test_memory import write_input
 
 from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed, UsageError

@@ -14,7 +14,7 @@ from batchgen.cli.main import cli
 from batchgen.config.load import load_job
 from batchgen.core.errors import ExitCode, RowErrorCode
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 

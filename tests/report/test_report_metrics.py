@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from report_samples import made
 from run_helpers import JobMaker, rows_of
-from test_report import made
 
 from batchgen.cli.main import call
 from batchgen.report.prometheus import render_metrics

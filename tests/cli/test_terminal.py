@@ -83,7 +83,7 @@ def test_a_finished_run_exits_as_it_ended_whatever_its_streams(job: JobMaker, sh
     job.write([*rows_of(2), "{"])
     script = f"""
 import sys, signal
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1] / "helpers")!r})
 from stub_engine import stub_factory
 import batchgen.cli.main
 call = batchgen.cli.main.call

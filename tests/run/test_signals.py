@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from run_helpers import JobMaker, finish, rows_of, start, until_delivered, without_timings
+from run_helpers import (
+    JobMaker,
+    finish,
+    rows_of,
+    start,
+    until_delivered,
+    until_phase,
+    until_rows_are_done,
+    without_timings,
+)
 
 from batchgen.core.errors import ExitCode
-from batchgen.run.progress import read_progress
-
-
-def until_rows_are_done(process: subprocess.Popen[str], folder: Path, count: int = 1) -> None:
-    """Wait until the run says that so many rows are done."""
-    while True:
-        assert process.poll() is None, process.communicate()
-        progress = read_progress(folder)
-        if progress is not None and progress["phase"] == "generating" and progress["rows"]["done"] >= count:
-            return
-        time.sleep(0.05)
-
-
-def until_phase(process: subprocess.Popen[str], folder: Path, phase: str) -> None:
-    while True:
-        assert process.poll() is None, process.communicate()
-        progress = read_progress(folder)
-        if progress is not None and progress["phase"] == phase:
-            return
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

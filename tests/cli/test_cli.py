@@ -147,7 +147,7 @@ def test_choices_are_repeated_and_may_hold_commas(job: JobMaker, capsys: pytest.
 def test_rows_come_from_standard_input_and_a_resume_reads_them_again(job: JobMaker) -> None:
     job.write(rows_of(40))
     flags = ["run", job.toml(), "--input", "-", "--quiet"]
-    command = [sys.executable, str(REPOSITORY / "tests" / "stub_cli.py"), "{}", *map(str, flags)]
+    command = [sys.executable, str(REPOSITORY / "tests" / "helpers" / "stub_cli.py"), "{}", *map(str, flags)]
     with job.input.open("rb") as rows:
         stopped = subprocess.run([*command, "--max-total-tokens", "50"], stdin=rows, env=ENVIRONMENT, check=False)
     resumed = subprocess.run(command, stdin=subprocess.DEVNULL, env=ENVIRONMENT, check=False)

@@ -1,0 +1,164 @@
+"""Inputs and exact answers that the tests of several back ends share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tiny_model import BACK_ENDS, packed_keys, ragged_input
+from torch import Tensor
+
+from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
+from batchgen.kernels.interface import Kernels, SamplingRows
+from batchgen.kernels.reference import ReferenceKernels
+from batchgen.model.state import LANES
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries of this step and the keys and values of every position, per sequence."""
+
+    pieces: Sequence[tuple[int, int]]
+    heads: tuple[int, int, int]
+    queries: list[Tensor]  # [count, num_heads, head_dim], float32, as the model's dtype rounds them
+    keys: list[Tensor]  # [past + count, num_kv_heads, head_dim]
+    values: list[Tensor]
+
+
+def make_case(pieces: Sequence[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads, head_dim = heads
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return Case(
+        pieces,
+        heads,
+        [random(count, num_heads, head_dim).to(dtype).float() for _, count in pieces],
+        [2 * random(past + count, num_kv_heads, head_dim).to(dtype) for past, count in pieces],
+        [random(past + count, num_kv_heads, head_dim).to(dtype) for past, count in pieces],
+    )
+
+
+def poisoned_cache(case: Case, inputs: ModelInput, num_blocks: int, block_size: int) -> KVCache:
+    """The case's keys and values in their blocks; NaN, inf and -inf wherever a sequence could have left them."""
+    _, num_kv_heads, head_dim = case.heads
+    width = -(-head_dim // LANES) * LANES
+    lanes = -(-block_size // LANES) * LANES
+    dtype = case.keys[0].dtype
+    poison = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
+    keys = torch.zeros(num_blocks + 1, num_kv_heads, width, lanes, dtype=dtype)
+    values = torch.zeros(num_blocks, num_kv_heads, block_size, width, dtype=dtype)
+    for cache in (keys[:, :, :head_dim], values[..., :head_dim]):
+        cache.copy_(poison.repeat(-(-cache.numel() // 3))[: cache.numel()].view(cache.shape))
+    for row, (k, v) in enumerate(zip(case.keys, case.values, strict=True)):
+        position = torch.arange(len(k))
+        block, offset = inputs.block_tables[row].long()[position // block_size], position % block_size
+        keys[block, :, :head_dim, offset] = k
+        values[block, :, offset, :head_dim] = v
+    return KVCache(packed_keys(keys), values, block_size)
+
+
+def attend(kernels: Kernels, case: Case, block_size: int, seed: int = 0) -> list[Tensor]:
+    """Attention through a paged cache; [count, num_heads * head_dim] per sequence."""
+    inputs, num_blocks = ragged_input(case.pieces, block_size, seed)
+    cache = poisoned_cache(case, inputs, num_blocks, block_size)
+    num_heads, _, head_dim = case.heads
+    q = torch.zeros(inputs.num_tokens, num_heads, cache.width)
+    q[..., :head_dim] = torch.cat(case.queries) * head_dim**-0.5
+    out = kernels.attention(q, cache, inputs, head_dim)
+    return list(out.split([count for _, count in case.pieces]))
+
+
+def dense(case: Case) -> list[Tensor]:
+    """The same in float64 without pages."""
+    num_heads, num_kv_heads, head_dim = case.heads
+    group = num_heads // num_kv_heads
+    out = []
+    for (past, count), q, k, v in zip(case.pieces, case.queries, case.keys, case.values, strict=True):
+        wide_k, wide_v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+        scores = q.double().transpose(0, 1) @ wide_k.transpose(1, 2) * head_dim**-0.5
+        hidden = torch.arange(past + count) > past + torch.arange(count)[:, None]
+        mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide_v
+        out.append(mixed.transpose(0, 1).flatten(1))
+    return out
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rotary_table(num_positions: int, head_dim: int) -> Tensor:
+    angles = torch.arange(num_positions)[:, None] * 1e4 ** -(torch.arange(0, head_dim, 2) / head_dim)
+    return torch.stack((angles.cos(), angles.sin())).contiguous()
+
+
+def empty_cache(inputs: ModelInput, num_blocks: int, block_size: int, kv: int, dim: int, dtype: torch.dtype) -> KVCache:
+    width, lanes = (-(-n // LANES) * LANES for n in (dim, block_size))
+    keys = torch.full((num_blocks + 1, kv, width, lanes), 77.0, dtype=dtype)
+    return KVCache(packed_keys(keys), torch.full((num_blocks, kv, block_size, width), 77.0, dtype=dtype), block_size)
+
+
+def conv_state(slots: Tensor, num_blocks: int, block_size: int) -> ConvState:
+    """State of one layer whose blocks hold what nobody wrote."""
+    return ConvState(slots, torch.full((num_blocks, *slots.shape[1:]), torch.nan, dtype=slots.dtype), block_size)
+
+
+JUST_BELOW_ONE = 1 - 2.0**-53
+
+
+def rows_of(
+    uniforms: list[float], temperature: float = 1.0, min_p: float = 0.0, top_k: int = 0, top_p: float = 1.0
+) -> SamplingRows:
+    """The same parameters for every uniform."""
+    n = len(uniforms)
+    return SamplingRows(
+        temperature=torch.full((n,), temperature, dtype=torch.float32),
+        min_p=torch.full((n,), min_p, dtype=torch.float32),
+        top_k=torch.full((n,), top_k, dtype=torch.int64),
+        top_p=torch.full((n,), top_p, dtype=torch.float64),
+        uniform=torch.tensor(uniforms, dtype=torch.float64),
+    )
+
+
+def draw(name: str, logits: Tensor, uniforms: list[float], **params: float) -> list[int]:
+    """One row of logits drawn from once per uniform."""
+    rows = rows_of(uniforms, **params)  # type: ignore[arg-type]
+    return BACK_ENDS[name]().sample(logits.expand(len(uniforms), -1).contiguous(), rows).tolist()
+
+
+def logits_of(width: int, seed: int, scale: float = 2.0) -> Tensor:
+    return torch.randn(width, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def filtered(logits: Tensor, temperature: float, min_p: float, top_k: int, top_p: float) -> Tensor:
+    """What ``SamplingRows`` promises, in float64 and plain Python: temperature, min_p, top_k, top_p, equals kept."""
+    p = (logits.double() / temperature).softmax(-1)
+    p = torch.where(p >= min_p * p.max(), p, 0.0)
+    ranked = sorted(p.tolist(), reverse=True)
+    if top_k:
+        p = torch.where(p >= ranked[min(top_k, len(ranked)) - 1], p, 0.0)
+        ranked = sorted(p.tolist(), reverse=True)
+    if top_p < 1:
+        wanted, total = top_p * sum(ranked), 0.0
+        for least in ranked:
+            total += least
+            if total >= wanted:
+                break
+        p = torch.where(p >= least, p, 0.0)
+    return p / p.sum()
+
+
+def is_settled(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Rows whose draw no rounding could change: the reference draws the same a little to either side."""
+    draws = [
+        ReferenceKernels().sample(
+            logits,
+            SamplingRows(rows.temperature, rows.min_p, rows.top_k, rows.top_p + p, (rows.uniform + u).clamp(min=0)),
+        )
+        for p, u in itertools.product((-1e-5, 0, 1e-5), (-1e-5, 0, 1e-5))
+    ]
+    return torch.stack([d == draws[0] for d in draws]).all(0)
