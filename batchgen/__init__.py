@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from batchgen.core.errors import BatchgenError
     from batchgen.core.records import Request, Result, SamplingParams
     from batchgen.engine import Engine, EngineConfig
+    from batchgen.model import load_model
     from batchgen.run import RunOptions, run_job
+    from batchgen.text.tokenizer import Tokenizer
 
 
 _HOME = {
@@ -28,7 +30,9 @@ _HOME = {
     "Result": "batchgen.core.records",
     "RunOptions": "batchgen.run",
     "SamplingParams": "batchgen.core.records",
+    "Tokenizer": "batchgen.text.tokenizer",
     "load_job": "batchgen.config.load",
+    "load_model": "batchgen.model",
     "run_job": "batchgen.run",
 }
 
@@ -41,8 +45,10 @@ __all__ = [
     "Result",
     "RunOptions",
     "SamplingParams",
+    "Tokenizer",
     "__version__",
     "load_job",
+    "load_model",
     "run_job",
 ]
 

@@ -18,11 +18,11 @@ REPOSITORY = Path(__file__).parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_help_shown_is_the_programs_own() -> None:
-    shown = re.search(r"<!-- help: batchgen --help -->\n```\n(.*?)```", README, re.DOTALL)
+def test_the_commands_shown_are_those_of_the_help() -> None:
+    shown = re.search(r"<!-- help: the commands of batchgen --help -->\n```\n(.*?)```", README, re.DOTALL)
     assert shown is not None
     result = CliRunner().invoke(cli, ["--help"], prog_name="batchgen", terminal_width=80)
-    assert shown[1] == result.output
+    assert shown[1] == result.output[result.output.index("Commands:") :]
 
 
 def test_the_row_shown_is_one_of_the_sample_data() -> None:
@@ -56,5 +56,7 @@ def test_the_job_file_shown_loads(tmp_path: Path) -> None:
 
 
 def test_every_exit_code_and_row_error_code_is_listed() -> None:
-    assert all(f"| {code.value} |" in README for code in ExitCode)
+    listed = re.search(r"Exit codes: (.*?): run\s+again", README, re.DOTALL)
+    assert listed is not None
+    assert [int(code) for code in re.findall(r"(?:^|, )\s*(\d+) ", listed[1])] == sorted(ExitCode)
     assert all(f"`{code}`" in README for code in RowErrorCode)

@@ -22,7 +22,12 @@ SENSITIVE = ("a_signal_outside_interruptible_work", "list_of_commands", "second_
 
 
 def test_signals_ignored_and_blocked_a_narrow_terminal_and_no_standard_input_change_no_result(tmp_path: Path) -> None:
-    files = ["tests/test_stop.py", "tests/test_cli.py", "tests/test_signals.py", "tests/data/test_rundir.py"]
+    files = [
+        "tests/run/test_stop.py",
+        "tests/cli/test_cli.py",
+        "tests/run/test_signals.py",
+        "tests/output/test_rundir.py",
+    ]
     command = [sys.executable, "-c", HOSTILE, *files, "-k", " or ".join(SENSITIVE), "--basetemp", str(tmp_path / "t")]
     settings = {"COLUMNS": "40", "TERM": "dumb", "LC_ALL": "C", "TZ": "Asia/Kathmandu", "BATCHGEN_DEBUG": "1"}
     environment = {**os.environ, **settings}

@@ -262,7 +262,7 @@ def test_a_module_beside_the_package_does_not_replace_one_of_the_standard_librar
     code = (
         "import sys, typing\n"
         "sys.path.insert([name.endswith('-packages') for name in sys.path].index(True), sys.argv[1])\n"
-        "from batchgen.data import chat\n"
+        "from batchgen.text import chat\n"
         "assert chat.__file__.startswith(sys.argv[1])\n"
         "print(*chat.ChatTemplate('hi', {}).render([[]]))\n"
     )
