@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.schedule import Schedule
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Schedule, Sequence
 from batchgen.kernels.inputs import ModelInput, Tail, query_blocks, upload
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from batchgen.core.records import Request, Result, SamplingParams, Timings
-from batchgen.engine.group import Group
+from batchgen.engine.sequence import Group
 
 MAX_REMEMBERED_TOKENS = 4_000_000  # 4 bytes each
 _OVERHEAD_TOKENS = 150  # what a result takes beside its tokens, in tokens

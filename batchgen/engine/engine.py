@@ -13,13 +13,11 @@ from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.core.records import FinishReason, Request, Result
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.duplicates import Duplicates
-from batchgen.engine.group import Group
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.penalties import TokenCounts
 from batchgen.engine.sampler import Sampler
-from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Sequence, StopWatch
+from batchgen.engine.sequence import Group, Schedule, Sequence, StopWatch
 from batchgen.engine.sizes import resolve, use_threads
 from batchgen.engine.stats import EngineStats
 from batchgen.model.decoder import Lfm2Model

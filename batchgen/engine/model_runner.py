@@ -9,7 +9,7 @@ from batchgen.engine.batch import Feed, build_input
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, can_record
 from batchgen.engine.replay import StepReplays
-from batchgen.engine.schedule import Schedule
+from batchgen.engine.sequence import Schedule
 from batchgen.engine.static_input import Spare
 from batchgen.model.decoder import Lfm2Model
 from batchgen.model.state import allocate

@@ -18,8 +18,7 @@ from batchgen.core.records import Request, Result
 from batchgen.engine.batch import build_feed
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.engine import Engine
-from batchgen.engine.schedule import Schedule
-from batchgen.engine.sequence import Sequence, StopWatch
+from batchgen.engine.sequence import Schedule, Sequence, StopWatch
 from batchgen.model.decoder import Lfm2Model
 
 Wait = Callable[[], list[int]]

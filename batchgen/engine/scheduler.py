@@ -14,8 +14,7 @@ from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.forecast import OutputLengths, PromptTrend, peak_tokens
 from batchgen.engine.prefix import extend_digests
-from batchgen.engine.schedule import Schedule
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Schedule, Sequence
 from batchgen.engine.waiting import WaitingQueue
 
 # Share of a forecast peak that must fit. Every row kept waiting makes steps less full, which costs more than the

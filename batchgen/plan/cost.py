@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.group import Group
-from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.sequence import Group, Schedule
 from batchgen.plan.estimate import OutputLengths
 from batchgen.plan.survey import Lengths
 

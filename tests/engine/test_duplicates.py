@@ -10,7 +10,7 @@ from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import FinishReason, Request, Result, SamplingParams
 from batchgen.engine import duplicates
 from batchgen.engine.duplicates import Duplicates
-from batchgen.engine.group import Group
+from batchgen.engine.sequence import Group
 
 PROMPT = (9, 10, 11)
 GREEDY = Request(0, PROMPT, SamplingParams(max_tokens=5))

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.forecast import OutputLengths, PromptTrend, peak_tokens
-from batchgen.engine.group import Group
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Group, Sequence
 
 
 def simulated_peak(held: list[int], more: list[int], block_size: int) -> int:

@@ -20,8 +20,7 @@ from batchgen.core.records import Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine, EngineConfig, make_engine, pipeline
 from batchgen.engine.batch import Feed, build_feed
 from batchgen.engine.pipeline import PipelinedEngine, Wait
-from batchgen.engine.schedule import Schedule
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Schedule, Sequence
 from batchgen.model.decoder import Lfm2Model
 from batchgen.model.state import kv_block_bytes
 

@@ -13,9 +13,8 @@ from tiny_model import BACK_ENDS
 from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
-from batchgen.engine.group import Group
 from batchgen.engine.sampler import Sampler, uniform
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Group, Sequence
 
 EOS = frozenset({7})
 SAMPLED = SamplingParams(temperature=1.0, seed=5)

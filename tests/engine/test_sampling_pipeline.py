@@ -18,10 +18,9 @@ from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import sampler as sampler_module
-from batchgen.engine.group import Group
 from batchgen.engine.penalties import TokenCounts
 from batchgen.engine.sampler import Sampler
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Group, Sequence
 
 EOS, WIDTH = 7, 40
 every_back_end = pytest.mark.parametrize("name", BACK_ENDS)

@@ -16,10 +16,8 @@ from stand_in import one_step
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.group import Group
-from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Group, Schedule, Sequence
 
 
 def make(

@@ -6,9 +6,8 @@ from stand_in import one_step
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.group import Group
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Group, Sequence
 
 STEM = tuple(range(100, 112))  # three blocks of four
 

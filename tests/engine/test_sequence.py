@@ -6,8 +6,7 @@ import pytest
 
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import FinishReason, Request, SamplingParams, Timings
-from batchgen.engine.group import Group
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Group, Sequence
 
 EOS = frozenset({7, 2})
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.core.records import Request, SamplingParams
-from batchgen.engine.group import Group
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Group, Sequence
 from batchgen.engine.waiting import WaitingQueue
 
 

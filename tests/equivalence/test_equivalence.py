@@ -34,7 +34,7 @@ from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine
-from batchgen.engine.schedule import Schedule
+from batchgen.engine.sequence import Schedule
 from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select

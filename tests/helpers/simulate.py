@@ -22,10 +22,8 @@ if __name__ == "__main__":
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.group import Group
-from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Group, Schedule, Sequence
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from batchgen.core.records import FinishReason
-from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Sequence
+from batchgen.engine.sequence import Schedule, Sequence
 
 
 def one_step(scheduler: Scheduler, ends: Callable[[Sequence], bool] = lambda s: False) -> Schedule:

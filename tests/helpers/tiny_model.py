@@ -20,8 +20,7 @@ from torch import Tensor
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine, EngineConfig, make_engine
 from batchgen.engine.batch import build_input
-from batchgen.engine.group import Group
-from batchgen.engine.schedule import Schedule
+from batchgen.engine.sequence import Group, Schedule
 from batchgen.engine.sequence import Sequence as EngineSequence
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.inputs import ModelInput
