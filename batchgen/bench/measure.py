@@ -26,7 +26,7 @@ from batchgen.engine.facts import engine_sizes, model_key
 from batchgen.engine.sizes import use_threads
 from batchgen.kernels.select import select
 from batchgen.model import load_config
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.load import load_model, resolve_device, resolve_dtype
 from batchgen.model.rates import measure
 from batchgen.model.roofline import Ceilings, Costs, Measured, Work, remember
@@ -65,7 +65,7 @@ class Repeat:
         }
 
 
-def load_timed(where: ModelSpec, threads: int | None) -> tuple[Lfm2Model, TimedKernels | None]:
+def load_timed(where: ModelSpec, threads: int | None) -> tuple[Decoder, TimedKernels | None]:
     """A model whose kernels keep time where that means something (on the CPU; elsewhere None)."""
     config, device = load_config(where.path, where.revision), resolve_device(where.device)
     use_threads(threads, config)
@@ -83,7 +83,7 @@ def load_timed(where: ModelSpec, threads: int | None) -> tuple[Lfm2Model, TimedK
 
 
 def repeats(
-    model: Lfm2Model, timed: TimedKernels | None, config: EngineConfig, requests: list[Request], times: int
+    model: Decoder, timed: TimedKernels | None, config: EngineConfig, requests: list[Request], times: int
 ) -> Iterator[Repeat]:
     """Run the workload ``times`` times after a short warm-up, each with a fresh engine.
 
@@ -112,7 +112,7 @@ def repeats(
         remember(model_key(model), Measured.now(after, "measured by batchgen bench"))
 
 
-def _run(model: Lfm2Model, config: EngineConfig, requests: list[Request]) -> tuple[float, Engine]:
+def _run(model: Decoder, config: EngineConfig, requests: list[Request]) -> tuple[float, Engine]:
     engine = make_engine(model, config, stop_watch=EndAfter)
     start = time.monotonic()
     num_results = 0
@@ -126,9 +126,7 @@ def _run(model: Lfm2Model, config: EngineConfig, requests: list[Request]) -> tup
     return wall_s, engine
 
 
-def _timed_run(
-    model: Lfm2Model, timed: TimedKernels, config: EngineConfig, requests: list[Request]
-) -> dict[str, float]:
+def _timed_run(model: Decoder, timed: TimedKernels, config: EngineConfig, requests: list[Request]) -> dict[str, float]:
     """Seconds by kind of work; "host" is what no kernel took."""
     timed.seconds.clear()
     timed.is_timing = True
@@ -140,7 +138,7 @@ def _timed_run(
     return split_s | {"host": wall_s - sum(split_s.values())}
 
 
-def summarize(model_name: str, model: Lfm2Model, runs: list[Repeat], lengths: str) -> dict[str, Any]:
+def summarize(model_name: str, model: Decoder, runs: list[Repeat], lengths: str) -> dict[str, Any]:
     """One JSON-able object: medians under the plain names, every repeat's figures under ``runs``.
 
     ``lengths`` says whether the engine was told those of the answers: "known" or "unknown".

@@ -20,7 +20,7 @@ from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model import load_model
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.state import kv_block_bytes
 
 # Largest gap between fast and reference kernels as a share of a row's largest logit. Both round every activation to
@@ -78,7 +78,7 @@ _WAYS = (
 class Check:
     """A loaded model and what its requests give when each is run alone."""
 
-    def __init__(self, where: ModelSpec, model: Lfm2Model, prompts: list[tuple[int, ...]]) -> None:
+    def __init__(self, where: ModelSpec, model: Decoder, prompts: list[tuple[int, ...]]) -> None:
         self._where = where
         self._model = model
         self.requests = requests_for(prompts)

@@ -16,7 +16,7 @@ from batchgen.core.records import Request
 from batchgen.core.units import counted
 from batchgen.engine.sizes import use_threads
 from batchgen.model import load_model
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.run.loader import read_model
 
 
@@ -56,7 +56,7 @@ def run_check(
     return facts | {"ok": not failed, "failed": failed, "proofs": [dataclasses.asdict(proof) for proof in proofs]}
 
 
-def _facts(path: str, model: Lfm2Model, prompts: list[tuple[int, ...]]) -> dict[str, Any]:
+def _facts(path: str, model: Decoder, prompts: list[tuple[int, ...]]) -> dict[str, Any]:
     """What is checked, and how it runs here: ``backend`` names the kernels, ``kernels`` their variant."""
     return {
         "model": path,

@@ -20,7 +20,7 @@ from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Group, Schedule, Sequence, StopWatch
 from batchgen.engine.sizes import resolve, use_threads
 from batchgen.engine.stats import EngineStats
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 
 
 class Engine:
@@ -34,7 +34,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Lfm2Model,
+        model: Decoder,
         config: EngineConfig | None = None,
         *,
         eos_token_ids: Iterable[int] | None = None,

@@ -13,7 +13,7 @@ import torch
 
 from batchgen.core.machine import processor_name
 from batchgen.engine import Engine
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.rates import QUICK, measure
 from batchgen.model.roofline import Costs, Measured, describe_costs, machine_key, recall, remember
 from batchgen.model.state import kv_block_bytes
@@ -40,12 +40,12 @@ def engine_sizes(engine: Engine) -> dict[str, Any]:
     return {**asdict(sizes), "kv_bytes": kv_bytes, "kernels": model.kernels.name}
 
 
-def model_key(model: Lfm2Model) -> str:
+def model_key(model: Decoder) -> str:
     """The conditions under which ceilings measured with this model hold."""
     return machine_key(processor_name(), model.config, model.numerics, torch.get_num_threads())
 
 
-def _measure_now(model: Lfm2Model) -> Measured | None:
+def _measure_now(model: Decoder) -> Measured | None:
     """Ceilings taken at once, and kept for later runs; None if memory is short: the run itself has succeeded."""
     try:
         measured = Measured.now(measure(model, QUICK), "measured at the end of a run")

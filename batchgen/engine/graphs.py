@@ -17,7 +17,7 @@ from torch import Tensor
 from batchgen.engine.batch import Feed
 from batchgen.engine.static_input import Buffers, GraphKey, Spare, StaticInput, is_decode, table_width
 from batchgen.kernels.inputs import ModelInput
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
 
 Replay = Callable[[], Tensor]
@@ -79,7 +79,7 @@ def bucket(num_seqs: int, most: int) -> int:
     return min(-(-num_seqs // step) * step, most)
 
 
-def can_record(model: Lfm2Model) -> bool:
+def can_record(model: Decoder) -> bool:
     """Whether the model's kernels can be recorded: those that ask the device nothing."""
     return model.device.type == "cuda" and model.kernels.name == "cuda"
 
@@ -87,9 +87,7 @@ def can_record(model: Lfm2Model) -> bool:
 class DecodeGraphs:
     """Runs the steps that can be replayed; records a size when it is first met."""
 
-    def __init__(
-        self, model: Lfm2Model, state: StateCache, spare: Spare, recorder: Recorder, max_model_len: int
-    ) -> None:
+    def __init__(self, model: Decoder, state: StateCache, spare: Spare, recorder: Recorder, max_model_len: int) -> None:
         self.model = model
         self.state = state
         self.spare = spare

@@ -11,7 +11,7 @@ from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, can_record
 from batchgen.engine.replay import StepReplays
 from batchgen.engine.sequence import Schedule
 from batchgen.engine.static_input import Spare
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.state import allocate
 
 
@@ -19,7 +19,7 @@ class ModelRunner:
     """A model with the KV blocks and convolution slots that a scheduler of these sizes hands out."""
 
     @memory_errors("allocating KV blocks and convolution state", SMALLER_SIZES)
-    def __init__(self, model: Lfm2Model, config: SchedulerConfig) -> None:
+    def __init__(self, model: Decoder, config: SchedulerConfig) -> None:
         self.model = model
         self.block_size = config.block_size
         num_spare = 1 if can_record(model) else 0

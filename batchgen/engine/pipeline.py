@@ -19,7 +19,7 @@ from batchgen.engine.batch import build_feed
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.engine import Engine
 from batchgen.engine.sequence import Schedule, Sequence, StopWatch
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 
 Wait = Callable[[], list[int]]
 Fetch = Callable[[Tensor], Wait]
@@ -60,7 +60,7 @@ class PipelinedEngine(Engine):
 
     def __init__(
         self,
-        model: Lfm2Model,
+        model: Decoder,
         config: EngineConfig | None = None,
         *,
         eos_token_ids: Iterable[int] | None = None,
@@ -137,7 +137,7 @@ def _needs_host(schedule: Schedule) -> bool:
 
 
 def make_engine(
-    model: Lfm2Model,
+    model: Decoder,
     config: EngineConfig | None = None,
     *,
     eos_token_ids: Iterable[int] | None = None,

@@ -16,7 +16,7 @@ from batchgen.engine.batch import Feed
 from batchgen.engine.static_input import GraphKey, Spare, StaticInput, is_decode, table_width
 from batchgen.kernels.inputs import ModelInput
 from batchgen.kernels.interface import Recorder
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
 
 _MOST_RECORDED = 64  # each holds some copies of its block tables
@@ -41,7 +41,7 @@ class _HostBuffers:
 class StepReplays:
     """See ``DecodeGraphs``, whose place this takes."""
 
-    def __init__(self, model: Lfm2Model, state: StateCache, recorder: Recorder, block_size: int) -> None:
+    def __init__(self, model: Decoder, state: StateCache, recorder: Recorder, block_size: int) -> None:
         self.model = model
         self.state = state
         self.recorder = recorder

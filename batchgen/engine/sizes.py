@@ -16,7 +16,7 @@ from batchgen.model.config import ModelConfig
 from batchgen.model.state_bytes import conv_slot_bytes, kv_block_bytes
 
 if TYPE_CHECKING:
-    from batchgen.model.decoder import Lfm2Model
+    from batchgen.model.decoder import Decoder
 
 # CPU: a linear runs at its best rate from 128 rows up, so wider steps gain nothing and cost latency.
 _CPU = {"max_num_batched_tokens": 256, "max_num_seqs": 128, "block_size": 32}
@@ -28,7 +28,7 @@ _MAX_THREADS_PER_CPU = 8  # more only wait for each other; beyond some thousands
 _ALWAYS_ALLOWED_THREADS = 64  # so that one job file serves small and large machines
 
 
-def resolve(config: EngineConfig, model: Lfm2Model) -> SchedulerConfig:
+def resolve(config: EngineConfig, model: Decoder) -> SchedulerConfig:
     """Every size of the scheduler for ``model``; see ``sizes_for``.
 
     Raises:
@@ -93,7 +93,7 @@ def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, to
             )
 
 
-def _memory(model: Lfm2Model) -> tuple[int, int]:
+def _memory(model: Decoder) -> tuple[int, int]:
     """Bytes that the model's device has left, and has in all."""
     if model.device.type != "cuda":
         return available_bytes(), total_bytes()

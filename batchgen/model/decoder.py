@@ -130,7 +130,7 @@ class Rotary:
         return self.table
 
 
-class Lfm2Model:
+class Decoder:
     """The whole network. ``forward`` is a function of its inputs and the state it is given."""
 
     def __init__(self, config: ModelConfig, source: TensorSource, kernels: Kernels) -> None:

@@ -14,7 +14,7 @@ from batchgen.kernels.interface import Kernels
 from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.kernels.select import select
 from batchgen.model.config import ModelConfig
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.registry import dummy_config, is_dummy
 from batchgen.model.weights import Checkpoint, RandomTensors, TensorSource
 
@@ -31,7 +31,7 @@ def load_model(
     device: str = "auto",
     batch_invariant: bool = False,
     kernels: Kernels | None = None,
-) -> Lfm2Model:
+) -> Decoder:
     """The model at ``path`` with its weights, ready to run.
 
     ``dtype`` "auto" is the checkpoint's own on CUDA; on the CPU bfloat16 where the machine multiplies it
@@ -56,7 +56,7 @@ def load_model(
     if where.type == "cpu":
         _require_memory(path, config, kind)
     with torch.inference_mode():
-        return Lfm2Model(config, source, kernels or select(where, kind, batch_invariant=batch_invariant))
+        return Decoder(config, source, kernels or select(where, kind, batch_invariant=batch_invariant))
 
 
 def _require_memory(path: str, config: ModelConfig, dtype: torch.dtype) -> None:

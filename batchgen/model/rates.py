@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchgen.model.decoder import Attention, Lfm2Model
+from batchgen.model.decoder import Attention, Decoder
 from batchgen.model.roofline import Ceilings
 
 
@@ -35,7 +35,7 @@ THOROUGH = Effort((128, 256, 512), repeats=5, sustained_s=1.0, buffer_bytes=1 <<
 QUICK = Effort((512,), repeats=2, sustained_s=0.0, buffer_bytes=1 << 27)
 
 
-def measure(model: Lfm2Model, effort: Effort = THOROUGH) -> Ceilings:
+def measure(model: Decoder, effort: Effort = THOROUGH) -> Ceilings:
     """Both ceilings: the median rate of passes at the best row count, and the best bandwidth."""
     return Ceilings(max(_linear_rate(model, rows, effort) for rows in effort.row_counts), _bandwidth(model, effort))
 
@@ -54,7 +54,7 @@ def _times_s(work: Callable[[], object], device: torch.device, repeats: int, lea
 
 
 @torch.inference_mode()
-def _linear_rate(model: Lfm2Model, rows: int, effort: Effort) -> float:
+def _linear_rate(model: Decoder, rows: int, effort: Effort) -> float:
     """FLOP/s of one pass over every layer's linears at ``rows`` rows."""
     config = model.config
     widths = {config.hidden_size, config.ff_dim, config.num_heads * config.head_dim}
@@ -77,7 +77,7 @@ def _linear_rate(model: Lfm2Model, rows: int, effort: Effort) -> float:
     return 2.0 * config.linear_params_per_token * rows / pass_s
 
 
-def _bandwidth(model: Lfm2Model, effort: Effort) -> float:
+def _bandwidth(model: Decoder, effort: Effort) -> float:
     """Bytes per second, the better of a large copy (read and written bytes) and a large sum (read only)."""
     buffer = torch.ones(effort.buffer_bytes // 4, dtype=torch.float32, device=model.device)
     source, target = buffer.chunk(2)

@@ -58,5 +58,5 @@ def test_the_job_file_shown_loads(tmp_path: Path) -> None:
 def test_every_exit_code_and_row_error_code_is_listed() -> None:
     listed = re.search(r"Exit codes: (.*?): run\s+again", README, re.DOTALL)
     assert listed is not None
-    assert [int(code) for code in re.findall(r"(?:^|, )\s*(\d+) ", listed[1])] == sorted(ExitCode)
+    assert [int(code) for code in re.findall(r"(?:^|,\s)(\d+)\s", listed[1])] == sorted(ExitCode)
     assert all(f"`{code}`" in README for code in RowErrorCode)

@@ -104,7 +104,7 @@ def test_what_may_have_another_cause_is_a_lack_of_memory_where_the_address_space
 def test_weights_for_which_there_is_no_memory_are_one_line(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     from batchgen.model import load
 
-    monkeypatch.setattr(load, "Lfm2Model", lambda *_: of_torch())
+    monkeypatch.setattr(load, "Decoder", lambda *_: of_torch())
     job.write(rows_of(1))
     with pytest.raises(OutOfMemory, match=r"out of memory while loading the weights.*--kv-memory"):
         run_job(job.spec(), quiet())

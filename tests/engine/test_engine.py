@@ -12,7 +12,7 @@ from tiny_model import EOS, checked_run, engine_for, random_requests, solo, tiny
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine, EngineConfig
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 
 MODEL = tiny_model()
 PROMPT = (9, 30, 77, 12, 5)
@@ -20,7 +20,7 @@ GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=1.0, top_p=0.9, seed=3)
 
 
-def run_one(request: Request, model: Lfm2Model = MODEL, **config: int) -> Result:
+def run_one(request: Request, model: Decoder = MODEL, **config: int) -> Result:
     (result,) = Engine(model, EngineConfig(kv_memory=1 << 20, **config)).run([request])
     return result
 
@@ -266,7 +266,7 @@ def test_logits_of_scored_tokens_are_counted_too() -> None:
 BAD = 100  # a token whose embedding is not finite
 
 
-def spoiled_model(value: float, dtype: torch.dtype) -> Lfm2Model:
+def spoiled_model(value: float, dtype: torch.dtype) -> Decoder:
     model = tiny_model(dtype, tie_embedding=False)
     model.embedding = model.embedding.clone()  # of an inference tensor, outside inference mode: may be written
     model.embedding[BAD] = value

@@ -21,7 +21,7 @@ from batchgen.engine import Engine, EngineConfig, make_engine, pipeline
 from batchgen.engine.batch import Feed, build_feed
 from batchgen.engine.pipeline import PipelinedEngine, Wait
 from batchgen.engine.sequence import Schedule, Sequence
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.state import kv_block_bytes
 
 MODEL = tiny_model()
@@ -73,7 +73,7 @@ class SomeTokens:
 
 
 def pipelined(
-    device: Device, model: Lfm2Model = MODEL, *, num_blocks: int = 200, block_size: int = 4, **sizes: Any
+    device: Device, model: Decoder = MODEL, *, num_blocks: int = 200, block_size: int = 4, **sizes: Any
 ) -> PipelinedEngine:
     memory = num_blocks * kv_block_bytes(model.config, block_size, model.dtype)
     sizes = {"forecast_memory": False} | sizes

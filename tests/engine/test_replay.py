@@ -12,11 +12,11 @@ from torch import Tensor
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, replay
 from batchgen.engine.replay import StepReplays
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 
 
 @pytest.fixture
-def model() -> Lfm2Model:
+def model() -> Decoder:
     found = tiny_model(torch.bfloat16, full_attn_idxs=[0, 2])
     if found.kernels.recorder() is None:
         pytest.skip("nothing is recorded here: no AVX512-BF16, a matrix unit, or another OpenMP")
@@ -46,7 +46,7 @@ class Counted:
         replays.recorder.record = counting  # type: ignore[method-assign]
 
 
-def check(model: Lfm2Model, requests: list[Request], **sizes: int) -> Counted:
+def check(model: Decoder, requests: list[Request], **sizes: int) -> Counted:
     """Tokens with recordings are those without; there must have been replays."""
     counted = Counted(engine_for(model, **sizes))
     plain = engine_for(model, **sizes)
@@ -60,14 +60,14 @@ def check(model: Lfm2Model, requests: list[Request], **sizes: int) -> Counted:
 @pytest.mark.parametrize(
     "params", [SamplingParams(ignore_eos=True), SamplingParams(temperature=1.0, seed=3, ignore_eos=True)]
 )
-def test_tokens_are_those_of_steps_launched_one_by_one(model: Lfm2Model, params: SamplingParams) -> None:
+def test_tokens_are_those_of_steps_launched_one_by_one(model: Decoder, params: SamplingParams) -> None:
     requests = random_requests(14, seed=4, output=(1, 40), params=params)
     counted = check(model, requests, num_blocks=60, block_size=8, max_num_seqs=5, max_num_batched_tokens=24)
     assert tokens_of(counted.engine.run([])) == {}
     assert solo(model, requests) == tokens_of(engine_for(model, num_blocks=60, block_size=8).run(requests))
 
 
-def test_a_longer_rotary_table_makes_recordings_anew(model: Lfm2Model) -> None:
+def test_a_longer_rotary_table_makes_recordings_anew(model: Decoder) -> None:
     long = Request(0, tuple(range(8, 100)) * 11, SamplingParams(max_tokens=40, ignore_eos=True))
     assert len(long.prompt_token_ids) < 1024 < len(long.prompt_token_ids) + 40, "the first table has 1,024 positions"
     counted = check(model, [long], num_blocks=40, block_size=32, max_num_seqs=2, max_num_batched_tokens=512)
@@ -75,21 +75,21 @@ def test_a_longer_rotary_table_makes_recordings_anew(model: Lfm2Model) -> None:
     assert counted.replays._rotary is model.rotary.table
 
 
-def test_only_so_many_recordings_are_kept(model: Lfm2Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_recordings_are_kept(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "_MOST_RECORDED", 2)
     requests = random_requests(8, seed=5, prompt=(4, 4), output=(1, 60))
     counted = check(model, requests, num_blocks=80, block_size=8, max_num_seqs=8, max_num_batched_tokens=40)
     assert len(counted.replays._recorded) == 2
 
 
-def test_a_single_step_of_its_size_is_not_recorded(model: Lfm2Model) -> None:
+def test_a_single_step_of_its_size_is_not_recorded(model: Decoder) -> None:
     counted = Counted(engine_for(model, num_blocks=20, block_size=8, max_num_seqs=2))
     tokens_of(counted.engine.run([Request(0, (9, 10, 11), SamplingParams(max_tokens=2, ignore_eos=True))]))
     assert not counted.replays._recorded
 
 
 @pytest.mark.usefixtures("threads_as_before")
-def test_another_number_of_threads_makes_recordings_anew(model: Lfm2Model) -> None:
+def test_another_number_of_threads_makes_recordings_anew(model: Decoder) -> None:
     request = Request(0, (9, 10, 11), SamplingParams(max_tokens=30, ignore_eos=True))
     expected = solo(model, [request])
     counted = Counted(engine_for(model, num_blocks=20, block_size=8, max_num_seqs=2))

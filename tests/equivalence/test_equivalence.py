@@ -39,7 +39,7 @@ from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model.config import ModelConfig
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.weights import Checkpoint
 
 TRAINED = Path(__file__).resolve().parents[2] / "sample_data" / "tiny-lfm2"
@@ -63,7 +63,7 @@ NUM_REQUESTS = 18
 
 
 @cache
-def model_of(name: str, dtype: str) -> Lfm2Model:
+def model_of(name: str, dtype: str) -> Decoder:
     """A random model of one of ``SHAPES``, or the trained sample model."""
     if name != "trained":
         return tiny_model(DTYPES[dtype], **SHAPES[name])
@@ -71,7 +71,7 @@ def model_of(name: str, dtype: str) -> Lfm2Model:
         pytest.skip("the sample model is not there")
     with torch.inference_mode():
         source = Checkpoint(TRAINED, DTYPES[dtype], CPU)
-        return Lfm2Model(ModelConfig.from_folder(TRAINED), source, select(CPU, DTYPES[dtype]))
+        return Decoder(ModelConfig.from_folder(TRAINED), source, select(CPU, DTYPES[dtype]))
 
 
 @cache

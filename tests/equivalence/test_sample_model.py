@@ -17,7 +17,7 @@ from batchgen.core.records import Cursor, Record, Request, Result, SamplingParam
 from batchgen.engine import Engine, EngineConfig
 from batchgen.input.requests import RequestBuilder
 from batchgen.model import load_model
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.text.stop_strings import StopStrings, cut_text
 from batchgen.text.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ POLICIES = ("prefix_caching", "share_duplicates", "longest_first", "forecast_mem
 
 
 @cache
-def model() -> Lfm2Model:
+def model() -> Decoder:
     return load_model(str(MODEL), dtype="auto")
 
 

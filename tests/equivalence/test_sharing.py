@@ -20,14 +20,14 @@ from tiny_model import DTYPES, checked_run, engine_for, tiny_model
 
 from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 
 NUM_REQUESTS = 24
 VOCAB = 128
 
 
 @cache
-def model(dtype: str) -> Lfm2Model:
+def model(dtype: str) -> Decoder:
     return tiny_model(DTYPES[dtype], conv_L_cache=4, conv_bias=True)
 
 

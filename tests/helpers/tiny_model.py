@@ -28,7 +28,7 @@ from batchgen.kernels.interface import Kernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model.config import ModelConfig
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache, allocate, key_pack, kv_block_bytes
 from batchgen.model.weights import RandomTensors
 
@@ -76,11 +76,11 @@ def raw_config(**changes: Any) -> dict[str, Any]:
 
 def tiny_model(
     dtype: torch.dtype = torch.float32, kernels: Kernels | None = None, seed: int = 0, **changes: Any
-) -> Lfm2Model:
+) -> Decoder:
     """A random model of ``raw_config(**changes)``; the same weights for the same seed."""
     config = ModelConfig.from_dict(raw_config(**changes), "tiny")
     with torch.inference_mode():
-        return Lfm2Model(config, RandomTensors(dtype, CPU, seed, STD), kernels or select(CPU, dtype))
+        return Decoder(config, RandomTensors(dtype, CPU, seed, STD), kernels or select(CPU, dtype))
 
 
 class RecordedTensors(RandomTensors):
@@ -99,14 +99,14 @@ def write_checkpoint(folder: Path, **changes: Any) -> dict[str, Tensor]:
     """Write ``config.json`` and ``model.safetensors``; the tensors written."""
     raw = raw_config(**changes)
     source = RecordedTensors()
-    Lfm2Model(ModelConfig.from_dict(raw, "tiny"), source, ReferenceKernels())
+    Decoder(ModelConfig.from_dict(raw, "tiny"), source, ReferenceKernels())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     save_file(source.tensors, folder / "model.safetensors")
     return source.tensors
 
 
-def random_state(model: Lfm2Model, *, num_blocks: int, block_size: int, num_slots: int) -> StateCache:
+def random_state(model: Decoder, *, num_blocks: int, block_size: int, num_slots: int) -> StateCache:
     """State full of numbers, the same on every device; with one block and one slot to spare."""
     state = allocate(
         model.config,
@@ -152,7 +152,7 @@ def whole_input(token_ids: Sequence[int], block_size: int) -> ModelInput:
     return replace(build_input(schedule, block_size), logits_indices=torch.arange(len(token_ids)))
 
 
-def prefix_logits(model: Lfm2Model, token_ids: Sequence[int], block_size: int = 16) -> Tensor:
+def prefix_logits(model: Decoder, token_ids: Sequence[int], block_size: int = 16) -> Tensor:
     """Logits [num_tokens, vocab_size] of a whole sequence in one uncached, unbatched forward pass."""
     state = allocate(
         model.config,
@@ -165,7 +165,7 @@ def prefix_logits(model: Lfm2Model, token_ids: Sequence[int], block_size: int = 
     return model.forward(whole_input(token_ids, block_size), state, len(token_ids) - 1)
 
 
-def engine_for(model: Lfm2Model, *, num_blocks: int, block_size: int, **sizes: Any) -> Engine:
+def engine_for(model: Decoder, *, num_blocks: int, block_size: int, **sizes: Any) -> Engine:
     """An engine with a pool of exactly ``num_blocks`` blocks; it admits without foresight, so as to preempt."""
     memory = num_blocks * kv_block_bytes(model.config, block_size, model.dtype)
     sizes = {"forecast_memory": False} | sizes
@@ -196,7 +196,7 @@ def tokens_of(results: Iterable[Result]) -> dict[int, tuple[int, ...]]:
     return tokens
 
 
-def solo(model: Lfm2Model, requests: Iterable[Request]) -> dict[int, tuple[int, ...]]:
+def solo(model: Decoder, requests: Iterable[Request]) -> dict[int, tuple[int, ...]]:
     """Tokens of every request run by itself, each in an engine of its own, prompt in one piece."""
     tokens = {}
     for request in requests:

@@ -16,7 +16,7 @@ from batchgen.engine.static_input import Spare
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.config import ModelConfig
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
 from batchgen.model.weights import RandomTensors
 
@@ -45,12 +45,12 @@ class MovedTensors(RandomTensors):
         return super().take(name, shape).to(self.target)
 
 
-def model_on(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> Lfm2Model:
+def model_on(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> Decoder:
     with torch.inference_mode():
-        return Lfm2Model(ModelConfig.from_dict(raw_config(**SHAPE), "tiny"), MovedTensors(dtype, device), kernels)
+        return Decoder(ModelConfig.from_dict(raw_config(**SHAPE), "tiny"), MovedTensors(dtype, device), kernels)
 
 
-def state_for(model: Lfm2Model, num_blocks: int) -> StateCache:
+def state_for(model: Decoder, num_blocks: int) -> StateCache:
     return random_state(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=MOST_SEQS)
 
 

@@ -29,7 +29,7 @@ from batchgen.engine.batch import Feed
 from batchgen.engine.graphs import DecodeGraphs, Replay, bucket
 from batchgen.engine.static_input import GraphKey, Spare, StaticInput
 from batchgen.kernels.inputs import ModelInput
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
 
 BLOCK_SIZE = 4
@@ -63,7 +63,7 @@ class Again:
         pass
 
 
-def state_for(model: Lfm2Model, num_blocks: int) -> tuple[StateCache, Spare]:
+def state_for(model: Decoder, num_blocks: int) -> tuple[StateCache, Spare]:
     """Random state of ``num_blocks`` blocks and ``MOST_SEQS`` slots, and one more of each."""
     state = random_state(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=MOST_SEQS)
     return state, Spare(num_blocks, MOST_SEQS, BLOCK_SIZE)
@@ -76,7 +76,7 @@ def copied(state: StateCache) -> StateCache:
     )
 
 
-def graphs_for(model: Lfm2Model, state: StateCache, spare: Spare) -> tuple[DecodeGraphs, Again]:
+def graphs_for(model: Decoder, state: StateCache, spare: Spare) -> tuple[DecodeGraphs, Again]:
     recorder = Again()
     graphs = DecodeGraphs(model, state, spare, recorder, max_model_len=LONGEST)
     return graphs, recorder

@@ -20,7 +20,7 @@ from torch import Tensor
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.model.config import ModelConfig
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.weights import Checkpoint
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -98,11 +98,11 @@ def reference_continuation(model: Any, token_ids: list[int], count: int) -> tupl
     return tuple(tokens[len(token_ids) :])
 
 
-def load(folder: Path, back_end: str) -> Lfm2Model:
-    return Lfm2Model(ModelConfig.from_folder(folder), Checkpoint(folder, torch.float32, CPU), BACK_ENDS[back_end]())
+def load(folder: Path, back_end: str) -> Decoder:
+    return Decoder(ModelConfig.from_folder(folder), Checkpoint(folder, torch.float32, CPU), BACK_ENDS[back_end]())
 
 
-def continuations(model: Lfm2Model, prompts: list[list[int]], count: int, **sizes: int) -> list[tuple[int, ...]]:
+def continuations(model: Decoder, prompts: list[list[int]], count: int, **sizes: int) -> list[tuple[int, ...]]:
     """Greedy tokens of all prompts from one engine."""
     engine = Engine(model, EngineConfig(kv_memory=1 << 22, **sizes))
     params = SamplingParams(max_tokens=count, ignore_eos=True)
@@ -151,7 +151,7 @@ def test_a_checkpoint_saved_by_transformers_is_loaded_as_it_is(pair: tuple[Any, 
     reference.save_pretrained(tmp_path)
     saved, own = ModelConfig.from_folder(tmp_path), ModelConfig.from_folder(folder)
     token_ids = prompt(7, 7, own.vocab_size)
-    theirs = Lfm2Model(saved, Checkpoint(tmp_path, torch.float32, CPU), BACK_ENDS["cpu"]())
+    theirs = Decoder(saved, Checkpoint(tmp_path, torch.float32, CPU), BACK_ENDS["cpu"]())
     assert torch.equal(prefix_logits(theirs, token_ids), prefix_logits(load(folder, "cpu"), token_ids))
 
 
@@ -162,7 +162,7 @@ def test_bfloat16_stays_within_its_rounding_of_float32(pair: tuple[Any, Path], b
     config = ModelConfig.from_folder(folder)
     token_ids = prompt(50, 50, config.vocab_size)
     logits = {
-        name: prefix_logits(Lfm2Model(config, Checkpoint(folder, dtype, CPU), BACK_ENDS[back_end]()), token_ids).float()
+        name: prefix_logits(Decoder(config, Checkpoint(folder, dtype, CPU), BACK_ENDS[back_end]()), token_ids).float()
         for name, dtype in DTYPES.items()
     }
     gap = (logits["bfloat16"] - logits["float32"]).square().mean().sqrt()

@@ -15,7 +15,7 @@ from batchgen.core.errors import ExitCode, ModelError
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model import load_config
 from batchgen.model.config import ModelConfig
-from batchgen.model.decoder import Lfm2Model
+from batchgen.model.decoder import Decoder
 from batchgen.model.load import load_model, resolve_device, resolve_dtype
 from batchgen.model.weights import Checkpoint, RandomTensors
 
@@ -23,9 +23,9 @@ INDEX = "model.safetensors.index.json"
 PROMPT = [9, 30, 77, 12, 5]
 
 
-def load_folder(folder: Path, dtype: torch.dtype = torch.float32) -> Lfm2Model:
+def load_folder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     config = ModelConfig.from_folder(folder)
-    return Lfm2Model(config, Checkpoint(folder, dtype, CPU), ReferenceKernels())
+    return Decoder(config, Checkpoint(folder, dtype, CPU), ReferenceKernels())
 
 
 def refusal(folder: Path) -> str:
@@ -65,7 +65,7 @@ def test_a_checkpoint_is_loaded_as_it_was_written(tmp_path: Path, changes: dict[
     tensors = write_checkpoint(tmp_path, **changes)
     source = RecordedTensors()
     config = ModelConfig.from_dict(raw_config(**changes), "tiny")
-    expected = prefix_logits(Lfm2Model(config, source, ReferenceKernels()), PROMPT)
+    expected = prefix_logits(Decoder(config, source, ReferenceKernels()), PROMPT)
     assert source.tensors.keys() == tensors.keys()
     assert torch.equal(prefix_logits(load_folder(tmp_path), PROMPT), expected)
 
