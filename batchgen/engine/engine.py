@@ -153,12 +153,11 @@ class Engine:
     def _count(self, schedule: Schedule, num_logits: int) -> None:
         stats = self.stats
         stats.num_logits += num_logits
+        stats.num_attended += schedule.num_attended
         decode = 0
         for sequence, count in schedule.entries:
-            done = sequence.num_computed_tokens
             decode += sequence.num_owed == 1 and sequence.num_output_tokens > 0
-            stats.num_attended += count * done + count * (count + 1) // 2
-            stats.num_kv_read += done + count
+            stats.num_kv_read += sequence.num_computed_tokens + count
         pool = self.scheduler.pool
         kv_use = 1 - pool.num_free / pool.num_blocks
         stats.add_step(schedule.num_tokens - decode, decode, len(schedule.entries), kv_use)

@@ -312,6 +312,11 @@ class Schedule:
         return sum(count for _, count in self.entries)
 
     @property
+    def num_attended(self) -> int:
+        """Positions that the step's tokens attend to: each token to itself and all before it. Ask before booking."""
+        return sum(n * s.num_computed_tokens + n * (n + 1) // 2 for s, n in self.entries)
+
+    @property
     def completing(self) -> list[Sequence]:
         """The sequences that will owe nothing after the step, so that their next token can be sampled."""
         return [s for s, count in self.entries if s.completes(count)]

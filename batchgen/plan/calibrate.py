@@ -16,7 +16,8 @@ from itertools import count, cycle
 from batchgen.config.job import JobSpec
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine
-from batchgen.plan.cost import Machine, StepCost, StepWork
+from batchgen.engine.simulation import StepWork
+from batchgen.plan.cost import Machine, StepCost
 from batchgen.plan.estimate import Estimate, OutputLengths
 from batchgen.plan.survey import PREFIX_BLOCK, SampledPrompt, Survey
 from batchgen.run.loader import ModelInfo, load_engine

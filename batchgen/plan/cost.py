@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Group, Schedule
+from batchgen.engine.simulation import StepWork, simulate
 from batchgen.plan.estimate import OutputLengths
 from batchgen.plan.survey import Lengths
 
@@ -25,28 +25,14 @@ _FIT_ROUNDS = 4
 Planned = tuple[Lengths, int]  # a row, and how many tokens it is going to generate
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """What a step computes: tokens, rows of logits, and positions its tokens attend to."""
-
-    tokens: int
-    logits: int
-    attended: int
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> StepWork:
-        """The work of a schedule."""
-        attended = sum(c * s.num_computed_tokens + c * (c + 1) // 2 for s, c in schedule.entries)
-        return cls(schedule.num_tokens, len(schedule.completing), attended)
-
-    def features(self) -> tuple[float, ...]:
-        """What a step's seconds are a sum of."""
-        return (1.0, *(min(self.tokens, knee) for knee in _KNEES), self.tokens, self.logits, self.attended)
+def _features(work: StepWork) -> tuple[float, ...]:
+    """What a step's seconds are a sum of."""
+    return (1.0, *(min(work.tokens, knee) for knee in _KNEES), work.tokens, work.logits, work.attended)
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds per unit of each of ``StepWork.features``, none of them negative."""
+    """Seconds per unit of each of ``_features``, none of them negative."""
 
     weights: tuple[float, ...]
 
@@ -56,7 +42,7 @@ class StepCost:
 
         Relative to what it did take would favour the fast steps, where a busy machine makes some of them slow.
         """
-        features = np.array([work.features() for work, _ in steps], dtype=np.float64)
+        features = np.array([_features(work) for work, _ in steps], dtype=np.float64)
         seconds = np.array([seconds for _, seconds in steps])
         expected = seconds
         for _ in range(_FIT_ROUNDS):
@@ -66,7 +52,7 @@ class StepCost:
 
     def step_s(self, work: StepWork) -> float:
         """Seconds of one step."""
-        return sum(w * f for w, f in zip(self.weights, work.features(), strict=True))
+        return sum(w * f for w, f in zip(self.weights, _features(work), strict=True))
 
 
 def _non_negative(features: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -108,37 +94,19 @@ class Machine:
 
         Prompts begin with ``shared`` same tokens, which the scheduler's prefix cache finds as it would in a run.
         """
-        scheduler = Scheduler(self.sizes)
-        source = enumerate(rows)
-        seconds = 0.0
-        while True:
-            self._fill(scheduler, source, shared)
-            if not scheduler.has_work:
-                return seconds
-            schedule = scheduler.schedule()
-            completing = schedule.completing
-            seconds += self.cost.step_s(StepWork.of(schedule))
-            scheduler.computed(schedule)
-            for sequence in completing:
-                sequence.append(0, 0.0)
-                if sequence.num_output_tokens >= rows[sequence.request.key][1]:
-                    scheduler.finish(sequence)
-
-    def _fill(self, scheduler: Scheduler, source: enumerate[Planned], shared: int) -> None:
-        while len(scheduler.waiting) < self.look_ahead:
-            number, planned = next(source, (-1, None))
-            if planned is None:
-                return
-            lengths = planned[0]
-            own = max(lengths.prompt - shared, 0)
-            prompt = (0,) * (lengths.prompt - own) + (number + 1,) * own
-            request = Request(number, prompt, SamplingParams(max_tokens=max(1, lengths.max_output)))
-            for sequence in Group(request).sequences:
-                if scheduler.refusal(sequence) is None:
-                    scheduler.add(sequence)
+        requests = ((_request(key, lengths, shared), output) for key, (lengths, output) in enumerate(rows))
+        steps = simulate(Scheduler(self.sizes), requests, self.look_ahead)
+        return sum(self.cost.step_s(work) for work, _ in steps)
 
     def _affordable(self, rows: Many[Planned]) -> int:
         """How many of the rows can be played out in reasonable time."""
         totals = np.cumsum([output for _, output in rows])
         within = int(np.searchsorted(totals, SIMULATED_OUTPUTS, side="right"))
         return min(len(rows), max(within, 2 * self.sizes.max_num_seqs))
+
+
+def _request(key: int, lengths: Lengths, shared: int) -> Request:
+    """A made-up prompt of the given length that begins with ``shared`` same tokens."""
+    own = max(lengths.prompt - shared, 0)
+    prompt = (0,) * (lengths.prompt - own) + (key + 1,) * own
+    return Request(key, prompt, SamplingParams(max_tokens=max(1, lengths.max_output)))

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from stand_in import one_step
+from simulate import one_step
 
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Group, Schedule, Sequence
+from batchgen.engine.simulation import advance
 
 
 def make(
@@ -48,8 +49,8 @@ def step(scheduler: Scheduler, ends: Callable[[Sequence], bool] = lambda s: Fals
     return keys_and_counts(one_step(scheduler, ends))
 
 
-def test_importing_the_scheduler_loads_no_torch() -> None:
-    code = "import sys, batchgen.engine.scheduler, batchgen.engine.config; print({'torch', 'numpy'} & set(sys.modules))"
+def test_importing_the_scheduler_and_its_simulation_loads_no_torch() -> None:
+    code = "import sys, batchgen.engine.simulation; print({'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -221,14 +222,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         owed = {s: s.num_owed for s in before}
         schedule = scheduler.schedule()
         self.check_schedule(schedule, before, owed)
-        completing = schedule.completing
-        scheduler.computed(schedule)
-        for sequence in completing:
-            sequence.append(9, 0.0)
-            sequence.finish_reason = sequence.stop_reason(frozenset(), config.max_model_len)
-            if sequence.is_finished or ends(sequence):
-                scheduler.finish(sequence)
-                self.finished.append(sequence)
+        self.finished += advance(
+            scheduler, schedule, lambda s: bool(s.stop_reason(frozenset(), config.max_model_len)) or ends(s)
+        )
         scheduler.check()
 
     def check_schedule(self, schedule: Schedule, before: list[Sequence], owed: dict[Sequence, int]) -> None:

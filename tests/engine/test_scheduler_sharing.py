@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stand_in import one_step
+from simulate import one_step
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.config import SchedulerConfig

@@ -23,7 +23,8 @@ if __name__ == "__main__":
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Group, Schedule, Sequence
+from batchgen.engine.sequence import Schedule, Sequence
+from batchgen.engine.simulation import StepWork, advance, simulate
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,9 @@ class StepCost:
     token: float = 0.0012
     attended: float = 1.5e-7
 
-    def of(self, schedule: Schedule) -> float:
-        """Seconds of one step, asked before its tokens are booked."""
-        attended = sum(n * s.num_computed_tokens + n * (n + 1) // 2 for s, n in schedule.entries)
-        return self.fixed + self.token * schedule.num_tokens + self.attended * attended
+    def of(self, work: StepWork) -> float:
+        """Seconds of one step."""
+        return self.fixed + self.token * work.tokens + self.attended * work.attended
 
 
 @dataclass
@@ -73,27 +73,14 @@ class Played:
 def play(config: SchedulerConfig, rows: list[Row], cost: StepCost = StepCost(), *, check: bool = False) -> Played:
     """Run the rows to their end, pulling them in as ``Engine.run`` does."""
     scheduler, played = Scheduler(config), Played()
-    source = iter([(Group(row.request(key)).sequences[0], row.output) for key, row in enumerate(rows)])
-    lengths: dict[Sequence, int] = {}
-    more = True
-    while True:
-        while more and len(scheduler.waiting) < 8 * config.max_num_seqs:
-            pulled = next(source, None)
-            if pulled is None:
-                more = False
-                break
-            lengths[pulled[0]] = pulled[1]
-            assert scheduler.refusal(pulled[0]) is None
-            scheduler.add(pulled[0])
-        if not scheduler.has_work:
-            break
-        schedule = scheduler.schedule()
-        seconds = cost.of(schedule)
+    requests = ((row.request(key), row.output) for key, row in enumerate(rows))
+    for work, ended in simulate(scheduler, requests, 8 * config.max_num_seqs):
+        seconds = cost.of(work)
         played.steps += 1
         played.seconds += seconds
         played.tail_s = 0.0 if scheduler.waiting else played.tail_s + seconds
-        played.num_tokens += schedule.num_tokens
-        played.num_ended += _advance(scheduler, schedule, lengths)
+        played.num_tokens += work.tokens
+        played.num_ended += len(ended)
         if check:
             scheduler.check()
     played.num_preemptions = scheduler.num_preemptions
@@ -101,17 +88,13 @@ def play(config: SchedulerConfig, rows: list[Row], cost: StepCost = StepCost(), 
     return played
 
 
-def _advance(scheduler: Scheduler, schedule: Schedule, lengths: dict[Sequence, int]) -> int:
-    """The model's part: a token for every sequence that is due one; how many ended."""
-    completing = schedule.completing
-    scheduler.computed(schedule)
-    ended = 0
-    for sequence in completing:
-        sequence.append(1, 0.0)
-        if sequence.num_output_tokens == lengths[sequence]:
-            scheduler.finish(sequence)
-            ended += 1
-    return ended
+def one_step(scheduler: Scheduler, ends: Callable[[Sequence], bool] = lambda s: False) -> Schedule:
+    """One step without a model, checked; a sequence ends at max_tokens or when ``ends`` says so."""
+    scheduler.check()
+    schedule = scheduler.schedule()
+    advance(scheduler, schedule, lambda s: s.max_new_tokens <= 0 or ends(s))
+    scheduler.check()
+    return schedule
 
 
 def _lognormal(rng: random.Random) -> int:

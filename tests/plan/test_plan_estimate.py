@@ -10,12 +10,13 @@ import pytest
 from run_helpers import JobMaker, rows_of
 
 from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.simulation import StepWork
 from batchgen.input.ids import UniqueIds
 from batchgen.input.row_range import RowRange
 from batchgen.input.source import open_source
 from batchgen.input.validator import Screen
 from batchgen.plan.calibrate import calibrate
-from batchgen.plan.cost import Machine, StepCost, StepWork
+from batchgen.plan.cost import Machine, StepCost
 from batchgen.plan.estimate import OutputLengths
 from batchgen.plan.survey import Lengths, Reservoir, Survey
 from batchgen.run.loader import read_model
