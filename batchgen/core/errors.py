@@ -1,15 +1,15 @@
-"""Every way a job can go wrong, with the exit code a script sees.
+"""Exceptions and exit codes of the package.
 
-A problem of the *job* is an exception; a problem of one *row* is a value (``RowError``) that ends
-up in ``errors.jsonl`` and never stops the run.
+A problem of the *job* is an exception; a problem of one *row* is a value (``RowError``) that is written to
+``errors.jsonl`` and never stops the run.
 
-    BatchgenError            exit 1   anything that is our fault
-    ├── OutOfMemory          exit 1   the machine's memory, or what a limit leaves of it, has run out
+    BatchgenError            exit 1   a fault of this package
+    ├── OutOfMemory          exit 1   the machine's memory or a limit on it is exhausted
     ├── StorageError         exit 1   the run directory cannot be written or read: disk full, damaged, no permission
     ├── UsageError           exit 2   wrong flag, job file, input path; nothing was written
     │   ├── ModelError       exit 2   a model folder, config, tokenizer or weights file is unusable
     │   └── ResumeMismatch   exit 2   the run directory belongs to a different job
-    ├── InputChanged         exit 2   an input changed while a run was reading it; what was finished stays
+    ├── InputChanged         exit 2   an input changed while a run was reading it; finished rows stay
     ├── GateFailed           exit 4   plan --fail-if-over, report --compare, check
     └── LockedError          exit 5   another process holds the run directory
 """
@@ -39,11 +39,11 @@ class BatchgenError(Exception):
 
 
 class OutOfMemory(BatchgenError):
-    """Memory has run out; what is journalled stays, and the same run resumes where there is more of it."""
+    """Memory is exhausted; journalled rows stay, and the run resumes on a machine that has more."""
 
 
 class StorageError(BatchgenError):
-    """The run directory cannot be written or read back; what is journalled stays, and the same run resumes."""
+    """The run directory cannot be written or read back; journalled rows stay, and the run resumes."""
 
 
 class UsageError(BatchgenError):
@@ -61,7 +61,7 @@ class ResumeMismatch(UsageError):
 
 
 class InputChanged(BatchgenError):
-    """A file is no longer what it was when the run looked at it first; unlike a usage error it ends a run under way."""
+    """A file differs from what the run read first; unlike a usage error it ends a run that has begun."""
 
     exit_code = ExitCode.USAGE
 
@@ -79,7 +79,7 @@ class LockedError(BatchgenError):
 
 
 class TokenizerError(Exception):
-    """The tokenizer fails on one text or on one row's tokens: a ``RowError`` by the time it leaves the run's parts."""
+    """The tokenizer fails on one text or on the tokens of one row; callers turn it into a ``RowError``."""
 
 
 class RowErrorCode(StrEnum):

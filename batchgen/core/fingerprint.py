@@ -1,7 +1,7 @@
-"""What identifies a file on resume: its content, all of it; where it lies and when it was written do not count.
+"""Fingerprints of files: the SHA-256 of their content. Place and time of a file do not count.
 
-``Digests`` reads a file only when what the system says of it (``FileState``) has changed, as git's index does. The
-same comparison tells a run that an input or a model has changed under it. It knows paths and bytes, no rows.
+``Digests`` reads a file again only when its state in the file system (``FileState``) has changed, as git's index does.
+The same comparison detects an input or a model that changes during a run. It knows nothing of rows.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 from batchgen.core.errors import InputChanged, UsageError
 
-# A change within one tick of a file system's clock leaves no trace in the times: so long must the last one be past
-# before equal times prove equal content. FAT's clock has the longest tick, of 2 s.
+# A change within one tick of the file system's clock leaves its times equal, so equal times prove equal content only
+# when the last change is older than a tick. FAT has the longest one, 2 s.
 SETTLED_NS = 2_000_000_000
 _AHEAD_S = 5.0  # how long a digest is trusted where the clock of the file system is ahead of ours
 TRIES = 5  # at a file that changes while it is read
 
 
 class FileState(NamedTuple):
-    """What the system says of a file without reading it: every change of the content changes at least the ctime."""
+    """Metadata of a file; every change of the content changes at least the ctime."""
 
     size: int
     mtime_ns: int
@@ -33,12 +33,12 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> FileState:
-        """The state now, of the file that a link leads to. Raises OSError."""
+        """The current state of the file, links followed. Raises OSError."""
         found = path.stat()
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
     def is_settled(self, now_ns: int) -> bool:
-        """Whether a later change is sure to leave another state; an mtime in the future was set by hand."""
+        """Whether any later change must change the state; an mtime in the future was set by hand and is ignored."""
         return max(self.ctime_ns, self.mtime_ns if self.mtime_ns <= now_ns else 0) + SETTLED_NS < now_ns
 
 
@@ -52,14 +52,14 @@ class _Known:
     read_at: float = -_AHEAD_S
 
     def is_ahead(self) -> bool:
-        """Whether the file's clock is ahead of ours and it was read just now: reading it each time would take hours."""
+        """Whether the file's clock is ahead of ours and it was just read: reading it at each look would take hours."""
         return self.state.ctime_ns > time.time_ns() and time.monotonic() - self.read_at < _AHEAD_S
 
 
 class Digests:
     """SHA-256 of files by path, each read once, and again only if its state has changed or is too fresh to tell.
 
-    ``kept`` is what ``to_plain`` gave an earlier run; anything else in it is passed over.
+    ``kept`` is the ``to_plain`` of an earlier run; invalid entries in it are ignored.
     """
 
     def __init__(self, kept: Mapping[str, Any] | None = None) -> None:
@@ -79,7 +79,7 @@ class Digests:
         return self._find(path).sha256
 
     def fingerprint(self, path: Path) -> dict[str, Any]:
-        """What identifies a file on resume, wherever it lies: its name, size in bytes and digest; raises UsageError."""
+        """Name, digest and size in bytes of a file, which a resume compares. Raises UsageError."""
         known = self._find(path)
         return {"file": path.name, "sha256": known.sha256, "bytes": known.state.size}
 
@@ -89,10 +89,10 @@ class Digests:
         return known.state if known else None
 
     def is_unchanged(self, path: Path) -> bool:
-        """Whether a file has stayed as it was since its digest was taken; if not, what was read since may be wrong.
+        """Whether the file kept its state since its digest was taken; if not, rows read since may be wrong.
 
-        False for one whose content is the same again though its state is not: from now on that state counts. Raises
-        InputChanged for other content, or if the file cannot be read. The digest must have been asked for before.
+        False if the state changed but the content is the same again; the new state counts from now on. Raises
+        InputChanged for other content or an unreadable file. The digest must have been asked for before.
         """
         known = self._known[_key(path)]
         try:
@@ -128,9 +128,9 @@ class Digests:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content as hex, the same that ``sha256sum`` prints, so any edit is noticed.
+    """SHA-256 of a file's content as hex, as ``sha256sum`` prints it.
 
-    It reads at the speed of the disk, or of one core (about 1.7 GB/s with SHA instructions, 0.5 GB/s without). Raises
+    One core hashes about 1.7 GB/s with SHA instructions and 0.5 GB/s without. Raises
     UsageError when the file cannot be read.
     """
     if path.exists() and not path.is_file():  # a pipe or a device may never end

@@ -1,8 +1,7 @@
-"""A model or tokenizer name to a local folder: one that is there, or a snapshot from the Hugging Face Hub's cache.
+"""Resolves a model name to a local folder: an existing one, or a snapshot in the Hugging Face Hub's cache.
 
-It downloads what its caller's patterns allow and checks that those a model is read from are files of a sane size.
-Patterns name data formats only, safetensors and JSON, so that neither pickles nor code of a repository ever reach the
-machine.
+It downloads only files that match the caller's patterns, which name data formats (safetensors, JSON, jinja), so that
+neither pickles nor code of a repository reach the machine, and checks the files before any is opened.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def resolve_folder(path: str, revision: str, patterns: Sequence[str]) -> Path:
-    """The folder that ``path`` names: a local one as it stands, else a Hub id's files that match ``patterns``.
+    """The folder that ``path`` names: a local one, else a Hub id's files that match ``patterns``.
 
-    The Hub's cache is used as ``huggingface_hub`` does; with ``HF_HUB_OFFLINE=1`` nothing else is. Raises
-    ModelError in one line that says how the name was read, or which file is no file of a model.
+    The Hub's cache is used as ``huggingface_hub`` does; with ``HF_HUB_OFFLINE=1`` nothing is downloaded. Raises
+    ModelError that says how the name was read, or which file cannot belong to a model.
     """
     folder = Path(path)
     try:

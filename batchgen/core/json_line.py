@@ -1,7 +1,7 @@
-"""One value as one line of JSON that any parser takes: UTF-8 where possible, never NaN, never a raw newline.
+"""JSON encoder for one value per line: UTF-8 where possible, without NaN and raw newlines.
 
-Rows bring values JSON has no word for (dates, decimals, bytes, NaN, lone surrogates, keys that are no strings); what
-becomes of each is decided here, once, for the outputs, the dead letters and the journal.
+Rows contain values that JSON lacks (dates, decimals, bytes, NaN, lone surrogates, keys that are not strings). This
+module decides once how outputs, errors and the journal write each of them.
 """
 
 from __future__ import annotations

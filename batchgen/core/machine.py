@@ -1,6 +1,6 @@
-"""Memory and address space that this machine allows a process, and the errors that say they do not suffice.
+"""Memory, address space and processor of this machine, and the errors that report exhausted memory.
 
-Imports nothing large, so that it can be asked before anything large is imported.
+It imports nothing large, so that limits can be checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AMOUNT = re.compile(r"(?:allocate|mmap) (?:memory: you tried to allocate )?([\d
 
 
 def physical_bytes() -> int:
-    """Memory that is built in, in bytes, taken or not."""
+    """Installed memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -36,10 +36,10 @@ def address_space_bytes() -> int | None:
 
 
 def require_address_space(weights_bytes: int = 0) -> None:
-    """Refuse to import what runs models where the address space has no room for it, nor for the weights.
+    """Check that the address space has room for torch, the kernels' compiler and the weights.
 
     Raises:
-        UsageError: the limit is too low; beyond here the compiler of the kernels would end the process.
+        UsageError: the limit is too low; the compiler would end the process without a word.
     """
     limit, needed = address_space_bytes(), _LEAST_ADDRESS_SPACE + weights_bytes
     if limit is not None and limit < needed:
@@ -50,7 +50,7 @@ def require_address_space(weights_bytes: int = 0) -> None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error of Python, NumPy, torch or the loader, or what led to it, says that memory has run out."""
+    """Whether an error of Python, NumPy, torch or the loader, or one of its causes, reports exhausted memory."""
     while error is not None:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             return True
@@ -68,9 +68,9 @@ def _says_so(message: str) -> bool:
 
 @contextmanager
 def memory_errors(doing: str, advice: str = "") -> Iterator[None]:
-    """Make one clear line of an error that says memory has run out; ``doing`` completes "out of memory while".
+    """Turn an error that reports exhausted memory into one line; ``doing`` completes "out of memory while".
 
-    ``advice`` says what else can be done than to end other processes or raise the limit.
+    ``advice`` adds a remedy to ending other processes and raising the limit.
 
     Raises:
         OutOfMemory: instead of that error; all others pass.
@@ -87,7 +87,7 @@ def memory_errors(doing: str, advice: str = "") -> Iterator[None]:
 
 
 def processor_name() -> str:
-    """What this machine's processor calls itself; empty where it does not tell."""
+    """Model name of the processor; empty if unknown."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - a device of the kernel, read by line
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")

@@ -1,4 +1,4 @@
-"""How much memory this process has taken, and may still take, container limits included."""
+"""Memory that this process uses and may use, limits of containers included."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Reads what lies in a model folder, which anyone may have written: regular files of a bounded size, nothing else.
+"""Checks and reads the files of a model folder, whose content is hostile by default.
 
-A FIFO or a device would be read for ever, and so would a sparse file of exabytes. So the kind and size of each file
-that a model or tokenizer consists of are checked before any of them is opened; whatever else lies in the folder is
-left alone. Of their content it knows the index of the weights, which names files.
+Reading a FIFO, a device or a sparse file of exabytes would never end, so kind and size of each file of a model or
+tokenizer are checked before any is opened. Other files in the folder are ignored. Of the contents it knows only the
+index of the weights, which names files.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def file_bytes(path: Path) -> int:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """What a file of at most ``max_bytes`` bytes of UTF-8 holds.
+    """The text of a UTF-8 file of at most ``max_bytes`` bytes.
 
     Raises:
         ModelError: no such regular file, too large, or not UTF-8.

@@ -1,6 +1,6 @@
-"""Check of texts that are to be paths of local files, made where a job or a flag brings them, and their absolute form.
+"""Checks that a text from a job or a flag can be the path of a local file, and makes paths absolute.
 
-Later such a text would be a crash. Files are not looked for here.
+It does not look for the file: an impossible path is refused early, where its key or flag is known.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 def check_path(text: str) -> None:
     """Raises ValueError that completes "<key> = <value>: ...".
 
-    Refused are addresses of remote files, and what no file system takes: NUL characters, names that are too long.
-    Whether anything is there is not asked.
+    Refused are addresses of remote files, NUL characters, and names that are too long for a file system.
     """
     if text.lower().startswith(_FILE):
         raise ValueError(f"is an address: write the path without {_FILE}")

@@ -1,6 +1,6 @@
-"""The types that travel along the pipeline: Record -> Request -> Result. All frozen, none knows torch.
+"""Data types of the pipeline: Record -> Request -> Result. All are frozen, and none needs torch.
 
-They are the only vocabulary the data layer and the engine share, so neither needs to import the other.
+Input, engine and output share only these types, so none of them imports another.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """An input row that cannot become a request; ``raw`` is what could be read of it, for the dead-letter file."""
+    """An input row that cannot become a request; ``raw`` is the readable part of it, for ``errors.jsonl``."""
 
     index: int
     source: str
@@ -133,7 +133,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural log-probability of a token where it stands, and (token id, log-probability) of the likeliest there."""
+    """Natural log-probability of a token at its position, and (token id, log-probability) of the likeliest there."""
 
     token_id: int
     logprob: float
@@ -144,7 +144,7 @@ class TokenLogprob:
 class Sample:
     """One generated sequence: all its token ids, the end token included.
 
-    ``stop`` is the stop string that ended it, completed by its last token. ``logprobs`` has an entry a token.
+    ``stop`` is the stop string that ended it, completed by its last token. ``logprobs`` has one entry per token.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -174,11 +174,11 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the engine made of a request: one sample or ``n`` of them, scores of choices, or an error.
+    """Outcome of a request: one sample or ``n`` of them, scores of choices, or an error.
 
     ``token_ids``, ``finish_reason``, ``stop`` and ``logprobs`` are those of the first sample (see ``Sample``),
     ``more_samples`` holds the others. ``choice_logprobs`` sums the log-probabilities of each choice's tokens; then
-    ``token_ids`` are the best choice's. ``prompt_logprobs`` has an entry a prompt token but the first.
+    ``token_ids`` are the best choice's. ``prompt_logprobs`` has one entry per prompt token except the first.
     """
 
     key: int

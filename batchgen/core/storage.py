@@ -1,7 +1,7 @@
-"""Writes that either happen or do not: whole files by rename, and the system's refusals as one clear line.
+"""Atomic, durable file writes (temporary file, fsync, rename, fsync of the folder).
 
-Everything durable in a run directory goes through here, so the rules (fsync the file, rename, fsync the
-folder; created with the user's umask) stand in one place. It knows bytes and paths, not what they mean.
+Everything durable in a run directory goes through this module, so the rules are in one place. Errors of the system
+become one-line ``StorageError``s. It handles bytes and paths and knows nothing of their meaning.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # file 
 
 @contextmanager
 def storage_errors(doing: str, path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` inside the block into a ``StorageError`` that says what failed, where and what to do."""
+    """Turn an ``OSError`` inside the block into a ``StorageError`` with what failed, where and what to do."""
     try:
         yield
     except OSError as error:
         if error.errno in _NO_SPACE:
             advice = "free some space, then run again: finished rows are kept"
         else:
-            advice = "put that right, then run again: finished rows are kept"
+            advice = "fix that, then run again: finished rows are kept"
         raise StorageError(f"cannot {doing} {path}: {error.strerror or error}; {advice}") from error
 
 
@@ -47,13 +47,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Where ``path`` is written before it appears: a hidden neighbour of fixed name, so crashes leave at most one."""
+    """The file in which ``path`` is staged: a hidden sibling of fixed name, so crashes leave at most one."""
     return path.with_name(f".{path.name}.tmp")
 
 
 @contextmanager
 def staged_file(path: Path) -> Iterator[BinaryIO]:
-    """Write the content of ``path`` beside it; on leaving it is durable but not yet visible (see ``publish``).
+    """Write the content of ``path`` to its temporary file: durable afterwards, visible only after ``publish``.
 
     Raises StorageError; on any exception the temporary file is removed, which gives a full disk its space back.
     """
@@ -70,21 +70,21 @@ def staged_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def publish(path: Path) -> None:
-    """Let a staged file appear under its name, replacing what was there, and make that durable."""
+    """Rename a staged file to its name, replacing an older file, and make that durable."""
     with storage_errors("write", path):
         temporary_name(path).replace(path)
         sync_folder(path.parent)
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace ``path`` by ``content``: after a crash at any moment the old or the new content is there, whole."""
+    """Replace ``path`` by ``content``: a crash at any moment leaves the old or the new content, whole."""
     with staged_file(path) as file:
         file.write(content)
     publish(path)
 
 
 def check_replaceable(path: Path, marker: bytes, what: str) -> None:
-    """Raises UsageError unless ``path`` is free, empty, or a file that we wrote: ``marker`` is among its first bytes.
+    """Raises UsageError unless ``path`` is free, empty, or written by this package: ``marker`` is in its first bytes.
 
     ``what`` names such a file. The user names the path, and may have mistaken an input for it.
     """
@@ -98,11 +98,13 @@ def check_replaceable(path: Path, marker: bytes, what: str) -> None:
     except OSError as error:
         raise UsageError(f"cannot use {path} for {what}: {error.strerror or error}") from error
     if head and marker not in head:
-        raise UsageError(f"{path} exists and is not {what} of ours: it is left alone; choose another path")
+        raise UsageError(
+            f"{path} exists and is not {what} that batchgen wrote: it is not replaced; choose another path"
+        )
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file if it is there, and what a killed write of it left behind; durably."""
+    """Remove a file and its temporary file, if they exist, durably."""
     with storage_errors("remove", path):
         path.unlink(missing_ok=True)
         temporary_name(path).unlink(missing_ok=True)
@@ -110,12 +112,12 @@ def remove_file(path: Path) -> None:
 
 
 def doomed_name(folder: Path) -> Path:
-    """Where ``folder`` goes to be removed: a hidden neighbour of fixed name, which a kill can leave half empty."""
+    """The name under which ``folder`` is removed: a hidden sibling of fixed name; a kill may leave it half empty."""
     return folder.with_name(f".{folder.name}.removed")
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder and all in it: after a crash at any moment it is there whole, or gone under that name."""
+    """Remove a folder with its content: a crash at any moment leaves it whole, or gone under its name."""
     doomed = doomed_name(folder)
     with storage_errors("remove", folder):
         shutil.rmtree(doomed, ignore_errors=True)

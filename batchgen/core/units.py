@@ -1,6 +1,6 @@
-"""Values people write with a unit: sizes, durations, percentages, clock times, shards.
+"""Parsers and formatters of values with a unit: sizes, durations, percentages, clock times, shards.
 
-Pure text-to-number functions shared by the job file and the command line; they know no key and no flag.
+Pure functions shared by the job file and the command line; they know no key and no flag.
 Every parser raises ``ValueError`` whose text completes the sentence "<key> = <value>: ...".
 """
 
@@ -95,26 +95,26 @@ def counted(number: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """One line of text for a terminal: what would steer it, or cannot be encoded, is shown as an escape.
+    """One line of text that is safe for a terminal.
 
-    That is control characters (C0, C1, DEL; newlines and tabs too), marks that turn the direction of writing, line
-    and paragraph separators, and lone surrogates.
+    Control characters (C0, C1, DEL; newlines and tabs too), marks that change the direction of writing, line and
+    paragraph separators, and lone surrogates are shown as escapes.
     """
     return _STEERING.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def shortened(text: str, width: int) -> str:
-    """``text``, or as much of it as fits ``width`` characters together with an ellipsis."""
+    """``text``, cut to ``width`` characters with an ellipsis if it is longer."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def one_line(error: BaseException, width: int = 300) -> str:
-    """What an error says, as one line of at most ``width`` characters; its type where it says nothing."""
+    """The message of an error as one line of at most ``width`` characters; its type if it has no message."""
     return shortened(" ".join(str(error).split()) or type(error).__name__, width)
 
 
 def shown(value: object, width: int = 100) -> str:
-    """A value of unknown size as an error shows it: its ``repr`` on at most ``width`` characters."""
+    """The ``repr`` of a value of unknown size, for an error message, in at most ``width`` characters."""
     short = reprlib.Repr()
     short.maxstring = short.maxlong = short.maxother = width
     short.maxlevel = 3
