@@ -21,7 +21,6 @@ from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model import load_model
 from batchgen.model.decoder import Decoder
-from batchgen.model.state import kv_block_bytes
 
 # Largest gap between fast and reference kernels as a share of a row's largest logit. Both round every activation to
 # the dtype, in another order, and the differences add up over the layers: 5 % in bfloat16 over the 16 of the 350M.
@@ -113,7 +112,7 @@ class Check:
         sizes = {"block_size": _BLOCK_SIZE, "prefix_caching": False, **sizes}
         blocks = [-(-(len(r.prompt_token_ids) + r.params.max_tokens) // sizes["block_size"]) for r in requests]
         num_blocks = max(*blocks, sum(len(r.prompt_token_ids) + 2 for r in requests)) if is_tight else sum(blocks)
-        memory = num_blocks * kv_block_bytes(self._model.config, sizes["block_size"], self._model.dtype)
+        memory = num_blocks * self._model.config.kv_block_bytes(sizes["block_size"], self._model.dtype.itemsize)
         config = EngineConfig(kv_memory=max(memory, 1), share_duplicates=False, forecast_memory=False, **sizes)
         return Engine(self._model, config)
 

@@ -16,7 +16,6 @@ from batchgen.engine import Engine
 from batchgen.model.decoder import Decoder
 from batchgen.model.rates import QUICK, measure
 from batchgen.model.roofline import Costs, Measured, describe_costs, machine_key, recall, remember
-from batchgen.model.state import kv_block_bytes
 
 _LEAST_S = 60.0  # of steps: a shorter run does not measure
 _MEASURED_TOKENS = (QUICK.repeats + 1) * sum(QUICK.row_counts)  # go through the model's linears to measure them
@@ -36,7 +35,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
 def engine_sizes(engine: Engine) -> dict[str, Any]:
     """The sizes that the engine works with, whether given or chosen."""
     model, sizes = engine.runner.model, engine.config
-    kv_bytes = sizes.num_blocks * kv_block_bytes(model.config, sizes.block_size, model.dtype)
+    kv_bytes = sizes.num_blocks * model.config.kv_block_bytes(sizes.block_size, model.dtype.itemsize)
     return {**asdict(sizes), "kv_bytes": kv_bytes, "kernels": model.kernels.name}
 
 

@@ -13,7 +13,6 @@ from batchgen.core.memory import available_bytes, total_bytes
 from batchgen.core.units import shown
 from batchgen.engine.config import EngineConfig, SchedulerConfig
 from batchgen.model.config import ModelConfig
-from batchgen.model.state_bytes import conv_slot_bytes, kv_block_bytes
 
 if TYPE_CHECKING:
     from batchgen.model.decoder import Decoder
@@ -56,8 +55,8 @@ def sizes_for(
     max_model_len = min(config.max_model_len or trained, trained)
     if max_model_len < 2:
         raise UsageError(f"max_model_len {max_model_len}: at least 2 (one prompt token and one generated)")
-    block_bytes = kv_block_bytes(model, block_size, itemsize)
-    slots = max_num_seqs * conv_slot_bytes(model, itemsize)
+    block_bytes = model.kv_block_bytes(block_size, itemsize)
+    slots = max_num_seqs * model.conv_slot_bytes(itemsize)
     memory = config.kv_memory or max(0, int(_MEMORY_SHARE * free_bytes) - slots)
     # Memory for every sequence at full length is all that can ever be used.
     most = max_num_seqs * -(-max_model_len // block_size)
@@ -80,8 +79,8 @@ def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, to
     """Refuse what could never fit: memory is backed when touched, so too much of it would end the process later."""
     tokens = min(sizes.max_num_batched_tokens, sizes.max_num_tokens)
     needs = {
-        "max_num_seqs": (sizes.max_num_seqs, sizes.max_num_seqs * conv_slot_bytes(model, itemsize)),
-        "kv_memory": (sizes.num_blocks, sizes.num_blocks * kv_block_bytes(model, sizes.block_size, itemsize)),
+        "max_num_seqs": (sizes.max_num_seqs, sizes.max_num_seqs * model.conv_slot_bytes(itemsize)),
+        "kv_memory": (sizes.num_blocks, sizes.num_blocks * model.kv_block_bytes(sizes.block_size, itemsize)),
         "max_num_batched_tokens": (tokens, tokens * (2 * model.hidden_size + 3 * model.ff_dim) * itemsize),
     }
     units = {"max_num_seqs": "sequences", "kv_memory": "KV blocks", "max_num_batched_tokens": "tokens in a step"}

@@ -18,6 +18,7 @@ from batchgen.core.units import shown
 MODEL_TYPE = "lfm2"
 ATTENTION = "full_attention"
 CONV = "conv"
+LANES = 16  # values per vector of the CPU kernels: keys and head_dim are padded to whole vectors
 _MAX_LAYERS = 128  # four times those of the largest release; each costs time before a file is found to lack it
 _MAX_INT = 2**31 - 1  # what the kernels' 32-bit indices hold
 _MAX_FLOAT = 3.4e38  # what float32 holds
@@ -98,6 +99,15 @@ class ModelConfig:
         """Weights of the output projection, multiplied only where logits are needed."""
         return self.vocab_size * self.hidden_size
 
+    def kv_block_bytes(self, block_size: int, itemsize: int) -> int:
+        """Bytes of one block over all layers, its padding and the convolution state at its end included."""
+        per_layer = self.num_kv_heads * padded(self.head_dim) * (padded(block_size) + block_size)
+        return self.num_attention_layers * per_layer * itemsize + self.conv_slot_bytes(itemsize)
+
+    def conv_slot_bytes(self, itemsize: int) -> int:
+        """Bytes of one sequence's convolution state over all layers."""
+        return self.num_conv_layers * (self.conv_l_cache - 1) * self.hidden_size * itemsize
+
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
         """Build from the parsed ``config.json``; ``where`` names it in errors.
@@ -148,6 +158,11 @@ class ModelConfig:
         extra = _as_ids(read_object(generation, _MAX_BYTES).get("eos_token_id"), str(generation))
         merged = tuple(dict.fromkeys(config.eos_token_ids + extra))
         return replace(config, eos_token_ids=merged)
+
+
+def padded(n: int) -> int:
+    """``n`` rounded up to whole vectors of ``LANES`` values."""
+    return -(-n // LANES) * LANES
 
 
 def _as_ids(value: Any, where: str) -> tuple[int, ...]:

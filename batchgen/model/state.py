@@ -1,6 +1,6 @@
-"""The state a sequence leaves between steps: paged keys and values, and the short convolutions' last inputs.
+"""Memory of the state that sequences keep between steps: paged keys and values, and inputs of short convolutions.
 
-Holds memory and its layout; who owns which block or slot is the scheduler's business.
+It holds tensors and their layout; the scheduler decides which sequence owns which block or slot.
 """
 
 from __future__ import annotations
@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.inputs import ConvState, KVCache, upload
-from batchgen.model import state_bytes
-from batchgen.model.config import ModelConfig
-from batchgen.model.state_bytes import LANES, padded
-
-__all__ = ["LANES", "ConvState", "KVCache", "StateCache", "allocate", "conv_slot_bytes", "kv_block_bytes"]
+from batchgen.model.config import ModelConfig, padded
 
 
 def key_pack(dtype: torch.dtype, device: torch.device) -> int:
-    """Dimensions of a key that lie side by side: the CPU multiplies bfloat16 by pairs, other back ends one by one."""
+    """Adjacent dimensions of a key in memory: the CPU multiplies bfloat16 in pairs, other back ends one by one."""
     return 2 if dtype == torch.bfloat16 and device.type == "cpu" else 1
 
 
@@ -33,36 +29,26 @@ class StateCache:
     conv: tuple[ConvState, ...]
 
     def restore_conv(self, blocks: list[int], slots: list[int]) -> None:
-        """Give each of ``slots`` the convolution state at the end of the block beside it."""
+        """Copy the convolution state at the end of each of ``blocks`` to the slot of the same index in ``slots``."""
         if self.conv:
             taken, given = upload(torch.tensor([blocks, slots]), self.conv[0].slots.device)
             for state in self.conv:
                 state.slots[given] = state.blocks[taken]
 
 
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes over all layers, padding and the convolution state at its end included."""
-    return state_bytes.kv_block_bytes(config, block_size, dtype.itemsize)
-
-
-def conv_slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of convolution state that one sequence takes over all layers."""
-    return state_bytes.conv_slot_bytes(config, dtype.itemsize)
-
-
 def allocate(
     config: ModelConfig, *, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> StateCache:
-    """Zeroed state: what a vector reads beyond a sequence's end is masked, but must be finite.
+    """Zeroed state: values that a vector reads beyond the end of a sequence are masked, but must be finite.
 
-    One spare block of keys ends the memory, for the last vector of a block whose size is no multiple of 16.
+    The keys have one more block, for the last vector of a block whose size is no multiple of ``LANES``.
     """
     width, pack = padded(config.head_dim), key_pack(dtype, device)
 
     def zeros(*shape: int) -> Tensor:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
-        # Memory the system hands out zeroed and backs when first touched: a pool costs what is used of it.
+        # The system backs this memory when it is first touched: a pool costs only what is used of it.
         return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
     kv = tuple(

@@ -16,7 +16,6 @@ from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.sizes import sizes_for
 from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.model import ModelConfig
-from batchgen.model.state_bytes import kv_block_bytes
 from batchgen.run.loader import engine_config
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -37,7 +36,7 @@ def kv_plan(
     foretold = sizes or sizes_for(
         engine_config(spec.engine), config, item_bytes, _free_bytes(config, item_bytes), is_cuda=_is_cuda(spec)
     )
-    block_bytes = kv_block_bytes(config, foretold.block_size, item_bytes)
+    block_bytes = config.kv_block_bytes(foretold.block_size, item_bytes)
     row_blocks = max(1, -(-round(mean_tokens) // foretold.block_size))
     fits = {
         "memory_bytes": foretold.num_blocks * block_bytes,

@@ -22,7 +22,6 @@ from batchgen.engine.batch import Feed, build_feed
 from batchgen.engine.pipeline import PipelinedEngine, Wait
 from batchgen.engine.sequence import Schedule, Sequence
 from batchgen.model.decoder import Decoder
-from batchgen.model.state import kv_block_bytes
 
 MODEL = tiny_model()
 PLAIN = SamplingParams(ignore_eos=True)
@@ -75,7 +74,7 @@ class SomeTokens:
 def pipelined(
     device: Device, model: Decoder = MODEL, *, num_blocks: int = 200, block_size: int = 4, **sizes: Any
 ) -> PipelinedEngine:
-    memory = num_blocks * kv_block_bytes(model.config, block_size, model.dtype)
+    memory = num_blocks * model.config.kv_block_bytes(block_size, model.dtype.itemsize)
     sizes = {"forecast_memory": False} | sizes
     config = EngineConfig(block_size=block_size, kv_memory=memory, **sizes)
     return PipelinedEngine(model, config, stop_watch=lambda _: SomeTokens(), fetch=device)

@@ -13,10 +13,10 @@ from batchgen.engine import sizes as sizes_module
 from batchgen.engine.sizes import resolve, sizes_for, use_threads
 from batchgen.model.config import ModelConfig
 from batchgen.model.registry import dummy_config
-from batchgen.model.state import allocate, conv_slot_bytes, kv_block_bytes
+from batchgen.model.state import allocate
 
 MODEL = tiny_model(max_position_embeddings=500)
-BLOCK_BYTES = kv_block_bytes(MODEL.config, 16, torch.float32)
+BLOCK_BYTES = MODEL.config.kv_block_bytes(16, 4)
 
 
 def test_kv_memory_is_what_the_blocks_take() -> None:
@@ -38,7 +38,7 @@ def test_the_trained_length_bounds_the_context() -> None:
 
 
 def test_auto_memory_leaves_room_for_the_state_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = 100 * conv_slot_bytes(MODEL.config, torch.float32)
+    slots = 100 * MODEL.config.conv_slot_bytes(4)
     monkeypatch.setattr(sizes_module, "available_bytes", lambda: 2 * (10 * BLOCK_BYTES + slots))
     assert resolve(EngineConfig(block_size=16, max_num_seqs=100), MODEL).num_blocks == 10
 
@@ -117,8 +117,8 @@ def test_the_bytes_counted_are_the_bytes_allocated() -> None:
         spare = sum(kv.keys[0].nbytes for kv in state.kv)
         blocks = sum(kv.keys.nbytes + kv.values.nbytes for kv in state.kv) - spare
         blocks += sum(conv.blocks.nbytes for conv in state.conv)
-        assert blocks == 9 * kv_block_bytes(MODEL.config, block_size, torch.bfloat16)
-        assert sum(conv.slots.nbytes for conv in state.conv) == 4 * conv_slot_bytes(MODEL.config, torch.bfloat16)
+        assert blocks == 9 * MODEL.config.kv_block_bytes(block_size, 2)
+        assert sum(conv.slots.nbytes for conv in state.conv) == 4 * MODEL.config.conv_slot_bytes(2)
         assert all(not t.any() for kv in state.kv for t in (kv.keys, kv.values))
         assert all(not t.any() for conv in state.conv for t in (conv.slots, conv.blocks))
 
@@ -129,8 +129,8 @@ def test_the_bytes_counted_are_the_bytes_allocated() -> None:
 )
 def test_the_published_shapes_take_the_published_state(name: str, kv_token_kib: int, conv_kib: int) -> None:
     config: ModelConfig = dummy_config(f"dummy:{name}")
-    assert kv_block_bytes(config, 32, torch.bfloat16) == (32 * kv_token_kib + conv_kib) * 1024
-    assert conv_slot_bytes(config, torch.bfloat16) == conv_kib * 1024
+    assert config.kv_block_bytes(32, 2) == (32 * kv_token_kib + conv_kib) * 1024
+    assert config.conv_slot_bytes(2) == conv_kib * 1024
 
 
 def test_available_memory_is_a_sane_number() -> None:

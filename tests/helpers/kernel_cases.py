@@ -13,7 +13,7 @@ from torch import Tensor
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import Kernels, SamplingRows
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model.state import LANES
+from batchgen.model.config import LANES
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
-from batchgen.model.state import StateCache, allocate, key_pack, kv_block_bytes
+from batchgen.model.state import StateCache, allocate, key_pack
 from batchgen.model.weights import RandomTensors
 
 CPU = torch.device("cpu")
@@ -167,7 +167,7 @@ def prefix_logits(model: Decoder, token_ids: Sequence[int], block_size: int = 16
 
 def engine_for(model: Decoder, *, num_blocks: int, block_size: int, **sizes: Any) -> Engine:
     """An engine with a pool of exactly ``num_blocks`` blocks; it admits without foresight, so as to preempt."""
-    memory = num_blocks * kv_block_bytes(model.config, block_size, model.dtype)
+    memory = num_blocks * model.config.kv_block_bytes(block_size, model.dtype.itemsize)
     sizes = {"forecast_memory": False} | sizes
     return make_engine(model, EngineConfig(block_size=block_size, kv_memory=memory, **sizes))
 
