@@ -140,5 +140,5 @@ def test_a_page_replaces_a_page_and_nothing_else(job: JobMaker, capsys: pytest.C
     for _ in range(2):
         assert call(["report", str(job.output), "--html", str(page)]) == 0
     assert call(["report", str(job.output), "--html", str(outputs)]) == 2
-    assert "not a report page of ours" in capsys.readouterr().err
+    assert "not a report page that batchgen wrote" in capsys.readouterr().err
     assert outputs.read_bytes() == before
