@@ -17,11 +17,13 @@ from batchgen.kernels.inputs import ModelInput, Tail, query_blocks, upload
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
-    """Ids of pending tokens, which go from the step that sampled them to the next without leaving the device.
+class PendingTokens:
+    """Ids of tokens that the step before sampled, passed on to this step without leaving the device.
 
-    ``token_ids`` int64 [num_sampled] is on the device, -1 for a row that is not finite. ``rows`` of it go to ``places``
-    in the next step's tokens; both int64 [num_pending], on the host.
+    Attributes:
+        token_ids: int64 [num_sampled] on the device, -1 for a row of logits that is not finite.
+        rows: int64 [num_pending] on the host, which of them are wanted.
+        places: int64 [num_pending] on the host, where they go among this step's tokens.
     """
 
     token_ids: Tensor
@@ -30,15 +32,15 @@ class Feed:
 
     @torch.inference_mode()
     def into(self, token_ids: Tensor) -> None:
-        """Write the ids, in order with what else is launched; an id of -1 must not index a table of embeddings."""
+        """Write the ids into ``token_ids``, in launch order; -1 becomes 0, as it must not index the embeddings."""
         rows, places = upload(torch.stack((self.rows, self.places)), token_ids.device)
         token_ids[places] = self.token_ids[rows].clamp(min=0)
 
 
-def build_feed(schedule: Schedule, sampled: Sequence_[Sequence], token_ids: Tensor) -> Feed | None:
-    """Where the ids go that the step before sampled, a row for each of ``sampled``; None if nowhere.
+def build_pending(schedule: Schedule, sampled: Sequence_[Sequence], token_ids: Tensor) -> PendingTokens | None:
+    """The pending tokens of a schedule; None without any. ``token_ids`` has one row per sequence of ``sampled``.
 
-    A pending token is the only one its sequence owes.
+    A pending token is the only one that its sequence owes.
     """
     row_of = {sequence: row for row, sequence in enumerate(sampled)}
     rows, places, end = [], [], 0
@@ -47,14 +49,14 @@ def build_feed(schedule: Schedule, sampled: Sequence_[Sequence], token_ids: Tens
         if sequence.num_pending:
             rows.append(row_of[sequence])
             places.append(end - 1)
-    return Feed(token_ids, torch.tensor(rows), torch.tensor(places)) if rows else None
+    return PendingTokens(token_ids, torch.tensor(rows), torch.tensor(places)) if rows else None
 
 
 def build_input(schedule: Schedule, block_size: int, tail_reach: int | None = None) -> ModelInput:
     """CPU tensors for one forward pass; see ``ModelInput`` for shapes, ``build_tail`` for ``tail_reach``.
 
-    A sequence's scheduled tokens are the first ``count`` it owes; a pending one is 0 here, see ``Feed``. Logits are
-    asked for the last token of every sequence in ``schedule.completing``, then for the tokens before those in
+    The scheduled tokens of a sequence are the first ``count`` it owes; a pending token is 0, see ``PendingTokens``.
+    Logits are asked for the last token of each sequence in ``schedule.completing``, then for the token before each in
     ``schedule.scored``.
     """
     entries = schedule.entries

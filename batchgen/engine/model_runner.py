@@ -5,12 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from batchgen.core.machine import SMALLER_SIZES, memory_errors
-from batchgen.engine.batch import Feed, build_input
+from batchgen.engine.batch import PendingTokens, build_input
 from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, can_record
-from batchgen.engine.replay import StepReplays
+from batchgen.engine.replay import CudaRecorder, PaddingSlot, StepReplays, is_decode
 from batchgen.engine.sequence import Schedule
-from batchgen.engine.static_input import Spare
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import allocate
 
@@ -22,35 +20,39 @@ class ModelRunner:
     def __init__(self, model: Decoder, config: SchedulerConfig) -> None:
         self.model = model
         self.block_size = config.block_size
-        num_spare = 1 if can_record(model) else 0
+        padding = PaddingSlot(config.num_blocks, config.max_num_seqs, config.block_size) if has_graphs(model) else None
+        num_more = 0 if padding is None else 1
         self.state = allocate(
             model.config,
-            num_blocks=config.num_blocks + num_spare,
+            num_blocks=config.num_blocks + num_more,
             block_size=config.block_size,
-            num_slots=config.max_num_seqs + num_spare,
+            num_slots=config.max_num_seqs + num_more,
             dtype=model.dtype,
             device=model.device,
         )
-        self.graphs: DecodeGraphs | StepReplays | None = None
-        if num_spare:
-            spare = Spare(config.num_blocks, config.max_num_seqs, config.block_size)
-            self.graphs = DecodeGraphs(model, self.state, spare, CudaRecorder(model.device), config.max_model_len)
-        elif (recorder := model.kernels.recorder()) is not None:
-            self.graphs = StepReplays(model, self.state, recorder, config.block_size)
+        recorder = model.kernels.recorder() if padding is None else CudaRecorder(model.device)
+        self.replays: StepReplays | None = None
+        if recorder is not None:
+            self.replays = StepReplays(model, self.state, recorder, padding, config.max_model_len)
 
-    def run(self, schedule: Schedule, feed: Feed | None = None) -> Tensor:
-        """Logits [rows, vocab_size]: a row for each of ``schedule.completing``, then one a token of ``.scored``.
+    def run(self, schedule: Schedule, pending: PendingTokens | None = None) -> Tensor:
+        """Logits [rows, vocab_size]: one row per ``schedule.completing``, then one per token of ``schedule.scored``.
 
-        ``feed`` has the ids of the schedule's pending tokens, if there are any.
+        ``pending`` has the ids of the schedule's pending tokens, if there are any.
         """
         inputs = build_input(schedule, self.block_size, self.model.config.tail_reach)
         if schedule.resumed:
             last = [s.block_table[s.num_computed_tokens // self.block_size - 1] for s in schedule.resumed]
             self.state.restore_conv(last, [s.conv_slot for s in schedule.resumed if s.conv_slot is not None])
-        if self.graphs is not None and self.graphs.takes(inputs):
-            return self.graphs.run(inputs, feed)
+        if self.replays is not None and is_decode(inputs):
+            return self.replays.run(inputs, pending)
         max_position = int(inputs.positions.max())
         inputs = inputs.to(self.model.device)
-        if feed is not None:
-            feed.into(inputs.token_ids)
+        if pending is not None:
+            pending.into(inputs.token_ids)
         return self.model.forward(inputs, self.state, max_position)
+
+
+def has_graphs(model: Decoder) -> bool:
+    """Whether the model's steps can be CUDA graphs: its kernels ask the device nothing."""
+    return model.device.type == "cuda" and model.kernels.name == "cuda"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.records import Request, Result
-from batchgen.engine.batch import build_feed
+from batchgen.engine.batch import build_pending
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.engine import Engine
 from batchgen.engine.sequence import Schedule, Sequence, StopWatch
@@ -99,8 +99,8 @@ class PipelinedEngine(Engine):
         """Set the device to work on a schedule, behind the step in flight."""
         sampled, before = schedule.completing, self._in_flight
         with self.stats.phase("forward"):
-            feed = build_feed(schedule, before.sampled, before.token_ids) if before is not None else None
-            logits = self.runner.run(schedule, feed)
+            pending = build_pending(schedule, before.sampled, before.token_ids) if before is not None else None
+            logits = self.runner.run(schedule, pending)
         with self.stats.phase("sample"):
             token_ids = self.sampler.choose(logits, sampled) if sampled else torch.empty(0, dtype=torch.int64)
             wait = self._fetch(token_ids)

@@ -18,7 +18,7 @@ from torch import Tensor
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine, EngineConfig, make_engine, pipeline
-from batchgen.engine.batch import Feed, build_feed
+from batchgen.engine.batch import PendingTokens, build_pending
 from batchgen.engine.pipeline import PipelinedEngine, Wait
 from batchgen.engine.sequence import Schedule, Sequence
 from batchgen.model.decoder import Decoder
@@ -259,17 +259,17 @@ def test_pending_tokens_are_fed_by_the_rows_that_sampled_them() -> None:
     for sequence in decoding:
         sequence.num_pending = 1
     schedule = Schedule(((decoding[2], 1), (sequence_at((9, 9, 9), 0, [1], 3), 2), (decoding[0], 1)))
-    feed = build_feed(schedule, decoding, torch.tensor([50, 51, -1]))
+    feed = build_pending(schedule, decoding, torch.tensor([50, 51, -1]))
     assert feed is not None
     token_ids = torch.tensor([0, 9, 9, 0])
     feed.into(token_ids)
     assert token_ids.tolist() == [0, 9, 9, 50], "the -1 of a row gone wrong becomes any token there is"
-    assert build_feed(Schedule(schedule.entries[1:2]), decoding, torch.tensor([50, 51, -1])) is None
+    assert build_pending(Schedule(schedule.entries[1:2]), decoding, torch.tensor([50, 51, -1])) is None
 
 
 def test_a_feed_leaves_the_ids_it_was_made_of_alone() -> None:
     ids = torch.tensor([-1, 8])
-    Feed(ids, torch.tensor([0, 1]), torch.tensor([1, 0])).into(torch.zeros(2, dtype=torch.int64))
+    PendingTokens(ids, torch.tensor([0, 1]), torch.tensor([1, 0])).into(torch.zeros(2, dtype=torch.int64))
     assert ids.tolist() == [-1, 8]
 
 

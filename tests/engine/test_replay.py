@@ -29,7 +29,7 @@ class Counted:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.num_replayed = 0
-        replays = engine.runner.graphs
+        replays = engine.runner.replays
         assert isinstance(replays, StepReplays)
         self.replays = replays
         record = replays.recorder.record
@@ -50,7 +50,7 @@ def check(model: Decoder, requests: list[Request], **sizes: int) -> Counted:
     """Tokens with recordings are those without; there must have been replays."""
     counted = Counted(engine_for(model, **sizes))
     plain = engine_for(model, **sizes)
-    plain.runner.graphs = None
+    plain.runner.replays = None
     found = tokens_of(checked_run(counted.engine, requests))
     assert found == tokens_of(plain.run(requests))
     assert counted.num_replayed > 0
@@ -71,21 +71,21 @@ def test_a_longer_rotary_table_makes_recordings_anew(model: Decoder) -> None:
     long = Request(0, tuple(range(8, 100)) * 11, SamplingParams(max_tokens=40, ignore_eos=True))
     assert len(long.prompt_token_ids) < 1024 < len(long.prompt_token_ids) + 40, "the first table has 1,024 positions"
     counted = check(model, [long], num_blocks=40, block_size=32, max_num_seqs=2, max_num_batched_tokens=512)
-    assert len(counted.replays._recorded) == 1
-    assert counted.replays._rotary is model.rotary.table
+    assert len(counted.replays.recorded) == 1
+    assert counted.replays.rotary is model.rotary.table
 
 
 def test_only_so_many_recordings_are_kept(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_MOST_RECORDED", 2)
+    monkeypatch.setattr(replay, "_MAX_EXACT", 2)
     requests = random_requests(8, seed=5, prompt=(4, 4), output=(1, 60))
     counted = check(model, requests, num_blocks=80, block_size=8, max_num_seqs=8, max_num_batched_tokens=40)
-    assert len(counted.replays._recorded) == 2
+    assert len(counted.replays.recorded) == 2
 
 
 def test_a_single_step_of_its_size_is_not_recorded(model: Decoder) -> None:
     counted = Counted(engine_for(model, num_blocks=20, block_size=8, max_num_seqs=2))
     tokens_of(counted.engine.run([Request(0, (9, 10, 11), SamplingParams(max_tokens=2, ignore_eos=True))]))
-    assert not counted.replays._recorded
+    assert not counted.replays.recorded
 
 
 @pytest.mark.usefixtures("threads_as_before")
@@ -100,4 +100,4 @@ def test_another_number_of_threads_makes_recordings_anew(model: Decoder) -> None
         for _ in range(10):
             found += counted.engine.step()
     assert tokens_of(found) == expected
-    assert len(counted.replays._recorded) == 2
+    assert len(counted.replays.recorded) == 2

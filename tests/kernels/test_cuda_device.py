@@ -11,8 +11,7 @@ from torch import Tensor
 from triton_device import DEVICE, HAS_GPU, CudaKernels
 
 from batchgen.core.records import SamplingParams
-from batchgen.engine.graphs import CudaRecorder, DecodeGraphs, bucket
-from batchgen.engine.static_input import Spare
+from batchgen.engine.replay import CudaRecorder, PaddingSlot, StepReplays, bucket
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.config import ModelConfig
@@ -60,8 +59,8 @@ def test_replayed_logits_equal_launched_ones_in_every_bucket(batch_invariant: bo
     model = model_on(DEVICE, dtype, CudaKernels(DEVICE, batch_invariant=batch_invariant))
     num_blocks = MOST_SEQS * 70
     launched, replayed = state_for(model, num_blocks), state_for(model, num_blocks)
-    spare = Spare(num_blocks, MOST_SEQS, BLOCK_SIZE)
-    graphs = DecodeGraphs(model, replayed, spare, CudaRecorder(DEVICE), 4096)
+    padding = PaddingSlot(num_blocks, MOST_SEQS, BLOCK_SIZE)
+    graphs = StepReplays(model, replayed, CudaRecorder(DEVICE), padding, 4096)
     for num_seqs in range(1, MOST_SEQS + 1):
         is_bucket = bucket(num_seqs, MOST_SEQS) == num_seqs
         for longest in (100, 1100):

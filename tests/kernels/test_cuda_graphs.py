@@ -25,9 +25,8 @@ from tiny_model import (
 from torch import Tensor
 
 from batchgen.engine import model_runner
-from batchgen.engine.batch import Feed
-from batchgen.engine.graphs import DecodeGraphs, Replay, bucket
-from batchgen.engine.static_input import GraphKey, Spare, StaticInput
+from batchgen.engine.batch import PendingTokens
+from batchgen.engine.replay import PaddingSlot, StaticInput, StepReplays, StepSize, bucket, is_decode
 from batchgen.kernels.inputs import ModelInput
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
@@ -43,7 +42,7 @@ class Again:
     def __init__(self) -> None:
         self.num_recorded = 0
 
-    def record(self, work: Callable[[], Tensor]) -> Replay:
+    def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
         self.num_recorded += 1
         result = work()
 
@@ -51,22 +50,13 @@ class Again:
             result.copy_(work())
             return result
 
-        return replay
-
-    def buffer(self, num_bytes: int) -> Tensor:
-        return torch.full((num_bytes,), 255, dtype=torch.uint8)
-
-    def upload(self, source: Tensor, target: Tensor) -> None:
-        target.copy_(source)
-
-    def wait(self) -> None:
-        pass
+        return result, replay
 
 
-def state_for(model: Decoder, num_blocks: int) -> tuple[StateCache, Spare]:
+def state_for(model: Decoder, num_blocks: int) -> tuple[StateCache, PaddingSlot]:
     """Random state of ``num_blocks`` blocks and ``MOST_SEQS`` slots, and one more of each."""
     state = random_state(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_slots=MOST_SEQS)
-    return state, Spare(num_blocks, MOST_SEQS, BLOCK_SIZE)
+    return state, PaddingSlot(num_blocks, MOST_SEQS, BLOCK_SIZE)
 
 
 def copied(state: StateCache) -> StateCache:
@@ -76,9 +66,9 @@ def copied(state: StateCache) -> StateCache:
     )
 
 
-def graphs_for(model: Decoder, state: StateCache, spare: Spare) -> tuple[DecodeGraphs, Again]:
+def graphs_for(model: Decoder, state: StateCache, spare: PaddingSlot) -> tuple[StepReplays, Again]:
     recorder = Again()
-    graphs = DecodeGraphs(model, state, spare, recorder, max_model_len=LONGEST)
+    graphs = StepReplays(model, state, recorder, spare, max_model_len=LONGEST)
     return graphs, recorder
 
 
@@ -113,14 +103,14 @@ def test_tokens_fed_on_the_device_give_the_logits_of_those_known_to_the_host() -
     for step in range(2):  # recorded, then replayed
         inputs, _ = decode_input(5, seed=step)
         ids = inputs.token_ids
-        feed = Feed(torch.stack((ids[4], ids[1])), torch.tensor([1, 0]), torch.tensor([1, 4]))
+        pending = PendingTokens(torch.stack((ids[4], ids[1])), torch.tensor([1, 0]), torch.tensor([1, 4]))
         blanked = replace(inputs, token_ids=ids * torch.tensor([1, 0, 1, 1, 0]))
-        assert torch.equal(feeding.run(blanked, feed), known.run(inputs))
+        assert torch.equal(feeding.run(blanked, pending), known.run(inputs))
 
 
 def test_rows_left_over_are_first_tokens_in_the_spare_state_whatever_was_there_before() -> None:
-    spare = Spare(block=99, slot=50, block_size=BLOCK_SIZE)
-    static = StaticInput(GraphKey(4, 16, torch.float32), spare, CPU, Again())
+    spare = PaddingSlot(block=99, slot=50, block_size=BLOCK_SIZE)
+    static = StaticInput(StepSize(4, 16), spare, CPU)
     static.fill(ragged_input([(past, 1) for past in (40, 50, 60, 30)], BLOCK_SIZE)[0])
     inputs, _ = ragged_input([(5, 1), (2, 1)], BLOCK_SIZE)
     static.fill(inputs)
@@ -148,7 +138,7 @@ def test_an_engine_that_replays_gives_the_tokens_of_one_that_does_not(monkeypatc
     plain = engine_for(model, **sizes)
     expected = tokens_of(checked_run(plain, requests))
     recorder = Again()
-    monkeypatch.setattr(model_runner, "can_record", lambda _: True)
+    monkeypatch.setattr(model_runner, "has_graphs", lambda _: True)
     monkeypatch.setattr(model_runner, "CudaRecorder", lambda _: recorder)
     engine = engine_for(model, **sizes)
     assert tokens_of(checked_run(engine, requests)) == expected
@@ -180,10 +170,10 @@ def test_the_rotary_table_stays_where_recordings_found_it() -> None:
 
 def test_only_steps_of_one_token_each_with_all_logits_are_taken() -> None:
     one_each, _ = decode_input(3, 0)
-    assert DecodeGraphs.takes(one_each)
-    assert not DecodeGraphs.takes(ragged_input([(0, 1), (3, 2)], BLOCK_SIZE)[0])
-    assert not DecodeGraphs.takes(replace(one_each, logits_indices=torch.tensor([0, 2])))
-    assert not DecodeGraphs.takes(replace(one_each, logits_indices=torch.tensor([0, 2, 1])))
+    assert is_decode(one_each)
+    assert not is_decode(ragged_input([(0, 1), (3, 2)], BLOCK_SIZE)[0])
+    assert not is_decode(replace(one_each, logits_indices=torch.tensor([0, 2])))
+    assert not is_decode(replace(one_each, logits_indices=torch.tensor([0, 2, 1])))
 
 
 def test_buckets_hold_every_size_with_at_most_a_quarter_of_padding() -> None:
