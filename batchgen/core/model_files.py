@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,16 @@ from batchgen.core.units import one_line, shown
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
+_GENERATION_CONFIG = "generation_config.json"
 _DATA_NAMES = frozenset(
     (
-        *(_CONFIG, "generation_config.json", INDEX),
+        *(_CONFIG, _GENERATION_CONFIG, INDEX),
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     )
 )
 _MAX_INDEX_BYTES = 16 << 20  # 100,000 tensors
+_MAX_GENERATION_BYTES = 1 << 20  # published ones have 200 bytes
+_MAX_TOKEN_ID = 2**31 - 1  # the limit of the kernels' 32-bit indices
 _MAX_DATA_BYTES = 1 << 30  # of a JSON file or template; the largest tokenizers have 50 MB
 _MAX_WEIGHTS_BYTES = 1 << 40  # of one file of weights; the Hub takes none above 0.5 TB
 _REMEDY = "make it a readable file, or remove it"
@@ -132,6 +135,26 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     return raw
+
+
+def generation_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """End tokens that ``generation_config.json`` of ``folder`` names; empty without such a file. Raises ModelError."""
+    path = folder / _GENERATION_CONFIG
+    return token_ids(read_object(path, _MAX_GENERATION_BYTES), "eos_token_id", str(path)) if path.exists() else ()
+
+
+def token_ids(values: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
+    """The token ids under ``key``, which may be one id, a list of ids or absent. Raises ModelError naming ``where``."""
+    value = values.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(map(is_token_id, ids)):
+        raise ModelError(f"{where}: {key} is neither a token id nor a list of them: {shown(value)}")
+    return tuple(ids)
+
+
+def is_token_id(value: object) -> bool:
+    """Whether a JSON value can be the id of a token."""
+    return type(value) is int and 0 <= value <= _MAX_TOKEN_ID
 
 
 def _unreadable(path: Path, error: Exception) -> ModelError:

@@ -15,7 +15,7 @@ from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.kernels.select import select
 from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
-from batchgen.model.registry import dummy_config, is_dummy
+from batchgen.model.registry import dummy_config, is_dummy, read_config
 from batchgen.model.weights import Checkpoint, RandomTensors, TensorSource
 
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja")
@@ -50,7 +50,7 @@ def load_model(
         source = RandomTensors(kind, where)
     else:
         folder = resolve_folder(path, revision, _PATTERNS)
-        config = ModelConfig.from_folder(folder)
+        config = read_config(folder)
         kind = resolve_dtype(dtype, config, where)
         source = Checkpoint(folder, kind, where)
     if where.type == "cpu":

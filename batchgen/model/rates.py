@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchgen.model.decoder import Attention, Decoder
+from batchgen.model.decoder import Decoder
 from batchgen.model.roofline import Ceilings
 
 
@@ -56,25 +56,15 @@ def _times_s(work: Callable[[], object], device: torch.device, repeats: int, lea
 @torch.inference_mode()
 def _linear_rate(model: Decoder, rows: int, effort: Effort) -> float:
     """FLOP/s of one pass over every layer's linears at ``rows`` rows."""
-    config = model.config
-    widths = {config.hidden_size, config.ff_dim, config.num_heads * config.head_dim}
-    x = {width: torch.randn(rows, width).to(model.device, model.dtype) for width in widths}
-    attended = config.num_heads * config.head_dim
+    linears = [linear for layer in model.layers for linear in layer.linears]
+    x = {width: torch.randn(rows, width).to(model.device, model.dtype) for width in {width for _, width in linears}}
 
     def one_pass() -> None:
-        for layer in model.layers:
-            mixer = layer.mixer
-            if isinstance(mixer, Attention):
-                mixer.qkv(x[config.hidden_size])
-                mixer.out_proj(x[attended])
-            else:
-                mixer.in_proj(x[config.hidden_size])
-                mixer.out_proj(x[config.hidden_size])
-            layer.feed_forward.gate_up.linear(x[config.hidden_size])
-            layer.feed_forward.down(x[config.ff_dim])
+        for linear, width in linears:
+            linear(x[width])
 
     pass_s = statistics.median(_times_s(one_pass, model.device, effort.repeats, effort.sustained_s))
-    return 2.0 * config.linear_params_per_token * rows / pass_s
+    return 2.0 * model.config.linear_params_per_token * rows / pass_s
 
 
 def _bandwidth(model: Decoder, effort: Effort) -> float:

@@ -1,46 +1,76 @@
-"""The published dense LFM2 shapes, for random-weight models named ``dummy:LFM2-350M`` and so on."""
+"""Registry of the model families, and the shape of any model that one of them can read.
+
+A model is a folder, a Hub id, or the name of a published shape with random weights (``dummy:LFM2-350M``).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
 
 from batchgen.core.errors import ModelError
 from batchgen.core.hub import resolve_folder
+from batchgen.core.model_files import generation_eos_token_ids, read_object
+from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
+from batchgen.model.families import lfm2
+from batchgen.model.values import ConfigValues
 
-PREFIX = "dummy:"
+_PREFIX = "dummy:"
+_MAX_BYTES = 1 << 20  # of a config file; published ones have 1 to 2 kB
 
-_COMMON: dict[str, Any] = {
-    "model_type": "lfm2",
-    "vocab_size": 65536,
-    "num_key_value_heads": 8,
-    "conv_L_cache": 3,
-    "conv_bias": False,
-    "norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 128_000,
-    "block_multiple_of": 256,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": True,
-    "bos_token_id": 1,
-    "eos_token_id": 7,
-    "torch_dtype": "bfloat16",
-}
-_SIXTEEN = {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
-_THIRTY = {"num_hidden_layers": 30, "full_attn_idxs": [2, 5, 9, 13, 17, 21, 24, 27]}
 
-_SHAPES: dict[str, dict[str, Any]] = {
-    "LFM2-350M": {"hidden_size": 1024, "num_attention_heads": 16, "block_ff_dim": 6656, **_SIXTEEN},
-    "LFM2-700M": {"hidden_size": 1536, "num_attention_heads": 24, "block_ff_dim": 10240, **_SIXTEEN},
-    "LFM2-1.2B": {"hidden_size": 2048, "num_attention_heads": 32, "block_ff_dim": 12288, **_SIXTEEN},
-    "LFM2-2.6B": {
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "block_ff_dim": 10752,
-        **_THIRTY,
-        "block_auto_adjust_ff_dim": False,
-    },
-}
+class Family(Protocol):
+    """What the module of a family defines; ``SHAPES`` are the published ``config.json`` values by model name."""
+
+    TITLE: str
+    SHAPES: Mapping[str, Mapping[str, Any]]
+
+    def read_config(self, values: ConfigValues) -> ModelConfig: ...
+
+
+FAMILIES: Mapping[str, Family] = {"lfm2": lfm2}  # by model_type
+
+
+def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
+    """The shape that a parsed ``config.json`` describes; ``where`` names it in errors.
+
+    Raises:
+        ModelError: an unknown family, a quantized checkpoint, a missing or impossible value.
+    """
+    values = ConfigValues(raw, where)
+    model_type = raw.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        known = ", ".join(f"{name!r} ({family.TITLE})" for name, family in FAMILIES.items())
+        raise values.error(f"model_type is {shown(model_type)}; this engine runs {known} only")
+    if raw.get("quantization_config") is not None:
+        raise values.error("quantized checkpoints are not supported; use the bfloat16 release")
+    config = family.read_config(values)
+    if config.num_heads % config.num_kv_heads:
+        raise values.error(f"num_attention_heads {config.num_heads} is no multiple of {config.num_kv_heads}")
+    if config.head_dim % 2:
+        raise values.error(f"head_dim {config.head_dim} is odd; rotary embedding needs pairs")
+    return config
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The shape of the model in a folder; the end tokens of ``generation_config.json`` are added to its own.
+
+    Raises:
+        ModelError: missing or broken file, or anything ``parse_config`` refuses.
+    """
+    path = folder / "config.json"
+    config = parse_config(read_object(path, _MAX_BYTES), str(path))
+    eos_token_ids = dict.fromkeys((*config.eos_token_ids, *generation_eos_token_ids(folder)))
+    return replace(config, eos_token_ids=tuple(eos_token_ids))
+
+
+def is_dummy(path: str) -> bool:
+    """Whether ``path`` names a published shape with random weights (``dummy:LFM2-350M``)."""
+    return path.startswith(_PREFIX)
 
 
 def dummy_config(path: str) -> ModelConfig:
@@ -49,15 +79,11 @@ def dummy_config(path: str) -> ModelConfig:
     Raises:
         ModelError: no published shape of that name.
     """
-    name = path.removeprefix(PREFIX)
-    if name not in _SHAPES:
-        raise ModelError(f"{path}: no published shape {name!r}; there are {', '.join(_SHAPES)}")
-    return ModelConfig.from_dict({**_COMMON, **_SHAPES[name]}, path)
-
-
-def is_dummy(path: str) -> bool:
-    """Whether ``path`` names a random-weight model (``dummy:LFM2-350M``)."""
-    return path.startswith(PREFIX)
+    name = path.removeprefix(_PREFIX)
+    shapes = {name: shape for family in FAMILIES.values() for name, shape in family.SHAPES.items()}
+    if name not in shapes:
+        raise ModelError(f"{path}: no published shape {name!r}; there are {', '.join(shapes)}")
+    return parse_config(shapes[name], path)
 
 
 def load_config(path: str, revision: str = "main") -> ModelConfig:
@@ -66,6 +92,4 @@ def load_config(path: str, revision: str = "main") -> ModelConfig:
     Raises:
         ModelError: it cannot be found, read, or run by this engine.
     """
-    if is_dummy(path):
-        return dummy_config(path)
-    return ModelConfig.from_folder(resolve_folder(path, revision, ("*.json", "*.jinja")))
+    return dummy_config(path) if is_dummy(path) else read_config(resolve_folder(path, revision, ("*.json", "*.jinja")))

@@ -1,14 +1,15 @@
-"""Where a model's weights come from: a safetensors checkpoint, or a random generator of the same shapes.
+"""Sources of a model's weights: a safetensors checkpoint, or a random generator of the same shapes.
 
-A source is asked for each tensor by name and shape exactly once and told when the model is built; then it can say
-which tensor was missing, misshapen or left over. Only safetensors is read: loading runs no code.
+A model takes each tensor by name and shape exactly once and then finishes the source, which can thus name a missing,
+misshapen or left-over tensor. Only safetensors is read: loading runs no code.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,33 +20,66 @@ from batchgen.core.machine import is_out_of_memory
 from batchgen.core.model_files import INDEX, WEIGHTS, file_bytes, weight_map
 from batchgen.core.units import shortened, shown
 
-_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others want scales to mean anything
+_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others mean nothing without scales
+
+
+class Init(NamedTuple):
+    """Normal distribution of the random weights that stand in for a tensor."""
+
+    mean: float
+    std: float
+
+
+NORM = Init(1.0, 0.1)
+TAPS = Init(0.0, 0.5)  # of a convolution
 
 
 class TensorSource(Protocol):
-    """Hands out a model's tensors."""
+    """Source of the tensors of one model."""
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor of that name, checked against ``shape``, in the source's dtype and device."""
+    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+        """The tensor of that name and shape, in the source's dtype and on its device; ``init`` if it is random."""
         ...
 
-    def finish(self) -> None:
-        """Called when the model has all it needs."""
+    def finish(self, optional: str = "") -> None:
+        """Called when the model has all it needs; the tensor ``optional`` may be left over."""
         ...
+
+
+class NamedTensors:
+    """The tensors of a source by role, under the names that the model's family gives them, outside or in one layer."""
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str], layer: int | None = None) -> None:
+        self._source = source
+        self._names = names
+        self._layer = layer
+
+    def of_layer(self, layer: int) -> NamedTensors:
+        return NamedTensors(self._source, self._names, layer)
+
+    def name(self, role: str, part: str = "weight") -> str:
+        return f"{self._names[role].format(layer=self._layer)}.{part}"
+
+    def take(self, role: str, *shape: int, part: str = "weight", init: Init | None = None) -> Tensor:
+        return self._source.take(self.name(role, part), shape, init)
+
+    def norm(self, role: str, width: int) -> Tensor:
+        """Weights [width] of a norm, in memory of their own."""
+        return self.take(role, width, init=NORM).clone()
 
 
 class Checkpoint:
-    """The tensors of a checkpoint folder, memory-mapped: what is never touched is never read.
+    """Tensors of a checkpoint folder, memory-mapped: only what is taken is read.
 
-    Each is mapped by itself, so that its pages are let go of with it: weights are laid out anew for most devices, and
-    a mapping of the whole file would keep both copies in memory until the last.
+    Each tensor is mapped by itself and unmapped with it: weights are laid out anew for most devices, and a mapping of
+    the whole file would keep both copies in memory until the last tensor.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.folder = folder
         self.dtype = dtype
         self.device = device
-        self._where = self._locate()
+        self._files = self._locate()
         self._taken: set[str] = set()
 
     def _locate(self) -> dict[str, str]:
@@ -70,7 +104,7 @@ class Checkpoint:
 
     def _open(self, file: str) -> Any:
         path = self.folder / file
-        file_bytes(path)  # refuses what would be read for ever
+        file_bytes(path)  # refuses pipes and devices, which would be read for ever
         try:
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
@@ -79,15 +113,15 @@ class Checkpoint:
             why = shortened(" ".join(str(error).split()), 200)
             raise ModelError(f"{path}: cannot be read as safetensors ({why}); download it again") from None
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
         """See ``TensorSource.take``.
 
         Raises:
             ModelError: no such tensor, another shape, or no plain floating-point numbers.
         """
-        if name not in self._where:
+        if name not in self._files:
             raise ModelError(f"{self.folder}: the weights lack tensor {name!r}, which config.json asks for")
-        file = self._open(self._where[name])
+        file = self._open(self._files[name])
         found = file.get_slice(name).get_shape()
         if tuple(found) != shape:
             raise ModelError(
@@ -99,19 +133,19 @@ class Checkpoint:
         self._taken.add(name)
         return tensor.to(self.device, self.dtype)
 
-    def finish(self) -> None:
-        """Refuse tensors the model did not ask for: an unknown tensor means an unknown model.
+    def finish(self, optional: str = "") -> None:
+        """Refuse tensors that the model did not take: an unknown tensor means an unknown model.
 
         Raises:
-            ModelError: a tensor was left over.
+            ModelError: a tensor is left over.
         """
-        left = sorted(set(self._where) - self._taken - {"lm_head.weight"})
+        left = sorted(set(self._files) - self._taken - {optional})
         if left:
             raise ModelError(f"{self.folder}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
 
 
 class RandomTensors:
-    """Random weights of any shape, the same in every run: for measuring speed where no checkpoint is at hand."""
+    """Random weights of any shape, the same in every run: for measuring speed without a checkpoint."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0, std: float = 0.02) -> None:
         self.dtype = dtype
@@ -119,14 +153,11 @@ class RandomTensors:
         self.seed = seed
         self.std = std
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """See ``TensorSource.take``; norm weights are near one, all others normal with the source's deviation."""
+    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+        """See ``TensorSource.take``; by default normal around zero with the source's deviation."""
+        mean, std = init or (0.0, self.std)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self.seed)
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
-        if "norm" in name:
-            return tensor.normal_(1.0, 0.1, generator=generator)
-        std = 0.5 if name.endswith("conv.conv.weight") else self.std
-        return tensor.normal_(0.0, std, generator=generator)
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(mean, std, generator=generator)
 
-    def finish(self) -> None:
+    def finish(self, optional: str = "") -> None:
         """Nothing can be left over."""

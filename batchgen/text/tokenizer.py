@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from batchgen.core.errors import ModelError, TokenizerError
-from batchgen.core.model_files import read_object, read_text
+from batchgen.core.model_files import generation_eos_token_ids, read_object, read_text
 from batchgen.core.units import one_line
 from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError
 from batchgen.text.expansion import check_expansion
@@ -60,7 +60,7 @@ class Tokenizer:
             raise ModelError(f"no tokenizer.json in {folder}; give model.tokenizer a folder or Hub id that has one")
         special = _special_tokens(folder)
         chat_template = _load_chat_template(folder, special)
-        eos_token_ids = set(_named_eos_token_ids(folder))
+        eos_token_ids = set(generation_eos_token_ids(folder))
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
             check_expansion(backend)
@@ -166,12 +166,3 @@ def _named_template(source: object) -> object:
     if not isinstance(source, list):
         return source
     return next((i.get("template") for i in source if isinstance(i, dict) and i.get("name") == "default"), None)
-
-
-def _named_eos_token_ids(folder: Path) -> list[int]:
-    path = folder / "generation_config.json"
-    named = _read_json(path).get("eos_token_id")
-    ids = named if isinstance(named, list) else [] if named is None else [named]
-    if not all(type(token_id) is int for token_id in ids):
-        raise ModelError(f"{path}: eos_token_id is neither a token id nor a list of them")
-    return ids

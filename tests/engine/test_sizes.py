@@ -12,7 +12,7 @@ from batchgen.engine import Engine, EngineConfig
 from batchgen.engine import sizes as sizes_module
 from batchgen.engine.sizes import resolve, sizes_for, use_threads
 from batchgen.model.config import ModelConfig
-from batchgen.model.registry import dummy_config
+from batchgen.model.registry import dummy_config, parse_config
 from batchgen.model.state import allocate
 
 MODEL = tiny_model(max_position_embeddings=500)
@@ -94,7 +94,7 @@ def test_a_size_that_needs_more_memory_than_there_is_is_refused_by_name(
 
 
 def test_no_more_blocks_are_made_than_the_host_can_keep_books_on() -> None:
-    model = ModelConfig.from_dict(raw_config(full_attn_idxs=[], conv_L_cache=1, max_position_embeddings=2**31 - 1), "")
+    model = parse_config(raw_config(full_attn_idxs=[], conv_L_cache=1, max_position_embeddings=2**31 - 1), "")
     assert sizes_for(EngineConfig(), model, 4, 1 << 40).num_blocks <= 1 << 22
 
 

@@ -38,8 +38,8 @@ from batchgen.engine.sequence import Schedule
 from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
-from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
+from batchgen.model.registry import read_config
 from batchgen.model.weights import Checkpoint
 
 TRAINED = Path(__file__).resolve().parents[2] / "sample_data" / "tiny-lfm2"
@@ -71,7 +71,7 @@ def model_of(name: str, dtype: str) -> Decoder:
         pytest.skip("the sample model is not there")
     with torch.inference_mode():
         source = Checkpoint(TRAINED, DTYPES[dtype], CPU)
-        return Decoder(ModelConfig.from_folder(TRAINED), source, select(CPU, DTYPES[dtype]))
+        return Decoder(read_config(TRAINED), source, select(CPU, DTYPES[dtype]))
 
 
 @cache

@@ -27,10 +27,10 @@ from batchgen.kernels.inputs import ModelInput
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
-from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
+from batchgen.model.registry import parse_config
 from batchgen.model.state import StateCache, allocate, key_pack
-from batchgen.model.weights import RandomTensors
+from batchgen.model.weights import Init, RandomTensors
 
 CPU = torch.device("cpu")
 BACK_ENDS: dict[str, type[Kernels]] = {"cpu": CpuKernels, "reference": ReferenceKernels}
@@ -78,7 +78,7 @@ def tiny_model(
     dtype: torch.dtype = torch.float32, kernels: Kernels | None = None, seed: int = 0, **changes: Any
 ) -> Decoder:
     """A random model of ``raw_config(**changes)``; the same weights for the same seed."""
-    config = ModelConfig.from_dict(raw_config(**changes), "tiny")
+    config = parse_config(raw_config(**changes), "tiny")
     with torch.inference_mode():
         return Decoder(config, RandomTensors(dtype, CPU, seed, STD), kernels or select(CPU, dtype))
 
@@ -90,8 +90,8 @@ class RecordedTensors(RandomTensors):
         super().__init__(torch.float32, CPU, std=STD)
         self.tensors: dict[str, Tensor] = {}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        self.tensors[name] = super().take(name, shape).clone()
+    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+        self.tensors[name] = super().take(name, shape, init).clone()
         return self.tensors[name]
 
 
@@ -99,7 +99,7 @@ def write_checkpoint(folder: Path, **changes: Any) -> dict[str, Tensor]:
     """Write ``config.json`` and ``model.safetensors``; the tensors written."""
     raw = raw_config(**changes)
     source = RecordedTensors()
-    Decoder(ModelConfig.from_dict(raw, "tiny"), source, ReferenceKernels())
+    Decoder(parse_config(raw, "tiny"), source, ReferenceKernels())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     save_file(source.tensors, folder / "model.safetensors")

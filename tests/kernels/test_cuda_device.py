@@ -14,10 +14,10 @@ from batchgen.core.records import SamplingParams
 from batchgen.engine.replay import CudaRecorder, PaddingSlot, StepReplays, bucket
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
+from batchgen.model.registry import parse_config
 from batchgen.model.state import StateCache
-from batchgen.model.weights import RandomTensors
+from batchgen.model.weights import Init, RandomTensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here")]
 
@@ -40,13 +40,13 @@ class MovedTensors(RandomTensors):
         super().__init__(dtype, CPU, std=STD / 2)
         self.target = device
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return super().take(name, shape).to(self.target)
+    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+        return super().take(name, shape, init).to(self.target)
 
 
 def model_on(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> Decoder:
     with torch.inference_mode():
-        return Decoder(ModelConfig.from_dict(raw_config(**SHAPE), "tiny"), MovedTensors(dtype, device), kernels)
+        return Decoder(parse_config(raw_config(**SHAPE), "tiny"), MovedTensors(dtype, device), kernels)
 
 
 def state_for(model: Decoder, num_blocks: int) -> StateCache:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batchgen.core.errors import ModelError
 from batchgen.model import is_dummy, load_config
 from batchgen.model.config import ModelConfig
-from batchgen.model.registry import dummy_config
+from batchgen.model.registry import dummy_config, parse_config, read_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "lfm2" / "configs"
 RAW: dict[str, Any] = {
@@ -95,7 +95,7 @@ MIXTURE = {
 def parsed(**changes: Any) -> ModelConfig:
     """``RAW`` with changes; a value of ... takes the key away."""
     raw = {key: value for key, value in {**RAW, **changes}.items() if value is not ...}
-    return ModelConfig.from_dict(raw, "config.json")
+    return parse_config(raw, "config.json")
 
 
 def refusal(**changes: Any) -> str:
@@ -267,12 +267,12 @@ def test_the_configs_written_here_are_the_published_ones() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_published_configs_agree_with_the_dummies(name: str, tmp_path: Path) -> None:
     write(tmp_path, "config.json", json.dumps(PUBLISHED[name]))
-    assert ModelConfig.from_folder(tmp_path) == dummy_config(f"dummy:{name}")
+    assert read_config(tmp_path) == dummy_config(f"dummy:{name}")
 
 
 def test_the_mixture_of_experts_is_refused_in_one_line() -> None:
     with pytest.raises(ModelError, match=r"LFM2-8B-A1B.json: model_type is 'lfm2_moe'.*dense.*$") as caught:
-        ModelConfig.from_dict(MIXTURE, "LFM2-8B-A1B.json")
+        parse_config(MIXTURE, "LFM2-8B-A1B.json")
     assert "\n" not in str(caught.value)
 
 
@@ -300,27 +300,27 @@ def write(folder: Path, name: str, content: str) -> None:
 
 def test_end_tokens_of_both_files_count(tmp_path: Path) -> None:
     write(tmp_path, "config.json", json.dumps(RAW))
-    assert ModelConfig.from_folder(tmp_path).eos_token_ids == (7,)
+    assert read_config(tmp_path).eos_token_ids == (7,)
     write(tmp_path, "generation_config.json", json.dumps({"eos_token_id": [7, 2]}))
-    assert ModelConfig.from_folder(tmp_path).eos_token_ids == (7, 2)
+    assert read_config(tmp_path).eos_token_ids == (7, 2)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '"lfm2"', "\ufeff{}", "null"])
 def test_a_broken_config_file_is_named(tmp_path: Path, content: str) -> None:
     write(tmp_path, "config.json", content)
     with pytest.raises(ModelError, match=r"config\.json"):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)
 
 
 def test_a_config_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00model")
     with pytest.raises(ModelError, match=r"config\.json"):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)
 
 
 def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json.*needs this file"):
-        ModelConfig.from_folder(tmp_path)
+        read_config(tmp_path)
 
 
 def test_reading_a_config_imports_no_torch() -> None:

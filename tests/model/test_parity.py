@@ -19,8 +19,8 @@ from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig
-from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
+from batchgen.model.registry import read_config
 from batchgen.model.weights import Checkpoint
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -99,7 +99,7 @@ def reference_continuation(model: Any, token_ids: list[int], count: int) -> tupl
 
 
 def load(folder: Path, back_end: str) -> Decoder:
-    return Decoder(ModelConfig.from_folder(folder), Checkpoint(folder, torch.float32, CPU), BACK_ENDS[back_end]())
+    return Decoder(read_config(folder), Checkpoint(folder, torch.float32, CPU), BACK_ENDS[back_end]())
 
 
 def continuations(model: Decoder, prompts: list[list[int]], count: int, **sizes: int) -> list[tuple[int, ...]]:
@@ -138,7 +138,7 @@ def test_logits_equal_those_of_transformers(pair: tuple[Any, Path], back_end: st
 
 def test_greedy_continuations_equal_those_of_transformers(pair: tuple[Any, Path]) -> None:
     reference, folder = pair
-    prompts = [prompt(length, length, ModelConfig.from_folder(folder).vocab_size) for length in (1, 21)]
+    prompts = [prompt(length, length, read_config(folder).vocab_size) for length in (1, 21)]
     expected = [reference_continuation(reference, p, 64) for p in prompts]
     sizes = {"max_num_batched_tokens": 9, "max_num_seqs": 2, "block_size": 5}
     assert {name: continuations(load(folder, name), prompts, 64, **sizes) for name in BACK_ENDS} == dict.fromkeys(
@@ -149,7 +149,7 @@ def test_greedy_continuations_equal_those_of_transformers(pair: tuple[Any, Path]
 def test_a_checkpoint_saved_by_transformers_is_loaded_as_it_is(pair: tuple[Any, Path], tmp_path: Path) -> None:
     reference, folder = pair
     reference.save_pretrained(tmp_path)
-    saved, own = ModelConfig.from_folder(tmp_path), ModelConfig.from_folder(folder)
+    saved, own = read_config(tmp_path), read_config(folder)
     token_ids = prompt(7, 7, own.vocab_size)
     theirs = Decoder(saved, Checkpoint(tmp_path, torch.float32, CPU), BACK_ENDS["cpu"]())
     assert torch.equal(prefix_logits(theirs, token_ids), prefix_logits(load(folder, "cpu"), token_ids))
@@ -159,7 +159,7 @@ def test_a_checkpoint_saved_by_transformers_is_loaded_as_it_is(pair: tuple[Any, 
 def test_bfloat16_stays_within_its_rounding_of_float32(pair: tuple[Any, Path], back_end: str) -> None:
     """No equality to hold it against; a wrong cast or a float32 step lost would show as a larger gap."""
     _, folder = pair
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     token_ids = prompt(50, 50, config.vocab_size)
     logits = {
         name: prefix_logits(Decoder(config, Checkpoint(folder, dtype, CPU), BACK_ENDS[back_end]()), token_ids).float()

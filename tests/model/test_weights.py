@@ -14,9 +14,9 @@ from torch import Tensor
 from batchgen.core.errors import ExitCode, ModelError
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model import load_config
-from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import load_model, resolve_device, resolve_dtype
+from batchgen.model.registry import parse_config, read_config
 from batchgen.model.weights import Checkpoint, RandomTensors
 
 INDEX = "model.safetensors.index.json"
@@ -24,7 +24,7 @@ PROMPT = [9, 30, 77, 12, 5]
 
 
 def load_folder(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    config = ModelConfig.from_folder(folder)
+    config = read_config(folder)
     return Decoder(config, Checkpoint(folder, dtype, CPU), ReferenceKernels())
 
 
@@ -64,7 +64,7 @@ def rewrite_index(folder: Path, name: str, file: str | None) -> None:
 def test_a_checkpoint_is_loaded_as_it_was_written(tmp_path: Path, changes: dict[str, object]) -> None:
     tensors = write_checkpoint(tmp_path, **changes)
     source = RecordedTensors()
-    config = ModelConfig.from_dict(raw_config(**changes), "tiny")
+    config = parse_config(raw_config(**changes), "tiny")
     expected = prefix_logits(Decoder(config, source, ReferenceKernels()), PROMPT)
     assert source.tensors.keys() == tensors.keys()
     assert torch.equal(prefix_logits(load_folder(tmp_path), PROMPT), expected)
@@ -232,14 +232,14 @@ def test_rotary_angles_do_not_depend_on_how_many_positions_were_needed() -> None
 
 
 def test_dtype_and_device_are_checked_by_name() -> None:
-    config = ModelConfig.from_dict(raw_config(torch_dtype="bfloat16"), "tiny")
+    config = parse_config(raw_config(torch_dtype="bfloat16"), "tiny")
     assert resolve_dtype("auto", config, torch.device("meta")) == torch.bfloat16
     assert resolve_dtype("auto", config, CPU) in (torch.bfloat16, torch.float32)
     assert resolve_dtype("float16", config, CPU) == torch.float16
     with pytest.raises(ModelError, match=r"'int8'.*bfloat16, float16, float32"):
         resolve_dtype("int8", config, CPU)
     with pytest.raises(ModelError, match="float64"):
-        resolve_dtype("auto", ModelConfig.from_dict(raw_config(torch_dtype="float64"), "tiny"), torch.device("meta"))
+        resolve_dtype("auto", parse_config(raw_config(torch_dtype="float64"), "tiny"), torch.device("meta"))
     assert resolve_device("cpu") == CPU
     if not torch.cuda.is_available():
         assert resolve_device("auto") == CPU

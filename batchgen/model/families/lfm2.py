@@ -1,0 +1,111 @@
+"""Dense LFM2 and LFM2.5: gated short convolutions and grouped-query attention in one stack.
+
+Facts of the architecture: arXiv:2511.23404 and the published checkpoints' ``config.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.core.units import shown
+from batchgen.model.config import ATTENTION, CONV, ModelConfig
+from batchgen.model.values import ConfigValues
+
+TITLE = "dense LFM2"
+_MAX_LAYERS = 128  # four times those of the largest release; a larger number only delays the error
+_LAYER = "model.layers.{layer}"
+_TENSOR_NAMES = {
+    "embedding": "model.embed_tokens",
+    "final_norm": "model.embedding_norm",
+    "head": "lm_head",
+    "mixer_norm": f"{_LAYER}.operator_norm",
+    "feed_forward_norm": f"{_LAYER}.ffn_norm",
+    "q": f"{_LAYER}.self_attn.q_proj",
+    "k": f"{_LAYER}.self_attn.k_proj",
+    "v": f"{_LAYER}.self_attn.v_proj",
+    "attention_out": f"{_LAYER}.self_attn.out_proj",
+    "q_norm": f"{_LAYER}.self_attn.q_layernorm",
+    "k_norm": f"{_LAYER}.self_attn.k_layernorm",
+    "conv_in": f"{_LAYER}.conv.in_proj",
+    "conv": f"{_LAYER}.conv.conv",
+    "conv_out": f"{_LAYER}.conv.out_proj",
+    "gate": f"{_LAYER}.feed_forward.w1",
+    "up": f"{_LAYER}.feed_forward.w3",
+    "down": f"{_LAYER}.feed_forward.w2",
+}
+
+_COMMON: dict[str, Any] = {
+    "model_type": "lfm2",
+    "vocab_size": 65536,
+    "num_key_value_heads": 8,
+    "conv_L_cache": 3,
+    "max_position_embeddings": 128_000,
+    "bos_token_id": 1,
+    "eos_token_id": 7,
+}
+_SIXTEEN = {**_COMMON, "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
+_THIRTY = {**_COMMON, "num_hidden_layers": 30, "full_attn_idxs": [2, 5, 9, 13, 17, 21, 24, 27]}
+# The published values; those left out have the defaults of ``read_config``.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "LFM2-350M": {**_SIXTEEN, "hidden_size": 1024, "num_attention_heads": 16, "block_ff_dim": 6656},
+    "LFM2-700M": {**_SIXTEEN, "hidden_size": 1536, "num_attention_heads": 24, "block_ff_dim": 10240},
+    "LFM2-1.2B": {**_SIXTEEN, "hidden_size": 2048, "num_attention_heads": 32, "block_ff_dim": 12288},
+    "LFM2-2.6B": {
+        **_THIRTY,
+        "hidden_size": 2048,
+        "num_attention_heads": 32,
+        "block_ff_dim": 10752,
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+
+
+def read_config(values: ConfigValues) -> ModelConfig:
+    """The shape of the model that has this ``config.json``. Raises ModelError."""
+    num_heads = values.integer("num_attention_heads", "num_heads")
+    hidden_size = values.integer("hidden_size", "block_dim")
+    return ModelConfig(
+        vocab_size=values.integer("vocab_size"),
+        hidden_size=hidden_size,
+        layer_types=_layer_types(values),
+        num_heads=num_heads,
+        num_kv_heads=values.integer("num_key_value_heads", default=num_heads),
+        head_dim=values.integer("head_dim", default=hidden_size // num_heads),
+        ff_dim=_ff_dim(values),
+        norm_eps=values.number("norm_eps", "block_norm_eps", default=1e-5),
+        rope_theta=values.rope_theta(),
+        max_position_embeddings=values.integer("max_position_embeddings"),
+        tie_embedding=values.flag("tie_embedding", "tie_word_embeddings", default=True),
+        bos_token_id=values.bos_token_id(),
+        eos_token_ids=values.eos_token_ids(),
+        dtype=values.text("torch_dtype", "dtype", default="bfloat16"),
+        tensor_names=_TENSOR_NAMES,
+        conv_l_cache=values.integer("conv_L_cache"),
+        conv_bias=values.flag("conv_bias", default=False),
+    )
+
+
+def _layer_types(values: ConfigValues) -> tuple[str, ...]:
+    num_layers = values.integer("num_hidden_layers", most=_MAX_LAYERS)
+    listed = values.get("layer_types", default=None)
+    if listed is None:
+        attention = values.get("full_attn_idxs")
+        if not isinstance(attention, list) or not all(type(i) is int and 0 <= i < num_layers for i in attention):
+            raise values.error(f"full_attn_idxs must list layers from 0 to {num_layers - 1}, not {shown(attention)}")
+        return tuple(ATTENTION if i in attention else CONV for i in range(num_layers))
+    if not isinstance(listed, list) or len(listed) != num_layers or not all(k in (ATTENTION, CONV) for k in listed):
+        raise values.error(f"layer_types must name {num_layers} layers as {ATTENTION!r} or {CONV!r}")
+    return tuple(listed)
+
+
+def _ff_dim(values: ConfigValues) -> int:
+    """The feed-forward width of the weights, which by default is 2/3 of the stated one, rounded up."""
+    width = values.integer("block_ff_dim", "intermediate_size")
+    if not values.flag("block_auto_adjust_ff_dim", default=True):
+        return width
+    scaled = values.number("block_ffn_dim_multiplier", default=1.0) * int(2 * width / 3)
+    if not 1 <= scaled < 2**31:
+        raise values.error(f"block_ff_dim {width} makes feed-forward layers of width {scaled:g}")
+    multiple = values.integer("block_multiple_of", default=256)
+    return multiple * -(-int(scaled) // multiple)
