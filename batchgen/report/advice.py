@@ -1,23 +1,23 @@
-"""What held a run back and what its user can change, in a sentence each, read off the report's own numbers.
+"""What limited a run and what its user can change, one sentence each, derived from the numbers of its report.
 
-A handful of plain rules with their thresholds in sight. Where no rule speaks, the model's arithmetic was the limit.
+Plain rules with their thresholds. Where no rule applies, the model's arithmetic was the limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from batchgen.core.units import counted, format_duration
 
-_LARGE = 0.3  # of the wall time: what takes that much is worth a word
-_BUSY = 0.9  # of the places for sequences: as full as it gets
-_KV_FULL = 0.95
-_OFTEN = 0.05  # preemptions per row
-_ROOM = 0.5
-_CUT_OFF = 0.1  # of the rows
-_LONG_TAIL = 0.1  # of the wall time
-_LEAST_TAIL_S = 1.0  # less is not worth a word
+_OVERHEAD_SHARE = 0.3  # of the wall time: an overhead above it is named as the limit
+_FULL_SHARE = 0.9  # of max_num_seqs: the batch was as full as it gets
+_FULL_KV = 0.95
+_PREEMPTIONS_PER_ROW = 0.05
+_HALF = 0.5
+_CUT_OFF_SHARE = 0.1  # of the rows
+_TAIL_SHARE = 0.1  # of the wall time
+_LEAST_TAIL_S = 1.0
 
 _OVERHEADS = {
     "load": "loading the model",
@@ -38,52 +38,53 @@ def bound_by(report: Mapping[str, Any]) -> str:
     if not wall_s:
         return "nothing was run"
     for account, words in _OVERHEADS.items():
-        if seconds.get(account, 0.0) > _LARGE * wall_s:
+        if seconds.get(account, 0.0) > _OVERHEAD_SHARE * wall_s:
             return words
     if _lacks_kv_memory(report):
         return "KV memory"
     share = report["occupancy"]["sequences_share"]
-    if share is not None and share < _ROOM:
+    if share is not None and share < _HALF:
         return "too few sequences at a time"
     larger = max(("prefill", "decode"), key=lambda name: seconds.get(name, 0.0))
     return f"the model's own work, most of it {larger}"
 
 
 def advice(report: Mapping[str, Any]) -> list[str]:
-    """What to change, most telling first."""
-    found = []
-    rows, occupancy = report["rows"], report["occupancy"]
-    share = occupancy["sequences_share"]
+    """What to change, the most effective first."""
+    return [*_settings_advice(report), *_rows_advice(report)]
+
+
+def _settings_advice(report: Mapping[str, Any]) -> Iterator[str]:
+    occupancy, tail_s = report["occupancy"], report["tail_s"] or 0.0
     if _lacks_kv_memory(report):
-        found.append("KV memory bound: raise --kv-memory, or lower --max-num-seqs")
-    elif share is not None and share > _BUSY and (occupancy["kv_use"] or 0.0) < _ROOM:
+        yield "KV memory bound: raise --kv-memory, or lower --max-num-seqs"
+    elif (occupancy["sequences_share"] or 0.0) > _FULL_SHARE and (occupancy["kv_use"] or 0.0) < _HALF:
         most = occupancy["max_num_seqs"]
-        found.append(f"all {most:,} places were taken and KV memory was left: try a higher --max-num-seqs")
-    tail_s = report["tail_s"] or 0.0
-    if tail_s > max(_LONG_TAIL * report["wall_s"], _LEAST_TAIL_S):
-        tail = format_duration(tail_s)
+        yield f"all {most:,} places were taken and KV memory was left: try a higher --max-num-seqs"
+    if tail_s > max(_TAIL_SHARE * report["wall_s"], _LEAST_TAIL_S):
         why = "waiting for the longest answers: give a run more rows, or lower max_tokens"
-        found.append(f"the last {tail} ran less than half full, {why}")
+        yield f"the last {format_duration(tail_s)} ran less than half full, {why}"
     if bound_by(report) == _OVERHEADS["load"]:
-        found.append("loading took longer than it should pay for: give a run more rows")
+        yield "loading took longer than it should pay for: give a run more rows"
     if report["numerics"].get("device") == "cuda":
-        found.append("on a GPU a row's tokens may depend on what shared its batch; --batch-invariant rules that out")
-    is_scoring = not report["tokens"]["completion"]  # a job that generates nothing cuts nothing off
-    cut_off = 0 if is_scoring else report["finish_reasons"].get("length", 0)
-    if rows["done"] and cut_off > _CUT_OFF * rows["done"]:
-        found.append(f"{cut_off:,} of {rows['done']:,} answers were cut off by max_tokens or the context")
+        yield "on a GPU a row's tokens may depend on what shared its batch; --batch-invariant rules that out"
+
+
+def _rows_advice(report: Mapping[str, Any]) -> Iterator[str]:
+    rows, cut_off = report["rows"], report["finish_reasons"].get("length", 0)
+    generates = report["tokens"]["completion"] > 0  # a job that only scores cuts nothing off
+    if generates and rows["done"] and cut_off > _CUT_OFF_SHARE * rows["done"]:
+        yield f"{cut_off:,} of {rows['done']:,} answers were cut off by max_tokens or the context"
     others = 0
     for code, count in sorted(report["errors"].items(), key=lambda item: -item[1]):
         if code in _ERROR_ADVICE:
-            found.append(f"{counted(count, 'row')} {_ERROR_ADVICE[code]}")
+            yield f"{counted(count, 'row')} {_ERROR_ADVICE[code]}"
         else:
             others += count
     if others:
-        found.append(f"{counted(others, 'row')} that could not run as written: errors.jsonl says why, by line")
-    return found
+        yield f"{counted(others, 'row')} that could not run as written: errors.jsonl says why, by line"
 
 
 def _lacks_kv_memory(report: Mapping[str, Any]) -> bool:
-    occupancy, rows = report["occupancy"], report["rows"]
-    is_full = occupancy["max_kv_use"] is not None and occupancy["max_kv_use"] > _KV_FULL
-    return is_full and report["engine"].get("num_preemptions", 0) > _OFTEN * rows["total"]
+    is_full = (report["occupancy"]["max_kv_use"] or 0.0) > _FULL_KV
+    return is_full and report["engine"].get("num_preemptions", 0) > _PREEMPTIONS_PER_ROW * report["rows"]["total"]

@@ -1,7 +1,7 @@
-"""``report.json``: what a run amounted to, from its finished rows and what each invocation spent.
+"""``report.json``: the totals of a run, from its finished rows and the resources its invocations used.
 
 Totals come from the rows themselves, so a run interrupted ten times reports the same tokens as an undisturbed one;
-only times add up over invocations. ``KEYS`` says what every key means. It never sees the engine or the input.
+only times add up over invocations. ``KEYS`` says what each key means. The engine and the input are never read here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -74,77 +75,95 @@ KEYS = {
     "accuracy": "with output.expected: rows compared (total), correct ones, and their share (exact_match)",
 }
 _OPTIONAL_KEYS = {"accuracy"}
+_OCCUPANCY = (
+    "sequences",
+    "tokens_per_step",
+    "kv_use",
+    "max_kv_use",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "sequences_share",
+    "tokens_share",
+)
 
 
-def build_report(rows: RowTotals, spent: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
+def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[str, Any]) -> dict[str, Any]:
     """The content of ``report.json``; see ``KEYS``.
 
-    ``spent`` holds what all invocations together spent (``sessions``, ``wall_s``, ``seconds`` by account, ``engine``
-    counts with their ``series``); ``about`` says what ran where (model, input, numerics).
+    ``usage`` is that of all invocations together (``sessions``, ``wall_s``, ``seconds`` by account, ``engine`` counts
+    with their ``series``); ``job_facts`` are what ran and where (model, input, numerics, threads, sizes, roofline).
     """
+    engine = dict(usage.get("engine", {}))
+    series = thin(engine.pop("series", {}))
+    wall_s, accounts = usage.get("wall_s", 0.0), usage.get("seconds", {})
+    generate_s = accounts.get("generate", 0.0)
+    queried, hit = engine.get("num_queried_tokens", 0), engine.get("num_cached_tokens", 0)
     tokens = {
         "prompt": rows.prompt_tokens,
-        "cached": rows.cached_tokens or spent.get("engine", {}).get("num_cached_tokens", 0),
+        "cached": rows.cached_tokens or hit,
         "completion": rows.completion_tokens,
         "total": rows.prompt_tokens + rows.completion_tokens,
     }
-    wall_s = spent.get("wall_s", 0.0)
-    engine = dict(spent.get("engine", {}))
-    series = thin(engine.pop("series", {}))
-    accounts = spent.get("seconds", {})
-    generate_s = accounts.get("generate", 0.0)
     report: dict[str, Any] = {
         "version": REPORT_VERSION,
         "sizes": None,
-        **about,
+        **job_facts,
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        **_rows(rows),
+        **rows.report_section(),
         "tokens": tokens,
         "wall_s": round(wall_s, 3),
         "seconds": {name: round(seconds, 3) for name, seconds in split(accounts, engine).items()},
         "generate_s": round(generate_s, 3),
         "tokens_per_s": {name: round(tokens[name] / wall_s, 2) if wall_s else 0.0 for name in tokens},
-        **_saved_and_lost(engine),
-        "tail_s": spent["tail_s"] if "tail_s" in spent else tail_s(series),
-        "sessions": spent.get("sessions", 1),
+        "prefix_cache": {"queried": queried, "hit": hit, "hit_rate": round(hit / queried, 4)} if queried else None,
+        "duplicates": engine.get("num_shared_requests", 0),
+        "recomputed_tokens": engine.get("num_recomputed_tokens", 0),
+        "tail_s": usage["tail_s"] if "tail_s" in usage else tail_s(series),
+        "sessions": usage.get("sessions", 1),
         "occupancy": _occupancy(engine),
         "series": series,
         "engine": engine,
-        "roofline": roofline_section(about.get("roofline"), engine, generate_s),
-        "device_hours_per_million_output_tokens": _device_hours(about, wall_s, rows.completion_tokens),
-        "max_rss_bytes": spent.get("max_rss_bytes", 0),
+        "roofline": roofline_section(job_facts.get("roofline"), engine, generate_s),
+        "device_hours_per_million_output_tokens": _device_hours(job_facts, wall_s, rows.completion_tokens),
+        "max_rss_bytes": usage.get("max_rss_bytes", 0),
         **_machine(),
     }
     return report | {"bound_by": bound_by(report), "advice": advice(report)}
 
 
-def _rows(rows: RowTotals) -> dict[str, Any]:
-    """What the rows alone tell."""
-    failed = rows.errors.total()
-    found: dict[str, Any] = {
-        "rows": {"total": rows.num_results + failed, "done": rows.num_results, "failed": failed},
-        "errors": dict(sorted(rows.errors.items())),
-        "finish_reasons": dict(sorted(rows.finish_reasons.items())),
-        "latency_s": {name: distribution.percentiles() for name, distribution in rows.latencies.items()},
-        "histograms": rows.histograms(),
-        "slowest": rows.slowest,
-        "preemptions": rows.preemptions,
+def _occupancy(engine: Mapping[str, Any]) -> dict[str, Any]:
+    steps = engine.get("num_steps", 0)
+    if not steps or "sum_sequences" not in engine:
+        return dict.fromkeys(_OCCUPANCY)
+    max_num_seqs, max_tokens = engine["max_num_seqs"], engine["max_num_batched_tokens"]
+    sequences = engine["sum_sequences"] / steps
+    tokens = (engine["num_prefill_tokens"] + engine["num_decode_tokens"]) / steps
+    return {
+        "sequences": round(sequences, 2),
+        "tokens_per_step": round(tokens, 2),
+        "kv_use": round(engine["sum_kv_use"] / steps, 4),
+        "max_kv_use": round(engine["max_kv_use"], 4),
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_tokens,
+        "sequences_share": round(sequences / (max_num_seqs or 1), 4),
+        "tokens_share": round(tokens / (max_tokens or 1), 4),
     }
-    if rows.expected is not None:
-        share = round(rows.correct / rows.compared, 6) if rows.compared else None
-        found["accuracy"] = {"correct": rows.correct, "total": rows.compared, "exact_match": share}
-    return found
+
+
+def _device_hours(job_facts: Mapping[str, Any], wall_s: float, completion_tokens: int) -> dict[str, Any]:
+    is_gpu = job_facts.get("numerics", {}).get("device") == "cuda"
+    devices = 1 if is_gpu else job_facts.get("threads")
+    hours = round(devices * wall_s / 3600 * 1e6 / completion_tokens, 4) if devices and completion_tokens else None
+    return {"unit": "gpu" if is_gpu else "cpu", "hours": hours}
 
 
 def _machine() -> dict[str, Any]:
-    return {
-        "machine": {
-            "platform": platform.platform(),
-            "processor": processor_name(),
-            "python": platform.python_version(),
-        },
-        "versions": {"batchgen": __version__} | {name: found for name in _PACKAGES if (found := _version(name))},
-    }
+    versions = {"batchgen": __version__}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    system = {"platform": platform.platform(), "processor": processor_name(), "python": platform.python_version()}
+    return {"machine": system, "versions": versions}
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
@@ -167,50 +186,3 @@ def read_report_file(path: Path) -> dict[str, Any]:
     if missing := sorted(KEYS.keys() - _OPTIONAL_KEYS - report.keys()):
         raise UsageError(f"{path} is not whole: it lacks {', '.join(missing[:3])}")
     return dict(report)
-
-
-def _occupancy(engine: Mapping[str, Any]) -> dict[str, Any]:
-    steps = engine.get("num_steps", 0)
-    if not steps or "sum_sequences" not in engine:
-        return dict.fromkeys((*_OCCUPANCY, "sequences_share", "tokens_share"))
-    sequences = engine["sum_sequences"] / steps
-    tokens = (engine["num_prefill_tokens"] + engine["num_decode_tokens"]) / steps
-    known = {
-        "sequences": round(sequences, 2),
-        "tokens_per_step": round(tokens, 2),
-        "kv_use": round(engine["sum_kv_use"] / steps, 4),
-        "max_kv_use": round(engine["max_kv_use"], 4),
-        "max_num_seqs": engine["max_num_seqs"],
-        "max_num_batched_tokens": engine["max_num_batched_tokens"],
-    }
-    shares = {"sequences_share": sequences / (known["max_num_seqs"] or 1)}
-    shares["tokens_share"] = tokens / (known["max_num_batched_tokens"] or 1)
-    return known | {name: round(share, 4) for name, share in shares.items()}
-
-
-_OCCUPANCY = ("sequences", "tokens_per_step", "kv_use", "max_kv_use", "max_num_seqs", "max_num_batched_tokens")
-
-
-def _saved_and_lost(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Work the engine was spared, and work it had to do twice."""
-    queried, hit = engine.get("num_queried_tokens", 0), engine.get("num_cached_tokens", 0)
-    cache = {"queried": queried, "hit": hit, "hit_rate": round(hit / queried, 4)} if queried else None
-    return {
-        "prefix_cache": cache,
-        "duplicates": engine.get("num_shared_requests", 0),
-        "recomputed_tokens": engine.get("num_recomputed_tokens", 0),
-    }
-
-
-def _device_hours(about: Mapping[str, Any], wall_s: float, completion_tokens: int) -> dict[str, Any]:
-    is_gpu = about.get("numerics", {}).get("device") == "cuda"
-    devices = 1 if is_gpu else about.get("threads")
-    hours = round(devices * wall_s / 3600 * 1e6 / completion_tokens, 4) if devices and completion_tokens else None
-    return {"unit": "gpu" if is_gpu else "cpu", "hours": hours}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -1,7 +1,7 @@
-"""The report's pictures as SVG texts, drawn by matplotlib (extra ``batchgen[report]``).
+"""The charts of the HTML report as SVG, drawn by matplotlib (extra ``batchgen[report]``).
 
-matplotlib rather than plotly or bokeh: those bring megabytes of script into every file, while a picture here takes
-some kilobytes and needs no script at all. Colours are written as CSS variables, so one file serves light and dark.
+Plotly and Bokeh put megabytes of script into every file; an SVG chart takes some kilobytes and needs no script.
+Colours are CSS variables, so one file serves light and dark.
 """
 
 from __future__ import annotations
@@ -13,60 +13,50 @@ from functools import partial
 from typing import Any
 
 from batchgen.core.errors import UsageError
+from batchgen.report.facts import Report
 from batchgen.report.usage import thin
 
-Report = Mapping[str, Any]
-
-# Colours that matplotlib writes, each of them a stand-in for a CSS variable of the page.
+# Placeholder colours: matplotlib writes them and ``_picture`` replaces each by a CSS variable of the page.
 _PREFILL, _DECODE, _TEXT, _GRID = "#0a0001", "#0a0002", "#0a0003", "#0a0004"
 _VARIABLES = {_PREFILL: "var(--prefill)", _DECODE: "var(--decode)", _TEXT: "var(--muted)", _GRID: "var(--line)"}
 _STYLE: Any = {  # matplotlib types its keys as one huge literal
     "svg.fonttype": "none",  # text stays text: the page's font, small, can be searched
     "font.family": "sans-serif",
     "font.size": 9,
-    "text.color": _TEXT,
-    "axes.labelcolor": _TEXT,
-    "axes.edgecolor": _GRID,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "savefig.facecolor": "none",
-    "grid.color": _GRID,
-    "xtick.color": _TEXT,
-    "ytick.color": _TEXT,
     "legend.frameon": False,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), "none"),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _TEXT),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), _GRID),
+}
+_HISTOGRAMS = {
+    "prompt_tokens": "Prompt length",
+    "completion_tokens": "Answer length",
+    "ttft_s": "Time to first token",
+    "tpot_s": "Time per further token",
+    "total_s": "Total time of a row",
 }
 _POINTS = 150  # of a series over time: more is noise at this size
 _SIZE = (5.0, 2.5)  # inches: small enough to be read at the width of a phone
 
 
 def draw(report: Report) -> dict[str, str]:
-    """Title -> SVG of every picture the report has numbers for. Raises UsageError where matplotlib is missing."""
+    """SVG of each chart that the report has numbers for, by title. Raises UsageError where matplotlib is missing."""
     pictures: dict[str, str] = {}
     if report["series"].get("at_s"):
-        pictures["Tokens per second"] = _picture("rate", partial(_throughput, report=report))
-        pictures["How full the batch was"] = _picture("fill", partial(_occupancy, report=report))
+        pictures["Tokens per second"] = _picture("rate", _throughput, report)
+        pictures["How full the batch was"] = _picture("fill", _occupancy, report)
     if report["wall_s"]:
-        pictures["Where the time went"] = _picture("time", partial(_seconds, report=report))
-    names = {
-        "prompt_tokens": "Prompt length",
-        "completion_tokens": "Answer length",
-        "ttft_s": "Time to first token",
-        "tpot_s": "Time per further token",
-        "total_s": "Total time of a row",
-    }
-    for key, title in names.items():
-        histogram = report["histograms"][key]
-        if histogram["counts"]:
-            is_time = key.endswith("_s")
-            pictures[title] = _picture(key, partial(_histogram, histogram=histogram, is_time=is_time))
+        pictures["Where the time went"] = _picture("time", _seconds, report)
+    for key, title in _HISTOGRAMS.items():
+        if report["histograms"][key]["counts"]:
+            pictures[title] = _picture(key, partial(_histogram, key=key), report)
     return pictures
 
 
-def _picture(name: str, plot: Callable[[Any], None]) -> str:
+def _picture(name: str, plot: Callable[[Any, Report], None], report: Report) -> str:
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -74,7 +64,7 @@ def _picture(name: str, plot: Callable[[Any], None]) -> str:
         raise UsageError("--html needs matplotlib: pip install 'batchgen[report]'") from None
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):  # ids differ between pictures and not between runs
         figure = Figure(figsize=_SIZE, layout="constrained")
-        plot(figure.subplots())
+        plot(figure.subplots(), report)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = file.getvalue()
@@ -117,11 +107,11 @@ def _seconds(axes: Any, report: Report) -> None:
     axes.set_xlabel(unit)
 
 
-def _histogram(axes: Any, histogram: Mapping[str, list[float]], is_time: bool) -> None:
-    edges = histogram["edges"]
-    unit, unit_s = _time_unit(edges[-1]) if is_time else ("tokens", 1.0)
+def _histogram(axes: Any, report: Report, key: str) -> None:
+    counts, edges = report["histograms"][key]["counts"], report["histograms"][key]["edges"]
+    unit, unit_s = _time_unit(edges[-1]) if key.endswith("_s") else ("tokens", 1.0)
     edges = [edge / unit_s for edge in edges]
-    axes.stairs(histogram["counts"], edges, fill=True, color=_DECODE)
+    axes.stairs(counts, edges, fill=True, color=_DECODE)
     axes.set_xscale("log")
     axes.set_xticks(_ticks(edges), minor=False)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}" if value < 1e4 else f"{value:,.0f}")
@@ -140,7 +130,7 @@ def _ticks(edges: list[float]) -> list[float]:
 
 
 def _steps(series: Mapping[str, list[float]], column: str) -> tuple[list[float], str]:
-    """The instants between points, one more than there are points, and their unit."""
+    """The instants between points (one more than there are points) and their unit."""
     starts = series["at_s"][: len(series[column])]
     edges = [*starts, starts[-1] + max(series["span_s"][-1], 1e-6)]
     unit, unit_s = _time_unit(edges[-1])
@@ -148,13 +138,13 @@ def _steps(series: Mapping[str, list[float]], column: str) -> tuple[list[float],
 
 
 def _time_unit(longest_s: float) -> tuple[str, float]:
-    """The unit in which times of up to so many seconds read well, and its seconds."""
+    """A unit in which times of up to ``longest_s`` read well, and its seconds."""
     units = (("milliseconds", 1e-3, 1.0), ("seconds", 1.0, 300.0), ("minutes", 60.0, 18_000.0))
     return next(((name, unit_s) for name, unit_s, most_s in units if longest_s < most_s), ("hours", 3600.0))
 
 
 def _upper(values: list[float]) -> float:
-    """An axis limit that a few very short steps do not blow up."""
+    """An axis limit that ignores the highest 2 % of values: very short steps have extreme rates."""
     ordered = sorted(values)
     return 1.15 * max(ordered[int(0.98 * (len(ordered) - 1))], 1e-9)
 

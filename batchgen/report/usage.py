@@ -1,15 +1,16 @@
-"""What invocations spent, as plain numbers that add up: seconds by account, engine counts, the series of steps.
+"""Usage of invocations as plain numbers that add up: seconds by account, engine counts, the series of steps.
 
-It knows the shapes that ``run.progress`` and ``engine.stats`` write and nothing of rows.
+The shapes are those that ``run.progress`` and ``engine.stats`` write. Rows are counted elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_POINTS = 2000
-ENGINE_ACCOUNTS = ("prefill", "decode", "sample", "host")
+_ENGINE_ACCOUNTS = ("prefill", "decode", "sample", "host")
+_MEANS = ("sequences", "kv_use")  # columns of a series that are means over steps; the others but at_s are sums
 
 Numbers = Mapping[str, Any]
 
@@ -21,21 +22,32 @@ def add_up(totals: Numbers, more: Numbers) -> dict[str, Any]:
         known = result.get(key)
         if isinstance(value, Mapping):
             result[key] = add_up(known if isinstance(known, Mapping) else {}, value)
-        elif isinstance(value, list) and isinstance(known, list):
-            result[key] = known + value
-        elif isinstance(value, int | float) and isinstance(known, int | float):
-            result[key] = max(known, value) if key.startswith("max_") else known + value
+        elif isinstance(value, int | float) and isinstance(known, int | float) and key.startswith("max_"):
+            result[key] = max(known, value)
+        elif isinstance(value, int | float | list) and isinstance(known, int | float | list):
+            result[key] = known + value  # type: ignore[operator]  # both are numbers or both are lists
         else:
             result[key] = value
     return result
 
 
+def follow(totals: Numbers, more: Numbers) -> dict[str, Any]:
+    """``add_up`` with ``more`` coming after ``totals`` in time: its series begins where their wall time ends."""
+    series = more.get("engine", {}).get("series")
+    if not series:
+        return add_up(totals, more)
+    at_s = [round(at + totals.get("wall_s", 0.0), 3) for at in series["at_s"]]
+    total = add_up(totals, {**more, "engine": {**more["engine"], "series": {**series, "at_s": at_s}}})
+    total["engine"]["series"] = thin(total["engine"]["series"])
+    return total
+
+
 def spent_in(report: Numbers) -> dict[str, Any]:
-    """What the invocations behind a report spent, to be added to: the inverse of what ``split`` did.
+    """The usage behind a report, to be added to: the inverse of ``split``.
 
     Its ``tail_s`` is that of runs that came to their end, so that those of shards add up.
     """
-    accounts = {name: seconds for name, seconds in report["seconds"].items() if name not in ENGINE_ACCOUNTS}
+    accounts = {name: seconds for name, seconds in report["seconds"].items() if name not in _ENGINE_ACCOUNTS}
     return {
         "sessions": report["sessions"],
         "wall_s": report["wall_s"],
@@ -49,8 +61,8 @@ def spent_in(report: Numbers) -> dict[str, Any]:
 def split(seconds: Numbers, engine: Numbers) -> dict[str, float]:
     """The clock's accounts with "generate" broken down by what the engine measured, the sum unchanged.
 
-    A step that holds prompts and single tokens is shared out between prefill and decode by their numbers. ``host``
-    is what is left of generating: scheduling, bookkeeping, handing rows in and out.
+    The time of a step that holds prompts and single tokens is divided between prefill and decode by their numbers.
+    ``host`` is the rest of generating: scheduling, bookkeeping, handing rows in and out.
     """
     accounts = {name: float(value) for name, value in seconds.items() if name != "generate"}
     generate_s = float(seconds.get("generate", 0.0))
@@ -59,19 +71,7 @@ def split(seconds: Numbers, engine: Numbers) -> dict[str, float]:
     prefill_s = min(engine.get("forward_prefill_s", 0.0), forward_s)
     sample_s = min(phases.get("sample", 0.0), generate_s - forward_s)
     parts = (prefill_s, forward_s - prefill_s, sample_s, generate_s - forward_s - sample_s)
-    return accounts | dict(zip(ENGINE_ACCOUNTS, parts, strict=True))
-
-
-def follow(totals: Numbers, more: Numbers) -> dict[str, Any]:
-    """``add_up`` with ``more`` coming after ``totals`` in time: its series begins where their wall time ends."""
-    series = more.get("engine", {}).get("series")
-    if series:
-        at_s = [round(at + totals.get("wall_s", 0.0), 3) for at in series["at_s"]]
-        more = {**more, "engine": {**more["engine"], "series": {**series, "at_s": at_s}}}
-    total = add_up(totals, more)
-    if series:
-        total["engine"]["series"] = thin(total["engine"]["series"])
-    return total
+    return accounts | dict(zip(_ENGINE_ACCOUNTS, parts, strict=True))
 
 
 def since(engine: Numbers, started_at: float) -> dict[str, Any]:
@@ -81,14 +81,6 @@ def since(engine: Numbers, started_at: float) -> dict[str, Any]:
     series = dict(engine["series"])
     at_s = [round(at - started_at, 3) for at in series.pop("at")]
     return {**engine, "series": {"at_s": at_s, **series}}
-
-
-def thin(series: Numbers, max_points: int = MAX_POINTS) -> dict[str, Any]:
-    """A series of at most ``max_points``, neighbours merged two by two: sums stay, means are weighted by steps."""
-    columns = dict(series)
-    while len(columns.get("at_s", ())) > max_points:
-        columns = _halve(columns)
-    return columns
 
 
 def tail_s(series: Numbers) -> float | None:
@@ -101,19 +93,19 @@ def tail_s(series: Numbers) -> float | None:
     return round(float(sum(series["span_s"][last + 1 :])), 3)
 
 
-def _halve(columns: Numbers) -> dict[str, Any]:
-    steps = columns["steps"]
-    halved: dict[str, Any] = {}
-    for name, column in columns.items():
-        pairs = [slice(i, i + 2) for i in range(0, len(column), 2)]
-        if name == "at_s":
-            halved[name] = column[::2]
-        elif name in ("sequences", "kv_use"):
-            halved[name] = [_mean(column[pair], steps[pair]) for pair in pairs]
-        else:
-            halved[name] = [round(sum(column[pair]), 6) for pair in pairs]
-    return halved
+def thin(series: Numbers, max_points: int = MAX_POINTS) -> dict[str, Any]:
+    """A series of at most ``max_points``, neighbours merged two by two: sums stay, means are weighted by steps."""
+    columns = dict(series)
+    while len(columns.get("at_s", ())) > max_points:
+        columns = {name: _halved(name, column, columns["steps"]) for name, column in columns.items()}
+    return columns
 
 
-def _mean(values: list[float], weights: list[int]) -> float:
-    return round(sum(v * w for v, w in zip(values, weights, strict=True)) / max(sum(weights), 1), 4)
+def _halved(name: str, column: Sequence[float], steps: Sequence[int]) -> list[float]:
+    if name == "at_s":
+        return list(column[::2])
+    pairs = [slice(i, i + 2) for i in range(0, len(column), 2)]
+    if name not in _MEANS:
+        return [round(sum(column[pair]), 6) for pair in pairs]
+    weighted = [value * weight for value, weight in zip(column, steps, strict=True)]
+    return [round(sum(weighted[pair]) / max(sum(steps[pair]), 1), 4) for pair in pairs]
