@@ -21,7 +21,7 @@ from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.memory import peak_bytes
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
-from batchgen.engine import Engine, EngineConfig, make_engine
+from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.facts import engine_sizes, model_key
 from batchgen.engine.sizes import use_threads
 from batchgen.kernels.select import select
@@ -113,7 +113,7 @@ def repeats(
 
 
 def _run(model: Decoder, config: EngineConfig, requests: list[Request]) -> tuple[float, Engine]:
-    engine = make_engine(model, config, stop_watch=EndAfter)
+    engine = Engine(model, config, stop_watch=EndAfter)
     start = time.monotonic()
     num_results = 0
     for result in engine.run(requests):

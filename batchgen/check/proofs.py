@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from batchgen.check.requests import requests_for
-from batchgen.check.witness import Comparison, Divergence, Trace, run_seen
+from batchgen.check.witness import Comparison, Divergence, See, Trace, Witness, tokens_of
 from batchgen.config.job import ModelSpec
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
@@ -107,23 +108,25 @@ class Check:
             )
             yield self._scored("fast kernels ~ reference", TOLERANCE[dtype])
 
-    def _engine(self, requests: list[Request], *, is_tight: bool = False, **sizes: Any) -> Engine:
+    def _engine(self, requests: list[Request], see: See, *, is_tight: bool = False, **sizes: Any) -> Engine:
         """An engine with memory for all requests at once or, if ``is_tight``, for their prompts and little more."""
         sizes = {"block_size": _BLOCK_SIZE, "prefix_caching": False, **sizes}
         blocks = [-(-(len(r.prompt_token_ids) + r.params.max_tokens) // sizes["block_size"]) for r in requests]
         num_blocks = max(*blocks, sum(len(r.prompt_token_ids) + 2 for r in requests)) if is_tight else sum(blocks)
         memory = num_blocks * self._model.config.kv_block_bytes(sizes["block_size"], self._model.dtype.itemsize)
         config = EngineConfig(kv_memory=max(memory, 1), share_duplicates=False, forecast_memory=False, **sizes)
-        return Engine(self._model, config)
+        return Engine(self._model, config, sampler=partial(Witness, see=see))
 
     def _run_alone(self, request: Request) -> None:
-        engine = self._engine([request], max_num_seqs=1, max_num_batched_tokens=len(request.prompt_token_ids))
-        self._trace.tokens |= run_seen(engine, [request], self._trace.see)
+        engine = self._engine(
+            [request], self._trace.see, max_num_seqs=1, max_num_batched_tokens=len(request.prompt_token_ids)
+        )
+        self._trace.tokens |= tokens_of(engine, [request])
 
     def _run(self, way: _Way) -> Proof:
-        engine = self._engine(self.requests, is_tight=way.is_tight, **way.sizes)
         comparison = Comparison(self._trace)
-        tokens = run_seen(engine, self.requests, comparison.see)
+        engine = self._engine(self.requests, comparison.see, is_tight=way.is_tight, **way.sizes)
+        tokens = tokens_of(engine, self.requests)
         return _proof(way.name, 0.0, comparison, way.note(engine), tokens)
 
     def _scored(self, name: str, tolerance: float) -> Proof:
@@ -131,7 +134,7 @@ class Check:
         params = SamplingParams(choices=("what was generated",))
         texts = [replace(r, params=params, choices=(self._trace.tokens[r.key],)) for r in self.requests]
         comparison = Comparison(self._trace, tolerance)
-        tokens = run_seen(self._engine(self.requests), texts, comparison.see)
+        tokens = tokens_of(self._engine(self.requests, comparison.see), texts)
         flipped = comparison.num_flipped
         note = f"{counted(flipped, 'near tie')} flipped" if flipped else ""
         return _proof(name, tolerance, comparison, note, tokens)

@@ -18,6 +18,7 @@ from batchgen.core.records import Request
 from batchgen.engine import Engine
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.sequence import Sequence
+from batchgen.kernels.interface import Kernels
 
 See = Callable[[Sequence, int, Tensor], None]
 """Told a sequence, the index of a generated token, and the logits [vocab_size] it is chosen from."""
@@ -26,11 +27,11 @@ See = Callable[[Sequence, int, Tensor], None]
 class Witness(Sampler):
     """A sampler that shows every row of logits to ``see`` before anything is done to it."""
 
-    def __init__(self, plain: Sampler, see: See) -> None:
-        super().__init__(plain.kernels, plain.eos_token_ids)
+    def __init__(self, kernels: Kernels, eos_token_ids: frozenset[int], see: See) -> None:
+        super().__init__(kernels, eos_token_ids)
         self._see = see
 
-    def sample(self, logits: Tensor, sequences: Sequence_[Sequence]) -> list[int]:
+    def sample(self, logits: Tensor, sequences: Sequence_[Sequence]) -> Tensor:
         """See ``Sampler.sample``."""
         for sequence, row in zip(sequences, logits.cpu(), strict=True):
             self._see(sequence, sequence.num_output_tokens, row)
@@ -45,13 +46,12 @@ class Witness(Sampler):
         super().score(logits, scored)
 
 
-def run_seen(engine: Engine, requests: Iterable[Request], see: See) -> dict[int, tuple[int, ...]]:
-    """Run requests with a witness; their tokens by key.
+def tokens_of(engine: Engine, requests: Iterable[Request]) -> dict[int, tuple[int, ...]]:
+    """Run requests; their tokens by key.
 
     Raises:
         GateFailed: a request has no result but an error.
     """
-    engine.sampler = Witness(engine.sampler, see)
     tokens = {}
     for result in engine.run(requests):
         if result.error is not None:
@@ -110,7 +110,8 @@ class Comparison:
         """Compare a row."""
         key, tokens = sequence.request.key, self._trace.tokens[sequence.request.key]
         first = sequence.num_prompt_tokens
-        if tuple(sequence.token_ids[first : first + index]) != tokens[:index]:
+        known = tuple(sequence.token_ids[first : first + index])  # without a pending token
+        if index >= len(tokens) or known != tokens[: len(known)]:
             return
         self.num_compared += 1
         expected = self._trace.logits[key, index]

@@ -1,26 +1,65 @@
 """The step loop: schedule, forward, sample, update. Pulls requests lazily and yields results as they finish.
 
-Everything happens in the caller's thread, one step at a time; the only thing that may come from outside is ``stop``.
+Everything happens in the caller's thread; only ``stop`` may be called from outside. On a GPU steps overlap: a step is
+launched while the one before it still runs. Token ids go from step to step on the device and the host learns them one
+step late; until then a sequence has a pending token. An end by length is known ahead. If an end token, a stop string
+or a row that is not finite ends a sequence, the step under way computes one token too many, which is dropped when it
+arrives. Its memory is given back at once: what is put there is launched later, and the device keeps launch order.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import isfinite
+
+import torch
+from torch import Tensor
 
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.core.records import FinishReason, Request, Result
+from batchgen.engine.batch import build_pending
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.duplicates import Duplicates
 from batchgen.engine.model_runner import ModelRunner
-from batchgen.engine.penalties import TokenCounts
+from batchgen.engine.observers import StopMatcher, TokenCounts, observers_for
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Group, Schedule, Sequence, StopWatch
+from batchgen.engine.sequence import Group, Schedule, Sequence
 from batchgen.engine.sizes import resolve, use_threads
 from batchgen.engine.stats import EngineStats
+from batchgen.kernels.interface import Kernels
 from batchgen.model.decoder import Decoder
+
+Wait = Callable[[], list[int]]
+"""Returns the token ids of a step once they are on the host."""
+
+
+def fetch_ids(token_ids: Tensor) -> Wait:
+    """Begin to copy int64 ids to the host, behind all work launched so far; later launches are not waited for."""
+    if token_ids.device.type != "cuda":
+        return token_ids.tolist
+    host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+    host.copy_(token_ids, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    copied.record()
+
+    def wait() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
+
+    return wait
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that was launched: its schedule, whose tokens it samples, and their ids on the device."""
+
+    schedule: Schedule
+    sampled: list[Sequence]
+    token_ids: Tensor
+    wait: Wait
 
 
 class Engine:
@@ -38,9 +77,15 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         eos_token_ids: Iterable[int] | None = None,
-        stop_watch: Callable[[tuple[str, ...]], StopWatch] | None = None,
+        stop_watch: Callable[[tuple[str, ...]], StopMatcher] | None = None,
+        sampler: Callable[[Kernels, frozenset[int]], Sampler] = Sampler,
+        overlaps: bool | None = None,
+        fetch: Callable[[Tensor], Wait] = fetch_ids,
     ) -> None:
-        """``eos_token_ids`` default to the model config's; ``stop_watch`` makes what looks for stop strings in text.
+        """``stop_watch`` makes the matcher of some stop strings, ``sampler`` the sampler for these end tokens.
+
+        ``eos_token_ids`` default to the model config's. ``overlaps``: whether a step is launched before the last one is
+        waited for, by default on a GPU alone, as a CPU has nothing to overlap with. ``fetch`` copies ids to the host.
 
         Raises:
             UsageError: a size that cannot work.
@@ -53,17 +98,21 @@ class Engine:
         self.eos_token_ids = frozenset(model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.scheduler = Scheduler(self.config)
         self.runner = ModelRunner(model, self.config)
-        self.sampler = Sampler(model.kernels, self.eos_token_ids)
+        self.sampler = sampler(model.kernels, self.eos_token_ids)
+        self.overlaps = model.device.type == "cuda" if overlaps is None else overlaps
         self.stats = EngineStats(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         self.duplicates = Duplicates()
         self._shares_duplicates = config.share_duplicates
         self._stop_watch = stop_watch
+        self._fetch = fetch
+        self._in_flight: InFlight | None = None
         self._stopping = False
 
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
         """Results in order of completion; every request gets exactly one, unless ``stop`` is called.
 
-        At most ``look_ahead`` requests are pulled before they can be admitted.
+        At most ``look_ahead`` requests are pulled before they can be admitted. A step in flight when the run ends or is
+        stopped still counts.
         """
         source = iter(requests)
         more = True
@@ -77,8 +126,9 @@ class Engine:
                 if answer is not None:
                     yield answer
             if not self.scheduler.has_work:
-                return
+                break
             yield from self.step()
+        yield from self._collect()
 
     def submit(self, request: Request) -> Result | None:
         """Queue a request; a result at once if it can never run, was answered before, or is done already."""
@@ -112,33 +162,68 @@ class Engine:
     def _prepare(self, sequence: Sequence) -> None:
         """Set up what watches and counts the tokens, with those that an earlier run generated."""
         request = sequence.request
-        if request.params.stop and self._stop_watch is not None:
-            sequence.stop_watch = self._stop_watch(request.params.stop)
+        sequence.observers = observers_for(request.params, self._stop_watch)
         if request.params.has_penalties:
-            sequence.counts = TokenCounts(request.prompt_token_ids, request.output_token_ids)
+            sequence.counts = TokenCounts(request.prompt_token_ids)
+            sequence.observers.append(sequence.counts)
         sequence.token_ids = sequence.token_ids[: len(sequence.token_ids) - len(request.output_token_ids)]
         for token_id in request.output_token_ids:
             sequence.token_ids.append(token_id)
             self._judge(sequence)
 
     def step(self) -> list[Result]:
-        """Advance every scheduled sequence; the results of those that ended."""
+        """Advance every scheduled sequence; the results that are complete.
+
+        Where steps overlap, these are the results of the step before. A step with rows that need the host runs alone.
+        """
         with self.stats.phase("schedule"):
             schedule = self.scheduler.schedule()
-        return self._advance(schedule)
+        if self.overlaps and not _needs_host(schedule):
+            launched = self._launch(schedule)
+            results = self._collect()
+            self._book(launched)
+            return results
+        results = self._collect()
+        self._book(self._launch(_unfinished(schedule)))
+        return results + self._collect()
 
-    def _advance(self, schedule: Schedule) -> list[Result]:
-        completing, scored = schedule.completing, schedule.scored
+    def _launch(self, schedule: Schedule) -> InFlight | None:
+        """Set the device to work on a schedule, behind the step in flight; None without any work."""
+        if not schedule.entries:
+            return None
+        sampled, before = schedule.completing, self._in_flight
         with self.stats.phase("forward"):
-            logits = self.runner.run(schedule)
+            pending = build_pending(schedule, before.sampled, before.token_ids) if before is not None else None
+            logits = self.runner.run(schedule, pending)
         with self.stats.phase("sample"):
-            self.sampler.score(logits[len(completing) :], scored)  # first: given tokens stand before the new ones
-            token_ids = self.sampler.sample(logits[: len(completing)], completing) if completing else []
+            if len(logits) > len(sampled):  # first: given tokens stand before the new ones
+                self.sampler.score(logits[len(sampled) :], schedule.scored)
+            token_ids = self.sampler.sample(logits[: len(sampled)], sampled)
+            wait = self._fetch(token_ids)
         with self.stats.phase("update"):
             self._count(schedule, len(logits))
-            self.scheduler.computed(schedule)
-            ended = self._update(completing, token_ids)
-            ended += [s for s, _ in schedule.entries if not s.generates and not s.num_owed]
+        return InFlight(schedule, sampled, token_ids, wait)
+
+    def _book(self, launched: InFlight | None) -> None:
+        """Make a launched step the one in flight: its tokens count as cached, and those it samples as pending."""
+        self._in_flight = launched
+        if launched is None:
+            return
+        with self.stats.phase("update"):
+            for sequence in launched.sampled:
+                sequence.num_pending = int(sequence.finished_at is None)
+            self.scheduler.computed(_unfinished(launched.schedule))
+
+    def _collect(self) -> list[Result]:
+        """Wait for the step in flight and append its tokens; the results of the requests that end with them."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return []
+        with self.stats.phase("forward"):
+            token_ids = step.wait()
+        with self.stats.phase("update"):
+            ended = self._update((s, token) for s, token in zip(step.sampled, token_ids, strict=True) if s.num_pending)
+            ended += [s for s, _ in step.schedule.entries if not s.generates and not s.num_owed]
             return [result for sequence in ended for result in self._end(sequence)]
 
     def stop(self) -> None:
@@ -167,11 +252,12 @@ class Engine:
         stats.num_recomputed_tokens = self.scheduler.num_recomputed_tokens
         stats.max_running = max(stats.max_running, len(self.scheduler.running))
 
-    def _update(self, completing: list[Sequence], token_ids: list[int]) -> list[Sequence]:
-        """Append the new tokens; the sequences that end with them."""
+    def _update(self, sampled: Iterable[tuple[Sequence, int]]) -> list[Sequence]:
+        """Append pending tokens; the sequences that end with them."""
         now = time.monotonic()
         ended = []
-        for sequence, token_id in zip(completing, token_ids, strict=True):
+        for sequence, token_id in sampled:
+            sequence.num_pending = 0
             if token_id < 0:
                 self._fail(sequence, f"the model's logits after token {sequence.num_tokens} are not finite")
                 ended.append(sequence)
@@ -211,3 +297,17 @@ class Engine:
     @staticmethod
     def _fail(sequence: Sequence, message: str) -> None:
         sequence.group.error = RowError(RowErrorCode.INTERNAL, message)
+
+
+def _unfinished(schedule: Schedule) -> Schedule:
+    """The schedule without the sequences that have ended since it was made."""
+    entries = tuple([entry for entry in schedule.entries if entry[0].finished_at is None])
+    return schedule if len(entries) == len(schedule.entries) else replace(schedule, entries=entries)
+
+
+def _needs_host(schedule: Schedule) -> bool:
+    """Whether a row needs tokens of the step before on the host, or gives more than a token id in this one."""
+    return any(
+        s.counts is not None or s.request.params.logprobs is not None or s.next_scored < s.end_scored or not s.generates
+        for s, _ in schedule.entries
+    )

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.records import TokenLogprob
-from batchgen.engine.penalties import penalize
+from batchgen.core.records import SamplingParams, TokenLogprob
+from batchgen.engine.observers import TokenCounts
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import upload
 from batchgen.kernels.interface import Kernels, SamplingRows
@@ -47,24 +47,25 @@ class Sampler:
         self._wide = torch.empty(0)  # kept from step to step: fresh memory would cost more than what is done in it
 
     @torch.inference_mode()  # logits come from inference mode and may be written only inside it
-    def sample(self, logits: Tensor, sequences: Sequence_[Sequence]) -> list[int]:
-        """Next token ids as ``choose`` has them, on the host; books the log-probabilities asked for."""
+    def sample(self, logits: Tensor, sequences: Sequence_[Sequence]) -> Tensor:
+        """Next token ids, int64 [num_seqs] on the logits' device; -1 where a row is not finite.
+
+        Logits [num_seqs, vocab_size] may be overwritten. Books the log-probabilities asked for; without these and
+        penalties the host does not wait for the device.
+        """
         reported = [i for i, s in enumerate(sequences) if s.request.params.logprobs is not None]
         raw = logits[reported] if reported else None
-        token_ids = self.choose(logits, sequences).tolist()
+        token_ids = self._choose(logits, sequences)
         if raw is not None:
             wanted = [sequences[i].request.params.logprobs or 0 for i in reported]
-            found = self._logprobs(raw, [token_ids[i] for i in reported], wanted)
+            found = self._logprobs(raw, token_ids[reported].tolist(), wanted)
             for i, logprob in zip(reported, found, strict=True):
                 sequences[i].logprobs.append(logprob)
         return token_ids
 
-    @torch.inference_mode()
-    def choose(self, logits: Tensor, sequences: Sequence_[Sequence]) -> Tensor:
-        """Next token ids, int64 [num_seqs] on the logits' device; -1 where a row is not finite.
-
-        Logits [num_seqs, vocab_size] may be overwritten. Without penalties the host does not wait for the device.
-        """
+    def _choose(self, logits: Tensor, sequences: Sequence_[Sequence]) -> Tensor:
+        if not sequences:
+            return torch.empty(0, dtype=torch.int64)
         self._forbid_early_end(logits, sequences)
         penalized = [(i, s.counts, s.request.params) for i, s in enumerate(sequences) if s.counts is not None]
         if penalized:
@@ -156,3 +157,28 @@ def _likeliest(logits: Tensor, num_top: list[int]) -> list[list[tuple[int, float
             values, ids = logits[row, tied].tolist(), tied.tolist()  # noqa: PLW2901 - a better answer for this row
         found.append(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[:k])
     return found
+
+
+def penalize(
+    logits: Tensor, rows: Sequence_[int], counts: Sequence_[TokenCounts], params: Sequence_[SamplingParams]
+) -> None:
+    """Lower the logits of tokens seen before, in place, in ``rows`` of float32 logits [num_seqs, vocab_size].
+
+    The repetition penalty divides a positive logit and multiplies a negative one (Keskar et al., CTRL,
+    arXiv:1909.05858, section 4.1); then ``frequency_penalty * count`` and, where the count is not 0,
+    ``presence_penalty`` are taken off, as OpenAI and vLLM define them.
+    """
+    sizes = [len(c.ids) for c in counts]
+
+    def spread(values: Sequence_[float], dtype: type = np.float32) -> Tensor:
+        return upload(torch.from_numpy(np.repeat(np.array(values, dtype=dtype), sizes)), logits.device)
+
+    places = spread(rows, np.int64)
+    columns = upload(torch.from_numpy(np.concatenate([c.ids for c in counts])), logits.device)
+    times = upload(torch.from_numpy(np.concatenate([c.counts for c in counts])), logits.device)
+    seen = logits[places, columns]
+    repetition = spread([p.repetition_penalty for p in params])
+    seen = torch.where(seen > 0, seen / repetition, seen * repetition)
+    seen = seen - spread([p.frequency_penalty for p in params]) * times
+    seen = seen - spread([p.presence_penalty for p in params]) * (times > 0)
+    logits[places, columns] = seen

@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from batchgen.core.errors import RowError
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
-from batchgen.engine.looping import LoopWatch
 
 if TYPE_CHECKING:
-    from batchgen.engine.penalties import TokenCounts
-
-
-class StopWatch(Protocol):
-    """Looks for stop strings in a text that grows token by token."""
-
-    def push(self, token_id: int) -> str | None:
-        """Take in the next generated token; the stop string that it completes, if any."""
+    from batchgen.engine.observers import Observer, TokenCounts
 
 
 class Sequence:
@@ -53,7 +45,6 @@ class Sequence:
         "generates",
         "group",
         "logprobs",
-        "loop_watch",
         "matched_stop",
         "max_computed_tokens",
         "next_scored",
@@ -62,11 +53,11 @@ class Sequence:
         "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
+        "observers",
         "order",
         "request",
         "sample_index",
         "scores",
-        "stop_watch",
         "token_ids",
     )
 
@@ -87,9 +78,8 @@ class Sequence:
         self.order = (0, 0, 0, 0, 0)  # see WaitingQueue
         self.finish_reason: FinishReason | None = None
         self.matched_stop: str | None = None
-        self.stop_watch: StopWatch | None = None
-        self.loop_watch = LoopWatch(request.params.max_repeats) if request.params.max_repeats else None
-        self.counts: TokenCounts | None = None
+        self.observers: list[Observer] = []
+        self.counts: TokenCounts | None = None  # one of the observers, which the sampler reads
         self.logprobs: list[TokenLogprob] = []
         self.scores: list[TokenLogprob] = []
         self.next_scored = self.end_scored = 0
@@ -169,23 +159,21 @@ class Sequence:
         self.token_ids.append(token_id)
         if self.first_token_at is None:
             self.first_token_at = at
-        if self.counts is not None:
-            self.counts.add(token_id)
 
     def stop_reason(self, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
         """Why the newest token ends the sequence, or None; to be asked once for each, with none pending."""
         params = self.request.params
         newest = self.token_ids[-1]
-        stop = self.stop_watch.push(newest) if self.stop_watch is not None else None
-        is_loop = self.loop_watch.push(newest) if self.loop_watch is not None else False
+        ending = None
+        for observer in self.observers:
+            asked = observer.push(newest)
+            ending = ending or asked
         if self.num_output_tokens >= params.min_tokens:
             if newest in params.stop_token_ids or (newest in eos_token_ids and not params.ignore_eos):
                 return FinishReason.STOP
-            if stop is not None:
-                self.matched_stop = stop
-                return FinishReason.STOP
-            if is_loop:
-                return FinishReason.REPETITION
+            if ending is not None:
+                self.matched_stop = ending.stop
+                return ending.reason
         if self.max_new_tokens <= 0 or self.num_tokens >= max_model_len:
             return FinishReason.LENGTH
         return None

@@ -206,7 +206,7 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     require_address_space(2 * num_params)  # in the smallest dtype
     import torch
 
-    from batchgen.engine import Engine, make_engine
+    from batchgen.engine import Engine
     from batchgen.engine.facts import engine_facts
     from batchgen.engine.sizes import use_threads
     from batchgen.model import load_model
@@ -218,8 +218,8 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
         where.path, where.revision, dtype=where.dtype, device=where.device, batch_invariant=where.batch_invariant
     )
     stop_watch = StopStrings(info.tokenizer) if info.tokenizer else None
-    make = Engine if step_by_step else make_engine
-    engine = make(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch)
+    overlaps = False if step_by_step else None
+    engine = Engine(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch, overlaps=overlaps)
     facts = partial(engine_facts, engine)
     return Backend(engine, model.numerics, torch.get_num_threads(), facts, _notes(model.numerics))
 

@@ -13,7 +13,7 @@ from batchgen.bench.workload import PRESETS, EndAfter, LengthRange, Shape, from_
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import Request, Result, SamplingParams
-from batchgen.engine import Engine, EngineConfig, facts, pipeline
+from batchgen.engine import Engine, EngineConfig, facts
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.model import load_config, load_model, rates, roofline
 from batchgen.model.rates import Effort
@@ -106,7 +106,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Request], list[Resu
                 seen[-1][1].append(result)
                 yield result
 
-    monkeypatch.setattr(pipeline, "Engine", Watched)
+    monkeypatch.setattr(bench, "Engine", Watched)
     return seen
 
 

@@ -18,7 +18,7 @@ from batchgen.check import proofs
 from batchgen.check.requests import made_up_prompts, requests_for
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
-from batchgen.engine import sampler
+from batchgen.engine import Engine, sampler
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.load import load_model
@@ -99,6 +99,17 @@ def test_the_object_says_what_was_proved_on_what(check: Callable[..., Found]) ->
     for proof in found["proofs"][:-1]:
         assert (proof["largest_gap"], proof["tolerance"], proof["num_tokens"]) == (0.0, 0.0, 48)
     assert 0 < found["proofs"][-1]["largest_share"] < found["proofs"][-1]["tolerance"]
+
+
+def test_overlapping_steps_are_proved_as_single_ones_are(
+    check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the engine of ``run`` launches a step before it knows the tokens of the last."""
+    assert Engine.__init__.__kwdefaults__ is not None
+    monkeypatch.setitem(Engine.__init__.__kwdefaults__, "overlaps", True)
+    code, found, _ = check()
+    assert code == ExitCode.OK
+    assert [proof["num_tokens"] for proof in found["proofs"]] == [48] * 6
 
 
 def test_a_kernel_that_leaks_between_rows_is_found_with_its_place(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_model import token_counts
 from torch import Tensor
 
 from batchgen.core.records import SamplingParams
-from batchgen.engine.penalties import TokenCounts, penalize
+from batchgen.engine.sampler import penalize
 
 TOKENS = st.lists(st.integers(0, 30), max_size=40)
 
@@ -26,7 +26,7 @@ def logits_of(rows: int, width: int, seed: int) -> Tensor:
 def penalized(logits: Tensor, cases: list[tuple[list[int], list[int], SamplingParams]]) -> Tensor:
     """Every row with its own prompt, output and parameters, all in one call."""
     out = logits.clone()
-    counts = [TokenCounts(prompt, output) for prompt, output, _ in cases]
+    counts = [token_counts(prompt, output) for prompt, output, _ in cases]
     penalize(out, range(len(cases)), counts, [params for _, _, params in cases])
     return out
 
@@ -103,28 +103,7 @@ def test_only_the_rows_named_are_touched() -> None:
     logits = logits_of(4, 20, 0)
     out = logits.clone()
     params = SamplingParams(repetition_penalty=2.0)
-    penalize(out, [1, 3], [TokenCounts([2], []), TokenCounts([5, 6], [6])], [params, params])
+    penalize(out, [1, 3], [token_counts([2], []), token_counts([5, 6], [6])], [params, params])
     changed = (out != logits).nonzero().tolist()
     assert changed == [[i, j] for i, j in [[1, 2], [3, 5], [3, 6]] if logits[i, j]]
     assert len(changed) >= 2
-
-
-@given(prompt=TOKENS, output=st.lists(st.integers(0, 300), max_size=200), split=st.integers(0, 200))
-def test_counts_kept_up_to_date_are_those_made_from_scratch(prompt: list[int], output: list[int], split: int) -> None:
-    """As a resumed sequence has them: some tokens brought along, the others generated."""
-    grown = TokenCounts(prompt, output[:split])
-    for token in output[split:]:
-        grown.add(token)
-    whole = TokenCounts(prompt, output)
-    assert grown.ids.tolist() == whole.ids.tolist()
-    assert grown.counts.tolist() == whole.counts.tolist()
-    assert dict(zip(whole.ids.tolist(), whole.counts.tolist(), strict=True)) == {
-        token: Counter(output)[token] for token in {*prompt, *output}
-    }
-
-
-@pytest.mark.parametrize("num_distinct", [31, 32, 33, 64, 65])
-def test_counts_grow_beyond_the_room_they_start_with(num_distinct: int) -> None:
-    counts = TokenCounts([], range(num_distinct))
-    assert counts.ids.tolist() == list(range(num_distinct))
-    assert counts.counts.tolist() == [1.0] * num_distinct

@@ -1,11 +1,10 @@
-"""The pipelined loop against the plain one, with a device that hands out ids only when they are waited for."""
+"""Overlapping steps against single ones, with a device that hands out ids only when they are waited for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import Request, Result, SamplingParams, Timings
-from batchgen.engine import Engine, EngineConfig, make_engine, pipeline
+from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.batch import PendingTokens, build_pending
-from batchgen.engine.pipeline import PipelinedEngine, Wait
+from batchgen.engine.engine import Wait
 from batchgen.engine.sequence import Schedule, Sequence
 from batchgen.model.decoder import Decoder
 
@@ -49,7 +48,7 @@ class Device:
         self.num_ahead = 0  # waits during which another step was under way
 
     def __call__(self, token_ids: Tensor) -> Wait:
-        """See ``pipeline.Fetch``."""
+        """See ``fetch_ids``."""
         assert self.num_launched - self.num_waits <= 1, "a third step was launched"
         step, ids = self.num_launched, token_ids.tolist()
         self.num_launched += 1
@@ -67,17 +66,17 @@ class SomeTokens:
     """Takes some tokens to complete a stop string."""
 
     def push(self, token_id: int) -> str | None:
-        """See ``StopWatch``."""
+        """See ``StopMatcher``."""
         return "any" if token_id % 8 == 5 else None
 
 
 def pipelined(
     device: Device, model: Decoder = MODEL, *, num_blocks: int = 200, block_size: int = 4, **sizes: Any
-) -> PipelinedEngine:
+) -> Engine:
     memory = num_blocks * model.config.kv_block_bytes(block_size, model.dtype.itemsize)
     sizes = {"forecast_memory": False} | sizes
     config = EngineConfig(block_size=block_size, kv_memory=memory, **sizes)
-    return PipelinedEngine(model, config, stop_watch=lambda _: SomeTokens(), fetch=device)
+    return Engine(model, config, stop_watch=lambda _: SomeTokens(), overlaps=True, fetch=device)
 
 
 def untimed(results: Iterator[Result]) -> dict[int, Result]:
@@ -197,7 +196,7 @@ def test_a_step_with_rows_that_need_the_host_runs_by_itself(params: SamplingPara
     assert untimed(checked_run(engine, requests)) == untimed(
         engine_for(MODEL, num_blocks=200, block_size=4).run(requests)
     )
-    assert (engine.stats.num_steps, device.num_waits) == (20, 15)
+    assert (engine.stats.num_steps, device.num_waits, device.num_ahead) == (20, 20, 14)
 
 
 def test_a_choice_whose_last_token_comes_after_its_scores_is_answered() -> None:
@@ -271,10 +270,3 @@ def test_a_feed_leaves_the_ids_it_was_made_of_alone() -> None:
     ids = torch.tensor([-1, 8])
     PendingTokens(ids, torch.tensor([0, 1]), torch.tensor([1, 0])).into(torch.zeros(2, dtype=torch.int64))
     assert ids.tolist() == [-1, 8]
-
-
-def test_a_gpu_gets_the_pipelined_engine_and_a_cpu_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert type(make_engine(MODEL, EngineConfig(kv_memory=1 << 20))) is Engine
-    monkeypatch.setattr(pipeline, "PipelinedEngine", lambda *_, **__: "pipelined")
-    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
-    assert make_engine(on_gpu) == "pipelined"  # type: ignore[comparison-overlap]  # the stand-in

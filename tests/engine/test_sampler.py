@@ -78,9 +78,9 @@ def test_tokens_do_not_depend_on_who_else_is_in_the_batch(name: str) -> None:
     ]
     sequences = [sequence(key, output=key % 3, params=kinds[key % 5]) for key in range(40)]
     logits = logits_of(40)
-    together = sampler.sample(logits.clone(), sequences)
-    assert together == [sampler.sample(logits[i : i + 1].clone(), [s])[0] for i, s in enumerate(sequences)]
-    assert together[::-1] == sampler.sample(logits.flip(0).clone(), sequences[::-1])
+    together = sampler.sample(logits.clone(), sequences).tolist()
+    assert together == [sampler.sample(logits[i : i + 1].clone(), [s]).tolist()[0] for i, s in enumerate(sequences)]
+    assert together[::-1] == sampler.sample(logits.flip(0).clone(), sequences[::-1]).tolist()
     greedy = [i for i, s in enumerate(sequences) if s.request.params.is_greedy]
     assert [together[i] for i in greedy] == logits[greedy].argmax(-1).tolist()
 
@@ -95,7 +95,7 @@ def test_a_draw_is_keyed_by_seed_request_and_output_position(name: str) -> None:
     uniforms = [uniform(s.request.params.seed, s.request.key, 0, s.num_output_tokens) for s in sequences]
     cumulative = logits[0].double().softmax(0).cumsum(0)
     expected = torch.searchsorted(cumulative, torch.tensor(uniforms, dtype=torch.float64), right=True).tolist()
-    assert Sampler(BACK_ENDS[name](), EOS).sample(logits, sequences) == expected
+    assert Sampler(BACK_ENDS[name](), EOS).sample(logits, sequences).tolist() == expected
     assert len(set(expected)) > 20
 
 
@@ -107,7 +107,7 @@ def test_no_end_token_comes_before_min_tokens(name: str) -> None:
         logits = torch.full((3, 20), -4.0)
         logits[:, 7], logits[:, 8], logits[:, 9] = 100.0, 90.0, 50.0
         sequences = [sequence(0, n, params) for n in (0, 2, 3)]
-        assert sampler.sample(logits, sequences) == [9, 9, 7]
+        assert sampler.sample(logits, sequences).tolist() == [9, 9, 7]
 
 
 def test_logits_of_a_model_may_be_sampled_with_min_tokens() -> None:
@@ -115,7 +115,7 @@ def test_logits_of_a_model_may_be_sampled_with_min_tokens() -> None:
     with torch.inference_mode():
         logits = logits_of(1)
     params = SamplingParams(min_tokens=2)
-    assert Sampler(BACK_ENDS["cpu"](), EOS).sample(logits, [sequence(params=params)]) != [7]
+    assert Sampler(BACK_ENDS["cpu"](), EOS).sample(logits, [sequence(params=params)]).tolist() != [7]
 
 
 def test_ignored_end_tokens_are_forbidden_before_min_tokens_too() -> None:
@@ -123,7 +123,7 @@ def test_ignored_end_tokens_are_forbidden_before_min_tokens_too() -> None:
     params = SamplingParams(min_tokens=2, ignore_eos=True)
     logits = torch.zeros(1, 20)
     logits[0, 7] = 9.0
-    assert Sampler(BACK_ENDS["cpu"](), EOS).sample(logits, [sequence(params=params)]) != [7]
+    assert Sampler(BACK_ENDS["cpu"](), EOS).sample(logits, [sequence(params=params)]).tolist() != [7]
 
 
 @pytest.mark.parametrize("name", BACK_ENDS)
@@ -131,9 +131,9 @@ def test_ignored_end_tokens_are_forbidden_before_min_tokens_too() -> None:
 def test_a_row_of_nan_is_minus_one_and_spoils_no_other(params: SamplingParams, name: str) -> None:
     sampler = Sampler(BACK_ENDS[name](), EOS)
     logits = logits_of(3)
-    clean = sampler.sample(logits.clone(), [sequence(k, params=params) for k in range(3)])
+    clean = sampler.sample(logits.clone(), [sequence(k, params=params) for k in range(3)]).tolist()
     logits[1] = torch.nan
-    got = sampler.sample(logits, [sequence(k, params=params) for k in range(3)])
+    got = sampler.sample(logits, [sequence(k, params=params) for k in range(3)]).tolist()
     assert got == [clean[0], -1, clean[2]]
 
 
@@ -143,7 +143,7 @@ def test_a_row_of_nan_is_minus_one_and_spoils_no_other(params: SamplingParams, n
 def test_any_positive_temperature_draws_a_token(name: str, temperature: float, seed: int) -> None:
     logits = logits_of(1, seed=seed)
     params = replace(SAMPLED, temperature=temperature, min_tokens=1, stop_token_ids=(3,))
-    (token,) = Sampler(BACK_ENDS[name](), EOS).sample(logits.clone(), [sequence(params=params)])
+    (token,) = Sampler(BACK_ENDS[name](), EOS).sample(logits.clone(), [sequence(params=params)]).tolist()
     assert 0 <= token < 50
     assert token not in (3, 7)
     if temperature < 1e-6:

@@ -13,12 +13,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_model import BACK_ENDS
+from tiny_model import BACK_ENDS, token_counts
 from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import sampler as sampler_module
-from batchgen.engine.penalties import TokenCounts
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.sequence import Group, Sequence
 
@@ -32,7 +31,7 @@ def sampler_of(name: str) -> Sampler:
 
 def sequence(prompt: tuple[int, ...], output: tuple[int, ...], params: SamplingParams, sample: int = 0) -> Sequence:
     made = Group(Request(3, prompt, replace(params, n=sample + 1), output)).sequences[sample]
-    made.counts = TokenCounts(prompt, output) if params.has_penalties else None
+    made.counts = token_counts(prompt, output) if params.has_penalties else None
     return made
 
 
@@ -98,7 +97,7 @@ def test_the_tokens_left_and_their_probabilities_are_those_of_transformers(
     monkeypatch.setattr(sampler_module, "uniform", lambda *key: next(uniforms))
     n = len(middles) + len(grid)
     rows = logits.expand(n, -1).contiguous()
-    drawn = sampler_of(name).sample(rows, [sequence(prompt, output, params)] * n)
+    drawn = sampler_of(name).sample(rows, [sequence(prompt, output, params)] * n).tolist()
     assert drawn[: len(middles)] == allowed
     assert set(drawn[len(middles) :]) <= set(expected.nonzero().flatten().tolist())
 
@@ -116,8 +115,8 @@ def test_n_samples_follow_the_distribution(name: str) -> None:
     for key in range(10):
         sequences = Group(replace(request, key=key)).sequences
         for made in sequences:
-            made.counts = TokenCounts(prompt, output)
-        drawn.update(sampler.sample(logits.expand(2000, -1).contiguous(), sequences))
+            made.counts = token_counts(prompt, output)
+        drawn.update(sampler.sample(logits.expand(2000, -1).contiguous(), sequences).tolist())
     counts = torch.tensor([drawn[i] for i in range(WIDTH)], dtype=torch.float64)
     allowed = expected > 0
     assert counts[~allowed].sum() == 0
@@ -128,8 +127,8 @@ def test_n_samples_follow_the_distribution(name: str) -> None:
 def test_greedy_takes_the_best_after_the_penalties(name: str) -> None:
     logits = torch.tensor([[0.0, 3.0, 2.9, 1.0]])
     plain, punished = SamplingParams(), SamplingParams(presence_penalty=0.5)
-    assert sampler_of(name).sample(logits.clone(), [sequence((1,), (1,), plain)]) == [1]
-    assert sampler_of(name).sample(logits.clone(), [sequence((1,), (1,), punished)]) == [2]
+    assert sampler_of(name).sample(logits.clone(), [sequence((1,), (1,), plain)]).tolist() == [1]
+    assert sampler_of(name).sample(logits.clone(), [sequence((1,), (1,), punished)]).tolist() == [2]
 
 
 @every_back_end
@@ -142,7 +141,7 @@ def test_log_probabilities_are_those_of_the_logits_as_they_come(name: str, dtype
     logits = logits_of(5, rows=6).to(dtype)
     expected = logits.double().log_softmax(-1)
     sequences = [sequence((1, 2), (3,), params) for _ in range(6)]
-    tokens = sampler_of(name).sample(logits.clone(), sequences)
+    tokens = sampler_of(name).sample(logits.clone(), sequences).tolist()
     for row, token, made in zip(expected, tokens, sequences, strict=True):
         (found,) = made.logprobs
         assert found.token_id == token
@@ -156,7 +155,7 @@ def test_log_probabilities_are_those_of_the_logits_as_they_come(name: str, dtype
 def test_only_those_that_ask_get_log_probabilities_and_as_many_as_they_ask_for(name: str) -> None:
     asked = [None, 0, 5, None, 1]
     sequences = [sequence((1,), (), SamplingParams(logprobs=wanted)) for wanted in asked]
-    sampler_of(name).sample(logits_of(0, rows=5), sequences)
+    sampler_of(name).sample(logits_of(0, rows=5), sequences).tolist()
     assert [len(s.logprobs[0].top) if s.logprobs else None for s in sequences] == asked
 
 
@@ -168,7 +167,7 @@ def test_which_of_equally_likely_tokens_are_reported_does_not_depend_on_the_batc
 
     def tops(rows: list[int]) -> list[tuple[tuple[int, float], ...]]:
         sequences = [sequence((1,), (), SamplingParams(logprobs=wanted[i])) for i in rows]
-        sampler_of(name).sample(logits[rows], sequences)
+        sampler_of(name).sample(logits[rows], sequences).tolist()
         return [s.logprobs[0].top for s in sequences]
 
     together = tops(list(range(8)))
@@ -180,7 +179,7 @@ def test_which_of_equally_likely_tokens_are_reported_does_not_depend_on_the_batc
 @every_back_end
 def test_a_model_of_few_tokens_reports_all_it_has(name: str) -> None:
     made = sequence((1,), (), SamplingParams(logprobs=20))
-    sampler_of(name).sample(logits_of(0, width=9), [made])
+    sampler_of(name).sample(logits_of(0, width=9), [made]).tolist()
     assert sorted(token for token, _ in made.logprobs[0].top) == list(range(9))
 
 
@@ -188,9 +187,9 @@ def test_a_model_of_few_tokens_reports_all_it_has(name: str) -> None:
 def test_a_row_that_is_not_finite_has_log_probabilities_that_say_so_and_spoils_no_other(name: str) -> None:
     logits = logits_of(0, rows=3)
     clean = [sequence((1,), (), SamplingParams(logprobs=2)) for _ in range(3)]
-    sampler_of(name).sample(logits.clone(), clean)
+    sampler_of(name).sample(logits.clone(), clean).tolist()
     dirty = [sequence((1,), (), SamplingParams(logprobs=2)) for _ in range(3)]
     logits[1] = torch.nan
-    assert sampler_of(name).sample(logits, dirty)[1] == -1
+    assert sampler_of(name).sample(logits, dirty).tolist()[1] == -1
     assert [dirty[i].logprobs for i in (0, 2)] == [clean[i].logprobs for i in (0, 2)]
     assert dirty[1].logprobs[0].logprob != dirty[1].logprobs[0].logprob

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from batchgen.core.records import Request, Result, SamplingParams
-from batchgen.engine import Engine, EngineConfig, make_engine
+from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.batch import build_input
+from batchgen.engine.observers import TokenCounts
 from batchgen.engine.sequence import Group, Schedule
 from batchgen.engine.sequence import Sequence as EngineSequence
 from batchgen.kernels.cpu.backend import CpuKernels
@@ -145,6 +146,14 @@ def sequence_at(
     return sequence
 
 
+def token_counts(prompt: Iterable[int], output: Iterable[int]) -> TokenCounts:
+    """The counts of a sequence that has generated ``output``."""
+    counts = TokenCounts(list(prompt))
+    for token in output:
+        counts.push(token)
+    return counts
+
+
 def whole_input(token_ids: Sequence[int], block_size: int) -> ModelInput:
     """One sequence from its first token to its last, with logits for every token."""
     blocks = range(-(-len(token_ids) // block_size))
@@ -165,11 +174,13 @@ def prefix_logits(model: Decoder, token_ids: Sequence[int], block_size: int = 16
     return model.forward(whole_input(token_ids, block_size), state, len(token_ids) - 1)
 
 
-def engine_for(model: Decoder, *, num_blocks: int, block_size: int, **sizes: Any) -> Engine:
+def engine_for(
+    model: Decoder, *, num_blocks: int, block_size: int, overlaps: bool | None = None, **sizes: Any
+) -> Engine:
     """An engine with a pool of exactly ``num_blocks`` blocks; it admits without foresight, so as to preempt."""
     memory = num_blocks * model.config.kv_block_bytes(block_size, model.dtype.itemsize)
     sizes = {"forecast_memory": False} | sizes
-    return make_engine(model, EngineConfig(block_size=block_size, kv_memory=memory, **sizes))
+    return Engine(model, EngineConfig(block_size=block_size, kv_memory=memory, **sizes), overlaps=overlaps)
 
 
 def checked_run(engine: Engine, requests: Iterable[Request]) -> Iterator[Result]:
