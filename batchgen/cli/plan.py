@@ -43,7 +43,7 @@ def plan(job: Path | None, as_json: bool, **values: Any) -> int:
     if job is None:
         flags.setdefault("output", {}).setdefault("path", ".")  # a plan writes nothing
     from batchgen.config.load import load_job
-    from batchgen.plan.plan import PlanOptions, check_time, make_plan
+    from batchgen.plan.dry_run import PlanOptions, check_time, make_plan
     from batchgen.plan.text import render_plan
 
     found = make_plan(load_job(job, flags), PlanOptions(values["calibrate"], output_tokens, shard))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from batchgen.kernels.processor import multiplies_bfloat16
+
 ATTENTION = "full_attention"
 CONV = "conv"
 LANES = 16  # values per vector of the CPU kernels: keys and head_dim are padded to whole vectors
@@ -97,6 +99,10 @@ class ModelConfig:
     def conv_slot_bytes(self, itemsize: int) -> int:
         """Bytes of one sequence's convolution state over all layers."""
         return self.num_conv_layers * (self.conv_l_cache - 1) * self.hidden_size * itemsize
+
+    def auto_dtype(self, *, is_cuda: bool) -> str:
+        """The dtype that "auto" means: on CUDA the checkpoint's, on the CPU bfloat16 if it multiplies it natively."""
+        return self.dtype if is_cuda else "bfloat16" if multiplies_bfloat16() else "float32"
 
 
 def padded(n: int) -> int:

@@ -11,7 +11,6 @@ from batchgen.core.hub import resolve_folder
 from batchgen.core.machine import SMALLER_SIZES, memory_errors, physical_bytes
 from batchgen.core.units import shown
 from batchgen.kernels.interface import Kernels
-from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.kernels.select import select
 from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
@@ -94,9 +93,7 @@ def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torc
         ModelError: an unknown name.
     """
     if dtype == "auto":
-        if device.type == "cpu":
-            return torch.bfloat16 if multiplies_bfloat16() else torch.float32
-        dtype = config.dtype
+        dtype = config.auto_dtype(is_cuda=device.type == "cuda")
     if dtype not in DTYPES:
         raise ModelError(f"dtype {shown(dtype)} is not one of {', '.join(DTYPES)}")
     return DTYPES[dtype]

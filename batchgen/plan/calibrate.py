@@ -1,8 +1,7 @@
-"""Some seconds of real steps of this model on this machine, and what they say about a job. Imports torch.
+"""Calibration: times real steps of the model for some seconds and predicts the time of a whole job. Imports torch.
 
-Real rows of the job are run first, for their own mix of work and for the lengths of their answers; then made-up
-batches of other sizes, so that a cost can be fitted over all a run will meet. No made-up prompt comes twice: the
-engine would not compute it again.
+Real rows of the job run first, for their mix of work and their output lengths; then made-up batches of other sizes, so
+that the fitted cost covers every step size of a run. No made-up prompt occurs twice, or the engine would skip it.
 """
 
 from __future__ import annotations
@@ -13,44 +12,118 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, cycle
 
+import numpy as np
+
 from batchgen.config.job import JobSpec
-from batchgen.core.records import Request, Result, SamplingParams
+from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine
-from batchgen.engine.simulation import StepWork
-from batchgen.plan.cost import Machine, StepCost
-from batchgen.plan.estimate import Estimate, OutputLengths
-from batchgen.plan.survey import PREFIX_BLOCK, SampledPrompt, Survey
+from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.simulation import StepWork, simulate
+from batchgen.plan.estimate import Estimate, Forecast, OutputLengths
+from batchgen.plan.survey import PREFIX_BLOCK, Lengths, SampledPrompt, Survey
 from batchgen.run.loader import ModelInfo, load_engine
 
 CALIBRATION_S = 10.0
-_REAL_SHARE = 0.5  # of the time: real rows; the rest goes to made-up batches
-_LEVELS = 6  # batch sizes the decode probe passes through
+_REAL_SHARE = 0.5  # of the time; made-up batches take the rest
+_LEVELS = 6  # batch sizes of the decode probe
+_KNEES = (32, 128)  # token counts where the slope changes: a step first waits for weights, then for products
+_FIT_ROUNDS = 4
+_SIMULATED_OUTPUTS = 400_000  # tokens: some seconds of simulation
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
-    """What was learnt; ``lengths`` is None when no sampled row came to its end. ``load_s`` includes the first steps."""
+class StepCost:
+    """Linear model of a step's seconds: a weight, not negative, for each of ``_features``."""
 
-    machine: Machine
-    numerics: dict[str, str]
-    load_s: float
-    measured_s: float
-    lengths: OutputLengths | None
+    weights: tuple[float, ...]
 
-    def estimate(self, survey: Survey, lengths: OutputLengths) -> Estimate:
-        """The whole job: loading, reading, and the schedule played out over a sample of its rows."""
-        num_rows, shared = survey.computed_rows, survey.shared_tokens_per_row
-        engine_s = self.machine.engine_s(survey.sample.items, num_rows, lengths, shared)
-        return Estimate(f"{self.measured_s:.0f} s of real steps", self.load_s + survey.read_s + engine_s, engine_s)
+    @classmethod
+    def fit(cls, steps: Sequence[tuple[StepWork, float]]) -> StepCost:
+        """Least squares over measured (work, seconds), with errors relative to the predicted seconds.
+
+        Relative to the measured seconds the fast steps would weigh too much, as a busy machine slows some steps down.
+        Negative weights are noise: each round fits without those of the round before.
+        """
+        features = np.array([_features(work) for work, _ in steps], dtype=np.float64)
+        seconds = np.array([seconds for _, seconds in steps])
+        expected, kept = seconds, np.arange(features.shape[1])
+        for _ in range(_FIT_ROUNDS):
+            found = np.linalg.lstsq(features[:, kept] / expected[:, None], seconds / expected, rcond=None)[0]
+            weights = np.zeros(features.shape[1])
+            weights[kept] = np.maximum(found, 0)
+            kept = kept[found > 0]
+            expected = np.maximum(features @ weights, seconds.min() / 10)
+        return cls(tuple(weights.tolist()))
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds of one step."""
+        return sum(w * f for w, f in zip(self.weights, _features(work), strict=True))
+
+
+def _features(work: StepWork) -> tuple[float, ...]:
+    return (1.0, *(min(work.tokens, knee) for knee in _KNEES), work.tokens, work.logits, work.attended)
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Predicts the time of jobs: the engine's scheduler runs without a model, and each step costs ``cost``.
+
+    So packing, the token budget, memory and the tail of a job count as in a real run.
+    """
+
+    sizes: SchedulerConfig
+    look_ahead: int
+    cost: StepCost
+
+    def engine_s(self, sample: Sequence[Lengths], num_rows: int, lengths: OutputLengths, shared: int = 0) -> float:
+        """Seconds of all steps for ``num_rows`` rows like those of the sample.
+
+        Rows beyond the sample cost what its second half adds, which includes neither the start nor the tail.
+        """
+        rows = [(row, lengths.of_row(i, row.max_output, row.is_fixed)) for i, row in enumerate(sample)]
+        few = self._num_affordable(rows)
+        whole_s = self.simulated_s(rows[:few], shared)
+        if few == num_rows or few < 2:
+            return whole_s
+        half = few // 2
+        return whole_s + (whole_s - self.simulated_s(rows[:half], shared)) / (few - half) * (num_rows - few)
+
+    def simulated_s(self, rows: Sequence[tuple[Lengths, int]], shared: int = 0) -> float:
+        """Seconds of the steps that run rows of (lengths, output tokens); a row that can never run is left out.
+
+        All prompts begin with the same ``shared`` tokens, which the prefix cache finds as in a real run.
+        """
+        requests = ((_request(key, lengths, shared), output) for key, (lengths, output) in enumerate(rows))
+        steps = simulate(Scheduler(self.sizes), requests, self.look_ahead)
+        return sum(self.cost.step_s(work) for work, _ in steps)
+
+    def _num_affordable(self, rows: Sequence[tuple[Lengths, int]]) -> int:
+        """How many of the rows can be simulated in a few seconds."""
+        totals = np.cumsum([output for _, output in rows])
+        within = int(np.searchsorted(totals, _SIMULATED_OUTPUTS, side="right"))
+        return min(len(rows), max(within, 2 * self.sizes.max_num_seqs))
+
+
+def _request(key: int, lengths: Lengths, shared: int) -> Request:
+    own = max(lengths.prompt - shared, 0)
+    prompt = (0,) * (lengths.prompt - own) + (key + 1,) * own
+    return Request(key, prompt, SamplingParams(max_tokens=max(1, lengths.max_output)))
 
 
 def calibrate(
-    spec: JobSpec, info: ModelInfo, survey: Survey, *, began: float, seconds: float = CALIBRATION_S
-) -> Calibration:
-    """Load the model and run steps for about ``seconds``, one step of each kind at least.
+    spec: JobSpec,
+    info: ModelInfo,
+    survey: Survey,
+    given: OutputLengths | None = None,
+    *,
+    began: float,
+    seconds: float = CALIBRATION_S,
+) -> Forecast:
+    """Load the model, time steps for about ``seconds`` and predict the job from them.
 
-    ``began`` is the monotonic instant before this module was imported: loading torch is part of a run too.
-    Raises ModelError.
+    Output lengths are those ``given``, else those of the sampled rows. At least one step of each kind runs. ``began``
+    is the monotonic time before this module was imported: loading torch is part of a run too. Raises ModelError.
     """
     backend = load_engine(spec, info, step_by_step=True)
     engine = backend.engine
@@ -59,35 +132,34 @@ def calibrate(
     prompts = survey.sampled_prompts.items
     probe.run(_requests(prompts[:2], max_tokens=2), began)  # first steps compile kernels and touch memory
     probe.steps.clear()
-    load_s = time.monotonic() - began
     start = time.monotonic()
     finished, unfinished = probe.run(_requests(prompts), start + _REAL_SHARE * seconds)
-    lengths = [len(prompt.token_ids) for prompt in prompts] or [PREFIX_BLOCK]  # rows may only score
-    made_up = _MadeUp(engine, info.config.vocab_size, lengths)
+    prompt_lengths = [len(prompt.token_ids) for prompt in prompts] or [PREFIX_BLOCK]  # rows may only score
+    made_up = _MadeUp(engine.config, info.config.vocab_size, prompt_lengths)
     while True:
         probe.run(made_up.prefill(), time.monotonic() + seconds / 10)
         probe.run(made_up.decode(), time.monotonic() + seconds / 3)
         probe.run(made_up.single(), time.monotonic() + seconds / 10)
         if time.monotonic() - start >= seconds:
             break
-    return Calibration(
-        machine=Machine(engine.config, engine.look_ahead, StepCost.fit(probe.steps)),
-        numerics=backend.numerics,
-        load_s=load_s,
-        measured_s=time.monotonic() - start,
-        lengths=OutputLengths.observed(finished, unfinished),
-    )
+    measured_s = time.monotonic() - start
+    lengths = given or OutputLengths.observed(finished, unfinished) or OutputLengths.limits(survey)
+    model = CostModel(engine.config, engine.look_ahead, StepCost.fit(probe.steps))
+    engine_s = model.engine_s(survey.sample.items, survey.computed_rows, lengths, survey.shared_tokens_per_row)
+    wall_s = (start - began) + survey.read_s + engine_s
+    estimate = Estimate(f"{measured_s:.0f} s of real steps", wall_s, engine_s)
+    return Forecast(lengths, estimate, backend.numerics, engine.config)
 
 
 @dataclass
 class _Probe:
-    """Runs requests on one engine, step by step, and keeps what each step did and took."""
+    """Runs requests on one engine and records the work and the seconds of each step."""
 
     engine: Engine
     steps: list[tuple[StepWork, float]] = field(default_factory=list)
 
     def run(self, requests: Iterable[Request], until: float) -> tuple[list[int], list[int]]:
-        """Output lengths of those that ended and of those that had not by the instant ``until``."""
+        """Output lengths of the requests that finished and of those still running at the monotonic time ``until``."""
         scheduler = self.engine.scheduler
         finished: list[int] = []
         fixed = set()
@@ -96,30 +168,25 @@ class _Probe:
             if refused is None and request.params.has_fixed_length:
                 fixed.add(request.key)
         while scheduler.has_work:
-            for result in self._step():
-                if result.key not in fixed:
-                    finished.append(len(result.token_ids))
+            before, start = self._work_done(), time.monotonic()
+            results = self.engine.step()
+            seconds = time.monotonic() - start
+            work = StepWork(*(now - then for now, then in zip(self._work_done(), before, strict=True)))
+            self.steps.append((work, seconds))
+            finished += [len(result.token_ids) for result in results if result.key not in fixed]
             if time.monotonic() >= until:
                 break
         running = [n for s in scheduler.unfinished() if s.request.key not in fixed and (n := s.num_output_tokens)]
         self._abandon()
         return finished, running
 
-    def _step(self) -> list[Result]:
-        tokens, logits, attended = self._counts()
-        start = time.monotonic()
-        results = self.engine.step()
-        seconds = time.monotonic() - start
-        now = self._counts()
-        self.steps.append((StepWork(now[0] - tokens, now[1] - logits, now[2] - attended), seconds))
-        return results
-
-    def _counts(self) -> tuple[int, int, int]:
+    def _work_done(self) -> tuple[int, int, int]:
+        """``StepWork`` of all steps so far."""
         stats = self.engine.stats
         return stats.num_prefill_tokens + stats.num_decode_tokens, stats.num_output_tokens, stats.num_attended
 
     def _abandon(self) -> None:
-        """Forget what is under way."""
+        """Drop the unfinished requests."""
         scheduler = self.engine.scheduler
         for sequence in list(scheduler.running):
             scheduler.finish(sequence)
@@ -128,7 +195,7 @@ class _Probe:
 
 
 def _requests(prompts: Iterable[SampledPrompt], max_tokens: int | None = None) -> Iterator[Request]:
-    """The sampled rows as requests, as they are or cut to ``max_tokens``."""
+    """The sampled rows as requests, with at most ``max_tokens``."""
     for key, prompt in enumerate(prompts):
         most = prompt.params.max_tokens
         params = replace(prompt.params, max_tokens=min(most, max_tokens or most))
@@ -136,10 +203,10 @@ def _requests(prompts: Iterable[SampledPrompt], max_tokens: int | None = None) -
 
 
 class _MadeUp:
-    """Requests of random tokens, as long as real prompts."""
+    """Requests of random tokens with the prompt lengths of real rows."""
 
-    def __init__(self, engine: Engine, vocab_size: int, lengths: Sequence[int]) -> None:
-        self._sizes = engine.config
+    def __init__(self, sizes: SchedulerConfig, vocab_size: int, lengths: Sequence[int]) -> None:
+        self._sizes = sizes
         self._vocab_size = vocab_size
         self._lengths = cycle(lengths)
         self._keys = count()
@@ -150,7 +217,7 @@ class _MadeUp:
         return Request(next(self._keys), prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
     def prefill(self) -> Iterator[Request]:
-        """About two full steps of prompts with one token each to generate."""
+        """About two full steps of prompts, each with one token to generate."""
         left = 2 * self._sizes.max_num_batched_tokens
         while left > 0:
             length = next(self._lengths)
@@ -158,11 +225,11 @@ class _MadeUp:
             yield self._request(length, 1)
 
     def decode(self) -> Iterator[Request]:
-        """As many sequences as run at once, with short prompts, ending in groups: the batch shrinks by and by."""
+        """As many sequences as run at once, with short prompts; they end in groups, so that the batch shrinks."""
         longest = max(1, 2 * self._sizes.max_num_batched_tokens // self._sizes.max_num_seqs)
         for number in range(self._sizes.max_num_seqs):
             yield self._request(min(next(self._lengths), longest), 2 + number % _LEVELS)
 
     def single(self) -> Iterator[Request]:
-        """One alone."""
+        """One request alone."""
         yield self._request(next(self._lengths), 4)

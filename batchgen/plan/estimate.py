@@ -1,27 +1,35 @@
-"""How long a surveyed job will take: what is known of its output lengths, and rates from an earlier run's report.
+"""Estimates of what a surveyed job will take: output tokens, KV memory and time.
 
-Every figure carries its basis, and where there is none there is no figure. Calibration, which needs torch, is in
-``plan_calibrate``.
+Each figure carries its basis, and without a basis there is no figure. Imports no torch: ``calibrate`` does.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from batchgen.config.job import JobSpec
+from batchgen.core.memory import available_bytes
+from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.sizes import sizes_for
+from batchgen.model import ModelConfig
 from batchgen.plan.survey import Survey
+from batchgen.run.loader import engine_config
 
-NUM_QUANTILES = 64
+_NUM_QUANTILES = 64
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_NVIDIA = Path("/dev/nvidiactl")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLengths:
-    """What rows without a fixed length are expected to generate.
+    """Expected output lengths of rows without a fixed length.
 
     ``values`` are equally likely lengths, before each row's own limit; empty means that only the limit is known.
-    ``basis`` says where they come from, in words for a person.
+    ``basis`` says where they come from, for a person.
     """
 
     basis: str
@@ -33,10 +41,16 @@ class OutputLengths:
         return cls(basis, (max(1, round(mean)),))
 
     @classmethod
-    def observed(cls, finished: list[int], unfinished: list[int]) -> OutputLengths | None:
-        """From rows that were run, some of them not to their end; None if none of them ended.
+    def limits(cls, survey: Survey) -> OutputLengths:
+        """Every row at its limit, which is all that is known before any row has run."""
+        is_fixed = all(is_fixed for _, is_fixed in survey.outputs)
+        return cls("fixed by ignore_eos" if is_fixed else "max_tokens, an upper bound")
 
-        With unfinished ones lengths are taken to be geometric, of the rate at which tokens seen were last ones.
+    @classmethod
+    def observed(cls, finished: list[int], unfinished: list[int]) -> OutputLengths | None:
+        """Lengths of sampled rows, some of them still unfinished; None if none finished.
+
+        With unfinished rows, lengths are taken as geometric, with the observed share of last tokens as the rate.
         """
         if not finished:
             return None
@@ -44,20 +58,18 @@ class OutputLengths:
         if not unfinished:
             return cls(basis, tuple(sorted(finished)))
         mean = (sum(finished) + sum(unfinished)) / len(finished)
-        shares = ((i + 0.5) / NUM_QUANTILES for i in range(NUM_QUANTILES))
+        shares = ((i + 0.5) / _NUM_QUANTILES for i in range(_NUM_QUANTILES))
         return cls(basis, tuple(max(1, round(-mean * math.log1p(-share))) for share in shares))
 
     def of_row(self, number: int, max_output: int, is_fixed: bool) -> int:
-        """The length to reckon with for the ``number``-th row of a sample; spread evenly over the values."""
+        """The expected length of the ``number``-th row of a sample, spread evenly over the values."""
         if is_fixed or not self.values:
             return max_output
         return min(self.values[number * 7919 % len(self.values)], max_output)  # a prime: neighbours differ
 
     def total(self, survey: Survey) -> int:
         """Output tokens of all rows together."""
-        return round(
-            sum(self._mean(max_output, is_fixed) * count for (max_output, is_fixed), count in survey.outputs.items())
-        )
+        return round(sum(self._mean(*limit) * count for limit, count in survey.outputs.items()))
 
     def _mean(self, max_output: int, is_fixed: bool) -> float:
         if is_fixed or not self.values:
@@ -67,36 +79,81 @@ class OutputLengths:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds a run would take from start to end, and of them those of the engine; ``basis`` for a person."""
+    """Seconds of a run from start to end, and the engine's share of them; ``basis`` for a person."""
 
     basis: str
     wall_s: float
     engine_s: float
 
 
-def comparable(report: Mapping[str, Any] | None, model: str, processor: str) -> Mapping[str, Any] | None:
-    """The report if it is of this model on this machine and has anything to tell, else None."""
-    if report is None or report["model"] != model or report["machine"]["processor"] != processor:
-        return None
-    return report if report["tokens"]["completion"] and report["generate_s"] > 0 else None
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Expected lengths and time, and the engine's numerics and sizes where an earlier run or a calibration had them."""
+
+    lengths: OutputLengths
+    estimate: Estimate | None = None
+    numerics: Mapping[str, str] = field(default_factory=dict)
+    sizes: SchedulerConfig | None = None
 
 
-def limits(survey: Survey) -> OutputLengths:
-    """Every row at its limit: what is known before any has run."""
-    if all(is_fixed for _, is_fixed in survey.outputs):
-        return OutputLengths("fixed by ignore_eos")
-    return OutputLengths("max_tokens, an upper bound")
+def comparable(report: Mapping[str, Any], model: str, processor: str) -> bool:
+    """Whether an earlier run's report is of this model on this machine and has a rate."""
+    is_same = report["model"] == model and report["machine"]["processor"] == processor
+    return bool(is_same and report["tokens"]["completion"] > 0 and report["generate_s"] > 0)
 
 
-def reported_lengths(report: Mapping[str, Any]) -> OutputLengths:
-    """Output lengths as in an earlier run."""
+def forecast_from_report(report: Mapping[str, Any], survey: Survey, given: OutputLengths | None) -> Forecast:
+    """The job at an earlier run's rate: all tokens, prompt and output, per second of generating.
+
+    Lengths are the mean of that run unless ``given``.
+    """
     mean = report["tokens"]["completion"] / report["rows"]["done"]
-    return OutputLengths.around(f"the mean of the last run, {mean:,.1f}", mean)
-
-
-def estimate_from_report(report: Mapping[str, Any], survey: Survey, output_tokens: int) -> Estimate:
-    """The job at the earlier run's rate: all tokens, prompt and output, over its seconds of generating."""
+    lengths = given or OutputLengths.around(f"the mean of the last run, {mean:,.1f}", mean)
     rate = report["tokens"]["total"] / report["generate_s"]
-    engine_s = (survey.prompt_tokens + output_tokens) / rate
+    engine_s = (survey.prompt_tokens + lengths.total(survey)) / rate
     load_s = report["seconds"].get("load", 0.0) / report["sessions"]
-    return Estimate("the last run's rate", load_s + survey.read_s + engine_s, engine_s)
+    estimate = Estimate("the last run's rate", load_s + survey.read_s + engine_s, engine_s)
+    return Forecast(lengths, estimate, report["numerics"])
+
+
+def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Forecast) -> dict[str, Any]:
+    """KV memory of a row of ``mean_tokens``, and how many tokens and such rows fit at once (None: not known).
+
+    The engine's own arithmetic over the memory that is free now, less what the weights will take. The free memory of a
+    GPU is known only from a calibration. Raises UsageError for sizes that cannot work.
+    """
+    dtype = forecast.numerics.get("dtype") or spec.model.dtype
+    if dtype == "auto":
+        dtype = config.auto_dtype(is_cuda=_is_cuda(spec))
+    item_bytes = _ITEM_BYTES.get(dtype, 4)
+    is_auto = spec.engine.kv_memory == "auto"
+    is_known = forecast.sizes is not None or not is_auto or not _is_cuda(spec)
+    sizes = forecast.sizes or sizes_for(
+        engine_config(spec.engine), config, item_bytes, _free_bytes(config, item_bytes), is_cuda=_is_cuda(spec)
+    )
+    block_bytes = config.kv_block_bytes(sizes.block_size, item_bytes)
+    row_blocks = max(1, -(-round(mean_tokens) // sizes.block_size))
+    return {
+        "dtype": dtype,
+        "block_size": sizes.block_size,
+        "bytes_per_token": block_bytes // sizes.block_size,
+        "mean_row_bytes": row_blocks * block_bytes,
+        "max_num_seqs": sizes.max_num_seqs,
+        "is_auto": is_auto,
+        "memory_bytes": sizes.num_blocks * block_bytes if is_known else None,
+        "tokens_that_fit": sizes.max_num_tokens if is_known else None,
+        "rows_that_fit": sizes.num_blocks // row_blocks if is_known else None,
+    }
+
+
+def _free_bytes(config: ModelConfig, item_bytes: int) -> int:
+    """Bytes that are free once the weights are loaded; a tied embedding is also the output projection."""
+    num_embeddings = 1 if config.tie_embedding else 2
+    weights = config.linear_params_per_token + num_embeddings * config.logits_params_per_token
+    return max(0, available_bytes() - weights * item_bytes)
+
+
+def _is_cuda(spec: JobSpec) -> bool:
+    """Whether the job will run on a GPU; for "auto", whether a driver is installed."""
+    device = spec.model.device
+    return device.startswith("cuda") or (device == "auto" and _NVIDIA.exists())

@@ -1,7 +1,7 @@
-"""One pass over the rows of a job: what they are, how long, which are bad, what they have in common.
+"""Survey of a job's rows: counts, lengths, bad rows and repeated prompts, in one pass over the input.
 
-Memory is bounded whatever the number of rows: lengths are counted, repeats are found by hashes (``plan_distinct``),
-and of the rows themselves only samples and the longest are kept. It knows no weights and no engine.
+Memory is bounded for any number of rows: lengths are counted, repeats are found by hashes, and of the rows themselves
+only random samples and the longest are kept. Uses no weights and no engine.
 """
 
 from __future__ import annotations
@@ -18,43 +18,62 @@ from typing import Generic, TypeVar
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.input.rows import chunked
 from batchgen.input.validator import Pending, Screen
-from batchgen.plan.distinct import Distinct
 
 MAX_LISTED_BAD_ROWS = 10_000
 NUM_LONGEST = 10
-PREFIX_BLOCK = 32  # tokens: prefixes are compared in steps of this, as a paged cache would share them
+PREFIX_BLOCK = 32  # tokens: prefixes are compared in whole blocks, as a paged cache shares them
+_MAX_HASHES = 1 << 20  # 70 MB in a set
 _NUM_SAMPLED = 2000
 _NUM_PROMPTS = 256
 T = TypeVar("T")
 
 
+class RepeatCounter:
+    """Counts the items of a stream that occurred before, and their total weight, by 64-bit hash.
+
+    Exact up to ``max_hashes`` distinct items. Later items are looked up but not remembered, so the counts become lower
+    bounds and ``is_exact`` false. 64-bit hashes collide too seldom to matter (n**2 / 2**64).
+    """
+
+    def __init__(self, max_hashes: int = _MAX_HASHES) -> None:
+        self._max_hashes = max_hashes
+        self._seen: set[int] = set()
+        self.is_exact = True
+        self.num_repeated = 0
+        self.repeated_weight = 0
+
+    def add(self, item_hash: int, weight: int = 1) -> None:
+        if item_hash in self._seen:
+            self.num_repeated += 1
+            self.repeated_weight += weight
+        elif len(self._seen) < self._max_hashes:
+            self._seen.add(item_hash)
+        else:
+            self.is_exact = False
+
+
 class Reservoir(Generic[T]):
-    """A uniform sample of a stream; the whole stream, in order, while that is no larger than ``size``."""
+    """Uniform random sample of a stream; all of the stream, in order, while it has at most ``size`` items."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._seen = 0
+        self._num_seen = 0
         self._rng = random.Random(0)  # the same rows give the same plan
         self.items: list[T] = []
 
-    def offer(self) -> int | None:
-        """The place in ``items`` that the next item of the stream takes, None if it is passed over."""
-        self._seen += 1
-        if self._seen <= self._size:
-            return self._seen - 1
-        place = int(self._rng.random() * self._seen)
-        return place if place < self._size else None
-
-    def put(self, place: int, item: T) -> None:
-        """Take an item in at a place that ``offer`` gave."""
-        self.items[place : place + 1] = [item]
+    def add(self, item: T) -> None:
+        self._num_seen += 1
+        if len(self.items) < self._size:
+            self.items.append(item)
+        elif (place := int(self._rng.random() * self._num_seen)) < self._size:
+            self.items[place] = item
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of one row: its prompt, the most it may generate, and whether it will generate just that many.
+    """Tokens of one row: its prompt, the most it may generate, and whether it generates exactly that many.
 
-    A row that only scores choices has them in its prompt and generates nothing.
+    The choices of a row that only scores count as prompt tokens; it generates nothing.
     """
 
     prompt: int
@@ -64,7 +83,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class SampledPrompt:
-    """A real row for a calibration to run; ``params.max_tokens`` is what its context leaves room for."""
+    """A real row for a calibration to run; its context has room for ``params.max_tokens``."""
 
     token_ids: array[int]
     params: SamplingParams
@@ -82,10 +101,10 @@ class LongRow:
 
 
 class Survey:
-    """What has been seen so far; ``take`` everything, then read the fields.
+    """Everything counted so far: ``take`` the rows, then read the attributes.
 
     ``prompt_lengths`` counts rows by prompt tokens, ``outputs`` by (most output tokens, whether fixed);
-    ``common_prefix`` holds the tokens all prompts begin with; ``read_s`` is how long reading and tokenizing took.
+    ``common_prefix`` holds the first tokens that all prompts share; ``read_s`` is the time of reading and tokenizing.
     """
 
     def __init__(self, screen: Screen, max_model_len: int) -> None:
@@ -95,8 +114,8 @@ class Survey:
         self.bad_rows: list[BadRow] = []
         self.prompt_lengths: Counter[int] = Counter()
         self.outputs: Counter[tuple[int, bool]] = Counter()
-        self.prompts = Distinct()
-        self.blocks = Distinct()
+        self.prompts = RepeatCounter()
+        self.blocks = RepeatCounter()
         self.common_prefix: tuple[int, ...] | None = None
         self.sample: Reservoir[Lengths] = Reservoir(_NUM_SAMPLED)
         self.sampled_prompts: Reservoir[SampledPrompt] = Reservoir(_NUM_PROMPTS)
@@ -116,19 +135,14 @@ class Survey:
 
     @property
     def computed_rows(self) -> int:
-        """Rows the engine has to compute: where all are greedy, those of one prompt are computed once."""
-        return self.num_good - self._spared[0]
+        """Rows that the engine computes: greedy rows with equal prompts are computed once if all rows are greedy."""
+        return self.num_good - (self.prompts.num_repeated if self._is_greedy else 0)
 
     @property
     def shared_tokens_per_row(self) -> int:
-        """Tokens, on the mean of ``computed_rows``, with which an earlier prompt began too, in whole blocks."""
-        shared = self.blocks.repeated()[0] * PREFIX_BLOCK - self._spared[1]
+        """Mean tokens per computed row that an earlier prompt began with too, in whole blocks."""
+        shared = self.blocks.num_repeated * PREFIX_BLOCK - (self.prompts.repeated_weight if self._is_greedy else 0)
         return max(0, shared) // max(self.computed_rows, 1)
-
-    @property
-    def _spared(self) -> tuple[int, int]:
-        """Rows that need not be computed, and the tokens of their prompts."""
-        return self.prompts.repeated() if self._is_greedy else (0, 0)
 
     @property
     def longest(self) -> list[LongRow]:
@@ -136,7 +150,7 @@ class Survey:
         return sorted(self._longest, reverse=True)
 
     def take(self, rows: Iterable[Record | BadRow]) -> None:
-        """Read, check and tokenize ``rows``."""
+        """Read, validate and tokenize ``rows``."""
         start = time.monotonic()
         for chunk in chunked(rows):
             for answer in self._screen.screen(chunk):
@@ -161,13 +175,11 @@ class Survey:
         self.outputs[max_output, is_fixed] += 1 if params.is_greedy else params.n
         self._is_greedy &= params.is_greedy
         self._compare(token_ids)
-        if (place := self.sample.offer()) is not None:
-            self.sample.put(place, Lengths(length + sum(map(len, request.choices)), max_output, is_fixed))
-        if not is_scored and (place := self.sampled_prompts.offer()) is not None:
-            params = replace(params, max_tokens=max_output)
-            self.sampled_prompts.put(place, SampledPrompt(array("i", token_ids), params))
         if len(self._longest) < NUM_LONGEST or length > self._longest[0].tokens:
             self._note_long(pending, length)
+        self.sample.add(Lengths(length + sum(map(len, request.choices)), max_output, is_fixed))
+        if not is_scored:
+            self.sampled_prompts.add(SampledPrompt(array("i", token_ids), replace(params, max_tokens=max_output)))
 
     def _note_long(self, pending: Pending, length: int) -> None:
         record = pending.record
@@ -177,12 +189,12 @@ class Survey:
             heapq.heappop(self._longest)
 
     def _compare(self, token_ids: tuple[int, ...]) -> None:
-        """Count what the prompt shares with those before it: all of it, leading blocks, the beginning of all."""
+        """Count what the prompt shares with earlier ones: the whole prompt, leading blocks, the common prefix."""
         self.prompts.add(hash(token_ids), len(token_ids))
-        known = 0
+        prefix_hash = 0
         for end in range(PREFIX_BLOCK, len(token_ids) + 1, PREFIX_BLOCK):
-            known = hash((known, token_ids[end - PREFIX_BLOCK : end]))
-            self.blocks.add(known)
+            prefix_hash = hash((prefix_hash, token_ids[end - PREFIX_BLOCK : end]))
+            self.blocks.add(prefix_hash)
         prefix = token_ids if self.common_prefix is None else self.common_prefix
         if token_ids[: len(prefix)] != prefix:
             pairs = zip(prefix, token_ids, strict=False)

@@ -1,4 +1,4 @@
-"""A plan as text for a person, 80 columns wide at most: what first, then what is wrong, then how long."""
+"""Renders a plan as text for a person, at most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def _repeats(plan: Plan) -> list[str]:
     repeats, total = plan["repeats"], plan["prompt_tokens"]["total"]
     if not repeats["shared_prefix_tokens"] and not repeats["duplicate_prompts"]:
         return [_line("repeated", "no prompt comes twice, no two share a whole block of tokens")]
-    about = "" if repeats["is_exact"] else "about "
+    least = "" if repeats["is_exact"] else "at least "
     share = repeats["shared_prefix_tokens"] / total
-    prefix = f"{about}{repeats['shared_prefix_tokens']:,} tokens in shared prefixes ({share:.0%} of the input)"
-    alike = f"{about}{repeats['duplicate_prompts']:,} prompts ({repeats['duplicate_prompt_tokens']:,} tokens) twice"
+    prefix = f"{least}{repeats['shared_prefix_tokens']:,} tokens in shared prefixes ({share:.0%} of the input)"
+    alike = f"{least}{repeats['duplicate_prompts']:,} prompts ({repeats['duplicate_prompt_tokens']:,} tokens) twice"
     lines = [_line("repeated", prefix), _line("", alike)]
     lines.append(_line("", "computed once while memory lasts; whole rows only where greedy and alike"))
     if repeats["common_prefix_tokens"]:

@@ -17,7 +17,7 @@ from run_helpers import JobMaker, finish, quiet, rows_of, start
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.input.columns import HEAD_ROWS
-from batchgen.plan.plan import PlanOptions, make_plan
+from batchgen.plan.dry_run import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
 from batchgen.run.loader import Backend, ModelInfo
 

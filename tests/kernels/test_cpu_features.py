@@ -18,17 +18,14 @@ from batchgen.kernels.reference import ReferenceKernels
 
 ASK = """
 import torch
-from batchgen.plan import kv
 from batchgen.kernels.cpu.vector_ir import HAS_BF16
 from batchgen.kernels.cpu.matmul import can_multiply
 from batchgen.model import load, load_config
-from batchgen.config.load import load_job
 
-flags = {"model": {"path": "dummy:LFM2-350M", "device": "cpu"}, "input": {"path": ["a"], "prompt": "{a}"}}
-spec, config = load_job(None, {**flags, "output": {"path": "b"}}), load_config("dummy:LFM2-350M")
+config = load_config("dummy:LFM2-350M")
 print(HAS_BF16, can_multiply(torch.ones(2, 2, dtype=torch.bfloat16)))
 print(str(load.resolve_dtype("auto", config, torch.device("cpu"))).removeprefix("torch."))
-print(kv._guessed_dtype(spec, config))
+print(config.auto_dtype(is_cuda=False))
 """
 MULTIPLY = """
 import torch

@@ -19,7 +19,7 @@ from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageEr
 from batchgen.input import row_range as rows_module
 from batchgen.input.ids import UniqueIds
 from batchgen.output.journal import Journal
-from batchgen.plan.plan import PlanOptions, make_plan
+from batchgen.plan.dry_run import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
 from batchgen.run import job as job_module
 from batchgen.run.loader import Backend, ModelInfo

@@ -1,13 +1,12 @@
-"""The dry run: everything about a job that can be said before a token is generated, and how long it would take.
+"""Dry run of a job: surveys its input and reports what a run would take, for ``batchgen plan``.
 
-The composition root of ``batchgen plan``: it reads the input through the very code that a run uses, so that what it
-calls a bad row is one. It writes nothing, and imports torch only to calibrate.
+It reads the input with the same code as a run, so that both find the same bad rows. It writes nothing, and imports
+torch only to calibrate.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,24 @@ from batchgen.config.job import JobSpec
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.machine import processor_name
 from batchgen.core.units import format_duration
-from batchgen.engine.config import SchedulerConfig
 from batchgen.input.columns import check_columns
 from batchgen.input.ids import UniqueIds
 from batchgen.input.row_range import RowRange, may_have_ids
 from batchgen.input.source import open_source, stdin_as_file
 from batchgen.input.validator import Screen
 from batchgen.output.rundir import RunDir
-from batchgen.plan.estimate import Estimate, OutputLengths, comparable, estimate_from_report, limits, reported_lengths
-from batchgen.plan.kv import kv_plan
+from batchgen.plan.estimate import Estimate, Forecast, OutputLengths, comparable, forecast_from_report, kv_plan
 from batchgen.plan.survey import PREFIX_BLOCK, Survey
 from batchgen.run.loader import ModelInfo, read_model
 from batchgen.run.reports import read_report
 
 PLAN_VERSION = 1
+_NO_RATE = "this model has no finished run on this machine in the output folder; --calibrate measures for 10 s"
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What a user decides about a plan: ``output_tokens`` is the mean answer they expect, ``shard`` is ``(i, n)``."""
+    """Options of a plan: ``output_tokens`` is the expected mean length of an answer, ``shard`` is ``(i, n)``."""
 
     calibrate: bool = False
     output_tokens: int | None = None
@@ -42,9 +40,9 @@ class PlanOptions:
 
 
 def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
-    """Survey the job's input and say what a run of it would come to.
+    """Survey the job's input and estimate a run; the plan as plain data for ``--json`` and ``render_plan``.
 
-    Raises UsageError as the run would for what the job names, ModelError for weights when calibrating.
+    Raises UsageError for a job that ``run`` would refuse too, ModelError for unusable weights when calibrating.
     """
     with stdin_as_file(spec.input) as where:
         model = read_model(spec)
@@ -71,41 +69,37 @@ def check_time(plan: dict[str, Any], limit_s: float) -> None:
         raise GateFailed(f"the job would take about {found} ({estimate['basis']}), more than the {limit} allowed")
 
 
-@dataclass(frozen=True, slots=True)
-class _Forecast:
-    """What is expected of the rows, from an earlier run or a calibration; ``sizes`` are the engine's, if known."""
-
-    lengths: OutputLengths
-    estimate: Estimate | None
-    numerics: Mapping[str, str]
-    sizes: SchedulerConfig | None = None
-
-
-def _forecast(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Survey) -> _Forecast:
-    report = comparable(_last_report(spec), spec.model.path, processor_name())
+def _forecast(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Survey) -> Forecast:
     given = OutputLengths.around("as given", options.output_tokens) if options.output_tokens else None
     if options.calibrate and survey.num_good:
         began = time.monotonic()
         from batchgen.plan.calibrate import calibrate
 
-        found = calibrate(spec, model, survey, began=began)
-        lengths = given or found.lengths or limits(survey)
-        return _Forecast(lengths, found.estimate(survey, lengths), found.numerics, found.machine.sizes)
-    if report is None:
-        return _Forecast(given or limits(survey), None, {})
-    lengths = given or reported_lengths(report)
-    return _Forecast(lengths, estimate_from_report(report, survey, lengths.total(survey)), report["numerics"])
+        return calibrate(spec, model, survey, given, began=began)
+    report = _last_report(spec)
+    if report is not None and comparable(report, spec.model.path, processor_name()):
+        return forecast_from_report(report, survey, given)
+    return Forecast(given or OutputLengths.limits(survey))
 
 
-def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: _Forecast) -> dict[str, Any]:
+def _last_report(spec: JobSpec) -> dict[str, Any] | None:
+    try:
+        return read_report(RunDir(Path(spec.output.path)))
+    except UsageError:
+        return None
+
+
+def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast) -> dict[str, Any]:
+    num_good, num_bad = survey.num_good, survey.errors.total()
+    rows_per_s = (num_good + num_bad) / survey.read_s if survey.read_s else 0.0
     lengths, estimate = forecast.lengths, forecast.estimate
     output_tokens = lengths.total(survey)
-    mean_tokens = (survey.prompt_tokens + output_tokens) / max(survey.num_good, 1)
+    mean_tokens = (survey.prompt_tokens + output_tokens) / max(num_good, 1)
     return {
         "version": PLAN_VERSION,
         "model": spec.model.path,
         "input": list(spec.input.path),
-        "rows": _rows(survey),
+        "rows": {"total": num_good + num_bad, "good": num_good, "bad": num_bad},
         "errors": dict(sorted(survey.errors.items())),
         "bad_rows": [
             {"source": row.source, "line": row.line, "index": row.index, "id": row.id}
@@ -122,27 +116,11 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: _Forecas
             "basis": lengths.basis,
         },
         "repeats": _repeats(survey),
-        "kv": kv_plan(spec, model.config, mean_tokens, forecast.numerics, forecast.sizes),
+        "kv": kv_plan(spec, model.config, mean_tokens, forecast),
         "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),
-        "no_estimate": None if estimate else _why_not(survey),
-        "read": {"wall_s": round(survey.read_s, 3), "rows_per_s": round(_per_s(survey), 1)},
+        "no_estimate": None if estimate else _NO_RATE if num_good else "no row can run",
+        "read": {"wall_s": round(survey.read_s, 3), "rows_per_s": round(rows_per_s, 1)},
     }
-
-
-def _last_report(spec: JobSpec) -> dict[str, Any] | None:
-    try:
-        return read_report(RunDir(Path(spec.output.path)))
-    except UsageError:
-        return None
-
-
-def _rows(survey: Survey) -> dict[str, int]:
-    bad = survey.errors.total()
-    return {"total": survey.num_good + bad, "good": survey.num_good, "bad": bad}
-
-
-def _per_s(survey: Survey) -> float:
-    return (survey.num_good + survey.errors.total()) / survey.read_s if survey.read_s else 0.0
 
 
 def _prompt_tokens(survey: Survey) -> dict[str, Any]:
@@ -171,15 +149,14 @@ def _percentile(lengths: list[tuple[int, int]], num_rows: int, share: int) -> in
 
 
 def _repeats(survey: Survey) -> dict[str, Any]:
-    """What prompts have in common: the engine computes that once, as long as memory lasts to keep it."""
-    duplicate_rows, duplicate_tokens = survey.prompts.repeated()
-    repeated_blocks, _ = survey.blocks.repeated()
+    """What prompts have in common; the engine computes it once while it fits in memory."""
+    prompts, blocks = survey.prompts, survey.blocks
     return {
-        "is_exact": survey.prompts.is_exact and survey.blocks.is_exact,
+        "is_exact": prompts.is_exact and blocks.is_exact,
         "common_prefix_tokens": len(survey.common_prefix or ()),
-        "duplicate_prompts": duplicate_rows,
-        "duplicate_prompt_tokens": duplicate_tokens,
-        "shared_prefix_tokens": repeated_blocks * PREFIX_BLOCK,
+        "duplicate_prompts": prompts.num_repeated,
+        "duplicate_prompt_tokens": prompts.repeated_weight,
+        "shared_prefix_tokens": blocks.num_repeated * PREFIX_BLOCK,
         "block_size": PREFIX_BLOCK,
     }
 
@@ -193,9 +170,3 @@ def _estimate(estimate: Estimate, prompt_tokens: int, output_tokens: int) -> dic
         "output_tokens_per_s": round(output_tokens / wall_s, 2),
         "total_tokens_per_s": round((prompt_tokens + output_tokens) / wall_s, 2),
     }
-
-
-def _why_not(survey: Survey) -> str:
-    if not survey.num_good:
-        return "no row can run"
-    return "this model has no finished run on this machine in the output folder; --calibrate measures for 10 s"

@@ -15,8 +15,8 @@ from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of
 
 from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed, UsageError
-from batchgen.plan import kv as kv_module
-from batchgen.plan.plan import PlanOptions, check_time, make_plan
+from batchgen.plan import estimate
+from batchgen.plan.dry_run import PlanOptions, check_time, make_plan
 from batchgen.plan.text import render_plan
 from batchgen.run import run_job
 
@@ -133,8 +133,8 @@ def test_the_kv_plan_is_what_the_engine_then_takes(job: JobMaker) -> None:
 
 def test_weights_take_their_share_of_what_is_free(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     job.write([{"id": 1, "prompt_token_ids": [5] * 50}])
-    monkeypatch.setattr(kv_module, "available_bytes", lambda: 2 << 30)
-    monkeypatch.setattr(kv_module, "_NVIDIA", job.folder / "no-driver")
+    monkeypatch.setattr(estimate, "available_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(estimate, "_NVIDIA", job.folder / "no-driver")
     kv = plan_of_ids(job, model={"path": "dummy:LFM2-350M", "dtype": "bfloat16"})["kv"]
     half_of_rest = ((2 << 30) - 2 * 354.5e6) / 2
     assert kv["memory_bytes"] == pytest.approx(half_of_rest, rel=0.02)
@@ -143,7 +143,7 @@ def test_weights_take_their_share_of_what_is_free(job: JobMaker, monkeypatch: py
 def test_a_gpus_memory_is_not_guessed(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     job.write(rows_of(5))
     named = plan_of(job, model={"device": "cuda"})
-    monkeypatch.setattr(kv_module, "_NVIDIA", job.folder)  # a machine with a driver
+    monkeypatch.setattr(estimate, "_NVIDIA", job.folder)  # a machine with a driver
     found = plan_of(job)
     for plan in (named, found):
         assert (plan["kv"]["memory_bytes"], plan["kv"]["rows_that_fit"]) == (None, None)
@@ -261,7 +261,7 @@ def test_a_plan_writes_nothing_and_loads_no_torch(job: JobMaker) -> None:
 
 PROGRAM = """
 import json, resource, sys
-from batchgen.plan.plan import PlanOptions, make_plan
+from batchgen.plan.dry_run import PlanOptions, make_plan
 from batchgen.config.load import load_job
 flags = {"model": {"path": sys.argv[1]}, "input": {"path": [sys.argv[2]]}, "output": {"path": "."}}
 plan = make_plan(load_job(None, flags), PlanOptions())

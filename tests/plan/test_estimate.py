@@ -15,18 +15,17 @@ from batchgen.input.ids import UniqueIds
 from batchgen.input.row_range import RowRange
 from batchgen.input.source import open_source
 from batchgen.input.validator import Screen
-from batchgen.plan.calibrate import calibrate
-from batchgen.plan.cost import Machine, StepCost
+from batchgen.plan.calibrate import CostModel, StepCost, calibrate
 from batchgen.plan.estimate import OutputLengths
-from batchgen.plan.survey import Lengths, Reservoir, Survey
+from batchgen.plan.survey import Lengths, Survey
 from batchgen.run.loader import read_model
 
 SIZES = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, block_size=16, num_blocks=400, max_model_len=512)
 A_SECOND_A_STEP = StepCost((1.0, 0.0, 0.0, 0.0, 0.0, 0.0))
 
 
-def machine(cost: StepCost = A_SECOND_A_STEP) -> Machine:
-    return Machine(SIZES, look_ahead=64, cost=cost)
+def cost_model(cost: StepCost = A_SECOND_A_STEP) -> CostModel:
+    return CostModel(SIZES, look_ahead=64, cost=cost)
 
 
 def test_a_fit_gives_back_the_cost_that_made_the_steps() -> None:
@@ -43,29 +42,29 @@ def test_a_fit_never_makes_a_cost_negative() -> None:
 
 
 def test_one_row_takes_a_step_for_its_prompt_and_one_for_each_further_token() -> None:
-    assert machine().simulate([(Lengths(10, 20, True), 5)]) == 5
+    assert cost_model().simulated_s([(Lengths(10, 20, True), 5)]) == 5
 
 
 def test_a_prompt_beyond_the_budget_takes_several_steps() -> None:
-    assert machine().simulate([(Lengths(200, 1, True), 1)]) == 4  # 200 tokens in chunks of 64
+    assert cost_model().simulated_s([(Lengths(200, 1, True), 1)]) == 4  # 200 tokens in chunks of 64
 
 
 def test_rows_beyond_the_sample_are_charged_at_its_rate() -> None:
     sample = [Lengths(8, 32, True)] * 64
     lengths = OutputLengths("fixed")
-    whole = machine().engine_s(sample, 64, lengths)
-    assert machine().engine_s(sample, 640, lengths) == pytest.approx(10 * whole, rel=0.1)
+    whole = cost_model().engine_s(sample, 64, lengths)
+    assert cost_model().engine_s(sample, 640, lengths) == pytest.approx(10 * whole, rel=0.1)
 
 
 def test_a_shared_beginning_is_charged_once() -> None:
     rows = [(Lengths(64, 1, True), 1)] * 8
-    apart, together = machine().simulate(rows), machine().simulate(rows, shared=48)
+    apart, together = cost_model().simulated_s(rows), cost_model().simulated_s(rows, shared=48)
     assert apart == 8  # each prompt fills a step
     assert together < apart
 
 
 def test_a_row_that_can_never_run_costs_nothing() -> None:
-    assert machine().simulate([(Lengths(512, 1, True), 1)]) == 0
+    assert cost_model().simulated_s([(Lengths(512, 1, True), 1)]) == 0
 
 
 def test_lengths_of_rows_that_all_ended_are_taken_as_they_are() -> None:
@@ -110,7 +109,7 @@ def test_what_the_engine_computes_once_is_not_reckoned_twice(job: JobMaker) -> N
 
 
 def test_a_row_that_only_scores_choices_is_played_out_too() -> None:
-    assert machine().simulate([(Lengths(10, 0, True), 0)]) == 1
+    assert cost_model().simulated_s([(Lengths(10, 0, True), 0)]) == 1
 
 
 def test_every_sample_of_a_row_counts_among_its_output(job: JobMaker) -> None:
@@ -126,20 +125,6 @@ def test_identical_rows_that_are_sampled_are_all_reckoned(job: JobMaker) -> None
     assert surveyed(job, rows).computed_rows == 4
 
 
-def test_a_sample_is_the_whole_stream_while_that_is_small_and_uniform_after() -> None:
-    def sample(count: int) -> list[int]:
-        reservoir: Reservoir[int] = Reservoir(100)
-        for item in range(count):
-            if (place := reservoir.offer()) is not None:
-                reservoir.put(place, item)
-        return reservoir.items
-
-    assert sample(100) == list(range(100))
-    many = sample(10_000)
-    assert len(many) == 100
-    assert sum(many) / 100 == pytest.approx(5_000, rel=0.2)
-
-
 def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker) -> None:
     job.write(rows_of(20))
     spec = job.spec(engine={"threads": 1})
@@ -148,7 +133,6 @@ def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker) -> Non
     survey = Survey(Screen(spec.input, info.builder(spec.input, spec.sampling), UniqueIds(None), rows), 512)
     survey.take(rows.read())
     found = calibrate(spec, info, survey, began=time.monotonic(), seconds=0.5)
-    assert found.lengths is not None
     assert found.lengths.basis == "20 sampled rows run to their end"
-    estimate = found.estimate(survey, found.lengths)
-    assert 0 < estimate.engine_s < estimate.wall_s
+    assert found.estimate is not None
+    assert 0 < found.estimate.engine_s < found.estimate.wall_s
