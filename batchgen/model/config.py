@@ -100,9 +100,11 @@ class ModelConfig:
         """Bytes of one sequence's convolution state over all layers."""
         return self.num_conv_layers * (self.conv_l_cache - 1) * self.hidden_size * itemsize
 
-    def auto_dtype(self, *, is_cuda: bool) -> str:
-        """The dtype that "auto" means: on CUDA the checkpoint's, on the CPU bfloat16 if it multiplies it natively."""
-        return self.dtype if is_cuda else "bfloat16" if multiplies_bfloat16() else "float32"
+    def auto_dtype(self, *, is_cpu: bool) -> str:
+        """What dtype "auto" means: on the CPU bfloat16 if it multiplies that natively, elsewhere the checkpoint's."""
+        if is_cpu:
+            return "bfloat16" if multiplies_bfloat16() else "float32"
+        return self.dtype
 
 
 def padded(n: int) -> int:

@@ -93,7 +93,7 @@ def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torc
         ModelError: an unknown name.
     """
     if dtype == "auto":
-        dtype = config.auto_dtype(is_cuda=device.type == "cuda")
+        dtype = config.auto_dtype(is_cpu=device.type == "cpu")
     if dtype not in DTYPES:
         raise ModelError(f"dtype {shown(dtype)} is not one of {', '.join(DTYPES)}")
     return DTYPES[dtype]

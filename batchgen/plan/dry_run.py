@@ -23,6 +23,7 @@ from batchgen.input.validator import Screen
 from batchgen.output.rundir import RunDir
 from batchgen.plan.estimate import Estimate, Forecast, OutputLengths, comparable, forecast_from_report, kv_plan
 from batchgen.plan.survey import PREFIX_BLOCK, Survey
+from batchgen.report.distribution import PERCENTS, percentile
 from batchgen.run.loader import ModelInfo, read_model
 from batchgen.run.reports import read_report
 
@@ -107,9 +108,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
             for row in survey.bad_rows
         ],
         "prompt_tokens": _prompt_tokens(survey),
-        "longest": [
-            {"id": row.id, "tokens": row.tokens, "source": row.source, "line": row.line} for row in survey.longest
-        ],
+        "longest": survey.longest.items(),
         "output_tokens": {
             "at_most": OutputLengths("").total(survey),
             "expected": output_tokens,
@@ -133,19 +132,10 @@ def _prompt_tokens(survey: Survey) -> dict[str, Any]:
     return {
         "total": survey.prompt_tokens,
         "mean": round(survey.prompt_tokens / survey.num_good, 1) if survey.num_good else None,
-        **{f"p{share}": _percentile(lengths, survey.num_good, share) for share in (50, 90, 99)},
+        **{f"p{percent}": percentile(lengths, survey.num_good, percent) for percent in PERCENTS},
         "max": lengths[-1][0] if lengths else None,
         "histogram": [{"from": low, "to": 2 * low - 1, "rows": count} for low, count in bins.items()],
     }
-
-
-def _percentile(lengths: list[tuple[int, int]], num_rows: int, share: int) -> int | None:
-    rank = -(-num_rows * share // 100)
-    for length, count in lengths:
-        rank -= count
-        if rank <= 0:
-            return length
-    return None
 
 
 def _repeats(survey: Survey) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
     """
     dtype = forecast.numerics.get("dtype") or spec.model.dtype
     if dtype == "auto":
-        dtype = config.auto_dtype(is_cuda=_is_cuda(spec))
+        dtype = config.auto_dtype(is_cpu=not _is_cuda(spec))
     item_bytes = _ITEM_BYTES.get(dtype, 4)
     is_auto = spec.engine.kv_memory == "auto"
     is_known = forecast.sizes is not None or not is_auto or not _is_cuda(spec)

@@ -6,23 +6,23 @@ only random samples and the longest are kept. Uses no weights and no engine.
 
 from __future__ import annotations
 
-import heapq
 import random
 import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.input.rows import chunked
 from batchgen.input.validator import Pending, Screen
+from batchgen.report.distribution import Largest
 
 MAX_LISTED_BAD_ROWS = 10_000
-NUM_LONGEST = 10
 PREFIX_BLOCK = 32  # tokens: prefixes are compared in whole blocks, as a paged cache shares them
 _MAX_HASHES = 1 << 20  # 70 MB in a set
+_NUM_LONGEST = 10
 _NUM_SAMPLED = 2000
 _NUM_PROMPTS = 256
 T = TypeVar("T")
@@ -89,17 +89,6 @@ class SampledPrompt:
     params: SamplingParams
 
 
-@dataclass(order=True, frozen=True, slots=True)
-class LongRow:
-    """One of the longest rows; a later row of equal length counts as shorter."""
-
-    tokens: int
-    minus_index: int
-    id: str | int = field(compare=False)
-    source: str = field(compare=False)
-    line: int = field(compare=False)
-
-
 class Survey:
     """Everything counted so far: ``take`` the rows, then read the attributes.
 
@@ -117,10 +106,10 @@ class Survey:
         self.prompts = RepeatCounter()
         self.blocks = RepeatCounter()
         self.common_prefix: tuple[int, ...] | None = None
+        self.longest: Largest[dict[str, Any]] = Largest(_NUM_LONGEST)
         self.sample: Reservoir[Lengths] = Reservoir(_NUM_SAMPLED)
         self.sampled_prompts: Reservoir[SampledPrompt] = Reservoir(_NUM_PROMPTS)
         self.read_s = 0.0
-        self._longest: list[LongRow] = []
         self._is_greedy = True
 
     @property
@@ -143,11 +132,6 @@ class Survey:
         """Mean tokens per computed row that an earlier prompt began with too, in whole blocks."""
         shared = self.blocks.num_repeated * PREFIX_BLOCK - (self.prompts.repeated_weight if self._is_greedy else 0)
         return max(0, shared) // max(self.computed_rows, 1)
-
-    @property
-    def longest(self) -> list[LongRow]:
-        """The longest prompts, longest first."""
-        return sorted(self._longest, reverse=True)
 
     def take(self, rows: Iterable[Record | BadRow]) -> None:
         """Read, validate and tokenize ``rows``."""
@@ -175,18 +159,13 @@ class Survey:
         self.outputs[max_output, is_fixed] += 1 if params.is_greedy else params.n
         self._is_greedy &= params.is_greedy
         self._compare(token_ids)
-        if len(self._longest) < NUM_LONGEST or length > self._longest[0].tokens:
-            self._note_long(pending, length)
+        if self.longest.has_room(length):
+            record = pending.record
+            row_id = record.index if pending.id is None else pending.id
+            self.longest.add(length, {"id": row_id, "tokens": length, "source": record.source, "line": record.line})
         self.sample.add(Lengths(length + sum(map(len, request.choices)), max_output, is_fixed))
         if not is_scored:
             self.sampled_prompts.add(SampledPrompt(array("i", token_ids), replace(params, max_tokens=max_output)))
-
-    def _note_long(self, pending: Pending, length: int) -> None:
-        record = pending.record
-        row_id = record.index if pending.id is None else pending.id
-        heapq.heappush(self._longest, LongRow(length, -record.index, row_id, record.source, record.line))
-        if len(self._longest) > NUM_LONGEST:
-            heapq.heappop(self._longest)
 
     def _compare(self, token_ids: tuple[int, ...]) -> None:
         """Count what the prompt shares with earlier ones: the whole prompt, leading blocks, the common prefix."""

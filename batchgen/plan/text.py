@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from batchgen.core.units import format_duration, printable, shortened
@@ -12,107 +12,88 @@ _SHOWN_BAD_ROWS = 5
 _SHOWN_LONGEST = 3
 _BAR_WIDTH = 30
 _WIDTH = 80
+_LABEL = 12
 
 Plan = Mapping[str, Any]
+Lines = Iterator[tuple[str, str]]  # label and text; an empty label continues the line before
 
 
 def render_plan(plan: Plan) -> str:
     """The whole text; ``plan`` is what ``make_plan`` returned."""
-    rows, prompts, outputs = plan["rows"], plan["prompt_tokens"], plan["output_tokens"]
-    read = plan["read"]
-    lines = [
-        _line("rows", f"{rows['total']:,}, {rows['good']:,} can run, {rows['bad']:,} bad"),
-        *_bad_rows(plan),
-        _line("read in", f"{format_duration(read['wall_s'])} ({read['rows_per_s']:,.0f} rows/s)"),
-    ]
-    if not rows["good"]:
-        return "\n".join(map(printable, [*lines, *_estimate(plan)]))
-    spread = f"p50 {prompts['p50']:,}, p90 {prompts['p90']:,}, p99 {prompts['p99']:,}, max {prompts['max']:,} a row"
-    lines += [
-        _line("tokens in", f"{prompts['total']:,}; {spread}"),
-        *_histogram(prompts["histogram"]),
-        _line("longest", ", ".join(f"{row['id']} ({row['tokens']:,})" for row in plan["longest"][:_SHOWN_LONGEST])),
-        _line("tokens out", _outputs(outputs)),
-        *_repeats(plan),
-        *_kv(plan["kv"]),
-        *_estimate(plan),
-    ]
-    return "\n".join(shortened(printable(line), _WIDTH) for line in lines)
+    lines = [*_rows(plan), *(_tokens(plan) if plan["rows"]["good"] else ()), *_estimate(plan)]
+    return "\n".join(shortened(printable(f"{label:<{_LABEL}} {text}"), _WIDTH) for label, text in lines)
 
 
-def _line(name: str, text: str) -> str:
-    return f"{name:<12} {text}"
-
-
-def _bad_rows(plan: Plan) -> list[str]:
-    lines = []
+def _rows(plan: Plan) -> Lines:
+    rows, read = plan["rows"], plan["read"]
+    yield "rows", f"{rows['total']:,}, {rows['good']:,} can run, {rows['bad']:,} bad"
     for code, count in plan["errors"].items():
         listed = [row for row in plan["bad_rows"] if row["code"] == code]
         places = ", ".join(f"{row['line']}" for row in listed[:_SHOWN_BAD_ROWS])
         more = ", …" if count > _SHOWN_BAD_ROWS else ""
-        lines.append(_line("", f"{code} {count:,}: line {places}{more}"))
-        lines.append(_line("", f"  {listed[0]['message']}" if listed else "  (not listed)"))
+        yield "", f"{code} {count:,}: line {places}{more}"
+        yield "", f"  {listed[0]['message']}" if listed else "  (not listed)"
     if plan["errors"]:
-        lines.append(_line("", "all of them: --json, bad_rows"))
-    return lines
+        yield "", "all of them: --json, bad_rows"
+    yield "read in", f"{format_duration(read['wall_s'])} ({read['rows_per_s']:,.0f} rows/s)"
 
 
-def _histogram(bins: list[Mapping[str, int]]) -> list[str]:
-    most = max(found["rows"] for found in bins)
-    return [
-        _line("", f"{found['from']:>7,}+ {'█' * max(1, round(_BAR_WIDTH * found['rows'] / most))} {found['rows']:,}")
-        for found in bins
-    ]
-
-
-def _outputs(outputs: Mapping[str, Any]) -> str:
+def _tokens(plan: Plan) -> Lines:
+    prompts, outputs = plan["prompt_tokens"], plan["output_tokens"]
+    spread = f"p50 {prompts['p50']:,}, p90 {prompts['p90']:,}, p99 {prompts['p99']:,}, max {prompts['max']:,} a row"
+    yield "tokens in", f"{prompts['total']:,}; {spread}"
+    most = max(found["rows"] for found in prompts["histogram"])
+    for found in prompts["histogram"]:
+        bar = "█" * max(1, round(_BAR_WIDTH * found["rows"] / most))
+        yield "", f"{found['from']:>7,}+ {bar} {found['rows']:,}"
+    yield "longest", ", ".join(f"{row['id']} ({row['tokens']:,})" for row in plan["longest"][:_SHOWN_LONGEST])
     if outputs["expected"] == outputs["at_most"]:
-        return f"{outputs['at_most']:,} ({outputs['basis']})"
-    return f"{outputs['expected']:,} expected ({outputs['basis']}), {outputs['at_most']:,} at most"
+        yield "tokens out", f"{outputs['at_most']:,} ({outputs['basis']})"
+    else:
+        yield "tokens out", f"{outputs['expected']:,} expected ({outputs['basis']}), {outputs['at_most']:,} at most"
+    yield from _repeats(plan["repeats"], prompts["total"])
+    yield from _kv(plan["kv"])
 
 
-def _repeats(plan: Plan) -> list[str]:
-    repeats, total = plan["repeats"], plan["prompt_tokens"]["total"]
-    if not repeats["shared_prefix_tokens"] and not repeats["duplicate_prompts"]:
-        return [_line("repeated", "no prompt comes twice, no two share a whole block of tokens")]
+def _repeats(repeats: Mapping[str, Any], num_tokens: int) -> Lines:
+    prefix, duplicates = repeats["shared_prefix_tokens"], repeats["duplicate_prompts"]
+    if not prefix and not duplicates:
+        yield "repeated", "no prompt comes twice, no two share a whole block of tokens"
+        return
     least = "" if repeats["is_exact"] else "at least "
-    share = repeats["shared_prefix_tokens"] / total
-    prefix = f"{least}{repeats['shared_prefix_tokens']:,} tokens in shared prefixes ({share:.0%} of the input)"
-    alike = f"{least}{repeats['duplicate_prompts']:,} prompts ({repeats['duplicate_prompt_tokens']:,} tokens) twice"
-    lines = [_line("repeated", prefix), _line("", alike)]
-    lines.append(_line("", "computed once while memory lasts; whole rows only where greedy and alike"))
+    yield "repeated", f"{least}{prefix:,} tokens in shared prefixes ({prefix / num_tokens:.0%} of the input)"
+    yield "", f"{least}{duplicates:,} prompts ({repeats['duplicate_prompt_tokens']:,} tokens) twice"
+    yield "", "computed once while memory lasts; whole rows only where greedy and alike"
     if repeats["common_prefix_tokens"]:
-        lines.append(_line("", f"all prompts begin with the same {repeats['common_prefix_tokens']:,} tokens"))
-    return lines
+        yield "", f"all prompts begin with the same {repeats['common_prefix_tokens']:,} tokens"
 
 
-def _kv(kv: Mapping[str, Any]) -> list[str]:
+def _kv(kv: Mapping[str, Any]) -> Lines:
     row = f"{_size(kv['bytes_per_token'])} a token, {_size(kv['mean_row_bytes'])} a row of mean length ({kv['dtype']})"
+    yield "KV memory", row
     if kv["memory_bytes"] is None:
-        return [_line("KV memory", row), _line("", 'kv_memory "auto" on a GPU: --calibrate asks it what is free')]
+        yield "", 'kv_memory "auto" on a GPU: --calibrate asks it what is free'
+        return
     fits = f"{_size(kv['memory_bytes'])} hold {kv['tokens_that_fit']:,} tokens, {kv['rows_that_fit']:,} such rows"
-    lines = [_line("KV memory", row), _line("", f"{fits}; max_num_seqs {kv['max_num_seqs']:,}")]
+    yield "", f"{fits}; max_num_seqs {kv['max_num_seqs']:,}"
     if kv["is_auto"]:
-        lines.append(_line("", 'kv_memory "auto", by what is free now; the run asks again'))
-    return lines
+        yield "", 'kv_memory "auto", by what is free now; the run asks again'
 
 
 def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024 or unit == "GiB":
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:,.0f} {unit}" if unit == "B" else f"{num_bytes:,.1f} {unit}"
+    units = iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while num_bytes >= 1024 and unit != "GiB":
+        num_bytes, unit = num_bytes / 1024, next(units)
+    return f"{num_bytes:,.0f} B" if unit == "B" else f"{num_bytes:,.1f} {unit}"
 
 
-def _estimate(plan: Plan) -> list[str]:
+def _estimate(plan: Plan) -> Lines:
     estimate = plan["estimate"]
     if estimate is None:
-        first, *rest = textwrap.wrap(f"none: {plan['no_estimate']}", _WIDTH - 13)
-        return [_line("estimate", first), *(_line("", text) for text in rest)]
-    rates = f"{estimate['output_tokens_per_s']:,.0f} out, {estimate['total_tokens_per_s']:,.0f} total"
+        for number, text in enumerate(textwrap.wrap(f"none: {plan['no_estimate']}", _WIDTH - _LABEL - 1)):
+            yield "" if number else "estimate", text
+        return
     bound = " at most" if plan["output_tokens"]["basis"].startswith("max_tokens") else ""
-    return [
-        _line("estimate", f"about {format_duration(estimate['wall_s'])}{bound} ({estimate['basis']})"),
-        _line("tokens/s", rates),
-    ]
+    yield "estimate", f"about {format_duration(estimate['wall_s'])}{bound} ({estimate['basis']})"
+    yield "tokens/s", f"{estimate['output_tokens_per_s']:,.0f} out, {estimate['total_tokens_per_s']:,.0f} total"

@@ -25,7 +25,7 @@ from batchgen.model import load, load_config
 config = load_config("dummy:LFM2-350M")
 print(HAS_BF16, can_multiply(torch.ones(2, 2, dtype=torch.bfloat16)))
 print(str(load.resolve_dtype("auto", config, torch.device("cpu"))).removeprefix("torch."))
-print(config.auto_dtype(is_cuda=False))
+print(config.auto_dtype(is_cpu=True))
 """
 MULTIPLY = """
 import torch
