@@ -1,7 +1,7 @@
-"""The model folder's own chat template, rendered as ``transformers`` renders it, in a process with limits.
+"""The model folder's own chat template, rendered as ``transformers`` renders it, in a child process with limits.
 
-``sandbox`` is the program of that process. Here are its limits, and what becomes of a chat whose template passes one:
-an error of that chat, whatever its neighbours are and however busy the machine is.
+A template that exceeds a limit costs only its own chat, whatever its neighbours are and however busy the machine is:
+that chat gets an error. ``sandbox`` is the program of the child process.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 from batchgen.core.errors import BatchgenError
 
 MAX_CHARS = 1 << 24  # of one prompt: beyond any context
-MAX_CPU_S = 5.0  # processor time of one prompt; a published template takes some microseconds
+MAX_CPU_S = 5.0  # processor time per prompt; a published template takes some microseconds
 MAX_BYTES = 512 << 20  # memory of the process, which holds a chat and a prompt of the greatest length
 _MAX_CHAT_BYTES = 4 * MAX_CHARS
 _BATCH_CHATS = 256  # sent at once
 _BATCH_BYTES = 4 << 20
-_MAX_LOST = 5  # processes in a row that end, before they answer, by something else than the template
-_OUT_OF_MEMORY = 77  # exit status of a process that gets no more
+_MAX_LOST = 5  # consecutive processes that end before their first answer, but not through the template
+_OUT_OF_MEMORY = 77  # exit status of a process that exceeds its memory
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 _PROGRAM = f"""
 import json, sys
@@ -35,8 +35,7 @@ sys.path[:] = json.loads(sys.argv[1])
 try:
     from batchgen.text.sandbox import main
 except BaseException as error:
-    why = " ".join(f"{{type(error).__name__}}: {{error}}".split()).encode(errors="backslashreplace")
-    sys.stdout.buffer.write(b"-%d\\n%s" % (len(why), why))
+    print(json.dumps(["", " ".join(f"{{type(error).__name__}}: {{error}}".split())]))
 else:
     main({_OUT_OF_MEMORY})
 """
@@ -45,21 +44,21 @@ Chat = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplateError(Exception):
-    """The template cannot be compiled, or refuses or fails on these messages; ``str()`` is one line."""
+    """The template does not compile, or refuses or fails on these messages; ``str()`` is one line."""
 
 
 class ChatTemplate:
-    """A compiled template, in a process that is started anew after a chat has ended it; for one thread.
+    """A compiled template in a child process, which is started again when a chat has ended it; for one thread.
 
-    ``special_tokens`` are the names a template expects, such as ``bos_token``. Raises ChatTemplateError when the
-    source does not compile, for which the limits are those of a prompt.
+    ``special_tokens`` are the names that a template expects, such as ``bos_token``. Raises ChatTemplateError when the
+    source does not compile within the limits of a prompt.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         setup = {
             "source": source,
             "special_tokens": dict(special_tokens),
-            "now": datetime.now().isoformat(),  # one for the whole run: rows must not depend on when they were reached
+            "now": datetime.now().isoformat(),  # one instant for the whole run: prompts must not depend on their time
             "max_chars": MAX_CHARS,
             "max_cpu_s": MAX_CPU_S,
             "max_bytes": MAX_BYTES,
@@ -81,11 +80,11 @@ class ChatTemplate:
     def _answers(self, chats: Sequence[bytes]) -> Iterator[str | ChatTemplateError]:
         """Answers to all of ``chats``, from as many processes as that takes.
 
-        What ends a process is held against a chat only if it was the process's first, so that nothing earlier chats
-        left there counts; processor time is counted for each chat by itself.
+        Out of memory or a crash counts against a chat only if it was the first of its process, so that nothing left
+        behind by earlier chats counts; processor time is measured per chat.
         """
         while chats:
-            if self._process is not None and self._process.num_owed:  # what it still sends answers other chats
+            if self._process is not None and self._process.num_owed:  # its next answers belong to other chats
                 self._process.end()
                 self._process = None
             process = self._process = self._process or self._restart()
@@ -129,27 +128,25 @@ class ChatTemplate:
             raise BatchgenError(f"{error} (it compiled when the run began); run again to resume") from error
 
     def _cause_of_death(self, process: _Process) -> str:
-        """Why the template ended a process; empty where something else did. Raises BatchgenError when that recurs."""
+        """How the template ended a process; empty if it did not. Raises BatchgenError when that recurs."""
         problem = process.end()
         if problem and not process.is_started:
             raise _no_start(problem)
         if not problem:
             self._num_lost = 1 if process.num_rendered else self._num_lost + 1
             if self._num_lost == _MAX_LOST:
-                raise BatchgenError(
-                    "the process that renders chat templates is killed time and again; is memory short?"
-                )
+                raise BatchgenError("the process that renders chat templates is killed repeatedly; is memory short?")
         return problem
 
 
 class _Process:
-    """A process that runs ``sandbox``. All that waits for an answer raises EOFError when it has ended.
+    """Child process that runs ``sandbox``; whatever waits for an answer raises EOFError once it has ended.
 
-    It is in a process group of its own: Ctrl-C reaches the run alone.
+    It has a process group of its own, so that Ctrl-C reaches only the run.
     """
 
     def __init__(self) -> None:
-        folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[2]]  # it sees the modules we see
+        folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[2]]  # it finds the modules that we find
         path = json.dumps([str(folder.absolute()) for folder in folders])
         command = [sys.executable, "-I", "-S", "-c", _PROGRAM, path]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
@@ -160,10 +157,10 @@ class _Process:
         self._end = weakref.finalize(self, _end, self._popen)
         self.is_started = False
         self.num_rendered = 0
-        self.num_owed = 0  # chats it has still to answer
+        self.num_owed = 0  # chats without an answer yet
 
     def await_start(self) -> None:
-        """Wait until it has imported all it needs. Raises BatchgenError if it cannot."""
+        """Wait until it has imported its modules. Raises BatchgenError if it cannot."""
         if problem := self._receive()[1]:
             self.end()
             raise _no_start(problem)
@@ -171,20 +168,20 @@ class _Process:
 
     def compile(self, setup: bytes) -> str:
         """What is wrong with the template, if anything."""
-        self._send(setup)
+        self._send([setup])
         return self._receive()[1]
 
     def render(self, chats: Sequence[bytes]) -> Iterator[str | ChatTemplateError]:
         """An answer per chat, in order; ``num_rendered`` counts them."""
         self.num_owed = len(chats)
-        self._send(b"\n".join(chats))
+        self._send([b"%d" % len(chats), *chats])
         for _ in chats:
             prompt, problem = self._receive()
             self.num_owed, self.num_rendered = self.num_owed - 1, self.num_rendered + 1
             yield _failed(problem) if problem else prompt
 
     def end(self) -> str:
-        """End it if it has not ended; why the template ended it, empty where the template did not."""
+        """End it if it runs; how the template ended it, empty if the template did not."""
         self._end()
         status = self._popen.returncode
         if self.is_out_of_time:
@@ -197,34 +194,31 @@ class _Process:
 
     @property
     def is_out_of_time(self) -> bool:
-        """Whether it has ended for the processor time it took."""
+        """Whether it was ended because a chat exceeded its processor time."""
         return self._popen.returncode == -signal.SIGPROF
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, lines: Sequence[bytes]) -> None:
         assert self._popen.stdin is not None
         try:
-            self._popen.stdin.write(b"%d\n%s" % (len(message), message))
+            self._popen.stdin.write(b"\n".join((*lines, b"")))
             self._popen.stdin.flush()
         except BrokenPipeError:
             raise EOFError from None
 
     def _receive(self) -> tuple[str, str]:
-        """A text, and instead of it what is wrong."""
+        """A text, and in its place what is wrong."""
         stdout = self._popen.stdout
         assert stdout is not None
-        header = b"" if stdout.closed else stdout.readline()
-        if not header.endswith(b"\n"):
+        line = b"" if stdout.closed else stdout.readline()
+        if not line.endswith(b"\n"):
             raise EOFError
-        length = int(header[1:])
-        answer = stdout.read(length)
-        if len(answer) < length:
-            raise EOFError
-        return (answer.decode(), "") if header.startswith(b"+") else ("", answer.decode())
+        text, problem = json.loads(line)
+        return text, problem
 
 
 def _end(popen: subprocess.Popen[bytes]) -> None:
     popen.kill()
-    with suppress(BrokenPipeError):  # what it has not taken cannot be flushed
+    with suppress(BrokenPipeError):  # closing its input flushes what it has not read
         popen.communicate()
 
 
@@ -237,13 +231,13 @@ def _failed(problem: str) -> ChatTemplateError:
 
 
 def _encode(chat: Chat) -> bytes | ChatTemplateError:
-    """A chat as one line of JSON; what JSON has no word for, such as a date, as the text it prints as."""
+    """A chat as one line of JSON; a value without a JSON type, such as a date, becomes its ``str()``."""
     try:
         encoded = json.dumps(chat, ensure_ascii=False, default=str).encode(errors="surrogatepass")
     except (TypeError, ValueError, RecursionError) as error:
         return _failed(f"the messages cannot be passed to it: {error}")
     if len(encoded) > _MAX_CHAT_BYTES:
-        return _failed(f"the messages come to {len(encoded):,} bytes; at most {_MAX_CHAT_BYTES:,} are taken")
+        return _failed(f"the messages have {len(encoded):,} bytes; at most {_MAX_CHAT_BYTES:,} are taken")
     return encoded
 
 

@@ -190,7 +190,7 @@ def test_a_process_that_is_killed_again_and_again_is_one_line(monkeypatch: pytes
         return render(self, chats)
 
     monkeypatch.setattr(chat._Process, "render", killed)
-    with pytest.raises(BatchgenError, match="killed time and again"):
+    with pytest.raises(BatchgenError, match="killed repeatedly"):
         list(template.render([user("hi")]))
 
 
