@@ -217,7 +217,7 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     model = load_model(
         where.path, where.revision, dtype=where.dtype, device=where.device, batch_invariant=where.batch_invariant
     )
-    stop_watch = StopStrings(info.tokenizer) if info.tokenizer else None
+    stop_watch = partial(StopStrings, info.tokenizer) if info.tokenizer else None
     overlaps = False if step_by_step else None
     engine = Engine(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch, overlaps=overlaps)
     facts = partial(engine_facts, engine)

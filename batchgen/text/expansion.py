@@ -1,9 +1,9 @@
-"""Bound on how much the parts of a tokenizer can lengthen a text, from their settings alone.
+"""Bound on how much the parts of a tokenizer can lengthen a text, computed from their settings.
 
-A ``tokenizer.json`` is data from a stranger, and a few of its parts put in text of their own: a normalizer that writes
-100 kB for each letter, or twenty in a row that double it, exhausts the machine's memory at the first row that has a few
-hundred letters, and again at each resume. The Rust library bounds none of it, so such a file is refused when it is
-loaded. Time is not bounded here.
+A ``tokenizer.json`` is data from a stranger, and some of its parts insert text of their own: a normalizer that writes
+100 kB per letter, or twenty in a row that double it, would exhaust the machine's memory at a row of a few hundred
+letters, and again at each resume. The Rust library bounds nothing, so such a file is refused when it is loaded. Time is
+not bounded here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LISTS = ("normalizers", "pretokenizers", "decoders", "processors")
 
 
 def check_expansion(backend: tokenizers.Tokenizer) -> None:
-    """Check all parts of a tokenizer. Raises ValueError saying which of them can make too much of a text."""
+    """Check all parts of a tokenizer. Raises ValueError naming one that can make too much of a text."""
     for names in (("normalizer", "pre_tokenizer"), ("post_processor",), ("decoder",)):
         parts = [getattr(backend, name) for name in names]
         growth = math.prod(_growth(json.loads(part.__getstate__())) for part in parts if part is not None)
@@ -45,7 +45,7 @@ def _growth(part: dict[str, Any]) -> int:
         return 1 + len(part["prepend"])
     if kind == "Precompiled":
         charsmap = base64.b64decode(part["precompiled_charsmap"])
-        texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")  # behind a trie with its size
+        texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")  # after a trie and its size
         return max([1, *map(len, texts)])
     if kind == "TemplateProcessing":
         added = {name: len(token["ids"]) for name, token in part["special_tokens"].items()}

@@ -1,7 +1,7 @@
-"""Text to token ids and back, with the model folder's own tokenizer and chat template and nothing else of it.
+"""Tokenizer and chat template of a model folder: text to token ids and back.
 
 It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.json``, ``generation_config.json`` and
-``chat_template.jinja``; it runs no code from the folder and knows neither rows nor models.
+``chat_template.jinja``; it runs no code from the folder.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ _MAX_FILE_BYTES = 1 << 26
 class Tokenizer:
     """A loaded tokenizer.
 
-    Special tokens written out in a text (``<|im_end|>``) are encoded as those tokens, as in transformers and vLLM:
-    whoever writes a prompt can end a turn in it. ``eos_token_ids`` are the end tokens that the folder's
-    configuration names, ascending. ``silent_token_ids`` are the special ones, which ``decode`` skips.
-    ``max_token_bytes`` is the most UTF-8 bytes one token of a byte-level tokenizer can stand for, or None where
-    normalization or other models make that unknowable.
+    Special tokens written out in a text (``<|im_end|>``) are encoded as those tokens, as in transformers and vLLM, so
+    a prompt can end a turn. ``eos_token_ids`` are the end tokens that the folder's configuration names, ascending.
+    ``silent_token_ids`` are the special tokens, which ``decode`` skips. ``max_token_bytes`` is the most UTF-8 bytes
+    that one token of a byte-level tokenizer stands for, or None where normalization or another kind of model hides it.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Tokenizer:
         chat_template: ChatTemplate | None = None,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
-        backend.no_truncation()  # a tokenizer.json may carry either; both would change prompts silently
+        backend.no_truncation()  # a tokenizer.json may ask for either, which would change prompts silently
         backend.no_padding()
         self._backend = backend
         self._chat_template = chat_template
@@ -54,7 +53,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Load what lies in ``folder``. Raises ModelError naming the file that is missing or unusable."""
+        """Load the files of ``folder``. Raises ModelError naming the file that is missing or unusable."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"no tokenizer.json in {folder}; give model.tokenizer a folder or Hub id that has one")
@@ -72,11 +71,10 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``render_chats`` can render any."""
         return self._chat_template is not None
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int] | TokenizerError]:
-        """Token ids per text, or what is wrong; with ``add_special_tokens`` the tokenizer's own bos is in front."""
+        """Token ids per text, or what is wrong; ``add_special_tokens`` puts the tokenizer's own bos in front."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except BaseException as error:
@@ -88,10 +86,7 @@ class Tokenizer:
         return [answer for text in texts for answer in self.encode_batch([text], add_special_tokens)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of generated ids, of special tokens none; bytes that form no whole character become U+FFFD.
-
-        Raises TokenizerError.
-        """
+        """The text of generated ids; bytes that form no whole character become U+FFFD. Raises TokenizerError."""
         try:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except BaseException as error:
@@ -108,9 +103,9 @@ class Tokenizer:
 
 
 def _reason(error: BaseException) -> str:
-    """What the Rust library says is wrong: it raises plain ``Exception``, and its panics are not even that.
+    """The message of an error of the Rust library, which raises plain ``Exception`` and, as panics, BaseException.
 
-    Raises ``error`` itself if it comes from elsewhere: from the handler of a signal, or from memory that has run out.
+    Raises ``error`` itself if it has another origin: the handler of a signal, or memory that has run out.
     """
     is_panic = type(error).__name__ == "PanicException"
     if isinstance(error, MemoryError) or not (isinstance(error, Exception) or is_panic):
@@ -130,14 +125,14 @@ def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file of the folder; empty when there is no such file."""
+    """The JSON object in a file; empty if there is no such file."""
     return read_object(path, _MAX_FILE_BYTES) if path.exists() else {}
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Texts of bos_token, eos_token and so on: plain strings, or ``AddedToken`` objects written as JSON."""
+    """Texts of bos_token, eos_token and so on, which are strings or ``AddedToken`` objects."""
     found = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the latter wins, as in transformers
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second wins, as in transformers
         for key, value in _read_json(folder / name).items():
             text = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(text, str):
@@ -146,12 +141,15 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _load_chat_template(folder: Path, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """From ``chat_template.jinja``, else from ``tokenizer_config.json``: a text, or named ones with a "default"."""
+    """Template of ``chat_template.jinja``, else of ``tokenizer_config.json``: a text, or the named text "default"."""
     path = folder / "chat_template.jinja"
     source: object = read_text(path, _MAX_FILE_BYTES) if path.exists() else None
     if source is None:
         path = folder / "tokenizer_config.json"
-        source = _named_template(_read_json(path).get("chat_template"))
+        source = _read_json(path).get("chat_template")
+        if isinstance(source, list):
+            named = [item for item in source if isinstance(item, dict) and item.get("name") == "default"]
+            source = named[0].get("template") if named else None
     if source is None:
         return None
     if not isinstance(source, str):
@@ -160,9 +158,3 @@ def _load_chat_template(folder: Path, special_tokens: Mapping[str, str]) -> Chat
         return ChatTemplate(source, special_tokens)
     except ChatTemplateError as error:
         raise ModelError(f"{path}: {error}") from error
-
-
-def _named_template(source: object) -> object:
-    if not isinstance(source, list):
-        return source
-    return next((i.get("template") for i in source if isinstance(i, dict) and i.get("name") == "default"), None)

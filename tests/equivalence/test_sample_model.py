@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,9 @@ def answers(params: SamplingParams, **policies: Any) -> list[Result]:
     requests = builder.build([Record(i, "questions.jsonl", i + 1, row, START) for i, row in enumerate(rows())])
     assert all(isinstance(request, Request) for request in requests)
     config = EngineConfig(kv_memory=16 << 20, max_num_seqs=64, **policies)
-    engine = Engine(model(), config, eos_token_ids=tokenizer().eos_token_ids, stop_watch=StopStrings(tokenizer()))
+    engine = Engine(
+        model(), config, eos_token_ids=tokenizer().eos_token_ids, stop_watch=partial(StopStrings, tokenizer())
+    )
     results = {result.key: result for result in engine.run(r for r in requests if isinstance(r, Request))}
     return [results[i] for i in range(len(rows()))]
 

@@ -45,7 +45,7 @@ def encoded(text: str) -> list[int]:
 
 def stops_at(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str, ...]) -> tuple[int, str] | None:
     """The first token that completes a stop string, and which."""
-    watch = StopStrings(tokenizer)(stop)
+    watch = StopStrings(tokenizer, stop)
     return next(((i, found) for i, token in enumerate(token_ids) if (found := watch.push(token)) is not None), None)
 
 
@@ -96,24 +96,23 @@ def test_the_stop_string_that_begins_first_is_the_one(
 
 def test_of_stop_strings_that_begin_together_the_longest_is_the_one() -> None:
     token = TOKENIZER._backend.token_to_id("ab")
-    assert StopStrings(TOKENIZER)(("a", "ab")).push(token) == "ab"
+    assert StopStrings(TOKENIZER, ("a", "ab")).push(token) == "ab"
 
 
 def test_what_was_let_pass_does_not_count_again_and_stays_in_the_text() -> None:
-    watch, token_ids = StopStrings(TOKENIZER)(("ab",)), encoded("ab ab é")
+    watch, token_ids = StopStrings(TOKENIZER, ("ab",)), encoded("ab ab é")
     assert [watch.push(token) for token in token_ids] == [None, "ab", None, None, "ab", None, None, None]
     assert cut_text(TOKENIZER.decode, token_ids[:5], "ab") == "ab "
     assert cut_text(TOKENIZER.decode, token_ids[:2], "ab") == ""
 
 
 def test_a_character_that_goes_on_being_incomplete_is_no_new_text() -> None:
-    watch, token_ids = StopStrings(TOKENIZER)(("\ufffd", "é")), encoded("🙂é")
+    watch, token_ids = StopStrings(TOKENIZER, ("\ufffd", "é")), encoded("🙂é")
     assert [watch.push(token) for token in token_ids] == ["\ufffd", None, None, None, "\ufffd", "é"]
 
 
 def test_texts_do_not_share_what_they_have_seen() -> None:
-    make = StopStrings(TOKENIZER)
-    one, other = make(("ab",)), make(("ab",))
+    one, other = StopStrings(TOKENIZER, ("ab",)), StopStrings(TOKENIZER, ("ab",))
     a, b = encoded("ab")
     assert one.push(a) is None and other.push(b) is None
     assert one.push(b) == "ab" and other.push(a) is None
@@ -131,7 +130,7 @@ def test_a_token_costs_the_same_however_long_the_text_is(token_ids: list[int], m
         return decode(self, ids)
 
     monkeypatch.setattr(Tokenizer, "decode", counting)
-    watch = StopStrings(TOKENIZER)(("no such text",))
+    watch = StopStrings(TOKENIZER, ("no such text",))
     for token in token_ids * 200:
         watch.push(token)
     assert max(lengths, default=0) < 20
