@@ -34,8 +34,7 @@ def run_check(
     """
     info = read_model(spec)
     prompts = read_prompts(spec, info) if has_input else made_up_prompts(info.config.vocab_size, info.max_model_len)
-    threads = spec.engine.threads
-    use_threads(None if threads == "auto" else threads, info.config)
+    use_threads(spec.engine.threads, info.config)
     say(f"loading {spec.model.path}")
     where = spec.model
     model = load_model(

@@ -1,4 +1,4 @@
-"""The ``bench`` command: parse, run the workload, print."""
+"""The ``bench`` command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file, hide_lengths
-from batchgen.cli.options import GroupedCommand, LocalPath, job_options, take_job_flags
+from batchgen.cli.options import GroupedCommand, LocalPath, job_options, json_option, take_job_flags
 from batchgen.cli.say import show
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.machine import require_address_space
@@ -20,34 +20,33 @@ if TYPE_CHECKING:
 @click.command(cls=GroupedCommand)
 @click.option("--workload", type=LocalPath(), metavar="FILE", help="JSONL with prompt_token_ids, max_tokens.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Take the first N rows of the workload.")
-@click.option("--preset", type=click.Choice(list(PRESETS)), help="A made-up workload.")
-@click.option("--num-requests", type=click.IntRange(1), metavar="N", help="Make up N requests.")
+@click.option("--preset", type=click.Choice(list(PRESETS)), help="A synthetic workload.")
+@click.option("--num-requests", type=click.IntRange(1), metavar="N", help="A synthetic workload of N requests.")
 @click.option("--input-len", metavar="A[:B]", help="Prompt length, or a range.")
 @click.option("--output-len", metavar="C[:D]", help="Output length, or a range.")
-@click.option("--ignore-eos", is_flag=True, help="Of a workload file: generate all max_tokens.")
+@click.option("--ignore-eos", is_flag=True, help="With --workload: generate all max_tokens.")
 @click.option(
     "--lengths",
     default="unknown",
     show_default=True,
     type=click.Choice(["unknown", "known"]),
-    help="Whether the engine is told how long each answer will be.",
+    help="Whether the engine knows how long each answer will be.",
 )
 @click.option(
     "--repeats", default=3, show_default=True, type=click.IntRange(1), metavar="R", help="Runs of the workload."
 )
 @job_options("model", "engine", without=("tokenizer",))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@json_option()
 def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
     """Measure throughput, beside this machine's roofline.
 
     The roofline is measured in the same process: the sustained rate of the model's own linears, and memory
-    bandwidth. Prints medians over the repeats, with their range. On the CPU
-    one more run comes first, which times each kernel.
+    bandwidth. Prints medians over the repeats, with their range. On the CPU one more run comes first, which times
+    each kernel.
 
-    A real job does not know the lengths of its answers. So all rows get the
-    largest max_tokens, and a stop unknown to the engine ends each at its own;
-    --lengths known gives each row its own max_tokens. The largest must fit in
-    --kv-memory behind the longest prompt, unless lengths are known.
+    A real job does not know the lengths of its answers. So all rows get the largest max_tokens, and a stop that the
+    engine does not know ends each at its own length; --lengths known gives each row its own max_tokens. With unknown
+    lengths the longest prompt plus the largest max_tokens must fit in --kv-memory.
 
     \b
     Examples:
@@ -56,16 +55,13 @@ def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
       batchgen bench --model dummy:LFM2-350M --workload work.jsonl \\
           --ignore-eos --repeats 3 --json
     """
-    flags = take_job_flags(values)
-    if "path" not in flags.get("model", {}):
-        raise UsageError("--model is missing: a folder, a Hub id or dummy:NAME")
+    from batchgen.config.load import load_job
+
+    spec = load_job(None, take_job_flags(values), needs=("model",))
     require_address_space()
     from batchgen.bench import measure
-    from batchgen.config.load import load_job
-    from batchgen.run.loader import engine_config
 
-    spec = load_job(None, {**flags, "input": {"path": ["-"]}, "output": {"path": "."}})  # a benchmark has neither
-    config, where = engine_config(spec.engine), spec.model
+    config, where = spec.engine, spec.model
     model, timed = measure.load_timed(where, config.threads)
     requests = _requests(values, model.config.vocab_size)
     if lengths == "unknown":

@@ -1,4 +1,4 @@
-"""The ``report`` command: read, compare, render, print."""
+"""The ``report`` command."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from typing import Any
 
 import click
 
-from batchgen.cli.options import LocalPath
+from batchgen.cli.options import SHARE, LocalPath, json_option
 from batchgen.cli.say import show
 from batchgen.core.errors import ExitCode
-from batchgen.core.units import parse_share
 
 
 @click.command()
 @click.argument("folder", metavar="DIR", type=LocalPath())
-@click.option("--json", "as_json", is_flag=True, help="The content of report.json: --format json.")
+@json_option("The content of report.json: --format json.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "prometheus"]), default="text", help="[text]")
-@click.option("--html", metavar="FILE", type=LocalPath(), help="Write a page with pictures to FILE.")
+@click.option("--html", metavar="FILE", type=LocalPath(), help="Write a page with charts to FILE.")
 @click.option("--compare", metavar="OTHER", type=LocalPath(), help="Run directory, or its report.json.")
-@click.option("--max-regress", metavar="SHARE", help="With --compare: exit 4 on a regression, such as 5%.")
+@click.option("--max-regress", type=SHARE, help="With --compare: exit 4 on a regression, such as 5%.")
 def report(
-    folder: Path, as_json: bool, form: str, html: Path | None, compare: Path | None, max_regress: str | None
+    folder: Path, as_json: bool, form: str, html: Path | None, compare: Path | None, max_regress: float | None
 ) -> int:
-    """Show how long a finished run took, how fast, and what failed.
+    """Show how a finished run went: time, speed, failures.
 
-    With --compare the figures of OTHER stand beside it. A regression is a fall of tokens/s or exact match by more
-    than --max-regress of what OTHER had, or a larger share of failed rows. The page that --html writes is one file
-    that loads nothing (needs the extra batchgen[report]).
+    With --compare the figures of OTHER appear beside it. A regression is a fall of tokens/s or exact match by more
+    than --max-regress of OTHER's, or a larger share of failed rows. --html writes one file that loads nothing else
+    (needs the extra batchgen[report]).
 
     \b
     Examples:
@@ -42,15 +41,14 @@ def report(
     from batchgen.report.build import read_report_file
     from batchgen.run.reports import read_report
 
-    limit = _share(max_regress)
     form = "json" if as_json else form
     if compare is not None and (html is not None or form == "prometheus"):
-        raise click.UsageError("--compare gives text or --json, no page and no metrics", click.get_current_context())
+        raise click.UsageError("--compare gives text or --json, not a page or metrics", click.get_current_context())
     found = read_report(RunDir(folder))
     if compare is not None:
         before = read_report_file(compare) if compare.is_file() else read_report(RunDir(compare))
-        return _compare(found, before, limit, form == "json")
-    if limit is not None:
+        return _compare(found, before, max_regress, form == "json")
+    if max_regress is not None:
         raise click.UsageError("--max-regress needs --compare OTHER", click.get_current_context())
     if html is not None:
         from batchgen.report.html import write_html
@@ -81,10 +79,3 @@ def _compare(now: dict[str, Any], before: dict[str, Any], limit: float | None, a
     if limit is not None:
         comparison.check(limit)
     return ExitCode.OK
-
-
-def _share(text: str | None) -> float | None:
-    try:
-        return None if text is None else parse_share(text)
-    except ValueError as error:
-        raise click.UsageError(f"--max-regress {text}: {error}", click.get_current_context()) from None

@@ -5,11 +5,13 @@ Input, engine and output share only these types, so none of them imports another
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from batchgen.core import keys
 from batchgen.core.errors import RowError
+from batchgen.core.keys import INT32_MAX, INT64_MAX, MAX_SAMPLES, integer, key, number
 
 
 class FinishReason(StrEnum):
@@ -74,27 +76,30 @@ class SamplingParams:
     tokens beside the chosen or given one (0: none but that one; None: no log-probabilities at all), before any
     penalty or temperature. ``stop`` strings are not part of the text. ``max_repeats`` ends a row whose newest tokens
     are one run of up to 64 tokens so many times over (0: never). ``choices`` are texts to be scored as
-    continuations instead of generating. Values are checked where they enter (``spec``, ``data``), not here.
+    continuations instead of generating. ``config.sampling.merge_params`` checks values; this class does not.
     """
 
-    max_tokens: int = 256
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    max_repeats: int = 0
-    choices: tuple[str, ...] = ()
+    max_tokens: int = key(integer(0, INT32_MAX), "Most tokens to generate", 256)
+    min_tokens: int = key(integer(0, INT32_MAX), "Fewest tokens before an end token may end the row", 0)
+    temperature: float = key(keys.TEMPERATURE, "0 always takes the likeliest token", 0.0)
+    top_p: float = key(number(0, 1, above_low=True), "Keep the likeliest tokens up to this total probability", 1.0)
+    top_k: int = key(keys.TOP_K, "Keep the K likeliest tokens; 0 keeps all", 0)
+    min_p: float = key(number(0, 1), "Least probability, as a share of the likeliest token's", 0.0)
+    # vLLM: above 0; beyond these bounds float32 logits overflow
+    repetition_penalty: float = key(
+        number(0.01, 100), "Above 1, tokens of the prompt and the output become less likely", 1.0
+    )
+    presence_penalty: float = key(number(-2, 2), "Subtracted from the logits of tokens in the output", 0.0)
+    frequency_penalty: float = key(number(-2, 2), "Likewise, times how often the token was generated", 0.0)
+    seed: int = key(integer(-INT64_MAX - 1), "Seed of the job's random draws", 0)
+    stop: tuple[str, ...] = key(keys.STOP, "Text that ends the output and is cut from it; may be repeated", ())
+    stop_token_ids: tuple[int, ...] = key(keys.TOKEN_IDS, "Further end tokens, such as 2,7", ())
+    ignore_eos: bool = key(keys.BOOL, "Continue after an end token", False)
+    n: int = key(integer(1, MAX_SAMPLES), "Samples per row", 1)
+    logprobs: int | None = key(keys.LOGPROBS, "Add each token's log-probability and the K likeliest tokens", None)
+    prompt_logprobs: int | None = key(keys.LOGPROBS, "The same for the prompt, with its perplexity", None)
+    max_repeats: int = key(keys.MAX_REPEATS, "End a row that repeats itself N times in a row; 0: never", 0)
+    choices: tuple[str, ...] = key(keys.CHOICES, "Text to score instead of generating; repeat it per choice", ())
 
     @property
     def is_greedy(self) -> bool:
@@ -110,9 +115,6 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether tokens seen before count less or more than others."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-
-SAMPLING_KEYS: tuple[str, ...] = tuple(f.name for f in fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True)

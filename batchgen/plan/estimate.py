@@ -17,7 +17,6 @@ from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.sizes import sizes_for
 from batchgen.model import ModelConfig
 from batchgen.plan.survey import Survey
-from batchgen.run.loader import engine_config
 
 _NUM_QUANTILES = 64
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -126,10 +125,10 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
     if dtype == "auto":
         dtype = config.auto_dtype(is_cpu=not _is_cuda(spec))
     item_bytes = _ITEM_BYTES.get(dtype, 4)
-    is_auto = spec.engine.kv_memory == "auto"
+    is_auto = spec.engine.kv_memory is None
     is_known = forecast.sizes is not None or not is_auto or not _is_cuda(spec)
     sizes = forecast.sizes or sizes_for(
-        engine_config(spec.engine), config, item_bytes, _free_bytes(config, item_bytes), is_cuda=_is_cuda(spec)
+        spec.engine, config, item_bytes, _free_bytes(config, item_bytes), is_cuda=_is_cuda(spec)
     )
     block_bytes = config.kv_block_bytes(sizes.block_size, item_bytes)
     row_blocks = max(1, -(-round(mean_tokens) // sizes.block_size))

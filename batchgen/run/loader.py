@@ -7,13 +7,13 @@ another engine behind the same protocol.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from batchgen.config.job import EngineSpec, InputSpec, JobSpec
-from batchgen.config.presets import card_values
+from batchgen.config.job import InputSpec, JobSpec
+from batchgen.config.sampling import card_values
 from batchgen.core.errors import InputChanged, ModelError, ResumeMismatch, UsageError
 from batchgen.core.fingerprint import Digests, FileState
 from batchgen.core.hub import resolve_folder
@@ -25,9 +25,6 @@ from batchgen.model import ModelConfig, is_dummy, load_config
 from batchgen.output.manifest import KERNELS, mix_kernels
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from batchgen.engine import EngineConfig
 
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja")
 _MODEL_PATTERNS = ("*.safetensors", *_TOKENIZER_PATTERNS)
@@ -211,15 +208,14 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     from batchgen.engine.sizes import use_threads
     from batchgen.model import load_model
 
-    config = engine_config(spec.engine)
-    use_threads(config.threads, info.config)  # before loading, which packs weights and takes threads too
+    use_threads(spec.engine.threads, info.config)  # before loading, which packs weights and takes threads too
     where = spec.model
     model = load_model(
         where.path, where.revision, dtype=where.dtype, device=where.device, batch_invariant=where.batch_invariant
     )
     stop_watch = partial(StopStrings, info.tokenizer) if info.tokenizer else None
     overlaps = False if step_by_step else None
-    engine = Engine(model, config, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch, overlaps=overlaps)
+    engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch, overlaps=overlaps)
     facts = partial(engine_facts, engine)
     return Backend(engine, model.numerics, torch.get_num_threads(), facts, _notes(model.numerics))
 
@@ -235,18 +231,9 @@ def _notes(numerics: Mapping[str, str]) -> tuple[str, ...]:
     return ("kernels cannot be kept here, so each start compiles them anew: set XDG_CACHE_HOME to a writable folder",)
 
 
-def engine_config(sizes: EngineSpec) -> EngineConfig:
-    """The engine's own settings: "auto" becomes None."""
-    from batchgen.engine import EngineConfig
-
-    values: dict[str, Any] = {item.name: getattr(sizes, item.name) for item in fields(sizes)}
-    given: dict[str, Any] = {name: None if value == "auto" else value for name, value in values.items()}
-    return EngineConfig(**given)
-
-
 def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:
     wanted = spec.engine.max_model_len
-    if wanted == "auto":
+    if wanted is None:
         return config.max_position_embeddings
     if wanted > config.max_position_embeddings:
         trained = config.max_position_embeddings

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.config import sampling
-from batchgen.config.presets import card_values
-from batchgen.config.sampling import ParamError, merge_params
-from batchgen.core.records import SAMPLING_KEYS, SamplingParams
+from batchgen.config.sampling import PARAM_KEYS, ParamError, card_values, merge_params
+from batchgen.core.keys import keys_of
+from batchgen.core.records import SamplingParams
 
 BASE = SamplingParams()
+FIELDS = [item.name for item in fields(SamplingParams)]
 
 ACCEPTED: list[tuple[str, Any, Any]] = [
     ("max_tokens", 1, 1),
@@ -77,7 +77,7 @@ NONSENSE += [[None], b"\xff", "nonsense", "\x00"]
 FITTING = [("stop", "nonsense"), ("stop", "\x00")]
 
 REFUSED: list[tuple[str, Any]] = [
-    *((key, value) for key in SAMPLING_KEYS for value in NONSENSE if (key, value) not in FITTING),
+    *((key, value) for key in FIELDS for value in NONSENSE if (key, value) not in FITTING),
     *(("max_tokens", value) for value in (0, -5, 1.5, "16", True, [1], 2**31, 10**30, 10**5000, float("nan"))),
     *(("min_tokens", value) for value in (-1, "0", 257)),
     *(("temperature", value) for value in (-1, -1e-9, "hot", True, float("nan"), float("inf"), 10**400, [0.5])),
@@ -100,9 +100,15 @@ REFUSED: list[tuple[str, Any]] = [
 ]
 
 
-def test_there_is_one_rule_for_every_field_of_sampling_params() -> None:
-    assert set(sampling._RULES) == set(SAMPLING_KEYS)
-    assert set(sampling.PARAM_KEYS) == {*SAMPLING_KEYS, "preset"}
+def test_every_field_of_sampling_params_is_a_declared_key() -> None:
+    assert [*keys_of(SamplingParams)] == FIELDS
+    assert (*FIELDS, "preset") == PARAM_KEYS
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_default_is_a_value_of_its_kind(name: str) -> None:
+    item = keys_of(SamplingParams)[name]
+    assert item.default is None or item.kind.parse(item.default) == item.default
 
 
 @pytest.mark.parametrize(("key", "value", "parsed"), ACCEPTED)
@@ -127,14 +133,14 @@ def test_an_impossible_value_is_refused_in_one_line_that_names_the_key(key: str,
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ParamError, match=r"no sampling key 'temprature'; did you mean temperature\?"):
+    with pytest.raises(ParamError, match=r"no sampling key 'temprature' \(did you mean \"temperature\"\?\)"):
         merge_params(BASE, {"temprature": 1})
-    with pytest.raises(ParamError, match="known are max_tokens, "):
+    with pytest.raises(ParamError, match="known: max_tokens, "):
         merge_params(BASE, {"x": 1})
 
 
 def test_null_means_not_given() -> None:
-    assert merge_params(BASE, dict.fromkeys(SAMPLING_KEYS)) == BASE
+    assert merge_params(BASE, dict.fromkeys(FIELDS)) == BASE
 
 
 def test_min_tokens_is_held_against_the_merged_max_tokens() -> None:
@@ -172,7 +178,7 @@ def test_the_card_is_that_of_the_models_generation(model: str, values: dict[str,
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ParamError, match=r"^preset = 'best' is not known; known is card$"):
+    with pytest.raises(ParamError, match=r"^preset = 'best' must be one of card$"):
         merge_params(BASE, {"preset": "best"})
 
 
@@ -228,7 +234,7 @@ def _value(key: str) -> st.SearchStrategy[Any]:
 
 @settings(deadline=None)
 @given(
-    st.fixed_dictionaries({}, optional={key: _value(key) for key in sampling.PARAM_KEYS}),
+    st.fixed_dictionaries({}, optional={key: _value(key) for key in PARAM_KEYS}),
     st.dictionaries(st.text(max_size=5), st.none() | st.integers(), max_size=1),
 )
 def test_any_values_are_accepted_in_range_or_refused(known: dict[str, Any], unknown: dict[str, Any]) -> None:
@@ -238,7 +244,7 @@ def test_any_values_are_accepted_in_range_or_refused(known: dict[str, Any], unkn
     except ParamError as error:
         assert error.key in overrides and "\n" not in str(error)
         return
-    assert all(overrides[key] is None for key in unknown.keys() - set(sampling.PARAM_KEYS))
+    assert all(overrides[key] is None for key in unknown.keys() - set(PARAM_KEYS))
     assert 0 <= merged.min_tokens <= merged.max_tokens < 2**31
     assert merged.max_tokens > 0 or merged.prompt_logprobs is not None
     assert merged.temperature == 0 or merged.temperature >= 0.01

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from dataclasses import fields
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.config.job import SECTIONS, JobSpec, is_default, job_from_dict
+from batchgen.config.job import KEYS, EngineConfig, JobSpec, is_default, job_from_dict
 from batchgen.config.load import load_job, override
 from batchgen.core.errors import UsageError
 from batchgen.core.units import (
@@ -54,7 +53,8 @@ def test_a_minimal_job_has_the_documented_defaults(tmp_path: Path) -> None:
     assert (spec.model.revision, spec.model.dtype, spec.model.device) == ("main", "auto", "auto")
     assert (spec.input.format, spec.input.chat, spec.input.keep_columns) == ("auto", True, ())
     assert (spec.sampling.max_tokens, spec.sampling.temperature) == (256, 0.0)
-    assert {getattr(spec.engine, item.name) for item in fields(spec.engine)} == {"auto", True}
+    assert spec.engine == EngineConfig()
+    assert set(spec.to_dict()["engine"].values()) == {"auto", True}
     assert (spec.output.format, spec.output.order, spec.output.token_ids) == ("jsonl", "input", False)
 
 
@@ -132,7 +132,7 @@ def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch:
         ("[sampling]\ntemperature = nan\n", r"sampling\.temperature"),
         (
             '[sampling]\npreset = "best"\n',
-            r"job\.toml:8: sampling\.preset: preset = 'best' is not known; known is card",
+            r"job\.toml:8: sampling\.preset: preset = 'best' must be one of card",
         ),
         ('[sampling]\nprset = "card"\n', r'sampling\.prset: unknown key \(did you mean "preset"'),
         ('preset = "card"\n', r"input\.preset: unknown key \(it belongs in \[sampling\]\)"),
@@ -154,8 +154,32 @@ def test_a_flag_is_refused_by_its_own_name() -> None:
 @pytest.mark.parametrize("section", ["model", "input", "output"])
 def test_what_is_missing_is_said_with_its_flag(section: str) -> None:
     flags = {name: values for name, values in NEEDED.items() if name != section}
-    with pytest.raises(UsageError, match=rf"{section}\.path is missing: .*--{section}"):
+    with pytest.raises(UsageError, match=rf"^--{section} is missing \("):
         load_job(None, flags)
+
+
+@pytest.mark.parametrize("section", ["model", "input", "output"])
+def test_what_a_job_file_lacks_is_said_with_its_section_and_flag(section: str, tmp_path: Path) -> None:
+    text = minimal().replace(f"[{section}]\npath", f"[{section}]\n#")
+    with pytest.raises(
+        UsageError, match=rf"job\.toml: {section}\.path is missing: set it in \[{section}\] or .*--{section}"
+    ):
+        from_text(tmp_path, text)
+
+
+def test_a_command_without_input_and_output_needs_the_model_alone() -> None:
+    spec = load_job(None, {"model": NEEDED["model"], "engine": {"threads": 2}}, needs=("model",))
+    assert (spec.input.path, spec.output.path, spec.engine.threads) == ((), "", 2)
+    with pytest.raises(UsageError, match=r"^--model is missing"):
+        load_job(None, {"engine": {"threads": 2}}, needs=("model",))
+
+
+@pytest.mark.parametrize("key", ["max_num_batched_tokens", "max_num_seqs", "block_size"])
+def test_an_engine_size_beyond_any_use_is_refused_by_its_line(key: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=rf'job\.toml:8: engine\.{key} = 1000000000: must be "auto" or an integer from 1'
+    ):
+        from_text(tmp_path, minimal(f"[engine]\n{key} = 1_000_000_000\n"))
 
 
 def test_a_job_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
@@ -222,7 +246,7 @@ LONG = "x" * 300
         ("[input.path" + ".a" * 5000 + "]\nb = 1", "must be a string or a list of strings"),
         ("[input]\nlimit = " + "9" * 5000, "a number of too many digits"),
         ("[input]\nlimit = 0x" + "f" * 5000, r"limit = \(a huge int\): must be an integer of at least 1 and at most"),
-        ("[sampling]\nstop = [0x" + "f" * 5000 + "]", r"stop = \(a huge list\) must be a list of strings"),
+        ("[sampling]\nstop = [0x" + "f" * 5000 + "]", r"stop = \(a huge list\) must be a string or a list"),
         ("[engine]\nkv_memory = '" + "9" * 400 + "GiB'", "below 8 EiB"),
         ('[output]\npath = "a\\u0000b"', "output.path = .*: holds a NUL"),
         (f'[output]\npath = "{LONG}"', "output.path = .*: is too long for a path"),
@@ -315,7 +339,9 @@ def test_the_choices_of_a_key_are_listed_once() -> None:
         ("input", {"path": 3}, "input.path must be"),
         ("input", {"path": ["in"], "unknown": 1}, "unknown"),
         ("sampling", [1], "cannot convert"),
-        ("output", {}, "path"),
+        ("output", {}, "it lacks output.path"),
+        ("engine", {"threads": 0}, "engine.threads must be"),
+        ("sampling", {"n": "many"}, "sampling.n must be"),
     ],
     ids=str,
 )
@@ -388,9 +414,9 @@ def test_a_device_that_is_none_is_refused_in_one_line(device: str) -> None:
 
 
 def test_every_key_says_what_it_is_for() -> None:
-    for cls in SECTIONS.values():
-        for item in fields(cls):
-            assert item.metadata["help"], item.name
+    for keys in KEYS.values():
+        for item in keys.values():
+            assert item.help and not item.help.endswith("."), item.name
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)

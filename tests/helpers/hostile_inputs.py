@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.config.job import SECTIONS
+from batchgen.config.job import KEYS
 from batchgen.config.sampling import PARAM_KEYS
 
 SOUND = {
@@ -381,9 +381,8 @@ def job_case(rng: random.Random) -> Case:
     text = job_text(rng).decode()
     draw = rng.random()
     if draw < 0.55:  # a key set to anything
-        section = rng.choice([*SECTIONS, "sampling"])
-        known = PARAM_KEYS if section == "sampling" else list(SECTIONS[section].__dataclass_fields__)
-        key, value = rng.choice([*known, "nope", '"é"', '""', "a.b"]), rng.choice(_TOML_VALUES)
+        section = rng.choice([*KEYS])
+        key, value = rng.choice([*KEYS[section], "nope", '"é"', '""', "a.b"]), rng.choice(_TOML_VALUES)
         value = '"."' if (section, key, value) == ("output", "path", '"/"') else value
         lines = [line for line in text.splitlines() if not line.startswith(f"{key} =")]
         sections = f"[{section}]" in lines

@@ -90,7 +90,7 @@ def test_a_shard_without_a_report_to_be_read_leaves_the_whole_without_one(
     good = report.read_bytes()
     report.unlink() if content is None else report.write_text(content)
     assert merge(job, folders) == 3
-    assert "no report of the whole: " in (said := capsys.readouterr().err)
+    assert "no report of the merged run: " in (said := capsys.readouterr().err)
     assert "part2" in said
     assert read_status(job.output)["rows"] == {"total": 12, "done": 10, "failed": 2, "left": 0}
     assert call(["report", str(job.output)]) == 2

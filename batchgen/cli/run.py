@@ -1,0 +1,185 @@
+"""The commands on run directories: ``run``, ``status``, ``retry`` and ``merge``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from batchgen.cli.options import (
+    CLOCK,
+    COUNT,
+    DURATION,
+    SHARD,
+    SHARE,
+    GroupedCommand,
+    LocalPath,
+    job_options,
+    json_option,
+    progress_options,
+    run_option,
+    take_job_flags,
+)
+from batchgen.cli.say import say, show
+from batchgen.core.errors import ExitCode
+from batchgen.core.units import counted
+
+if TYPE_CHECKING:
+    from batchgen.run import Outcome
+    from batchgen.run.loader import EngineFactory
+
+_MIXED_HELP = "Accept rows of other kernels, whose tokens may differ."
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("job", required=False, metavar="[JOB.toml]", type=LocalPath())
+@job_options("model", "input", "sampling", "engine", "output")
+@run_option("--overwrite", is_flag=True, help="Start anew: drop what the run directory holds.")
+@run_option("--strict", is_flag=True, help="Refuse to start if any row is bad.")
+@run_option("--max-error-rate", type=SHARE, help="Stop when more rows fail, such as 5% of those read (or of 100).")
+@run_option("--deadline", type=CLOCK, help="Stop at this time of day, or at an ISO date and time.")
+@run_option("--max-runtime", type=DURATION, help="Stop after this long, such as 55m.")
+@run_option("--max-total-tokens", type=COUNT, help="Stop after computing N tokens.")
+@run_option("--shard", type=SHARD, default="1/1", help="Run the I-th of N parts of the rows.")
+@run_option("--allow-mixed-kernels", is_flag=True, help=_MIXED_HELP)
+@run_option("--metrics-file", metavar="FILE", type=LocalPath(), help="Write Prometheus metrics at the end.")
+@progress_options
+@click.pass_obj
+def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any) -> int:
+    """Run a job; run it again to resume.
+
+    A finished job exits at once with the code it ended with: 0, or 3 if rows failed. Every key of the job file has a
+    flag, and flags win; without a job file --model, --input and --output are needed. SIGTERM or Ctrl-C stops the run
+    within 10 seconds with exit code 75 and loses nothing.
+
+    \b
+    Examples:
+      batchgen run jobs/quickstart.toml
+      batchgen run jobs/nightly.toml --deadline 05:55
+      batchgen run --model LiquidAI/LFM2-350M --input questions.jsonl \\
+          --prompt '{question}' --max-tokens 64 --output runs/questions
+      batchgen run jobs/nightly.toml --metrics-file metrics/nightly.prom
+      zcat prompts.txt.gz | batchgen run job.toml --input - --input-format text
+    """
+    from batchgen.config.load import load_job
+
+    flags = take_job_flags(values)
+    if job is None and not flags:
+        raise click.UsageError("give a job file, or --model, --input and --output", click.get_current_context())
+    spec = load_job(job, flags)
+    from batchgen.run import Limits, RunOptions, run_job
+    from batchgen.run.reports import check_metrics_file, write_metrics
+
+    metrics_file: Path | None = values["metrics_file"]
+    if metrics_file is not None:
+        check_metrics_file(metrics_file, spec.output.path)
+    options = RunOptions(
+        overwrite=values["overwrite"],
+        strict=values["strict"],
+        max_error_rate=values["max_error_rate"],
+        shard=values["shard"],
+        allow_mixed_kernels=values["allow_mixed_kernels"],
+        limits=Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"]),
+        progress=_progress_kind(values),
+        heartbeat_s=values["heartbeat"],
+    )
+    outcome = run_job(spec, options, engine_factory=engine_factory)
+    if metrics_file is not None:
+        write_metrics(metrics_file, spec.output.path, spec.model.path, outcome.report, outcome.exit_code)
+    return _conclude(outcome, values)
+
+
+def _progress_kind(values: dict[str, Any]) -> Literal["auto", "json", "quiet"]:
+    return "quiet" if values["quiet"] else "json" if values["json_progress"] else "auto"
+
+
+def _conclude(outcome: Outcome, values: dict[str, Any]) -> int:
+    if _progress_kind(values) == "auto":  # a program reads the event "end" and the report
+        for line in outcome.lines:
+            say(line)
+    return outcome.exit_code
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("folder", metavar="DIR", type=LocalPath())
+@job_options("engine")
+@run_option("--allow-mixed-kernels", is_flag=True, help=_MIXED_HELP)
+@progress_options
+@click.pass_obj
+def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) -> int:
+    """Run failed rows again and merge those that now succeed.
+
+    Rows are read from errors.jsonl: fix a row's "row" field by hand, and retry runs the fixed version. An interrupted
+    retry resumes when run again. Exits 3 while rows still fail.
+
+    \b
+    Examples:
+      batchgen retry runs/questions
+      batchgen retry runs/questions --kv-memory 8GiB
+    """
+    from batchgen.run import RunOptions
+    from batchgen.run.retry import retry_job
+
+    mixed = values["allow_mixed_kernels"]
+    options = RunOptions(allow_mixed_kernels=mixed, progress=_progress_kind(values), heartbeat_s=values["heartbeat"])
+    outcome = retry_job(folder, options, take_job_flags(values), engine_factory=engine_factory)
+    return _conclude(outcome, values)
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=LocalPath())
+@json_option("JSON instead of text; with --watch one object per line.")
+@click.option("--watch", is_flag=True, help="Update every 2 s until the run ends.")
+def status(folder: Path, as_json: bool, watch: bool) -> int:
+    """Show the progress of a run, whether it is running or not.
+
+    Read-only: takes no lock and does not disturb the run.
+
+    \b
+    Examples:
+      batchgen status runs/questions
+      batchgen status runs/questions --watch
+    """
+    from batchgen.run.status import read_status, render_status, watch_status
+
+    if not watch:
+        found = read_status(folder)
+        show(json.dumps(found, indent=2) if as_json else render_status(found))
+        return ExitCode.OK
+    for found in watch_status(folder):
+        if sys.stdout.isatty() and not as_json:
+            click.clear()
+        show(json.dumps(found) if as_json else render_status(found))
+    return ExitCode.OK
+
+
+@click.command()
+@click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=LocalPath())
+@click.option("-o", "--output", metavar="DIR", required=True, type=LocalPath(), help="A new folder.")
+@click.option("--allow-mixed-kernels", is_flag=True, help=_MIXED_HELP)
+def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) -> int:
+    """Join the shards of one job into one run.
+
+    All shards must be finished, and no row may be missing or appear twice: this is checked before anything is
+    written. An interrupted merge resumes when run again, and a finished one says so. Exits 3 if rows failed.
+
+    \b
+    Example:
+      for i in 1 2; do batchgen run job.toml --shard $i/2 --output part$i; done
+      batchgen merge part1 part2 -o whole
+    """
+    from batchgen.run.merge import merge as merge_shards
+    from batchgen.run.merge_report import write_merged_report
+
+    counts = merge_shards(folders, output, allow_mixed_kernels=allow_mixed_kernels)
+    if counts is None:
+        say(f"already done: {counted(len(folders), 'shard')} in {output}")
+    else:
+        done = f"{counted(counts.results, 'row')} done, {counts.errors:,} failed"
+        say(f"{done}, of {counted(len(folders), 'shard')}, into {output}")
+    for problem in write_merged_report(folders, output):
+        say(f"no report of the merged run: {problem}")
+    return ExitCode.ROWS_FAILED if (output / "errors.jsonl").exists() else ExitCode.OK

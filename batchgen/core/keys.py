@@ -1,0 +1,247 @@
+"""Declarations of settings keys: a dataclass field with the kind of its values, its help line and its default.
+
+The job file's loader, the flags, the help and the resume check read these declarations, so a new key is one field.
+Names, ranges and meanings of sampling values are vLLM's. Nothing here knows a file format or a command.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import field, fields
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000
+MAX_SAMPLES = 128
+MAX_LOGPROBS = 20  # the limit of OpenAI's API and vLLM's default
+MAX_CHOICES = 1000
+_MIN_TEMPERATURE = 0.01  # vLLM raises smaller positive ones to this: dividing logits by less overflows float16
+
+
+class Kind(NamedTuple):
+    """The values that a key takes.
+
+    ``parse`` turns a TOML or JSON value into the field's, or raises ``ValueError`` without naming key or value.
+    ``metavar`` stands for the value in help; a switch has none. ``from_text`` turns a flag's text into what TOML would
+    hold. ``repeats``: the flag may be given several times. ``none`` is how None is written in a job file.
+    """
+
+    parse: Callable[[Any], Any]
+    metavar: str = ""
+    from_text: Callable[[str], object] = str
+    choices: tuple[str, ...] = ()
+    repeats: bool = False
+    none: str | None = None
+
+
+class Key(NamedTuple):
+    """A declared key; ``outputs`` is whether its value changes outputs."""
+
+    name: str
+    default: Any
+    kind: Kind
+    help: str
+    flag: str
+    outputs: bool
+
+    def written(self, value: Any) -> Any:
+        """A value of the field as a job file and ``job.json`` hold it."""
+        return self.kind.none if value is None else value
+
+
+def key(kind: Kind, text: str, default: Any, *, flag: str = "", outputs: bool = True) -> Any:
+    """Declare a key: its kind, help line, default, flag when not ``--name``, and whether it changes outputs."""
+    return field(default=default, metadata={"kind": kind, "help": text, "flag": flag, "outputs": outputs})
+
+
+def keys_of(*classes: type[Any]) -> dict[str, Key]:
+    """The keys that dataclasses declare, by name; fields without a declaration are left out."""
+    items = [item for cls in classes for item in fields(cls) if item.metadata]
+    flags = {item.name: item.metadata["flag"] or item.name.replace("_", "-") for item in items}
+    return {item.name: Key(item.name, item.default, **{**item.metadata, "flag": flags[item.name]}) for item in items}
+
+
+def resembling(name: str, known: Sequence[str]) -> str:
+    """A hint at the known name that an unknown one resembles, "" if there is none."""
+    close = get_close_matches(name, known, n=1)
+    return f' (did you mean "{close[0]}"?)' if close else ""
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A hint for an unknown name: the known one that it resembles, else all of them."""
+    return resembling(name, known) or f" (known: {', '.join(known)})"
+
+
+# ---------------------------------------------------------------- kinds of any section
+
+
+def _number_in(text: str) -> object:
+    """The number a flag's text holds; any other text stays, since the kind's own message is better."""
+    for parse in (int, float):
+        try:
+            return parse(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _integers(low: int, high: int, what: str = "an integer") -> Callable[[object], int]:
+    bounds = f"from {low} to {high}" if high < INT64_MAX else f"of at least {low} and at most 2**63 - 1"
+
+    def parse(value: object) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # pandas stores an integer column with gaps as floats
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"must be {what} {bounds}")
+        return value
+
+    return parse
+
+
+def integer(low: int, high: int = INT64_MAX) -> Kind:
+    """Integers from ``low`` to ``high``."""
+    return Kind(_integers(low, high), "N", _number_in)
+
+
+def integer_or_auto(low: int, high: int = INT64_MAX) -> Kind:
+    """Integers from ``low`` to ``high``, or "auto", which becomes None."""
+    parse = _integers(low, high, '"auto" or an integer')
+    return Kind(lambda value: None if value == "auto" else parse(value), "N|auto", _number_in, none="auto")
+
+
+def _numbers(low: float, high: float, *, above_low: bool = False) -> Callable[[object], float]:
+    bounds = f"{'above' if above_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+
+    def parse(value: object) -> float:
+        if not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 1e300:
+            found = float(value) + 0.0  # never -0.0, whose bits are those of a huge number
+            if low <= found <= high and not (above_low and found == low):
+                return found
+        raise ValueError(f"must be a finite number {bounds}")
+
+    return parse
+
+
+def number(low: float, high: float, *, above_low: bool = False) -> Kind:
+    """Finite numbers from ``low`` to ``high``; with ``above_low`` greater than ``low``."""
+    return Kind(_numbers(low, high, above_low=above_low), "NUMBER", _number_in)
+
+
+def one_of(*choices: str) -> Kind:
+    """One of a few words."""
+
+    def parse(value: object) -> str:
+        if value not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return str(value)
+
+    return Kind(parse, "|".join(choices), choices=choices)
+
+
+def string(metavar: str = "TEXT", *, empty: bool = False) -> Kind:
+    """Strings; ``empty`` ones only if said so."""
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or not (value or empty):
+            raise ValueError(f"must be a string{'' if empty else ' that is not empty'}")
+        return value
+
+    return Kind(parse, metavar)
+
+
+def _bool(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("must be true or false")
+    return value
+
+
+def string_list(value: object) -> tuple[str, ...]:
+    """A list of strings that are not empty, or one such string. Raises ValueError."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise ValueError("must be a string or a list of strings")
+    if not all(items):
+        raise ValueError("holds an empty string")
+    return tuple(items)
+
+
+BOOL = Kind(_bool)
+
+# ---------------------------------------------------------------- kinds of sampling keys
+
+
+_natural = _integers(0, INT32_MAX)
+_top_k_or_off = _integers(-1, INT32_MAX)
+_logprobs_count = _integers(0, MAX_LOGPROBS)
+_at_least_0 = _numbers(0, math.inf)
+
+
+def _temperature(value: object) -> float:
+    found = _at_least_0(value)
+    return max(found, _MIN_TEMPERATURE) if found else 0.0
+
+
+def _top_k(value: object) -> int:
+    return max(_top_k_or_off(value), 0)  # vLLM writes "off" as 0 or -1
+
+
+def _num_logprobs(value: object) -> int | None:
+    if isinstance(value, bool):
+        return 0 if value else None  # OpenAI's chats say true for "the chosen token's"
+    return _logprobs_count(value)
+
+
+def _max_repeats(value: object) -> int:
+    found = _natural(value)
+    if found == 1:
+        raise ValueError("must be 0 (never) or an integer of at least 2")  # every token is there once
+    return found
+
+
+def _sampling_texts(value: object, low: int, high: int, max_chars: float = math.inf) -> tuple[str, ...]:
+    """From ``low`` to ``high`` strings that have an encoding. Raises ValueError."""
+    items = string_list(value)
+    if not low <= len(items) <= high:
+        raise ValueError(f"must be a list of {low} to {high} strings, not of {len(items)}")
+    if max(map(len, items), default=0) > max_chars:
+        raise ValueError(f"holds a string of more than {max_chars} characters")
+    try:
+        "".join(items).encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds a lone surrogate, which no text has") from None
+    return items
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_sampling_texts(value, 0, MAX_STOP_STRINGS, MAX_STOP_CHARS)))
+
+
+def _choices(value: object) -> tuple[str, ...]:
+    if value in ([], ()):
+        return ()  # a row that is not to be scored in a job whose other rows are
+    choices = _sampling_texts(value, 2, MAX_CHOICES)
+    if len(set(choices)) < len(choices):
+        raise ValueError("holds the same choice twice")
+    return choices
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    if isinstance(value, list | tuple):
+        try:
+            return tuple(map(_natural, value))
+        except ValueError:
+            pass  # its message is about one item
+    raise ValueError(f"must be a list of token ids from 0 to {INT32_MAX}")
+
+
+TEMPERATURE = Kind(_temperature, "NUMBER", _number_in)
+TOP_K = Kind(_top_k, "N", _number_in)
+LOGPROBS = Kind(_num_logprobs, "K", _number_in)
+MAX_REPEATS = Kind(_max_repeats, "N", _number_in)
+STOP = Kind(_stop, "TEXT", repeats=True)
+CHOICES = Kind(_choices, "TEXT", repeats=True)
+TOKEN_IDS = Kind(_token_ids, "IDS", lambda listed: [_number_in(part) for part in listed.split(",")])
