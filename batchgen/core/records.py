@@ -38,6 +38,28 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """Shard ``number`` of ``count``, counted from 1: the rows with ``index % count == number - 1``."""
+
+    number: int = 1
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def owns(self, index: int) -> bool:
+        """Whether the row at ``index`` of the input belongs to this shard."""
+        return index >= 0 and index % self.count == self.number - 1
+
+    def rows(self, num_rows: int) -> range:
+        """The indexes of this shard's rows among the first ``num_rows`` rows of the input."""
+        return range(self.number - 1, num_rows, self.count)
+
+
+WHOLE = Shard()  # the only shard of a job that is not divided
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """One input row, untouched.
 

@@ -10,6 +10,8 @@ import re
 import reprlib
 from datetime import datetime, timedelta
 
+from batchgen.core.records import Shard
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _STEERING = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -74,12 +76,12 @@ def parse_clock(text: str, now: datetime) -> datetime:
         raise ValueError('must be a clock time such as "05:55" or a date and time such as "2026-01-31T05:55"') from None
 
 
-def parse_shard(text: str) -> tuple[int, int]:
-    """``2/8`` as ``(2, 8)``: the second of eight shards, counted from 1."""
+def parse_shard(text: str) -> Shard:
+    """``2/8``: the second of eight shards, counted from 1."""
     match = re.fullmatch(r"\s*(\d{1,18})\s*/\s*(\d{1,18})\s*", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise ValueError('must be "i/n" with 1 <= i <= n, such as "2/8"')
-    return int(match[1]), int(match[2])
+    return Shard(int(match[1]), int(match[2]))
 
 
 def parse_count(text: str) -> int:

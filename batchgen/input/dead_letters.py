@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, StorageError, UsageError
-from batchgen.core.records import BadRow, Cursor, Record
+from batchgen.core.records import WHOLE, BadRow, Cursor, Record, Shard
 from batchgen.input.formats.jsonl import MAX_DEPTH, parse_jsonl
 from batchgen.input.formats.lines import LinesFile
 from batchgen.input.rows import RowProblem, bad_row, row_id
@@ -27,7 +27,7 @@ _ADVICE = 'only "row" may be edited'
 
 
 class DeadLetters:
-    """The dead letters in ``path`` of a finished run of shard ``(i, n)`` over an input of ``num_rows`` rows.
+    """The dead letters in ``path`` of a finished run of ``shard`` over an input of ``num_rows`` rows.
 
     ``outputs`` is named in errors. Take in the rows that have results first, then read. ``may_have_result`` says of a
     row with a result whether it may have a dead letter still: a retry that was killed leaves such rows. ``where`` says
@@ -39,15 +39,15 @@ class DeadLetters:
         path: Path,
         outputs: Path,
         num_rows: int,
-        shard: tuple[int, int],
+        shard: Shard,
         may_have_result: Callable[[int], bool],
         where: InputSpec,
     ) -> None:
         self._path = path
-        self._is_shard = shard[1] > 1
+        self._is_shard = shard != WHOLE
         self._where = where
         self._outputs = outputs
-        self._ours = range(shard[0] - 1, num_rows, shard[1])
+        self._ours = shard.rows(num_rows)
         self._has_result = bytearray(len(self._ours))
         self._may_have_result = may_have_result
 

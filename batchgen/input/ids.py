@@ -1,8 +1,8 @@
-"""Which row had an id first: exact, across interruptions, in memory that does not grow with the rows.
+"""The unique ids of a run: which row had an id first, exact, across interruptions, in constant memory.
 
-A small SQLite file beside the journal maps each id, or a digest of a long one, to the row that claimed it. A claim is
-on disk before the row can reach the journal, so a row that is journalled never loses its id. Should the file get lost
-nonetheless, its ids have to be claimed again in input order before others are. It knows no columns.
+A SQLite file beside the journal maps each id, or a digest of a long one, to the row that claimed it. A claim is on
+disk before the row can reach the journal, so a row in the journal never loses its id. If the file gets lost all the
+same, its ids are claimed again in input order before others are (``validator.rebuild_ids``). It knows no columns.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 
+from batchgen.config.job import InputSpec
 from batchgen.core.errors import StorageError
 
 _CACHE_KIB = 32 << 10
@@ -21,8 +22,13 @@ _MAX_KEY_BYTES = 64
 Claim = tuple[int, str | int]
 
 
+def may_have_ids(spec: InputSpec) -> bool:
+    """Whether rows can have ids of their own: by a column the job names, or as OpenAI Batch lines."""
+    return spec.id is not None or spec.format == "openai-batch" or (spec.format == "auto" and not spec.is_mapped)
+
+
 class UniqueIds:
-    """The ids claimed so far; ``path`` None keeps them in a temporary file that nobody else sees.
+    """The ids claimed so far, in the file ``path``, or in a temporary one if it is None.
 
     ``1`` and ``"1"`` are different ids, unless ids are compared ``as_text``, as an output that has only texts needs.
     Raises StorageError where the file cannot be written or is damaged.
@@ -55,24 +61,24 @@ class UniqueIds:
             self._db.execute(f"PRAGMA user_version = {self._complete}")
 
     def claim(self, rows: Sequence[Claim]) -> dict[int, int]:
-        """Claim ids for rows ``(index, id)`` in input order; returns the losers: index -> row that had the id first.
+        """Claim ids for rows ``(index, id)`` in input order, each as often as one likes.
 
-        Claiming again for the same row is harmless.
+        Returns the duplicates: index -> index of the row that had the id first.
         """
         keyed = [(self._key(row_id), index) for index, row_id in rows]
-        losers = {}
+        duplicates = {}
         with self._storage():
             self._db.execute("BEGIN")
             num_new = self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", keyed).rowcount
             for key, index in keyed if num_new < len(keyed) else ():
                 (owner,) = self._db.execute("SELECT row FROM ids WHERE id = ?", (key,)).fetchone()
                 if owner != index:
-                    losers[index] = owner
+                    duplicates[index] = owner
             self._db.execute("COMMIT")
-        return losers
+        return duplicates
 
     def restore(self, rows: Iterable[Claim]) -> None:
-        """Claim ids of rows known by other means, any number of them."""
+        """Claim ids of finished rows, any number of them, in whatever order."""
         with self._storage():
             self._db.execute("BEGIN")
             pairs = ((self._key(row_id), index) for index, row_id in rows)
@@ -80,7 +86,6 @@ class UniqueIds:
             self._db.execute("COMMIT")
 
     def close(self) -> None:
-        """Release the file."""
         self._db.close()
 
     def _key(self, row_id: str | int) -> bytes:

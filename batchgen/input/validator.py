@@ -1,92 +1,114 @@
-"""Turns chunks of rows into requests and error rows: ids, duplicates, prompts, sampling values."""
+"""Row validator: turns chunks of input rows into requests and error rows.
+
+It reads each row's id, claims it, and has the rows that are left made into requests. It generates and writes nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from batchgen.config.job import InputSpec
-from batchgen.core.errors import RowError, RowErrorCode
-from batchgen.core.records import BadRow, Record, Request
+from batchgen.core.errors import RowError, RowErrorCode, UsageError
+from batchgen.core.records import WHOLE, BadRow, Record, Request, Shard
+from batchgen.core.units import counted
 from batchgen.input.ids import UniqueIds
-from batchgen.input.rows import RowProblem, bad_row, row_id
+from batchgen.input.requests import RequestBuilder
+from batchgen.input.rows import RowProblem, bad_row, chunked, row_id
 
-
-class Builder(Protocol):
-    """What the feed needs of ``RequestBuilder``."""
-
-    def build(self, rows: Sequence[Record]) -> list[Request | BadRow]:
-        """One answer per row, in order."""
-
-
-class Ours(Protocol):
-    """What the feed needs of ``RowRange``."""
-
-    def is_ours(self, index: int) -> bool:
-        """Whether a row is to be run here."""
-
-    def num_ours_until(self, index: int) -> int:
-        """How many rows up to and including this one are."""
+_SHOWN_BAD_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A row whose request is with the engine: what its user knows it by, if anything, and the choices to score."""
+    """A row whose request is in the engine: its id, None where it has none, and the choices to score."""
 
     record: Record
     id: str | int | None
     choices: tuple[str, ...] = ()
 
+    @property
+    def index(self) -> int:
+        return self.record.index
 
-class Screen:
-    """Turns a chunk of rows into requests and error rows, in order: ids, duplicates, prompts, sampling values."""
 
-    def __init__(self, spec: InputSpec, builder: Builder, ids: UniqueIds, ours: Ours) -> None:
+class RowValidator:
+    """Turns chunks of rows into requests and error rows. Rows of other shards than ``shard`` only claim their ids."""
+
+    def __init__(self, spec: InputSpec, builder: RequestBuilder, ids: UniqueIds, shard: Shard = WHOLE) -> None:
         self._spec = spec
         self._builder = builder
         self._ids = ids
-        self.ours = ours
+        self.shard = shard
 
-    def screen(self, rows: Sequence[Record | BadRow]) -> list[tuple[Pending, Request] | BadRow]:
-        """One answer per row that is ours: what it asks for, or why it cannot run. Other rows only claim their ids."""
-        answers: dict[int, tuple[Pending, Request] | BadRow] = {}
-        pending: dict[int, Pending] = {}
-        for row in rows:
-            if isinstance(row, BadRow):
-                answers[row.index] = row
-                continue
-            try:
-                pending[row.index] = Pending(row, row_id(row, self._spec))
-            except RowProblem as problem:
-                answers[row.index] = bad_row(row, problem.error, self._spec)
-        for index, first in self._losers(rows, pending).items():
-            item = pending.pop(index, None)
-            if item is not None:  # an error row keeps its own code, it only lends its id
-                known = self._known_by(item)
-                error = RowError(RowErrorCode.DUPLICATE_ID, f"id {known!r} is that of row {first} already")
-                answers[index] = bad_row(item.record, error, self._spec)
-        items = [item for item in pending.values() if self.ours.is_ours(item.record.index)]
-        for item, answer in zip(items, self._builder.build([item.record for item in items]), strict=True):
-            if isinstance(answer, BadRow):
-                answers[item.record.index] = answer
-            else:
-                answers[item.record.index] = Pending(item.record, item.id, answer.params.choices), answer
-        return [answers[row.index] for row in rows if self.ours.is_ours(row.index)]
+    def validate(self, rows: Sequence[Record | BadRow]) -> list[tuple[Pending, Request] | BadRow]:
+        """One answer per row of the shard, in order: its request, or why it cannot run."""
+        ours = [row for row in self.claim_ids(rows) if self.shard.owns(row.index)]
+        built = iter(self._builder.build([row.record for row in ours if isinstance(row, Pending)]))
+        answers: list[tuple[Pending, Request] | BadRow] = []
+        for row in ours:
+            answer = row if isinstance(row, BadRow) else next(built)
+            if isinstance(row, Pending) and isinstance(answer, Request):
+                answers.append((replace(row, choices=answer.params.choices), answer))
+            elif isinstance(answer, BadRow):
+                answers.append(answer)
+        return answers
 
-    def _losers(self, rows: Sequence[Record | BadRow], pending: dict[int, Pending]) -> dict[int, int]:
-        claims = []
-        for row in rows:
-            item = pending.get(row.index)
-            known = row.id if isinstance(row, BadRow) else self._known_by(item) if item else None
-            if known is not None:
-                claims.append((row.index, known))
+    def claim_ids(self, rows: Sequence[Record | BadRow]) -> list[Pending | BadRow]:
+        """The rows with their ids; those whose id is missing, no id, or an earlier row's become error rows."""
+        named = [self._named(row) for row in rows]
+        duplicates = self._duplicate_ids(named)
+        return [
+            self._duplicate(row, duplicates[row.index]) if isinstance(row, Pending) and row.index in duplicates else row
+            for row in named  # an error row keeps its own code: it claims its id and loses nothing
+        ]
+
+    def _named(self, row: Record | BadRow) -> Pending | BadRow:
+        if isinstance(row, BadRow):
+            return row
+        try:
+            return Pending(row, row_id(row, self._spec))
+        except RowProblem as problem:
+            return bad_row(row, problem.error, self._spec)
+
+    def _duplicate_ids(self, rows: Sequence[Pending | BadRow]) -> dict[int, int]:
+        """The rows whose id another row claimed first: index -> index of that row."""
+        known = ((row.index, row.id if isinstance(row, BadRow) else self._known_by(row)) for row in rows)
+        claims = [(index, row_id) for index, row_id in known if row_id is not None]
         return self._ids.claim(claims) if claims else {}
 
+    def _duplicate(self, row: Pending, first: int) -> BadRow:
+        message = f"id {self._known_by(row)!r} is that of row {first} already"
+        return bad_row(row.record, RowError(RowErrorCode.DUPLICATE_ID, message), self._spec)
+
     def _known_by(self, row: Pending) -> str | int | None:
-        """What a row's result is known by, where another's could be known by the same.
+        """The id that a row's result is written with, where another row's result could be written with the same.
 
         An index that stands for a missing id is a number, which no ``custom_id`` of another row is, unless as text.
         """
         is_mixed = self._ids.as_text and self._spec.format == "auto" and not self._spec.is_mapped
-        return str(row.record.index) if row.id is None and is_mixed else row.id
+        return str(row.index) if row.id is None and is_mixed else row.id
+
+
+def rebuild_ids(rows: Iterable[Record | BadRow], last: int, validator: RowValidator) -> None:
+    """Claim the ids of all rows of the input up to ``last``, the last finished one, after the file of ids was lost.
+
+    The journal knows ids too, but not which row claimed one first: that may be a row still unfinished.
+    """
+    for chunk in chunked(takewhile(lambda row: row.index <= last, rows)):
+        validator.claim_ids(chunk)
+
+
+def refuse_bad_rows(rows: Iterable[Record | BadRow], validator: RowValidator) -> None:
+    """Validate all ``rows`` without running any (``--strict``). Raises UsageError naming the first bad ones."""
+    bad: list[BadRow] = []
+    num_bad = 0
+    for chunk in chunked(rows):
+        found = [answer for answer in validator.validate(chunk) if isinstance(answer, BadRow)]
+        num_bad += len(found)
+        bad += found[: _SHOWN_BAD_ROWS - len(bad)]
+    if num_bad:
+        shown = "".join(f"\n  {row.source}:{row.line}: {row.error.code}: {row.error.message}" for row in bad)
+        more = f"\n  and {num_bad - len(bad):,} more" if num_bad > len(bad) else ""
+        raise UsageError(f"--strict: {counted(num_bad, 'bad row')}, nothing was run:{shown}{more}")

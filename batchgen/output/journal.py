@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import Cursor
+from batchgen.core.records import WHOLE, Cursor, Shard
 from batchgen.core.storage import remove_folder, storage_errors, sync_folder
 from batchgen.output.done_set import DoneSet
 from batchgen.output.journal_reader import CHECK_DISK, SegmentReader, segment_number, segment_path, segment_paths
@@ -76,7 +76,7 @@ class Recovery:
 class Journal:
     """An open journal. Not thread-safe; one process at a time (the run directory's lock sees to that)."""
 
-    def __init__(self, folder: Path, shard: tuple[int, int]) -> None:
+    def __init__(self, folder: Path, shard: Shard) -> None:
         self._folder = folder
         self._reader = SegmentReader(folder)
         self._number = 0  # of the newest segment
@@ -86,12 +86,13 @@ class Journal:
         self._synced_at = time.monotonic()
         self._sync_every = SYNC_SECONDS
         self._failed: StorageError | None = None
+        self._shard = shard
         self.done = DoneSet(shard)
         self.partials: dict[int, tuple[int, ...]] = {}
         self.recovery = Recovery()
 
     @classmethod
-    def open(cls, folder: Path, shard: tuple[int, int] = (1, 1)) -> Journal:
+    def open(cls, folder: Path, shard: Shard = WHOLE) -> Journal:
         """Open or create the journal in ``folder`` and recover what is in it.
 
         A torn tail is cut off, records that fail their checksum are left out, and ``recovery`` says so. Memory:
@@ -126,7 +127,7 @@ class Journal:
         Raises ValueError for a row that has a result already (an error may be entered anew) or is of another shard,
         StorageError if the disk refuses.
         """
-        if not self.done.is_ours(entry.index):
+        if not self._shard.owns(entry.index):
             raise ValueError(f"row {entry.index} is not in this shard")
         if entry.index in self.done and not self.done.place(entry.index).is_error:
             raise ValueError(f"row {entry.index} is in the journal already")
@@ -218,7 +219,7 @@ class Journal:
                 if line.kind == PARTIAL:
                     if line.row not in self.done:
                         self.partials[line.row] = tuple(json.loads(line.payload))
-                elif not self.done.is_ours(line.row):
+                elif not self._shard.owns(line.row):
                     raise StorageError(f"{path}: row {line.row} is not of this shard; the journal is another run's")
                 else:
                     self.done.add(line.row, self._number, line.offset, line.kind == ERROR)
@@ -278,7 +279,7 @@ class Journal:
             raise
 
 
-def read_counts(folder: Path, shard: tuple[int, int] = (1, 1)) -> Counts:
+def read_counts(folder: Path, shard: Shard = WHOLE) -> Counts:
     """The rows finished so far in a journal that another process may be writing; changes nothing on disk."""
     journal = Journal(folder, shard)
     with storage_errors("read the journal", folder):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from typing import Any
 
 from batchgen.config.job import SAMPLING_COLUMNS, OutputSpec, is_default
 from batchgen.core.json_line import encode_json
+from batchgen.core.records import WHOLE, Shard
 from batchgen.core.units import shortened
 
 KERNELS = "kernels"  # key of fingerprints["numerics"]; runs of earlier builds lack it
@@ -39,14 +40,14 @@ class Manifest:
     job: dict[str, Any]
     output_keys: dict[str, Any]
     fingerprints: dict[str, Any] = field(default_factory=dict)
-    shard: tuple[int, int] = (1, 1)
+    shard: Shard = WHOLE
     num_rows: int | None = None
     created_at: str = ""
     file_states: dict[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The content of ``job.json``."""
-        plain = json.loads(encode_json({"version": _VERSION, **asdict(self)}))
+        plain = json.loads(encode_json({"version": _VERSION, **asdict(self), "shard": astuple(self.shard)}))
         return json.dumps(plain, indent=2, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
     @classmethod
@@ -58,12 +59,15 @@ class Manifest:
             raise ValueError("it is nested too deeply") from None
         if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
             raise ValueError(f"it is not a job.json of layout version {_VERSION}")
+        if not _is_shard(data.get("shard", [1, 1])):
+            raise ValueError("shard is not [i, n] with 1 <= i <= n")
+        data["shard"] = Shard(*data.get("shard", ()))
         try:
             manifest = cls(**data)
         except TypeError as error:
             raise ValueError(f"its keys are not those of a job.json ({error})") from None
         manifest._check()
-        return replace(manifest, shard=(manifest.shard[0], manifest.shard[1]))
+        return manifest
 
     def _check(self) -> None:
         """Raises ValueError naming the first key whose value is of another shape than was written."""
@@ -79,8 +83,6 @@ class Manifest:
         for item in fields(OutputSpec):
             if item.name in ("format", "order") and output.get(item.name) not in item.metadata["kind"].choices:
                 raise ValueError(f"job.output.{item.name} must be one of {item.metadata['kind'].metavar}")
-        if not _is_shard(self.shard):
-            raise ValueError("shard is not [i, n] with 1 <= i <= n")
         if self.num_rows is not None and not _is_count(self.num_rows):
             raise ValueError("num_rows is no number of rows")
 
@@ -91,7 +93,7 @@ def _check_object(key: str, value: object) -> None:
 
 
 def _is_shard(value: object) -> bool:
-    if not isinstance(value, list | tuple) or len(value) != 2 or not all(map(_is_count, value)):
+    if not isinstance(value, list) or len(value) != 2 or not all(map(_is_count, value)):
         return False
     return bool(1 <= value[0] <= value[1])
 
@@ -123,7 +125,7 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
     implied = {key for key in new.output_keys.keys() ^ old.output_keys.keys() if is_default(key, values[key])}
 
     def binding(manifest: Manifest) -> dict[str, Any]:
-        keys = {"shard": "{}/{}".format(*manifest.shard)}
+        keys = {"shard": str(manifest.shard)}
         known = {key: value for key, value in manifest.output_keys.items() if key not in implied | untold}
         return _flat({"": known}) | _flat(manifest.fingerprints) | keys
 

@@ -14,12 +14,13 @@ from typing import Any
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.machine import processor_name
+from batchgen.core.records import WHOLE, Shard
 from batchgen.core.units import format_duration
 from batchgen.input.columns import check_columns
-from batchgen.input.ids import UniqueIds
-from batchgen.input.row_range import RowRange, may_have_ids
+from batchgen.input.ids import UniqueIds, may_have_ids
+from batchgen.input.row_range import RowRange
 from batchgen.input.source import open_source, stdin_as_file
-from batchgen.input.validator import Screen
+from batchgen.input.validator import RowValidator
 from batchgen.output.rundir import RunDir
 from batchgen.plan.estimate import Estimate, Forecast, OutputLengths, comparable, forecast_from_report, kv_plan
 from batchgen.plan.survey import PREFIX_BLOCK, Survey
@@ -33,11 +34,11 @@ _NO_RATE = "this model has no finished run on this machine in the output folder;
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Options of a plan: ``output_tokens`` is the expected mean length of an answer, ``shard`` is ``(i, n)``."""
+    """Options of a plan: ``output_tokens`` is the expected mean length of an answer."""
 
     calibrate: bool = False
     output_tokens: int | None = None
-    shard: tuple[int, int] = (1, 1)
+    shard: Shard = WHOLE
 
 
 def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
@@ -52,7 +53,7 @@ def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
         ids = UniqueIds(None, as_text=spec.output.has_text_ids)
         builder = model.builder(where, spec.sampling, spec.sampling_columns)
         check_columns(source, spec, has_tokenizer=model.tokenizer is not None)
-        survey = Survey(Screen(where, builder, ids, rows), model.max_model_len)
+        survey = Survey(RowValidator(where, builder, ids, options.shard), model.max_model_len)
         try:
             survey.take(rows.read())
         finally:

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.input.rows import chunked
-from batchgen.input.validator import Pending, Screen
+from batchgen.input.validator import Pending, RowValidator
 from batchgen.report.distribution import Largest
 
 MAX_LISTED_BAD_ROWS = 10_000
@@ -96,8 +96,8 @@ class Survey:
     ``common_prefix`` holds the first tokens that all prompts share; ``read_s`` is the time of reading and tokenizing.
     """
 
-    def __init__(self, screen: Screen, max_model_len: int) -> None:
-        self._screen = screen
+    def __init__(self, validator: RowValidator, max_model_len: int) -> None:
+        self._validator = validator
         self._max_model_len = max_model_len
         self.errors: Counter[str] = Counter()
         self.bad_rows: list[BadRow] = []
@@ -137,7 +137,7 @@ class Survey:
         """Read, validate and tokenize ``rows``."""
         start = time.monotonic()
         for chunk in chunked(rows):
-            for answer in self._screen.screen(chunk):
+            for answer in self._validator.validate(chunk):
                 if isinstance(answer, BadRow):
                     self._add_bad(answer)
                 else:

@@ -14,14 +14,15 @@ from pathlib import Path
 from batchgen.config.job import SAMPLING_COLUMNS, JobSpec
 from batchgen.core.errors import ExitCode, ResumeMismatch, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
+from batchgen.core.records import WHOLE
 from batchgen.core.units import counted
 from batchgen.core.version import __version__
 from batchgen.input.columns import check_columns, check_taken_columns
-from batchgen.input.ids import UniqueIds
+from batchgen.input.ids import UniqueIds, may_have_ids
 from batchgen.input.requests import RequestBuilder
-from batchgen.input.row_range import RowRange, claim_again, may_have_ids, refuse_bad_rows
+from batchgen.input.row_range import RowRange
 from batchgen.input.source import Source, open_source
-from batchgen.input.validator import Screen
+from batchgen.input.validator import RowValidator, rebuild_ids, refuse_bad_rows
 from batchgen.output.finalize import finalize, write_errors
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import KERNELS, Manifest, compare
@@ -200,7 +201,7 @@ class _Job:
         self._refuse_model_folder(inputs.model)
         if self.options.strict:
             with closing(UniqueIds(None, as_text=self.spec.output.has_text_ids)) as ids:
-                self._refuse_bad_rows(inputs, self._rows(inputs, None), ids)
+                self._refuse_bad_rows(self._rows(inputs, None), self._validator(inputs, ids))
         self.backend = self._load(inputs.model)
         fingerprints = {**inputs.manifest.fingerprints, "numerics": self.backend.numerics}
         return replace(inputs, manifest=replace(inputs.manifest, fingerprints=fingerprints))
@@ -256,10 +257,11 @@ class _Job:
         rows = self._rows(inputs, journal)
         ids = UniqueIds(self.run_dir.journal / IDS_NAME, as_text=spec.output.has_text_ids)
         stack.callback(ids.close)
-        self._complete(ids, inputs, journal)
+        validator = self._validator(inputs, ids)
+        self._complete(ids, inputs.source, journal, validator)
         if is_resumed:
             if self.options.strict:
-                self._refuse_bad_rows(inputs, rows, ids)
+                self._refuse_bad_rows(rows, validator)
             self.run_dir.write_manifest(inputs.manifest)
         progress.keeps_file = True
         if progress.rows_total is None:
@@ -269,7 +271,7 @@ class _Job:
         payloads = Payloads(spec, tokenizer.decode if tokenizer else None)
         ledger = progress.ledger = Ledger(journal, payloads, self.options.max_error_rate, progress.clock)
         progress.display.note(self._announcement(ledger))
-        feed = Feed(ledger, Screen(spec.input, inputs.builder, ids, rows), progress.stopper, progress.clock)
+        feed = Feed(ledger, validator, progress.stopper, progress.clock)
         is_done = generate(rows.read(), feed, ledger, progress, lambda: self._resumed_backend(inputs))
         ids.close()
         if not is_done:
@@ -297,13 +299,13 @@ class _Job:
             self.run_dir.write_manifest(known)
         return known
 
-    def _complete(self, ids: UniqueIds, inputs: _Inputs, journal: Journal) -> None:
+    def _complete(self, ids: UniqueIds, source: Source, journal: Journal, validator: RowValidator) -> None:
         """Make sure that all rows read so far have claimed their ids, should the file of ids have been lost."""
         if ids.is_complete:
             return
         if journal.done and may_have_ids(self.spec.input):
             with self.progress.phase("reading ids again", "read"):
-                claim_again(inputs.source, journal, self.spec.input, inputs.builder, ids)
+                rebuild_ids(source.read(), max(journal.done), validator)
         ids.mark_complete()
 
     def _refuse_other_form(self, begun: Manifest) -> None:
@@ -338,16 +340,20 @@ class _Job:
         return Outcome.finished(self.run_dir, self.spec, report)
 
     def _rows(self, inputs: _Inputs, journal: Journal | None) -> RowRange:
-        return RowRange(inputs.source, self.options.shard, journal, has_ids=may_have_ids(self.spec.input))
+        finished = (journal.done, journal.resume_cursor) if journal else ()
+        return RowRange(inputs.source, self.options.shard, *finished, has_ids=may_have_ids(self.spec.input))
 
-    def _refuse_bad_rows(self, inputs: _Inputs, rows: RowRange, ids: UniqueIds) -> None:
+    def _validator(self, inputs: _Inputs, ids: UniqueIds) -> RowValidator:
+        return RowValidator(self.spec.input, inputs.builder, ids, self.options.shard)
+
+    def _refuse_bad_rows(self, rows: RowRange, validator: RowValidator) -> None:
         with self.progress.phase("checking all rows (--strict)", "read"):
-            refuse_bad_rows(rows, inputs.builder, self.spec.input, ids)
+            refuse_bad_rows(rows.read(), validator)
 
     def _announcement(self, ledger: Ledger) -> str:
         finished = ledger.num_done + ledger.num_failed
         total = "rows" if self.progress.rows_total is None else counted(self.progress.rows_total, "row")
-        part = "" if self.options.shard == (1, 1) else " of shard {}/{}".format(*self.options.shard)
+        part = "" if self.options.shard == WHOLE else f" of shard {self.options.shard}"
         resumed = f", {finished:,} of them finished already" if finished else ""
         return f"{total}{part} into {Outcome.shown(self.run_dir.path)}{resumed}"
 

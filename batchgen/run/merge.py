@@ -17,10 +17,10 @@ from pathlib import Path
 from batchgen.config.job import SAMPLING_COLUMNS, JobSpec, job_from_dict
 from batchgen.core.errors import UsageError
 from batchgen.core.paths import absolute
+from batchgen.core.records import WHOLE
 from batchgen.core.storage import publish
 from batchgen.core.units import shown
-from batchgen.input.ids import Claim, UniqueIds
-from batchgen.input.row_range import may_have_ids
+from batchgen.input.ids import Claim, UniqueIds, may_have_ids
 from batchgen.output.finalize import (
     IndexedRow,
     OutputCounts,
@@ -50,10 +50,10 @@ class _Shard:
 
     @property
     def number(self) -> int:
-        return self.manifest.shard[0]
+        return self.manifest.shard.number
 
     def __str__(self) -> str:
-        return "shard {}/{} ({})".format(*self.manifest.shard, self.run_dir.path)
+        return f"shard {self.manifest.shard} ({self.run_dir.path})"
 
 
 def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = False) -> OutputCounts | None:
@@ -145,9 +145,14 @@ def _refuse_repeated_ids(shards: Sequence[_Shard], job: JobSpec) -> None:
             for row, first in ids.claim(chunk).items():
                 known = shown(dict(chunk)[row], 60)
                 raise UsageError(
-                    f"row {first} of {shards[first % len(shards)]} and row {row} of {shards[row % len(shards)]} both "
+                    f"row {first} of {_owner(shards, first)} and row {row} of {_owner(shards, row)} both "
                     f"have the id {known}: run one of these shards anew with --overwrite"
                 )
+
+
+def _owner(shards: Sequence[_Shard], index: int) -> _Shard:
+    """The shard that a row of the input belongs to."""
+    return next(shard for shard in shards if shard.manifest.shard.owns(index))
 
 
 def _claims(shards: Sequence[_Shard], job: JobSpec) -> Iterator[Claim]:
@@ -165,7 +170,7 @@ def _load(folders: Sequence[Path], allow_mixed_kernels: bool) -> list[_Shard]:
     shards = [_load_shard(RunDir(folder)) for folder in folders]
     if not shards:
         raise UsageError("nothing to merge: name the run directories of all shards")
-    first, count = shards[0], shards[0].manifest.shard[1]
+    first, count = shards[0], shards[0].manifest.shard.count
     for shard in shards[1:]:
         _check_same_job(first, shard)
     if not allow_mixed_kernels:
@@ -195,10 +200,11 @@ def _load_shard(run_dir: RunDir) -> _Shard:
 
 
 def _check_same_job(first: _Shard, other: _Shard) -> None:
-    old, new = (replace(with_kernels(shard.manifest, None), shard=(1, 1)) for shard in (first, other))
+    old, new = (replace(with_kernels(shard.manifest, None), shard=WHOLE) for shard in (first, other))
     differences = compare(old, new).refused
-    if first.manifest.shard[1] != other.manifest.shard[1]:
-        differences = (f"shards: was {first.manifest.shard[1]}, now {other.manifest.shard[1]}", *differences)
+    counts = first.manifest.shard.count, other.manifest.shard.count
+    if counts[0] != counts[1]:
+        differences = (f"shards: was {counts[0]}, now {counts[1]}", *differences)
     if first.num_rows != other.num_rows:
         differences += (f"input rows: was {first.num_rows}, now {other.num_rows}",)
     columns = [list(shard.manifest.output_keys.get(SAMPLING_COLUMNS, ["*"])) for shard in (first, other)]
@@ -233,12 +239,12 @@ def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:
 def _moved(manifest: Manifest, target: Path) -> Manifest:
     """The manifest of a whole job that lies in ``target``; of no use to it is what its shards knew of files."""
     job = {**manifest.job, "output": {**manifest.job["output"], "path": str(target)}}
-    return replace(manifest, job=job, shard=(1, 1), file_states={})
+    return replace(manifest, job=job, shard=WHOLE, file_states={})
 
 
 def _is_of(begun: Manifest, merged: Manifest, target: Path) -> bool:
     """Whether a directory was begun by the merge of these shards; a retry in it may have added kernels since."""
-    return begun.shard == (1, 1) and with_kernels(_moved(begun, target), None) == with_kernels(merged, None)
+    return begun.shard == WHOLE and with_kernels(_moved(begun, target), None) == with_kernels(merged, None)
 
 
 class _Proof:
@@ -259,9 +265,8 @@ class _Proof:
         for index, row in rows:
             if not 0 <= index < self._num_rows:
                 raise UsageError(f"{shard} holds row {index}, but the input has {self._num_rows} rows")
-            owner = self._shards[index % len(self._shards)]
-            if owner is not shard:
-                raise UsageError(f"{shard} holds row {index}, which belongs to {owner}")
+            if not shard.manifest.shard.owns(index):
+                raise UsageError(f"{shard} holds row {index}, which belongs to {_owner(self._shards, index)}")
             if self._seen[index]:
                 raise UsageError(f"{shard} holds row {index} twice")
             if ordered and index < last:
@@ -278,7 +283,7 @@ class _Proof:
         named: list[str] = []
         index = self._seen.find(0)
         while index >= 0 and len(named) < _NAMED_ROWS:
-            named.append(f"row {index} (shard {index % len(self._shards) + 1}/{len(self._shards)})")
+            named.append(f"row {index} (shard {_owner(self._shards, index).manifest.shard})")
             index = self._seen.find(0, index + 1)
         more = "" if num_missing <= _NAMED_ROWS else f" and {num_missing - _NAMED_ROWS} more"
         raise UsageError(f"rows are missing: {', '.join(named)}{more}; run those shards anew with --overwrite")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from batchgen.core.records import WHOLE, Shard
 from batchgen.run.stop import Limits
 
 
@@ -12,7 +13,7 @@ from batchgen.run.stop import Limits
 class RunOptions:
     """Options of ``batchgen run``.
 
-    ``max_error_rate`` is a share of one; ``shard`` is ``(i, n)``, counted from 1. With ``allow_mixed_kernels`` a run
+    ``max_error_rate`` is a share of one; ``shard`` is the part of the rows to run. With ``allow_mixed_kernels`` a run
     may go on where the last bits of its sums come out otherwise. ``progress`` is a bar on a
     terminal and lines every ``heartbeat_s`` seconds elsewhere ("auto"), JSON lines ("json"), or nothing ("quiet").
     """
@@ -20,7 +21,7 @@ class RunOptions:
     overwrite: bool = False
     strict: bool = False
     max_error_rate: float | None = None
-    shard: tuple[int, int] = (1, 1)
+    shard: Shard = WHOLE
     allow_mixed_kernels: bool = False
     limits: Limits = field(default_factory=Limits)
     progress: Literal["auto", "json", "quiet"] = "auto"

@@ -113,7 +113,7 @@ def about_job(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dic
     return {
         "model": spec.model.path,
         "input": list(spec.input.path),
-        "shard": "{}/{}".format(*manifest.shard),
+        "shard": str(manifest.shard),
         "created_at": manifest.created_at,
         "numerics": manifest.fingerprints.get("numerics", {}),
         "threads": backend.threads if backend else None,

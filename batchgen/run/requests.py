@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from batchgen.core.records import BadRow, Record, Request
 from batchgen.input.rows import CHUNK_ROWS, chunked
-from batchgen.input.validator import Pending, Screen
+from batchgen.input.validator import Pending, RowValidator
 from batchgen.run.clock import Clock
 from batchgen.run.results import Ledger
 from batchgen.run.stop import Stopper
@@ -27,11 +27,10 @@ class Feed:
     more rows. Reading, checking and tokenizing is charged to the clock's "read".
     """
 
-    def __init__(self, ledger: Ledger, screen: Screen, stopper: Stopper, clock: Clock) -> None:
+    def __init__(self, ledger: Ledger, validator: RowValidator, stopper: Stopper, clock: Clock) -> None:
         self._ledger = ledger
-        self._ours = screen.ours
         self._clock = clock
-        self._screen = screen
+        self._validator = validator
         self._stopper = stopper
         self.pending: dict[int, Pending] = {}
         self.is_exhausted = False
@@ -44,14 +43,15 @@ class Feed:
             began_at = time.monotonic()
             with self._clock.on("read"):
                 chunk = next(chunks, [])
-                answers = self._screen.screen(chunk)
+                answers = self._validator.validate(chunk)
             most = min(2 * most, CHUNK_ROWS) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
             if not chunk:
                 self.is_exhausted = True
                 return
             if answers:  # with no row left the run is over, whatever its error rate
                 self._ledger.check_error_rate(self._stopper)
-            self._ledger.num_read = max(self._ledger.num_read, self._ours.num_ours_until(chunk[-1].index))
+            num_read = len(self._validator.shard.rows(chunk[-1].index + 1))
+            self._ledger.num_read = max(self._ledger.num_read, num_read)
             for answer in answers:
                 if self._stopper.requested:
                     return

@@ -23,7 +23,7 @@ from batchgen.core.records import BadRow, Record
 from batchgen.core.units import counted
 from batchgen.input.dead_letters import DeadLetters
 from batchgen.input.ids import Claim, UniqueIds
-from batchgen.input.validator import Screen
+from batchgen.input.validator import RowValidator
 from batchgen.output.finalize import finalize_retry, read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest, differences
@@ -161,8 +161,8 @@ class _Retry:
         builder = model.builder(spec.input, spec.sampling, spec.sampling_columns)
         payloads = Payloads(spec, model.tokenizer.decode if model.tokenizer else None)
         ledger = progress.ledger = Ledger(journal, payloads, None, progress.clock)
-        screen = Screen(spec.input, builder, ids, _EveryRow())
-        feed = Feed(ledger, screen, progress.stopper, progress.clock)
+        validator = RowValidator(spec.input, builder, ids)  # every dead letter is of this run, whatever its shard
+        feed = Feed(ledger, validator, progress.stopper, progress.clock)
 
         def load() -> Backend:
             with progress.phase("loading the model", "load"):
@@ -202,18 +202,6 @@ class _Retry:
             kept = ("latency_s", "histograms", "slowest", "preemptions", "accuracy")
             report |= {key: before[key] for key in kept if key in before}
         return report
-
-
-class _EveryRow:
-    """All dead letters of a run directory are its own, whatever the shard."""
-
-    def is_ours(self, index: int) -> bool:
-        """Always."""
-        return True
-
-    def num_ours_until(self, index: int) -> int:
-        """As many as there are indexes."""
-        return index + 1
 
 
 def _is_run(row: Record | BadRow, journal: Journal) -> bool:

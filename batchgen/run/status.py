@@ -109,7 +109,7 @@ def _finished(run_dir: RunDir, manifest: Manifest | None) -> dict[str, Any]:
     if not run_dir.report.exists():
         if manifest is None or manifest.num_rows is None:
             return {}
-        total = len(range(manifest.shard[0] - 1, manifest.num_rows, manifest.shard[1]))
+        total = len(manifest.shard.rows(manifest.num_rows))
         failed = sum(1 for _ in read_errors(run_dir))
         return {"rows": _rows(total, total - failed, failed)}
     report = read_report(run_dir)

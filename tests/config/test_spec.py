@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from batchgen.config.job import KEYS, EngineConfig, JobSpec, is_default, job_from_dict
 from batchgen.config.load import load_job, override
 from batchgen.core.errors import UsageError
+from batchgen.core.records import Shard
 from batchgen.core.units import (
     format_duration,
     parse_clock,
@@ -476,7 +477,12 @@ def test_values_without_sense_are_refused(parse: Any, text: str) -> None:
 
 
 def test_shares_and_shards_are_understood() -> None:
-    assert (parse_share("5%"), parse_share("0.25"), parse_shard("2/8"), parse_count("7")) == (0.05, 0.25, (2, 8), 7)
+    assert (parse_share("5%"), parse_share("0.25"), parse_shard("2/8"), parse_count("7")) == (
+        0.05,
+        0.25,
+        Shard(2, 8),
+        7,
+    )
 
 
 def test_a_clock_time_is_the_next_of_its_kind() -> None:

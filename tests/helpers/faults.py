@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
-from batchgen.core.records import Cursor
+from batchgen.core.records import WHOLE, Cursor, Shard
 from batchgen.core.storage import remove_folder
 from batchgen.output import journal as journal_module
 from batchgen.output.finalize import finalize, finalize_retry, read_errors
@@ -60,9 +60,8 @@ def append(journal: Journal, index: int, *, failed: bool) -> None:
     journal.append(JournalEntry(index, after, "error" if failed else "result", payload))
 
 
-def run_job(path: Path, output_format: str, shard: tuple[int, int] = (1, 1)) -> None:
+def run_job(path: Path, output_format: str, shard: Shard = WHOLE) -> None:
     """What ``batchgen run`` does to a run directory, with rows that need no engine and finish out of order."""
-    number, count = shard
     job = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("", format=output_format))
     run_dir = RunDir(path)
     run_dir.create()
@@ -74,7 +73,7 @@ def run_job(path: Path, output_format: str, shard: tuple[int, int] = (1, 1)) -> 
             run_dir.write_manifest(Manifest(job.to_dict(), job.output_keys(), shard=shard))
         journal = Journal.open(run_dir.journal, shard)
         start = journal.resume_cursor.index if journal.resume_cursor else 0
-        todo = [i for i in range(start, NUM_ROWS) if i % count == number - 1 and i not in journal.done]
+        todo = [i for i in range(start, NUM_ROWS) if shard.owns(i) and i not in journal.done]
         random.Random(0).shuffle(todo)
         for step, index in enumerate(todo):
             append(journal, index, failed=is_bad(index))
@@ -114,7 +113,7 @@ def run_merge(path: Path) -> None:
 def prepare_shards(path: Path, output_format: str) -> None:
     for number in (1, 2, 3):
         folder = path / f"shard-{number}"
-        run_job(folder, output_format, (number, 3))
+        run_job(folder, output_format, Shard(number, 3))
         totals = count_outputs(RunDir(folder), OutputSpec("", format=output_format))
         about = {"model": "m", "input": [], "created_at": "", "numerics": {}, "threads": 1, "shard": f"{number}/3"}
         write_report(RunDir(folder).report, build_report(totals, {}, {**about, "roofline": None}))

@@ -16,6 +16,7 @@ from run_helpers import JobMaker, finish, quiet, rows_of, start
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
+from batchgen.core.records import Shard
 from batchgen.input.columns import HEAD_ROWS
 from batchgen.plan.dry_run import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
@@ -105,7 +106,7 @@ def test_a_limit_bounds_the_rows_that_are_judged(job: JobMaker) -> None:
 
 def test_a_shard_is_judged_by_the_rows_of_all(job: JobMaker) -> None:
     job.write([{**row, "rare": 1} if i == 0 else row for i, row in enumerate(rows_of(4))])
-    options = RunOptions(shard=(2, 2), progress="quiet")
+    options = RunOptions(shard=Shard(2, 2), progress="quiet")
     assert job.run(job.spec(input={"keep_columns": ["rare"]}), options).exit_code == 0
 
 

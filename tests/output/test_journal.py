@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.core.errors import StorageError
-from batchgen.core.records import Cursor
+from batchgen.core.records import WHOLE, Cursor, Shard
 from batchgen.output import journal as journal_module
 from batchgen.output.done_set import DoneSet
 from batchgen.output.journal import Counts, Journal, JournalEntry, read_counts
@@ -34,7 +34,7 @@ def entry(index: int, kind: Literal["result", "error"] = "result", **payload: An
     return JournalEntry(index, cursor(index), kind, {"index": index, **payload})
 
 
-def filled(folder: Path, indexes: Iterable[int], shard: tuple[int, int] = (1, 1)) -> list[Path]:
+def filled(folder: Path, indexes: Iterable[int], shard: Shard = WHOLE) -> list[Path]:
     journal = Journal.open(folder, shard)
     for index in indexes:
         journal.append(entry(index))
@@ -177,33 +177,33 @@ def test_an_empty_journal_reads_from_the_start(tmp_path: Path) -> None:
 
 
 def test_a_shard_resumes_after_its_own_last_row_before_the_gap(tmp_path: Path) -> None:
-    filled(tmp_path, [1, 4, 7, 13], shard=(2, 3))
-    journal = Journal.open(tmp_path, shard=(2, 3))
+    filled(tmp_path, [1, 4, 7, 13], shard=Shard(2, 3))
+    journal = Journal.open(tmp_path, shard=Shard(2, 3))
     assert journal.done.first_gap == 10
     assert journal.resume_cursor == cursor(7)
     journal.close()
 
 
 def test_a_row_of_another_shard_is_refused(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, shard=(2, 3))
+    journal = Journal.open(tmp_path, shard=Shard(2, 3))
     with pytest.raises(ValueError, match="row 3 is not in this shard"):
         journal.append(entry(3))
     assert 3 not in journal.done
     journal.close()
-    assert Journal.open(tmp_path, shard=(2, 3)).recovery.num_records == 0
+    assert Journal.open(tmp_path, shard=Shard(2, 3)).recovery.num_records == 0
 
 
 def test_a_journal_of_another_shard_is_refused_by_name(tmp_path: Path) -> None:
-    filled(tmp_path, [1, 4], shard=(2, 3))
+    filled(tmp_path, [1, 4], shard=Shard(2, 3))
     with pytest.raises(StorageError, match=r"000001\.seg: row 1 is not of this shard"):
-        Journal.open(tmp_path, shard=(1, 3))
+        Journal.open(tmp_path, shard=Shard(1, 3))
 
 
 @given(st.lists(st.integers(0, 60), max_size=80), st.integers(1, 4), st.data())
 def test_the_done_set_is_a_set_with_a_first_gap(indexes: list[int], count: int, data: st.DataObject) -> None:
     number = data.draw(st.integers(1, count))
     mine = [index for index in indexes if index % count == number - 1]
-    done = DoneSet((number, count))
+    done = DoneSet(Shard(number, count))
     for index in mine:
         done.add(index, segment=index + 1, offset=index * 1000, is_error=index % 2 == 0)
     assert list(done) == sorted(set(mine))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from batchgen.core.errors import LockedError, StorageError, UsageError
+from batchgen.core.records import Shard
 from batchgen.core.storage import staged_file, write_atomic
 from batchgen.output.manifest import Manifest, compare
 from batchgen.output.rundir import Holder, RunDir
@@ -123,10 +124,10 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> No
 
 def test_a_manifest_is_read_back_as_it_was_written(run_dir: RunDir) -> None:
     assert run_dir.read_manifest() is None
-    run_dir.write_manifest(replace(MANIFEST, shard=(2, 8), num_rows=7))
+    run_dir.write_manifest(replace(MANIFEST, shard=Shard(2, 8), num_rows=7))
     again = run_dir.read_manifest()
-    assert (again.shard, again.num_rows, again.job) == ((2, 8), 7, MANIFEST.job)
-    assert compare(again, replace(MANIFEST, shard=(2, 8))).refused == ()
+    assert (again.shard, again.num_rows, again.job) == (Shard(2, 8), 7, MANIFEST.job)
+    assert compare(again, replace(MANIFEST, shard=Shard(2, 8))).refused == ()
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_what_changes_outputs_is_refused_and_named() -> None:
         MANIFEST,
         output_keys={"sampling.temperature": 0.7, "input.keep_columns": ("a", "b"), "sampling.top_k": 5},
         fingerprints={"input": {"files": [{"size_bytes": 13}]}, "model": {"sha256": "abc"}},
-        shard=(1, 2),
+        shard=Shard(1, 2),
     )
     assert compare(MANIFEST, new).refused == (
         "sampling.temperature: was 0.0, now 0.7",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batchgen.config.job import OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
-from batchgen.core.records import Cursor
+from batchgen.core.records import Cursor, Shard
 from batchgen.output import journal_reader
 from batchgen.output.finalize import OutputCounts, finalize, finalize_retry
 from batchgen.output.formats import parquet
@@ -131,7 +131,7 @@ def test_a_missing_or_surplus_row_is_never_glossed_over(run_dir: RunDir, done: l
 
 
 def test_a_shard_is_complete_with_its_own_rows(run_dir: RunDir) -> None:
-    journal = Journal.open(run_dir.journal, shard=(2, 3))
+    journal = Journal.open(run_dir.journal, shard=Shard(2, 3))
     for index in (1, 4, 7):
         journal.append(JournalEntry(index, Cursor(0, 0, 0, index + 1), "result", record(index)))
     assert finalize(run_dir, spec(), journal, num_rows=9) == OutputCounts(3, 0)

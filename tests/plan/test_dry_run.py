@@ -15,6 +15,7 @@ from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of
 
 from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed, UsageError
+from batchgen.core.records import Shard
 from batchgen.plan import estimate
 from batchgen.plan.dry_run import PlanOptions, check_time, make_plan
 from batchgen.plan.text import render_plan
@@ -214,7 +215,7 @@ def test_the_time_gate_lets_pass_what_is_within_it_and_exits_4_beyond(job: JobMa
 
 def test_a_shard_plans_its_own_rows(job: JobMaker) -> None:
     job.write(rows_of(10))
-    plan = make_plan(job.spec(), PlanOptions(shard=(1, 3)))
+    plan = make_plan(job.spec(), PlanOptions(shard=Shard(1, 3)))
     assert plan["rows"]["total"] == 4
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from run_helpers import JobMaker, rows_of
 
+from batchgen.core.records import WHOLE
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.simulation import StepWork
 from batchgen.input.ids import UniqueIds
 from batchgen.input.row_range import RowRange
 from batchgen.input.source import open_source
-from batchgen.input.validator import Screen
+from batchgen.input.validator import RowValidator
 from batchgen.plan.calibrate import CostModel, StepCost, calibrate
 from batchgen.plan.estimate import OutputLengths
 from batchgen.plan.survey import Lengths, Survey
@@ -94,8 +95,8 @@ def surveyed(job: JobMaker, rows: list[dict[str, Any]]) -> Survey:
     spec = job.spec()
     where = replace(spec.input, prompt=None, prompt_token_ids="prompt_token_ids")
     info = read_model(spec)
-    selected = RowRange(open_source(where), (1, 1))
-    survey = Survey(Screen(where, info.builder(where, spec.sampling), UniqueIds(None), selected), 512)
+    selected = RowRange(open_source(where), WHOLE)
+    survey = Survey(RowValidator(where, info.builder(where, spec.sampling), UniqueIds(None)), 512)
     survey.take(selected.read())
     return survey
 
@@ -129,8 +130,8 @@ def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker) -> Non
     job.write(rows_of(20))
     spec = job.spec(engine={"threads": 1})
     info = read_model(spec)
-    rows = RowRange(open_source(spec.input), (1, 1))
-    survey = Survey(Screen(spec.input, info.builder(spec.input, spec.sampling), UniqueIds(None), rows), 512)
+    rows = RowRange(open_source(spec.input), WHOLE)
+    survey = Survey(RowValidator(spec.input, info.builder(spec.input, spec.sampling), UniqueIds(None)), 512)
     survey.take(rows.read())
     found = calibrate(spec, info, survey, began=time.monotonic(), seconds=0.5)
     assert found.lengths.basis == "20 sampled rows run to their end"

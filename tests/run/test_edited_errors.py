@@ -14,6 +14,7 @@ from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.core.errors import StorageError, UsageError
+from batchgen.core.records import WHOLE, Shard
 from batchgen.output import finalize
 from batchgen.run import RunOptions
 from batchgen.run import retry as retry_module
@@ -23,7 +24,7 @@ FAILED = frozenset({1, 3, 5})
 Letters = list[dict[str, Any]]
 
 
-def letters_of(job: JobMaker, form: str = "jsonl", shard: tuple[int, int] = (1, 1)) -> Letters:
+def letters_of(job: JobMaker, form: str = "jsonl", shard: Shard = WHOLE) -> Letters:
     """The dead letters of a run of 8 rows of which some failed."""
     job.write(rows_of(8))
     spec = job.spec(output={"format": form})
@@ -119,7 +120,7 @@ def test_once_put_right_the_retry_goes_on(job: JobMaker) -> None:
 def test_the_rows_of_other_shards_are_neither_missed_nor_taken(
     job: JobMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    letters = letters_of(job, shard=(2, 2))
+    letters = letters_of(job, shard=Shard(2, 2))
     rewrite(job, [letters[0] | {"index": 2}, *letters[1:]])
     assert retry(job) == 2
     assert "row 2 is no row of this run" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 from batchgen.cli.main import call
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import StorageError, UsageError
-from batchgen.core.records import Cursor
+from batchgen.core.records import WHOLE, Cursor, Shard
 from batchgen.output.finalize import OutputCounts, finalize, finalize_retry
 from batchgen.output.formats.parquet import FIXED_TYPES
 from batchgen.output.journal import Journal, JournalEntry
@@ -41,7 +41,7 @@ def dead_letter(index: int) -> dict[str, Any]:
 
 
 def run(
-    spec: JobSpec, shard: tuple[int, int] = (1, 1), num_rows: int = NUM_ROWS, numerics: Mapping[str, str] | None = None
+    spec: JobSpec, shard: Shard = WHOLE, num_rows: int = NUM_ROWS, numerics: Mapping[str, str] | None = None
 ) -> Path:
     """A finished run directory of one shard, its rows finished in descending order."""
     run_dir = RunDir(Path(spec.output.path))
@@ -49,7 +49,7 @@ def run(
     fingerprints = {"input": {"size": 7}, "numerics": dict(numerics or {"dtype": "float32", "device": "cpu"})}
     run_dir.write_manifest(Manifest(spec.to_dict(), spec.output_keys(), fingerprints, shard))
     journal = Journal.open(run_dir.journal, shard)
-    for index in reversed(range(shard[0] - 1, num_rows, shard[1])):
+    for index in reversed(shard.rows(num_rows)):
         after = Cursor(0, 0, 0, index + 1)
         if index in BAD:
             journal.append(JournalEntry(index, after, "error", dead_letter(index)))
@@ -61,7 +61,7 @@ def run(
 
 
 def shards(folder: Path, count: int = 2, **options: Any) -> list[Path]:
-    return [run(job(folder / f"shard-{number}", **options), (number, count)) for number in range(1, count + 1)]
+    return [run(job(folder / f"shard-{number}", **options), Shard(number, count)) for number in range(1, count + 1)]
 
 
 def lines(path: Path) -> list[Any]:
@@ -96,7 +96,7 @@ def test_a_merged_run_is_a_whole_run(tmp_path: Path) -> None:
     merge(shards(tmp_path), tmp_path / "merged")
     manifest = RunDir(tmp_path / "merged").read_manifest()
     assert manifest is not None
-    assert (manifest.shard, manifest.num_rows) == ((1, 1), NUM_ROWS)
+    assert (manifest.shard, manifest.num_rows) == (WHOLE, NUM_ROWS)
     assert manifest.job["output"]["path"] == str(tmp_path / "merged")
     assert sorted(path.name for path in (tmp_path / "merged").iterdir()) == [
         "errors.jsonl",
@@ -133,14 +133,14 @@ def test_a_shard_given_twice_is_named(tmp_path: Path) -> None:
 
 def test_shards_of_different_jobs_are_told_apart(tmp_path: Path) -> None:
     one, two = (job(tmp_path / name, prompt=prompt) for name, prompt in (("a", "{x}"), ("b", "{y}")))
-    folders = [run(one, (1, 2)), run(two, (2, 2))]
+    folders = [run(one, Shard(1, 2)), run(two, Shard(2, 2))]
     with pytest.raises(UsageError, match=r'not of one job: input\.prompt: was "{x}", now "{y}"'):
         merge(folders, tmp_path / "merged")
 
 
 def test_shards_that_were_run_in_different_numerics_are_told_apart(tmp_path: Path) -> None:
     other = {"dtype": "bfloat16", "device": "cpu"}
-    folders = [run(job(tmp_path / "a"), (1, 2)), run(job(tmp_path / "b"), (2, 2), numerics=other)]
+    folders = [run(job(tmp_path / "a"), Shard(1, 2)), run(job(tmp_path / "b"), Shard(2, 2), numerics=other)]
     with pytest.raises(UsageError, match=r'not of one job: numerics\.dtype: was "float32", now "bfloat16"'):
         merge(folders, tmp_path / "merged")
 
@@ -150,8 +150,8 @@ KERNELS = {"dtype": "float32", "device": "cpu", "kernels": "avx2"}
 
 def shards_of_two_kernels(folder: Path, other: Mapping[str, str]) -> list[Path]:
     return [
-        run(job(folder / "a"), (1, 2), numerics=KERNELS),
-        run(job(folder / "b"), (2, 2), numerics=other),
+        run(job(folder / "a"), Shard(1, 2), numerics=KERNELS),
+        run(job(folder / "b"), Shard(2, 2), numerics=other),
     ]
 
 
@@ -193,7 +193,7 @@ def test_shards_that_took_other_columns_for_sampling_values_are_told_apart(tmp_p
 
 
 def test_shards_whose_files_were_looked_at_at_other_times_are_of_one_job(tmp_path: Path) -> None:
-    folders = [run(job(tmp_path / f"{number}"), (number, 2)) for number in (1, 2)]
+    folders = [run(job(tmp_path / f"{number}"), Shard(number, 2)) for number in (1, 2)]
     run_dir = RunDir(folders[0])
     states = {"in": {"sha256": "0", "state": [1, 2, 3, 4, 5]}}
     run_dir.write_manifest(replace(run_dir.read_manifest(), file_states=states))
@@ -202,19 +202,19 @@ def test_shards_whose_files_were_looked_at_at_other_times_are_of_one_job(tmp_pat
 
 
 def test_shards_of_different_counts_are_told_apart(tmp_path: Path) -> None:
-    folders = [run(job(tmp_path / "a"), (1, 2)), run(job(tmp_path / "b"), (2, 3))]
+    folders = [run(job(tmp_path / "a"), Shard(1, 2)), run(job(tmp_path / "b"), Shard(2, 3))]
     with pytest.raises(UsageError, match="shards: was 2, now 3"):
         merge(folders, tmp_path / "merged")
 
 
 def test_shards_of_inputs_that_grew_are_told_apart(tmp_path: Path) -> None:
-    folders = [run(job(tmp_path / "a"), (1, 2)), run(job(tmp_path / "b"), (2, 2), num_rows=13)]
+    folders = [run(job(tmp_path / "a"), Shard(1, 2)), run(job(tmp_path / "b"), Shard(2, 2), num_rows=13)]
     with pytest.raises(UsageError, match="input rows: was 11, now 13"):
         merge(folders, tmp_path / "merged")
 
 
 def test_shards_of_different_formats_are_told_apart(tmp_path: Path) -> None:
-    folders = [run(job(tmp_path / "a"), (1, 2)), run(job(tmp_path / "b", "parquet"), (2, 2))]
+    folders = [run(job(tmp_path / "a"), Shard(1, 2)), run(job(tmp_path / "b", "parquet"), Shard(2, 2))]
     with pytest.raises(UsageError, match=r"output\.format: was jsonl, now parquet"):
         merge(folders, tmp_path / "merged")
 
@@ -271,7 +271,7 @@ def test_a_merged_run_that_was_moved_is_known(tmp_path: Path) -> None:
 
 def test_another_merge_into_the_same_folder_is_refused(tmp_path: Path) -> None:
     merge(shards(tmp_path), tmp_path / "merged")
-    other = [run(job(tmp_path / f"other-{number}", prompt="{x}"), (number, 2)) for number in (1, 2)]
+    other = [run(job(tmp_path / f"other-{number}", prompt="{x}"), Shard(number, 2)) for number in (1, 2)]
     before = content(tmp_path)
     with pytest.raises(UsageError, match="merged holds a run already; merge into a new folder"):
         merge(other, tmp_path / "merged")
@@ -282,7 +282,7 @@ def test_a_merge_of_rows_that_were_retried_since_is_not_done(tmp_path: Path) -> 
     folders = shards(tmp_path)
     merge(folders, tmp_path / "merged")
     retried = RunDir(folders[0])  # rows 0, 2, ... of which 4 failed
-    journal = Journal.open(retried.retry, (1, 2))
+    journal = Journal.open(retried.retry, Shard(1, 2))
     journal.append(JournalEntry(4, Cursor(0, 0, 0, 5), "result", record(4)))
     with pytest.raises(UsageError, match=r"shard-1 has a retry that was interrupted: batchgen retry .*, then merge"):
         merge(folders, tmp_path / "merged")
@@ -306,7 +306,7 @@ def test_a_begun_run_of_the_whole_job_is_not_merged_over(tmp_path: Path) -> None
     manifest = RunDir(folders[0]).read_manifest()
     assert manifest is not None
     target.create()
-    target.write_manifest(replace(manifest, shard=(1, 1)))
+    target.write_manifest(replace(manifest, shard=WHOLE))
     Journal.open(target.journal).close()
     with pytest.raises(UsageError, match="holds a run already, not finished"):
         merge(folders, target.path)
@@ -342,7 +342,7 @@ def test_rows_that_do_not_add_up_are_refused(tmp_path: Path, rows: list[int], me
 
 
 def test_of_many_missing_rows_the_first_are_named(tmp_path: Path) -> None:
-    folders = [run(job(tmp_path / str(n)), (n, 2), num_rows=40) for n in (1, 2)]
+    folders = [run(job(tmp_path / str(n)), Shard(n, 2), num_rows=40) for n in (1, 2)]
     (folders[1] / "outputs.jsonl").write_text("")
     with pytest.raises(UsageError, match=r"row 13 \(shard 2/2\) and 13 more; run those shards anew with --overwrite"):
         merge(folders, tmp_path / "merged")

@@ -12,6 +12,7 @@ from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.core.errors import StorageError
+from batchgen.core.records import WHOLE, Shard
 from batchgen.run import RunOptions, merge_report
 from batchgen.run.status import read_status
 
@@ -21,7 +22,7 @@ FORMATS = ["jsonl", "parquet", "openai-batch"]
 def run_shards(job: JobMaker, form: str = "jsonl", fails: frozenset[int] = frozenset({3, 4})) -> list[str]:
     """The folders of two shards of a job of 12 rows; beside them the whole job's run in ``reference``."""
     job.write(rows_of(12))
-    for shard, name in (((1, 1), "reference"), ((1, 2), "part1"), ((2, 2), "part2")):
+    for shard, name in ((WHOLE, "reference"), (Shard(1, 2), "part1"), (Shard(2, 2), "part2")):
         output = {"path": str(job.folder / name), "format": form, "expected": "answer"}
         job.run(job.spec(output=output), RunOptions(progress="quiet", shard=shard), fails=fails)
     return [str(job.folder / name) for name in ("part1", "part2")]

@@ -16,8 +16,9 @@ from stub_engine import stub_factory
 from batchgen.config.job import JobSpec
 from batchgen.core import storage
 from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
-from batchgen.input import row_range as rows_module
+from batchgen.core.records import WHOLE, Shard
 from batchgen.input.ids import UniqueIds
+from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
 from batchgen.plan.dry_run import PlanOptions, make_plan
 from batchgen.run import RunOptions, run_job
@@ -27,7 +28,7 @@ from batchgen.run.loader import Backend, ModelInfo
 STRICT = RunOptions(strict=True, progress="quiet")
 
 
-def interrupted(job: JobMaker, num_tokens: int = 400, shard: tuple[int, int] = (1, 1)) -> None:
+def interrupted(job: JobMaker, num_tokens: int = 400, shard: Shard = WHOLE) -> None:
     options = dataclasses.replace(quiet(max_total_tokens=num_tokens), shard=shard)
     assert job.run(options=options).exit_code == 75
 
@@ -62,7 +63,7 @@ def test_a_kill_while_lost_ids_are_read_again_loses_none(job: JobMaker, monkeypa
     interrupted(job, 2000)
     lose_ids(job)
     with monkeypatch.context() as patch:
-        patch.setattr(rows_module.Screen, "screen", failing)
+        patch.setattr(RowValidator, "claim_ids", failing)
         with pytest.raises(StorageError):
             job.run()
     assert (job.output / "journal" / "ids.sqlite").exists()
@@ -100,23 +101,23 @@ def test_ids_of_other_shards_are_learnt_again_though_a_kill_interrupts_that(
 ) -> None:
     rows = rows_of(1200)
     job.write([*rows, *(rows[1] for _ in range(40))])  # row 1 is the other shard's, rows 1200, 1202, ... are ours
-    interrupted(job, 500, shard=(1, 2))
+    interrupted(job, 500, shard=Shard(1, 2))
     lose_ids(job)
-    with closing(Journal.open(job.output / "journal", (1, 2))) as journal:
+    with closing(Journal.open(job.output / "journal", Shard(1, 2))) as journal:
         assert journal.done.first_gap > 2
     claim = UniqueIds.claim
     with monkeypatch.context() as patch:
         patch.setattr(UniqueIds, "claim", lambda ids, claims: (claim(ids, claims[:0]), failing()))
         with pytest.raises(StorageError):
-            job.run(options=RunOptions(shard=(1, 2), progress="quiet"))
-    job.run(options=RunOptions(shard=(1, 2), progress="quiet"))
+            job.run(options=RunOptions(shard=Shard(1, 2), progress="quiet"))
+    job.run(options=RunOptions(shard=Shard(1, 2), progress="quiet"))
     assert codes(job) == [(index, "duplicate_id") for index in range(1200, 1240, 2)]
 
 
 def test_finished_rows_are_not_read_again_where_ids_are_sound(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     job.write(rows_of(100))
     interrupted(job)
-    monkeypatch.setattr(job_module, "claim_again", failing)
+    monkeypatch.setattr(job_module, "rebuild_ids", failing)
     assert job.run().exit_code == 0
 
 

@@ -14,6 +14,7 @@ from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.core.errors import ResumeMismatch, StorageError, UsageError
+from batchgen.core.records import Shard
 from batchgen.output.journal import Journal
 from batchgen.run import Limits, Outcome, RunOptions
 from batchgen.run import retry as retry_module
@@ -225,7 +226,7 @@ def test_outputs_that_lack_what_a_report_counts_are_refused_before_a_retry_runs(
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_duplicate_of_another_shards_row_stays_failed(job: JobMaker, form: str) -> None:
     job.write([{"id": "a", "question": "one"}, {"id": "a", "question": "two"}])
-    job.run(job.spec(output={"format": form}), RunOptions(progress="quiet", shard=(2, 2)))
+    job.run(job.spec(output={"format": form}), RunOptions(progress="quiet", shard=Shard(2, 2)))
     letters = job.errors()
     assert retried(job).exit_code == 3
     assert job.errors() == letters
@@ -233,7 +234,7 @@ def test_a_duplicate_of_another_shards_row_stays_failed(job: JobMaker, form: str
 
 def test_a_duplicate_of_another_shards_row_is_run_with_an_id_of_its_own(job: JobMaker) -> None:
     job.write([{"id": "a", "question": "one"}, {"id": "a", "question": "two"}])
-    job.run(options=RunOptions(progress="quiet", shard=(2, 2)))
+    job.run(options=RunOptions(progress="quiet", shard=Shard(2, 2)))
     (letter,) = job.errors()
     letter["row"]["id"] = "b"
     (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")

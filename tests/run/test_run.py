@@ -19,10 +19,10 @@ from stub_engine import StubEngine, stub_factory
 
 from batchgen.config.job import RECORD_KEYS, JobSpec
 from batchgen.core.errors import BatchgenError, LockedError, ModelError, ResumeMismatch, StorageError, UsageError
-from batchgen.core.records import Cursor, Record, Request, Result
+from batchgen.core.records import Cursor, Record, Request, Result, Shard
 from batchgen.input.ids import UniqueIds
 from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
-from batchgen.input.validator import Screen
+from batchgen.input.validator import RowValidator
 from batchgen.output.journal import read_counts
 from batchgen.output.payloads import kept_name
 from batchgen.run import RunOptions, requests, run_job
@@ -658,7 +658,7 @@ def test_shards_together_are_the_whole(job: JobMaker, tmp_path: Path, count: int
     errors = [(letter["index"], letter["message"]) for letter in read_lines(tmp_path / "reference" / "errors.jsonl")]
     folders = [tmp_path / f"shard{i}" for i in range(1, count + 1)]
     for number, folder in enumerate(folders, 1):
-        options = RunOptions(shard=(number, count), progress="quiet")
+        options = RunOptions(shard=Shard(number, count), progress="quiet")
         job.run(job.spec(output={"path": str(folder)}), options)
     merge(folders, job.output)
     assert job.outputs() == expected
@@ -667,18 +667,16 @@ def test_shards_together_are_the_whole(job: JobMaker, tmp_path: Path, count: int
 
 def test_another_shard_does_not_go_into_the_same_directory(job: JobMaker) -> None:
     job.write(rows_of(4))
-    job.run(options=RunOptions(shard=(1, 2), progress="quiet"))
+    job.run(options=RunOptions(shard=Shard(1, 2), progress="quiet"))
     with pytest.raises(ResumeMismatch, match="shard"):
-        job.run(options=RunOptions(shard=(2, 2), progress="quiet"))
+        job.run(options=RunOptions(shard=Shard(2, 2), progress="quiet"))
 
 
 def test_an_interrupted_shard_resumes(job: JobMaker) -> None:
     job.write(rows_of(100))
-    assert (
-        job.run(options=RunOptions(shard=(2, 3), progress="quiet", limits=quiet(max_total_tokens=200).limits)).exit_code
-        == 75
-    )
-    job.run(options=RunOptions(shard=(2, 3), progress="quiet"))
+    options = RunOptions(shard=Shard(2, 3), progress="quiet", limits=quiet(max_total_tokens=200).limits)
+    assert job.run(options=options).exit_code == 75
+    job.run(options=RunOptions(shard=Shard(2, 3), progress="quiet"))
     assert [row["index"] for row in job.outputs()] == list(range(1, 100, 3))
 
 
@@ -687,14 +685,14 @@ def test_few_rows_are_read_at_once_until_they_prove_quick(
     slow_s: float, sizes: list[int], job: JobMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    screen = Screen.screen
+    validate = RowValidator.validate
 
-    def noting(self: Screen, rows: list[Any]) -> Any:
+    def noting(self: RowValidator, rows: list[Any]) -> Any:
         seen.append(len(rows))
-        return screen(self, rows)
+        return validate(self, rows)
 
     monkeypatch.setattr(requests, "_SLOW_CHUNK_S", slow_s)
-    monkeypatch.setattr(Screen, "screen", noting)
+    monkeypatch.setattr(RowValidator, "validate", noting)
     job.write(rows_of(20))
     assert job.run().exit_code == 0
     assert [size for size in seen if size] == sizes
