@@ -1,7 +1,7 @@
-"""The input of a job as one run of rows, whatever files and formats it comes in, readable from any row on.
+"""The input of a job as one sequence of rows over all its files, readable from any row on.
 
-It knows which files there are and in what order; how a file is read is its format's business, and what the rows mean
-is not known here at all.
+It knows which files there are, in what order, and which rows an invocation still has to run. How a file is read is
+its format's business; the columns of a row have no meaning here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import glob
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,24 +19,21 @@ from typing import Any, BinaryIO
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import BatchgenError, InputChanged, UsageError
 from batchgen.core.fingerprint import TRIES, Digests
-from batchgen.core.records import BadRow, Cursor, Record
+from batchgen.core.records import BadRow, Cursor, Record, Shard
 from batchgen.core.storage import publish, staged_file, temporary_name
-from batchgen.input.formats.detect import resolve_format
-from batchgen.input.formats.hf import PREFIX, DatasetFile, is_saved_dataset
-from batchgen.input.formats.interface import InputFile, Rows, Wanted
-from batchgen.input.formats.jsonl import parse_jsonl
-from batchgen.input.formats.lines import LinesFile
-from batchgen.input.formats.parquet import ParquetFile
-from batchgen.input.formats.text import parse_text
+from batchgen.input.formats import InputFile, Rows, Wanted
+from batchgen.input.formats.hf import PREFIX, is_saved_dataset
+from batchgen.input.formats.select import open_file
 from batchgen.input.rows import chunked
 
+COUNT_BYTES = 4 << 30  # larger inputs are not counted beforehand: it would take too long
 _START = Cursor(0, 0, 0, 0)
 
 
 class Source:
     """The rows of an input; made by ``open_source``. Memory use does not grow with their number.
 
-    Once it was asked for its ``fingerprint``, it hands out no row that may have come of another content.
+    After ``fingerprint`` was called, it yields no row that may come from other content.
     """
 
     def __init__(self, files: Sequence[InputFile], limit: int | None) -> None:
@@ -52,9 +49,9 @@ class Source:
     def read(self, start: Cursor | None = None, wanted: Wanted | None = None) -> Rows:
         """The rows from ``start`` on, in input order, up to the job's limit.
 
-        Rows whose index is not ``wanted`` are passed over without being parsed. A row's ``after`` is a ``start``
-        from which exactly the rows behind it come. Returns the index after the last row it passed. Raises UsageError
-        when a file has become unreadable, InputChanged when it is not what its fingerprint says.
+        Rows whose index is not ``wanted`` are passed over without being parsed. Reading from a row's ``after`` gives
+        exactly the rows that follow it. Returns the index after the last row it passed. Raises UsageError when a
+        file has become unreadable, InputChanged when it no longer matches its fingerprint.
         """
         at = start or _START
         for number in range(at.file, len(self._files)):
@@ -65,7 +62,7 @@ class Source:
         return at.index
 
     def _read_file(self, file: InputFile, at: Cursor, wanted: Wanted | None) -> Rows:
-        """The rows of one file. A chunk that may be of another content than was fingerprinted is read again."""
+        """The rows of one file. A chunk that may come from other content than was fingerprinted is read again."""
         if self._digests is None:
             return (yield from file.read(at, self._limit, wanted))
         number, tries = at.file, TRIES
@@ -85,12 +82,12 @@ class Source:
         raise InputChanged(f"{file.path} changes all the time; run again to resume when nothing writes to it any more")
 
     def _is_unchanged(self, file: InputFile) -> bool:
-        """See ``Digests.is_unchanged``; looks at all of its files, so that each is known anew."""
+        """See ``Digests.is_unchanged``; asked for each local file, so that the new state of each is taken in."""
         digests = self._digests
         return digests is None or False not in [digests.is_unchanged(path) for path in file.local_files]
 
     def _explained(self, rows: Iterable[Record | BadRow], file: InputFile) -> Iterator[Record | BadRow]:
-        """``rows``; where reading fails because the file has changed, that is what is raised."""
+        """``rows``; raises InputChanged in place of the error where reading fails because the file has changed."""
         try:
             yield from rows
         except BatchgenError:
@@ -103,10 +100,10 @@ class Source:
             self._is_unchanged(file)
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """What a resume is held against: for each file its name, size in bytes and ``sha256``.
+        """What a resume compares: for each file its name, size in bytes and ``sha256``.
 
         It reads the local files whose digests are not known from end to end; modification times do not count. From
-        here on what is read is held against ``digests``. Raises UsageError when a file cannot be read.
+        here on ``read`` compares files with ``digests``. Raises UsageError when a file cannot be read.
         """
         self._digests = digests
         return {"files": [file.fingerprint(digests) for file in self._files]}
@@ -137,15 +134,61 @@ class Reading:
         self.end = yield from self._rows
 
 
-def _no_file(path: Path) -> bool:
-    return False
+class RowRange:
+    """The rows of ``shard`` that are not ``done``; all rows before the cursor ``start`` are.
+
+    ``num_rows`` is the number of rows of the input, all shards', once they were read to the end.
+
+    Where rows have ids, those of other shards are read too, for their ids alone: the first of two rows with one id
+    stays, in whichever shard it is.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        shard: Shard,
+        done: Collection[int] = (),
+        start: Cursor | None = None,
+        *,
+        has_ids: bool = False,
+    ) -> None:
+        self._source = source
+        self._shard = shard
+        self._done = done
+        self._start = start
+        self._reads_others = has_ids and shard.count > 1
+        self.num_rows = 0
+
+    def read(self) -> Iterator[Record | BadRow]:
+        """The rows, from the first unfinished one on."""
+        self.num_rows = yield from self._source.read(self._start, self._is_wanted)
+
+    def count(self) -> int | None:
+        """How many rows the shard has in all; None where finding out would take too long."""
+        total = self._source.num_rows()
+        if total is None:
+            size = self._source.num_bytes()
+            if size is None or size > COUNT_BYTES:
+                return None
+            total = self.pass_over()
+        return len(self._shard.rows(total))
+
+    def pass_over(self) -> int:
+        """The number of rows of the input, found by reading to its end without parsing any."""
+        reading = Reading(self._source.read(None, lambda index: False))
+        for _ in reading:
+            pass
+        return reading.end
+
+    def _is_wanted(self, index: int) -> bool:
+        return index not in self._done if self._shard.owns(index) else self._reads_others
 
 
-def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = _no_file) -> Source:
+def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda path: False) -> Source:
     """Find and open what ``spec.path`` names: files, globs, folders, ``hf:`` datasets.
 
-    Files come in the order of the list, those of a glob or folder sorted by name, without what ``is_left_out``: a
-    run's own files, where its folder lies among its inputs. Standard input must have been spooled to a file. Raises
+    Files come in the order of the list, those of a glob or folder sorted by name, except those that ``is_left_out``
+    (a run's own files, where its folder is among its inputs). Standard input must have been copied to a file. Raises
     UsageError when something is missing, unreadable, named twice or of no known format.
     """
     files: dict[str, InputFile] = {}
@@ -154,7 +197,7 @@ def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = _no_file)
             name = item if isinstance(item, str) else str(item.resolve())
             if name in files:
                 raise UsageError(f"input {item} is named twice in input.path")
-            files[name] = _open_file(item, spec.format)
+            files[name] = open_file(item, spec.format)
     return Source(list(files.values()), spec.limit)
 
 
@@ -163,16 +206,11 @@ def stdin_as_file(spec: InputSpec) -> Iterator[InputSpec]:
     """``spec`` with a temporary copy of standard input in place of ``-``. Raises as ``stage_stdin`` does."""
     with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
         if spec.path == ("-",):
-            spool = Path(folder) / "stdin"
-            spool_stdin(spool)
-            spec = replace(spec, path=(str(spool),))
+            copy = Path(folder) / "stdin"
+            stage_stdin(copy)
+            publish(copy)
+            spec = replace(spec, path=(str(copy),))
         yield spec
-
-
-def spool_stdin(target: Path, stdin: BinaryIO | None = None) -> None:
-    """Copy standard input to ``target``, which appears atomically. Raises as ``stage_stdin`` does."""
-    stage_stdin(target, stdin)
-    publish(target)
 
 
 def stage_stdin(target: Path, stdin: BinaryIO | None = None) -> Path:
@@ -191,7 +229,7 @@ def stage_stdin(target: Path, stdin: BinaryIO | None = None) -> Path:
 
 
 def _expand(entry: str, form: str, is_left_out: Callable[[Path], bool]) -> list[Path | str]:
-    """The files one entry of ``input.path`` stands for; an ``hf:`` entry stays as it is."""
+    """The files that one entry of ``input.path`` names; an ``hf:`` entry stays as it is."""
     if entry.startswith(PREFIX):
         return [entry]
     path = Path(entry)
@@ -221,19 +259,3 @@ def _parquet_files(folder: Path, is_left_out: Callable[[Path], bool]) -> list[Pa
     if not visible:
         raise UsageError(f"input {folder} is a folder without .parquet files; name files, as in '{folder}/*.jsonl'")
     return list(visible)
-
-
-def _open_file(item: Path | str, form: str) -> InputFile:
-    if isinstance(item, str):
-        return DatasetFile(item)
-    if item.is_dir():
-        return DatasetFile(str(item))
-    if not item.is_file():
-        raise UsageError(f"input {item} is not a regular file; pipe it to standard input and name it -")
-    try:
-        resolved = resolve_format(item, form)
-        if resolved == "parquet":
-            return ParquetFile(item)
-        return LinesFile(item, parse_text if resolved == "text" else parse_jsonl)
-    except OSError as error:
-        raise UsageError(f"cannot read input {item}: {error.strerror or error}") from error

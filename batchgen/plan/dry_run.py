@@ -18,8 +18,7 @@ from batchgen.core.records import WHOLE, Shard
 from batchgen.core.units import format_duration
 from batchgen.input.columns import check_columns
 from batchgen.input.ids import UniqueIds, may_have_ids
-from batchgen.input.row_range import RowRange
-from batchgen.input.source import open_source, stdin_as_file
+from batchgen.input.source import RowRange, open_source, stdin_as_file
 from batchgen.input.validator import RowValidator
 from batchgen.output.rundir import RunDir
 from batchgen.plan.estimate import Estimate, Forecast, OutputLengths, comparable, forecast_from_report, kv_plan

@@ -20,8 +20,7 @@ from batchgen.core.version import __version__
 from batchgen.input.columns import check_columns, check_taken_columns
 from batchgen.input.ids import UniqueIds, may_have_ids
 from batchgen.input.requests import RequestBuilder
-from batchgen.input.row_range import RowRange
-from batchgen.input.source import Source, open_source
+from batchgen.input.source import RowRange, Source, open_source
 from batchgen.input.validator import RowValidator, rebuild_ids, refuse_bad_rows
 from batchgen.output.finalize import finalize, write_errors
 from batchgen.output.journal import Journal

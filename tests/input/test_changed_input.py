@@ -21,10 +21,9 @@ from batchgen.core import fingerprint
 from batchgen.core.errors import InputChanged, ResumeMismatch, UsageError
 from batchgen.core.fingerprint import FileState
 from batchgen.core.records import BadRow, Record
-from batchgen.input import row_range as rows_module
 from batchgen.input import source
-from batchgen.input.row_range import RowRange
 from batchgen.input.rows import CHUNK_ROWS, chunked
+from batchgen.input.source import RowRange
 from batchgen.run import RunOptions
 from batchgen.run import job as job_module
 from batchgen.run.status import read_status
@@ -283,7 +282,7 @@ def test_rows_read_between_an_edit_and_its_undoing_are_read_again(
             yield from [chunk] if chunk else []
         yield from chunks
 
-    monkeypatch.setattr(rows_module, "COUNT_BYTES", 0)  # rows are not counted, which would be another reading
+    monkeypatch.setattr(source, "COUNT_BYTES", 0)  # rows are not counted, which would be another reading
     monkeypatch.setattr(source, "chunked", meddling)
     assert changing.run() == 0
     assert num_wrong
@@ -305,7 +304,7 @@ def test_rows_that_were_there_for_a_while_are_not_counted(job: JobMaker, monkeyp
         yield from chunks
 
     job.run(job.spec(output={"path": str(job.folder / "reference")}))
-    monkeypatch.setattr(rows_module, "COUNT_BYTES", 0)
+    monkeypatch.setattr(source, "COUNT_BYTES", 0)
     monkeypatch.setattr(job_module, "check_columns", lambda *args, **kwargs: None)  # likewise another reading
     monkeypatch.setattr(source, "chunked", meddling)
     assert job.run().exit_code == 0

@@ -21,8 +21,9 @@ from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.fingerprint import Digests, file_digest
 from batchgen.core.records import BadRow, Cursor, Record
+from batchgen.core.storage import publish
 from batchgen.input.formats import lines
-from batchgen.input.source import open_source, spool_stdin
+from batchgen.input.source import open_source, stage_stdin
 
 every_format = pytest.mark.parametrize("form", FORMATS)
 
@@ -267,9 +268,11 @@ def test_images_in_a_dataset_stay_undecoded_bytes(tmp_path: Path) -> None:
     assert isinstance(row, Record) and row.columns == {"image": {"bytes": b"no image", "path": None}}
 
 
-def test_stdin_is_spooled_and_can_then_be_read_any_number_of_times(tmp_path: Path) -> None:
+def test_stdin_is_copied_to_a_file_that_appears_whole(tmp_path: Path) -> None:
     target = tmp_path / "stdin.jsonl"
-    spool_stdin(target, io.BytesIO(jsonl(sample_rows(3))))
+    stage_stdin(target, io.BytesIO(jsonl(sample_rows(3))))
+    assert not target.exists()
+    publish(target)
     assert codes(list(source_of(target).read())) == ["ok"] * 3
     assert [path.name for path in tmp_path.iterdir()] == ["stdin.jsonl"]
 
@@ -280,7 +283,7 @@ def test_a_terminal_is_no_input(tmp_path: Path) -> None:
             return True
 
     with pytest.raises(UsageError, match="terminal"):
-        spool_stdin(tmp_path / "stdin", Terminal())
+        stage_stdin(tmp_path / "stdin", Terminal())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,8 +13,7 @@ from batchgen.core.records import WHOLE
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.simulation import StepWork
 from batchgen.input.ids import UniqueIds
-from batchgen.input.row_range import RowRange
-from batchgen.input.source import open_source
+from batchgen.input.source import RowRange, open_source
 from batchgen.input.validator import RowValidator
 from batchgen.plan.calibrate import CostModel, StepCost, calibrate
 from batchgen.plan.estimate import OutputLengths

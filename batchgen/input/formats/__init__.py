@@ -1,1 +1,67 @@
-"""Readers of input formats: each turns one file into rows. A new format is a module and an entry in ``source``."""
+"""Input formats: how one file is read, from any row on. Which files there are is the source's business.
+
+A new format is one module in this folder, with a subclass of ``InputFile`` or ``LocalFile``, and one entry in
+``select.FORMATS``; the name of the entry also joins the choices of ``input.format`` in ``config.job``. Nothing else
+knows the formats: the tests of ``tests/input/test_reader.py`` run on each entry of their own table of formats.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.fingerprint import Digests
+from batchgen.core.records import BadRow, Cursor, Record
+
+Wanted = Callable[[int], bool]
+Rows = Generator[Record | BadRow, None, int]
+
+
+class InputFile(ABC):
+    """One file of the input, or one dataset.
+
+    ``path`` is the local file or folder that is read, which no output may overwrite, None where it is remote;
+    ``local_files`` are the local files that hold the rows.
+    """
+
+    path: Path | None
+    local_files: tuple[Path, ...]
+
+    @abstractmethod
+    def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
+        """Yield the rows from ``at`` on with an index below ``stop``, leaving out those not ``wanted``.
+
+        Returns the index after the last row it passed, yielded or not. Raises UsageError when the file can no
+        longer be read at all; damage inside it becomes ``BadRow`` values.
+        """
+
+    @abstractmethod
+    def fingerprint(self, digests: Digests) -> dict[str, Any]:
+        """What a resume compares; see ``Source.fingerprint``."""
+
+    def num_rows(self) -> int | None:
+        """Rows in the file, None where that takes reading it."""
+        return None
+
+    def num_bytes(self) -> int | None:
+        """Size of the file as stored, None where it is remote."""
+        return None
+
+
+class LocalFile(InputFile):
+    """An input that is one local file. Raises ``OSError`` where there is none."""
+
+    path: Path
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.local_files = (path,)
+        self._num_bytes = path.stat().st_size
+
+    def fingerprint(self, digests: Digests) -> dict[str, Any]:
+        return digests.fingerprint(self.path)
+
+    def num_bytes(self) -> int | None:
+        return self._num_bytes

@@ -1,12 +1,12 @@
-"""Rows out of Arrow record batches, which Parquet files and ``datasets`` both deliver.
+"""Rows of Arrow record batches, which both Parquet files and ``datasets`` give.
 
-Values become what ``to_pylist`` makes of them (dates are dates, binary is bytes); they are given words of JSON where
-they are written. A value that cannot be read costs its own row only.
+Values become what ``to_pylist`` makes of them (dates are dates, binary is bytes) and are converted to JSON types only
+on output (``json_line``). A value that cannot be read costs its own row only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,35 +15,20 @@ import pyarrow as pa
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.core.units import one_line
-from batchgen.input.formats.interface import Rows, Wanted
+from batchgen.input.formats import Rows, Wanted
 
 MAX_BATCH_ROWS = 4096
 _BATCH_BYTES = 4 << 20
 _VALUE_ERRORS = (ValueError, ArithmeticError, LookupError, pa.ArrowException)  # bad UTF-8, dates out of range, ...
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What error messages call the file, and how many of its rows lie before those read here."""
-
-    name: str
-    rows_before: int = 0
+_Row = tuple[dict[str, Any], RowError | None]  # the values that can be read, and what is wrong with the others
 
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """So many rows that the file should have and that cannot be got at."""
+    """So many rows that the file should have and that cannot be read, and why."""
 
     num_rows: int
     message: str
-
-
-@dataclass(frozen=True, slots=True)
-class _BadValues:
-    """A row with a value that cannot be read, and the values that can."""
-
-    error: RowError
-    readable: dict[str, Any]
 
 
 def batch_rows(num_rows: int, num_bytes: int) -> int:
@@ -54,53 +39,44 @@ def batch_rows(num_rows: int, num_bytes: int) -> int:
 def read_batches(
     batches: Iterable[pa.RecordBatch | Unreadable],
     at: Cursor,
-    origin: Origin,
     stop: int | None,
     wanted: Wanted | None,
+    source: str,
+    rows_before: int = 0,
 ) -> Rows:
-    """Yield the rows of consecutive batches, the first of which begins at ``at``; see ``InputFile.read``."""
+    """Yield the rows of consecutive batches, the first of which begins at ``at``; see ``InputFile.read``.
+
+    ``source`` names the file in error messages; ``rows_before`` of its rows precede those that ``at.row`` counts.
+    """
     for batch in batches:
         num_rows = batch.num_rows if stop is None else min(batch.num_rows, stop - at.index)
         places = [place for place in range(num_rows) if wanted is None or wanted(at.index + place)]
-        for place, row in zip(places, _chosen_rows(batch, places), strict=True):
+        for place, (values, error) in zip(places, _rows_at(batch, places), strict=True):
             index, number = at.index + place, at.row + place + 1
             after = Cursor(at.file, at.offset, number, index + 1)
-            line = origin.rows_before + number
-            if isinstance(row, _BadValues):
-                yield BadRow(index, origin.name, line, row.error, row.readable, after)
+            if error:
+                yield BadRow(index, source, rows_before + number, error, values, after)
             else:
-                yield Record(index, origin.name, line, row, after)
+                yield Record(index, source, rows_before + number, values, after)
         at = Cursor(at.file, at.offset, at.row + num_rows, at.index + num_rows)
         if at.index == stop:
             break
     return at.index
 
 
-def _chosen_rows(batch: pa.RecordBatch | Unreadable, places: list[int]) -> Iterator[dict[str, Any] | _BadValues]:
+def _rows_at(batch: pa.RecordBatch | Unreadable, places: list[int]) -> list[_Row]:
     if isinstance(batch, Unreadable):
-        error = RowError(RowErrorCode.BAD_ENCODING, batch.message)
-        return iter([_BadValues(error, {})] * len(places))
-    if not places:
-        return iter(())
-    return _rows(batch if len(places) == batch.num_rows else batch.take(pa.array(places)))
-
-
-def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | _BadValues]:
-    names = batch.schema.names
+        return [({}, RowError(RowErrorCode.BAD_ENCODING, batch.message))] * len(places)
+    if len(places) < batch.num_rows:
+        batch = batch.take(pa.array(places, pa.int64()))
     try:
-        columns = [column.to_pylist() for column in batch.columns]
+        return [(values, None) for values in batch.to_pylist()]
     except _VALUE_ERRORS:
-        for place in range(batch.num_rows):
-            yield _row(batch.slice(place, 1))
-        return
-    if not columns:
-        yield from ({} for _ in range(batch.num_rows))
-    for values in zip(*columns, strict=True):
-        yield dict(zip(names, values, strict=True))
+        return [_row(batch.slice(place, 1)) for place in range(batch.num_rows)]
 
 
-def _row(batch: pa.RecordBatch) -> dict[str, Any] | _BadValues:
-    """The one row of ``batch``, or what can be read of it and what is wrong with the first column that cannot."""
+def _row(batch: pa.RecordBatch) -> _Row:
+    """The one row of ``batch``; its error is that of the first column that cannot be read."""
     readable: dict[str, Any] = {}
     problem: RowError | None = None
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -111,4 +87,4 @@ def _row(batch: pa.RecordBatch) -> dict[str, Any] | _BadValues:
             code = RowErrorCode.BAD_ENCODING if is_text else RowErrorCode.BAD_TYPE
             what = "is not UTF-8" if is_text else f"({column.type}) has a value that cannot be read"
             problem = problem or RowError(code, f"column {name!r} {what}: {one_line(error)}")
-    return _BadValues(problem, readable) if problem else readable
+    return readable, problem

@@ -1,7 +1,7 @@
 """Datasets read with the ``datasets`` library: from the Hugging Face Hub, streamed, or from a folder on disk.
 
-A cursor's ``row`` counts rows of the split. Nothing of a dataset is executed: only data files are read. The library is
-imported when the first such input is opened, since that alone takes a second.
+A cursor's ``row`` counts rows of the split. No code of a dataset is executed: only data files are read. The library
+is imported when the first such input is opened, since that alone takes a second.
 """
 
 from __future__ import annotations
@@ -19,32 +19,12 @@ from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
-from batchgen.input.formats.arrow import Origin, read_batches
-from batchgen.input.formats.interface import Rows, Wanted
+from batchgen.input.formats import InputFile, Rows, Wanted
+from batchgen.input.formats.arrow import read_batches
 
 PREFIX = "hf:"
-_OPTIONS = ("config", "split", "revision")
+_OPTIONS = frozenset({"config", "split", "revision"})
 _BATCH_ROWS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class DatasetName:
-    """``hf:NAME?config=...&split=...&revision=...`` taken apart; NAME is a dataset on the Hub or a local folder."""
-
-    name: str
-    config: str | None = None
-    split: str | None = None
-    revision: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> DatasetName:
-        """Raises UsageError on an option that does not exist."""
-        name, _, query = text.removeprefix(PREFIX).partition("?")
-        options = dict(parse_qsl(query, keep_blank_values=True))
-        unknown = options.keys() - set(_OPTIONS)
-        if unknown or not name:
-            raise UsageError(f"cannot read {text!r}; write hf:NAME?config=...&split=...&revision=... (all optional)")
-        return cls(name, **options)
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -52,33 +32,32 @@ def is_saved_dataset(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
-class DatasetFile:
-    """One split of a dataset; ``text`` is how the job names it. Raises UsageError when it cannot be opened.
+class DatasetFile(InputFile):
+    """One split of a dataset; ``text`` is ``hf:NAME?config=...&split=...&revision=...`` or a folder.
 
-    A connection that fails while rows are read raises BatchgenError: run again to resume.
+    NAME is a dataset on the Hub or a local folder. Raises UsageError when it cannot be opened; a connection that fails
+    while rows are read raises BatchgenError.
     """
 
     def __init__(self, text: str) -> None:
         self._text = text
-        wanted = DatasetName.parse(text)
-        folder = Path(wanted.name)
+        name, options = _parse_name(text)
+        folder = Path(name)
         self.path = folder if folder.is_dir() else None
         try:
             self._is_saved = is_saved_dataset(folder)
-            opened = _open_saved(folder) if self._is_saved else _open_builder(wanted)
+            opened = _open_saved(folder) if self._is_saved else _open_builder(name, options)
         except Exception as error:  # datasets raises a dozen unrelated types, its dependencies' among them
             raise UsageError(f"cannot open {text}: {one_line(error)}") from error
-        split = _choose_split(text, wanted.split, list(opened.splits))
-        self._dataset = opened.splits[split].with_format("arrow")
+        self._split = _choose_split(text, options.get("split"), list(opened.splits))
+        self._dataset = opened.splits[self._split].with_format("arrow")
         self._length: int | None = getattr(self._dataset, "num_rows", None)  # a streamed one has none
-        self._split = split
-        self._files = opened.files.get(split, ())
+        self._files = opened.files.get(self._split, ())
         self.local_files = tuple(path for path in map(Path, self._files) if path.is_file())
         self._fallback_digest = opened.digest
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
-        """See ``InputFile.read``."""
-        return (yield from read_batches(self._batches(at.row), at, Origin(self._text), stop, wanted))
+        return (yield from read_batches(self._batches(at.row), at, stop, wanted, self._text))
 
     def _batches(self, first: int) -> Iterator[pa.RecordBatch]:
         if first == self._length:
@@ -93,15 +72,11 @@ class DatasetFile:
             raise BatchgenError(f"cannot read on in {self._text}: {one_line(error)}; run again to resume") from error
 
     def num_rows(self) -> int | None:
-        """The length of a saved dataset; what the Hub's description says, if anything, of others."""
+        """The length of a saved dataset; of others what the Hub's description says, if anything."""
         if self._length is not None:
             return self._length
         splits = self._dataset.info.splits or {}
         return int(splits[self._split].num_examples) if self._split in splits else None
-
-    def num_bytes(self) -> int | None:
-        """Unknown: rows may come over the network."""
-        return None
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
         """Name, split and a digest of the data files: of their content where they are local, else of their addresses.
@@ -118,11 +93,19 @@ class DatasetFile:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """What ``datasets`` gave: its dataset per split, the data files of each where known, and its own digest of them."""
+    """An opened dataset: its splits, the data files of each where known, and the library's own digest of them."""
 
     splits: Mapping[str, Any]
     files: Mapping[str, tuple[str, ...]]
-    digest: str
+    digest: str = ""
+
+
+def _parse_name(text: str) -> tuple[str, dict[str, str]]:
+    name, _, query = text.removeprefix(PREFIX).partition("?")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    if not name or options.keys() - _OPTIONS:
+        raise UsageError(f"cannot read {text!r}; write hf:NAME?config=...&split=...&revision=... (all optional)")
+    return name, options
 
 
 def _open_saved(folder: Path) -> _Opened:
@@ -130,8 +113,7 @@ def _open_saved(folder: Path) -> _Opened:
 
     opened = datasets.load_from_disk(str(folder))
     splits = opened if isinstance(opened, datasets.DatasetDict) else {"": opened}
-    files = {name: tuple(item["filename"] for item in split.cache_files) for name, split in splits.items()}
-    return _Opened(splits, files, "")
+    return _Opened(splits, {name: tuple(item["filename"] for item in splits[name].cache_files) for name in splits})
 
 
 def _stored_batches(files: Iterable[str], first: int) -> Iterator[pa.RecordBatch]:
@@ -143,10 +125,10 @@ def _stored_batches(files: Iterable[str], first: int) -> Iterator[pa.RecordBatch
                 first = max(0, first - batch.num_rows)
 
 
-def _open_builder(wanted: DatasetName) -> _Opened:
+def _open_builder(name: str, options: Mapping[str, str]) -> _Opened:
     import datasets
 
-    builder = datasets.load_dataset_builder(wanted.name, wanted.config, revision=wanted.revision)
+    builder = datasets.load_dataset_builder(name, options.get("config"), revision=options.get("revision"))
     data_files = getattr(builder.config, "data_files", None) or {}
     files = {str(split): tuple(map(str, names)) for split, names in data_files.items()}
     splits = {str(name): split for name, split in builder.as_streaming_dataset().items()}

@@ -1,4 +1,4 @@
-"""JSON Lines: one object a line.
+"""JSON Lines: one object per line.
 
 Stricter than Python's parser where a row could not be written out again (lone surrogates, absurd nesting), as lenient
 where real data is sloppy: NaN and Infinity are read as floats and the last of duplicate keys wins.
@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from batchgen.core.errors import RowErrorCode
+from batchgen.input.formats.lines import decode_utf8
 from batchgen.input.rows import RowProblem, type_name
 
 MAX_DEPTH = 100  # of nesting: more could not be written out again within Python's recursion limit
@@ -22,9 +23,9 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def parse_jsonl(line: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     """The columns in one line.
 
-    Raises RowProblem: bad_encoding for bytes that are no UTF-8 and escapes that form no character, bad_json for
-    what is no JSON or cannot be held (numbers of more than 4300 digits, more than ``max_depth`` levels), bad_type for
-    JSON that is no object.
+    Raises RowProblem: bad_encoding for bytes that are not UTF-8 and escapes that form no character, bad_json for
+    what is not JSON or cannot be held (numbers of more than 4300 digits, more than ``max_depth`` levels), bad_type for
+    JSON that is not an object.
     """
     text = decode_utf8(line)
     try:
@@ -42,15 +43,6 @@ def parse_jsonl(line: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     if _SURROGATE.search(text):
         _refuse_lone_surrogates(value)
     return value
-
-
-def decode_utf8(line: bytes) -> str:
-    """Raises RowProblem bad_encoding, naming the byte."""
-    try:
-        return line.decode()
-    except UnicodeDecodeError as error:
-        message = f"not UTF-8: {error.reason} at byte {error.start + 1} of the line"
-        raise RowProblem(RowErrorCode.BAD_ENCODING, message) from error
 
 
 def _too_deep(max_depth: int) -> RowProblem:

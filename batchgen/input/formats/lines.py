@@ -1,7 +1,7 @@
 """Files in which a row is a line: JSON Lines and plain text, which differ only in how a line is parsed.
 
 A cursor's ``offset`` is the byte after a line in the decompressed text and its ``row`` the number of lines before it,
-so reading can start anywhere without looking at what precedes.
+so reading can start anywhere without parsing what precedes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,28 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.core.errors import RowErrorCode, UsageError
-from batchgen.core.fingerprint import Digests
 from batchgen.core.records import BadRow, Cursor, Record
-from batchgen.input.formats.interface import Rows, Wanted
+from batchgen.input.formats import LocalFile, Rows, Wanted
 from batchgen.input.formats.text_stream import damage, open_text
 from batchgen.input.rows import RowProblem
 
-MAX_LINE_BYTES = 256 << 20  # what a line may cost in memory; a longer one is an error row
+MAX_LINE_BYTES = 256 << 20  # bounds the memory a line takes; a longer one is an error row
 _BOM = b"\xef\xbb\xbf"
 _SHOWN_BYTES = 1000  # of a line too long to keep
+
+
+def decode_utf8(line: bytes) -> str:
+    """The text of a line. Raises RowProblem bad_encoding, naming the byte."""
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        message = f"not UTF-8: {error.reason} at byte {error.start + 1} of the line"
+        raise RowProblem(RowErrorCode.BAD_ENCODING, message) from error
+
+
+def parse_text(line: bytes) -> dict[str, Any]:
+    """A line of plain text as column ``text``, without its end, white space around it kept."""
+    return {"text": decode_utf8(line.removesuffix(b"\n").removesuffix(b"\r"))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +47,7 @@ class _Line:
     is_torn: bool = False
 
 
-class LinesFile:
+class LinesFile(LocalFile):
     """A text file, plain or compressed. ``parse`` turns a line into columns or raises RowProblem.
 
     Lines end with LF or CRLF. A byte order mark at the start is dropped. Blank lines (nothing but white space)
@@ -43,13 +56,10 @@ class LinesFile:
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], dict[str, Any]]) -> None:
-        self.path = path
+        super().__init__(path)
         self._parse = parse
-        self._source = str(path)
-        self._num_bytes = path.stat().st_size
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
-        """See ``InputFile.read``."""
         index = at.index
         if stop is not None and index >= stop:
             return index
@@ -62,39 +72,23 @@ class LinesFile:
                     if index == stop:
                         break
         except OSError as error:
-            raise UsageError(f"cannot read {self._source}: {error.strerror or error}") from error
+            raise UsageError(f"cannot read {self.path}: {error.strerror or error}") from error
         return index
 
     def _row(self, line: _Line, index: int, file: int) -> Record | BadRow:
+        source = str(self.path)
         after = Cursor(file + 1, 0, 0, index + 1) if line.is_torn else Cursor(file, line.end, line.number, index + 1)
         try:
             if line.problem:
                 raise line.problem
-            return Record(index, self._source, line.number, self._parse(line.content), after)
+            return Record(index, source, line.number, self._parse(line.content), after)
         except RowProblem as problem:
             raw = line.content.decode(errors="backslashreplace").rstrip("\r\n")
-            return BadRow(index, self._source, line.number, problem.error, raw, after)
-
-    def num_rows(self) -> int | None:
-        """Not known without reading it all."""
-        return None
-
-    def num_bytes(self) -> int | None:
-        """Bytes on disk."""
-        return self._num_bytes
-
-    @property
-    def local_files(self) -> tuple[Path, ...]:
-        """The file itself."""
-        return (self.path,)
-
-    def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """Path, size and digest."""
-        return digests.fingerprint(self.path)
+            return BadRow(index, source, line.number, problem.error, raw, after)
 
 
 def _lines(stream: BinaryIO, offset: int, number: int) -> Iterator[_Line]:
-    """The lines of ``stream`` that are rows; ``offset`` bytes and ``number`` lines lie before it."""
+    """The lines of ``stream`` that are rows; ``offset`` bytes and ``number`` lines precede it."""
     torn = b""
     while content := stream.readline(MAX_LINE_BYTES):
         is_whole = content.endswith(b"\n")
@@ -119,7 +113,7 @@ def _lines(stream: BinaryIO, offset: int, number: int) -> Iterator[_Line]:
 
 
 def _skip_line(stream: BinaryIO) -> int:
-    """Read to the end of the line without keeping it; the number of bytes."""
+    """Read to the end of the line without keeping it; returns the number of bytes."""
     size = 0
     while content := stream.readline(1 << 20):
         size += len(content)

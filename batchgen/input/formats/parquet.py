@@ -1,4 +1,4 @@
-"""Parquet files, a row group at a time.
+"""Parquet files, read one row group at a time.
 
 A cursor's ``offset`` is the row group and its ``row`` the row inside it. Groups without a wanted row are not touched.
 """
@@ -7,23 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.core.errors import UsageError
-from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
-from batchgen.input.formats.arrow import Origin, Unreadable, batch_rows, read_batches
-from batchgen.input.formats.interface import Rows, Wanted
+from batchgen.input.formats import LocalFile, Rows, Wanted
+from batchgen.input.formats.arrow import Unreadable, batch_rows, read_batches
 
-_FILE_ERRORS = (OSError, ValueError, pa.ArrowException)  # ValueError: names in the metadata that are no UTF-8
+_FILE_ERRORS = (OSError, ValueError, pa.ArrowException)  # ValueError: names in the metadata that are not UTF-8
 _BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size instead of whole
 
 
-class ParquetFile:
+class ParquetFile(LocalFile):
     """A Parquet file. Raises UsageError when it is none or cannot be opened.
 
     Row groups (or pages of them) that cannot be decoded become one ``bad_encoding`` row for each row that the
@@ -31,10 +29,9 @@ class ParquetFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        super().__init__(path)
         with self._open() as file:
-            self._num_rows = file.metadata.num_rows
-        self._num_bytes = path.stat().st_size
+            self._num_rows = int(file.metadata.num_rows)
 
     def _open(self) -> pq.ParquetFile:
         try:
@@ -42,11 +39,10 @@ class ParquetFile:
                 self.path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
             )
         except _FILE_ERRORS as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise UsageError(f"cannot read {self.path} as Parquet: {' '.join(reason.split())}") from error
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+            raise UsageError(f"cannot read {self.path} as Parquet: {reason}") from error
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
-        """See ``InputFile.read``."""
         index = at.index
         with self._open() as file:
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
@@ -61,29 +57,14 @@ class ParquetFile:
                 if indexes and (wanted is None or any(map(wanted, indexes))):
                     start = Cursor(at.file, number, first, index)
                     batches = _batches(file, number, first)
-                    origin = Origin(str(self.path), rows_before)
-                    index = yield from read_batches(batches, start, origin, stop, wanted)
+                    index = yield from read_batches(batches, start, stop, wanted, str(self.path), rows_before)
                 else:
                     index = end
                 rows_before += num_rows
         return index
 
     def num_rows(self) -> int | None:
-        """From the metadata."""
-        return int(self._num_rows)
-
-    def num_bytes(self) -> int | None:
-        """Bytes on disk."""
-        return self._num_bytes
-
-    @property
-    def local_files(self) -> tuple[Path, ...]:
-        """The file itself."""
-        return (self.path,)
-
-    def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """Path, size and digest."""
-        return digests.fingerprint(self.path)
+        return self._num_rows
 
 
 def _batches(file: pq.ParquetFile, group: int, first: int) -> Iterator[pa.RecordBatch | Unreadable]:

@@ -1,6 +1,6 @@
-"""The bytes of a text file, decompressed where its content says so; a damaged compressed file ends early and says why.
+"""The bytes of a text file, decompressed where needed; a damaged compressed file ends early with the reason.
 
-Compression is told by the first bytes, never by the name: no UTF-8 text begins with the marks of gzip or zstd.
+Compression is recognized by the first bytes, never by the name: no UTF-8 text begins with the marks of gzip or zstd.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import pyarrow as pa
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _BUFFER_BYTES = 1 << 18
-_BLOCK_BYTES = (1 << 18, 1 << 10, 1)  # a block with damage in it is lost, so smaller ones are tried up to the damage
 
 
 class Decompressed(io.RawIOBase):
     """The decompressed content of a file.
 
-    It ends at the first byte that cannot be decompressed, with ``damage`` saying what was wrong; everything before
-    is delivered. A real failure to read raises ``OSError``.
+    It ends at the first byte that cannot be decompressed, and ``damage`` then says why; everything before it is
+    delivered. A real failure to read raises ``OSError``.
     """
 
     def __init__(self, path: Path, codec: str) -> None:
@@ -32,7 +31,6 @@ class Decompressed(io.RawIOBase):
         self._pending = memoryview(b"")
 
     def readable(self) -> bool:
-        """Always."""
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader passes
@@ -45,8 +43,9 @@ class Decompressed(io.RawIOBase):
         return size
 
     def _read_blocks(self) -> Iterator[bytes]:
+        """The content in blocks. A block with damage in it is lost, so it is read again byte by byte."""
         done = 0
-        for block_bytes in _BLOCK_BYTES:
+        for block_bytes in (_BUFFER_BYTES, 1):
             with pa.input_stream(str(self._path), compression=self._codec) as stream:
                 for start in range(0, done, _BUFFER_BYTES):
                     stream.read(min(_BUFFER_BYTES, done - start))
@@ -54,12 +53,11 @@ class Decompressed(io.RawIOBase):
                     while block := stream.read(block_bytes):
                         done += len(block)
                         yield block
+                    return
                 except OSError as error:
                     if error.errno is not None:
                         raise
                     self.damage = " ".join(str(error).split())
-                else:
-                    return
 
 
 def open_text(path: Path, offset: int = 0) -> BinaryIO:
@@ -67,7 +65,9 @@ def open_text(path: Path, offset: int = 0) -> BinaryIO:
 
     A plain file is seeked, a compressed one is read up to there.
     """
-    codec = compression(path)
+    with path.open("rb") as file:
+        head = file.read(4)
+    codec = next((codec for magic, codec in _MAGIC.items() if head.startswith(magic)), None)
     if codec is None:
         plain = path.open("rb", buffering=_BUFFER_BYTES)
         plain.seek(offset)
@@ -76,13 +76,6 @@ def open_text(path: Path, offset: int = 0) -> BinaryIO:
     while offset and (skipped := stream.read(min(offset, _BUFFER_BYTES))):
         offset -= len(skipped)
     return stream
-
-
-def compression(path: Path) -> str | None:
-    """The compression of a file, ``gzip`` or ``zstd``; None for a plain one. Raises ``OSError``."""
-    with path.open("rb") as file:
-        head = file.read(4)
-    return next((codec for magic, codec in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def damage(stream: BinaryIO) -> str | None:

@@ -1,0 +1,96 @@
+"""The input formats by name, and the choice for a file: by its first bytes, then its name, then its first line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchgen.core.errors import UsageError
+from batchgen.input.formats import InputFile
+from batchgen.input.formats.hf import DatasetFile
+from batchgen.input.formats.jsonl import parse_jsonl
+from batchgen.input.formats.lines import LinesFile, parse_text
+from batchgen.input.formats.parquet import ParquetFile
+from batchgen.input.formats.text_stream import open_text
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of local files: what opens one, and the suffixes of their names."""
+
+    open: Callable[[Path], InputFile]
+    suffixes: tuple[str, ...]
+
+
+FORMATS = {
+    "jsonl": Format(lambda path: LinesFile(path, parse_jsonl), (".jsonl", ".ndjson")),
+    "text": Format(lambda path: LinesFile(path, parse_text), (".txt", ".text")),
+    "parquet": Format(ParquetFile, (".parquet",)),
+}
+
+_COMPRESSED = frozenset({".gz", ".zst", ".zstd"})
+_CSV_REMEDY = "convert it to JSON Lines, or give 'hf:FOLDER' where FOLDER holds it alone"
+_REMEDIES = {
+    ".csv": _CSV_REMEDY,
+    ".tsv": _CSV_REMEDY,
+    ".bz2": "recompress it with gzip or zstd",
+    ".xz": "recompress it with gzip or zstd",
+    ".zip": "unpack it",
+    ".tar": "unpack it",
+    ".arrow": "give the folder that datasets saved it in",
+}
+_PARQUET_MAGIC = b"PAR1"
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_HEAD_BYTES = 1 << 16
+
+
+def open_file(item: Path | str, given: str) -> InputFile:
+    """Open one file, or a dataset, named by a string or a folder. ``given`` is the job's format, perhaps ``auto``.
+
+    Raises UsageError with a remedy when it cannot be read, contradicts ``given`` or is of no known format.
+    """
+    if isinstance(item, str) or item.is_dir():
+        return DatasetFile(str(item))
+    if not item.is_file():
+        raise UsageError(f"input {item} is not a regular file; pipe it to standard input and name it -")
+    try:
+        return FORMATS[_resolve(item, given)].open(item)
+    except OSError as error:
+        raise UsageError(f"cannot read input {item}: {error.strerror or error}") from error
+
+
+def _resolve(path: Path, given: str) -> str:
+    with path.open("rb") as file:
+        is_parquet = file.read(4) == _PARQUET_MAGIC
+    if given == "parquet" or (given == "auto" and is_parquet):
+        return "parquet"
+    if is_parquet:
+        raise UsageError(f'{path} is a Parquet file and input.format = "{given}"; leave the format to "auto"')
+    with open_text(path) as stream:
+        head = stream.read(_HEAD_BYTES)
+    if head.startswith(_UTF16_MARKS):
+        raise UsageError(f"{path} is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE")
+    if given == "auto":
+        return _detect(path, head)
+    return given if given in FORMATS else "jsonl"  # OpenAI Batch lines, and hf: that is about datasets alone
+
+
+def _detect(path: Path, head: bytes) -> str:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    while suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    suffix = suffixes[-1] if suffixes else ""
+    if suffix in _REMEDIES:
+        raise UsageError(f"{path}: {suffix} files cannot be read; {_REMEDIES[suffix]}")
+    for name, form in FORMATS.items():
+        if suffix in form.suffixes:
+            return name
+    first = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if first.startswith(b"{"):
+        return "jsonl"
+    if suffix == ".json":
+        raise UsageError(f"{path} is not JSON Lines, one object per line; an array: jq -c '.[]' FILE > NEW_FILE.jsonl")
+    if b"\0" in head:
+        raise UsageError(f"{path} looks like binary data; say in input.format what it is")
+    return "text"
