@@ -48,7 +48,7 @@ def read_prompts(spec: JobSpec, info: ModelInfo) -> list[Prompt]:
     with stdin_as_file(spec.input) as readable:
         builder = info.builder(readable, _GREEDY)
         source = open_source(readable)
-        check_columns(source, replace(spec, input=readable), has_tokenizer=info.tokenizer is not None)
+        check_columns(source.read(), spec, builder.finder)
         prompts = []
         for row in source.read():
             found = row if isinstance(row, BadRow) else builder.build([row])[0]

@@ -1,11 +1,11 @@
-"""Where in a row the prompt is and what text or ids it comes to: columns, templates, chats, OpenAI bodies.
+"""The content of a row: where its prompt is, what text, chat or token ids that makes, and its sampling values.
 
-It judges the content of rows and the [input] of the job; it counts no tokens and builds no requests.
+It checks the rows' content and the job's [input] section; it counts no tokens and builds no requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,13 @@ from batchgen.config.job import InputSpec
 from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.units import shortened
-from batchgen.input.messages import Message, check_messages
 from batchgen.input.openai_batch import parse_batch_line
 from batchgen.input.rows import RowProblem, type_name
 from batchgen.input.template import Template
 from batchgen.text.tokenizer import Tokenizer
 
 _MAX_SHOWN_CHARS = 60  # of a template, in messages
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ Prompt = PlainText | Chat | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a row asks for: its prompt and the sampling values it brings, unjudged."""
+    """What a row asks for: its prompt, and the sampling values it brings, not yet checked."""
 
     prompt: Prompt
     overrides: Mapping[str, Any]
@@ -51,9 +51,10 @@ class Content:
 class ContentFinder:
     """Finds the content of rows as the job's [input] says; see ``RequestBuilder`` for the rules.
 
-    ``param_columns`` is the job's ``sampling.columns``; ``("*",)`` stands for all sampling keys but the names of
-    columns that the prompt or the id is made of. Raises UsageError when [input] cannot work with this tokenizer
-    (None: the model has none).
+    ``param_columns`` is the job's ``sampling.columns``; ``("*",)`` stands for all of ``all_param_columns``: the
+    sampling keys except the names of columns that the prompt or the id is made of. ``prompt_columns`` are the columns
+    a prompt may be in, the first choice first; ``template`` takes their place where the job has one. Raises UsageError
+    when [input] cannot work with this tokenizer (None: the model has none).
     """
 
     def __init__(
@@ -61,17 +62,36 @@ class ContentFinder:
     ) -> None:
         _check_spec(spec, tokenizer)
         self._spec = spec
-        self._tokenizer = tokenizer
+        self._has_tokenizer = tokenizer is not None
         self._vocab_size = vocab_size
-        self._template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
-        shown = shortened(spec.prompt or "", _MAX_SHOWN_CHARS)
-        self._made_by_template = f"the prompt that the template {shown!r} makes"
-        self._is_named = bool(spec.prompt or spec.messages or spec.prompt_token_ids)
-        self._readers = self._column_readers()
-        self._param_columns = set(param_columns)
-        if tuple(param_columns) == ("*",):
-            named = {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids}
-            self._param_columns = set(PARAM_KEYS) - named - (self._template.columns if self._template else set())
+        template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
+        self.template = None if spec.format == "openai-batch" else template
+        self.prompt_columns = self._column_readers()
+        named = {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids, *(template.columns if template else ())}
+        self.all_param_columns = set(PARAM_KEYS) - named
+        self._param_columns = self.all_param_columns if tuple(param_columns) == ("*",) else set(param_columns)
+
+    def named_columns(self) -> Iterator[tuple[str, str]]:
+        """The columns that [input] says the prompt is in, each after the key that names it."""
+        spec = self._spec
+        if spec.format == "openai-batch":
+            yield "input.format = 'openai-batch'", "body"
+        elif self.template:
+            yield from (("input.prompt", name) for name in sorted(self.template.columns))
+        else:
+            for key in ("messages", "prompt_token_ids", "prompt"):
+                if name := getattr(spec, key):
+                    yield f"input.{key}", name
+
+    def may_have_prompt(self, columns: Mapping[str, Any]) -> bool:
+        """Whether a row is an OpenAI Batch line or has a column that its prompt may be in, whatever its value."""
+        names = columns.keys()
+        return (
+            self._spec.is_mapped
+            or self._spec.is_batch_line(columns)
+            or bool(self.prompt_columns.keys() & names)
+            or self._is_only_text(columns)
+        )
 
     def find(self, columns: Mapping[str, Any]) -> Content:
         """Raises RowProblem with any of the codes of a row but ``bad_json``, ``too_long`` and ``duplicate_id``."""
@@ -97,7 +117,7 @@ class ContentFinder:
         return overrides | given
 
     def _column_readers(self) -> dict[str, Callable[[str, Any], Prompt]]:
-        """The columns a prompt may be in, the first choice first, with what reads each."""
+        """The columns a prompt may be in, each with what reads it."""
         spec = self._spec
         if spec.prompt_token_ids:
             return {spec.prompt_token_ids: self._from_ids}
@@ -105,22 +125,27 @@ class ContentFinder:
             return {spec.messages: self._from_messages}
         if spec.prompt:
             return {spec.prompt: self._from_column}
-        if self._tokenizer is None:
+        if not self._has_tokenizer:
             return {"prompt_token_ids": self._from_ids}
         chat: dict[str, Callable[[str, Any], Prompt]] = {"messages": self._from_messages} if spec.chat else {}
         return {"prompt_token_ids": self._from_ids, **chat, "prompt": self._from_column}
 
     def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
-        if self._template is not None:
-            return self._from_text(self._made_by_template, self._template.render(columns))
-        for name, read in self._readers.items():
-            if name in columns and (self._is_named or columns[name] is not None):
+        if self.template is not None:
+            shown = shortened(self._spec.prompt or "", _MAX_SHOWN_CHARS)
+            return self._from_text(f"the prompt that the template {shown!r} makes", self.template.render(columns))
+        for name, read in self.prompt_columns.items():
+            if name in columns and (self._spec.is_mapped or columns[name] is not None):
                 return read(name, columns[name])
-        if not self._is_named and self._tokenizer is not None and columns.keys() == {"text"}:
+        if self._is_only_text(columns):
             return self._from_column("text", columns["text"])
-        wanted = " or ".join(repr(name) for name in self._readers)
+        wanted = " or ".join(map(repr, self.prompt_columns))
         has = ", ".join(repr(name) for name in list(columns)[:8]) or "none"
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {wanted} for the prompt; the row's columns: {has}")
+
+    def _is_only_text(self, columns: Mapping[str, Any]) -> bool:
+        """Whether a row's only column is ``text``, which is its prompt where the job names none."""
+        return not self._spec.is_mapped and self._has_tokenizer and columns.keys() == {"text"}
 
     def _from_column(self, name: str, value: object) -> Prompt:
         return self._from_text(f"column {name!r}", value)
@@ -132,7 +157,7 @@ class ContentFinder:
     def _from_messages(self, name: str, value: object) -> Chat:
         if not self._spec.chat:
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, f"{name!r} is a chat, but the job says chat = false")
-        return self._chat(check_messages(name, value))
+        return self._chat(_checked_messages(name, value))
 
     def _chat(self, messages: Sequence[Message]) -> Chat:
         self._require_tokenizer()
@@ -141,7 +166,7 @@ class ContentFinder:
         return Chat(messages)
 
     def _require_tokenizer(self) -> None:
-        if self._tokenizer is None:
+        if not self._has_tokenizer:
             message = "the model has no tokenizer, so a prompt must be a list of token ids"
             raise RowProblem(RowErrorCode.BAD_TYPE, message)
 
@@ -164,12 +189,45 @@ def _checked_text(what: str, value: object) -> str:
     return value
 
 
+def _checked_messages(name: str, value: object) -> list[Message]:
+    """The messages in column ``name``: objects with a ``role`` and a ``content`` that is text.
+
+    Content given as OpenAI's list of ``{"type": "text", "text": ...}`` parts is joined; other fields go to the
+    chat template untouched.
+    """
+    if not isinstance(value, list):
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"column {name!r} is {type_name(value)}, not a list of messages")
+    messages = [_checked_message(f"{name}[{number}]", item) for number, item in enumerate(value)]
+    if not any(message["content"].strip() for message in messages):
+        raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"column {name!r} has no message with any text")
+    return messages
+
+
+def _checked_message(where: str, message: object) -> Message:
+    if not isinstance(message, dict):
+        raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} is {type_name(message)}, not an object")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_part_text(f"{where}.content[{number}]", part) for number, part in enumerate(content))
+    for field, text in (("role", message.get("role")), ("content", content)):
+        if not isinstance(text, str):
+            raise RowProblem(RowErrorCode.BAD_TYPE, f"{where}.{field} is {type_name(text)}, not a string")
+    return {**message, "content": content}
+
+
+def _part_text(where: str, part: object) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type_name(part)
+    raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} is {kind!r}: only text parts are supported")
+
+
 def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None) -> None:
     for key in ("prompt", "system"):
         try:
             (getattr(spec, key) or "").encode()
         except UnicodeEncodeError:  # Python reads such bytes of a command line as lone surrogates
-            raise UsageError(f"input.{key} holds bytes that are no UTF-8; write it in UTF-8") from None
+            raise UsageError(f"input.{key} holds bytes that are not UTF-8; write it in UTF-8") from None
     if spec.prompt_token_ids:
         return
     if tokenizer is None:
@@ -177,8 +235,7 @@ def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None) -> None:
             if getattr(spec, key):
                 remedy = "name one in model.tokenizer, or give rows prompt_token_ids"
                 raise UsageError(f"input.{key} needs a tokenizer and this model has none; {remedy}")
-        return
-    if not spec.chat:
+    elif not spec.chat:
         for key in ("messages", "system"):
             if getattr(spec, key):
                 raise UsageError(f"input.{key} needs a chat: drop it, or drop input.chat = false")

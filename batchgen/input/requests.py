@@ -1,4 +1,4 @@
-"""Records to requests: finds a row's prompt and sampling values, tokenizes in batches, holds prompts to the context.
+"""Records to requests: finds each row's prompt and sampling values, tokenizes in batches, checks the length.
 
 Every row gets an answer, a ``Request`` or a ``BadRow``, and no row can disturb its neighbours. It knows no file
 format and nothing about how tokens are generated.
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from batchgen.config.job import InputSpec
 from batchgen.config.sampling import ParamError, merge_params
-from batchgen.core.errors import RowError, RowErrorCode, TokenizerError, UsageError
+from batchgen.core.errors import RowErrorCode, TokenizerError, UsageError
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.input.content import Chat, Content, ContentFinder, PlainText
 from batchgen.input.rows import RowProblem, bad_row
@@ -24,12 +24,13 @@ _MAX_DRAFTED_CHARS = 1 << 24  # characters held at once: a chat template can mak
 _NEEDS_TOKENIZER = ("stop", "choices")  # sampling keys that are about text
 
 _Item = TypeVar("_Item")
-Texts = Mapping[PlainText, list[int] | TokenizerError]  # texts and the tokens they come to
+_Made = TypeVar("_Made")
+Texts = Mapping[PlainText, list[int] | TokenizerError]  # texts and their tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A row on its way; ``prompt`` is token ids where the row brought them."""
+    """A row whose prompt is yet to be tokenized; ``prompt`` is token ids where the row brought them."""
 
     record: Record
     params: SamplingParams
@@ -39,12 +40,12 @@ class _Draft:
 class RequestBuilder:
     """Builds the requests of one job.
 
-    A row's prompt is the column or template that [input] names; where it names none, the first that is there and
+    A row's prompt is the column or template that [input] names; where it names none, the first column present and
     not null of ``prompt_token_ids``, ``messages`` and ``prompt``, or a row's only column ``text``, or the body of
     an OpenAI Batch line. A row whose messages begin with a system message keeps it in place of the job's.
     Sampling values come from the job, then from those of its ``sampling.columns`` that the row has, then from the
     row's ``sampling`` object; ``card`` is what ``preset = "card"`` stands for in a row. A choice is tokenized by itself
-    and its tokens follow the prompt's, so it is taken as it stands: "yes" and " yes" are two choices.
+    and its tokens follow the prompt's, white space included: "yes" and " yes" are two choices.
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
     ``max_model_len - 1`` tokens, which leaves room to generate one; the longest choice needs its own room, and a row
@@ -63,11 +64,11 @@ class RequestBuilder:
         card: Mapping[str, Any] | None = None,
         columns: Sequence[str] = (),
     ) -> None:
+        self.finder = ContentFinder(spec, tokenizer, vocab_size, columns)
         self._spec = spec
         self._sampling = sampling
         self._card = card
         self._tokenizer = tokenizer
-        self._finder = ContentFinder(spec, tokenizer, vocab_size, columns)
         self._max_model_len = max_model_len
         if missing := self._needs_tokenizer(sampling):
             raise UsageError(f"sampling.{missing}; name one in model.tokenizer")
@@ -87,52 +88,54 @@ class RequestBuilder:
             ]
         )
         for draft in drafts:
-            yield self._request(draft, texts) if isinstance(draft, _Draft) else draft
+            yield self._attempt(draft.record, self._request, draft, texts) if isinstance(draft, _Draft) else draft
 
     def _drafts(self, rows: Sequence[Record]) -> Iterator[_Draft | BadRow]:
-        contents = [self._content(record) for record in rows]
+        contents = [self._attempt(record, self.finder.find, record.columns) for record in rows]
         prompts = [content.prompt for content in contents if isinstance(content, Content)]
         chats = [prompt.messages for prompt in prompts if isinstance(prompt, Chat)]
         rendered = self._tokenizer.render_chats(chats) if self._tokenizer else iter(())
         for record, content in zip(rows, contents, strict=True):
             if isinstance(content, BadRow):
                 yield content
-                continue
-            prompt = content.prompt
-            text = next(rendered) if isinstance(prompt, Chat) else ""
-            if isinstance(text, ChatTemplateError):
-                yield bad_row(record, RowError(RowErrorCode.TEMPLATE_ERROR, str(text)), self._spec)
             else:
-                prompt = PlainText(text, add_special_tokens=False) if isinstance(prompt, Chat) else prompt
-                yield self._draft(record, prompt, content.overrides)
+                yield self._attempt(record, self._draft, record, content, rendered)
 
-    def _content(self, record: Record) -> Content | BadRow:
+    def _attempt(self, record: Record, make: Callable[..., _Made], *args: object) -> _Made | BadRow:
+        """The result of ``make``, or the error row of the RowProblem that it raises."""
         try:
-            return self._finder.find(record.columns)
+            return make(*args)
         except RowProblem as problem:
             return bad_row(record, problem.error, self._spec)
 
-    def _draft(self, record: Record, prompt: PlainText | list[int], overrides: Mapping[str, Any]) -> _Draft | BadRow:
+    def _draft(self, record: Record, content: Content, rendered: Iterator[str | ChatTemplateError]) -> _Draft:
+        prompt = content.prompt
+        if isinstance(prompt, Chat):
+            text = next(rendered)
+            if isinstance(text, ChatTemplateError):
+                raise RowProblem(RowErrorCode.TEMPLATE_ERROR, str(text))
+            prompt = PlainText(text, add_special_tokens=False)
         try:
-            params = merge_params(self._sampling, overrides, self._card)
+            params = merge_params(self._sampling, content.overrides, self._card)
         except ParamError as error:
-            return bad_row(record, RowError(RowErrorCode.BAD_PARAM, str(error)), self._spec)
+            raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
         if missing := self._needs_tokenizer(params):
-            return bad_row(record, RowError(RowErrorCode.BAD_PARAM, missing), self._spec)
+            raise RowProblem(RowErrorCode.BAD_PARAM, missing)
         draft = _Draft(record, params, prompt)
         longest = self._min_tokens(max(params.choices, key=len, default=""))
         num_tokens = self._min_tokens(prompt.text) if isinstance(prompt, PlainText) else len(prompt)
-        return self._too_long(draft, num_tokens, longest, is_estimate=True) or draft
+        self._check_length(draft, num_tokens, longest, is_estimate=True)
+        return draft
 
     def _needs_tokenizer(self, params: SamplingParams) -> str:
-        """What is asked for that a model without a tokenizer cannot do; empty if nothing is."""
+        """Why a model without a tokenizer cannot work with ``params``; empty if it can."""
         if self._tokenizer is not None:
             return ""
         named = next((key for key in _NEEDS_TOKENIZER if getattr(params, key)), "")
         return f"{named} needs a tokenizer and this model has none" if named else ""
 
     def _min_tokens(self, text: str) -> int:
-        """The fewest tokens ``text`` can come to, as far as can be known: spares tokenizing a book."""
+        """A lower bound of the number of tokens in ``text``, so that a book is refused without being tokenized."""
         token_bytes = self._tokenizer.max_token_bytes if self._tokenizer else None
         return -(-len(text) // token_bytes) if token_bytes else 0
 
@@ -149,39 +152,33 @@ class RequestBuilder:
                 encoded |= zip(batch, token_ids, strict=True)
         return encoded
 
-    def _request(self, draft: _Draft, texts: Texts) -> Request | BadRow:
+    def _request(self, draft: _Draft, texts: Texts) -> Request:
         found = [texts[draft.prompt] if isinstance(draft.prompt, PlainText) else draft.prompt]
         found += [texts[_choice(name)] for name in draft.params.choices]
-        encoded: list[list[int]] = []
+        encoded: list[tuple[int, ...]] = []
         for tokens in found:
             if isinstance(tokens, TokenizerError):
-                return bad_row(draft.record, RowError(RowErrorCode.INTERNAL, str(tokens)), self._spec)
-            encoded.append(tokens)
+                raise RowProblem(RowErrorCode.INTERNAL, str(tokens))
+            encoded.append(tuple(tokens))
         token_ids, *choices = encoded
-        if too_long := self._too_long(draft, len(token_ids), max(map(len, choices), default=0)):
-            return too_long
+        self._check_length(draft, len(token_ids), max(map(len, choices), default=0))
         if not token_ids:  # a tokenizer without bos may drop all of a text
-            error = RowError(RowErrorCode.EMPTY_PROMPT, "the prompt comes to no tokens")
-            return bad_row(draft.record, error, self._spec)
-        if [] in choices:
-            error = RowError(RowErrorCode.BAD_PARAM, "choices: one of them comes to no tokens")
-            return bad_row(draft.record, error, self._spec)
-        return Request(draft.record.index, tuple(token_ids), draft.params, choices=tuple(map(tuple, choices)))
+            raise RowProblem(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
+        if () in choices:
+            raise RowProblem(RowErrorCode.BAD_PARAM, "choices: one of them has no tokens")
+        return Request(draft.record.index, token_ids, draft.params, choices=tuple(choices))
 
-    def _too_long(
-        self, draft: _Draft, num_tokens: int, longest_choice: int, *, is_estimate: bool = False
-    ) -> BadRow | None:
-        """The error row of a prompt that leaves no room for what is asked for; None where it does."""
+    def _check_length(self, draft: _Draft, num_tokens: int, longest_choice: int, *, is_estimate: bool = False) -> None:
+        """Raises RowProblem too_long for a prompt that leaves no room for the tokens to generate or to score."""
         room = longest_choice or (1 if draft.params.max_tokens else 0)
         limit = self._max_model_len - room
         if num_tokens <= limit:
-            return None
-        about = "at least " if is_estimate else ""  # ids that a row brings need no estimate
-        given = f"{about if isinstance(draft.prompt, PlainText) else ''}{num_tokens}"
+            return
+        about = "at least " if is_estimate else ""
+        given = f"{about if isinstance(draft.prompt, PlainText) else ''}{num_tokens}"  # the row's own ids are counted
         limits = f"the context of {self._max_model_len} takes prompts of at most {max(limit, 0)}"
         with_choices = f" before a choice of {about}{longest_choice}" if longest_choice else ""
-        message = f"prompt of {given} tokens; {limits}{with_choices}"
-        return bad_row(draft.record, RowError(RowErrorCode.TOO_LONG, message), self._spec)
+        raise RowProblem(RowErrorCode.TOO_LONG, f"prompt of {given} tokens; {limits}{with_choices}")
 
 
 def _choice(text: str) -> PlainText:
@@ -189,13 +186,13 @@ def _choice(text: str) -> PlainText:
 
 
 def _num_chars(item: PlainText | _Draft | BadRow) -> int:
-    """How much text yet to be tokenized an item holds."""
+    """How many characters of an item are yet to be tokenized."""
     prompt = item.prompt if isinstance(item, _Draft) else item
     return len(prompt.text) if isinstance(prompt, PlainText) else 0
 
 
 def _batches(items: Iterable[_Item], num_chars: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
-    """``items`` in runs that hold no more than ``most`` characters, or one item."""
+    """``items`` in lists that hold no more than ``most`` characters, or one item."""
     batch: list[_Item] = []
     total = 0
     for item in items:

@@ -51,7 +51,7 @@ def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
         rows = RowRange(source, options.shard, has_ids=may_have_ids(where))
         ids = UniqueIds(None, as_text=spec.output.has_text_ids)
         builder = model.builder(where, spec.sampling, spec.sampling_columns)
-        check_columns(source, spec, has_tokenizer=model.tokenizer is not None)
+        check_columns(source.read(), spec, builder.finder)
         survey = Survey(RowValidator(where, builder, ids, options.shard), model.max_model_len)
         try:
             survey.take(rows.read())

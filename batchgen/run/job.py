@@ -112,11 +112,11 @@ class _Job:
             builder = model.builder(self.spec.input, self.spec.sampling, self.spec.sampling_columns)
             inputs = _Inputs(source, model, builder, manifest)
             if begun is None:
-                check_columns(source, self.spec, has_tokenizer=model.tokenizer is not None)
+                check_columns(source.read(), self.spec, builder.finder)
                 inputs = self._prepare(inputs)
                 self._begin(inputs.manifest)
             elif SAMPLING_COLUMNS not in begun.output_keys and not self.spec.sampling_columns:
-                check_taken_columns(source, self.spec)
+                check_taken_columns(source.read(), builder.finder)
             if self.spool is not None:
                 self.spool.keep()
                 inputs = replace(inputs, source=self._open_source(self.run_dir.spool))

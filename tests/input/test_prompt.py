@@ -210,8 +210,8 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only() -> None:
         ({"prompt": "{[a]}"}, "cannot read the field"),
         ({"messages": "m", "chat": False}, "input.messages needs a chat"),
         ({"system": "s", "chat": False}, "input.system needs a chat"),
-        ({"system": "caf\udce9"}, "input.system holds bytes that are no UTF-8"),
-        ({"prompt": "caf\udce9 {a}", "chat": False}, "input.prompt holds bytes that are no UTF-8"),
+        ({"system": "caf\udce9"}, "input.system holds bytes that are not UTF-8"),
+        ({"prompt": "caf\udce9 {a}", "chat": False}, "input.prompt holds bytes that are not UTF-8"),
     ],
 )
 def test_an_input_section_that_cannot_work_is_refused_before_any_row(

@@ -123,7 +123,7 @@ def test_a_choice_without_tokens_is_a_bad_one(tokenizer: Tokenizer, monkeypatch:
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda _, texts, __: [[] if t == "b" else [8] for t in texts])
     answer = one(builder_of(tokenizer), prompt="p", choices=["a", "b"])
     assert isinstance(answer, BadRow)
-    assert (answer.error.code, answer.error.message) == ("bad_param", "choices: one of them comes to no tokens")
+    assert (answer.error.code, answer.error.message) == ("bad_param", "choices: one of them has no tokens")
 
 
 def test_a_preset_in_a_row_is_that_of_the_model(tokenizer: Tokenizer) -> None:
