@@ -172,7 +172,7 @@ def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) ->
       batchgen merge part1 part2 -o whole
     """
     from batchgen.run.merge import merge as merge_shards
-    from batchgen.run.merge_report import write_merged_report
+    from batchgen.run.merge import write_merged_report
 
     counts = merge_shards(folders, output, allow_mixed_kernels=allow_mixed_kernels)
     if counts is None:

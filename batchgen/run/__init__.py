@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batchgen.run.invocation import Outcome, RunOptions
     from batchgen.run.job import run_job
-    from batchgen.run.options import RunOptions
-    from batchgen.run.outcome import Outcome
     from batchgen.run.stop import Limits
 
 __all__ = ["Limits", "Outcome", "RunOptions", "run_job"]
 
 _HOME = {
     "Limits": "batchgen.run.stop",
-    "Outcome": "batchgen.run.outcome",
-    "RunOptions": "batchgen.run.options",
+    "Outcome": "batchgen.run.invocation",
+    "RunOptions": "batchgen.run.invocation",
     "run_job": "batchgen.run.job",
 }
 

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: at every moment exactly one account runs, so the accounts sum up to the wall time."""
+"""Wall time of an invocation by account: exactly one account runs at any moment, so they add up to the whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Seconds by kind of work since ``started_at``, when it was made; what no account claims is ``other``."""
+    """Seconds per account since ``started_at``; time that no account claims is ``other``."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -17,12 +17,11 @@ class Clock:
 
     @property
     def wall_s(self) -> float:
-        """Seconds since the clock was made."""
         return time.monotonic() - self.started_at
 
     @contextmanager
     def on(self, account: str) -> Iterator[None]:
-        """Charge the time inside to ``account``, and only to it."""
+        """Charge the time inside to ``account`` instead of to the one outside."""
         outer = self._account
         self._switch(account)
         try:
@@ -31,7 +30,7 @@ class Clock:
             self._switch(outer)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by account until now; may be asked from another thread."""
+        """Seconds per account until now; safe to call from another thread."""
         seconds = dict(self._seconds)
         seconds[self._account] = seconds.get(self._account, 0.0) + time.monotonic() - self._since
         return seconds

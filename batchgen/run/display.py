@@ -1,6 +1,6 @@
-"""How progress is shown: a bar on a terminal, lines by time elsewhere, JSON lines for a program, or nothing.
+"""Displays of progress on stderr: a bar on a terminal, lines elsewhere, JSON lines for programs, or nothing.
 
-Everything goes to stderr. A display gets snapshots (see ``progress``) and notes; it computes nothing itself.
+A display is given snapshots (see ``progress``) and notes; it computes nothing itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
@@ -22,34 +22,21 @@ _RUNNING = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tok [{elapsed}<
 _NO_TOTAL = "{desc} {n_fmt} tok [{elapsed}, {rate_fmt}{postfix}]"
 
 
-class Display(Protocol):
-    """Shows a run to somebody."""
+class Display:
+    """Shows nothing; the base of the others. All methods may be called from the progress thread."""
 
     def show(self, snapshot: Snapshot) -> None:
-        """Called a few times a second."""
+        """Called twice per second."""
 
     def note(self, text: str) -> None:
-        """A line that is worth keeping."""
+        """A line that should stay on the screen."""
 
     def close(self, snapshot: Snapshot) -> None:
         """Called once, at the end."""
 
 
-class QuietDisplay:
-    """Shows nothing."""
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def close(self, snapshot: Snapshot) -> None:
-        """Nothing."""
-
-
 class _Tolerant:
-    """A stream whose reader may go away: what cannot be shown is dropped, the run goes on."""
+    """A stream that drops what it cannot write, so that a run outlives the reader of its stderr."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -67,8 +54,8 @@ class _Tolerant:
         return getattr(self._file, name)
 
 
-class LineDisplay:
-    """A line every ``interval_s`` seconds: what is done, or what the run is waiting for."""
+class LineDisplay(Display):
+    """A line every ``interval_s`` seconds: the rows done, or what the run is waiting for."""
 
     def __init__(self, interval_s: float, file: TextIO) -> None:
         self._interval_s = interval_s
@@ -76,21 +63,16 @@ class LineDisplay:
         self._shown_at = time.monotonic()
 
     def show(self, snapshot: Snapshot) -> None:
-        """Print if it is time to."""
         if time.monotonic() - self._shown_at >= self._interval_s:
             self._shown_at = time.monotonic()
             self.note(describe(snapshot))
 
     def note(self, text: str) -> None:
-        """Print at once."""
         print(f"batchgen: {printable(text)}", file=self._file, flush=True)
 
-    def close(self, snapshot: Snapshot) -> None:
-        """Nothing: the command has the last word."""
 
-
-class JsonDisplay:
-    """One JSON object a line: ``progress`` every ``interval_s`` seconds and at each new phase, ``note``, ``end``."""
+class JsonDisplay(Display):
+    """One JSON object per line: ``progress`` every ``interval_s`` seconds and at each new phase, ``note``, ``end``."""
 
     def __init__(self, interval_s: float, file: TextIO) -> None:
         self._interval_s = interval_s
@@ -99,35 +81,31 @@ class JsonDisplay:
         self._phase = ""
 
     def show(self, snapshot: Snapshot) -> None:
-        """Print if it is time to, or a new phase began."""
         if snapshot["phase"] != self._phase or time.monotonic() - self._shown_at >= self._interval_s:
             self._shown_at = time.monotonic()
             self._phase = snapshot["phase"]
             self._print("progress", snapshot)
 
     def note(self, text: str) -> None:
-        """Print at once."""
         self._print("note", {"message": text})
 
     def close(self, snapshot: Snapshot) -> None:
-        """Print the last state."""
         self._print("end", snapshot)
 
     def _print(self, event: str, data: Snapshot) -> None:
         print(json.dumps({"event": event, **data}), file=self._file, flush=True)
 
 
-class BarDisplay:
-    """A tqdm bar by tokens; how many there will be is estimated from the rows finished so far."""
+class BarDisplay(Display):
+    """A tqdm bar that counts tokens; their total is estimated from the rows finished so far."""
 
     def __init__(self, file: TextIO) -> None:
-        tqdm.monitor_interval = 0  # this display is fed by a thread already
+        tqdm.monitor_interval = 0  # the progress thread redraws the bar
         self._file = file
         self._bar: Any = None
         self._is_running = False
 
     def show(self, snapshot: Snapshot) -> None:
-        """Redraw."""
         is_running = snapshot["tokens"]["computed"] > 0 and snapshot["phase"] == "generating"
         if self._bar is None or is_running != self._is_running:
             self._reopen(snapshot, is_running)
@@ -137,11 +115,9 @@ class BarDisplay:
             self._bar.set_description_str(snapshot["phase"], refresh=True)
 
     def note(self, text: str) -> None:
-        """Print above the bar."""
         tqdm.write(f"batchgen: {printable(text)}", file=self._file)
 
     def close(self, snapshot: Snapshot) -> None:
-        """Clear the bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -168,9 +144,9 @@ class BarDisplay:
 
 
 def make_display(kind: Literal["auto", "json", "quiet"], interval_s: float) -> Display:
-    """The display for where stderr leads."""
+    """The display of a kind; "auto" depends on whether stderr is a terminal."""
     if kind == "quiet" or sys.stderr is None:  # None: the caller closed it
-        return QuietDisplay()
+        return Display()
     file: Any = _Tolerant(sys.stderr)
     if kind == "json":
         return JsonDisplay(interval_s, file)
@@ -178,13 +154,13 @@ def make_display(kind: Literal["auto", "json", "quiet"], interval_s: float) -> D
 
 
 def describe_rows(rows: Mapping[str, Any]) -> str:
-    """``135/300 rows``: finished rows, failed ones included, of those there are."""
+    """``135/300 rows``: finished rows, failed ones included, of the total if it is known."""
     finished = rows["done"] + rows["failed"]
     return f"{finished:,} rows" if rows["total"] is None else f"{finished:,}/{rows['total']:,} rows"
 
 
 def describe(snapshot: Snapshot) -> str:
-    """One line for a person on where the run is."""
+    """The snapshot as one line."""
     if not snapshot["tokens"]["computed"] or snapshot["phase"] != "generating":
         return f"{snapshot['phase']} ({format_duration(snapshot['phase_s'])})"
     rows = snapshot["rows"]

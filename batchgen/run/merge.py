@@ -1,9 +1,9 @@
-"""Join the shards of one job: proves that together they hold every input row once, then writes one run directory.
+"""``batchgen merge``: joins the finished shards of one job into one run directory that holds every input row once.
 
-It works on finished run directories alone: no model, no input file, no journal. Rows are copied; of what they hold,
-only ids are read: a row that was mended by hand in one shard may have been given the id of another shard's row.
-The target shows nothing before all is proved and staged; then ``job.json``, ``errors.jsonl`` and, last, the outputs
-appear, so a merge that was interrupted is run again and a finished one is known by its outputs.
+It reads run directories only: no model, no input file, no journal. Rows are copied; only their ids are looked at,
+since a row that was fixed by hand in one shard may have been given the id of another shard's row. Nothing appears in
+the target before everything is checked and staged; then ``job.json``, ``errors.jsonl`` and, last, the outputs appear.
+An interrupted merge is run again; a finished one is known by its outputs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from batchgen.config.job import SAMPLING_COLUMNS, JobSpec, job_from_dict
 from batchgen.core.errors import UsageError
@@ -34,10 +35,14 @@ from batchgen.output.finalize import (
 from batchgen.output.formats.select import output_format
 from batchgen.output.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
 from batchgen.output.rundir import RunDir
-from batchgen.run.folders import tidy_on_refusal
+from batchgen.report.build import build_report, write_report
+from batchgen.report.usage import follow, spent_in
+from batchgen.run.invocation import tidy_on_refusal
+from batchgen.run.reports import output_totals, read_report
 
 _NAMED_ROWS = 5  # of many missing rows
 _CLAIMED_AT_ONCE = 4096  # ids
+_SHARED_FACTS = ("model", "input", "created_at", "numerics", "threads", "sizes", "roofline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +62,12 @@ class _Shard:
 
 
 def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = False) -> OutputCounts | None:
-    """Write outputs, dead letters and ``job.json`` of all shards of a job into ``target``.
+    """Write outputs, failed rows and ``job.json`` of all shards of a job into ``target``.
 
-    Returns None where that was done already: ``target`` must be a new folder, or one that this merge was begun or
-    finished in. Raises UsageError naming the shard and the rows if the shards are of different jobs, one is missing,
-    unfinished or given twice, or a row is missing, there twice, in the wrong shard or has the id of another; ``target``
-    then shows no outputs. Shards that were computed by different kernels are refused too, unless
-    ``allow_mixed_kernels``. Raises LockedError, StorageError.
+    ``target`` must be new, or a folder in which this merge was begun or finished; returns None if it is finished.
+    Raises UsageError, without outputs in ``target``, if the shards are of different jobs, one is missing, unfinished
+    or given twice, if a row is missing, repeated, in the wrong shard or has the id of another, or if the shards were
+    computed by different kernels without ``allow_mixed_kernels``. Raises LockedError, StorageError.
     """
     shards = _load(folders, allow_mixed_kernels)
     target = absolute(target)
@@ -85,12 +89,45 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
             try:
                 return _write(shards, run_dir, manifest)
             except BaseException:
-                run_dir.sweep()  # what is staged may be large
+                run_dir.sweep()  # the staged files may be large
                 raise
 
 
+def write_merged_report(folders: Sequence[Path], target: Path) -> list[str]:
+    """Write ``report.json`` of the merged run in ``target`` if it is missing, from the reports of the shards.
+
+    Times add up as if one machine had run the shards one after another, so a rate is that of one machine. Returns a
+    line per shard whose report cannot be read; then none is written. Raises LockedError, StorageError.
+    """
+    run_dir = RunDir(target)
+    with run_dir.lock():
+        if run_dir.report.exists():
+            return []
+        reports, problems = [], []
+        for folder in folders:
+            try:
+                reports.append(read_report(RunDir(folder)))
+            except UsageError as error:
+                problems.append(str(error))
+        if not problems:
+            _write_report(run_dir, reports)
+        return problems
+
+
+def _write_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> None:
+    manifest = run_dir.read_manifest()
+    assert manifest is not None, "a merged run has a manifest"
+    usage: dict[str, Any] = {}
+    for report in reports:
+        usage = follow(usage, spent_in(report))
+    facts = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _SHARED_FACTS}
+    facts["numerics"] = manifest.fingerprints.get("numerics", facts["numerics"])  # with the kernels of all shards
+    totals = output_totals(run_dir, job_from_dict(manifest.job, run_dir.manifest).output)
+    write_report(run_dir.report, build_report(totals, usage, facts | {"shard": "1/1"}))
+
+
 def _refuse_inside(shards: Sequence[_Shard], target: Path) -> None:
-    """Raises UsageError for a target that is a shard or lies in one."""
+    """Raises UsageError for a target that is a shard or is inside one."""
     for shard in shards:
         if target.resolve().is_relative_to(shard.run_dir.path.resolve()):
             where = "is" if target.resolve() == shard.run_dir.path.resolve() else "lies in"
@@ -98,7 +135,7 @@ def _refuse_inside(shards: Sequence[_Shard], target: Path) -> None:
 
 
 def _refuse_outdated(shards: Sequence[_Shard], run_dir: RunDir) -> None:
-    """Raises UsageError if a row that is a dead letter of the merged run has a result in its shard by now."""
+    """Raises UsageError if a failed row of the merged run has a result in its shard by now."""
     failed = bytearray(shards[0].num_rows)
     proof = _Proof(shards)
     for shard in shards:
@@ -112,7 +149,7 @@ def _refuse_outdated(shards: Sequence[_Shard], run_dir: RunDir) -> None:
 
 
 def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> OutputCounts:
-    """Write the joined files; as in ``finalize``, the outputs appear last."""
+    """Write the joined files; the outputs appear last, as in ``finalize``."""
     job = job_from_dict(manifest.job, run_dir.manifest)
     output = job.output
     form = output_format(output.format)
@@ -136,7 +173,7 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> Out
 
 
 def _refuse_repeated_ids(shards: Sequence[_Shard], job: JobSpec) -> None:
-    """Raises UsageError naming the first id found that two results have."""
+    """Raises UsageError naming an id that two results have."""
     if not may_have_ids(job.input):
         return
     with closing(UniqueIds(None, as_text=job.output.has_text_ids)) as ids:
@@ -156,7 +193,7 @@ def _owner(shards: Sequence[_Shard], index: int) -> _Shard:
 
 
 def _claims(shards: Sequence[_Shard], job: JobSpec) -> Iterator[Claim]:
-    """The ids of all results; an index that stands for a missing id is none, except where it could be taken for one."""
+    """The ids of all results; an index in place of a missing id counts only where it could be taken for an id."""
     is_named = job.input.id is not None or job.output.has_text_ids
     for shard in shards:
         for index, record in read_records(shard.run_dir, job.output.format):
@@ -166,7 +203,7 @@ def _claims(shards: Sequence[_Shard], job: JobSpec) -> Iterator[Claim]:
 
 
 def _load(folders: Sequence[Path], allow_mixed_kernels: bool) -> list[_Shard]:
-    """The shards in order. Raises UsageError unless they are all of one job's, each once and finished."""
+    """The shards in order. Raises UsageError unless they are all shards of one job, finished, and each given once."""
     shards = [_load_shard(RunDir(folder)) for folder in folders]
     if not shards:
         raise UsageError("nothing to merge: name the run directories of all shards")
@@ -208,7 +245,7 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
     if first.num_rows != other.num_rows:
         differences += (f"input rows: was {first.num_rows}, now {other.num_rows}",)
     columns = [list(shard.manifest.output_keys.get(SAMPLING_COLUMNS, ["*"])) for shard in (first, other)]
-    if columns[0] != columns[1] and not differences:  # an earlier build knew no such key, and took all
+    if columns[0] != columns[1] and not differences:  # an earlier build had no such key, and took all
         differences = (f"{SAMPLING_COLUMNS}: was {columns[0]}, now {columns[1]}",)
     for key in ("format", "order"):
         values = [shard.manifest.job["output"][key] for shard in (first, other)]
@@ -237,18 +274,18 @@ def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:
 
 
 def _moved(manifest: Manifest, target: Path) -> Manifest:
-    """The manifest of a whole job that lies in ``target``; of no use to it is what its shards knew of files."""
+    """The manifest as that of a whole job in ``target``."""
     job = {**manifest.job, "output": {**manifest.job["output"], "path": str(target)}}
     return replace(manifest, job=job, shard=WHOLE, file_states={})
 
 
 def _is_of(begun: Manifest, merged: Manifest, target: Path) -> bool:
-    """Whether a directory was begun by the merge of these shards; a retry in it may have added kernels since."""
+    """Whether a merge of these shards began a directory; a retry in it may have added kernels since."""
     return begun.shard == WHOLE and with_kernels(_moved(begun, target), None) == with_kernels(merged, None)
 
 
 class _Proof:
-    """Watches rows go by: each must be of the shard it came from, and each row of the input must come once."""
+    """Checks rows as they pass: each must belong to the shard that holds it, and each input row must come once."""
 
     def __init__(self, shards: Sequence[_Shard]) -> None:
         self._shards = shards
@@ -256,11 +293,10 @@ class _Proof:
         self._seen = bytearray(self._num_rows)
 
     def restart(self) -> None:
-        """Forget all rows: another pass over them begins."""
         self._seen = bytearray(self._num_rows)
 
     def check(self, shard: _Shard, rows: Iterator[IndexedRow], *, ordered: bool) -> Iterator[IndexedRow]:
-        """The same rows; raises UsageError at the first that does not belong."""
+        """The same rows; raises UsageError at the first that does not belong there."""
         last = -1
         for index, row in rows:
             if not 0 <= index < self._num_rows:
@@ -276,7 +312,7 @@ class _Proof:
             yield index, row
 
     def finish(self) -> None:
-        """Raises UsageError if a row of the input has not come by."""
+        """Raises UsageError if an input row is missing."""
         num_missing = self._seen.count(0)
         if not num_missing:
             return

@@ -1,7 +1,6 @@
-"""Progress of a run, as others see it: the display, ``progress.json`` for ``batchgen status``, and the limits.
+"""Progress of an invocation: feeds the display, writes ``progress.json`` for ``batchgen status``, checks the limits.
 
-One background thread looks at plain counters twice a second; the main thread never waits for it. It changes nothing
-about the run but to pass on that a limit has been reached.
+A background thread reads plain counters twice a second; the main thread never waits for it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from batchgen.report.usage import follow, since
 from batchgen.run.clock import Clock
 from batchgen.run.display import Display
 from batchgen.run.loader import EngineLike
-from batchgen.run.results import Ledger
+from batchgen.run.results import ResultSink
 from batchgen.run.stop import Stopper, StopRequested
 
 GENERATING = "generating"
@@ -39,17 +38,16 @@ _RATE_WINDOW_S = 30.0
 class Progress:
     """The counters of one invocation; a context manager that runs the thread.
 
-    ``rows_total`` counts the rows of this shard, None while unknown; it and ``spent_before``, what earlier invocations
-    on the same run spent, are taken from the file they left. ``ledger`` and ``engine`` are set once they exist.
-    ``progress.json`` goes at the end unless ``keeps_file`` or stopped: when the report has taken over, or the run was
-    refused.
+    ``rows_total`` counts the rows of this shard, None while unknown. It and ``usage_before``, the time and tokens of
+    earlier invocations of the run, are read from the file that these left. ``sink`` and ``engine`` are set once they
+    exist. The file is removed at the end unless ``keeps_file`` is set or the run was stopped.
     """
 
     def __init__(self, folder: Path, display: Display, stopper: Stopper) -> None:
         self.display = display
         self.rows_total: int | None = None
-        self.spent_before: dict[str, Any] = {}
-        self.ledger: Ledger | None = None
+        self.usage_before: dict[str, Any] = {}
+        self.sink: ResultSink | None = None
         self.engine: EngineLike | None = None
         self.state = "running"
         self.keeps_file = False  # set once there is something to resume
@@ -72,7 +70,7 @@ class Progress:
         if self._before is not None:
             self.keeps_file = True
             self.rows_total = self._before["rows"]["total"]
-            self.spent_before = self._before["spent"]
+            self.usage_before = self._before["spent"]
         self._thread.start()
         return self
 
@@ -90,28 +88,28 @@ class Progress:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
         elif kind is not None and issubclass(kind, UsageError):
-            self._save(self._before or self._content(self.snapshot()))  # this invocation was refused: it never happened
+            self._save(self._before or self._content(self.snapshot()))  # as before: this invocation was refused
         else:
             self._save(self._content(self.snapshot()))
 
     def begin_anew(self) -> None:
-        """Forget what earlier invocations left: this run starts from nothing."""
+        """Forget earlier invocations: this run starts from nothing."""
         self._before = None
         self.keeps_file = False
         self.rows_total = None
-        self.spent_before = {}
+        self.usage_before = {}
 
     @contextmanager
     def phase(self, name: str, account: str) -> Iterator[None]:
-        """Say what the run is doing or waiting for while inside, and charge the time to an account of the clock."""
+        """Show ``name`` as what the run does while inside, and charge the time to an account of the clock."""
         outer = self._phase
         self._phase, self._phase_at = name, time.monotonic()
         with self.clock.on(account):
             yield
         self._phase, self._phase_at = outer, time.monotonic()
 
-    def spent(self) -> dict[str, Any]:
-        """What this and earlier invocations spent together; see ``report.build_report``."""
+    def usage(self) -> dict[str, Any]:
+        """Time and counts of this and earlier invocations together; see ``report.build_report``."""
         if self.engine is not None:
             with suppress(RuntimeError):  # the main thread may add a kind of work while they are copied
                 self._engine_counts = since(self.engine.stats.to_dict(), self.clock.started_at)
@@ -122,33 +120,32 @@ class Progress:
             "engine": self._engine_counts,
             "max_rss_bytes": peak_bytes(),
         }
-        return follow(self.spent_before, mine | self._token_counts())
+        return follow(self.usage_before, mine | self._token_counts())
 
     def _token_counts(self) -> dict[str, int]:
         """Tokens of this invocation."""
-        ledger = self.ledger
         return {
             "computed_tokens": self.computed_tokens,
-            "prompt_tokens": ledger.num_prompt_tokens if ledger else 0,
-            "completion_tokens": ledger.num_completion_tokens if ledger else 0,
+            "prompt_tokens": self.sink.num_prompt_tokens if self.sink else 0,
+            "completion_tokens": self.sink.num_completion_tokens if self.sink else 0,
         }
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens the engine went through in this invocation, prompts and half-done rows included."""
+        """Tokens that the engine has computed in this invocation, of prompts and of unfinished rows too."""
         return self.engine.stats.num_prefill_tokens + self.engine.stats.num_output_tokens if self.engine else 0
 
     def snapshot(self) -> dict[str, Any]:
-        """Where the run is, in a few numbers; tokens are those of all invocations."""
-        tokens = {name: self.spent_before.get(name, 0) + count for name, count in self._token_counts().items()}
-        if self.ledger is not None:
-            done, failed = self.ledger.num_done, self.ledger.num_failed
+        """State, counts and estimates for the display and ``progress.json``; tokens are those of all invocations."""
+        tokens = {name: self.usage_before.get(name, 0) + count for name, count in self._token_counts().items()}
+        if self.sink is not None:
+            done, failed = self.sink.num_done, self.sink.num_failed
         else:
-            rows = self._before["rows"] if self._before else {}
-            done, failed = rows.get("done", 0), rows.get("failed", 0)
-        left = None if self.rows_total is None else max(self.rows_total - done - failed, 0)
+            before = self._before["rows"] if self._before else {}
+            done, failed = before.get("done", 0), before.get("failed", 0)
+        rows = row_counts(self.rows_total, done, failed)
         rate = self._rate()
-        tokens_left = None if left is None else self._tokens_left(left)
+        tokens_left = None if rows["left"] is None else self._tokens_left(rows["left"])
         eta_s = tokens_left / rate if tokens_left is not None and rate > 0 else None
         return {
             "version": 1,
@@ -161,7 +158,7 @@ class Progress:
             "host": socket.gethostname(),
             "started_at": self._began,
             "updated_at": _now(),
-            "rows": {"total": self.rows_total, "done": done, "failed": failed, "left": left},
+            "rows": rows,
             "tokens": {
                 "prompt": tokens["prompt_tokens"],
                 "completion": tokens["completion_tokens"],
@@ -173,11 +170,11 @@ class Progress:
         }
 
     def _content(self, snapshot: dict[str, Any]) -> dict[str, Any]:
-        """What ``progress.json`` holds. Token counts of a killed invocation miss its last two seconds."""
-        return {**snapshot, "spent": self.spent()}
+        """What ``progress.json`` holds; a killed invocation's counts miss its last two seconds."""
+        return {**snapshot, "spent": self.usage()}
 
     def _save(self, content: dict[str, Any]) -> None:
-        """Replace ``progress.json``. A disk that refuses does not matter here: the journal will say so."""
+        """Replace ``progress.json``; errors are left to the journal, which meets the same disk."""
         temporary = temporary_name(self._path)
         with suppress(OSError):
             temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
@@ -185,19 +182,18 @@ class Progress:
         self._saved_at = time.monotonic()
 
     def _tokens_left(self, rows_left: int) -> int | None:
-        """Tokens still to be computed if rows go on as those done by this invocation; None before the first of them.
+        """Tokens still to be computed if rows go on as this invocation's finished ones; None before the first of them.
 
-        What rows under way have come to already is taken off, up to half of it all: short rows are done first, so
-        that early on those under way seem to have more behind them than they have.
+        Tokens of unfinished rows are subtracted, up to half of the total: short rows finish first, so that early on
+        the unfinished ones seem to be further along than they are.
         """
-        ledger = self.ledger
-        num_done = ledger.num_done - ledger.num_done_before if ledger else 0
-        if ledger is None or not num_done:
+        num_done = self.sink.num_done - self.sink.num_done_before if self.sink else 0
+        if self.sink is None or not num_done:
             return None
-        finished = ledger.num_prompt_tokens + ledger.num_completion_tokens
+        finished = self.sink.num_prompt_tokens + self.sink.num_completion_tokens
         expected = rows_left * finished / num_done
-        under_way = max(self.computed_tokens - finished, 0)
-        return round(expected - min(under_way, expected / 2))
+        unfinished = max(self.computed_tokens - finished, 0)
+        return round(expected - min(unfinished, expected / 2))
 
     def _rate(self) -> float:
         """Tokens per second over the last half minute."""
@@ -208,7 +204,7 @@ class Progress:
 
     def _sample(self) -> None:
         now = time.monotonic()
-        if self.computed_tokens and self.ledger is not None:
+        if self.computed_tokens and self.sink is not None:
             self._samples.append((now, self.computed_tokens))
         while self._samples and now - self._samples[0][0] > _RATE_WINDOW_S:
             self._samples.popleft()
@@ -217,8 +213,8 @@ class Progress:
         while not self._end.wait(_TICK_S):
             self._sample()
             self.stopper.check_limits(self.computed_tokens if self._phase == GENERATING else 0)
-            if self.ledger is not None and self._phase == GENERATING:
-                self.ledger.tick()
+            if self.sink is not None and self._phase == GENERATING:
+                self.sink.tick()
             snapshot = self.snapshot()
             self.display.show(snapshot)
             if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
@@ -226,13 +222,19 @@ class Progress:
 
 
 def read_progress(folder: Path) -> dict[str, Any] | None:
-    """What ``progress.json`` says, None where there is none to be read."""
+    """The content of ``progress.json``; None if there is none that can be read."""
     try:
         found = json.loads((folder / PROGRESS_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     is_known = isinstance(found, dict) and found.get("version") == 1 and {"rows", "spent"} <= found.keys()
     return found if is_known else None
+
+
+def row_counts(total: int | None, done: int, failed: int) -> dict[str, Any]:
+    """Row counts as ``progress.json`` and ``batchgen status --json`` hold them."""
+    left = None if total is None else max(total - done - failed, 0)
+    return {"total": total, "done": done, "failed": failed, "left": left}
 
 
 def _now() -> str:

@@ -1,21 +1,61 @@
-"""The report of a run directory, and the metrics file of a run: where they lie and when they may be written."""
+"""Reports of run directories: the totals and facts that go into them, reading them back, and the metrics file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.job import JobSpec, OutputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.storage import check_replaceable, write_atomic
+from batchgen.output.finalize import read_errors, read_records
+from batchgen.output.journal import Journal
+from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.report import prometheus
 from batchgen.report.build import read_report_file
+from batchgen.report.rows import RowTotals
+from batchgen.run.loader import Backend
+
+
+def journal_totals(journal: Journal, expected: str | None) -> RowTotals:
+    """Totals of the rows in a journal. Raises StorageError if one no longer reads back."""
+    totals = RowTotals(expected)
+    for index in journal.indexes(errors=False):
+        totals.add_result(json.loads(journal.payload(index)))
+    for index in journal.indexes(errors=True):
+        totals.add_error(json.loads(journal.payload(index)))
+    return totals
+
+
+def output_totals(run_dir: RunDir, output: OutputSpec) -> RowTotals:
+    """Totals of the rows in a finished run's outputs and ``errors.jsonl``. Raises StorageError if one is damaged."""
+    totals = RowTotals(output.expected)
+    for _, record in read_records(run_dir, output.format):
+        totals.add_result(record)
+    for _, line in read_errors(run_dir):
+        totals.add_error(json.loads(line))
+    return totals
+
+
+def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dict[str, Any]:
+    """The part of a report that describes the job: model, input, shard, numerics, threads, engine sizes, roofline."""
+    return {
+        "model": spec.model.path,
+        "input": list(spec.input.path),
+        "shard": str(manifest.shard),
+        "created_at": manifest.created_at,
+        "numerics": manifest.fingerprints.get("numerics", {}),
+        "threads": backend.threads if backend else None,
+        **(backend.facts() if backend else {}),
+    }
 
 
 def read_report(run_dir: RunDir) -> dict[str, Any]:
-    """The report of a finished run. Raises UsageError where there is none."""
+    """The report of a finished run. Raises UsageError if there is none."""
     if not run_dir.report.exists():
         hint = "not a run directory"
         if run_dir.is_complete():
@@ -26,11 +66,18 @@ def read_report(run_dir: RunDir) -> dict[str, Any]:
     return read_report_file(run_dir.report)
 
 
-def check_metrics_file(path: Path, run: str) -> None:
-    """Raises UsageError where metrics of the run in directory ``run`` cannot be written to ``path``.
+def has_failed_rows(run_dir: RunDir) -> bool:
+    """Whether a finished run has failed rows, according to its report if ``errors.jsonl`` was taken away."""
+    if run_dir.errors.exists():
+        return True
+    try:
+        return bool(read_report(run_dir)["rows"]["failed"])
+    except UsageError:
+        return False
 
-    It is asked before a run rather than after it.
-    """
+
+def check_metrics_file(path: Path, run: str) -> None:
+    """Raises UsageError if the metrics of the run in directory ``run`` cannot be written to ``path`` later."""
     prometheus.check_available()
     if RunDir(Path(run)).owns(path):
         raise UsageError(f"{path} is a file of the run itself; choose another path for the metrics")
@@ -38,10 +85,9 @@ def check_metrics_file(path: Path, run: str) -> None:
 
 
 def write_metrics(path: Path, run: str, model: str, report: Mapping[str, Any] | None, exit_code: int) -> None:
-    """Replace ``path``, atomically, as the collector wants it.
+    """Replace ``path`` atomically, so that the collector never reads half a file. Raises StorageError.
 
-    Without a ``report`` that of the directory ``run`` is taken, where there is one: the run was done already.
-    Raises StorageError where the file cannot be written.
+    Without a ``report``, as for a run that was finished before, the one in directory ``run`` is used if it is there.
     """
     if report is None:
         with suppress(UsageError):

@@ -1,8 +1,4 @@
-"""What has become of the rows: every finished one goes through here into the journal and into the counts.
-
-The counts are what progress, limits and the final word look at. It decides when too many rows have failed, and
-nothing else about the run.
-"""
+"""Sink of results: writes every finished row to the journal, counts rows and tokens, and limits the error rate."""
 
 from __future__ import annotations
 
@@ -10,93 +6,84 @@ import threading
 from contextlib import suppress
 
 from batchgen.core.errors import RowError, RowErrorCode, StorageError, TokenizerError
-from batchgen.core.records import BadRow, Record, Result
+from batchgen.core.records import BadRow, Result
+from batchgen.input.validator import Pending
 from batchgen.output.journal import Journal, JournalEntry
-from batchgen.output.payloads import Payloads, RowId
+from batchgen.output.payloads import Payloads
 from batchgen.run.clock import Clock
 from batchgen.run.stop import Stopper
 
-MIN_ROWS_FOR_RATE = 100  # an error rate means nothing over fewer rows, so it is taken as if there were that many
+MIN_ROWS_FOR_RATE = 100  # fewer rows count as this many: a rate over a few rows says nothing
 
 
-class Ledger:
+class ResultSink:
     """The finished rows of a run; ``num_done`` and ``num_failed`` include those of earlier invocations.
 
-    Token counts are those of rows finished by this invocation.
+    Token counts are those of rows that this invocation finished.
     """
 
     def __init__(self, journal: Journal, payloads: Payloads, max_error_rate: float | None, clock: Clock) -> None:
         self.journal = journal
         self._clock = clock
         self._is_open = True
-        self._lock = threading.Lock()  # of the journal, while ``tick`` may come from another thread
+        self._lock = threading.Lock()  # guards the journal: ``tick`` is called from the progress thread
         self._payloads = payloads
         self._max_error_rate = max_error_rate
         self.num_done_before = self.num_done  # by earlier invocations
-        self.num_read = journal.done.num_passed  # rows read of the input so far, by this or earlier invocations
+        self.num_read = journal.done.num_passed  # input rows read so far, by this and earlier invocations
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
 
-    def finish(self, record: Record, row_id: RowId, result: Result, choices: tuple[str, ...] = ()) -> None:
-        """Enter what the engine made of a row, be it a result or an error; ``choices`` are the texts it scored.
+    @property
+    def num_done(self) -> int:
+        return self.journal.counts.results
 
-        Raises StorageError.
-        """
-        error = result.error
+    @property
+    def num_failed(self) -> int:
+        return self.journal.counts.errors
+
+    def finish(self, row: Pending, result: Result) -> None:
+        """Record the engine's result for a row, which may be an error. Raises StorageError."""
+        record, error = row.record, result.error
         if error is None:
             try:
-                payload = self._payloads.result(record, row_id, result, choices)
+                payload = self._payloads.result(record, row.id, result, row.choices)
             except TokenizerError as problem:
                 error = RowError(RowErrorCode.INTERNAL, str(problem))
         if error is not None:
             where = (record.index, record.source, record.line)
-            self.fail(BadRow(*where, error, record.columns, record.after, row_id))
+            self.fail(BadRow(*where, error, record.columns, record.after, row.id))
             return
         self._append(JournalEntry(record.index, record.after, "result", payload))
         self.num_prompt_tokens += result.num_prompt_tokens
         self.num_completion_tokens += result.num_completion_tokens
 
     def fail(self, row: BadRow) -> None:
-        """Enter a row that cannot run. Raises StorageError."""
+        """Record a row that cannot run. Raises StorageError."""
         self._append(JournalEntry(row.index, row.after, "error", self._payloads.error(row)))
 
     def tick(self) -> None:
-        """Let the journal write what waits in it, from another thread: rows may be long in coming.
+        """Let the journal sync what is due, from another thread: the next row may be long in coming.
 
-        A disk that refuses is not reported here: the journal takes nothing more, and the next row says why.
+        A storage error is not raised here: the journal then refuses the next row with it.
         """
         with self._lock, suppress(StorageError):
             if self._is_open:
                 self.journal.tick()
 
     def close(self) -> None:
-        """End of the rows: from here on the journal belongs to the caller alone."""
+        """End of the rows: from now on ``tick`` leaves the journal alone."""
         with self._lock:
             self._is_open = False
 
-    @property
-    def num_done(self) -> int:
-        """Rows that ended in a result."""
-        return self.journal.counts.results
-
-    @property
-    def num_failed(self) -> int:
-        """Rows that ended in an error."""
-        return self.journal.counts.errors
-
-    @property
-    def has_too_many_errors(self) -> bool:
-        """Whether more rows failed than the user allows, of the rows read or of a hundred if they are fewer."""
-        limit = self._max_error_rate
-        return limit is not None and self.num_failed > limit * max(self.num_read, MIN_ROWS_FOR_RATE)
-
     def check_error_rate(self, stopper: Stopper) -> None:
-        """Ask to stop if more rows failed than the user allows."""
-        if self.has_too_many_errors and self._max_error_rate is not None:
+        """Ask to stop if a larger share of the rows read has failed than ``max_error_rate`` allows."""
+        limit = self._max_error_rate
+        if limit is not None and self.num_failed > limit * max(self.num_read, MIN_ROWS_FOR_RATE):
             few = f" of at least {MIN_ROWS_FOR_RATE}" if self.num_read < MIN_ROWS_FOR_RATE else ""
             stopper.give_up(
                 f"{self.num_failed:,} of {self.num_read:,} rows read have failed, "
-                f"more than --max-error-rate {100 * self._max_error_rate:g}%{few}",
+                f"more than --max-error-rate {100 * limit:g}%{few}",
                 "give a higher --max-error-rate to go on",
             )
 

@@ -1,6 +1,6 @@
-"""Where a run is, for somebody outside of it: from the files of its run directory, without taking its lock.
+"""``batchgen status``: how far a run is, read from the files of its run directory without taking its lock.
 
-A running process says so itself in ``progress.json``; of any other run the journal or the report knows better.
+A running process describes itself in ``progress.json``; for any other run the journal or the report is more accurate.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from batchgen.output.journal import read_counts
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.run.display import describe_rows
-from batchgen.run.progress import read_progress
+from batchgen.run.progress import read_progress, row_counts
 from batchgen.run.reports import read_report
 from batchgen.run.stop import RESUME
 
-WATCH_S = 2.0  # a run writes its progress no more often
+WATCH_S = 2.0  # the interval at which a run writes its progress
 _NO_TOKENS = {"prompt": 0, "completion": 0, "computed": 0, "estimated": None}
 
 
@@ -44,7 +44,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         "reason": progress["reason"] if progress else None,
         "advice": None,
         "holder": {"pid": holder.pid, "host": holder.host} if holder else None,
-        "rows": {"total": None, "done": 0, "failed": 0, "left": None},
+        "rows": row_counts(None, 0, 0),
         "tokens": dict(_NO_TOKENS),
         "tokens_per_s": 0.0,
         "eta_s": None,
@@ -62,12 +62,12 @@ def read_status(folder: Path) -> dict[str, Any]:
         status |= _finished(run_dir, manifest)
     elif holder is None and manifest is not None and run_dir.journal.is_dir():
         counts = read_counts(run_dir.journal, manifest.shard)
-        status["rows"] = _rows(status["rows"]["total"], counts.results, counts.errors)
+        status["rows"] = row_counts(status["rows"]["total"], counts.results, counts.errors)
     return status
 
 
 def watch_status(folder: Path, interval_s: float = WATCH_S) -> Iterator[dict[str, Any]]:
-    """``read_status`` every ``interval_s`` seconds, the last time when the run is no longer running."""
+    """``read_status`` every ``interval_s`` seconds, up to the first time that the run is not running."""
     while True:
         status = read_status(folder)
         yield status
@@ -105,22 +105,17 @@ def _state(run_dir: RunDir, progress: Mapping[str, Any] | None, *, is_held: bool
 
 
 def _finished(run_dir: RunDir, manifest: Manifest | None) -> dict[str, Any]:
-    """What the report says, or where there is none, the rows that the job and ``errors.jsonl`` tell of."""
+    """Counts of a finished run: from its report, or else rows from ``job.json`` and ``errors.jsonl``."""
     if not run_dir.report.exists():
         if manifest is None or manifest.num_rows is None:
             return {}
         total = len(manifest.shard.rows(manifest.num_rows))
         failed = sum(1 for _ in read_errors(run_dir))
-        return {"rows": _rows(total, total - failed, failed)}
+        return {"rows": row_counts(total, total - failed, failed)}
     report = read_report(run_dir)
     rows, tokens = report["rows"], report["tokens"]
     return {
-        "rows": _rows(rows["total"], rows["done"], rows["failed"]),
+        "rows": row_counts(rows["total"], rows["done"], rows["failed"]),
         "tokens": _NO_TOKENS | {key: tokens[key] for key in ("prompt", "completion")},
         "updated_at": report["finished_at"],
     }
-
-
-def _rows(total: int | None, done: int, failed: int) -> dict[str, Any]:
-    left = None if total is None else max(total - done - failed, 0)
-    return {"total": total, "done": done, "failed": failed, "left": left}

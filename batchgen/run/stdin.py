@@ -1,7 +1,7 @@
-"""Standard input as an input like any other: copied into the run directory, compared on resume, read again from there.
+"""Copy of standard input in the run directory, so that a resume can read the same rows again.
 
-A new copy is staged beside the old one and takes its place once the job has been accepted, so that a refusal costs a
-run nothing. It knows bytes and no rows.
+A new copy is staged beside the old one and replaces it only when the job has been accepted: a refused invocation
+costs an existing run nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from batchgen.core.storage import publish
 from batchgen.input.source import stage_stdin
 
 
-class Spool:
-    """The copy of standard input at ``path``; ``drop`` or ``keep`` is to be called after ``read``."""
+class StdinCopy:
+    """The copy of standard input at ``path``; call ``keep`` or ``drop`` after ``read``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._staged: Path | None = None
 
     def read(self, *, is_resumed: bool) -> Path | None:
-        """The file with the rows: a copy of what standard input holds now, or else what the run was begun with.
+        """The file that holds the rows: a new copy of standard input, or the one that the run was begun with.
 
-        None where a resume is given nothing and the copy has gone, as it does when the run is finished. Raises
-        UsageError if a run is to begin and standard input is a terminal or closed, StorageError.
+        None where a resume is given no rows and the old copy is gone, as after a finished run. Raises UsageError if a
+        run is to begin and standard input is a terminal or closed, StorageError.
         """
         is_piped = sys.stdin is not None and not sys.stdin.isatty()
         if is_piped or not is_resumed:
@@ -36,13 +36,13 @@ class Spool:
         return self._path if self._path.is_file() else None
 
     def keep(self) -> None:
-        """Let the copy take the place of an earlier one; ``path`` is then where the rows are."""
+        """Replace an earlier copy by the staged one, at ``path``."""
         if self._staged is not None:
             publish(self._path)
             self._staged = None
 
     def drop(self) -> None:
-        """Forget the copy, if it was not kept; one that cannot be removed is swept away by the next run."""
+        """Remove the staged copy unless it was kept; if that fails, the next invocation sweeps it away."""
         if self._staged is not None:
             with suppress(OSError):
                 self._staged.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""The promise to be gone in time: a thread that ends the process when an orderly stop takes too long.
+"""Watchdog thread that force-exits the process when a graceful shutdown exceeds its time limit.
 
 It learns of signals from a pipe that the interpreter's C handler writes to (``signal.set_wakeup_fd``), so neither a
-lock that the interrupted code holds nor a main thread deep in a C call can hold it up. It knows no reason to stop.
+held lock nor a main thread deep in C code can delay it. It does not decide when to stop (see ``stop``).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from batchgen.core.errors import ExitCode
 _ALARM, _END = 0, 255  # no signals have these numbers
 
 
-class Guard:
-    """Watches from construction until ``close``; both in the main thread.
+class Watchdog:
+    """Runs from construction until ``close``; call both in the main thread.
 
     After the first of ``signals``, or ``alarm``, the process has ``drain_s`` seconds; a second SIGINT ends it at once.
-    ``reason`` says why the stop was asked for.
+    ``reason`` returns why the stop was asked for.
     """
 
     def __init__(self, signals: Sequence[int], drain_s: float, reason: Callable[[], str | None]) -> None:
@@ -34,17 +34,16 @@ class Guard:
         self._reason = reason
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._thread = threading.Thread(target=self._watch, name="batchgen-guard", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="batchgen-watchdog", daemon=True)
         self._thread.start()
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
 
     def alarm(self) -> None:
-        """Let the time run as after a signal; from any thread or a signal handler, since it takes no lock."""
+        """Start the time limit as a signal does; safe in any thread and in signal handlers: it takes no lock."""
         with suppress(OSError):
             os.write(self._write, bytes([_ALARM]))
 
     def close(self) -> None:
-        """Watch no more."""
         signal.set_wakeup_fd(self._previous)
         os.write(self._write, bytes([_END]))
         self._thread.join()
@@ -71,7 +70,7 @@ class Guard:
 
 
 def _leave(message: str) -> NoReturn:
-    """Leave without unwinding: the journal survives that at any byte, and only unwritten rows run again."""
+    """Exit without unwinding: the journal survives that at any byte, and only unwritten rows run again."""
     with suppress(OSError, ValueError, AttributeError):  # the caller may have closed stderr, which then is None
         os.write(sys.stderr.fileno(), f"\nbatchgen: {message}\n".encode())
     os._exit(ExitCode.STOPPED)

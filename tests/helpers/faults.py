@@ -29,8 +29,8 @@ from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import build_report, write_report
 from batchgen.report.rows import LATENCIES
-from batchgen.run.merge import merge
-from batchgen.run.merge_report import count_outputs, write_merged_report
+from batchgen.run.merge import merge, write_merged_report
+from batchgen.run.reports import output_totals
 
 NUM_ROWS = 40
 KILLED = 77
@@ -114,7 +114,7 @@ def prepare_shards(path: Path, output_format: str) -> None:
     for number in (1, 2, 3):
         folder = path / f"shard-{number}"
         run_job(folder, output_format, Shard(number, 3))
-        totals = count_outputs(RunDir(folder), OutputSpec("", format=output_format))
+        totals = output_totals(RunDir(folder), OutputSpec("", format=output_format))
         about = {"model": "m", "input": [], "created_at": "", "numerics": {}, "threads": 1, "shard": f"{number}/3"}
         write_report(RunDir(folder).report, build_report(totals, {}, {**about, "roofline": None}))
 

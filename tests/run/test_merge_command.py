@@ -13,7 +13,8 @@ from stub_engine import stub_factory
 from batchgen.cli.main import call
 from batchgen.core.errors import StorageError
 from batchgen.core.records import WHOLE, Shard
-from batchgen.run import RunOptions, merge_report
+from batchgen.run import RunOptions
+from batchgen.run import merge as merge_module
 from batchgen.run.status import read_status
 
 FORMATS = ["jsonl", "parquet", "openai-batch"]
@@ -75,7 +76,7 @@ def test_a_merge_killed_before_its_report_writes_it_when_run_again(
         raise StorageError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(merge_report, "write_report", failing)
+        patch.setattr(merge_module, "write_report", failing)
         assert merge(job, folders) == 1
     assert not (job.output / "report.json").exists()
     assert merge(job, folders) == 3

@@ -11,18 +11,18 @@ import pytest
 from run_helpers import JobMaker, finish, rows_of, start, until_rows_are_done
 
 from batchgen.cli.main import call
-from batchgen.run.display import QuietDisplay
+from batchgen.run.display import Display
 from batchgen.run.progress import Progress
 from batchgen.run.status import watch_status
 from batchgen.run.stop import Limits, Stopper
 
 
 def progress(folder: Path, *, computed: int, done: int, finished_tokens: int, before: int = 0) -> Progress:
-    found = Progress(folder, QuietDisplay(), Stopper(Limits()))
+    found = Progress(folder, Display(), Stopper(Limits()))
     found.rows_total = 100
     counts = {"num_done": done, "num_failed": 0, "num_done_before": before}
     counts |= {"num_prompt_tokens": finished_tokens, "num_completion_tokens": 0}
-    found.ledger = SimpleNamespace(**counts)  # type: ignore[assignment]  # the counts are all that is asked
+    found.sink = SimpleNamespace(**counts)  # type: ignore[assignment]  # the counts are all that is asked
     stats = SimpleNamespace(num_prefill_tokens=computed, num_output_tokens=0, to_dict=dict)
     found.engine = SimpleNamespace(stats=stats)  # type: ignore[assignment]  # likewise
     return found

@@ -32,7 +32,7 @@ from batchgen.run.merge import merge
 from batchgen.run.reports import read_report
 from batchgen.run.status import read_status, render_status
 from batchgen.run.stop import Limits, Stopper
-from batchgen.run.watchdog import Guard
+from batchgen.run.watchdog import Watchdog
 
 
 def made(folder: Path) -> Path:
@@ -239,7 +239,7 @@ def test_a_run_whose_last_rows_fail_is_over_whatever_its_error_rate(job: JobMake
 
 def test_a_stop_by_errors_may_take_longer_than_one_by_a_signal(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     alarms: list[str] = []
-    monkeypatch.setattr(Guard, "alarm", lambda guard: alarms.append("alarm"))
+    monkeypatch.setattr(Watchdog, "alarm", lambda watchdog: alarms.append("alarm"))
     job.write([*["{"] * 300, *rows_of(300)])
     assert job.run(options=RunOptions(max_error_rate=0.01, progress="quiet")).exit_code == 3
     assert not (job.output / "outputs.jsonl").exists()

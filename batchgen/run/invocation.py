@@ -1,0 +1,209 @@
+"""One invocation of run or retry: options in, outcome out, and between them what both commands do alike.
+
+That is: lock and sweep the run directory, listen for signals, show progress, load the engine, and pass rows through it
+into the journal. Which rows run and how the outputs are written is left to the subclasses in ``job`` and ``retry``.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import ExitCode, InputChanged, UsageError
+from batchgen.core.fingerprint import Digests
+from batchgen.core.records import WHOLE, BadRow, Record, Shard
+from batchgen.core.units import counted, format_duration
+from batchgen.input.validator import RowValidator
+from batchgen.output.journal import Journal
+from batchgen.output.manifest import KERNELS, Manifest
+from batchgen.output.payloads import Payloads
+from batchgen.output.rundir import RunDir
+from batchgen.run.display import make_display
+from batchgen.run.loader import Backend, EngineFactory, ModelInfo, load_engine
+from batchgen.run.progress import GENERATING, Progress
+from batchgen.run.requests import RequestStream
+from batchgen.run.results import ResultSink
+from batchgen.run.stop import Limits, Stopper, StopRequested
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of one invocation, as opposed to the job: none of them changes a row's output.
+
+    ``max_error_rate`` is a fraction; ``allow_mixed_kernels`` lets a run go on with kernels that round differently.
+    ``progress`` is a bar on a terminal and elsewhere a line every ``heartbeat_s`` seconds ("auto"), JSON lines
+    ("json"), or nothing ("quiet").
+    """
+
+    overwrite: bool = False
+    strict: bool = False
+    max_error_rate: float | None = None
+    shard: Shard = WHOLE
+    allow_mixed_kernels: bool = False
+    limits: Limits = field(default_factory=Limits)
+    progress: Literal["auto", "json", "quiet"] = "auto"
+    heartbeat_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an invocation ended: the exit code of the process, lines for the user, the report of a finished run."""
+
+    exit_code: ExitCode
+    lines: tuple[str, ...]
+    report: Mapping[str, Any] | None = None
+
+
+class Invocation(ABC):
+    """Holds a run directory while ``execute`` works in it; to be executed once.
+
+    ``manifest`` and ``digests`` (of its input and model files) are set by the subclass before rows are generated.
+    """
+
+    manifest: Manifest
+    digests: Digests
+
+    def __init__(
+        self, spec: JobSpec, options: RunOptions, run_dir: RunDir, engine_factory: EngineFactory | None
+    ) -> None:
+        self.spec = spec
+        self.options = options
+        self.run_dir = run_dir
+        self.engine_factory = engine_factory or load_engine
+        self.backend: Backend | None = None
+        self.stopper = Stopper(options.limits)
+        self.progress = Progress(run_dir.path, make_display(options.progress, options.heartbeat_s), self.stopper)
+
+    def execute(self) -> Outcome:
+        """Do the work of the subclass under the lock, up to its end or a request to stop."""
+        with self.stopper.listening(), tidy_on_refusal(self.run_dir.path):
+            self.run_dir.create()
+            with self.run_dir.lock():
+                self.run_dir.sweep()
+                try:
+                    with self.progress, self.stopper.interruptible():
+                        return self.work()
+                except StopRequested:
+                    return self.stopped()
+
+    @abstractmethod
+    def work(self) -> Outcome:
+        """Begin, resume, or find that all is done."""
+
+    def load(self, model: ModelInfo) -> Backend:
+        """The engine, loaded once. Raises ModelError if files of the model have changed since they were read."""
+        if self.backend is None:
+            with self.progress.phase("loading the model", "load"):
+                self.backend = self.engine_factory(self.spec, model)
+                model.check_unchanged(self.digests)
+            for line in self.backend.notes:
+                self.progress.display.note(line)
+        return self.backend
+
+    def generate(
+        self, rows: Iterable[Record | BadRow], validator: RowValidator, model: ModelInfo, journal: Journal
+    ) -> bool:
+        """Run the rows and record their results in the journal; returns whether all of them ended.
+
+        The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved.
+        """
+        payloads = Payloads(self.spec, model.tokenizer.decode if model.tokenizer else None)
+        sink = ResultSink(journal, payloads, self.options.max_error_rate, self.progress.clock)
+        self.progress.sink = sink
+        stream = RequestStream(sink, validator, self.stopper, self.progress.clock)
+        requests = stream.requests(rows)
+        with self.progress.phase("reading the input", "read"):
+            first = next(requests, None)
+        if first is not None:
+            engine = self._agreed_backend(model).engine
+            self.progress.engine = engine
+            try:
+                with self.progress.phase(GENERATING, "generate"), self.stopper.drain_with(engine.stop):
+                    for result in engine.run(chain([first], requests)):
+                        sink.finish(stream.pending.pop(result.key), result)
+                        self.stopper.check_limits(self.progress.computed_tokens)
+                        sink.check_error_rate(self.stopper)
+            finally:
+                sink.close()
+            if stream.pending:
+                journal.save_partials(engine.unfinished())
+        journal.commit()
+        return stream.is_exhausted and not stream.pending
+
+    def _agreed_backend(self, model: ModelInfo) -> Backend:
+        """The engine, which computes as the run did so far; an allowed mix of kernels is recorded in the manifest.
+
+        Raises ResumeMismatch if rows would come out differently.
+        """
+        backend = self.load(model)
+        begun = self.manifest.fingerprints.get("numerics")
+        numerics = backend.check(begun, self.run_dir.path, allow_mixed_kernels=self.options.allow_mixed_kernels)
+        if begun is not None and numerics != begun:
+            self.manifest = replace(self.manifest, fingerprints={**self.manifest.fingerprints, "numerics": numerics})
+            self.run_dir.write_manifest(self.manifest)
+            self.progress.display.note(f"rows come from several kernel sets now: {numerics[KERNELS]}")
+        return backend
+
+    def finished(self, journal: Journal, report: Mapping[str, Any]) -> Outcome:
+        """Remove the journal, which outputs and report have replaced. The outcome of a finished run."""
+        journal.remove()
+        self.progress.state = "finished"
+        self.progress.keeps_file = False
+        rows, tokens = report["rows"], report["tokens"]
+        speed = f"{tokens['completion']:,} tokens out in {format_duration(report['wall_s'])}"
+        lines = [f"{counted(rows['done'], 'row')} done, {speed} ({report['tokens_per_s']['completion']:,.0f} tok/s)"]
+        if rows["failed"]:
+            codes = ", ".join(f"{code} {count:,}" for code, count in report["errors"].items())
+            lines.append(f"{counted(rows['failed'], 'row')} failed: {codes}; see {short(self.run_dir.errors)}")
+        accuracy = report.get("accuracy")
+        if accuracy and accuracy["total"]:
+            share = f"{accuracy['exact_match']:.2%}"
+            lines.append(f"exact match {share} ({accuracy['correct']:,} of {accuracy['total']:,})")
+        if not rows["total"]:
+            lines.append("warning: the input has no rows")
+        lines.append(f"outputs in {short(self.run_dir.outputs(self.spec.output.format))}")
+        return Outcome(ExitCode.ROWS_FAILED if rows["failed"] else ExitCode.OK, tuple(lines), report)
+
+    def stopped(self) -> Outcome:
+        """The outcome of an early stop, by request or because too many rows failed."""
+        self.progress.state = "stopped"
+        sink, reason = self.progress.sink, self.stopper.reason or ""
+        if sink is None:
+            return Outcome(ExitCode.STOPPED, (f"stopped ({reason}) before the first row; run again",))
+        if self.stopper.exit_code == ExitCode.ROWS_FAILED:
+            advice = f"see {short(self.run_dir.errors)}; {self.stopper.advice}"
+            return Outcome(ExitCode.ROWS_FAILED, (f"stopped: {reason}", advice))
+        total = "" if self.progress.rows_total is None else f" of {self.progress.rows_total:,}"
+        rows = f"{sink.num_done + sink.num_failed:,}{total} rows finished"
+        if sink.journal.partials:
+            rows += f", {len(sink.journal.partials):,} half done and saved"
+        return Outcome(ExitCode.STOPPED, (f"stopped ({reason}): {rows}; run again to resume",))
+
+
+def short(path: Path) -> str:
+    """A path relative to the working directory, where that is shorter."""
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the working directory is gone
+        return str(path)
+    return relative if not relative.startswith("..") else str(path)
+
+
+@contextmanager
+def tidy_on_refusal(folder: Path) -> Iterator[None]:
+    """Remove folders that were created for a run which is then refused, if they are empty."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except (UsageError, InputChanged):
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
+        raise
