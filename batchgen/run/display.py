@@ -63,25 +63,24 @@ class LineDisplay(Display):
         self._shown_at = time.monotonic()
 
     def show(self, snapshot: Snapshot) -> None:
-        if time.monotonic() - self._shown_at >= self._interval_s:
+        if self._is_due():
             self._shown_at = time.monotonic()
             self.note(describe(snapshot))
+
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._shown_at >= self._interval_s
 
     def note(self, text: str) -> None:
         print(f"batchgen: {printable(text)}", file=self._file, flush=True)
 
 
-class JsonDisplay(Display):
+class JsonDisplay(LineDisplay):
     """One JSON object per line: ``progress`` every ``interval_s`` seconds and at each new phase, ``note``, ``end``."""
 
-    def __init__(self, interval_s: float, file: TextIO) -> None:
-        self._interval_s = interval_s
-        self._file = file
-        self._shown_at = -interval_s
-        self._phase = ""
+    _phase = ""
 
     def show(self, snapshot: Snapshot) -> None:
-        if snapshot["phase"] != self._phase or time.monotonic() - self._shown_at >= self._interval_s:
+        if snapshot["phase"] != self._phase or self._is_due():
             self._shown_at = time.monotonic()
             self._phase = snapshot["phase"]
             self._print("progress", snapshot)

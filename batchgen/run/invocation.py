@@ -64,11 +64,12 @@ class Outcome:
 class Invocation(ABC):
     """Holds a run directory while ``execute`` works in it; to be executed once.
 
-    ``manifest`` and ``digests`` (of its input and model files) are set by the subclass before rows are generated.
+    ``manifest``, ``digests`` (of input and model files) and ``model`` are set by the subclass before they are needed.
     """
 
     manifest: Manifest
     digests: Digests
+    model: ModelInfo
 
     def __init__(
         self, spec: JobSpec, options: RunOptions, run_dir: RunDir, engine_factory: EngineFactory | None
@@ -97,24 +98,22 @@ class Invocation(ABC):
     def work(self) -> Outcome:
         """Begin, resume, or find that all is done."""
 
-    def load(self, model: ModelInfo) -> Backend:
+    def load(self) -> Backend:
         """The engine, loaded once. Raises ModelError if files of the model have changed since they were read."""
         if self.backend is None:
             with self.progress.phase("loading the model", "load"):
-                self.backend = self.engine_factory(self.spec, model)
-                model.check_unchanged(self.digests)
+                self.backend = self.engine_factory(self.spec, self.model)
+                self.model.check_unchanged(self.digests)
             for line in self.backend.notes:
                 self.progress.display.note(line)
         return self.backend
 
-    def generate(
-        self, rows: Iterable[Record | BadRow], validator: RowValidator, model: ModelInfo, journal: Journal
-    ) -> bool:
+    def generate(self, rows: Iterable[Record | BadRow], validator: RowValidator, journal: Journal) -> bool:
         """Run the rows and record their results in the journal; returns whether all of them ended.
 
         The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved.
         """
-        payloads = Payloads(self.spec, model.tokenizer.decode if model.tokenizer else None)
+        payloads = Payloads(self.spec, self.model.tokenizer.decode if self.model.tokenizer else None)
         sink = ResultSink(journal, payloads, self.options.max_error_rate, self.progress.clock)
         self.progress.sink = sink
         stream = RequestStream(sink, validator, self.stopper, self.progress.clock)
@@ -122,7 +121,7 @@ class Invocation(ABC):
         with self.progress.phase("reading the input", "read"):
             first = next(requests, None)
         if first is not None:
-            engine = self._agreed_backend(model).engine
+            engine = self._agreed_backend().engine
             self.progress.engine = engine
             try:
                 with self.progress.phase(GENERATING, "generate"), self.stopper.drain_with(engine.stop):
@@ -137,19 +136,23 @@ class Invocation(ABC):
         journal.commit()
         return stream.is_exhausted and not stream.pending
 
-    def _agreed_backend(self, model: ModelInfo) -> Backend:
+    def _agreed_backend(self) -> Backend:
         """The engine, which computes as the run did so far; an allowed mix of kernels is recorded in the manifest.
 
         Raises ResumeMismatch if rows would come out differently.
         """
-        backend = self.load(model)
+        backend = self.load()
         begun = self.manifest.fingerprints.get("numerics")
         numerics = backend.check(begun, self.run_dir.path, allow_mixed_kernels=self.options.allow_mixed_kernels)
         if begun is not None and numerics != begun:
-            self.manifest = replace(self.manifest, fingerprints={**self.manifest.fingerprints, "numerics": numerics})
+            self.set_numerics(numerics)
             self.run_dir.write_manifest(self.manifest)
             self.progress.display.note(f"rows come from several kernel sets now: {numerics[KERNELS]}")
         return backend
+
+    def set_numerics(self, numerics: Mapping[str, str]) -> None:
+        """Put the numerics that rows are computed with into the manifest."""
+        self.manifest = replace(self.manifest, fingerprints={**self.manifest.fingerprints, "numerics": dict(numerics)})
 
     def finished(self, journal: Journal, report: Mapping[str, Any]) -> Outcome:
         """Remove the journal, which outputs and report have replaced. The outcome of a finished run."""

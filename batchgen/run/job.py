@@ -7,7 +7,7 @@ run that resumes.
 from __future__ import annotations
 
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from batchgen.output.manifest import Manifest, compare
 from batchgen.output.rundir import IDS_NAME, RunDir
 from batchgen.report.build import build_report, write_report
 from batchgen.run.invocation import Invocation, Outcome, RunOptions, short
-from batchgen.run.loader import EngineFactory, ModelInfo, read_model
+from batchgen.run.loader import EngineFactory, read_model
 from batchgen.run.reports import has_failed_rows, job_facts, journal_totals
 from batchgen.run.stdin import StdinCopy
 
@@ -46,49 +46,40 @@ def run_job(
     return _Job(spec, options or RunOptions(), RunDir(Path(spec.output.path)), engine_factory).execute()
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Rows, the model without its weights, and what makes requests of the rows."""
-
-    source: Source
-    model: ModelInfo
-    builder: RequestBuilder
-
-
 class _Job(Invocation):
+    builder: RequestBuilder
     stdin: StdinCopy | None = None
 
     def work(self) -> Outcome:
         if self.spec.input.path == ("-",):
             self.stdin = StdinCopy(self.run_dir.spool)
         begun = self._begun()
+        self.digests = Digests(begun.file_states if begun else None)
         with ExitStack() as stack:
             if self.stdin is not None:
                 stack.callback(self.stdin.drop)
-            self.digests = Digests(begun.file_states if begun else None)
             source = self._find_input(begun)
-            model = self._identify(source, begun)
+            self._identify(source, begun)
             if begun is not None:
                 self._agree_with(begun)
                 if self.run_dir.is_complete():
                     return self._already_done(begun)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
-            builder = model.builder(self.spec.input, self.spec.sampling, self.spec.sampling_columns)
-            inputs = _Inputs(source, model, builder)
+            self.builder = self.model.builder(self.spec.input, self.spec.sampling, self.spec.sampling_columns)
             if begun is None:
-                check_columns(source.read(), self.spec, builder.finder)
-                self._begin(inputs)
+                check_columns(source.read(), self.spec, self.builder.finder)
+                self._begin(source)
             elif SAMPLING_COLUMNS not in begun.output_keys and not self.spec.sampling_columns:
-                check_taken_columns(source.read(), builder.finder)
+                check_taken_columns(source.read(), self.builder.finder)
             if self.stdin is not None:
                 self.stdin.keep()
-                inputs = replace(inputs, source=self._open_source(self.run_dir.spool))
+                source = self._open_source(self.run_dir.spool)
             journal = Journal.open(self.run_dir.journal, self.options.shard)
             stack.callback(journal.close)
             for line in journal.recovery.messages():
                 self.progress.display.note(line)
-            return self._finish_rows(inputs, journal, is_resumed=begun is not None)
+            return self._finish_rows(source, journal, is_resumed=begun is not None)
 
     def _begun(self) -> Manifest | None:
         """The manifest that the run directory was begun with; None to start anew. Raises UsageError."""
@@ -120,10 +111,10 @@ class _Job(Invocation):
         with self.progress.phase("opening the input", "read"):
             return open_source(where, self.run_dir.owns)
 
-    def _identify(self, source: Source | None, begun: Manifest | None) -> ModelInfo:
+    def _identify(self, source: Source | None, begun: Manifest | None) -> None:
         """Find the model and set the manifest, which a resume is compared with. Raises UsageError."""
         with self.progress.phase("finding the model", "load"):
-            model = read_model(self.spec)
+            self.model = read_model(self.spec)
         with self.progress.phase("checking the input", "read"):
             rows: dict[str, Any] = begun.fingerprints["input"] if begun is not None and source is None else {}
             if source is not None:
@@ -131,16 +122,15 @@ class _Job(Invocation):
                 if self.stdin is not None:
                     rows = {"files": [{**file, "file": "-"} for file in rows["files"]]}
         with self.progress.phase("checking the model", "load"):
-            fingerprints = {"input": rows, "model": model.fingerprint(self.digests), "code": {"batchgen": __version__}}
+            model = self.model.fingerprint(self.digests)
         self.manifest = Manifest(
             job=self.spec.to_dict(),
             output_keys=self.spec.output_keys(),
-            fingerprints=fingerprints,
+            fingerprints={"input": rows, "model": model, "code": {"batchgen": __version__}},
             shard=self.options.shard,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
             file_states=self.digests.to_plain(),
         )
-        return model
 
     def _agree_with(self, begun: Manifest) -> None:
         """Go on with the run that was begun. Raises ResumeMismatch if its outputs would differ from this job's."""
@@ -197,17 +187,16 @@ class _Job(Invocation):
             ExitCode.ROWS_FAILED, (line, f"{see}; batchgen retry {short(self.run_dir.path)} runs those again")
         )
 
-    def _begin(self, inputs: _Inputs) -> None:
+    def _begin(self, source: Source) -> None:
         """Start anew. The weights are loaded before anything is written: unusable ones cost no earlier run.
 
         ``job.json`` is written first: a directory with any other file of a run has one.
         """
-        self._refuse_model_folder(inputs.model)
+        self._refuse_model_folder()
         if self.options.strict:
             with closing(UniqueIds(None, as_text=self.spec.output.has_text_ids)) as ids:
-                self._refuse_bad_rows(self._rows(inputs, None), self._validator(inputs, ids))
-        numerics = self.load(inputs.model).numerics
-        self.manifest = replace(self.manifest, fingerprints={**self.manifest.fingerprints, "numerics": numerics})
+                self._refuse_bad_rows(self._rows(source, None), self._validator(ids))
+        self.set_numerics(self.load().numerics)
         self.run_dir.refuse_strays()
         if self.options.overwrite:
             self.progress.begin_anew()
@@ -218,25 +207,23 @@ class _Job(Invocation):
             self.stdin.keep()
         self.run_dir.write_manifest(self.manifest)
 
-    def _refuse_model_folder(self, model: ModelInfo) -> None:
+    def _refuse_model_folder(self) -> None:
         """Raises UsageError if the run would write into the folder of its model or tokenizer."""
-        for folder in (model.folder, model.tokenizer_folder):
-            if folder is None:
-                continue
+        for folder in filter(None, (self.model.folder, self.model.tokenizer_folder)):
             if folder.resolve() == self.run_dir.path.resolve():
                 raise UsageError(f"output.path = {self.run_dir.path} is the model's own folder; choose another one")
             if self.run_dir.owns(folder):
                 raise UsageError(f"the model in {folder} would be removed by this run; choose another output.path")
 
-    def _finish_rows(self, inputs: _Inputs, journal: Journal, *, is_resumed: bool) -> Outcome:
+    def _finish_rows(self, source: Source, journal: Journal, *, is_resumed: bool) -> Outcome:
         """Generate what the journal lacks, then write the outputs."""
         progress = self.progress
-        rows = self._rows(inputs, journal)
+        rows = self._rows(source, journal)
         ids_path = self.run_dir.journal / IDS_NAME
         with closing(UniqueIds(ids_path, as_text=self.spec.output.has_text_ids)) as ids:
-            validator = self._validator(inputs, ids)
+            validator = self._validator(ids)
             if not ids.is_complete:
-                self._restore_ids(inputs.source, journal, validator)
+                self._restore_ids(source, journal, validator)
                 ids.mark_complete()
             if is_resumed:
                 if self.options.strict:
@@ -247,12 +234,12 @@ class _Job(Invocation):
                 with progress.phase("counting the rows", "read"):
                     progress.rows_total = rows.count()
             progress.display.note(self._announcement(journal))
-            is_done = self.generate(rows.read(), validator, inputs.model, journal)
+            is_done = self.generate(rows.read(), validator, journal)
         if not is_done:
             if self.stopper.exit_code == ExitCode.ROWS_FAILED:
                 write_errors(self.run_dir, self.spec.output, journal)
             return self.stopped()
-        inputs.source.check_unchanged()
+        source.check_unchanged()
         self._keep_file_states(self.manifest)
         with progress.phase("writing the outputs", "write"):
             model, chat = self.spec.model.path, self.spec.input.chat
@@ -281,12 +268,12 @@ class _Job(Invocation):
             self.run_dir.remove_spool()
         return self.finished(journal, report)
 
-    def _rows(self, inputs: _Inputs, journal: Journal | None) -> RowRange:
+    def _rows(self, source: Source, journal: Journal | None) -> RowRange:
         finished = (journal.done, journal.resume_cursor) if journal else ()
-        return RowRange(inputs.source, self.options.shard, *finished, has_ids=may_have_ids(self.spec.input))
+        return RowRange(source, self.options.shard, *finished, has_ids=may_have_ids(self.spec.input))
 
-    def _validator(self, inputs: _Inputs, ids: UniqueIds) -> RowValidator:
-        return RowValidator(self.spec.input, inputs.builder, ids, self.options.shard)
+    def _validator(self, ids: UniqueIds) -> RowValidator:
+        return RowValidator(self.spec.input, self.builder, ids, self.options.shard)
 
     def _refuse_bad_rows(self, rows: RowRange, validator: RowValidator) -> None:
         with self.progress.phase("checking all rows (--strict)", "read"):

@@ -38,20 +38,19 @@ _RATE_WINDOW_S = 30.0
 class Progress:
     """The counters of one invocation; a context manager that runs the thread.
 
-    ``rows_total`` counts the rows of this shard, None while unknown. It and ``usage_before``, the time and tokens of
-    earlier invocations of the run, are read from the file that these left. ``sink`` and ``engine`` are set once they
-    exist. The file is removed at the end unless ``keeps_file`` is set or the run was stopped.
+    ``rows_total`` counts the rows of this shard, None while unknown. ``sink`` and ``engine`` are set once they exist.
+    Earlier invocations of the run have left their counts in ``progress.json``, which is removed at the end unless
+    ``keeps_file`` is set or the run was stopped.
     """
 
     def __init__(self, folder: Path, display: Display, stopper: Stopper) -> None:
         self.display = display
         self.rows_total: int | None = None
-        self.usage_before: dict[str, Any] = {}
         self.sink: ResultSink | None = None
         self.engine: EngineLike | None = None
         self.state = "running"
         self.keeps_file = False  # set once there is something to resume
-        self._before: dict[str, Any] | None = None
+        self._before: dict[str, Any] = {}  # progress.json of earlier invocations
         self._path = folder / PROGRESS_NAME
         self.stopper = stopper
         self.clock = Clock()
@@ -66,11 +65,10 @@ class Progress:
         self._thread = threading.Thread(target=self._watch, name="batchgen-progress", daemon=True)
 
     def __enter__(self) -> Progress:
-        self._before = read_progress(self._path.parent)
-        if self._before is not None:
+        self._before = read_progress(self._path.parent) or {}
+        if self._before:
             self.keeps_file = True
             self.rows_total = self._before["rows"]["total"]
-            self.usage_before = self._before["spent"]
         self._thread.start()
         return self
 
@@ -94,10 +92,9 @@ class Progress:
 
     def begin_anew(self) -> None:
         """Forget earlier invocations: this run starts from nothing."""
-        self._before = None
+        self._before = {}
         self.keeps_file = False
         self.rows_total = None
-        self.usage_before = {}
 
     @contextmanager
     def phase(self, name: str, account: str) -> Iterator[None]:
@@ -120,7 +117,7 @@ class Progress:
             "engine": self._engine_counts,
             "max_rss_bytes": peak_bytes(),
         }
-        return follow(self.usage_before, mine | self._token_counts())
+        return follow(self._before.get("spent", {}), mine | self._token_counts())
 
     def _token_counts(self) -> dict[str, int]:
         """Tokens of this invocation."""
@@ -137,12 +134,11 @@ class Progress:
 
     def snapshot(self) -> dict[str, Any]:
         """State, counts and estimates for the display and ``progress.json``; tokens are those of all invocations."""
-        tokens = {name: self.usage_before.get(name, 0) + count for name, count in self._token_counts().items()}
+        usage_before, rows_before = self._before.get("spent", {}), self._before.get("rows", {})
+        tokens = {name: usage_before.get(name, 0) + count for name, count in self._token_counts().items()}
+        done, failed = rows_before.get("done", 0), rows_before.get("failed", 0)
         if self.sink is not None:
             done, failed = self.sink.num_done, self.sink.num_failed
-        else:
-            before = self._before["rows"] if self._before else {}
-            done, failed = before.get("done", 0), before.get("failed", 0)
         rows = row_counts(self.rows_total, done, failed)
         rate = self._rate()
         tokens_left = None if rows["left"] is None else self._tokens_left(rows["left"])

@@ -31,7 +31,7 @@ from batchgen.output.rundir import RunDir
 from batchgen.report.build import build_report, write_report
 from batchgen.report.usage import follow, spent_in
 from batchgen.run.invocation import Invocation, Outcome, RunOptions
-from batchgen.run.loader import EngineFactory, ModelInfo, read_model
+from batchgen.run.loader import EngineFactory, read_model
 from batchgen.run.reports import job_facts, output_totals, read_report
 
 
@@ -77,12 +77,12 @@ class _Retry(Invocation):
             if not self.progress.rows_total and not is_begun:
                 journal.remove()
                 return Outcome(ExitCode.OK, ("no row has failed: nothing to retry",))
-            model = self._model()
-            builder = model.builder(self.spec.input, self.spec.sampling, self.spec.sampling_columns)
+            self._find_model()
+            builder = self.model.builder(self.spec.input, self.spec.sampling, self.spec.sampling_columns)
             self.progress.keeps_file = True
             todo = (row for row in letters.read() if not _is_run(row, journal))
             validator = RowValidator(self.spec.input, builder, ids)  # failed rows are this run's, whatever its shard
-            if not self.generate(todo, validator, model, journal):
+            if not self.generate(todo, validator, journal):
                 return self.stopped()
         return self._replace_outputs(journal)
 
@@ -112,17 +112,16 @@ class _Retry(Invocation):
         ids.restore(known_ids())
         return letters
 
-    def _model(self) -> ModelInfo:
-        """The model of the run. Raises ResumeMismatch if it has changed."""
+    def _find_model(self) -> None:
+        """Find the model. Raises ResumeMismatch if it is not the one that the run was made with."""
         with self.progress.phase("checking the model", "load"):
-            model = read_model(self.spec)
-            found = differences(self.manifest.fingerprints.get("model", {}), model.fingerprint(self.digests))
+            self.model = read_model(self.spec)
+            found = differences(self.manifest.fingerprints.get("model", {}), self.model.fingerprint(self.digests))
         if found:
             raise ResumeMismatch(
                 f"{self.spec.model.path} is not the model that {self.run_dir.path} was run with; a run has one model:"
                 + "".join(f"\n  {line}" for line in found)
             )
-        return model
 
     def _replace_outputs(self, journal: Journal) -> Outcome:
         spec, num_fixed = self.spec, journal.counts.results

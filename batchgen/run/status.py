@@ -28,8 +28,8 @@ _NO_TOKENS = {"prompt": 0, "completion": 0, "computed": 0, "estimated": None}
 def read_status(folder: Path) -> dict[str, Any]:
     """State, rows, tokens, rate and time left of the run in ``folder``.
 
-    ``state`` is "running", "finished", "stopped" (on request: run again to resume), "failed" (an error ended it) or
-    "interrupted" (it was killed); a rate and ``eta_s`` are given while it runs. Raises UsageError for other folders.
+    ``state`` is "running", "finished", "stopped" (on request), "failed" (by an error) or "interrupted" (by a kill).
+    Rate and ``eta_s`` are those of a running process. Raises UsageError for a folder that holds no run.
     """
     run_dir = RunDir(folder)
     progress = read_progress(folder)
@@ -77,7 +77,7 @@ def watch_status(folder: Path, interval_s: float = WATCH_S) -> Iterator[dict[str
 
 
 def render_status(status: Mapping[str, Any]) -> str:
-    """The status as a few lines for a person."""
+    """The status as a few lines of text."""
     holder, rows, tokens = status["holder"], status["rows"], status["tokens"]
     who = f", process {holder['pid']} on {holder['host']}" if holder else ""
     what = f": {status['phase']}" if status["phase"] else ""
