@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from batchgen.core.records import Request, Result, SamplingParams
     from batchgen.engine import Engine, EngineConfig
     from batchgen.model import load_model
-    from batchgen.run import RunOptions, run_job
+    from batchgen.run.invocation import RunOptions
+    from batchgen.run.job import run_job
     from batchgen.text.tokenizer import Tokenizer
 
 
@@ -28,12 +29,12 @@ _HOME = {
     "JobSpec": "batchgen.config.job",
     "Request": "batchgen.core.records",
     "Result": "batchgen.core.records",
-    "RunOptions": "batchgen.run",
+    "RunOptions": "batchgen.run.invocation",
     "SamplingParams": "batchgen.core.records",
     "Tokenizer": "batchgen.text.tokenizer",
     "load_job": "batchgen.config.load",
     "load_model": "batchgen.model",
-    "run_job": "batchgen.run",
+    "run_job": "batchgen.run.job",
 }
 
 __all__ = [

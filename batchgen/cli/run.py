@@ -28,7 +28,7 @@ from batchgen.core.errors import ExitCode
 from batchgen.core.units import counted
 
 if TYPE_CHECKING:
-    from batchgen.run import Outcome
+    from batchgen.run.invocation import Outcome
     from batchgen.run.loader import EngineFactory
 
 _MIXED_HELP = "Accept rows of other kernels, whose tokens may differ."
@@ -70,8 +70,10 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     if job is None and not flags:
         raise click.UsageError("give a job file, or --model, --input and --output", click.get_current_context())
     spec = load_job(job, flags)
-    from batchgen.run import Limits, RunOptions, run_job
+    from batchgen.run.invocation import RunOptions
+    from batchgen.run.job import run_job
     from batchgen.run.reports import check_metrics_file, write_metrics
+    from batchgen.run.stop import Limits
 
     metrics_file: Path | None = values["metrics_file"]
     if metrics_file is not None:
@@ -120,7 +122,7 @@ def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) 
       batchgen retry runs/questions
       batchgen retry runs/questions --kv-memory 8GiB
     """
-    from batchgen.run import RunOptions
+    from batchgen.run.invocation import RunOptions
     from batchgen.run.retry import retry_job
 
     mixed = values["allow_mixed_kernels"]

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal, TextIO
 
-from tqdm import tqdm
-
 from batchgen.core.units import format_duration, printable
 
 Snapshot = Mapping[str, Any]
@@ -99,7 +97,10 @@ class BarDisplay(Display):
     """A tqdm bar that counts tokens; their total is estimated from the rows finished so far."""
 
     def __init__(self, file: TextIO) -> None:
-        tqdm.monitor_interval = 0  # the progress thread redraws the bar
+        from tqdm import tqdm  # slow to import, and other displays do not need it
+
+        self._tqdm: Any = tqdm
+        self._tqdm.monitor_interval = 0  # the progress thread redraws the bar
         self._file = file
         self._bar: Any = None
         self._is_running = False
@@ -114,7 +115,7 @@ class BarDisplay(Display):
             self._bar.set_description_str(snapshot["phase"], refresh=True)
 
     def note(self, text: str) -> None:
-        tqdm.write(f"batchgen: {printable(text)}", file=self._file)
+        self._tqdm.write(f"batchgen: {printable(text)}", file=self._file)
 
     def close(self, snapshot: Snapshot) -> None:
         if self._bar is not None:
@@ -128,7 +129,7 @@ class BarDisplay(Display):
             options |= {"unit": "tok", "unit_scale": True, "initial": snapshot["tokens"]["computed"]}
         else:
             options |= {"bar_format": _WAITING}
-        self._bar = tqdm(**options)
+        self._bar = self._tqdm(**options)
         self._is_running = is_running
 
     def _show_running(self, snapshot: Snapshot) -> None:

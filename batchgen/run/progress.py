@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.memory import peak_bytes
@@ -25,9 +25,11 @@ from batchgen.output.rundir import PROGRESS_NAME
 from batchgen.report.usage import follow, since
 from batchgen.run.clock import Clock
 from batchgen.run.display import Display
-from batchgen.run.loader import EngineLike
-from batchgen.run.results import ResultSink
 from batchgen.run.stop import Stopper, StopRequested
+
+if TYPE_CHECKING:  # slow to import, and ``status`` needs neither
+    from batchgen.run.loader import EngineLike
+    from batchgen.run.results import ResultSink
 
 GENERATING = "generating"
 _TICK_S = 0.5

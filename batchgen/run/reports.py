@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchgen.config.job import JobSpec, OutputSpec
 from batchgen.core.errors import UsageError
@@ -18,7 +18,9 @@ from batchgen.output.rundir import RunDir
 from batchgen.report import prometheus
 from batchgen.report.build import read_report_file
 from batchgen.report.rows import RowTotals
-from batchgen.run.loader import Backend
+
+if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
+    from batchgen.run.loader import Backend
 
 
 def journal_totals(journal: Journal, expected: str | None) -> RowTotals:

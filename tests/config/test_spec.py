@@ -26,7 +26,7 @@ from batchgen.core.units import (
     parse_share,
     parse_size,
 )
-from batchgen.run import RunOptions
+from batchgen.run.invocation import RunOptions
 from batchgen.run.retry import retry_job
 
 JOBS = sorted((Path(__file__).parents[2] / "jobs").glob("*.toml"))

@@ -21,7 +21,7 @@ from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, OutOfMemory, UsageError
 from batchgen.core.machine import SMALLER_SIZES, is_out_of_memory, memory_errors, require_address_space
 from batchgen.core.memory import available_bytes
-from batchgen.run import run_job
+from batchgen.run.job import run_job
 
 GB = 10**9
 

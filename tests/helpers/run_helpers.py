@@ -17,7 +17,8 @@ from stub_engine import StubEngine, stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
-from batchgen.run import Outcome, RunOptions, run_job
+from batchgen.run.invocation import Outcome, RunOptions
+from batchgen.run.job import run_job
 from batchgen.run.progress import read_progress
 from batchgen.run.stop import Limits
 

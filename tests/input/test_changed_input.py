@@ -24,8 +24,8 @@ from batchgen.core.records import BadRow, Record
 from batchgen.input import source
 from batchgen.input.rows import CHUNK_ROWS, chunked
 from batchgen.input.source import RowRange
-from batchgen.run import RunOptions
 from batchgen.run import job as job_module
+from batchgen.run.invocation import RunOptions
 from batchgen.run.status import read_status
 
 NUM_ROWS = 2 * CHUNK_ROWS + 90  # three chunks, of which the first is all that is read when the first steps run

@@ -19,7 +19,7 @@ from batchgen.core.records import Shard
 from batchgen.plan import estimate
 from batchgen.plan.dry_run import PlanOptions, check_time, make_plan
 from batchgen.plan.text import render_plan
-from batchgen.run import run_job
+from batchgen.run.job import run_job
 
 MAX_TOKENS_COLUMN = {"columns": ["max_tokens"]}
 

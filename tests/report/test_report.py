@@ -16,7 +16,7 @@ from batchgen.report.advice import advice, bound_by
 from batchgen.report.build import KEYS, build_report
 from batchgen.report.rows import Distribution, RowTotals
 from batchgen.report.text import render_report
-from batchgen.run import run_job
+from batchgen.run.job import run_job
 from batchgen.run.reports import read_report
 
 

@@ -16,8 +16,8 @@ from batchgen.cli.main import call
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.records import WHOLE, Shard
 from batchgen.output import finalize
-from batchgen.run import RunOptions
 from batchgen.run import retry as retry_module
+from batchgen.run.invocation import RunOptions
 from batchgen.run.retry import retry_job
 
 FAILED = frozenset({1, 3, 5})

@@ -19,7 +19,8 @@ MAX_GROWTH_BYTES = 200 << 20
 
 PROGRAM = """
 import json, resource, sys
-from batchgen.run import RunOptions, run_job
+from batchgen.run.invocation import RunOptions
+from batchgen.run.job import run_job
 from batchgen.config.load import load_job
 from stub_engine import stub_factory
 flags = json.loads(sys.argv[1])

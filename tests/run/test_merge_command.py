@@ -13,8 +13,8 @@ from stub_engine import stub_factory
 from batchgen.cli.main import call
 from batchgen.core.errors import StorageError
 from batchgen.core.records import WHOLE, Shard
-from batchgen.run import RunOptions
 from batchgen.run import merge as merge_module
+from batchgen.run.invocation import RunOptions
 from batchgen.run.status import read_status
 
 FORMATS = ["jsonl", "parquet", "openai-batch"]

@@ -21,8 +21,9 @@ from batchgen.input.ids import UniqueIds
 from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
 from batchgen.plan.dry_run import PlanOptions, make_plan
-from batchgen.run import RunOptions, run_job
 from batchgen.run import job as job_module
+from batchgen.run.invocation import RunOptions
+from batchgen.run.job import run_job
 from batchgen.run.loader import Backend, ModelInfo
 
 STRICT = RunOptions(strict=True, progress="quiet")

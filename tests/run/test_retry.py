@@ -16,9 +16,10 @@ from batchgen.cli.main import call
 from batchgen.core.errors import ResumeMismatch, StorageError, UsageError
 from batchgen.core.records import Shard
 from batchgen.output.journal import Journal
-from batchgen.run import Limits, Outcome, RunOptions
 from batchgen.run import retry as retry_module
+from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.retry import retry_job
+from batchgen.run.stop import Limits
 
 FORMATS = ["jsonl", "parquet", "openai-batch"]
 

@@ -25,8 +25,10 @@ from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
 from batchgen.input.validator import RowValidator
 from batchgen.output.journal import read_counts
 from batchgen.output.payloads import kept_name
-from batchgen.run import RunOptions, requests, run_job
 from batchgen.run import job as job_module
+from batchgen.run import requests
+from batchgen.run.invocation import RunOptions
+from batchgen.run.job import run_job
 from batchgen.run.loader import Backend, ModelInfo
 from batchgen.run.merge import merge
 from batchgen.run.reports import read_report

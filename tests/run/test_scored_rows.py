@@ -10,7 +10,7 @@ from stub_engine import StubEngine
 
 from batchgen.config.job import JobSpec
 from batchgen.core.records import FinishReason, Request, Result
-from batchgen.run import run_job
+from batchgen.run.job import run_job
 from batchgen.run.loader import Backend, ModelInfo
 
 

@@ -12,9 +12,10 @@ from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.core.errors import BatchgenError, UsageError
-from batchgen.run import Limits, RunOptions
+from batchgen.run.invocation import RunOptions
 from batchgen.run.retry import retry_job
 from batchgen.run.status import read_status, render_status
+from batchgen.run.stop import Limits
 
 
 def test_a_running_run_is_seen_from_outside_and_not_disturbed(job: JobMaker) -> None:

@@ -14,7 +14,8 @@ from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
-from batchgen.run import Outcome, RunOptions, run_job
+from batchgen.run.invocation import Outcome, RunOptions
+from batchgen.run.job import run_job
 from batchgen.run.loader import Backend, ModelInfo
 
 ROWS, OTHERS = rows_of(60), rows_of(70)[10:]
