@@ -12,12 +12,14 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from batchgen.kernels.cpu import simd
-from batchgen.kernels.cpu.simd import LOG2_E, intrinsic
+from batchgen.kernels.cpu.simd import ANY, I64, emitted, inline, jit
 from batchgen.kernels.cpu.vector_ir import (
     CACHE_LINE,
+    FLOAT,
     LANES,
+    LOG2_E,
     VECTOR,
+    emit_cases,
     emit_dot,
     emit_fma,
     emit_load,
@@ -31,21 +33,24 @@ from batchgen.kernels.cpu.vector_ir import (
 )
 
 MAX_ROWS = 8
+ROW_COUNTS = (1, 2, 4, MAX_ROWS)  # of query rows, for each of which there are tiles that fit 32 vector registers
 CHUNK = 2 * LANES  # neighbouring positions that are scored side by side
 NUM_STREAMS = 4  # places in memory that are read at once: one alone does not fill a core's share of the bandwidth
 TILE = 256  # positions whose scores are held at once; a multiple of CHUNK * NUM_STREAMS
 SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
-_I = types.int64
+
+
+def _number(value):
+    return ir.Constant(ir.IntType(64), value)
 
 
 def _vector_at(builder, base, index):
-    at = builder.gep(base, [index])
-    return builder.bitcast(at, VECTOR.as_pointer())
+    return builder.bitcast(builder.gep(base, [index]), VECTOR.as_pointer())
 
 
-def _spread(builder, kind, base, index):
-    """``base[index]``, or the pair that begins there, in every lane."""
-    if is_bf16(kind):
+def _spread(builder, base, index):
+    """``base[index]``, or the pair of bfloat16 that begins there, in every lane."""
+    if is_bf16(base):
         return emit_splat_pair(builder, base, index)
     return emit_splat(builder, builder.load(builder.gep(base, [index])))
 
@@ -54,70 +59,64 @@ def _multiply(builder, paired, a, b, total):
     return emit_dot(builder, a, b, total) if paired else emit_fma(builder, a, b, total)
 
 
-def _score_intrinsic(rows, vectors, chunks=1):
-    """Scores, as base-2 logarithms, of ``rows`` queries against ``chunks`` times ``16 * vectors`` positions.
+def _factors(builder, q, keys, places, d):
+    """Keys of dimension ``d`` (or the pair from it on) at ``places`` and, for each, what dimension of q they meet."""
+    if not is_bf16(keys):
+        return [([emit_load(builder, keys, place) for place in places], d)]
+    pairs = [emit_load_whole_pairs(builder, keys, place, align=4) for place in places]
+    if is_bf16(q):
+        return [(pairs, d)]
+    evens, odds = zip(*(emit_widen_pairs(builder, pair) for pair in pairs), strict=True)
+    return [(evens, d), (odds, builder.add(d, _number(1)))]
 
-    Chunk c begins at ``starts[c]`` in the keys. A score is a sum over dimensions (or pairs of them) in order; there
-    are enough of them under way to hide the latency of an addition. Meanwhile the cache lines from each of ``ahead``
-    on are prefetched, one a dimension.
+
+def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out, out_index, ahead):
+    """Scores, as base-2 logarithms, of ``rows`` queries against ``16 * vectors`` positions of each chunk.
+
+    Chunks begin at ``starts`` in the keys. A score is a sum over dimensions (or pairs of them) in order; there are
+    enough of them under way to hide the latency of an addition. Meanwhile the cache lines from each of ``ahead`` on
+    are prefetched, one per dimension.
     """
-
-    @intrinsic
-    def score_tile(_context, q, width, keys, starts, key_stride, out, out_index, ahead):
-        def generate(_c, builder, _s, arguments):
-            q_, width_, keys_, starts_, key_stride_, out_, out_index_, ahead_ = arguments
-
-            def number(value):
-                return ir.Constant(width_.type, value)
-
-            unit = 2 if is_bf16(keys) else 1  # dimensions that lie side by side
-            grid = [(r, v) for r in range(rows) for v in range(chunks * vectors)]
-            sums = {place: cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for place in grid}
-            first = [builder.mul(width_, number(r)) for r in range(rows)]
-            begins = [
-                builder.add(start, number(v * LANES * unit))
-                for start in cgutils.unpack_tuple(builder, starts_)
-                for v in range(vectors)
-            ]
-            streams = cgutils.unpack_tuple(builder, ahead_)
-
-            def factors(d):
-                """Keys from dimension ``d`` on and, for each, the place of what they are multiplied by."""
-                row = builder.mul(d, key_stride_)
-                places = [builder.add(begin, row) for begin in begins]
-                if unit == 1:
-                    return [([emit_load(builder, keys, keys_, place) for place in places], d)]
-                pairs = [emit_load_whole_pairs(builder, keys_, place, align=4) for place in places]
-                if is_bf16(q):
-                    return [(pairs, d)]
-                evens, odds = zip(*(emit_widen_pairs(builder, pair) for pair in pairs), strict=True)
-                return [(evens, d), (odds, builder.add(d, number(1)))]
-
-            with cgutils.for_range(builder, builder.udiv(width_, number(unit))) as loop:
-                d = builder.mul(loop.index, number(unit))
-                for line in range(unit):
-                    place = builder.mul(builder.add(d, number(line)), number(CACHE_LINE))
-                    for stream in streams:
-                        emit_prefetch(builder, builder.add(stream, place), closeness=2)
-                for key, place in factors(d):
-                    for r in range(rows):
-                        spread = _spread(builder, q, q_, builder.add(first[r], place))
-                        for v in range(chunks * vectors):
-                            total = sums[r, v]
-                            builder.store(_multiply(builder, is_bf16(q), spread, key[v], builder.load(total)), total)
-            to_base_2 = emit_splat(builder, ir.Constant(VECTOR.element, float(np.float32(LOG2_E))))
-            for r, v in grid:
-                at = builder.add(out_index_, number(r * SCORE_STRIDE + v * LANES))
-                scaled = builder.fmul(builder.load(sums[r, v]), to_base_2)
-                builder.store(scaled, _vector_at(builder, out_, at), align=4)
-            return _c.get_dummy_value()
-
-        return types.void(q, _I, keys, starts, _I, out, _I, ahead), generate
-
-    return score_tile
+    unit = 2 if is_bf16(keys) else 1  # dimensions that lie side by side
+    starts, streams = cgutils.unpack_tuple(builder, starts), cgutils.unpack_tuple(builder, ahead)
+    columns = range(len(starts) * vectors)
+    grid = [(r, v) for r in range(rows) for v in columns]
+    sums = {place: cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for place in grid}
+    first = [builder.mul(width, _number(r)) for r in range(rows)]
+    begins = [builder.add(start, _number(v * LANES * unit)) for start in starts for v in range(vectors)]
+    with cgutils.for_range(builder, builder.udiv(width, _number(unit))) as loop:
+        d = builder.mul(loop.index, _number(unit))
+        for line in range(unit):
+            place = builder.mul(builder.add(d, _number(line)), _number(CACHE_LINE))
+            for stream in streams:
+                emit_prefetch(builder, builder.add(stream, place), closeness=2)
+        row = builder.mul(d, key_stride)
+        for key, place in _factors(builder, q, keys, [builder.add(begin, row) for begin in begins], d):
+            for r in range(rows):
+                spread = _spread(builder, q, builder.add(first[r], place))
+                for v in columns:
+                    total = sums[r, v]
+                    builder.store(_multiply(builder, is_bf16(q), spread, key[v], builder.load(total)), total)
+    to_base_2 = emit_splat(builder, ir.Constant(FLOAT, float(np.float32(LOG2_E))))
+    for r, v in grid:
+        at = builder.add(out_index, _number(r * SCORE_STRIDE + v * LANES))
+        builder.store(builder.fmul(builder.load(sums[r, v]), to_base_2), _vector_at(builder, out, at), align=4)
 
 
-def _value_intrinsic(rows, vectors):
+def _scores(vectors, row_counts):
+    """Function of the tiles of ``_emit_scores`` for each of ``row_counts``."""
+
+    @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, ANY, I64, ANY)
+    def scores(builder, rows, q, width, keys, starts, key_stride, out, out_index, ahead):
+        def tile(count):
+            _emit_scores(builder, count, vectors, q, width, keys, starts, key_stride, out, out_index, ahead)
+
+        emit_cases(builder, rows, row_counts, tile)
+
+    return scores
+
+
+def _emit_values(builder, rows, vectors, weights, weight_index, values, chunks, width, out, out_index, ahead):
     """Add the weighted values of ``NUM_STREAMS`` chunks to ``vectors`` vectors of ``rows`` accumulators.
 
     ``chunks`` are the addresses of their values [CHUNK, width] from the first of these vectors on. Two neighbours of
@@ -125,77 +124,77 @@ def _value_intrinsic(rows, vectors):
     are prefetched, from each of ``ahead`` on.
     """
 
-    @intrinsic
-    def accumulate_tile(_context, weights, weight_index, values, chunks, width, out, out_index, ahead):
-        def generate(_c, builder, _s, arguments):
-            weights_, weight_index_, values_, chunks_, width_, out_, out_index_, ahead_ = arguments
+    def place(r, v):
+        row = builder.add(builder.mul(width, _number(r)), _number(v * LANES))
+        return _vector_at(builder, out, builder.add(out_index, row))
 
-            def number(value):
-                return ir.Constant(width_.type, value)
+    def add(value, paired, weight_at):
+        for r, start in enumerate(starts):
+            spread = _spread(builder, weights, builder.add(start, weight_at))
+            for v in range(vectors):
+                total = sums[r * vectors + v]
+                builder.store(_multiply(builder, paired, spread, value[v], builder.load(total)), total)
 
-            def place(r, v):
-                row = builder.add(builder.mul(width_, number(r)), number(v * LANES))
-                return _vector_at(builder, out_, builder.add(out_index_, row))
+    def loaded(base, at):
+        return [emit_load(builder, base, builder.add(at, _number(v * LANES))) for v in range(vectors)]
 
-            def add(value, paired, weight_at):
-                for r, start in enumerate(starts):
-                    spread = _spread(builder, weights, weights_, builder.add(start, weight_at))
-                    for v in range(vectors):
-                        total = sums[r * vectors + v]
-                        builder.store(_multiply(builder, paired, spread, value[v], builder.load(total)), total)
-
-            def loaded(base, at):
-                return [emit_load(builder, values, base, builder.add(at, number(v * LANES))) for v in range(vectors)]
-
-            places = [place(r, v) for r in range(rows) for v in range(vectors)]
-            sums = [cgutils.alloca_once(builder, VECTOR) for _ in places]
-            for where, total in zip(places, sums, strict=True):
-                builder.store(builder.load(where, align=4), total)
-            starts = [builder.add(weight_index_, number(r * SCORE_STRIDE)) for r in range(rows)]
-            bases = [builder.inttoptr(chunk, values_.type) for chunk in cgutils.unpack_tuple(builder, chunks_)]
-            streams = cgutils.unpack_tuple(builder, ahead_)
-            with cgutils.for_range(builder, number(CHUNK // 2)) as loop:
-                position = builder.mul(loop.index, number(2))
-                at = builder.mul(position, width_)
-                then = builder.add(at, width_)
-                lines = builder.mul(loop.index, number(vectors * CACHE_LINE))
-                for c, base in enumerate(bases):
-                    for line in range(vectors):
-                        near = builder.add(streams[c], builder.add(lines, number(line * CACHE_LINE)))
-                        emit_prefetch(builder, near, closeness=2)
-                    weight_at = builder.add(position, number(c * CHUNK))
-                    if is_bf16(weights):
-                        add(emit_load_pairs(builder, base, at, then, vectors), True, weight_at)
-                    else:
-                        add(loaded(base, at), False, weight_at)
-                        add(loaded(base, then), False, builder.add(weight_at, number(1)))
-            for where, total in zip(places, sums, strict=True):
-                builder.store(builder.load(total), where, align=4)
-            return _c.get_dummy_value()
-
-        return types.void(weights, _I, values, chunks, _I, out, _I, ahead), generate
-
-    return accumulate_tile
+    places = [place(r, v) for r in range(rows) for v in range(vectors)]
+    sums = [cgutils.alloca_once(builder, VECTOR) for _ in places]
+    for where, total in zip(places, sums, strict=True):
+        builder.store(builder.load(where, align=4), total)
+    starts = [builder.add(weight_index, _number(r * SCORE_STRIDE)) for r in range(rows)]
+    bases = [builder.inttoptr(chunk, values.type) for chunk in cgutils.unpack_tuple(builder, chunks)]
+    streams = cgutils.unpack_tuple(builder, ahead)
+    with cgutils.for_range(builder, _number(CHUNK // 2)) as loop:
+        position = builder.mul(loop.index, _number(2))
+        at = builder.mul(position, width)
+        then = builder.add(at, width)
+        lines = builder.mul(loop.index, _number(vectors * CACHE_LINE))
+        for c, base in enumerate(bases):
+            for line in range(vectors):
+                near = builder.add(streams[c], builder.add(lines, _number(line * CACHE_LINE)))
+                emit_prefetch(builder, near, closeness=2)
+            weight_at = builder.add(position, _number(c * CHUNK))
+            if is_bf16(weights):
+                add(emit_load_pairs(builder, base, at, then, vectors), True, weight_at)
+            else:
+                add(loaded(base, at), False, weight_at)
+                add(loaded(base, then), False, builder.add(weight_at, _number(1)))
+    for where, total in zip(places, sums, strict=True):
+        builder.store(builder.load(total), where, align=4)
 
 
-# Tiles of accumulators that fit 32 vector registers, by number of query rows.
-_score1, _score2, _score4, _score8 = (_score_intrinsic(rows, 2) for rows in (1, 2, 4, 8))
-_score1_thin, _score2_thin, _score4_thin, _score8_thin = (_score_intrinsic(rows, 1) for rows in (1, 2, 4, 8))
-_score1_chunks, _score2_chunks = (_score_intrinsic(rows, 2, NUM_STREAMS) for rows in (1, 2))
-_wide1, _wide2, _wide4, _wide8 = (_value_intrinsic(rows, 4 if rows < MAX_ROWS else 2) for rows in (1, 2, 4, 8))
-_thin1, _thin2, _thin4, _thin8 = (_value_intrinsic(rows, 1) for rows in (1, 2, 4, 8))
+@jit
+def _wide_vectors(rows):
+    """Vectors of values that a tile of so many rows is wide, at most: its sums fit the registers."""
+    return 2 if rows == MAX_ROWS else 4
 
 
-@simd.jit
+def _values(is_wide):
+    """Function of the tiles of ``_emit_values``, as wide as their rows allow or one vector wide."""
+
+    @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, ANY, I64, ANY)
+    def values(builder, rows, weights, weight_index, values, chunks, width, out, out_index, ahead):
+        def tile(count):
+            vectors = _wide_vectors.py_func(count) if is_wide else 1
+            _emit_values(builder, count, vectors, weights, weight_index, values, chunks, width, out, out_index, ahead)
+
+        emit_cases(builder, rows, ROW_COUNTS, tile)
+
+    return values
+
+
+_scores_wide, _scores_thin, _scores_of_chunks = _scores(2, ROW_COUNTS), _scores(1, ROW_COUNTS), _scores(2, (1, 2))
+_values_wide, _values_thin = _values(True), _values(False)
+
+
+@jit
 def score_chunks(rows, q, width, keys, starts, stride, out, to, ahead):
     """Scores of one or two queries against ``NUM_STREAMS`` chunks of ``CHUNK`` positions; tuples of as many."""
-    if rows == 1:
-        _score1_chunks(q, width, keys, starts, stride, out, to, ahead)
-    else:
-        _score2_chunks(q, width, keys, starts, stride, out, to, ahead)
+    _scores_of_chunks(rows, q, width, keys, starts, stride, out, to, ahead)
 
 
-@simd.jit
+@jit
 def score(rows, count, q, width, keys, at, pack, stride, out, to, ahead):
     """Scores of ``rows`` queries against ``count`` positions of a block, and up to 31 more that the caller masks.
 
@@ -203,56 +202,29 @@ def score(rows, count, q, width, keys, at, pack, stride, out, to, ahead):
     """
     j, near = 0, (ahead,)
     while j < count:
-        start, wide = (at + j * pack,), count - j > LANES
-        if rows == 1 and wide:
-            _score1(q, width, keys, start, stride, out, to + j, near)
-        elif rows == 1:
-            _score1_thin(q, width, keys, start, stride, out, to + j, near)
-        elif rows == 2 and wide:
-            _score2(q, width, keys, start, stride, out, to + j, near)
-        elif rows == 2:
-            _score2_thin(q, width, keys, start, stride, out, to + j, near)
-        elif rows == 4 and wide:
-            _score4(q, width, keys, start, stride, out, to + j, near)
-        elif rows == 4:
-            _score4_thin(q, width, keys, start, stride, out, to + j, near)
-        elif wide:
-            _score8(q, width, keys, start, stride, out, to + j, near)
+        start = (at + j * pack,)
+        if count - j > LANES:
+            _scores_wide(rows, q, width, keys, start, stride, out, to + j, near)
+            j += 2 * LANES
         else:
-            _score8_thin(q, width, keys, start, stride, out, to + j, near)
-        j += 2 * LANES if wide else LANES
+            _scores_thin(rows, q, width, keys, start, stride, out, to + j, near)
+            j += LANES
 
 
-@simd.inline
+@inline
 def _shifted(four, by):
     return four[0] + by, four[1] + by, four[2] + by, four[3] + by
 
 
-@simd.jit
+@jit
 def accumulate(rows, weights, weight_index, values, itemsize, chunks, width, out, ahead):
-    """``out[r, :width]`` plus the values at the addresses ``chunks`` times ``weights[r]``; see ``_value_intrinsic``."""
+    """``out[r, :width]`` plus the values at the addresses ``chunks`` times ``weights[r]``; see ``_emit_values``."""
     vectors = width // LANES
-    step = 2 if rows == MAX_ROWS else 4
+    step = _wide_vectors(rows)
     whole = vectors - vectors % step
     for v in range(0, whole, step):
-        parts, to = _shifted(chunks, v * LANES * itemsize), v * LANES
-        near = _shifted(ahead, v * CHUNK // 2 * CACHE_LINE)
-        if rows == 1:
-            _wide1(weights, weight_index, values, parts, width, out, to, near)
-        elif rows == 2:
-            _wide2(weights, weight_index, values, parts, width, out, to, near)
-        elif rows == 4:
-            _wide4(weights, weight_index, values, parts, width, out, to, near)
-        else:
-            _wide8(weights, weight_index, values, parts, width, out, to, near)
+        parts, near = _shifted(chunks, v * LANES * itemsize), _shifted(ahead, v * CHUNK // 2 * CACHE_LINE)
+        _values_wide(rows, weights, weight_index, values, parts, width, out, v * LANES, near)
     for v in range(whole, vectors):
-        parts, to = _shifted(chunks, v * LANES * itemsize), v * LANES
-        near = _shifted(ahead, v * CHUNK // 2 * CACHE_LINE)
-        if rows == 1:
-            _thin1(weights, weight_index, values, parts, width, out, to, near)
-        elif rows == 2:
-            _thin2(weights, weight_index, values, parts, width, out, to, near)
-        elif rows == 4:
-            _thin4(weights, weight_index, values, parts, width, out, to, near)
-        else:
-            _thin8(weights, weight_index, values, parts, width, out, to, near)
+        parts, near = _shifted(chunks, v * LANES * itemsize), _shifted(ahead, v * CHUNK // 2 * CACHE_LINE)
+        _values_thin(rows, weights, weight_index, values, parts, width, out, v * LANES, near)

@@ -10,17 +10,17 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from batchgen.kernels.cpu import simd
-from batchgen.kernels.cpu.rows import silu_mul
-from batchgen.kernels.cpu.simd import intrinsic
+from batchgen.kernels.cpu.simd import ANY, I64, emitted, jit
 from batchgen.kernels.cpu.vector_ir import (
     CACHE_LINE,
     LANES,
     VECTOR,
+    emit_cases,
     emit_dot,
     emit_load,
     emit_load_whole_pairs,
     emit_prefetch,
+    emit_silu_mul,
     emit_splat_pair,
     emit_store,
 )
@@ -34,11 +34,13 @@ _LEAD = 1024  # bytes: so far ahead few rows ask for weights
 # or, where the first two strips are gates and the others what they gate, ``silu(gate) * up``.
 TO_SUMS, STORE, ADD, GATE = range(4)
 
-_I = types.int64
+
+def _number(value):
+    return ir.Constant(ir.IntType(64), value)
 
 
-def _tile_intrinsic(rows):
-    """The products of ``rows`` rows of x with four neighbouring strips of weights, stored as ``how`` says.
+def _emit_sums(builder, rows, x, x_index, x_stride, weight, strip_size, pairs, ahead, step):
+    """Accumulators {(row, strip): vector} of the products of ``rows`` rows of x with four neighbouring strips.
 
     A strip is [pairs, 16, 2]: for each pair of inputs, those of 16 outputs. Meanwhile four cache lines are asked for
     with each pair, to come no closer than the second cache. One or two rows, which never share a panel with another
@@ -46,86 +48,68 @@ def _tile_intrinsic(rows):
     the address ``ahead`` on, ``step`` bytes further with each pair (one for each strip would take too many registers);
     with a step of less than four lines some are asked for again, which is cheaper than choosing.
     """
-
-    @intrinsic
-    def tile(_context, x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step):
-        out_type, how_types = out, how.types
-
-        def generate(context, builder, _s, arguments):
-            x_, x_index_, x_stride_, weight_, strip_size_, pairs_, out_, out_index_, out_stride_ = arguments[:9]
-            how_, ahead_, step_ = arguments[9:]
-            finish_, sums_, residual_ = cgutils.unpack_tuple(builder, how_)
-
-            def number(value):
-                return ir.Constant(pairs_.type, value)
-
-            grid = [(r, v) for r in range(rows) for v in range(STRIPS)]
-            totals = {place: cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for place in grid}
-            row = [builder.gep(x_, [builder.add(x_index_, builder.mul(x_stride_, number(r)))]) for r in range(rows)]
-            strip = [builder.gep(weight_, [builder.mul(strip_size_, number(v))]) for v in range(STRIPS)]
-            with cgutils.for_range(builder, pairs_) as loop:
-                if rows <= 2:
-                    lead = builder.add(builder.mul(loop.index, number(CACHE_LINE)), number(_LEAD))
-                    lines = [builder.add(builder.ptrtoint(start, pairs_.type), lead) for start in strip]
-                else:
-                    place = builder.add(ahead_, builder.mul(loop.index, step_))
-                    lines = [builder.add(place, number(line * CACHE_LINE)) for line in range(4)]
-                for line in lines:
-                    emit_prefetch(builder, line, closeness=2)
-                at = builder.mul(loop.index, number(2 * LANES))
-                w = [emit_load_whole_pairs(builder, strip[v], at, align=64) for v in range(STRIPS)]
-                for r in range(rows):
-                    spread = emit_splat_pair(builder, row[r], builder.mul(loop.index, number(2)))
-                    for v in range(STRIPS):
-                        total = totals[r, v]
-                        builder.store(emit_dot(builder, w[v], spread, builder.load(total)), total)
-
-            def target(r, v):
-                return builder.add(out_index_, builder.add(builder.mul(out_stride_, number(r)), number(v * LANES)))
-
-            def finishing(way):
-                return builder.if_then(builder.icmp_signed("==", finish_, number(way)))
-
-            with finishing(TO_SUMS):
-                for r, v in grid:
-                    to = builder.gep(sums_, [number(r * TILE_COLUMNS + v * LANES)])
-                    builder.store(builder.load(totals[r, v]), builder.bitcast(to, VECTOR.as_pointer()), align=4)
-            with finishing(STORE):
-                for r, v in grid:
-                    emit_store(builder, out_type, out_, target(r, v), builder.load(totals[r, v]))
-            with finishing(ADD):
-                for r, v in grid:
-                    more = emit_load(builder, how_types[2], residual_, target(r, v))
-                    total = builder.fadd(builder.load(totals[r, v]), more)
-                    emit_store(builder, out_type, out_, target(r, v), total)
-            with finishing(GATE):
-                signature = simd.vec(out_type, simd.vec, simd.vec)
-                for r, v in [(r, v) for r, v in grid if v < STRIPS // 2]:
-                    parts = (out_, builder.load(totals[r, v]), builder.load(totals[r, v + STRIPS // 2]))
-                    gated = context.compile_internal(builder, silu_mul.py_func, signature, parts)
-                    emit_store(builder, out_type, out_, target(r, v), gated)
-            return context.get_dummy_value()
-
-        return types.void(x, _I, _I, weight, _I, _I, out, _I, _I, how, _I, _I), generate
-
-    return tile
+    grid = [(r, v) for r in range(rows) for v in range(STRIPS)]
+    totals = {place: cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for place in grid}
+    row = [builder.gep(x, [builder.add(x_index, builder.mul(x_stride, _number(r)))]) for r in range(rows)]
+    strip = [builder.gep(weight, [builder.mul(strip_size, _number(v))]) for v in range(STRIPS)]
+    with cgutils.for_range(builder, pairs) as loop:
+        if rows <= 2:
+            lead = builder.add(builder.mul(loop.index, _number(CACHE_LINE)), _number(_LEAD))
+            lines = [builder.add(builder.ptrtoint(start, pairs.type), lead) for start in strip]
+        else:
+            place = builder.add(ahead, builder.mul(loop.index, step))
+            lines = [builder.add(place, _number(line * CACHE_LINE)) for line in range(4)]
+        for line in lines:
+            emit_prefetch(builder, line, closeness=2)
+        at = builder.mul(loop.index, _number(2 * LANES))
+        w = [emit_load_whole_pairs(builder, strip[v], at, align=64) for v in range(STRIPS)]
+        for r in range(rows):
+            spread = emit_splat_pair(builder, row[r], builder.mul(loop.index, _number(2)))
+            for v in range(STRIPS):
+                total = totals[r, v]
+                builder.store(emit_dot(builder, w[v], spread, builder.load(total)), total)
+    return totals
 
 
-_tile1, _tile2, _tile3, _tile4, _tile5, _tile6 = (_tile_intrinsic(rows) for rows in range(1, MAX_ROWS + 1))
+def _emit_end(builder, totals, out, out_index, out_stride, how):
+    """Write a tile's sums as ``how`` (finish, sums, residual) says."""
+    finish, sums, residual = cgutils.unpack_tuple(builder, how)
+
+    def target(r, v):
+        return builder.add(out_index, builder.add(builder.mul(out_stride, _number(r)), _number(v * LANES)))
+
+    def finishing(way):
+        return builder.if_then(builder.icmp_signed("==", finish, _number(way)))
+
+    with finishing(TO_SUMS):
+        for (r, v), total in totals.items():
+            to = builder.gep(sums, [_number(r * TILE_COLUMNS + v * LANES)])
+            builder.store(builder.load(total), builder.bitcast(to, VECTOR.as_pointer()), align=4)
+    with finishing(STORE):
+        for (r, v), total in totals.items():
+            emit_store(builder, out, target(r, v), builder.load(total))
+    with finishing(ADD):
+        for (r, v), total in totals.items():
+            more = emit_load(builder, residual, target(r, v))
+            emit_store(builder, out, target(r, v), builder.fadd(builder.load(total), more))
+    with finishing(GATE):
+        for r, v in [(r, v) for r, v in totals if v < STRIPS // 2]:
+            gate, up = (builder.load(totals[r, strip]) for strip in (v, v + STRIPS // 2))
+            emit_store(builder, out, target(r, v), emit_silu_mul(builder, out, gate, up))
 
 
-@simd.jit
+@emitted(types.void, I64, ANY, I64, I64, ANY, I64, I64, ANY, I64, I64, ANY, I64, I64)
+def _multiply(
+    builder, rows, x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step
+):
+    def tile(count):
+        totals = _emit_sums(builder, count, x, x_index, x_stride, weight, strip_size, pairs, ahead, step)
+        _emit_end(builder, totals, out, out_index, out_stride, how)
+
+    emit_cases(builder, rows, range(1, MAX_ROWS + 1), tile)
+
+
+@jit
 def multiply(rows, x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step):
-    """The products of up to ``MAX_ROWS`` rows; see ``_tile_intrinsic``. ``how`` is (finish, sums, residual)."""
-    if rows == 1:
-        _tile1(x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step)
-    elif rows == 2:
-        _tile2(x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step)
-    elif rows == 3:
-        _tile3(x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step)
-    elif rows == 4:
-        _tile4(x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step)
-    elif rows == 5:
-        _tile5(x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step)
-    else:
-        _tile6(x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step)
+    """The products of up to ``MAX_ROWS`` rows; see ``_emit_sums``. ``how`` is (finish, sums, residual)."""
+    _multiply(rows, x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step)

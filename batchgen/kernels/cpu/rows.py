@@ -13,10 +13,7 @@ from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, next_item, wo
 from batchgen.kernels.cpu.simd import (
     BF16,
     F32,
-    add,
     any_equal,
-    div,
-    exp,
     float_of_bits,
     fma,
     inline,
@@ -30,10 +27,10 @@ from batchgen.kernels.cpu.simd import (
     mul,
     pointer,
     round_like,
+    silu_mul,
     splat,
     store,
     store_part,
-    sub,
     sum_lanes,
 )
 from batchgen.kernels.cpu.vector_ir import LANES
@@ -89,13 +86,6 @@ def _take_rows(words, dtype):
         for i in range(width):
             out[target + i] = x[source + i]
         item = next_item(words, worker)
-
-
-@inline
-def silu_mul(out, gate, up):
-    """gate * sigmoid(gate) * up, as good as the element type of ``out`` can tell."""
-    sigmoid = div(splat(F32(1.0)), add(splat(F32(1.0)), exp(out, sub(splat(F32(0.0)), gate))))
-    return mul(mul(gate, sigmoid), up)
 
 
 @jit

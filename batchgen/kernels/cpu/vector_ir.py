@@ -1,21 +1,23 @@
-"""Vectors of 16 float32 in LLVM IR: their types, and what emits an operation on them.
+"""Operations on vectors of 16 float32, as functions that emit LLVM IR.
 
-LLVM lowers 16 lanes to whatever the machine has (one AVX-512 register, two AVX2, four NEON). ``simd`` makes these
-operations callable from numba functions; a kernel that wants a tile of accumulators kept in registers emits its own.
+LLVM lowers 16 lanes to the machine's registers (one of AVX-512, two of AVX2, four of NEON). ``simd`` makes these
+operations callable from numba functions; the matrix products, which keep a tile of accumulators in registers, emit
+loops of them. The element type of a pointer decides whether an operation converts: 16-bit integers are bfloat16 bits,
+float32 is taken as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import numpy as np
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
 from batchgen.kernels.processor import has_bfloat16_pairs
 
 LANES = 16
+LOG2_E = 1.4426950408889634
 CACHE_LINE = 64  # bytes: how far one prefetch reaches
 # Whether the machine rounds to bfloat16 and multiplies pairs of them by itself.
 HAS_BF16 = has_bfloat16_pairs()
@@ -40,14 +42,14 @@ class _BFloat(ir.Type):  # llvmlite does not have this one
         return hash(_BFloat)
 
 
-def int_splat(value: int, vector: ir.VectorType = INT_VECTOR) -> ir.Constant:
+def int_splat(value: int) -> ir.Constant:
     """The same integer in every lane."""
-    return ir.Constant(vector, [ir.Constant(vector.element, value)] * LANES)
+    return ir.Constant(INT_VECTOR, [ir.Constant(INT, value)] * LANES)
 
 
 def emit_splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    """IR of ``splat``."""
-    undefined = ir.Constant(VECTOR, ir.Undefined)
+    """The same 32 bits, a float or an integer, in every lane."""
+    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(INT, 0))
     return builder.shuffle_vector(first, undefined, int_splat(0))
 
@@ -61,19 +63,16 @@ def emit_call(builder: ir.IRBuilder, name: str, arguments: Sequence[ir.Value], r
 def emit_lane_mask(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     """Mask of the lanes below ``count``."""
     lanes = ir.Constant(INT_VECTOR, [ir.Constant(INT, i) for i in range(LANES)])
-    undefined = ir.Constant(INT_VECTOR, ir.Undefined)
-    narrow = builder.trunc(count, INT)
-    first = builder.insert_element(undefined, narrow, ir.Constant(INT, 0))
-    return builder.icmp_signed("<", lanes, builder.shuffle_vector(first, undefined, int_splat(0)))
+    return builder.icmp_signed("<", lanes, emit_splat(builder, builder.trunc(count, INT)))
 
 
-def is_bf16(pointer: Any) -> bool:
-    """Whether a numba pointer type leads to bfloat16 bits."""
-    return bool(pointer.dtype == types.uint16)
+def is_bf16(pointer: ir.Value) -> bool:
+    """Whether a pointer leads to bfloat16 bits."""
+    return bool(pointer.type.pointee == ir.IntType(16))
 
 
 def emit_widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
-    """Bfloat16 bits are the upper half of a float32."""
+    """Float32 of bfloat16 bits, which are its upper half."""
     return builder.bitcast(builder.shl(builder.zext(halves, INT_VECTOR), int_splat(16)), VECTOR)
 
 
@@ -88,26 +87,118 @@ def emit_narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(builder.lshr(rounded, int_splat(16)), HALF_VECTOR)
 
 
-def emit_load(builder: ir.IRBuilder, kind: Any, base: ir.Value, index: ir.Value) -> ir.Value:
-    """IR of ``load``; ``kind`` is the numba type of ``base``."""
-    at = builder.gep(base, [index])
-    if not is_bf16(kind):
-        return builder.load(builder.bitcast(at, VECTOR.as_pointer()), align=4)
-    return emit_widen(builder, builder.load(builder.bitcast(at, HALF_VECTOR.as_pointer()), align=2))
+def _vector_at(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> tuple[ir.Value, int]:
+    """Pointer to the 16 elements from ``base[index]`` on, and their alignment in bytes."""
+    shape, align = (HALF_VECTOR, 2) if is_bf16(base) else (VECTOR, 4)
+    return builder.bitcast(builder.gep(base, [index]), shape.as_pointer()), align
 
 
-def emit_store(builder: ir.IRBuilder, kind: Any, base: ir.Value, index: ir.Value, value: ir.Value) -> None:
-    """IR of ``store``; ``kind`` is the numba type of ``base``."""
-    at = builder.gep(base, [index])
-    if is_bf16(kind):
-        builder.store(emit_narrow(builder, value), builder.bitcast(at, HALF_VECTOR.as_pointer()), align=2)
-    else:
-        builder.store(value, builder.bitcast(at, VECTOR.as_pointer()), align=4)
+def emit_load(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
+    """16 consecutive elements from ``base[index]`` on, as float32."""
+    at, align = _vector_at(builder, base, index)
+    loaded = builder.load(at, align=align)
+    return emit_widen(builder, loaded) if is_bf16(base) else loaded
+
+
+def emit_store(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Value) -> None:
+    """Round 16 values to the element type and write them from ``base[index]`` on."""
+    at, align = _vector_at(builder, base, index)
+    builder.store(emit_narrow(builder, value) if is_bf16(base) else value, at, align=align)
+
+
+def emit_load_part(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, count: ir.Value) -> ir.Value:
+    """The first ``count`` (up to 16) elements from ``base[index]`` on; zero in the other lanes."""
+    at, align = _vector_at(builder, base, index)
+    mask = emit_lane_mask(builder, count)
+    shape, name = (HALF_VECTOR, "v16i16") if is_bf16(base) else (VECTOR, "v16f32")
+    parts = [at, ir.Constant(INT, align), mask, ir.Constant(shape, None)]
+    loaded = emit_call(builder, f"llvm.masked.load.{name}.p0", parts, shape)
+    return emit_widen(builder, loaded) if is_bf16(base) else loaded
+
+
+def emit_store_part(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Value, count: ir.Value) -> None:
+    """As ``emit_store``, the first ``count`` lanes only."""
+    at, align = _vector_at(builder, base, index)
+    mask = emit_lane_mask(builder, count)
+    data, name = (emit_narrow(builder, value), "v16i16") if is_bf16(base) else (value, "v16f32")
+    emit_call(builder, f"llvm.masked.store.{name}.p0", [data, at, ir.Constant(INT, align), mask], ir.VoidType())
+
+
+def emit_round_like(builder: ir.IRBuilder, base: ir.Value, value: ir.Value) -> ir.Value:
+    """Round every lane to the element type of ``base`` and back."""
+    return emit_widen(builder, emit_narrow(builder, value)) if is_bf16(base) else value
+
+
+def emit_keep_lanes(builder: ir.IRBuilder, value: ir.Value, other: ir.Value, count: ir.Value) -> ir.Value:
+    """``value`` in the lanes below ``count``, ``other`` above."""
+    return builder.select(emit_lane_mask(builder, count), value, other)
+
+
+def emit_lane(builder: ir.IRBuilder, value: ir.Value, index: ir.Value) -> ir.Value:
+    """One lane as a scalar."""
+    return builder.extract_element(value, builder.trunc(index, INT))
+
+
+def emit_any_equal(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Whether any lane of ``a`` equals its counterpart in ``b``."""
+    same = builder.fcmp_ordered("==", a, b)
+    return emit_call(builder, "llvm.vector.reduce.or.v16i1", [same], ir.IntType(1))
 
 
 def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """IR of ``fma``."""
+    """``a * b + c``, rounded once."""
     return emit_call(builder, "llvm.fma.v16f32", [a, b, c])
+
+
+def emit_maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The larger, lane by lane; of a number and NaN the number."""
+    return emit_call(builder, "llvm.maxnum.v16f32", [a, b])
+
+
+# Taylor coefficients of 2**f, the highest first: good to float32 for |f| <= 1/2, and the last five to bfloat16.
+_POWERS_OF_2 = (
+    1.5252733804059840e-5,
+    1.5403530393381609e-4,
+    1.3333558146428443e-3,
+    9.6181291076284772e-3,
+    5.5504108664821580e-2,
+    2.4022650695910072e-1,
+    6.9314718055994531e-1,
+    1.0,
+)
+
+
+def emit_exp2(builder: ir.IRBuilder, base: ir.Value, x: ir.Value) -> ir.Value:
+    """2**x, to about one unit in the last place of float32, or of bfloat16 where ``base`` points to such.
+
+    2**-126 below -126, 2**127 above 127; NaN stays NaN. x = n + f with |f| <= 1/2, then a polynomial in f.
+    """
+    low, high = (emit_splat(builder, ir.Constant(FLOAT, bound)) for bound in (-126.0, 127.0))
+    x = builder.select(
+        builder.fcmp_ordered("<", x, low), low, x
+    )  # an instruction each, as x86's max and min pass NaN on
+    x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+    n = emit_call(builder, "llvm.rint.v16f32", [x])
+    fraction = builder.fsub(x, n)
+    powers = [ir.Constant(FLOAT, float(np.float32(c))) for c in _POWERS_OF_2[3 if is_bf16(base) else 0 :]]
+    total = emit_splat(builder, powers[0])
+    for power in powers[1:]:
+        total = emit_fma(builder, total, fraction, emit_splat(builder, power))
+    biased = builder.add(builder.fptosi(n, INT_VECTOR), int_splat(127))  # n as the exponent of a float32
+    return builder.fmul(total, builder.bitcast(builder.shl(biased, int_splat(23)), VECTOR))
+
+
+def emit_exp(builder: ir.IRBuilder, base: ir.Value, x: ir.Value) -> ir.Value:
+    """e**x, as ``emit_exp2``; in float32 off by up to a hundred units in the last place at |x| = 80."""
+    log2_e = ir.Constant(FLOAT, float(np.float32(LOG2_E)))
+    return emit_exp2(builder, base, builder.fmul(x, emit_splat(builder, log2_e)))
+
+
+def emit_silu_mul(builder: ir.IRBuilder, out: ir.Value, gate: ir.Value, up: ir.Value) -> ir.Value:
+    """``gate * sigmoid(gate) * up``, as good as the element type of ``out`` can tell."""
+    zero, one = (emit_splat(builder, ir.Constant(FLOAT, number)) for number in (0.0, 1.0))
+    sigmoid = builder.fdiv(one, builder.fadd(one, emit_exp(builder, out, builder.fsub(zero, gate))))
+    return builder.fmul(builder.fmul(gate, sigmoid), up)
 
 
 _PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
@@ -136,9 +227,7 @@ def emit_load_pairs(
 def emit_splat_pair(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
     """The bfloat16 elements ``base[index]`` and ``base[index + 1]`` as every pair of a vector."""
     at = builder.bitcast(builder.gep(base, [index]), INT.as_pointer())
-    undefined = ir.Constant(INT_VECTOR, ir.Undefined)
-    first = builder.insert_element(undefined, builder.load(at, align=2), ir.Constant(INT, 0))
-    return builder.bitcast(builder.shuffle_vector(first, undefined, int_splat(0)), _PAIRS)
+    return builder.bitcast(emit_splat(builder, builder.load(at, align=2)), _PAIRS)
 
 
 def emit_dot(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
@@ -165,3 +254,15 @@ def emit_prefetch(builder: ir.IRBuilder, address: ir.Value, closeness: int = 3) 
     flags = [ir.Constant(INT, flag) for flag in (0, closeness, 1)]  # read, how close, data
     where = builder.inttoptr(address, ir.IntType(8).as_pointer())
     emit_call(builder, "llvm.prefetch.p0", [where, *flags], ir.VoidType())
+
+
+def emit_cases(builder: ir.IRBuilder, number: ir.Value, cases: Sequence[int], emit: Callable[[int], None]) -> None:
+    """Branch on ``number``: ``emit(case)`` for each of ``cases``, the last of which serves all other numbers."""
+    if len(cases) == 1:
+        emit(cases[0])
+        return
+    with builder.if_else(builder.icmp_signed("==", number, ir.Constant(number.type, cases[0]))) as (same, other):
+        with same:
+            emit(cases[0])
+        with other:
+            emit_cases(builder, number, cases[1:], emit)
