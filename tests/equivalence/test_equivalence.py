@@ -95,13 +95,14 @@ class Watched:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.num_cut = 0
-        plain = engine.runner.run
+        plain = engine.scheduler.schedule
 
-        def run(schedule: Schedule) -> Tensor:
-            self.num_cut += sum(count < sequence.num_owed for sequence, count in schedule.entries)
-            return plain(schedule)
+        def schedule() -> Schedule:
+            made = plain()
+            self.num_cut += sum(count < sequence.num_owed for sequence, count in made.entries)
+            return made
 
-        engine.runner.run = run  # type: ignore[method-assign]
+        engine.scheduler.schedule = schedule  # type: ignore[method-assign]
 
 
 # Where the CPU has no products of bfloat16, those of the sample model are slow: there only the tests of its logits and
