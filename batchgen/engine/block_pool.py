@@ -1,34 +1,37 @@
-"""Which blocks of KV memory are free, which are shared, and what the full ones hold. Plain Python, no tensors.
+"""Pool of KV blocks: which are free, which are shared, and what the full ones hold. Plain Python, no tensors.
 
-A block belongs to the sequences that hold it, several at once if they share a prefix. Once full it may be given a
-digest (see ``prefix``) under which others find it. It keeps its content when its last holder lets go, until the memory
-is needed: then the one unused longest is emptied first.
+A block belongs to the sequences that hold it, several at once if they share a prefix. A full block may be labelled with
+a digest under which other sequences find it. It keeps its content after its last holder frees it, until the memory is
+needed: the block unused longest is emptied first.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+_DIGEST_BYTES = 16  # no input can be made whose prefixes collide
 
 
 class BlockPool:
-    """``num_blocks`` interchangeable blocks, handed out, shared and taken back."""
+    """``num_blocks`` interchangeable blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is warm in the cache
-        self._unused: OrderedDict[int, None] = OrderedDict()  # full, known by a digest, held by nobody; oldest first
+        self._unused: OrderedDict[int, None] = OrderedDict()  # full, labelled and free; oldest first
         self._num_holders = [0] * num_blocks
         self._digest: dict[int, bytes] = {}
         self._block: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds."""
         return len(self._empty) + len(self._unused)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks of no content; the caller has made sure that there are so many."""
+        """``count`` empty blocks; the caller has made sure that so many are free."""
         if count > self.num_free:
             raise AssertionError(f"asked for {count} blocks, {self.num_free} are free")
         taken = []
@@ -44,7 +47,7 @@ class BlockPool:
         return block
 
     def free(self, blocks: list[int]) -> None:
-        """Let go of blocks held; the last one of a prefix is emptied before those it continues."""
+        """Release one hold on each block; the last block of a prefix will be emptied before those it continues."""
         for block in reversed(blocks):
             if not self._num_holders[block]:
                 raise AssertionError(f"block {block} freed twice")
@@ -56,7 +59,7 @@ class BlockPool:
                     self._empty.append(block)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Let nobody find those of ``blocks`` that have one holder: once free, they are the first to be used again."""
+        """Remove the labels of ``blocks`` with one holder: once free, these are the first to be used again."""
         for block in blocks:
             if block in self._digest and self._num_holders[block] == 1:
                 del self._block[self._digest.pop(block)]
@@ -72,22 +75,22 @@ class BlockPool:
         return found
 
     def num_unused(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` nobody holds."""
+        """How many of ``blocks`` are free."""
         return sum(not self._num_holders[block] for block in blocks)
 
     def num_sole(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` have one holder only."""
+        """How many of ``blocks`` have exactly one holder."""
         return sum(self._num_holders[block] == 1 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Hold blocks that ``find`` named, besides the sequences that hold them already."""
+        """Add a holder to blocks that ``find`` named."""
         for block in blocks:
             if not self._num_holders[block]:
                 del self._unused[block]
             self._num_holders[block] += 1
 
     def label(self, block: int, digest: bytes) -> None:
-        """Make a full block known under a digest, unless another one is."""
+        """Make a full block known under a digest, unless another block is."""
         if digest not in self._block and block not in self._digest:
             self._block[digest] = block
             self._digest[block] = digest
@@ -103,3 +106,15 @@ class BlockPool:
         assert all(self._block[digest] == block for block, digest in self._digest.items()), "a digest leads elsewhere"
         assert len(self._block) == len(self._digest), "a digest without a block"
         assert not any(b in self._digest for b in self._empty), "an empty block has content"
+
+
+def extend_digests(digests: list[bytes], token_ids: Sequence[int], block_size: int) -> None:
+    """Append the digests of those full blocks of ``token_ids`` that ``digests`` does not reach yet.
+
+    A block's digest is the BLAKE2b of the digest before it and its own tokens, so equal digests mean equal tokens from
+    the first position of the sequence on.
+    """
+    for start in range(len(digests) * block_size, len(token_ids) - block_size + 1, block_size):
+        before = digests[-1] if digests else b""
+        tokens = array("i", token_ids[start : start + block_size]).tobytes()
+        digests.append(blake2b(before + tokens, digest_size=_DIGEST_BYTES).digest())

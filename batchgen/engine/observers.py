@@ -43,13 +43,13 @@ def observers_for(
     """The observers that end a sequence with these parameters, most important first."""
     observers: list[Observer] = []
     if params.stop and stop_matcher is not None:
-        observers.append(StopStrings(stop_matcher(params.stop)))
+        observers.append(StopObserver(stop_matcher(params.stop)))
     if params.max_repeats:
         observers.append(LoopDetector(params.max_repeats))
     return observers
 
 
-class StopStrings:
+class StopObserver:
     """Ends a text with a stop string."""
 
     __slots__ = ("_matcher",)

@@ -10,12 +10,10 @@ import time
 from collections.abc import Iterable
 
 from batchgen.core.errors import RowError, RowErrorCode
-from batchgen.engine.block_pool import BlockPool
+from batchgen.engine.admission import OutputLengths, PromptTrend, WaitingQueue, peak_tokens
+from batchgen.engine.block_pool import BlockPool, extend_digests
 from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.forecast import OutputLengths, PromptTrend, peak_tokens
-from batchgen.engine.prefix import extend_digests
 from batchgen.engine.sequence import Schedule, Sequence
-from batchgen.engine.waiting import WaitingQueue
 
 # Share of a forecast peak that must fit. Every row kept waiting makes steps less full, which costs more than the
 # odd preemption: at 0.95 about 2 % of the tokens of a job five times the pool are computed twice, at 0.8 over 10 %.
