@@ -126,13 +126,13 @@ def test_identical_rows_that_are_sampled_are_all_reckoned(job: JobMaker) -> None
 
 
 def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker) -> None:
-    job.write(rows_of(20))
-    spec = job.spec(engine={"threads": 1})
+    job.write(rows_of(5))
+    spec = job.spec(engine={"threads": 1}, sampling={"max_tokens": 3})
     info = read_model(spec)
     rows = RowRange(open_source(spec.input), WHOLE)
     survey = Survey(RowValidator(spec.input, info.builder(spec.input, spec.sampling), UniqueIds(None)), 512)
     survey.take(rows.read())
     found = calibrate(spec, info, survey, began=time.monotonic(), seconds=0.5)
-    assert found.lengths.basis == "20 sampled rows run to their end"
+    assert found.lengths.basis == "5 sampled rows run to their end"
     assert found.estimate is not None
     assert 0 < found.estimate.engine_s < found.estimate.wall_s
