@@ -22,12 +22,13 @@ from batchgen.core.records import FinishReason, Request, Result
 from batchgen.engine.batch import build_pending
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.duplicates import Duplicates
+from batchgen.engine.load import use_threads
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.observers import StopMatcher, TokenCounts, observers_for
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Group, Schedule, Sequence
-from batchgen.engine.sizes import resolve, use_threads
+from batchgen.engine.sizes import resolve
 from batchgen.engine.stats import EngineStats
 from batchgen.kernels.interface import Kernels
 from batchgen.model.decoder import Decoder

@@ -5,12 +5,10 @@ The arithmetic needs no torch, so that a plan can do it too; asking the device f
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from batchgen.core.errors import UsageError
 from batchgen.core.memory import available_bytes, total_bytes
-from batchgen.core.units import shown
 from batchgen.engine.config import EngineConfig, SchedulerConfig
 from batchgen.model.config import ModelConfig
 
@@ -20,11 +18,8 @@ if TYPE_CHECKING:
 # CPU: a linear runs at its best rate from 128 rows up, so wider steps gain nothing and cost latency.
 _CPU = {"max_num_batched_tokens": 256, "max_num_seqs": 128, "block_size": 32}
 _CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 512, "block_size": 32}
-_SHARED_PARAMS = 10_000_000  # a smaller model's products are over before a second thread has joined in
 _MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input and other processes
 _MAX_NUM_BLOCKS = 1 << 22  # the block pool takes 50 bytes of host memory per block
-_MAX_THREADS_PER_CPU = 8  # more only wait for each other; beyond some thousands the OpenMP runtime ends the process
-_ALWAYS_ALLOWED_THREADS = 64  # so that one job file serves small and large machines
 
 
 def resolve(config: EngineConfig, model: Decoder) -> SchedulerConfig:
@@ -100,25 +95,3 @@ def _memory(model: Decoder) -> tuple[int, int]:
 
     free, total = torch.cuda.mem_get_info(model.device)
     return int(free), int(total)
-
-
-def use_threads(threads: int | None, config: ModelConfig) -> None:
-    """Set the CPU threads of this process, those of ``auto_threads`` for None.
-
-    Raises:
-        UsageError: more than could be of use here.
-    """
-    import torch
-
-    num_cpus = os.cpu_count() or 1
-    most = max(_ALWAYS_ALLOWED_THREADS, _MAX_THREADS_PER_CPU * num_cpus)
-    if threads is not None and threads > most:
-        raise UsageError(f"threads {shown(threads)}: at most {most} on this machine, which has {num_cpus} CPUs")
-    torch.set_num_threads(threads or auto_threads(config))
-
-
-def auto_threads(config: ModelConfig) -> int:
-    """CPU threads for a process that runs one job: all that torch has, or one for a model too small to share."""
-    import torch
-
-    return torch.get_num_threads() if config.linear_params_per_token >= _SHARED_PARAMS else 1

@@ -201,23 +201,17 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     """
     num_params = info.config.linear_params_per_token + info.config.logits_params_per_token
     require_address_space(2 * num_params)  # in the smallest dtype
-    import torch
-
     from batchgen.engine import Engine
     from batchgen.engine.facts import engine_facts
-    from batchgen.engine.sizes import use_threads
-    from batchgen.model import load_model
+    from batchgen.engine.load import load_weights, use_threads
 
-    use_threads(spec.engine.threads, info.config)  # before loading, which packs weights and takes threads too
-    where = spec.model
-    model = load_model(
-        where.path, where.revision, dtype=where.dtype, device=where.device, batch_invariant=where.batch_invariant
-    )
+    threads = use_threads(spec.engine.threads, info.config)  # before loading, which packs weights and takes threads too
+    model = load_weights(spec.model)
     stop_watch = partial(StopStrings, info.tokenizer) if info.tokenizer else None
     overlaps = False if step_by_step else None
     engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch, overlaps=overlaps)
     facts = partial(engine_facts, engine)
-    return Backend(engine, model.numerics, torch.get_num_threads(), facts, _notes(model.numerics))
+    return Backend(engine, model.numerics, threads, facts, _notes(model.numerics))
 
 
 def _notes(numerics: Mapping[str, str]) -> tuple[str, ...]:

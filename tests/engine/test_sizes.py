@@ -10,7 +10,8 @@ from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.memory import available_bytes, total_bytes
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine import sizes as sizes_module
-from batchgen.engine.sizes import resolve, sizes_for, use_threads
+from batchgen.engine.load import use_threads
+from batchgen.engine.sizes import resolve, sizes_for
 from batchgen.model.config import ModelConfig
 from batchgen.model.registry import dummy_config, parse_config
 from batchgen.model.state import allocate

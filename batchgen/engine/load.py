@@ -1,0 +1,54 @@
+"""Prepares this process for an engine: sets its CPU threads and loads the weights of a job's model. Imports torch."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from batchgen.config.job import ModelSpec
+from batchgen.core.errors import UsageError
+from batchgen.core.units import shown
+from batchgen.kernels.interface import Kernels
+from batchgen.model.config import ModelConfig
+from batchgen.model.decoder import Decoder
+from batchgen.model.load import load_model
+
+_SHARED_PARAMS = 10_000_000  # a smaller model's products end before a second thread has joined in
+_MAX_THREADS_PER_CPU = 8  # more only wait for each other; beyond some thousands the OpenMP runtime ends the process
+_ALWAYS_ALLOWED_THREADS = 64  # so that one job file serves small and large machines
+
+
+def load_weights(where: ModelSpec, kernels: Kernels | None = None) -> Decoder:
+    """The model of a job, ready to run; ``kernels`` overrides the back end. Call ``use_threads`` before.
+
+    Raises:
+        ModelError: unusable folder, config, or weights.
+        OutOfMemory: the weights do not fit.
+    """
+    return load_model(
+        where.path,
+        where.revision,
+        dtype=where.dtype,
+        device=where.device,
+        batch_invariant=where.batch_invariant,
+        kernels=kernels,
+    )
+
+
+def use_threads(threads: int | None, config: ModelConfig) -> int:
+    """Set the CPU threads of this process, and return how many; loading packs weights with them.
+
+    None means all that torch has, or one for a model too small to share.
+
+    Raises:
+        UsageError: more than could be of use here.
+    """
+    num_cpus = os.cpu_count() or 1
+    most = max(_ALWAYS_ALLOWED_THREADS, _MAX_THREADS_PER_CPU * num_cpus)
+    if threads is not None and threads > most:
+        raise UsageError(f"threads {shown(threads)}: at most {most} on this machine, which has {num_cpus} CPUs")
+    if threads is None:
+        threads = torch.get_num_threads() if config.linear_params_per_token >= _SHARED_PARAMS else 1
+    torch.set_num_threads(threads)
+    return threads
