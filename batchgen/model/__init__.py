@@ -1,6 +1,6 @@
 """Language models from a folder, a Hub id or a published shape's name.
 
-``load_model`` imports torch when it is first used; ``load_config`` needs none.
+``load_model`` imports torch on first use; ``load_config`` needs none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Puts a model together: which folder, which dtype, which device, which kernels."""
+"""Loading of a model: its folder, dtype, device and kernels."""
 
 from __future__ import annotations
 
@@ -33,25 +33,19 @@ def load_model(
 ) -> Decoder:
     """The model at ``path`` with its weights, ready to run.
 
-    ``dtype`` "auto" is the checkpoint's own on CUDA; on the CPU bfloat16 where the machine multiplies it
-    natively, else float32. ``device`` "auto" is CUDA where there is one. ``batch_invariant`` makes products on a GPU
-    add up in one order whatever shares the batch, as they do on the CPU anyway. ``kernels`` overrides the back end
-    that fits the device.
+    ``dtype`` "auto" is the checkpoint's own on CUDA, and on the CPU bfloat16 if the machine multiplies it natively,
+    else float32. ``device`` "auto" is CUDA if there is one. ``batch_invariant`` makes matrix products on a GPU add up
+    in one order whatever shares the batch, as they always do on the CPU. ``kernels`` replaces the back end of the
+    device.
 
     Raises:
         ModelError: unusable folder, config, or weights.
     """
     where = resolve_device(device)
-    source: TensorSource
-    if is_dummy(path):
-        config = dummy_config(path)
-        kind = resolve_dtype(dtype, config, where)
-        source = RandomTensors(kind, where)
-    else:
-        folder = resolve_folder(path, revision, _PATTERNS)
-        config = read_config(folder)
-        kind = resolve_dtype(dtype, config, where)
-        source = Checkpoint(folder, kind, where)
+    folder = None if is_dummy(path) else resolve_folder(path, revision, _PATTERNS)
+    config = dummy_config(path) if folder is None else read_config(folder)
+    kind = resolve_dtype(dtype, config, where)
+    source: TensorSource = RandomTensors(kind, where) if folder is None else Checkpoint(folder, kind, where)
     if where.type == "cpu":
         _require_memory(path, config, kind)
     with torch.inference_mode():
@@ -69,10 +63,10 @@ def _require_memory(path: str, config: ModelConfig, dtype: torch.dtype) -> None:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device that "auto", "cpu", "cuda" or "cuda:N" means here.
+    """The device that "auto", "cpu", "cuda" or "cuda:N" means on this machine.
 
     Raises:
-        ModelError: another name, or a CUDA device was asked for that is not there.
+        ModelError: another name, or a CUDA device that this machine lacks.
     """
     if device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d{1,4})?", device, re.ASCII):
         raise ModelError(f"device {shown(device)} is not one of auto, cpu, cuda, cuda:N")
@@ -87,7 +81,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype that "auto" means for this checkpoint on this device, or the one named.
+    """The dtype of that name; "auto" depends on checkpoint and device, see ``load_model``.
 
     Raises:
         ModelError: an unknown name.

@@ -1,8 +1,8 @@
-"""How near a run came to what its machine can do: the least work its steps need, over measured rates.
+"""Roofline of a run: the least work that its steps need, over the measured ceilings of its machine.
 
-Two rates bound a step: products per second and bytes from memory per second. What was computed and moved is counted
-by the engine; the rates are measured elsewhere (``bench.roofline``) and kept here, so that a short run, which cannot
-afford to measure, is held against the last ones of its machine, model shape, dtype and threads. Knows no torch.
+Two ceilings bound a step: floating-point operations per second and bytes from memory per second. The engine counts the
+work, ``rates`` measures the ceilings, and a file in the user's cache keeps them: a short run, which cannot afford to
+measure, uses the last ones for its machine, model shape, dtype and threads. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from batchgen.model.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured rates of this machine."""
+    """The highest rates that this machine was measured to sustain."""
 
     flops_per_s: float
     memory_bytes_per_s: float
 
     def mean(self, other: Ceilings) -> Ceilings:
-        """Halfway between two measurements, for a run that lay between them."""
+        """The mean of two measurements, for a run between them."""
         return Ceilings(
             (self.flops_per_s + other.flops_per_s) / 2, (self.memory_bytes_per_s + other.memory_bytes_per_s) / 2
         )
@@ -37,7 +37,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Ceilings with where they come from, in words for a person, and when (ISO 8601)."""
+    """Ceilings with their origin, in words for a person, and their instant (ISO 8601)."""
 
     ceilings: Ceilings
     source: str
@@ -45,30 +45,28 @@ class Measured:
 
     @classmethod
     def now(cls, ceilings: Ceilings, source: str) -> Measured:
-        """Ceilings that have just been measured."""
         return cls(ceilings, source, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a run had to compute and to move through memory at least."""
+    """The least that a run has to compute and to move through memory."""
 
     flops: float
     num_bytes: float
 
     def floor_s(self, ceilings: Ceilings) -> float:
-        """Seconds below which no implementation can get on a machine with these ceilings."""
+        """Seconds that any implementation takes at least on a machine with these ceilings."""
         return max(self.flops / ceilings.flops_per_s, self.num_bytes / ceilings.memory_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """FLOP and bytes of one of each thing that the engine counts.
+    """FLOP and bytes per unit of each thing that the engine counts.
 
-    FLOP: two for each weight a token meets, four for each head dimension and position it attends to. Behind the last
-    attention's keys and values only the tokens whose logits are wanted need be computed, so that part counts with the
-    logits, and one token of each sequence a step attends there. Bytes: every weight once a step, and the keys and
-    values each sequence has so far once a step.
+    FLOP: two per weight that a token meets, four per head dimension and position that it attends to. After the last
+    attention's keys and values only the tokens with logits need be computed, so that part counts with the logits, and
+    there one token per sequence and step attends. Bytes: per step every weight, and each sequence's keys and values.
     """
 
     flops_per_token: int
@@ -76,11 +74,11 @@ class Costs:
     flops_per_attended: int
     bytes_per_step: int
     bytes_per_kv_read: int
-    flops_per_kv_read: int = 0  # like "num_logits", not known to older reports
+    flops_per_kv_read: int = 0  # unknown to older reports, as is "num_logits"
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int) -> Costs:
-        """Those of a model whose weights and cache have values of ``itemsize`` bytes."""
+        """Costs of a model whose weights and cache have values of ``itemsize`` bytes."""
         layers, tail = config.num_attention_layers, config.tail_params_per_token
         last = min(layers, 1)
         return cls(
@@ -106,7 +104,7 @@ class Costs:
 
 
 def describe_costs(costs: Costs, measured: Measured | None) -> dict[str, Any]:
-    """What ``roofline_section`` needs, as plain data."""
+    """The input of ``roofline_section``, as plain data."""
     return {
         "costs": asdict(costs),
         "flops_per_s": measured and measured.ceilings.flops_per_s,
@@ -119,14 +117,13 @@ def describe_costs(costs: Costs, measured: Measured | None) -> dict[str, Any]:
 def roofline_section(
     known: Mapping[str, Any] | None, engine: Mapping[str, Any], generate_s: float
 ) -> dict[str, Any] | None:
-    """The report's ``roofline``, from what the ``engine`` counted; None where it counted nothing.
+    """The report's ``roofline``, from the counts of the ``engine``; None if it counted nothing.
 
     ``known`` is from ``describe_costs``, or the section of an earlier report.
     """
     if known is None or "num_attended" not in engine:
         return None
     work = Costs(**known["costs"]).work(engine)
-    section = {**known, "flops": work.flops, "bytes": work.num_bytes}
     shares: dict[str, float | None] = dict.fromkeys(("share", "flops_share", "bytes_share", "floor_s"))
     if known["flops_per_s"] and generate_s:
         ceilings = Ceilings(known["flops_per_s"], known["memory_bytes_per_s"])
@@ -137,23 +134,23 @@ def roofline_section(
             "bytes_share": round(work.num_bytes / ceilings.memory_bytes_per_s / generate_s, 4),
             "floor_s": round(floor_s, 3),
         }
-    return section | shares
+    return {**known, "flops": work.flops, "bytes": work.num_bytes, **shares}
 
 
 def machine_key(processor: str, config: ModelConfig, numerics: Mapping[str, str], threads: int) -> str:
-    """What must be alike for ceilings to hold: machine, shape of the linears, dtype, device, kernels, threads."""
+    """The conditions under which ceilings hold: machine, shape of the linears, dtype, device, kernels, threads."""
     shape = f"{config.linear_params_per_token}/{config.num_layers}/{config.hidden_size}"
     return "|".join((processor, shape, *numerics.values(), f"{threads} threads"))
 
 
 def cache_file() -> Path:
-    """Where measured ceilings are kept between runs. Raises RuntimeError for a user without a home folder."""
+    """The file that keeps measured ceilings. Raises RuntimeError for a user without a home folder."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "batchgen" / "roofline.json"
 
 
 def remember(key: str, measured: Measured) -> None:
-    """Keep ceilings for later runs; where that cannot be done, later runs do without."""
+    """Keep ceilings for later runs; if the file cannot be written, later runs do without."""
     with suppress(OSError, RuntimeError, BatchgenError):
         path = cache_file()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,7 +158,7 @@ def remember(key: str, measured: Measured) -> None:
 
 
 def recall(key: str) -> Measured | None:
-    """The ceilings measured last under this key; None where there are none that can be read."""
+    """The ceilings measured last under this key; None if none can be read."""
     with suppress(OSError, RuntimeError, KeyError, TypeError):
         found = _read(cache_file())[key]
         return Measured(Ceilings(**found["ceilings"]), found["source"], found["measured_at"])
@@ -169,7 +166,7 @@ def recall(key: str) -> Measured | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """All that is kept; empty where there is nothing, or nothing sound."""
+    """All kept ceilings; empty if the file is missing or damaged."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):

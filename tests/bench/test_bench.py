@@ -16,13 +16,13 @@ from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine, EngineConfig, facts
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.model import load_config, load_model, rates, roofline
-from batchgen.model.rates import Effort
+from batchgen.model.rates import MeasureConfig
 from batchgen.model.roofline import Ceilings, Measured
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 SAMPLE = str(Path(__file__).parents[2] / "sample_data" / "tiny-lfm2")
-FEW = Effort((8,), repeats=1, sustained_s=0.0, buffer_bytes=1 << 20)
+FEW = MeasureConfig((8,), repeats=1, sustained_s=0.0, buffer_bytes=1 << 20)
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_a_long_run_of_few_tokens_does_not_pay_for_measuring() -> None:
 def test_a_measurement_that_fails_costs_a_finished_run_nothing(
     ceilings_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(model: object, effort: Effort) -> Ceilings:
+    def fail(model: object, effort: MeasureConfig) -> Ceilings:
         raise RuntimeError("not enough memory: you tried to allocate 134217728 bytes")
 
     monkeypatch.setattr(facts, "measure", fail)
