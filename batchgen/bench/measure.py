@@ -29,7 +29,7 @@ from batchgen.model import load_config
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import load_model, resolve_device, resolve_dtype
 from batchgen.model.rates import measure
-from batchgen.model.roofline import Ceilings, Costs, Measured, Work, remember
+from batchgen.model.roofline import Ceilings, Costs, Work, remember
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def repeats(
             sizes=engine_sizes(engine),
         )
         before = after
-        remember(model_key(model), Measured.now(after, "measured by batchgen bench"))
+        remember(model_key(model), after.measured_by("measured by batchgen bench"))
 
 
 def _run(model: Decoder, config: EngineConfig, requests: list[Request]) -> tuple[float, Engine]:

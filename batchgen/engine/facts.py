@@ -15,7 +15,7 @@ from batchgen.core.machine import processor_name
 from batchgen.engine import Engine
 from batchgen.model.decoder import Decoder
 from batchgen.model.rates import QUICK, measure
-from batchgen.model.roofline import Costs, Measured, describe_costs, machine_key, recall, remember
+from batchgen.model.roofline import Ceilings, Costs, describe_costs, machine_key, recall, remember
 
 _LEAST_S = 60.0  # of steps: a shorter run does not measure
 _MEASURED_TOKENS = (QUICK.repeats + 1) * sum(QUICK.row_counts)  # go through the model's linears to measure them
@@ -44,10 +44,10 @@ def model_key(model: Decoder) -> str:
     return machine_key(processor_name(), model.config, model.numerics, torch.get_num_threads())
 
 
-def _measure_now(model: Decoder) -> Measured | None:
+def _measure_now(model: Decoder) -> Ceilings | None:
     """Ceilings taken at once, and kept for later runs; None if memory is short: the run itself has succeeded."""
     try:
-        measured = Measured.now(measure(model, QUICK), "measured at the end of a run")
+        measured = measure(model, QUICK).measured_by("measured at the end of a run")
     except (RuntimeError, MemoryError):  # torch raises RuntimeError for memory that is not there
         return None
     remember(model_key(model), measured)

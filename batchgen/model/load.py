@@ -36,10 +36,7 @@ def load_model(
     ``dtype`` "auto" is the checkpoint's own on CUDA, and on the CPU bfloat16 if the machine multiplies it natively,
     else float32. ``device`` "auto" is CUDA if there is one. ``batch_invariant`` makes matrix products on a GPU add up
     in one order whatever shares the batch, as they always do on the CPU. ``kernels`` replaces the back end of the
-    device.
-
-    Raises:
-        ModelError: unusable folder, config, or weights.
+    device. Raises ModelError for an unusable folder, config, or weights.
     """
     where = resolve_device(device)
     folder = None if is_dummy(path) else resolve_folder(path, revision, _PATTERNS)
@@ -65,8 +62,7 @@ def _require_memory(path: str, config: ModelConfig, dtype: torch.dtype) -> None:
 def resolve_device(device: str) -> torch.device:
     """The device that "auto", "cpu", "cuda" or "cuda:N" means on this machine.
 
-    Raises:
-        ModelError: another name, or a CUDA device that this machine lacks.
+    Raises ModelError for another name, or a CUDA device that this machine lacks.
     """
     if device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d{1,4})?", device, re.ASCII):
         raise ModelError(f"device {shown(device)} is not one of auto, cpu, cuda, cuda:N")
@@ -81,11 +77,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype of that name; "auto" depends on checkpoint and device, see ``load_model``.
-
-    Raises:
-        ModelError: an unknown name.
-    """
+    """The dtype of that name; "auto" is explained at ``load_model``. Raises ModelError for an unknown name."""
     if dtype == "auto":
         dtype = config.auto_dtype(is_cpu=device.type == "cpu")
     if dtype not in DTYPES:

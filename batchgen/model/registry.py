@@ -37,8 +37,7 @@ FAMILIES: Mapping[str, Family] = {"lfm2": lfm2}  # by model_type
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """The shape that a parsed ``config.json`` describes; ``where`` names it in errors.
 
-    Raises:
-        ModelError: an unknown family, a quantized checkpoint, a missing or impossible value.
+    Raises ModelError for an unknown family, a quantized checkpoint, a missing or impossible value.
     """
     values = ConfigValues(raw, where)
     model_type = raw.get("model_type")
@@ -59,8 +58,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
 def read_config(folder: Path) -> ModelConfig:
     """The shape of the model in a folder; the end tokens of ``generation_config.json`` are added to its own.
 
-    Raises:
-        ModelError: missing or broken file, or anything ``parse_config`` refuses.
+    Raises ModelError for a missing or broken file, or anything that ``parse_config`` refuses.
     """
     path = folder / "config.json"
     config = parse_config(read_object(path, _MAX_BYTES), str(path))
@@ -74,11 +72,7 @@ def is_dummy(path: str) -> bool:
 
 
 def dummy_config(path: str) -> ModelConfig:
-    """The shape that ``dummy:NAME`` stands for.
-
-    Raises:
-        ModelError: no published shape of that name.
-    """
+    """The shape that ``dummy:NAME`` stands for. Raises ModelError if no published shape has that name."""
     name = path.removeprefix(_PREFIX)
     shapes = {name: shape for family in FAMILIES.values() for name, shape in family.SHAPES.items()}
     if name not in shapes:
@@ -89,7 +83,6 @@ def dummy_config(path: str) -> ModelConfig:
 def load_config(path: str, revision: str = "main") -> ModelConfig:
     """Shape of the model at ``path``: a folder, a Hub id or ``dummy:NAME``.
 
-    Raises:
-        ModelError: it cannot be found, read, or run by this engine.
+    Raises ModelError if it cannot be found, read, or run by this engine.
     """
     return dummy_config(path) if is_dummy(path) else read_config(resolve_folder(path, revision, ("*.json", "*.jinja")))

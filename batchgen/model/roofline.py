@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,29 +23,22 @@ from batchgen.model.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The highest rates that this machine was measured to sustain."""
+    """The highest rates that this machine was measured to sustain, by what (for a person) and when (ISO 8601)."""
 
     flops_per_s: float
     memory_bytes_per_s: float
+    source: str = ""
+    measured_at: str = ""
+
+    def measured_by(self, source: str) -> Ceilings:
+        """These ceilings, measured just now."""
+        return replace(self, source=source, measured_at=datetime.now(UTC).isoformat(timespec="seconds"))
 
     def mean(self, other: Ceilings) -> Ceilings:
         """The mean of two measurements, for a run between them."""
         return Ceilings(
             (self.flops_per_s + other.flops_per_s) / 2, (self.memory_bytes_per_s + other.memory_bytes_per_s) / 2
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Ceilings with their origin, in words for a person, and their instant (ISO 8601)."""
-
-    ceilings: Ceilings
-    source: str
-    measured_at: str
-
-    @classmethod
-    def now(cls, ceilings: Ceilings, source: str) -> Measured:
-        return cls(ceilings, source, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +96,10 @@ class Costs:
         return Work(float(flops), float(num_bytes))
 
 
-def describe_costs(costs: Costs, measured: Measured | None) -> dict[str, Any]:
+def describe_costs(costs: Costs, ceilings: Ceilings | None) -> dict[str, Any]:
     """The input of ``roofline_section``, as plain data."""
-    return {
-        "costs": asdict(costs),
-        "flops_per_s": measured and measured.ceilings.flops_per_s,
-        "memory_bytes_per_s": measured and measured.ceilings.memory_bytes_per_s,
-        "source": measured and measured.source,
-        "measured_at": measured and measured.measured_at,
-    }
+    measured = asdict(ceilings) if ceilings else dict.fromkeys(field.name for field in fields(Ceilings))
+    return {"costs": asdict(costs), **measured}
 
 
 def roofline_section(
@@ -149,19 +137,21 @@ def cache_file() -> Path:
     return root / "batchgen" / "roofline.json"
 
 
-def remember(key: str, measured: Measured) -> None:
+def remember(key: str, ceilings: Ceilings) -> None:
     """Keep ceilings for later runs; if the file cannot be written, later runs do without."""
     with suppress(OSError, RuntimeError, BatchgenError):
         path = cache_file()
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({**_read(path), key: asdict(measured)}, indent=2).encode() + b"\n")
+        rates = {"flops_per_s": ceilings.flops_per_s, "memory_bytes_per_s": ceilings.memory_bytes_per_s}
+        entry = {"ceilings": rates, "source": ceilings.source, "measured_at": ceilings.measured_at}
+        write_atomic(path, json.dumps({**_read(path), key: entry}, indent=2).encode() + b"\n")
 
 
-def recall(key: str) -> Measured | None:
+def recall(key: str) -> Ceilings | None:
     """The ceilings measured last under this key; None if none can be read."""
     with suppress(OSError, RuntimeError, KeyError, TypeError):
         found = _read(cache_file())[key]
-        return Measured(Ceilings(**found["ceilings"]), found["source"], found["measured_at"])
+        return Ceilings(**found["ceilings"], source=found["source"], measured_at=found["measured_at"])
     return None
 
 

@@ -114,11 +114,7 @@ class Checkpoint:
             raise ModelError(f"{path}: cannot be read as safetensors ({why}); download it again") from None
 
     def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
-        """See ``TensorSource.take``.
-
-        Raises:
-            ModelError: no such tensor, another shape, or no plain floating-point numbers.
-        """
+        """Raises ModelError: no such tensor, another shape, or no plain floating-point numbers."""
         if name not in self._files:
             raise ModelError(f"{self.folder}: the weights lack tensor {name!r}, which config.json asks for")
         file = self._open(self._files[name])
@@ -134,18 +130,17 @@ class Checkpoint:
         return tensor.to(self.device, self.dtype)
 
     def finish(self, optional: str = "") -> None:
-        """Refuse tensors that the model did not take: an unknown tensor means an unknown model.
-
-        Raises:
-            ModelError: a tensor is left over.
-        """
+        """Raises ModelError if a tensor is left over: an unknown tensor means an unknown model."""
         left = sorted(set(self._files) - self._taken - {optional})
         if left:
             raise ModelError(f"{self.folder}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
 
 
 class RandomTensors:
-    """Random weights of any shape, the same in every run: for measuring speed without a checkpoint."""
+    """Random weights of any shape, the same in every run: for measuring speed without a checkpoint.
+
+    Without an ``Init`` of their own they are normal around zero with deviation ``std``.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0, std: float = 0.02) -> None:
         self.dtype = dtype
@@ -154,7 +149,6 @@ class RandomTensors:
         self.std = std
 
     def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
-        """See ``TensorSource.take``; by default normal around zero with the source's deviation."""
         mean, std = init or (0.0, self.std)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self.seed)
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(mean, std, generator=generator)

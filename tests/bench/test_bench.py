@@ -17,7 +17,7 @@ from batchgen.engine import Engine, EngineConfig, facts
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.model import load_config, load_model, rates, roofline
 from batchgen.model.rates import MeasureConfig
-from batchgen.model.roofline import Ceilings, Measured
+from batchgen.model.roofline import Ceilings
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
@@ -203,7 +203,7 @@ def test_a_short_run_does_not_measure_and_takes_what_is_known(ceilings_file: Pat
     engine = engine_after(5.0, 10**6)
     assert facts.engine_facts(engine)["roofline"]["flops_per_s"] is None
     assert not ceilings_file.exists()
-    known = Measured(Ceilings(1e12, 1e10), "measured by batchgen bench", "2026-01-01T00:00:00+00:00")
+    known = Ceilings(1e12, 1e10, "measured by batchgen bench", "2026-01-01T00:00:00+00:00")
     roofline.remember(facts.model_key(engine.runner.model), known)
     found = facts.engine_facts(engine)["roofline"]
     assert (found["flops_per_s"], found["source"]) == (1e12, "measured by batchgen bench")

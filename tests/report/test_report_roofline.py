@@ -13,7 +13,6 @@ from batchgen.model.registry import dummy_config
 from batchgen.model.roofline import (
     Ceilings,
     Costs,
-    Measured,
     Work,
     describe_costs,
     machine_key,
@@ -23,7 +22,7 @@ from batchgen.model.roofline import (
 )
 
 CONFIG = dummy_config("dummy:LFM2-350M")
-MEASURED = Measured(Ceilings(1e12, 1e10), "measured by hand", "2026-01-01T00:00:00+00:00")
+MEASURED = Ceilings(1e12, 1e10, "measured by hand", "2026-01-01T00:00:00+00:00")
 
 
 def counts(**more: int) -> dict[str, Any]:
@@ -121,7 +120,7 @@ def test_ceilings_hold_for_one_machine_shape_dtype_and_number_of_threads() -> No
 
 def test_ceilings_of_several_machines_are_kept_side_by_side(kept: Path) -> None:
     remember("one", MEASURED)
-    remember("two", Measured(Ceilings(2.0, 3.0), "s", "t"))
+    remember("two", Ceilings(2.0, 3.0, "s", "t"))
     assert recall("one") == MEASURED
     assert kept.is_file()
 

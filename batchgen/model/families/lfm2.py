@@ -35,29 +35,32 @@ _TENSOR_NAMES = {
     "down": f"{_LAYER}.feed_forward.w2",
 }
 
-_COMMON: dict[str, Any] = {
-    "model_type": "lfm2",
-    "vocab_size": 65536,
-    "num_key_value_heads": 8,
-    "conv_L_cache": 3,
-    "max_position_embeddings": 128_000,
-    "bos_token_id": 1,
-    "eos_token_id": 7,
-}
-_SIXTEEN = {**_COMMON, "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
-_THIRTY = {**_COMMON, "num_hidden_layers": 30, "full_attn_idxs": [2, 5, 9, 13, 17, 21, 24, 27]}
-# The published values; those left out have the defaults of ``read_config``.
+
+def _published(hidden_size: int, num_heads: int, ff_dim: int, attention: list[int], **more: Any) -> dict[str, Any]:
+    """A published ``config.json`` without the values that are the defaults of ``read_config``."""
+    return {
+        "model_type": "lfm2",
+        "vocab_size": 65536,
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": 8,
+        "block_ff_dim": ff_dim,
+        "full_attn_idxs": attention,
+        "conv_L_cache": 3,
+        "max_position_embeddings": 128_000,
+        "bos_token_id": 1,
+        "eos_token_id": 7,
+        **more,
+    }
+
+
+_SIXTEEN: dict[str, Any] = {"attention": [2, 5, 8, 10, 12, 14], "num_hidden_layers": 16}
+_THIRTY: dict[str, Any] = {"attention": [2, 5, 9, 13, 17, 21, 24, 27], "num_hidden_layers": 30}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "LFM2-350M": {**_SIXTEEN, "hidden_size": 1024, "num_attention_heads": 16, "block_ff_dim": 6656},
-    "LFM2-700M": {**_SIXTEEN, "hidden_size": 1536, "num_attention_heads": 24, "block_ff_dim": 10240},
-    "LFM2-1.2B": {**_SIXTEEN, "hidden_size": 2048, "num_attention_heads": 32, "block_ff_dim": 12288},
-    "LFM2-2.6B": {
-        **_THIRTY,
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "block_ff_dim": 10752,
-        "block_auto_adjust_ff_dim": False,
-    },
+    "LFM2-350M": _published(1024, 16, 6656, **_SIXTEEN),
+    "LFM2-700M": _published(1536, 24, 10240, **_SIXTEEN),
+    "LFM2-1.2B": _published(2048, 32, 12288, **_SIXTEEN),
+    "LFM2-2.6B": _published(2048, 32, 10752, **_THIRTY, block_auto_adjust_ff_dim=False),
 }
 
 
