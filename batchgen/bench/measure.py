@@ -23,7 +23,7 @@ from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.facts import engine_sizes, model_key
-from batchgen.engine.sizes import use_threads
+from batchgen.engine.load import use_threads
 from batchgen.kernels.select import select
 from batchgen.model import load_config
 from batchgen.model.decoder import Decoder

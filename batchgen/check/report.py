@@ -14,7 +14,7 @@ from batchgen.check.witness import Divergence
 from batchgen.config.job import JobSpec
 from batchgen.core.records import Request
 from batchgen.core.units import counted
-from batchgen.engine.sizes import use_threads
+from batchgen.engine.load import use_threads
 from batchgen.model import load_model
 from batchgen.model.decoder import Decoder
 from batchgen.run.loader import read_model

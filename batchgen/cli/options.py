@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,32 +60,27 @@ SHARD = Parsed("I/N", parse_shard)
 SHARE = Parsed("SHARE", parse_share)
 
 
-class GroupedOption(click.Option):
-    """An option that help lists under a heading."""
+class RunOption(click.Option):
+    """An option of one invocation, not of the job."""
 
-    def __init__(self, *args: Any, heading: str = "", **attributes: Any) -> None:
-        super().__init__(*args, **attributes)
-        self.heading = heading
+
+run_option = partial(click.option, cls=RunOption)
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists its options under headings."""
+    """A command whose help lists its options under headings: the job's sections, this run, others."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a block per heading, in order of first appearance; options without a heading come last."""
         blocks: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
-                blocks.setdefault(getattr(parameter, "heading", ""), []).append(record)
-        for heading, records in sorted(blocks.items(), key=lambda block: not block[0]):
-            with formatter.section(heading or "Other"):
+                section, is_key, _ = (parameter.name or "").partition("__")
+                other = "This run" if isinstance(parameter, RunOption) else "Other"
+                blocks.setdefault(section.capitalize() if is_key else other, []).append(record)
+        for heading, records in sorted(blocks.items(), key=lambda block: block[0] == "Other"):
+            with formatter.section(heading):
                 formatter.write_dl(records)
-
-
-def run_option(*names: str, **attributes: Any) -> Callable[[F], F]:
-    """An option of one invocation, not of the job."""
-    return click.option(*names, cls=GroupedOption, heading="This run", **attributes)
 
 
 def json_option(text: str = "One JSON object instead of text.") -> Callable[[F], F]:
@@ -122,8 +118,6 @@ def _job_option(section: str, item: Key) -> Callable[[F], F]:
     return click.option(
         f"--{item.flag}/--no-{item.flag}" if item.kind is BOOL else f"--{item.flag}",
         f"{section}__{item.name}",
-        cls=GroupedOption,
-        heading=section.capitalize(),
         metavar=item.kind.metavar or None,
         default=None,
         multiple=item.kind.repeats,

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from batchgen.config.sampling import COLUMNS, SAMPLING_KEYS, column_names
+from batchgen.config.sampling import COLUMNS, SAMPLING_KEYS
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import (
     BOOL,
     INT64_MAX,
+    STRINGS,
     Key,
     Kind,
     integer,
@@ -24,7 +25,6 @@ from batchgen.core.keys import (
     keys_of,
     one_of,
     string,
-    string_list,
 )
 from batchgen.core.openai import is_batch_shape
 from batchgen.core.records import SamplingParams
@@ -39,8 +39,7 @@ RECORD_KEYS = frozenset(
 )  # fields of an output record; a kept column of such a name is written as input_<name>
 
 
-def _paths(value: object) -> tuple[str, ...]:
-    paths = string_list(value)
+def _paths(paths: tuple[str, ...]) -> tuple[str, ...]:
     if not paths:
         raise ValueError("must be a string or a list of strings, at least one")
     return paths
@@ -64,7 +63,7 @@ def _device(value: object) -> str:
 _DEVICES = ("auto", "cpu", "cuda")
 _DEVICE = Kind(_device, "auto|cpu|cuda|cuda:N", choices=_DEVICES)
 _COLUMN = string("COLUMN")
-_PATHS = Kind(_paths, "PATH", repeats=True)
+_PATHS = STRINGS.then(_paths, metavar="PATH")
 _SIZE_OR_AUTO = Kind(_size_or_auto, "SIZE|auto", none="auto")
 _POSITIVE_OR_AUTO = integer_or_auto(1)
 
@@ -196,7 +195,7 @@ class JobSpec:
     sampling_columns: tuple[str, ...] = ()  # ``sampling.columns``: see ``SAMPLING_COLUMNS``
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data as in the job file, every default filled in; ``job_from_dict`` reads it back."""
+        """Plain data as in the job file, every default filled in; ``load.job_from_dict`` reads it back."""
         parts = {section: getattr(self, section) for section in KEYS}
         data: dict[str, Any] = {
             section: {name: item.written(getattr(part, name)) for name, item in keys_of(type(part)).items()}
@@ -219,44 +218,4 @@ def is_default(dotted: str, value: object) -> bool:
     """Whether ``value``, possibly read from JSON, is the default of a dotted key."""
     section, _, name = dotted.partition(".")
     item = KEYS.get(section, {}).get(name)
-    return item is not None and item.written(item.default) == _tupled(value)
-
-
-def job_from_dict(data: Mapping[str, Any], source: object = "job.json") -> JobSpec:
-    """The spec that ``to_dict`` described, as read back from JSON.
-
-    Absent keys have their defaults, except that without ``sampling.columns`` an earlier version wrote it, which took
-    every column so named. Raises UsageError naming ``source`` on unknown keys and on impossible values.
-    """
-    try:
-        parts = {section: dict(data[section]) for section in KEYS}
-        columns = column_names(parts["sampling"].pop("columns", ["*"]))
-        values = {section: _values(section, part) for section, part in parts.items()}
-        for section in ("model", "input", "output"):
-            if not values[section].get("path"):
-                raise ValueError(f"it lacks {section}.path")
-        sampling = SamplingParams(**values["sampling"])
-        sections = {name: cls(**values[name]) for name, cls in SECTIONS.items()}
-    except KeyError as error:
-        raise UsageError(f"cannot read {source}: it lacks {error}; was it edited?") from None
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"cannot read {source}: {error}; was it edited?") from None
-    return JobSpec(sampling=sampling, sampling_columns=columns, **sections)
-
-
-def _values(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a section read back from JSON. Raises ValueError naming what is wrong."""
-    parsed = {}
-    for name, value in values.items():
-        item = KEYS[section].get(name)
-        if item is None:
-            raise ValueError(f"{section}.{name} is unknown to this version")
-        try:
-            parsed[name] = item.default if item.default == _tupled(value) else item.kind.parse(value)
-        except ValueError as error:
-            raise ValueError(f"{section}.{name} {error}") from None
-    return parsed
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return item is not None and item.written(item.default) == (tuple(value) if isinstance(value, list) else value)

@@ -33,11 +33,12 @@ _PLACES = ("model", "input", "output")  # sections whose path a job needs
 class RawSettings:
     """Unchecked values of one origin, a job file or flags: section -> key -> value.
 
-    Paths in them are relative to ``base``; flags have an empty one, the working directory. ``text`` is the job file's.
+    Paths in them are relative to ``base`` (flags have an empty one: the working directory), or taken unchanged where
+    that is None. ``text`` is the job file's.
     """
 
     values: Mapping[str, Mapping[str, Any]]
-    base: Path = Path()
+    base: Path | None = Path()
     file: str = ""
     text: str = field(default="", repr=False)
 
@@ -56,7 +57,8 @@ class RawSettings:
         """The value of a key, checked, paths made absolute. Raises UsageError."""
         value, kind = self.values[section][key], KEYS[section][key].kind
         try:
-            return _resolve(self.base, section, key, kind.parse(value))
+            parsed = kind.parse(value)
+            return parsed if self.base is None else _resolve(self.base, section, key, parsed)
         except ValueError as error:
             hint = resembling(value, kind.choices) if isinstance(value, str) else ""
             raise self.error(section, key, value, f"{error}{hint}") from None
@@ -77,14 +79,33 @@ def load_job(
     origins = [] if path is None else [read_settings(path)]
     if flags:
         origins.append(RawSettings(flags))
-    merged = _merge_sections(origins)
-    sampling, columns = _merge_sampling(origins, merged["model"].get("path", ""))
+    spec = _merge(origins)
     for section in needs:
-        if "path" not in merged[section]:
-            raise _missing(section, path)
-    parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}
-    spec = JobSpec(sampling=sampling, sampling_columns=columns, **parts)
+        if not getattr(spec, section).path:
+            item = KEYS[section]["path"]
+            if path is None:
+                raise UsageError(f"--{item.flag} is missing ({item.help})")
+            raise UsageError(f"{path}: {section}.path is missing: set it in [{section}] or give --{item.flag}")
     _check_together(spec)
+    return spec
+
+
+def job_from_dict(data: Mapping[str, Any], source: object = "job.json") -> JobSpec:
+    """The spec that ``JobSpec.to_dict`` described, as read back from JSON.
+
+    Absent keys have their defaults, except that without ``sampling.columns`` an earlier version wrote it, which took
+    every column so named. Raises UsageError naming ``source`` on unknown keys and on impossible values.
+    """
+    values: dict[str, Any] = {section: data.get(section) for section in KEYS}
+    settings = RawSettings(values, None, str(source))
+    try:
+        _check_names(settings)
+        values["sampling"] = {"columns": ["*"], **values["sampling"]}
+        spec = _merge([settings])
+        if lacking := [section for section in _PLACES if not getattr(spec, section).path]:
+            raise UsageError(f"{source}: lacks {lacking[0]}.path")
+    except UsageError as error:
+        raise UsageError(f"cannot read {error}; was it edited?") from None
     return spec
 
 
@@ -112,18 +133,25 @@ def read_settings(path: Path) -> RawSettings:
     except RecursionError as error:
         raise UsageError(f"{path}: nested too deeply for a job file") from error
     settings = RawSettings(table, path.resolve().parent, str(path), text)
+    _check_names(settings)
     for section, values in table.items():
-        if section not in KEYS:
-            raise UsageError(f"{path}: unknown section [{section}]{nearest(section, [*KEYS])}")
-        if not isinstance(values, dict):
-            raise UsageError(f"{path}: {section} = {shown(values, 60)}: must be a section, [{section}]")
         for key, value in values.items():
+            values[key] = _expand(settings, section, key, value)
+    return settings
+
+
+def _check_names(settings: RawSettings) -> None:
+    """Raises UsageError on unknown sections and keys."""
+    for section, values in settings.values.items():
+        if section not in KEYS:
+            raise UsageError(f"{settings.file}: unknown section [{section}]{nearest(section, [*KEYS])}")
+        if not isinstance(values, Mapping):
+            raise UsageError(f"{settings.file}: {section} = {shown(values, 60)}: must be a section, [{section}]")
+        for key in values:
             if key not in KEYS[section]:
                 elsewhere = [name for name, keys in KEYS.items() if key in keys]
                 hint = f" (it belongs in [{elsewhere[0]}])" if elsewhere else nearest(key, [*KEYS[section]])
                 raise UsageError(f"{settings.place(section, key)}: unknown key{hint}")
-            values[key] = _expand(settings, section, key, value)
-    return settings
 
 
 def _read_text(path: Path) -> str:
@@ -169,11 +197,11 @@ def _line_of(text: str, section: str, key: str) -> int | None:
 
 def _parse_section(settings: RawSettings, section: str) -> dict[str, Any]:
     given = settings.values.get(section, {})
-    return {key: settings.parsed(section, key) for key in KEYS[section] if key in given}
+    return {key: settings.parsed(section, key) for key in KEYS[section] if given.get(key) is not None}
 
 
-def _merge_sections(origins: Sequence[RawSettings]) -> dict[str, dict[str, Any]]:
-    """The checked values of all sections but [sampling]; later origins win."""
+def _merge(origins: Sequence[RawSettings]) -> JobSpec:
+    """The job of all origins, later ones first in rank; each value is checked, but not what they mean together."""
     merged: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for origin in origins:
         for section in SECTIONS:
@@ -182,7 +210,9 @@ def _merge_sections(origins: Sequence[RawSettings]) -> dict[str, dict[str, Any]]
                 for key in _PROMPT_KEYS:  # a flag that says what the prompt is replaces all that the file says of it
                     merged[section].pop(key, None)
             merged[section] |= values
-    return merged
+    sampling, columns = _merge_sampling(origins, merged["model"].get("path", ""))
+    parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}
+    return JobSpec(sampling=sampling, sampling_columns=columns, **parts)
 
 
 def _merge_sampling(origins: Sequence[RawSettings], model: str) -> tuple[SamplingParams, tuple[str, ...]]:
@@ -199,13 +229,6 @@ def _merge_sampling(origins: Sequence[RawSettings], model: str) -> tuple[Samplin
         except ParamError as error:
             raise UsageError(f"{origin.place('sampling', error.key)}: {error}") from error
     return sampling, columns
-
-
-def _missing(section: str, file: Path | None) -> UsageError:
-    item = KEYS[section]["path"]
-    if file is None:
-        return UsageError(f"--{item.flag} is missing ({item.help})")
-    return UsageError(f"{file}: {section}.path is missing: set it in [{section}] or give --{item.flag}")
 
 
 def _resolve(base: Path, section: str, key: str, value: Any) -> Any:

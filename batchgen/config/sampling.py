@@ -7,10 +7,10 @@ values that contradict each other. Nothing here knows a file format or the engin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from batchgen.core.keys import Kind, key, keys_of, nearest, one_of, string_list
+from batchgen.core.keys import STRINGS, Key, keys_of, nearest, one_of
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import shown
 
@@ -27,39 +27,36 @@ class ParamError(ValueError):
         self.key = key
 
 
-def column_names(value: object) -> tuple[str, ...]:
-    """Column names, each once, or "*" alone for all columns. Raises ValueError."""
-    names = string_list(value)
+def _column_names(names: tuple[str, ...]) -> tuple[str, ...]:
     if "*" in names and len(names) > 1:
         raise ValueError('must be a list of column names, or "*" alone for all columns')
     return tuple(dict.fromkeys(names))
 
 
-def _sampling_columns(value: object) -> tuple[str, ...]:
-    names = column_names(value)
+def _sampling_columns(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if name not in ("*", *PARAM_KEYS):
             raise ValueError(f"{name!r} is no sampling key{nearest(name, PARAM_KEYS)}")
     return names
 
 
-COLUMNS = Kind(column_names, "A,B|*", lambda text: [name.strip() for name in text.split(",") if name.strip()])
+def _listed(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
-@dataclass(frozen=True)
-class SamplingExtras:
-    """Keys of [sampling] that are not fields of ``SamplingParams``; a preset is resolved when it is read."""
-
-    preset: str | None = key(one_of("card"), "card: the values that the model's card recommends", None)
-    columns: tuple[str, ...] = key(
-        COLUMNS._replace(parse=_sampling_columns),
-        "Columns that hold a row's own sampling values; * for all so named",
+COLUMNS = STRINGS.then(_column_names, metavar="A,B|*", from_text=_listed, repeats=False)
+SAMPLING_KEYS = {
+    **keys_of(SamplingParams),
+    "preset": Key("preset", None, one_of("card"), "card: the values that the model's card recommends", "preset", True),
+    "columns": Key(
+        "columns",
         (),
-        flag="sampling-columns",
-    )
-
-
-SAMPLING_KEYS = keys_of(SamplingParams, SamplingExtras)
+        COLUMNS.then(_sampling_columns),
+        "Columns that hold a row's own sampling values; * for all so named",
+        "sampling-columns",
+        True,
+    ),
+}
 PARAM_KEYS: tuple[str, ...] = tuple(name for name in SAMPLING_KEYS if name != "columns")  # a row may give these
 _PARSE = {name: SAMPLING_KEYS[name].kind.parse for name in PARAM_KEYS}
 

@@ -37,6 +37,11 @@ class Kind(NamedTuple):
     repeats: bool = False
     none: str | None = None
 
+    def then(self, convert: Callable[[Any], Any], **changes: Any) -> Kind:
+        """This kind with ``convert`` applied to what ``parse`` gives; it may raise ``ValueError`` as well."""
+        parse = self.parse
+        return self._replace(parse=lambda value: convert(parse(value)), **changes)
+
 
 class Key(NamedTuple):
     """A declared key; ``outputs`` is whether its value changes outputs."""
@@ -76,9 +81,6 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return resembling(name, known) or f" (known: {', '.join(known)})"
 
 
-# ---------------------------------------------------------------- kinds of any section
-
-
 def _number_in(text: str) -> object:
     """The number a flag's text holds; any other text stays, since the kind's own message is better."""
     for parse in (int, float):
@@ -89,7 +91,8 @@ def _number_in(text: str) -> object:
     return text
 
 
-def _integers(low: int, high: int, what: str = "an integer") -> Callable[[object], int]:
+def integer(low: int, high: int = INT64_MAX, what: str = "an integer") -> Kind:
+    """Integers from ``low`` to ``high``."""
     bounds = f"from {low} to {high}" if high < INT64_MAX else f"of at least {low} and at most 2**63 - 1"
 
     def parse(value: object) -> int:
@@ -99,21 +102,18 @@ def _integers(low: int, high: int, what: str = "an integer") -> Callable[[object
             raise ValueError(f"must be {what} {bounds}")
         return value
 
-    return parse
-
-
-def integer(low: int, high: int = INT64_MAX) -> Kind:
-    """Integers from ``low`` to ``high``."""
-    return Kind(_integers(low, high), "N", _number_in)
+    return Kind(parse, "N", _number_in)
 
 
 def integer_or_auto(low: int, high: int = INT64_MAX) -> Kind:
     """Integers from ``low`` to ``high``, or "auto", which becomes None."""
-    parse = _integers(low, high, '"auto" or an integer')
-    return Kind(lambda value: None if value == "auto" else parse(value), "N|auto", _number_in, none="auto")
+    kind = integer(low, high, '"auto" or an integer')
+    parse = kind.parse
+    return kind._replace(parse=lambda value: None if value == "auto" else parse(value), metavar="N|auto", none="auto")
 
 
-def _numbers(low: float, high: float, *, above_low: bool = False) -> Callable[[object], float]:
+def number(low: float, high: float = math.inf, *, above_low: bool = False) -> Kind:
+    """Finite numbers from ``low`` to ``high``; with ``above_low`` greater than ``low``."""
     bounds = f"{'above' if above_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
 
     def parse(value: object) -> float:
@@ -123,12 +123,7 @@ def _numbers(low: float, high: float, *, above_low: bool = False) -> Callable[[o
                 return found
         raise ValueError(f"must be a finite number {bounds}")
 
-    return parse
-
-
-def number(low: float, high: float, *, above_low: bool = False) -> Kind:
-    """Finite numbers from ``low`` to ``high``; with ``above_low`` greater than ``low``."""
-    return Kind(_numbers(low, high, above_low=above_low), "NUMBER", _number_in)
+    return Kind(parse, "NUMBER", _number_in)
 
 
 def one_of(*choices: str) -> Kind:
@@ -143,7 +138,7 @@ def one_of(*choices: str) -> Kind:
 
 
 def string(metavar: str = "TEXT", *, empty: bool = False) -> Kind:
-    """Strings; ``empty`` ones only if said so."""
+    """Strings; the empty one only with ``empty``."""
 
     def parse(value: object) -> str:
         if not isinstance(value, str) or not (value or empty):
@@ -159,8 +154,7 @@ def _bool(value: object) -> bool:
     return value
 
 
-def string_list(value: object) -> tuple[str, ...]:
-    """A list of strings that are not empty, or one such string. Raises ValueError."""
+def _strings(value: object) -> tuple[str, ...]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
         raise ValueError("must be a string or a list of strings")
@@ -170,78 +164,59 @@ def string_list(value: object) -> tuple[str, ...]:
 
 
 BOOL = Kind(_bool)
-
-# ---------------------------------------------------------------- kinds of sampling keys
-
-
-_natural = _integers(0, INT32_MAX)
-_top_k_or_off = _integers(-1, INT32_MAX)
-_logprobs_count = _integers(0, MAX_LOGPROBS)
-_at_least_0 = _numbers(0, math.inf)
+STRINGS = Kind(_strings, "TEXT", repeats=True)  # a list of strings that are not empty, or one such string
 
 
-def _temperature(value: object) -> float:
-    found = _at_least_0(value)
-    return max(found, _MIN_TEMPERATURE) if found else 0.0
+_up_to_max_logprobs = integer(0, MAX_LOGPROBS).parse
+_token_id = integer(0, INT32_MAX, "a list of token ids, each").parse
 
 
-def _top_k(value: object) -> int:
-    return max(_top_k_or_off(value), 0)  # vLLM writes "off" as 0 or -1
-
-
-def _num_logprobs(value: object) -> int | None:
+def _num_logprobs(value: object) -> object:
     if isinstance(value, bool):
         return 0 if value else None  # OpenAI's chats say true for "the chosen token's"
-    return _logprobs_count(value)
+    return _up_to_max_logprobs(value)
 
 
-def _max_repeats(value: object) -> int:
-    found = _natural(value)
-    if found == 1:
+def _max_repeats(value: int) -> int:
+    if value == 1:
         raise ValueError("must be 0 (never) or an integer of at least 2")  # every token is there once
-    return found
+    return value
 
 
-def _sampling_texts(value: object, low: int, high: int, max_chars: float = math.inf) -> tuple[str, ...]:
-    """From ``low`` to ``high`` strings that have an encoding. Raises ValueError."""
-    items = string_list(value)
-    if not low <= len(items) <= high:
-        raise ValueError(f"must be a list of {low} to {high} strings, not of {len(items)}")
-    if max(map(len, items), default=0) > max_chars:
-        raise ValueError(f"holds a string of more than {max_chars} characters")
+def _stop(texts: tuple[str, ...]) -> tuple[str, ...]:
+    if len(texts) > MAX_STOP_STRINGS:
+        raise ValueError(f"must be a list of at most {MAX_STOP_STRINGS} strings, not of {len(texts)}")
+    if max(map(len, texts), default=0) > MAX_STOP_CHARS:
+        raise ValueError(f"holds a string of more than {MAX_STOP_CHARS} characters")
+    return tuple(dict.fromkeys(_encodable(texts)))
+
+
+def _choices(texts: tuple[str, ...]) -> tuple[str, ...]:
+    if texts and not 2 <= len(texts) <= MAX_CHOICES:  # a row may have none in a job whose other rows are scored
+        raise ValueError(f"must be a list of 2 to {MAX_CHOICES} strings, not of {len(texts)}")
+    if len(set(texts)) < len(texts):
+        raise ValueError("holds the same choice twice")
+    return _encodable(texts)
+
+
+def _encodable(texts: tuple[str, ...]) -> tuple[str, ...]:
     try:
-        "".join(items).encode()
+        "".join(texts).encode()
     except UnicodeEncodeError:
         raise ValueError("holds a lone surrogate, which no text has") from None
-    return items
-
-
-def _stop(value: object) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_sampling_texts(value, 0, MAX_STOP_STRINGS, MAX_STOP_CHARS)))
-
-
-def _choices(value: object) -> tuple[str, ...]:
-    if value in ([], ()):
-        return ()  # a row that is not to be scored in a job whose other rows are
-    choices = _sampling_texts(value, 2, MAX_CHOICES)
-    if len(set(choices)) < len(choices):
-        raise ValueError("holds the same choice twice")
-    return choices
+    return texts
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
-    if isinstance(value, list | tuple):
-        try:
-            return tuple(map(_natural, value))
-        except ValueError:
-            pass  # its message is about one item
-    raise ValueError(f"must be a list of token ids from 0 to {INT32_MAX}")
+    if not isinstance(value, list | tuple):
+        raise ValueError("must be a list of token ids")
+    return tuple(map(_token_id, value))
 
 
-TEMPERATURE = Kind(_temperature, "NUMBER", _number_in)
-TOP_K = Kind(_top_k, "N", _number_in)
+TEMPERATURE = number(0).then(lambda value: max(value, _MIN_TEMPERATURE) if value else 0.0)
+TOP_K = integer(-1, INT32_MAX).then(lambda value: max(value, 0))  # vLLM writes "off" as 0 or -1
 LOGPROBS = Kind(_num_logprobs, "K", _number_in)
-MAX_REPEATS = Kind(_max_repeats, "N", _number_in)
-STOP = Kind(_stop, "TEXT", repeats=True)
-CHOICES = Kind(_choices, "TEXT", repeats=True)
-TOKEN_IDS = Kind(_token_ids, "IDS", lambda listed: [_number_in(part) for part in listed.split(",")])
+MAX_REPEATS = integer(0, INT32_MAX).then(_max_repeats)
+STOP = STRINGS.then(_stop)
+CHOICES = STRINGS.then(_choices)
+TOKEN_IDS = Kind(_token_ids, "IDS", lambda text: [_number_in(part) for part in text.split(",")])

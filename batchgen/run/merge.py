@@ -15,7 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.job import SAMPLING_COLUMNS, JobSpec, job_from_dict
+from batchgen.config.job import SAMPLING_COLUMNS, JobSpec
+from batchgen.config.load import job_from_dict
 from batchgen.core.errors import UsageError
 from batchgen.core.paths import absolute
 from batchgen.core.records import WHOLE

@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.job import job_from_dict
-from batchgen.config.load import override
+from batchgen.config.load import job_from_dict, override
 from batchgen.core.errors import ExitCode, ResumeMismatch, RowErrorCode, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.paths import absolute

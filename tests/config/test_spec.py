@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.config.job import KEYS, EngineConfig, JobSpec, is_default, job_from_dict
-from batchgen.config.load import load_job, override
+from batchgen.config.job import KEYS, EngineConfig, JobSpec, is_default
+from batchgen.config.load import job_from_dict, load_job, override
 from batchgen.core.errors import UsageError
 from batchgen.core.records import Shard
 from batchgen.core.units import (
@@ -337,12 +337,12 @@ def test_the_choices_of_a_key_are_listed_once() -> None:
 @pytest.mark.parametrize(
     ("section", "value", "words"),
     [
-        ("input", {"path": 3}, "input.path must be"),
+        ("input", {"path": 3}, "input.path = 3: must be"),
         ("input", {"path": ["in"], "unknown": 1}, "unknown"),
-        ("sampling", [1], "cannot convert"),
-        ("output", {}, "it lacks output.path"),
-        ("engine", {"threads": 0}, "engine.threads must be"),
-        ("sampling", {"n": "many"}, "sampling.n must be"),
+        ("sampling", [1], "must be a section"),
+        ("output", {}, "lacks output.path"),
+        ("engine", {"threads": 0}, "engine.threads = 0: must be"),
+        ("sampling", {"n": "many"}, "sampling.n: n = 'many' must be"),
     ],
     ids=str,
 )
