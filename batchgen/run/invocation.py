@@ -114,9 +114,9 @@ class Invocation(ABC):
         The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved.
         """
         payloads = Payloads(self.spec, self.model.tokenizer.decode if self.model.tokenizer else None)
-        sink = ResultSink(journal, payloads, self.options.max_error_rate, self.progress.clock)
-        self.progress.sink = sink
-        stream = RequestStream(sink, validator, self.stopper, self.progress.clock)
+        charge = self.progress.clock.on
+        sink = self.progress.sink = ResultSink(journal, payloads, self.options.max_error_rate, charge)
+        stream = RequestStream(sink, validator, self.stopper, charge)
         requests = stream.requests(rows)
         with self.progress.phase("reading the input", "read"):
             first = next(requests, None)

@@ -23,7 +23,6 @@ from batchgen.core.memory import peak_bytes
 from batchgen.core.storage import temporary_name
 from batchgen.output.rundir import PROGRESS_NAME
 from batchgen.report.usage import follow, since
-from batchgen.run.clock import Clock
 from batchgen.run.display import Display
 from batchgen.run.stop import Stopper, StopRequested
 
@@ -35,6 +34,44 @@ GENERATING = "generating"
 _TICK_S = 0.5
 _SAVE_EVERY_S = 2.0
 _RATE_WINDOW_S = 30.0
+
+
+class Clock:
+    """Wall time per account since ``started_at``; time that no account claims is ``other``.
+
+    Exactly one account runs at any moment, so the accounts add up to the whole.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._account = "other"
+        self._since = self.started_at = time.monotonic()
+
+    @property
+    def wall_s(self) -> float:
+        return time.monotonic() - self.started_at
+
+    @contextmanager
+    def on(self, account: str) -> Iterator[None]:
+        """Charge the time inside to ``account`` instead of to the one outside."""
+        outer = self._account
+        self._switch(account)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds per account until now; safe to call from another thread."""
+        seconds = dict(self._seconds)
+        seconds[self._account] = seconds.get(self._account, 0.0) + time.monotonic() - self._since
+        return seconds
+
+    def _switch(self, account: str) -> None:
+        now = time.monotonic()
+        self._seconds[self._account] = self._seconds.get(self._account, 0.0) + now - self._since
+        self._since = now
+        self._account = account
 
 
 class Progress:

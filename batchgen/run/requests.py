@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from batchgen.core.records import BadRow, Record, Request
 from batchgen.input.rows import CHUNK_ROWS, chunked
 from batchgen.input.validator import Pending, RowValidator
-from batchgen.run.clock import Clock
-from batchgen.run.results import ResultSink
+from batchgen.run.results import Charge, ResultSink
 from batchgen.run.stop import Stopper
 
 _SLOW_CHUNK_S = 2.0  # a chat template may take seconds per row, and a stop loses the chunk that it interrupts
@@ -24,14 +23,14 @@ class RequestStream:
     """The requests of one invocation.
 
     ``pending`` holds the rows whose requests are with the engine, by index. ``is_exhausted`` says that the input has
-    no more rows. Reading, checking and tokenizing are charged to the clock's "read".
+    no more rows. Reading, checking and tokenizing are charged to "read".
     """
 
-    def __init__(self, sink: ResultSink, validator: RowValidator, stopper: Stopper, clock: Clock) -> None:
+    def __init__(self, sink: ResultSink, validator: RowValidator, stopper: Stopper, charge: Charge) -> None:
         self._sink = sink
         self._validator = validator
         self._stopper = stopper
-        self._clock = clock
+        self._charge = charge
         self.pending: dict[int, Pending] = {}
         self.is_exhausted = False
 
@@ -41,7 +40,7 @@ class RequestStream:
         chunks = chunked(rows, lambda: max_rows)
         while not self._stopper.requested:
             began_at = time.monotonic()
-            with self._clock.on("read"):
+            with self._charge("read"):
                 chunk = next(chunks, [])
                 answers = self._validator.validate(chunk)
             max_rows = min(2 * max_rows, CHUNK_ROWS) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1

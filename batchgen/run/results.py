@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 
 from batchgen.core.errors import RowError, RowErrorCode, StorageError, TokenizerError
 from batchgen.core.records import BadRow, Result
 from batchgen.input.validator import Pending
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.payloads import Payloads
-from batchgen.run.clock import Clock
 from batchgen.run.stop import Stopper
 
 MIN_ROWS_FOR_RATE = 100  # fewer rows count as this many: a rate over a few rows says nothing
 
 
+Charge = Callable[[str], AbstractContextManager[None]]  # charges the time inside to an account (``Clock.on``)
+
+
 class ResultSink:
     """The finished rows of a run; ``num_done`` and ``num_failed`` include those of earlier invocations.
 
-    Token counts are those of rows that this invocation finished.
+    Token counts are those of rows that this invocation finished. Writing is charged to "write".
     """
 
-    def __init__(self, journal: Journal, payloads: Payloads, max_error_rate: float | None, clock: Clock) -> None:
+    def __init__(self, journal: Journal, payloads: Payloads, max_error_rate: float | None, charge: Charge) -> None:
         self.journal = journal
-        self._clock = clock
+        self._charge = charge
         self._is_open = True
         self._lock = threading.Lock()  # guards the journal: ``tick`` is called from the progress thread
         self._payloads = payloads
@@ -88,5 +91,5 @@ class ResultSink:
             )
 
     def _append(self, entry: JournalEntry) -> None:
-        with self._clock.on("write"), self._lock:
+        with self._charge("write"), self._lock:
             self.journal.append(entry)
