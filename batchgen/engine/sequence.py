@@ -7,7 +7,7 @@ be scored are one each behind the same prompt. The prefix cache computes once wh
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from batchgen.core.errors import RowError
@@ -17,76 +17,50 @@ if TYPE_CHECKING:
     from batchgen.engine.observers import Observer, TokenCounts
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """The tokens so far of one sample, or of a text to be scored, and where their state is kept.
 
-    What is computed lags behind what is known: a sequence owes ``num_owed`` tokens to the cache. A fresh prompt
-    owes all of itself, a decoding sequence owes one, a preempted one owes what its cached blocks do not hold; nothing
-    else tells these phases apart.
-
-    Tokens from ``next_scored`` up to ``end_scored`` (indexes into ``token_ids``) are still to be scored: their
-    log-probabilities are wanted from the position before each. ``digests`` name the full blocks in order, as far as
-    they have been asked for.
-
-    ``num_pending`` is 1 while a token has been sampled on the device whose id the host does not know yet: it counts
-    as a token, but ``token_ids`` ends before it.
+    What is computed lags behind what is known: a sequence owes ``num_owed`` tokens to the cache. A fresh prompt owes
+    all of itself, a decoding sequence one token, a preempted one what its cached blocks do not hold; nothing else tells
+    these phases apart.
     """
 
-    __slots__ = (
-        "block_table",
-        "conv_slot",
-        "counts",
-        "digests",
-        "end_scored",
-        "finish_reason",
-        "finished_at",
-        "first_scheduled_at",
-        "first_token_at",
-        "generates",
-        "group",
-        "logprobs",
-        "matched_stop",
-        "max_computed_tokens",
-        "next_scored",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_pending",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "observers",
-        "order",
-        "request",
-        "sample_index",
-        "scores",
-        "token_ids",
-    )
+    request: Request
+    group: Group
+    sample_index: int = 0
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    generates: bool = field(init=False)
+    num_pending: int = 0  # 1: a token was sampled whose id the host does not know yet; it is not in token_ids
+    # Owned by the scheduler.
+    num_computed_tokens: int = 0
+    max_computed_tokens: int = 0  # before a preemption
+    num_cached_tokens: int = 0  # taken over from the prefix cache
+    num_preemptions: int = 0
+    block_table: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of the full blocks in order, as far as asked for
+    conv_slot: int | None = None
+    order: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # see WaitingQueue
+    first_scheduled_at: float | None = None
+    # What watches the generated tokens; ``counts`` is one of the observers, which the sampler reads.
+    observers: list[Observer] = field(default_factory=list)
+    counts: TokenCounts | None = None
+    finish_reason: FinishReason | None = None
+    matched_stop: str | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    # Log-probabilities of generated and of given tokens. Tokens from ``next_scored`` up to ``end_scored`` (indexes into
+    # token_ids) are still to be scored: theirs are wanted from the position before each.
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    scores: list[TokenLogprob] = field(default_factory=list)
+    next_scored: int = 0
+    end_scored: int = 0
 
-    def __init__(self, request: Request, group: Group, sample_index: int = 0) -> None:
-        self.request = request
-        self.group = group
-        self.sample_index = sample_index
-        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.generates = request.params.max_tokens > 0
-        self.num_computed_tokens = 0
-        self.max_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_pending = 0
-        self.block_table: list[int] = []
-        self.digests: list[bytes] = []
-        self.conv_slot: int | None = None
-        self.order = (0, 0, 0, 0, 0)  # see WaitingQueue
-        self.finish_reason: FinishReason | None = None
-        self.matched_stop: str | None = None
-        self.observers: list[Observer] = []
-        self.counts: TokenCounts | None = None  # one of the observers, which the sampler reads
-        self.logprobs: list[TokenLogprob] = []
-        self.scores: list[TokenLogprob] = []
-        self.next_scored = self.end_scored = 0
-        self.num_preemptions = 0
-        self.first_scheduled_at: float | None = None
-        self.first_token_at: float | None = None
-        self.finished_at: float | None = None
+    def __post_init__(self) -> None:
+        self.token_ids = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        self.generates = self.request.params.max_tokens > 0
 
     def score_choice(self, choice: tuple[int, ...]) -> None:
         """Generate nothing, but score these tokens after the prompt."""
@@ -95,19 +69,19 @@ class Sequence:
         self.next_scored, self.end_scored = self.num_prompt_tokens, len(self.token_ids)
 
     def score_given(self) -> None:
-        """Score what the request brings as far as it asks for that: the prompt, and tokens generated earlier."""
+        """Score the prompt and the tokens generated by an earlier run, as far as the request asks for that."""
         params, prompt = self.request.params, self.num_prompt_tokens
         self.next_scored = 1 if params.prompt_logprobs is not None else prompt
         self.end_scored = prompt if params.logprobs is None else len(self.token_ids)
         self.next_scored = min(self.next_scored, self.end_scored)
 
     def num_top(self, index: int) -> int:
-        """How many of the likeliest tokens are wanted beside the one at ``index``."""
+        """How many of the likeliest tokens are wanted beside the token at ``index``."""
         params = self.request.params
         return (params.logprobs if self._is_output(index) else params.prompt_logprobs) or 0
 
     def book_score(self, logprob: TokenLogprob) -> None:
-        """Take in the log-probability of the token ``next_scored``."""
+        """Add the log-probability of the token ``next_scored``."""
         (self.logprobs if self._is_output(self.next_scored) else self.scores).append(logprob)
         self.next_scored += 1
 
@@ -136,12 +110,12 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Most tokens whose state may come from elsewhere: the logits of the others are wanted."""
+        """Most tokens whose state may come from the prefix cache: the logits of the others are wanted."""
         wanted_from = self.next_scored if self.next_scored < self.end_scored else self.num_tokens
         return wanted_from - 1
 
     def completes(self, count: int) -> bool:
-        """Whether computing ``count`` more tokens leaves nothing owed, so that the next token can be chosen."""
+        """Whether computing ``count`` more tokens leaves nothing owed, so that the next token can be sampled."""
         return self.generates and count == self.num_owed
 
     def scored_in(self, count: int) -> range:
@@ -151,7 +125,6 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no further token will be generated."""
         return self.finish_reason is not None
 
     def append(self, token_id: int, at: float) -> None:
@@ -161,11 +134,11 @@ class Sequence:
             self.first_token_at = at
 
     def stop_reason(self, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
-        """Why the newest token ends the sequence, or None; to be asked once for each, with none pending."""
+        """Why the newest token ends the sequence, or None; to be called once per token, with none pending."""
         params = self.request.params
         newest = self.token_ids[-1]
         ending = None
-        for observer in self.observers:
+        for observer in self.observers:  # each sees every token; the first has precedence
             asked = observer.push(newest)
             ending = ending or asked
         if self.num_output_tokens >= params.min_tokens:
@@ -179,60 +152,60 @@ class Sequence:
         return None
 
     def to_sample(self) -> Sample:
-        """What was generated."""
         logprobs = tuple(self.logprobs) if self.request.params.logprobs is not None else None
         tokens = tuple(self.token_ids[self.num_prompt_tokens :])
         return Sample(tokens, self.finish_reason, self.matched_stop, logprobs)
 
 
 class Group:
-    """The sequences of one request.
+    """The sequences of one request, and how their outcomes are put together into its one result.
 
-    ``twins`` are identical requests that wait for the same result, known as such by their ``digest`` (see
-    ``duplicates``; None where none was made).
+    ``duplicates`` are identical requests that wait for the same result; ``digest`` names what they have in common (see
+    ``Duplicates``; None where none was made).
     """
 
-    __slots__ = ("digest", "error", "request", "sequences", "submitted_at", "twins")
+    __slots__ = ("digest", "duplicates", "error", "request", "sequences", "submitted_at")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.submitted_at = time.monotonic()
         self.digest: bytes | None = None
+        self.duplicates: list[Group] = []
         self.error: RowError | None = None
-        self.twins: list[Group] = []
         if request.choices:
             self.sequences = [Sequence(request, self, i) for i in range(len(request.choices))]
             for sequence, choice in zip(self.sequences, request.choices, strict=True):
                 sequence.score_choice(choice)
             return
         num_different = 1 if request.params.is_greedy else request.params.n
-        if num_different > 1:  # what an earlier run generated is that of no one sample
+        if num_different > 1:  # the tokens of an earlier run belong to no single sample
             request = self.request = replace(request, output_token_ids=())
         self.sequences = [Sequence(request, self, i) for i in range(num_different)]
         self.sequences[0].score_given()
 
     @property
     def is_finished(self) -> bool:
-        """Whether no sequence has anything left to do."""
         return all(s.finished_at is not None for s in self.sequences)
 
     @property
     def resumable_tokens(self) -> tuple[int, ...]:
-        """Generated tokens from which a later run can go on; none where they are those of several samples."""
+        """Generated tokens from which a later run can go on; none where they belong to several samples."""
         sequence = self.sequences[0]
         is_one = len(self.sequences) == 1 and sequence.generates
         return tuple(sequence.token_ids[sequence.num_prompt_tokens :]) if is_one else ()
 
     def result(self) -> Result:
-        """What came of the request, once it has finished or failed."""
-        first = self.sequences[0]
+        """The result of the request, once it has finished or failed."""
+        first, params = self.sequences[0], self.request.params
         base = Result(self.request.key, len(self.request.prompt_token_ids), error=self.error, timings=self._timings())
         if self.error is not None:
             return base
         if self.request.choices:
-            return self._scored(base)
+            sums = tuple(sum(score.logprob for score in s.scores) for s in self.sequences)
+            tokens = self.request.choices[sums.index(max(sums))]  # the first of equals
+            return replace(base, token_ids=tokens, finish_reason=FinishReason.STOP, choice_logprobs=sums)
         samples = [s.to_sample() for s in self.sequences]
-        samples += samples[:1] * (self.request.params.n - len(samples))
+        samples += samples[:1] * (params.n - len(samples))
         return replace(
             base,
             token_ids=samples[0].token_ids,
@@ -240,21 +213,8 @@ class Group:
             stop=samples[0].stop,
             logprobs=samples[0].logprobs,
             more_samples=tuple(samples[1:]),
-            prompt_logprobs=tuple(first.scores) if self.request.params.prompt_logprobs is not None else None,
+            prompt_logprobs=tuple(first.scores) if params.prompt_logprobs is not None else None,
         )
-
-    def result_for_twin(self, result: Result) -> Result:
-        """The same for an identical request: it only waited."""
-        waited = time.monotonic() - self.submitted_at
-        cached = len(self.request.prompt_token_ids)
-        timings = Timings(queue_s=waited, ttft_s=waited, total_s=waited, cached_tokens=cached)
-        return replace(result, key=self.request.key, timings=timings)
-
-    def _scored(self, base: Result) -> Result:
-        sums = tuple(_total(s.scores) for s in self.sequences)
-        best = max(range(len(sums)), key=lambda i: sums[i])  # the first of equals
-        tokens = self.request.choices[best]
-        return replace(base, token_ids=tokens, finish_reason=FinishReason.STOP, choice_logprobs=sums)
 
     def _timings(self) -> Timings:
         preemptions = sum(s.num_preemptions for s in self.sequences)
@@ -264,8 +224,8 @@ class Group:
         if not (scheduled and first and end):  # ended before it could begin
             return Timings(preemptions=preemptions)
         start, begun, answered, ended = self.submitted_at, min(scheduled), min(first), max(end)
-        brought = len(self.request.output_token_ids)  # by a resumed one
-        longest = max(s.num_output_tokens for s in self.sequences) - brought
+        num_resumed = len(self.request.output_token_ids)
+        longest = max(s.num_output_tokens for s in self.sequences) - num_resumed
         return Timings(
             queue_s=begun - start,
             prefill_s=answered - begun,
@@ -276,10 +236,6 @@ class Group:
             cached_tokens=sum(s.num_cached_tokens for s in self.sequences),
             preemptions=preemptions,
         )
-
-
-def _total(scores: list[TokenLogprob]) -> float:
-    return sum(score.logprob for score in scores)
 
 
 @dataclass(frozen=True, slots=True)
