@@ -1,7 +1,4 @@
-"""From a schedule to the tensors of a step: one pure function, tested by itself.
-
-Engines hide most of their bugs here, so nothing is cached, and nothing but the schedule is read.
-"""
+"""The tensors of a step, built from its schedule by a pure function: nothing is cached, nothing else is read."""
 
 from __future__ import annotations
 
@@ -99,17 +96,17 @@ def _logits_indices(schedule: Schedule, cu_seqlens: np.ndarray) -> np.ndarray:
 
 
 def build_tail(inputs: ModelInput, block_size: int, reach: int) -> Tail | None:
-    """The tokens of CPU ``inputs`` on which something depends after the last attention; None if that is each of them.
+    """The tokens of CPU ``inputs`` that later results depend on after the last attention; None if all of them are.
 
-    The convolutions that follow it look back on ``reach`` earlier tokens in all. So logits need a token and ``reach``
-    before it; the state after a token, kept where a chunk or a KV block ends, needs ``reach`` tokens up to that one.
-    One token of each sequence is kept in any case: no kernel meets a sequence without any.
+    The convolutions behind the last attention reach back ``reach`` tokens in all. So logits need a token and ``reach``
+    before it; the convolution state kept where a chunk or a KV block ends needs the last ``reach`` tokens. One token
+    per sequence is kept in any case: kernels never see a sequence without tokens.
     """
     if inputs.num_tokens == inputs.num_seqs:
         return None
     positions, cu_seqlens, logits = (t.numpy() for t in (inputs.positions, inputs.cu_seqlens, inputs.logits_indices))
     sequences = np.repeat(np.arange(inputs.num_seqs), np.diff(cu_seqlens))
-    changes = np.zeros(inputs.num_tokens + 1, dtype=np.int64)  # of how many wanted tokens need the token
+    changes = np.zeros(inputs.num_tokens + 1, dtype=np.int64)  # in the number of wanted tokens that need a token
     borders = np.flatnonzero((positions + 1) % block_size == 0)
     for wanted, count in ((logits, reach + 1), (borders, reach), (cu_seqlens[1:] - 1, max(reach, 1))):
         np.add.at(changes, np.maximum(wanted + 1 - count, cu_seqlens[sequences[wanted]]), 1)

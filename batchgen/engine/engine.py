@@ -161,7 +161,7 @@ class Engine:
         return None
 
     def _prepare(self, sequence: Sequence) -> None:
-        """Set up what watches and counts the tokens, with those that an earlier run generated."""
+        """Set up the observers, and show them the tokens that an earlier run generated."""
         request = sequence.request
         sequence.observers = observers_for(request.params, self._stop_watch)
         if request.params.has_penalties:
@@ -274,12 +274,12 @@ class Engine:
         """Decide whether the newest token ends the sequence."""
         try:
             sequence.finish_reason = sequence.stop_reason(self.eos_token_ids, self.config.max_model_len)
-        except TokenizerError as error:  # what stop strings are looked for in cannot be had
+        except TokenizerError as error:  # no text to look for stop strings in
             self._fail(sequence, str(error))
             sequence.finish_reason = FinishReason.STOP
 
     def _end(self, sequence: Sequence) -> list[Result]:
-        """Let a sequence go; the results that are complete with it."""
+        """Remove a sequence that has ended; the results that are complete with it."""
         sequence.finished_at = time.monotonic()
         if not sequence.generates:
             sequence.finish_reason = FinishReason.STOP if sequence.request.choices else FinishReason.LENGTH

@@ -1,7 +1,7 @@
-"""What an engine that has run says of itself to a report: the sizes that "auto" came to, and its roofline.
+"""Facts of an engine for the report: the sizes chosen for "auto", and its roofline.
 
-A long run measures the roofline once more with the model it still holds; a short one, which could not afford that,
-takes what was measured last under the same conditions.
+A long run measures the ceilings again with the model it still holds; a short run, for which that would take too long,
+recalls the last measurement under the same conditions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def model_key(model: Decoder) -> str:
 
 
 def _measure_now(model: Decoder) -> Ceilings | None:
-    """Ceilings taken at once, and kept for later runs; None if memory is short: the run itself has succeeded."""
+    """Measure the ceilings and keep them for later runs; None without memory for it: the run itself has succeeded."""
     try:
         measured = measure(model, QUICK).measured_by("measured at the end of a run")
     except (RuntimeError, MemoryError):  # torch raises RuntimeError for memory that is not there

@@ -1,7 +1,7 @@
-"""From logits to the next token of each sequence, and to log-probabilities where they are asked for.
+"""Sampler: from logits to the next token of each sequence, and to log-probabilities where they are asked for.
 
 Randomness is counter-based: one uniform number per (seed, request key, sample, position), so a token never depends on
-batch slot, order, preemption or resume. The order is vLLM's: log-probabilities of the logits as they come, then
+batch slot, order, preemption or resume. The order is vLLM's: log-probabilities of the raw logits, then
 ``min_tokens``, penalties, temperature, min_p, top_k, top_p.
 """
 
@@ -33,7 +33,7 @@ def _mix(x: int) -> int:
 
 
 def uniform(seed: int, key: int, sample: int, position: int) -> float:
-    """A number in [0, 1) that is a function of its arguments alone; ``position`` counts output tokens."""
+    """A number in [0, 1), a function of its arguments alone; ``position`` counts output tokens."""
     bits = _mix(_mix(_mix(_mix(seed & _MASK) ^ (key & _MASK)) ^ sample) ^ position)
     return (bits >> 11) * 2.0**-53
 
@@ -44,7 +44,7 @@ class Sampler:
     def __init__(self, kernels: Kernels, eos_token_ids: frozenset[int]) -> None:
         self.kernels = kernels
         self.eos_token_ids = eos_token_ids
-        self._wide = torch.empty(0)  # kept from step to step: fresh memory would cost more than what is done in it
+        self._wide = torch.empty(0)  # kept between steps: fresh memory would cost more than its use
 
     @torch.inference_mode()  # logits come from inference mode and may be written only inside it
     def sample(self, logits: Tensor, sequences: Sequence_[Sequence]) -> Tensor:
@@ -111,7 +111,7 @@ class Sampler:
         return self._wide[: logits.numel()].view_as(logits).copy_(logits)
 
     def _forbid_early_end(self, logits: Tensor, sequences: Sequence_[Sequence]) -> None:
-        """No end token before ``min_tokens``: neither the model's own nor the request's."""
+        """Forbid the end tokens of model and request before ``min_tokens``."""
         places = [
             (row, token_id)
             for row, sequence in enumerate(sequences)
@@ -145,8 +145,7 @@ class Sampler:
 def _likeliest(logits: Tensor, num_top: list[int]) -> list[list[tuple[int, float]]]:
     """(id, logit) of the ``num_top`` largest of each row, largest first, of equals the lowest ids.
 
-    ``topk`` may take any of the tokens that equal the last, other ones for another ``k``, so those rows are gone
-    through again.
+    ``topk`` may take any of the tokens that equal the last one, so rows with such ties are searched again.
     """
     width = logits.shape[1]
     top = logits.topk(min(max(num_top) + 1, width) if any(num_top) else 0, dim=1)

@@ -1,7 +1,7 @@
-"""Decides how many tokens each sequence advances in a step. Plain Python; imports no torch.
+"""Scheduler: decides how many tokens each sequence advances in a step. Plain Python; imports no torch.
 
-There are no phases: a sequence owes the tokens that are not cached, and a step pays some of every debt within the
-token budget. Prompts, chunks, single tokens and recomputation after a preemption are one loop over what is owed.
+There are no phases: a sequence owes the tokens that are not cached, and a step pays part of each debt within the token
+budget. Prompts, chunks, single tokens and recomputation after a preemption are one loop over owed tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from batchgen.engine.block_pool import BlockPool, extend_digests
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.sequence import Schedule, Sequence
 
-# Share of a forecast peak that must fit. Every row kept waiting makes steps less full, which costs more than the
-# odd preemption: at 0.95 about 2 % of the tokens of a job five times the pool are computed twice, at 0.8 over 10 %.
+# Share of a forecast peak that must fit. Each row kept waiting makes steps less full, which costs more than an
+# occasional preemption: at 0.95 about 2 % of the tokens of a job five times the pool are computed twice.
 _CAUTION = 0.95
-_MAX_DEFERRED = 64  # waiting sequences passed over in a step because what they share is being computed
+_MAX_DEFERRED = 64  # waiting sequences passed over in a step because the prefix they share is being computed
 
 
 class Scheduler:
@@ -36,16 +36,15 @@ class Scheduler:
         self.num_cached_tokens = 0  # taken over from the prefix cache by fresh sequences
         self.num_recomputed_tokens = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._most_blocks_running = 0  # what the running ones would take at their longest, nothing shared
+        self._most_blocks_running = 0  # if every running sequence were at its longest and shared nothing
         self._promised: dict[bytes, Sequence] = {}  # blocks of prompts that a running sequence is computing
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished."""
         return bool(self.running or self.waiting)
 
     def refusal(self, sequence: Sequence) -> RowError | None:
-        """Why a sequence could never be run to its end, or None; asked before it is added."""
+        """Why a sequence can never be run to its end, or None; to be asked before it is added."""
         limit = self.config.max_model_len
         if not sequence.num_prompt_tokens:
             return RowError(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
@@ -70,16 +69,16 @@ class Scheduler:
         return min(sequence.num_prompt_tokens + sequence.request.params.max_tokens, self.config.max_model_len) - 1
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that ``refusal`` has no objection to."""
+        """Queue a sequence without a ``refusal``."""
         if self.config.prefix_caching:
             extend_digests(sequence.digests, sequence.token_ids, self.config.block_size)
         self.waiting.push(sequence)
 
     def schedule(self) -> Schedule:
-        """Choose the next step's work and allot the blocks and slots it needs.
+        """Choose the next step's work and allocate its blocks and slots.
 
-        Sequences that owe one token come first, then those partly computed, then waiting ones; never more tokens
-        than the budget. At least one sequence advances as long as there is work, unless all await their last token.
+        Sequences that owe one token come first, then those partly computed, then waiting ones, up to the token budget.
+        While there is work at least one sequence advances, unless all await their last token.
         """
         counts: dict[Sequence, int] = {}
         budget = self.config.max_num_batched_tokens
@@ -88,7 +87,7 @@ class Scheduler:
         for sequence in by_debt:
             if budget == 0:
                 break
-            if sequence.conv_slot is None or self._awaits_its_last(sequence):  # preempted in this very step, or done
+            if sequence.conv_slot is None or self._awaits_its_last(sequence):  # preempted in this step, or done
                 continue
             count = min(sequence.num_owed, budget)
             for victim in self._make_room(sequence, count):
@@ -100,7 +99,7 @@ class Scheduler:
         return Schedule(tuple(counts.items()), tuple(resumed))
 
     def _admit(self, counts: dict[Sequence, int], budget: int) -> list[Sequence]:
-        """Admit waiting sequences as far as budget, slots and memory go; returns those that start behind a prefix."""
+        """Admit waiting sequences within budget, slots and memory; returns those that start behind a cached prefix."""
         resumed: list[Sequence] = []
         deferred: list[Sequence] = []
         while budget and self.waiting and self._free_slots and len(deferred) < _MAX_DEFERRED:
@@ -126,19 +125,19 @@ class Scheduler:
         return sequence.digests[: sequence.max_cached_tokens // self.config.block_size]
 
     def _is_promised(self, sequence: Sequence, num_found: int) -> bool:
-        """Whether the next block of the prompt is being computed by a sequence that runs already."""
+        """Whether a running sequence is computing the next block of the prompt."""
         usable = self._usable_digests(sequence)
         return not sequence.num_preemptions and len(usable) > num_found and usable[num_found] in self._promised
 
     def _awaits_its_last(self, sequence: Sequence) -> bool:
-        """Whether the pending token is known to end the sequence by length, so that nothing follows it."""
+        """Whether the pending token ends the sequence by length, so that nothing follows it."""
         return sequence.num_pending > 0 and sequence.num_computed_tokens == self._most_tokens(sequence)
 
     def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether admitting the sequence behind ``prefix`` leaves memory for those that run.
 
-        All it owes must fit, not just this chunk, and every running sequence keeps the block it may need next: a
-        newcomer that is preempted half prefilled would start over again and again.
+        All it owes must fit, not just this chunk, and each running sequence keeps the block it may need next: otherwise
+        a newcomer would be preempted half prefilled and start over again and again.
         """
         pool = self.pool
         missing = self._blocks_needed(sequence.num_tokens) - len(prefix)
@@ -147,15 +146,14 @@ class Scheduler:
             return False
         if not self.config.forecast_memory:
             return True
-        most = self._most_blocks_running + self._most_blocks(sequence)
-        if most <= self.config.num_blocks:
+        if self._most_blocks_running + self._most_blocks(sequence) <= self.config.num_blocks:
             return True
         return _CAUTION * self._peak_blocks(sequence, prefix) <= self.config.num_blocks
 
     def _peak_blocks(self, newcomer: Sequence, prefix: list[int]) -> int:
-        """The most blocks that will probably be held at once if ``newcomer`` runs too."""
+        """Forecast of the most blocks held at once if ``newcomer`` runs too."""
         size = self.config.block_size
-        own = [self.pool.num_sole(s.block_table) for s in self.running]  # the others outlive their sequence
+        own = [self.pool.num_sole(s.block_table) for s in self.running]  # shared blocks outlive their sequence
         shared = self.config.num_blocks - self.pool.num_free + self.pool.num_unused(prefix) - sum(own)
         held = [s.num_tokens - (len(s.block_table) - n) * size for s, n in zip(self.running, own, strict=True)]
         held.append(newcomer.num_tokens - len(prefix) * size)
@@ -192,9 +190,9 @@ class Scheduler:
         return self._blocks_needed(sequence.num_computed_tokens + count) - len(sequence.block_table)
 
     def _make_room(self, sequence: Sequence, count: int) -> list[Sequence]:
-        """Allot blocks for ``count`` tokens, preempting the sequences admitted last; returns those.
+        """Allocate blocks for ``count`` tokens; returns the sequences preempted for them, last admitted first.
 
-        The sequence itself may be among them: then it was the last, and waits.
+        The sequence itself is among them if no later one is left: then it waits.
         """
         victims: list[Sequence] = []
         missing = self._blocks_missing(sequence, count)
@@ -230,7 +228,7 @@ class Scheduler:
         sequence.conv_slot = None
 
     def computed(self, schedule: Schedule) -> None:
-        """Book the schedule's tokens as cached; called once their forward pass is under way."""
+        """Count the schedule's tokens as cached; to be called once their forward pass is launched."""
         size = self.config.block_size
         for sequence, count in schedule.entries:
             before = sequence.num_computed_tokens // size
@@ -240,14 +238,14 @@ class Scheduler:
                 self._label(sequence, before, full)
 
     def _label(self, sequence: Sequence, first: int, end: int) -> None:
-        """Make blocks that have become full known to others, and to the sequence itself should it be preempted."""
+        """Label blocks that have become full, for other sequences and for this one after a preemption."""
         extend_digests(sequence.digests, sequence.token_ids, self.config.block_size)
         for block, digest in zip(sequence.block_table[first:end], sequence.digests[first:end], strict=True):
             self.pool.label(block, digest)
             self._promised.pop(digest, None)
 
     def finish(self, sequence: Sequence) -> None:
-        """Let a running or preempted sequence go; its memory serves the next step."""
+        """Remove a running or preempted sequence; its memory is free for the next step."""
         if sequence.generates:
             self.lengths.add(sequence.num_output_tokens)
             self.trend.add(sequence.num_prompt_tokens, sequence.num_output_tokens)
@@ -255,12 +253,11 @@ class Scheduler:
         if sequence.conv_slot is None:
             self.waiting.drop_preempted(sequence)
         else:
-            # Answers are not prompts of others. Their memory is used again before any that was never touched.
+            # Answers are no prefixes of other prompts; their memory is warmer than memory never used.
             self.pool.forget(sequence.block_table[sequence.num_prompt_tokens // self.config.block_size :])
             self._release(sequence)
 
     def unfinished(self) -> Iterable[Sequence]:
-        """Every sequence still under way, running ones first."""
         yield from self.running
         yield from self.waiting
 
@@ -269,15 +266,15 @@ class Scheduler:
         self.pool.check([block for s in self.running for block in s.block_table])
         slots = [s.conv_slot for s in self.running]
         assert None not in slots and len(set(slots)) == len(slots), "a conv slot is missing or shared"
-        assert sorted([*self._free_slots, *(s for s in slots if s is not None)]) == list(
-            range(self.config.max_num_seqs)
-        )
-        assert all(s in self.running for s in self._promised.values()), "a promise nobody will keep"
+        taken = [slot for slot in slots if slot is not None]
+        assert sorted([*self._free_slots, *taken]) == list(range(self.config.max_num_seqs)), "a conv slot is lost"
+        assert all(s in self.running for s in self._promised.values()), "a promised block whose sequence is not running"
         assert self._most_blocks_running == sum(map(self._most_blocks, self.running))
         for s in self.running:
             assert 0 <= s.num_computed_tokens < s.num_tokens, "a running sequence owes nothing"
             assert s.num_computed_tokens <= len(s.token_ids), "a token was computed before it was known"
             assert len(s.block_table) == -(-s.num_computed_tokens // self.config.block_size), "blocks do not fit tokens"
         for s in self.waiting:
-            assert not s.block_table and s.conv_slot is None and s.num_computed_tokens == 0, "a waiting one holds state"
-            assert not s.num_pending, "a waiting one has a token on its way"
+            holds = s.block_table or s.conv_slot is not None or s.num_computed_tokens
+            assert not holds, "a waiting sequence holds state"
+            assert not s.num_pending, "a waiting sequence has a pending token"

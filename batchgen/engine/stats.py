@@ -1,6 +1,6 @@
-"""What the engine counts while it runs: tokens, steps, seconds by kind of work, and how full its steps were over time.
+"""Counts of a running engine: tokens, steps, seconds per phase, and how full its steps were over time.
 
-Everything here is a few additions a step, far below a thousandth of what a step takes.
+Each step costs a few additions, far below a thousandth of its time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_POINTS = 1000
 
 
 class Point(NamedTuple):
-    """One or more steps in a row; ``at`` is an instant of the monotonic clock, the start of the first of them.
+    """One or more successive steps, which start at ``at`` (monotonic clock).
 
     ``sequences`` and ``kv_use`` (share of the blocks) are sums over the steps.
     """
@@ -29,19 +29,18 @@ class Point(NamedTuple):
     kv_use: float
 
     def joined(self, after: Point) -> Point:
-        """This and the steps right after it as one."""
+        """This point and the next as one."""
         return Point(self.at, *(mine + more for mine, more in zip(self[1:], after[1:], strict=True)))  # type: ignore[arg-type]  # columns keep their types
 
 
 class StepSeries:
-    """The steps over time as at most ``MAX_POINTS`` points; when they are full, neighbours are joined two by two."""
+    """The steps over time as at most ``MAX_POINTS`` points; when these are full, neighbours are joined in pairs."""
 
     def __init__(self) -> None:
         self._points: list[Point] = []
         self._steps_per_point = 1
 
     def add(self, step: Point) -> None:
-        """Take in a step."""
         if self._points and self._points[-1].steps < self._steps_per_point:
             self._points[-1] = self._points[-1].joined(step)
             return
@@ -63,16 +62,19 @@ class StepSeries:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Totals since the engine was made; ``max_num_seqs`` and ``max_num_batched_tokens`` are its limits.
+    """Totals since the engine was made, and its limits ``max_num_seqs`` and ``max_num_batched_tokens``.
 
-    ``num_prefill_tokens`` counts prompt tokens and recomputed ones, ``num_decode_tokens`` the single tokens of
-    sequences that owed just one, ``num_logits`` those whose logits were computed; ``num_attended`` sums the positions
-    every computed token looked at, and ``num_kv_read`` the cached positions every step's sequences had (each read at
-    least once), so that a roofline can be drawn; ``phase_s`` sums seconds by phase of a step, ``forward_prefill_s``
-    the part of "forward" that falls to prefill tokens when a step's time is shared out evenly; ``sum_sequences`` and
-    ``sum_kv_use`` (share of the blocks) sum over steps. Of ``num_queried_tokens`` of prompts admitted,
-    ``num_cached_tokens`` were taken over from the prefix cache; ``num_recomputed_tokens`` had been computed before a
-    preemption; ``num_shared_requests`` were answered with the result of an identical one.
+    Attributes:
+        num_prefill_tokens: prompt tokens and recomputed ones; ``num_decode_tokens``: of sequences that owed just one.
+        num_logits: tokens whose logits were computed.
+        num_attended: sum over computed tokens of the positions they attended to.
+        num_kv_read: sum over steps of their sequences' cached positions, each read at least once.
+        num_cached_tokens: of ``num_queried_tokens`` of admitted prompts, those taken from the prefix cache.
+        num_recomputed_tokens: computed again after a preemption.
+        num_shared_requests: answered with the result of an identical request.
+        sum_sequences, sum_kv_use: sums over steps; ``kv_use`` is the share of blocks held.
+        forward_prefill_s: part of phase "forward" for prefill tokens, if a step's time is divided evenly by tokens.
+        phase_s: seconds per phase of a step.
     """
 
     max_num_seqs: int = 0
