@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 
@@ -121,6 +122,24 @@ class Kernels(Protocol):
         ...
 
 
+def with_rows(x: Tensor, least: int) -> Tensor:
+    """X with rows of zeros added where it has fewer than ``least``."""
+    return x if len(x) >= least else functional.pad(x, (0, 0, 0, least - len(x)))
+
+
+class PlainLinear:
+    """``Linear`` by torch, as a product of at least ``least_rows`` rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, least_rows: int = 0) -> None:
+        self.weight = weight.clone()  # the original may be a view of a mapped file, and would hold on to all of it
+        self.bias = bias
+        self.least_rows = least_rows
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = functional.linear(with_rows(x, self.least_rows), self.weight, self.bias)[: len(x)]
+        return y if residual is None else y + residual
+
+
 class TwoStepGatedLinear:
     """See ``GatedLinear``: for back ends that multiply first and gate after."""
 
@@ -129,7 +148,6 @@ class TwoStepGatedLinear:
         self._swiglu = kernels.swiglu
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See ``GatedLinear``."""
         return self._swiglu(self.linear(x))
 
 

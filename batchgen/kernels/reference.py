@@ -13,21 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels.interface import GatedLinear, Linear, PlainLinear, QKNorm, SamplingRows, TwoStepGatedLinear
 from batchgen.kernels.processor import processor_variant
-
-
-class ReferenceLinear:
-    """``torch.nn.functional.linear`` with the weight as it stands."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight.clone()  # the original may be a view of a mapped file, and would hold on to all of it
-        self.bias = bias
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See ``Linear``."""
-        y = functional.linear(x, self.weight, self.bias)
-        return y if residual is None else y + residual
 
 
 def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
@@ -52,33 +39,27 @@ class ReferenceKernels:
         return "-".join((processor_variant("plain"), *torch.cuda.get_device_name(self._device).split()))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """See ``Kernels.linear``."""
-        return ReferenceLinear(weight, bias)
+        return PlainLinear(weight, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        """See ``Kernels.gated_linear``."""
         return TwoStepGatedLinear(self, gate, up)
 
     def recorder(self) -> None:
-        """See ``Kernels.recorder``."""
+        return None
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """See ``Kernels.take_rows``."""
         return x.index_select(0, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See ``Kernels.rms_norm``."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (wide * scale).to(x.dtype) * weight
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """See ``Kernels.swiglu``."""
         gate, up = gate_up.float().chunk(2, -1)
         return (functional.silu(gate) * up).to(gate_up.dtype)
 
     def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
-        """See ``Kernels.rope_and_cache``."""
         head_dim, num_kv_heads, pack = norms.q_weight.numel(), cache.keys.shape[1], cache.keys.shape[4]
         heads = qkv.view(len(qkv), -1, head_dim)
         q, k, v = torch.split(heads, [norms.num_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -95,7 +76,6 @@ class ReferenceKernels:
         return functional.pad(q * head_dim**-0.5, (0, cache.width - head_dim))
 
     def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
-        """See ``Kernels.attention``."""
         num_tokens, num_heads, _ = q.shape
         group = num_heads // cache.keys.shape[1]
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=cache.keys.dtype, device=q.device)
@@ -113,7 +93,6 @@ class ReferenceKernels:
         return out.flatten(1)
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
-        """See ``Kernels.short_conv``."""
         b, c, x = bcx.chunk(3, -1)
         gated = b * x
         out = torch.empty_like(c)
@@ -132,12 +111,10 @@ class ReferenceKernels:
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """See ``Kernels.argmax``."""
         best = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
         return best.masked_fill(logits.isnan().all(-1), -1)
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """See ``Kernels.sample``."""
         scaled = logits.float()
         scaled = (scaled - scaled.amax(-1, keepdim=True)) / rows.temperature[:, None]
         p = scaled.exp()
@@ -157,5 +134,4 @@ class ReferenceKernels:
         return drawn.masked_fill(~(total[:, 0] > 0), -1)
 
     def logsumexp(self, logits: Tensor) -> Tensor:
-        """See ``Kernels.logsumexp``."""
         return logits.float().logsumexp(-1)

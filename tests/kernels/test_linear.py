@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
-from batchgen.kernels.cpu.matmul import PanelGatedLinear, PanelLinear, can_multiply
-from batchgen.kernels.interface import Linear
-from batchgen.kernels.reference import ReferenceKernels, ReferenceLinear
+from batchgen.kernels.cpu.linear import (
+    MIN_PLAIN_ROWS,
+    PackedLinear,
+    PanelGatedLinear,
+    PanelLinear,
+    can_multiply,
+    can_pack,
+)
+from batchgen.kernels.interface import Linear, PlainLinear
+from batchgen.kernels.reference import ReferenceKernels
 
-LINEARS: dict[str, type[Linear]] = {"panels": PanelLinear, "packed": PackedLinear, "plain": PlainLinear}
+LINEARS: dict[str, Callable[[Tensor, Tensor | None], Linear]] = {
+    "panels": PanelLinear,
+    "packed": PackedLinear,
+    "plain": partial(PlainLinear, least_rows=MIN_PLAIN_ROWS),
+}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FEW_ROWS = [*range(1, 71), 97, 127, 128, 129, 255, 256, 257, 300]
 SHAPES = [(40, 24), (193, 100), (8, 33), (192, 640), (513, 66)]  # (out_features, in_features)
@@ -106,7 +119,7 @@ def test_linear_equals_the_reference(kind: str, dtype: str, rows: int) -> None:
     weight, bias, x, residual = random(50, 36), random(50), random(rows, 36), random(rows, 50)
     tolerance = {"rtol": 2**-6, "atol": 2**-5} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-5}
     for b in (None, bias):
-        fast, slow = make(kind, weight, b), ReferenceLinear(weight, b)
+        fast, slow = make(kind, weight, b), PlainLinear(weight, b)
         torch.testing.assert_close(fast(x), slow(x), **tolerance)
         torch.testing.assert_close(fast(x, residual), slow(x, residual), **tolerance)
 

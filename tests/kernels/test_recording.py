@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.cpu.parallel import empty, openmp
-from batchgen.kernels.cpu.recording import Memory, Recorder
+from batchgen.kernels.cpu.parallel import Memory, Recorder, empty, openmp
 
 KERNELS = CpuKernels()
 WEIGHT = torch.linspace(0.5, 1.5, 48)

@@ -15,12 +15,17 @@ from torch import Tensor
 from batchgen.kernels.cpu import attention as attention_kernel
 from batchgen.kernels.cpu import mixers, sampling
 from batchgen.kernels.cpu import rows as row_kernels
-from batchgen.kernels.cpu.linear import PackedLinear, PlainLinear, can_pack
-from batchgen.kernels.cpu.matmul import PanelGatedLinear, PanelLinear, can_multiply
-from batchgen.kernels.cpu.parallel import address, empty, openmp, scratch
-from batchgen.kernels.cpu.recording import Recorder
+from batchgen.kernels.cpu.linear import (
+    MIN_PLAIN_ROWS,
+    PackedLinear,
+    PanelGatedLinear,
+    PanelLinear,
+    can_multiply,
+    can_pack,
+)
+from batchgen.kernels.cpu.parallel import Recorder, address, empty, openmp, scratch
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels.interface import GatedLinear, Linear, PlainLinear, QKNorm, SamplingRows, TwoStepGatedLinear
 from batchgen.kernels.processor import processor_variant
 
 
@@ -40,37 +45,31 @@ class CpuKernels:
 
     @property
     def variant(self) -> str:
-        """See ``Kernels.variant``."""
         return processor_variant(self._library)
 
     def recorder(self) -> Recorder | None:
-        """See ``Kernels.recorder``."""
         found = openmp()
         return None if self._library or found is None else Recorder(found[0])
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """See ``Kernels.linear``."""
         if can_multiply(weight):
             return PanelLinear(weight, bias)
-        if _can_pack(weight.dtype):
+        if can_pack(weight.dtype):
             self._library = "onednn"
             return PackedLinear(weight, bias)
         self._library = "blas"
-        return PlainLinear(weight, bias)
+        return PlainLinear(weight, bias, MIN_PLAIN_ROWS)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        """See ``Kernels.gated_linear``."""
         return PanelGatedLinear(gate, up) if can_multiply(gate) else TwoStepGatedLinear(self, gate, up)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """See ``Kernels.take_rows``."""
         out = empty((len(rows), *x.shape[1:]), x.dtype)
         width = x.shape[1:].numel()
         row_kernels.take_rows.launch(x.dtype, len(rows), address(x), address(rows), address(out), width)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See ``Kernels.rms_norm``."""
         num_rows, width = x.shape
         out = empty(x.shape, x.dtype)
         items = -(-num_rows // row_kernels.ROWS_PER_ITEM)
@@ -80,7 +79,6 @@ class CpuKernels:
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """See ``Kernels.swiglu``."""
         num_rows, width = len(gate_up), gate_up.shape[1] // 2
         out = empty((num_rows, width), gate_up.dtype)
         items = -(-num_rows // row_kernels.ROWS_PER_ITEM)
@@ -88,7 +86,6 @@ class CpuKernels:
         return out
 
     def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
-        """See ``Kernels.rope_and_cache``."""
         num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, norms.q_weight.numel()
         q = empty((len(qkv), norms.num_heads, width), torch.float32)
         arguments = (
@@ -102,7 +99,6 @@ class CpuKernels:
         return q
 
     def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
-        """See ``Kernels.attention``."""
         num_tokens, num_heads, width = q.shape
         num_kv_heads = cache.keys.shape[1]
         out = empty((num_tokens, num_heads * head_dim), cache.keys.dtype)
@@ -120,7 +116,6 @@ class CpuKernels:
         return out
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
-        """See ``Kernels.short_conv``."""
         taps, width = weight.shape
         out = empty((len(bcx), width), bcx.dtype)
         arguments = (
@@ -134,19 +129,16 @@ class CpuKernels:
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """See ``Kernels.argmax``."""
         out = torch.empty(len(logits), dtype=torch.int64)
         row_kernels.argmax.launch(logits.dtype, len(logits), address(logits), address(out), logits.shape[1])
         return out
 
     def logsumexp(self, logits: Tensor) -> Tensor:
-        """See ``Kernels.logsumexp``."""
         out = torch.empty(len(logits), dtype=torch.float32)
         sampling.logsumexp.launch(logits.dtype, len(logits), address(logits), address(out), logits.shape[1])
         return out
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """See ``Kernels.sample``."""
         out = torch.empty(len(logits), dtype=torch.int64)
         width = logits.shape[1]
         memory = scratch(sampling.scratch_bytes.py_func(width) // 4 * torch.get_num_threads())
@@ -154,8 +146,3 @@ class CpuKernels:
         arguments = (*map(address, (logits, out, *columns)), memory, width)
         sampling.sample.launch(logits.dtype, len(logits), *arguments)
         return out
-
-
-@lru_cache(maxsize=2)
-def _can_pack(dtype: torch.dtype) -> bool:
-    return can_pack(dtype)

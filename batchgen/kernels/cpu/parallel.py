@@ -1,15 +1,21 @@
-"""Compiles kernels on first use and runs them on every thread of torch's own OpenMP pool.
+"""Compiles kernels on first use, runs them on every thread of torch's own OpenMP pool, and records their launches.
 
-Torch's linears and these kernels alternate many hundred times a step. A second thread pool (numba's own)
+Torch's linears and these kernels alternate many hundred times per step. A second thread pool (numba's own)
 would fight torch's spinning workers for the same cores, so kernels are started through ``GOMP_parallel`` of
 the very OpenMP runtime that torch has loaded: the workers are already awake and no core is shared.
-Where that symbol is not to be had, plain Python threads do it; ctypes releases the GIL.
+Without that symbol, plain Python threads run them; ctypes releases the GIL.
 
-A kernel is a C function of one pointer to int64 words, which ``Kernel.launch`` lays out: from ``ARGS`` on stand
+A kernel is a C function of one pointer to int64 words, which ``Kernel.launch`` lays out: from ``ARGS`` on they are
 addresses and sizes as the kernel defines them. Its items are cut into ranges, and a worker begins with its own: where
 items are rows, or in their order, that is the same part of them in one kernel after the other, and what a worker wrote
-lies in its own cache. Then it helps the others.
+is in its own cache. Then it helps the others.
 Work is taken item by item, so no result may depend on which worker computes it.
+
+Between two kernels that stream weights through every cache, each launch costs Python some 20 microseconds, over a
+hundred times per step: a seventh of the time of a single sequence. Where a step does what an earlier one did (every
+sequence has one token, and there are as many), a ``Recorder`` repeats the launches on the same memory without Python.
+Launches run in order, so memory that one no longer needs serves a later one at once, as Python's references tell while
+recording; replays then do the same.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import ctypes
 import hashlib
 import os
 import threading
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,10 +38,10 @@ import numpy as np
 import torch
 from numba import cfunc, types
 
-from batchgen.kernels.cpu.simd import call, fetch_add, jit, pointer
+from batchgen.kernels.cpu.simd import call, call_with, fetch_add, jit, pointer
 
-# Words before a kernel's own arguments: a counter of workers (where the runtime does not number them), the address of
-# its function that does or 0, the number of items, of workers and of ranges, and the address of the ranges' counters.
+# Words before a kernel's own arguments: a counter of workers, the address of the runtime's function that numbers them
+# (0 without one: then they count), the number of items, of workers and of ranges, the address of the ranges' counters.
 _COUNTER, _NUMBERING, NUM_ITEMS, NUM_WORKERS, _NUM_RANGES, _RANGES = range(6)
 ARGS = 6  # index of a kernel's first own argument
 SIGNATURE = types.void(types.CPointer(types.int64))
@@ -66,7 +73,7 @@ def worker_number(words):
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins."""
+    """Address of a tensor's memory."""
     assert tensor.is_contiguous(), "kernels read memory in order"
     return tensor.data_ptr()
 
@@ -75,49 +82,33 @@ _SCRATCH: dict[int, torch.Tensor] = {}
 
 
 def scratch(num_floats: int) -> int:
-    """Address of scratch memory for all workers, which is kept for good (kernels run one at a time)."""
+    """Address of scratch memory for all workers, which is never freed (kernels run one at a time)."""
     found = _SCRATCH.get(num_floats)
     if found is None:  # two threads may come here at once: setdefault gives both the same
         found = _SCRATCH.setdefault(num_floats, torch.empty(num_floats))
     return found.data_ptr()
 
 
-Take = Callable[[int, "array[int]", int], None]  # function, words, number of workers
-Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+Launched = tuple[int, "array[int]", int]  # function, words, number of workers
 
 
-class _Diversion(threading.local):
-    """Who takes the calling thread's launches, and gives memory for their results; None where they are run.
+class CaptureHook(threading.local):
+    """Takes the calling thread's launches and allocates their results while a step is recorded.
 
-    A thread's own, not an argument: between who records and a launch lies the model, which knows of neither.
+    Per thread, not an argument: the model is called between the recorder and a launch, and knows of neither.
     """
 
-    take: Take | None = None
-    allocate: Allocate | None = None
+    launches: list[Launched] | None = None  # None: launches run at once
+    memory: Memory | None = None
 
 
-_DIVERSION = _Diversion()
-
-
-@contextmanager
-def diverted(take: Take, allocate: Allocate) -> Iterator[None]:
-    """Hand over every launch of this thread instead of running it; results lie where ``allocate`` says."""
-    _DIVERSION.take, _DIVERSION.allocate = take, allocate
-    try:
-        yield
-    finally:
-        _DIVERSION.take = _DIVERSION.allocate = None
+_CAPTURE = CaptureHook()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a kernel's result."""
-    allocate = _DIVERSION.allocate
-    return torch.empty(shape, dtype=dtype) if allocate is None else allocate(shape, dtype)
-
-
-def place_ranges(words: np.ndarray, at: int) -> None:
-    """Make the words of a launch fit the address ``at``, where they are to lie."""
-    words[_RANGES] = at + (len(words) - words[_NUM_RANGES]) * words.itemsize
+    memory = _CAPTURE.memory
+    return torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
 
 
 class Kernel:
@@ -129,7 +120,6 @@ class Kernel:
         self._addresses: dict[torch.dtype, int] = {}
 
     def compile(self, dtype: torch.dtype) -> Any:
-        """The C function for ``dtype``."""
         if dtype not in self._compiled:
             with _cache_folder() as usable:
                 self._compiled[dtype] = self._compile(dtype, cache=usable)
@@ -142,10 +132,10 @@ class Kernel:
         except OSError:
             if not cache:
                 raise
-            return self._compile(dtype, cache=False)  # the disk is full, say: that a file cannot be kept stops no run
+            return self._compile(dtype, cache=False)  # such as a full disk, which must not stop a run
 
     def launch(self, dtype: torch.dtype, num_items: int, *arguments: int, num_ranges: int | None = None) -> None:
-        """Run all items, on torch's number of threads; returns when the last is done (or ``diverted`` has them).
+        """Run all items, on torch's number of threads; returns when the last is done (or ``CaptureHook`` has them).
 
         Items are cut into as many ranges as there are workers, or ``num_ranges``. A step launches a hundred times,
         with the interpreter out of all caches: every line here counts.
@@ -159,15 +149,15 @@ class Kernel:
         at, size = words.buffer_info()
         words[_RANGES] = at + (size - ranges) * words.itemsize
         code = self._addresses.get(dtype) or self.compile(dtype).address
-        if _DIVERSION.take is not None:
-            _DIVERSION.take(code, words, workers)
+        if _CAPTURE.launches is not None:
+            _CAPTURE.launches.append((code, words, workers))
             return
         with LAUNCHING:
             launch(code, at, workers)
 
 
 def keeps_kernels() -> bool:
-    """Whether what is compiled can be kept on disk for the next process."""
+    """Whether compiled kernels can be written to disk for the next process."""
     with _cache_folder() as usable:
         return usable
 
@@ -241,3 +231,85 @@ def _python_launch() -> Launch:
             future.result()
 
     return launch
+
+
+def _run_all(words: Any) -> None:
+    """Compiled: arguments are the address of ``GOMP_parallel``, a count, and as many (function, words, workers)."""
+    for i in range(words[1]):
+        call_with(words[0], words[2 + 3 * i], words[3 + 3 * i], words[4 + 3 * i])
+
+
+_LEAST_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers are to serve them all
+_RUN_ALL = Kernel(bf16=_run_all)
+
+
+class Memory:
+    """Buffers for results; each belongs to a tensor until that is dropped."""
+
+    def __init__(self) -> None:
+        self._buffers: list[tuple[torch.Tensor, Callable[[], object]]] = []  # with a weak reference to its tensor
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of this shape. It must not be dropped while a view of it is still to be read."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        free = [i for i, (buffer, user) in enumerate(self._buffers) if user() is None and len(buffer) >= size]
+        if not free:
+            free = [len(self._buffers)]
+            capacity = 1 << max(size - 1, _LEAST_BYTES - 1).bit_length()
+            self._buffers.append((torch.empty(capacity, dtype=torch.uint8), lambda: None))
+        best = min(free, key=lambda i: len(self._buffers[i][0]))
+        buffer = self._buffers[best][0]
+        tensor = buffer[:size].view(dtype).view(*shape)
+        self._buffers[best] = buffer, weakref.ref(tensor)
+        return tensor
+
+    def holding(self, at: int) -> torch.Tensor:
+        """The buffer that begins at an address."""
+        return next(buffer for buffer, _ in self._buffers if buffer.data_ptr() == at)
+
+
+class Program:
+    """Launches to repeat by ``GOMP_parallel`` (its address is ``start``): only the contents of memory change."""
+
+    def __init__(self, launches: Sequence[Launched], start: int) -> None:
+        self._fresh = np.concatenate([np.asarray(words) for _, words, _ in launches])
+        self._words = np.empty_like(self._fresh)
+        table, at = [start, len(launches)], 0
+        for code, words, workers in launches:
+            address = self._words.ctypes.data + at * words.itemsize
+            self._fresh[at + _RANGES] = address + (len(words) - words[_NUM_RANGES]) * words.itemsize
+            table += [code, address, workers]
+            at += len(words)
+        self._table = array("q", table)
+        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_RUN_ALL.compile(torch.bfloat16).address)
+
+    def run(self) -> None:
+        with LAUNCHING:
+            self._words[:] = self._fresh  # kernels count in them
+            self._run(self._table.buffer_info()[0])
+
+
+class Recorder:
+    """``kernels.interface.Recorder`` of launches; ``start`` is the address of ``GOMP_parallel``."""
+
+    def __init__(self, start: int) -> None:
+        self._start = start
+        self._memory = Memory()
+
+    def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+        launches: list[Launched] = []
+        _CAPTURE.launches, _CAPTURE.memory = launches, self._memory
+        try:
+            result = work()
+        finally:
+            _CAPTURE.launches = _CAPTURE.memory = None
+        program, shape, dtype = Program(launches, self._start), result.shape, result.dtype
+        # Not the result itself: its memory may serve later recordings too, since a replay writes it anew.
+        memory = self._memory.holding(result.data_ptr())[: result.nbytes]
+        program.run()
+
+        def replay() -> torch.Tensor:
+            program.run()
+            return memory.view(dtype).view(shape)
+
+        return result, replay

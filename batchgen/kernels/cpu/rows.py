@@ -9,76 +9,52 @@ import math
 
 import numpy as np
 
+from batchgen.kernels.cpu import simd
 from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, next_item, worker_number
-from batchgen.kernels.cpu.simd import (
-    BF16,
-    F32,
-    any_equal,
-    float_of_bits,
-    fma,
-    inline,
-    jit,
-    keep_lanes,
-    lane,
-    load,
-    load_part,
-    max_lanes,
-    maximum,
-    mul,
-    pointer,
-    round_like,
-    silu_mul,
-    splat,
-    store,
-    store_part,
-    sum_lanes,
-)
+from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import LANES
 
 ROWS_PER_ITEM = 8  # small enough to balance the threads, large enough to hide the atomic
 
 
-@inline
+@simd.inline
 def mean_square(x, start, width):
     """Mean of squares of ``x[start : start + width]``."""
-    total = splat(F32(0.0))
+    total = simd.splat(F32(0.0))
     whole = width - width % LANES
     for i in range(0, whole, LANES):
-        v = load(x, start + i)
-        total = fma(v, v, total)
+        v = simd.load(x, start + i)
+        total = simd.fma(v, v, total)
     if whole < width:
-        v = load_part(x, start + whole, width - whole)
-        total = fma(v, v, total)
-    return sum_lanes(total) / F32(width)
+        v = simd.load_part(x, start + whole, width - whole)
+        total = simd.fma(v, v, total)
+    return simd.sum_lanes(total) / F32(width)
 
 
-@jit
+@simd.jit
 def _rms_norm(words, dtype):
     """Arguments: x [rows, width], weight [width], out [rows, width] (addresses), rows, width, bits of eps."""
-    x, weight, out = (pointer(words[ARGS], dtype), pointer(words[ARGS + 1], dtype), pointer(words[ARGS + 2], dtype))
-    rows, width = words[ARGS + 3], words[ARGS + 4]
-    eps = float_of_bits(words[ARGS + 5])
-    whole = width - width % LANES
+    x, weight = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], dtype)
+    out, rows, width = simd.pointer(words[ARGS + 2], dtype), words[ARGS + 3], words[ARGS + 4]
+    eps = simd.float_of_bits(words[ARGS + 5])
     worker = worker_number(words)
     item = next_item(words, worker)
     while item < words[NUM_ITEMS]:
         for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
             start = row * width
-            scale = splat(F32(1.0) / F32(math.sqrt(mean_square(x, start, width) + eps)))
-            for i in range(0, whole, LANES):
-                store(out, start + i, mul(round_like(x, mul(load(x, start + i), scale)), load(weight, i)))
-            if whole < width:
-                rest = width - whole
-                v = round_like(x, mul(load_part(x, start + whole, rest), scale))
-                store_part(out, start + whole, mul(v, load_part(weight, whole, rest)), rest)
+            scale = simd.splat(F32(1.0) / F32(math.sqrt(mean_square(x, start, width) + eps)))
+            for i in range(0, width, LANES):
+                rest = width - i
+                v = simd.round_like(x, simd.mul(simd.load_some(x, start + i, rest), scale))
+                simd.store_some(out, start + i, simd.mul(v, simd.load_some(weight, i, rest)), rest)
         item = next_item(words, worker)
 
 
-@jit
+@simd.jit
 def _take_rows(words, dtype):
     """Arguments: x [rows, width], int64 rows to take, out [taken, width] (addresses), width; one item is a row."""
-    x, out = pointer(words[ARGS], dtype), pointer(words[ARGS + 2], dtype)
-    taken, width = pointer(words[ARGS + 1], np.int64), words[ARGS + 3]
+    x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 2], dtype)
+    taken, width = simd.pointer(words[ARGS + 1], np.int64), words[ARGS + 3]
     worker = worker_number(words)
     item = next_item(words, worker)
     while item < words[NUM_ITEMS]:
@@ -88,58 +64,58 @@ def _take_rows(words, dtype):
         item = next_item(words, worker)
 
 
-@jit
+@simd.jit
 def _swiglu(words, dtype):
     """Arguments: gate_up [rows, 2 * width], out [rows, width] (addresses), rows, width."""
-    gate_up, out = pointer(words[ARGS], dtype), pointer(words[ARGS + 1], dtype)
+    gate_up, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], dtype)
     rows, width = words[ARGS + 2], words[ARGS + 3]
-    whole = width - width % LANES
     worker = worker_number(words)
     item = next_item(words, worker)
     while item < words[NUM_ITEMS]:
         for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
-            gate, up, to = 2 * row * width, (2 * row + 1) * width, row * width
-            for i in range(0, whole, LANES):
-                store(out, to + i, silu_mul(out, load(gate_up, gate + i), load(gate_up, up + i)))
-            if whole < width:
-                rest = width - whole
-                v = silu_mul(out, load_part(gate_up, gate + whole, rest), load_part(gate_up, up + whole, rest))
-                store_part(out, to + whole, v, rest)
+            for i in range(0, width, LANES):
+                at, rest = 2 * row * width + i, width - i
+                gate, up = simd.load_some(gate_up, at, rest), simd.load_some(gate_up, at + width, rest)
+                simd.store_some(out, row * width + i, simd.silu_mul(out, gate, up), rest)
         item = next_item(words, worker)
 
 
-@jit
+@simd.jit
 def row_max(x, start, width):
     """Largest of ``x[start : start + width]``, NaN passed over; -inf where nothing is larger."""
-    lowest = splat(F32(-np.inf))
+    lowest = simd.splat(F32(-np.inf))
     best = lowest
     whole = width - width % LANES
     for i in range(0, whole, LANES):
-        best = maximum(best, load(x, start + i))
+        best = simd.maximum(best, simd.load(x, start + i))
     if whole < width:
-        best = maximum(best, keep_lanes(load_part(x, start + whole, width - whole), lowest, width - whole))
-    return max_lanes(best)
+        rest = simd.load_part(x, start + whole, width - whole)
+        best = simd.maximum(best, simd.keep_lanes(rest, lowest, width - whole))
+    return simd.max_lanes(best)
 
 
-@jit
+@simd.jit
 def _first_equal(x, start, width, value):
     """Index of the first element equal to ``value``; -1 where there is none (all NaN)."""
-    wanted, other = splat(value), splat(F32(np.nan))
+    wanted, other = simd.splat(value), simd.splat(F32(np.nan))
     for i in range(0, width, LANES):
         count = min(LANES, width - i)
-        v = load(x, start + i) if count == LANES else keep_lanes(load_part(x, start + i, count), other, count)
-        if any_equal(v, wanted):
+        if count == LANES:
+            v = simd.load(x, start + i)
+        else:
+            v = simd.keep_lanes(simd.load_part(x, start + i, count), other, count)
+        if simd.any_equal(v, wanted):
             j = 0
-            while lane(v, j) != value:
+            while simd.lane(v, j) != value:
                 j += 1
             return i + j
     return -1
 
 
-@jit
+@simd.jit
 def _argmax(words, dtype):
     """Arguments: x [rows, width], out int64 [rows] (addresses), width."""
-    x, out = pointer(words[ARGS], dtype), pointer(words[ARGS + 1], np.int64)
+    x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], np.int64)
     width = words[ARGS + 2]
     worker = worker_number(words)
     row = next_item(words, worker)
@@ -148,6 +124,8 @@ def _argmax(words, dtype):
         row = next_item(words, worker)
 
 
+# One function per element type, here and for all kernels: numba's disk cache is keyed on a function's code, and a
+# closure over the type would be keyed on an id that changes from process to process.
 def _take_rows_bf16(words):
     _take_rows(words, BF16)
 

@@ -60,7 +60,7 @@ def _probabilities(x, start, width, temperature, p):
     total = zero
     for i in range(0, width, LANES):
         count = width - i
-        v = simd.load(x, start + i) if count >= LANES else simd.load_part(x, start + i, count)
+        v = simd.load_some(x, start + i, count)
         v = simd.exp(p, simd.mul(simd.sub(v, peak), by))
         v = simd.keep_lanes(v, zero, count)
         total = simd.add(total, v)
@@ -137,7 +137,7 @@ def _logsumexp(words, dtype):
         by, total = simd.splat(peak), simd.splat(F32(0.0))
         for i in range(0, width, LANES):
             count = width - i
-            v = simd.load(x, start + i) if count >= LANES else simd.load_part(x, start + i, count)
+            v = simd.load_some(x, start + i, count)
             total = simd.add(total, simd.exp(out, simd.keep_lanes(simd.sub(v, by), lowest, count)))
         out[row] = peak + F32(math.log(simd.sum_lanes(total)))
         row = next_item(words, worker)
