@@ -1,6 +1,6 @@
-"""What a benchmark runs: requests of known lengths, from a file or made up. Knows no engine.
+"""Workloads of a benchmark: requests of known lengths, from a file or made up.
 
-A real job does not know how long its answers will be, so ``hide_lengths`` keeps the lengths from the engine.
+A real job does not know how long its answers will be, so ``hide_lengths`` hides the lengths from the engine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A made-up workload: how many requests, how long, and how many first tokens all prompts share."""
+    """Shape of a made-up workload; all prompts begin with the same ``shared_prefix`` tokens."""
 
     num_requests: int
     inputs: LengthRange
@@ -73,10 +73,10 @@ PRESETS = {
 
 
 def from_file(path: Path, *, ignore_eos: bool, limit: int | None = None) -> list[Request]:
-    """Requests of a JSONL file with ``prompt_token_ids`` and, by row, ``max_tokens``.
+    """Requests of a JSONL file: each row has ``prompt_token_ids`` and perhaps ``max_tokens``.
 
     Raises:
-        UsageError: unreadable, or a line that holds no such row.
+        UsageError: an unreadable file, a line that is no such row, or no row.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -101,35 +101,35 @@ def from_file(path: Path, *, ignore_eos: bool, limit: int | None = None) -> list
 
 
 def hide_lengths(requests: list[Request]) -> list[Request]:
-    """The same requests with one ``max_tokens``, the largest, each ended at its own by a stop that ``EndAfter`` reads.
+    """The same requests with the largest ``max_tokens`` for all; ``EndAfter`` ends each at its own length.
 
-    The engine hands stop strings on unread, so that neither admission nor the memory forecast knows a length.
+    That length is the request's stop string, which the engine hands on unread, so that neither admission nor the
+    memory forecast knows it.
     """
     most = max(request.params.max_tokens for request in requests)
-    return [_hidden(request, most) for request in requests]
-
-
-def _hidden(request: Request, most: int) -> Request:
-    length = request.params.max_tokens
-    params = replace(request.params, max_tokens=most, stop=(str(length),)) if length > 0 else request.params
-    return replace(request, params=params)
-
-
-def explained(error: RowError, requests: list[Request]) -> str:
-    """The message of an error that a request of ``requests`` gave, and where it may come from hidden lengths, that."""
-    is_of_length = error.code == RowErrorCode.TOO_LONG and any(request.params.stop for request in requests)
-    hint = " (all rows have the largest max_tokens here; --lengths known gives each its own)" if is_of_length else ""
-    return error.message + hint
+    hidden = []
+    for request in requests:
+        length = request.params.max_tokens
+        params = replace(request.params, max_tokens=most, stop=(str(length),)) if length > 0 else request.params
+        hidden.append(replace(request, params=params))
+    return hidden
 
 
 class EndAfter:
-    """Stop watch that ends an answer at the number of tokens its stop string names, whatever the tokens are."""
+    """Stop watch that ends an answer after as many tokens as its stop string says, for any tokens."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         (self._stop,) = stop
         self._left = int(self._stop)
 
     def push(self, token_id: int) -> str | None:
-        """Count the next generated token; the stop string once it is the last one."""
+        """Count a token; the stop string after the last one."""
         self._left -= 1
         return None if self._left else self._stop
+
+
+def error_message(error: RowError, requests: list[Request]) -> str:
+    """The message of a failed request, with a hint if hidden lengths may have caused it."""
+    is_of_length = error.code == RowErrorCode.TOO_LONG and any(request.params.stop for request in requests)
+    hint = " (all rows have the largest max_tokens here; --lengths known gives each its own)" if is_of_length else ""
+    return error.message + hint

@@ -62,13 +62,12 @@ def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
     from batchgen.bench import measure
 
     config, where = spec.engine, spec.model
-    model, timed = measure.load_timed(where, config.threads)
+    model = measure.load(where, config.threads)
     requests = _requests(values, model.config.vocab_size)
     if lengths == "unknown":
         requests = hide_lengths(requests)
-    runs = list(measure.repeats(model, timed, config, requests, repeats))
-    summary = measure.summarize(where.path, model, runs, lengths)
-    show(json.dumps(summary, indent=2) if as_json else measure.render(summary))
+    found = {"model": where.path, "lengths": lengths, **measure.benchmark(model, config, requests, repeats)}
+    show(json.dumps(found, indent=2) if as_json else measure.render(found))
     return ExitCode.OK
 
 
