@@ -7,12 +7,13 @@ ModelError that names the file and the key.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from batchgen.core.errors import ModelError
 from batchgen.core.model_files import is_token_id, token_ids
 from batchgen.core.units import shown
 
+T = TypeVar("T")
 _MAX_INT = 2**31 - 1  # the limit of the kernels' 32-bit indices
 _MAX_FLOAT = 3.4e38  # the limit of float32
 
@@ -37,7 +38,7 @@ class ConfigValues:
 
     def integer(self, *names: str, default: Any = ..., most: int = _MAX_INT) -> int:
         value = self.get(*names, default=default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if type(value) is not int or value < 1:
             raise self.error(f"{names[0]} must be a positive integer, not {shown(value)}")
         if value > most:
             raise self.error(f"{names[0]} must be at most {most}, not {shown(value)}")
@@ -45,27 +46,27 @@ class ConfigValues:
 
     def number(self, *names: str, default: float) -> float:
         value = self.get(*names, default=default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX_FLOAT:
+        if type(value) not in (int, float) or not 0 < value <= _MAX_FLOAT:
             raise self.error(f"{names[0]} must be a positive number that float32 can hold, not {shown(value)}")
         return float(value)
 
     def flag(self, *names: str, default: bool) -> bool:
-        value: bool = self._typed(bool, "true or false", names, default)
-        return value
+        return self._typed("true or false", names, default)
 
     def text(self, *names: str, default: str) -> str:
-        value: str = self._typed(str, "a string", names, default)
-        return value
+        return self._typed("a string", names, default)
 
-    def _typed(self, kind: type, what: str, names: tuple[str, ...], default: object) -> Any:
+    def _typed(self, kind: str, names: tuple[str, ...], default: T) -> T:
+        """A value of the type of ``default``, which ``kind`` names in errors."""
         value = self.get(*names, default=default)
-        if not isinstance(value, kind):
-            raise self.error(f"{names[0]} must be {what}, not {shown(value)}")
+        if not isinstance(value, type(default)):
+            raise self.error(f"{names[0]} must be {kind}, not {shown(value)}")
         return value
 
     def rope_theta(self) -> float:
         """Base of the rotary embedding; any scaling of it is refused."""
-        ropes = [self._typed(dict, "an object", (name,), {}) for name in ("rope_parameters", "rope_scaling")]
+        empty: dict[str, Any] = {}
+        ropes = [self._typed("an object", (name,), empty) for name in ("rope_parameters", "rope_scaling")]
         for rope in ropes:
             kind = rope.get("rope_type", rope.get("type", "default"))
             if kind != "default":

@@ -109,8 +109,7 @@ class ChatTemplate:
         while True:
             process = _Process()
             try:
-                process.await_start()
-                problem = process.compile(self._setup)
+                problem = process.start(self._setup)
             except EOFError:
                 problem = self._cause_of_death(process)
                 if not problem:
@@ -159,15 +158,12 @@ class _Process:
         self.num_rendered = 0
         self.num_owed = 0  # chats without an answer yet
 
-    def await_start(self) -> None:
-        """Wait until it has imported its modules. Raises BatchgenError if it cannot."""
+    def start(self, setup: bytes) -> str:
+        """What is wrong with the template, if anything. Raises BatchgenError if the program cannot be imported."""
         if problem := self._receive()[1]:
             self.end()
             raise _no_start(problem)
         self.is_started = True
-
-    def compile(self, setup: bytes) -> str:
-        """What is wrong with the template, if anything."""
         self._send([setup])
         return self._receive()[1]
 

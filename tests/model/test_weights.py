@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,16 @@ def test_weights_are_cast_to_the_dtype_asked_for(tmp_path: Path) -> None:
     model = load_folder(tmp_path, torch.bfloat16)
     assert model.dtype == torch.bfloat16
     assert torch.equal(model.embedding, tensors["model.embed_tokens.weight"].bfloat16())
+
+
+def test_tensors_are_found_under_the_names_of_their_family(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    expected = prefix_logits(load_folder(tmp_path), PROMPT)
+    save_file({f"other.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    config = read_config(tmp_path)
+    names = {role: f"other.{name}" for role, name in config.tensor_names.items()}
+    model = Decoder(replace(config, tensor_names=names), Checkpoint(tmp_path, torch.float32, CPU), ReferenceKernels())
+    assert torch.equal(prefix_logits(model, PROMPT), expected)
 
 
 def test_a_copy_of_the_tied_embedding_is_tolerated(tmp_path: Path) -> None:
