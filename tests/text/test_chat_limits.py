@@ -335,7 +335,7 @@ def test_the_date_is_one_for_the_whole_run() -> None:
     assert isinstance(error, ChatTemplateError) and first == second
 
 
-def test_values_of_messages_that_json_has_no_word_for_print_as_before() -> None:
+def test_message_values_without_a_json_type_print_as_text() -> None:
     contents = [date(2024, 5, 1), float("nan"), "é\u2028", b"x", 10**30]
     assert answers_of("{{ messages[0].content }}", *contents) == [str(content) for content in contents]
 

@@ -99,14 +99,14 @@ def test_of_stop_strings_that_begin_together_the_longest_is_the_one() -> None:
     assert StopStrings(TOKENIZER, ("a", "ab")).push(token) == "ab"
 
 
-def test_what_was_let_pass_does_not_count_again_and_stays_in_the_text() -> None:
+def test_a_match_that_was_ignored_does_not_count_again_and_stays_in_the_text() -> None:
     watch, token_ids = StopStrings(TOKENIZER, ("ab",)), encoded("ab ab é")
     assert [watch.push(token) for token in token_ids] == [None, "ab", None, None, "ab", None, None, None]
     assert cut_text(TOKENIZER.decode, token_ids[:5], "ab") == "ab "
     assert cut_text(TOKENIZER.decode, token_ids[:2], "ab") == ""
 
 
-def test_a_character_that_goes_on_being_incomplete_is_no_new_text() -> None:
+def test_a_character_that_stays_incomplete_is_no_new_text() -> None:
     watch, token_ids = StopStrings(TOKENIZER, ("\ufffd", "é")), encoded("🙂é")
     assert [watch.push(token) for token in token_ids] == ["\ufffd", None, None, None, "\ufffd", "é"]
 

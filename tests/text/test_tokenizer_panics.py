@@ -195,7 +195,7 @@ def test_a_tokenizer_that_panics_on_every_text_is_refused_with_its_file_named(tm
     assert "\n" not in str(caught.value)
 
 
-def test_a_panic_is_told_on_the_last_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_panic_is_named_on_the_last_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     model = broken_folder(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     command = ["plan", "--model", model, "--input", tmp_path / "rows.jsonl", "--output", tmp_path / "out"]
