@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchgen.bench.workload import PRESETS, LengthRange, Shape, from_file, hide_lengths
-from batchgen.cli.options import GroupedCommand, LocalPath, job_options, json_option, take_job_flags
+from batchgen.cli.options import PATH, GroupedCommand, job_options, json_option, take_job_flags
 from batchgen.cli.say import show
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.machine import require_address_space
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--workload", type=LocalPath(), metavar="FILE", help="JSONL with prompt_token_ids, max_tokens.")
+@click.option("--workload", type=PATH, help="JSONL with prompt_token_ids, max_tokens.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Take the first N rows of the workload.")
 @click.option("--preset", type=click.Choice(list(PRESETS)), help="A synthetic workload.")
 @click.option("--num-requests", type=click.IntRange(1), metavar="N", help="A synthetic workload of N requests.")

@@ -45,14 +45,10 @@ def check(prompts: str | None, as_json: bool, **values: Any) -> int:
     require_address_space()
     from batchgen.check.report import run_check
 
-    found = run_check(spec, has_input=prompts is not None, say=say, tell=_discard if as_json else show)
+    found = run_check(spec, has_input=prompts is not None, say=say, tell=(lambda line: None) if as_json else show)
     if as_json:
         show(json.dumps(found, indent=2))
     if not found["ok"]:
         first, more = found["failed"][0], len(found["failed"]) - 1
         raise GateFailed(first + (f" (and {counted(more, 'more proof')})" if more else ""))
     return ExitCode.OK
-
-
-def _discard(line: str) -> None:
-    """Discards the text output (with --json)."""

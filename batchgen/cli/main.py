@@ -54,13 +54,6 @@ def call(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None
     ``engine_factory`` replaces the model's own engine (see ``run_job``).
     """
     try:
-        return _call(argv, engine_factory)
-    finally:
-        settle()
-
-
-def _call(argv: Sequence[str] | None, engine_factory: EngineFactory | None) -> int:
-    try:
         with memory_errors("running this command"):
             return int(cli.main(argv, prog_name="batchgen", standalone_mode=False, obj=engine_factory) or ExitCode.OK)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -78,6 +71,8 @@ def _call(argv: Sequence[str] | None, engine_factory: EngineFactory | None) -> i
         raise
     except BaseException as error:  # a panic of a Rust library is no Exception
         return _unforeseen(error)
+    finally:
+        settle()
 
 
 def _unforeseen(error: BaseException) -> int:

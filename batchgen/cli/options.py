@@ -5,7 +5,6 @@ Flags of job keys become the raw values that a job file would hold; ``config.loa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -17,23 +16,9 @@ import click
 from batchgen.config.job import KEYS
 from batchgen.core.keys import BOOL, Key
 from batchgen.core.paths import check_path
-from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_shard, parse_share, shortened, shown
+from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_shard, parse_share, shortened
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class LocalPath(click.Path):
-    """A file or folder on this machine, which need not exist."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            check_path(os.fspath(value))
-        except ValueError as error:
-            self.fail(f"{shown(value, 60)}: {error}", param, ctx)
-        return super().convert(value, param, ctx)
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
@@ -49,13 +34,20 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
         try:
             return self._parse(value)
         except ValueError as error:
-            flag = param.opts[0] if param else self.name
-            raise click.UsageError(f"{flag} {shortened(value, 60)}: {error}", ctx) from None
+            name = param.opts[-1] if param else self.name
+            raise click.UsageError(f"{name} {shortened(value, 60)}: {error}", ctx) from None
+
+
+def _local_path(text: str) -> Path:
+    """A file or folder on this machine, which need not exist."""
+    check_path(text)
+    return Path(text)
 
 
 CLOCK = Parsed("HH:MM", lambda text: parse_clock(text, datetime.now().astimezone()))
 COUNT = Parsed("N", parse_count)
 DURATION = Parsed("DURATION", parse_duration)
+PATH = Parsed("FILE", _local_path)
 SHARD = Parsed("I/N", parse_shard)
 SHARE = Parsed("SHARE", parse_share)
 
@@ -91,7 +83,13 @@ def json_option(text: str = "One JSON object instead of text.") -> Callable[[F],
 def progress_options(command: F) -> F:
     """How progress is shown; see ``RunOptions``."""
     for option in (
-        run_option("--heartbeat", type=DURATION, default="30s", help="Time between lines without a terminal [30s]."),
+        run_option(
+            "--heartbeat",
+            "heartbeat_s",
+            type=DURATION,
+            default="30s",
+            help="Time between lines [30s]; no terminal.",
+        ),
         run_option("--json-progress", is_flag=True, help="Progress as JSON lines on stderr."),
         run_option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
     ):

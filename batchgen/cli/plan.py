@@ -11,9 +11,9 @@ import click
 from batchgen.cli.options import (
     COUNT,
     DURATION,
+    PATH,
     SHARD,
     GroupedCommand,
-    LocalPath,
     job_options,
     json_option,
     take_job_flags,
@@ -23,7 +23,7 @@ from batchgen.core.errors import ExitCode
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("job", required=False, metavar="[JOB.toml]", type=LocalPath())
+@click.argument("job", required=False, metavar="[JOB.toml]", type=PATH)
 @click.option("--calibrate", is_flag=True, help="Time real steps of the model for about 10 s.")
 @click.option("--fail-if-over", type=DURATION, help="Exit 4 if the job would take longer.")
 @click.option("--expect-output", type=COUNT, help="Expected tokens per answer.")

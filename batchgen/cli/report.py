@@ -8,17 +8,17 @@ from typing import Any
 
 import click
 
-from batchgen.cli.options import SHARE, LocalPath, json_option
+from batchgen.cli.options import PATH, SHARE, json_option
 from batchgen.cli.say import show
 from batchgen.core.errors import ExitCode
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=LocalPath())
+@click.argument("folder", metavar="DIR", type=PATH)
 @json_option("The content of report.json: --format json.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "prometheus"]), default="text", help="[text]")
-@click.option("--html", metavar="FILE", type=LocalPath(), help="Write a page with charts to FILE.")
-@click.option("--compare", metavar="OTHER", type=LocalPath(), help="Run directory, or its report.json.")
+@click.option("--html", type=PATH, help="Write a page with charts to FILE.")
+@click.option("--compare", metavar="OTHER", type=PATH, help="Run directory, or its report.json.")
 @click.option("--max-regress", type=SHARE, help="With --compare: exit 4 on a regression, such as 5%.")
 def report(
     folder: Path, as_json: bool, form: str, html: Path | None, compare: Path | None, max_regress: float | None

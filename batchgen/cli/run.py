@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,10 +14,10 @@ from batchgen.cli.options import (
     CLOCK,
     COUNT,
     DURATION,
+    PATH,
     SHARD,
     SHARE,
     GroupedCommand,
-    LocalPath,
     job_options,
     json_option,
     progress_options,
@@ -28,14 +29,14 @@ from batchgen.core.errors import ExitCode
 from batchgen.core.units import counted
 
 if TYPE_CHECKING:
-    from batchgen.run.invocation import Outcome
+    from batchgen.run.invocation import Outcome, RunOptions
     from batchgen.run.loader import EngineFactory
 
 _MIXED_HELP = "Accept rows of other kernels, whose tokens may differ."
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("job", required=False, metavar="[JOB.toml]", type=LocalPath())
+@click.argument("job", required=False, metavar="[JOB.toml]", type=PATH)
 @job_options("model", "input", "sampling", "engine", "output")
 @run_option("--overwrite", is_flag=True, help="Start anew: drop what the run directory holds.")
 @run_option("--strict", is_flag=True, help="Refuse to start if any row is bad.")
@@ -45,7 +46,7 @@ _MIXED_HELP = "Accept rows of other kernels, whose tokens may differ."
 @run_option("--max-total-tokens", type=COUNT, help="Stop after computing N tokens.")
 @run_option("--shard", type=SHARD, default="1/1", help="Run the I-th of N parts of the rows.")
 @run_option("--allow-mixed-kernels", is_flag=True, help=_MIXED_HELP)
-@run_option("--metrics-file", metavar="FILE", type=LocalPath(), help="Write Prometheus metrics at the end.")
+@run_option("--metrics-file", type=PATH, help="Write Prometheus metrics at the end.")
 @progress_options
 @click.pass_obj
 def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any) -> int:
@@ -70,7 +71,6 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     if job is None and not flags:
         raise click.UsageError("give a job file, or --model, --input and --output", click.get_current_context())
     spec = load_job(job, flags)
-    from batchgen.run.invocation import RunOptions
     from batchgen.run.job import run_job
     from batchgen.run.reports import check_metrics_file, write_metrics
     from batchgen.run.stop import Limits
@@ -78,35 +78,30 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     metrics_file: Path | None = values["metrics_file"]
     if metrics_file is not None:
         check_metrics_file(metrics_file, spec.output.path)
-    options = RunOptions(
-        overwrite=values["overwrite"],
-        strict=values["strict"],
-        max_error_rate=values["max_error_rate"],
-        shard=values["shard"],
-        allow_mixed_kernels=values["allow_mixed_kernels"],
-        limits=Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"]),
-        progress=_progress_kind(values),
-        heartbeat_s=values["heartbeat"],
-    )
+    limits = Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"])
+    options = replace(_run_options(values), limits=limits)
     outcome = run_job(spec, options, engine_factory=engine_factory)
     if metrics_file is not None:
         write_metrics(metrics_file, spec.output.path, spec.model.path, outcome.report, outcome.exit_code)
     return _conclude(outcome, values)
 
 
-def _progress_kind(values: dict[str, Any]) -> Literal["auto", "json", "quiet"]:
-    return "quiet" if values["quiet"] else "json" if values["json_progress"] else "auto"
+def _run_options(values: dict[str, Any]) -> RunOptions:
+    from batchgen.run.invocation import RunOptions
+
+    given = {item.name: values[item.name] for item in fields(RunOptions) if item.name in values}
+    return RunOptions(progress="quiet" if values["quiet"] else "json" if values["json_progress"] else "auto", **given)
 
 
 def _conclude(outcome: Outcome, values: dict[str, Any]) -> int:
-    if _progress_kind(values) == "auto":  # a program reads the event "end" and the report
+    if not values["quiet"] and not values["json_progress"]:  # a program reads the event "end" and the report
         for line in outcome.lines:
             say(line)
     return outcome.exit_code
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("folder", metavar="DIR", type=LocalPath())
+@click.argument("folder", metavar="DIR", type=PATH)
 @job_options("engine")
 @run_option("--allow-mixed-kernels", is_flag=True, help=_MIXED_HELP)
 @progress_options
@@ -122,17 +117,15 @@ def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) 
       batchgen retry runs/questions
       batchgen retry runs/questions --kv-memory 8GiB
     """
-    from batchgen.run.invocation import RunOptions
     from batchgen.run.retry import retry_job
 
-    mixed = values["allow_mixed_kernels"]
-    options = RunOptions(allow_mixed_kernels=mixed, progress=_progress_kind(values), heartbeat_s=values["heartbeat"])
-    outcome = retry_job(folder, options, take_job_flags(values), engine_factory=engine_factory)
+    flags = take_job_flags(values)
+    outcome = retry_job(folder, _run_options(values), flags, engine_factory=engine_factory)
     return _conclude(outcome, values)
 
 
 @click.command()
-@click.argument("folder", metavar="DIR", type=LocalPath())
+@click.argument("folder", metavar="DIR", type=PATH)
 @json_option("JSON instead of text; with --watch one object per line.")
 @click.option("--watch", is_flag=True, help="Update every 2 s until the run ends.")
 def status(folder: Path, as_json: bool, watch: bool) -> int:
@@ -159,8 +152,8 @@ def status(folder: Path, as_json: bool, watch: bool) -> int:
 
 
 @click.command()
-@click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=LocalPath())
-@click.option("-o", "--output", metavar="DIR", required=True, type=LocalPath(), help="A new folder.")
+@click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=PATH)
+@click.option("-o", "--output", metavar="DIR", required=True, type=PATH, help="A new folder.")
 @click.option("--allow-mixed-kernels", is_flag=True, help=_MIXED_HELP)
 def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) -> int:
     """Join the shards of one job into one run.

@@ -12,20 +12,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from batchgen.config.sampling import COLUMNS, SAMPLING_KEYS
+from batchgen.core import keys
 from batchgen.core.errors import UsageError
-from batchgen.core.keys import (
-    BOOL,
-    INT64_MAX,
-    STRINGS,
-    Key,
-    Kind,
-    integer,
-    integer_or_auto,
-    key,
-    keys_of,
-    one_of,
-    string,
-)
+from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
 from batchgen.core.openai import is_batch_shape
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import parse_size, shown
@@ -49,7 +38,7 @@ def _size_or_auto(value: object) -> int | None:
     if value == "auto":
         return None
     size = parse_size(value) if isinstance(value, str) else value
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= INT64_MAX:
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= keys.INT64_MAX:
         raise ValueError('must be "auto" or a size such as "4GiB", of at least 1 byte and below 8 EiB')
     return size
 
@@ -63,7 +52,7 @@ def _device(value: object) -> str:
 _DEVICES = ("auto", "cpu", "cuda")
 _DEVICE = Kind(_device, "auto|cpu|cuda|cuda:N", choices=_DEVICES)
 _COLUMN = string("COLUMN")
-_PATHS = STRINGS.then(_paths, metavar="PATH")
+_PATHS = keys.STRINGS.then(_paths, metavar="PATH")
 _SIZE_OR_AUTO = Kind(_size_or_auto, "SIZE|auto", none="auto")
 _POSITIVE_OR_AUTO = integer_or_auto(1)
 
@@ -121,15 +110,13 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes and policies of the engine; None means "chosen for the machine". None of them changes outputs.
+    """Sizes and policies of the engine; None means "chosen for the machine". Only ``max_model_len`` can change outputs.
 
     ``look_ahead`` is the most requests pulled from the input but not yet admitted; it is not a key of the job file.
     Raises UsageError naming a size below 1 or above what the host has memory to keep track of.
     """
 
-    max_num_batched_tokens: int | None = key(
-        integer_or_auto(1, 1 << 20), "Token budget: most tokens a step computes", None, outputs=False
-    )
+    max_num_batched_tokens: int | None = key(integer_or_auto(1, 1 << 20), "Most tokens per step", None, outputs=False)
     max_num_seqs: int | None = key(integer_or_auto(1, 1 << 16), "Most sequences running at once", None, outputs=False)
     block_size: int | None = key(integer_or_auto(1, 1 << 16), "Tokens per KV block", None, outputs=False)
     kv_memory: int | None = key(_SIZE_OR_AUTO, "Memory for KV blocks, such as 4GiB", None, outputs=False)
@@ -174,13 +161,7 @@ class OutputSpec:
 
 
 SECTIONS: dict[str, type[Any]] = {"model": ModelSpec, "input": InputSpec, "output": OutputSpec, "engine": EngineConfig}
-KEYS: dict[str, dict[str, Key]] = {
-    "model": keys_of(ModelSpec),
-    "input": keys_of(InputSpec),
-    "output": keys_of(OutputSpec),
-    "sampling": SAMPLING_KEYS,
-    "engine": keys_of(EngineConfig),
-}
+KEYS: dict[str, dict[str, Key]] = {name: keys_of(cls) for name, cls in SECTIONS.items()} | {"sampling": SAMPLING_KEYS}
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def _parse_section(settings: RawSettings, section: str) -> dict[str, Any]:
 
 
 def _merge(origins: Sequence[RawSettings]) -> JobSpec:
-    """The job of all origins, later ones first in rank; each value is checked, but not what they mean together."""
+    """The job of all origins; later ones win. Single values are checked, combinations of sections are not."""
     merged: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for origin in origins:
         for section in SECTIONS:
@@ -210,25 +210,19 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
                 for key in _PROMPT_KEYS:  # a flag that says what the prompt is replaces all that the file says of it
                     merged[section].pop(key, None)
             merged[section] |= values
-    sampling, columns = _merge_sampling(origins, merged["model"].get("path", ""))
-    parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}
-    return JobSpec(sampling=sampling, sampling_columns=columns, **parts)
-
-
-def _merge_sampling(origins: Sequence[RawSettings], model: str) -> tuple[SamplingParams, tuple[str, ...]]:
-    """The values of [sampling], with those of the card of ``model`` for a preset, and ``sampling.columns``."""
+    card = card_values(merged["model"].get("path", ""))
     sampling = SamplingParams()
     columns: tuple[str, ...] = ()
     for origin in origins:
-        values = dict(origin.values.get("sampling", {}))
-        if "columns" in values:
+        given = dict(origin.values.get("sampling", {}))
+        if given.pop("columns", None) is not None:
             columns = origin.parsed("sampling", "columns")
-            del values["columns"]
         try:
-            sampling = merge_params(sampling, values, card_values(model))
+            sampling = merge_params(sampling, given, card)
         except ParamError as error:
             raise UsageError(f"{origin.place('sampling', error.key)}: {error}") from error
-    return sampling, columns
+    parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}
+    return JobSpec(sampling=sampling, sampling_columns=columns, **parts)
 
 
 def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
