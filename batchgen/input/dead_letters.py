@@ -1,10 +1,9 @@
-"""``errors.jsonl`` as a person may have left it: held against the rows that have no result, and read back as rows.
+"""Dead letters: the failed rows in ``errors.jsonl``, read back after a person may have edited them.
 
-Which rows failed is known from the outputs, so a line that is gone, there twice or of another row is refused before
-anything is run. Only ``row`` counts for what is run: ``id`` is read from the row again, ``code`` and ``message`` only
-stay where the row could never be read, or in a shard has the id of another row still. ``source`` and ``line`` are
-recorded nowhere else; they say where to look and decide nothing, so they are taken as they stand. It neither runs nor
-writes anything.
+Which rows failed is known from the outputs, so a line that is missing, there twice or of another row is refused before
+anything is run. Only ``row`` decides what is run: ``id`` is read from the row again; ``code`` and ``message`` count
+only where the row could never be read, or in a shard still has the id of another row. ``source`` and ``line`` are
+recorded nowhere else; they locate the row and decide nothing, so they are not checked. It neither runs nor writes.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _ADVICE = 'only "row" may be edited'
 class DeadLetters:
     """The dead letters in ``path`` of a finished run of ``shard`` over an input of ``num_rows`` rows.
 
-    ``outputs`` is named in errors. Take in the rows that have results first, then read. ``may_have_result`` says of a
-    row with a result whether it may have a dead letter still: a retry that was killed leaves such rows. ``where`` says
-    which column holds the id.
+    Call ``add_result`` for each row of the outputs, the file ``outputs``, before ``read``. ``may_have_result`` says
+    whether a row with a result may still have a dead letter: a retry that was killed leaves such rows. ``where`` names
+    the column of the id.
     """
 
     def __init__(
@@ -44,32 +43,37 @@ class DeadLetters:
         where: InputSpec,
     ) -> None:
         self._path = path
-        self._is_shard = shard != WHOLE
-        self._where = where
         self._outputs = outputs
-        self._ours = shard.rows(num_rows)
-        self._has_result = bytearray(len(self._ours))
+        self._where = where
+        self._is_shard = shard != WHOLE
+        self._rows = shard.rows(num_rows)
+        self._has_result = bytearray(len(self._rows))  # by position in _rows
         self._may_have_result = may_have_result
 
     def add_result(self, index: int) -> None:
-        """Take in a row of the outputs. Raises StorageError for one that is there twice or is none of this run's."""
-        if index not in self._ours:
+        """Take in a row of the outputs. Raises StorageError for one that is there twice or not a row of this run."""
+        if index not in self._rows:
             raise StorageError(f"{self._outputs} holds row {index}, which is no row of this run; was it edited?")
-        if self._has_result[self._ours.index(index)]:
+        if self._has_result[self._rows.index(index)]:
             raise StorageError(f"{self._outputs} holds row {index} twice; was it edited?")
-        self._has_result[self._ours.index(index)] = 1
+        self._has_result[self._rows.index(index)] = 1
 
     def read(self) -> Iterator[Record | BadRow]:
         """The failed rows, each once, in file order. Raises UsageError naming the line or the rows that are wrong.
 
-        Lines are checked as they come, and at the end that no row is missing. Blank lines are no rows.
+        Each line is checked when it is read, and at the end that no row is missing. Blank lines are no rows.
         """
-        seen = bytearray(len(self._ours))
+        seen = bytearray(len(self._rows))
         for letter in self._lines():
             row = self._row(letter)
-            position = self._position(row.index, letter.line)
+            if row.index not in self._rows:
+                raise self._error(letter, f"row {row.index} is no row of this run; {_ADVICE}")
+            position = self._rows.index(row.index)
+            if self._has_result[position] and not self._may_have_result(row.index):
+                where = f"its result is in {self._outputs.name}"
+                raise self._error(letter, f"row {row.index} has not failed, {where}; {_ADVICE}")
             if seen[position]:
-                raise self._error(letter.line, f"row {row.index} is there twice; remove one of its lines")
+                raise self._error(letter, f"row {row.index} is there twice; remove one of its lines")
             seen[position] = 1
             yield row
         self._refuse_missing(seen)
@@ -77,20 +81,11 @@ class DeadLetters:
     def _lines(self) -> Iterator[Record]:
         if not self._path.is_file():
             return
-        parse = partial(parse_jsonl, max_depth=MAX_DEPTH + 1)  # the row lies one level down
+        parse = partial(parse_jsonl, max_depth=MAX_DEPTH + 1)  # the row is one level down
         for line in LinesFile(self._path, parse).read(Cursor(0, 0, 0, 0), None, None):
             if isinstance(line, BadRow):
-                raise self._error(line.line, f"{line.error.message}; {_ADVICE}")
+                raise self._error(line, f"{line.error.message}; {_ADVICE}")
             yield line
-
-    def _position(self, index: int, line: int) -> int:
-        """Where a row lies among those of the shard. Raises UsageError for one that has not failed."""
-        if index not in self._ours:
-            raise self._error(line, f"row {index} is no row of this run; {_ADVICE}")
-        position = self._ours.index(index)
-        if self._has_result[position] and not self._may_have_result(index):
-            raise self._error(line, f"row {index} has not failed, its result is in {self._outputs.name}; {_ADVICE}")
-        return position
 
     def _row(self, letter: Record) -> Record | BadRow:
         """The row of one dead letter, to be run again if it could be read at all."""
@@ -98,37 +93,34 @@ class DeadLetters:
         index, source, line = (columns.get(name) for name in ("index", "source", "line"))
         if not _is_count(index) or not _is_count(line) or not isinstance(source, str) or "row" not in columns:
             wrong = 'it must hold numbers "index" and "line", a text "source", and the "row"'
-            raise self._error(letter.line, f"not a dead letter as written: {wrong}; {_ADVICE}")
+            raise self._error(letter, f"not a dead letter as written: {wrong}; {_ADVICE}")
         after = Cursor(0, 0, 0, index + 1)
-        if isinstance(columns["row"], dict):
-            row = Record(index, source, line, columns["row"], after)
-            is_duplicate = self._is_shard and self._keeps_duplicate_id(letter, row)
-            return bad_row(row, self._known_error(letter), self._where) if is_duplicate else row
-        return BadRow(index, source, line, self._known_error(letter), columns["row"], after)
+        if not isinstance(columns["row"], dict):
+            return BadRow(index, source, line, self._known_error(letter), columns["row"], after)
+        row = Record(index, source, line, columns["row"], after)
+        is_duplicate = self._is_shard and self._keeps_duplicate_id(letter, row)
+        return bad_row(row, self._known_error(letter), self._where) if is_duplicate else row
 
     def _keeps_duplicate_id(self, letter: Record, row: Record) -> bool:
-        """Whether a row failed for its id and has it still: in a shard, the row that had it first may be elsewhere."""
-        columns = letter.columns
-        error = columns.get("error") or columns
-        if not isinstance(error, dict) or error.get("code") != RowErrorCode.DUPLICATE_ID:
+        """Whether a row failed for its id and still has it: in a shard, the row that had it first may be elsewhere."""
+        if _error_of(letter).get("code") != RowErrorCode.DUPLICATE_ID:
             return False
         try:
             known = row_id(row, self._where)
         except RowProblem:
             return False
         known = row.index if known is None else known
-        return columns.get("custom_id", columns.get("id")) in (known, str(known))  # a custom_id is always a text
+        return letter.columns.get("custom_id", letter.columns.get("id")) in (known, str(known))
 
     def _known_error(self, letter: Record) -> RowError:
-        """Why a row could not be read. An OpenAI error file nests code and message."""
-        found: Any = letter.columns.get("error") or letter.columns
+        found = _error_of(letter)
         try:
             return RowError(RowErrorCode(found["code"]), str(found["message"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._error(letter.line, f'its "code" or "message" is not as written ({error!r})') from None
+        except (KeyError, ValueError) as error:
+            raise self._error(letter, f'its "code" or "message" is not as written ({error!r})') from None
 
     def _refuse_missing(self, seen: bytearray) -> None:
-        known = zip(self._ours, seen, self._has_result, strict=True)
+        known = zip(self._rows, seen, self._has_result, strict=True)
         missing = (index for index, is_seen, has_result in known if not is_seen and not has_result)
         if shown := ", ".join(map(str, islice(missing, _SHOWN_ROWS))):
             num_more = sum(1 for _ in missing)
@@ -138,8 +130,14 @@ class DeadLetters:
                 "row that is to stay failed keeps its line"
             )
 
-    def _error(self, line: int, what: str) -> UsageError:
-        return UsageError(f"{self._path}, line {line}: {what}")
+    def _error(self, line: Record | BadRow, what: str) -> UsageError:
+        return UsageError(f"{self._path}, line {line.line}: {what}")
+
+
+def _error_of(letter: Record) -> dict[str, Any]:
+    """The object that holds a letter's code and message: an OpenAI error file nests them."""
+    nested = letter.columns.get("error") or letter.columns
+    return nested if isinstance(nested, dict) else {}
 
 
 def _is_count(value: object) -> TypeGuard[int]:

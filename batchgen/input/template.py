@@ -17,22 +17,14 @@ from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.input.rows import RowProblem, type_name
 
-_PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
-_FIELD = re.compile(r"([^\[\]:!]+)((?:\[[^\[\]]+\])*)")
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    column: str
-    steps: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return self.column + "".join(f"[{step}]" for step in self.steps)
+_TOKEN = re.compile(r"\{\{|\}\}|\{(?P<column>[^][{}:!]+)(?P<steps>(\[[^][{}]+\])*)\}|\{[^{}]*\}|[{}]")
+_STEP = re.compile(r"\[([^][]+)\]")
+_Field = tuple[str, ...]  # a column and the steps into its value
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A parsed template: literal text and fields in order."""
+    """A parsed template: literal texts and fields in order."""
 
     parts: tuple[str | _Field, ...]
 
@@ -41,46 +33,40 @@ class Template:
         """Raises UsageError on a lone brace, an empty field, or a format spec, conversion or unclosed step."""
         parts: list[str | _Field] = []
         end = 0
-        for match in _PART.finditer(text):
+        for match in _TOKEN.finditer(text):
             parts.append(text[end : match.start()])
             end = match.end()
             token = match.group()
             if token in ("{{", "}}"):
                 parts.append(token[0])
+            elif match["column"]:
+                parts.append((match["column"], *_STEP.findall(match["steps"])))
             elif len(token) == 1:
                 raise UsageError(f"input.prompt: lone {token!r} at character {match.start() + 1}; write {token * 2!r}")
             else:
-                parts.append(_parse_field(match[1]))
+                raise UsageError(f"input.prompt: cannot read the field {token}; write {{column}} or {{column[key][0]}}")
         parts.append(text[end:])
         return cls(tuple(part for part in parts if part != ""))
 
     @property
     def columns(self) -> frozenset[str]:
         """The names of the columns it takes values from."""
-        return frozenset(part.column for part in self.parts if isinstance(part, _Field))
+        return frozenset(part[0] for part in self.parts if isinstance(part, tuple))
 
     def render(self, columns: Mapping[str, Any]) -> str:
-        """The text for one row: strings as they stand, dates as ISO 8601, anything else as JSON.
+        """The text for one row: strings unchanged, dates as ISO 8601, anything else as JSON.
 
-        Raises RowProblem: missing_column where a column, key or item is not there, bad_type where a value is
-        null, template_error where a step goes into something that is no object or list.
+        Raises RowProblem: missing_column where a column, key or item does not exist, bad_type where a value is
+        null, template_error where a step goes into something that is neither object nor list.
         """
         return "".join(part if isinstance(part, str) else _text(_look_up(part, columns), part) for part in self.parts)
 
 
-def _parse_field(text: str) -> _Field:
-    match = _FIELD.fullmatch(text)
-    if match is None:
-        raise UsageError(f"input.prompt: cannot read the field {{{text}}}; write {{column}} or {{column[key][0]}}")
-    return _Field(match[1], tuple(re.findall(r"\[([^\[\]]+)\]", match[2])))
-
-
 def _look_up(field: _Field, columns: Mapping[str, Any]) -> Any:
-    if field.column not in columns:
-        raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {field.column!r}, which the prompt's template names")
-    value = columns[field.column]
-    for depth, step in enumerate(field.steps):
-        here = _Field(field.column, field.steps[:depth])
+    if field[0] not in columns:
+        raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {field[0]!r}, which the prompt's template names")
+    value = columns[field[0]]
+    for depth, step in enumerate(field[1:], 1):
         if isinstance(value, dict):
             found = step in value
             value = value.get(step)
@@ -88,10 +74,10 @@ def _look_up(field: _Field, columns: Mapping[str, Any]) -> Any:
             found = int(step) < len(value)
             value = value[int(step)] if found else None
         else:
-            message = f"the template's {{{field}}} looks for [{step}] in {here}, which is {type_name(value)}"
-            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, message)
+            message = f"the template's {{{_shown(field)}}} looks for [{step}] in {_shown(field[:depth])}, which is "
+            raise RowProblem(RowErrorCode.TEMPLATE_ERROR, message + type_name(value))
         if not found:
-            message = f"no {step!r} in {here}, which the prompt's template names"
+            message = f"no {step!r} in {_shown(field[:depth])}, which the prompt's template names"
             raise RowProblem(RowErrorCode.MISSING_COLUMN, message)
     return value
 
@@ -100,7 +86,11 @@ def _text(value: Any, field: _Field) -> str:
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, bytes):
-        message = f"{field}, which the prompt's template names, is {type_name(value)}"
+        message = f"{_shown(field)}, which the prompt's template names, is {type_name(value)}"
         raise RowProblem(RowErrorCode.BAD_TYPE, message)
     encoded = encode_json(value).decode()
     return str(json.loads(encoded)) if encoded.startswith('"') else encoded
+
+
+def _shown(field: _Field) -> str:
+    return field[0] + "".join(f"[{step}]" for step in field[1:])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -25,6 +24,8 @@ from batchgen.input.formats.arrow import read_batches
 PREFIX = "hf:"
 _OPTIONS = frozenset({"config", "split", "revision"})
 _BATCH_ROWS = 256
+# The splits of an opened dataset, the data files of each where known, and the library's own digest of them.
+_Opened = tuple[Mapping[str, Any], Mapping[str, tuple[str, ...]], str]
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -46,15 +47,16 @@ class DatasetFile(InputFile):
         self.path = folder if folder.is_dir() else None
         try:
             self._is_saved = is_saved_dataset(folder)
-            opened = _open_saved(folder) if self._is_saved else _open_builder(name, options)
+            splits, files, self._fallback_digest = (
+                _open_saved(folder) if self._is_saved else _open_builder(name, options)
+            )
         except Exception as error:  # datasets raises a dozen unrelated types, its dependencies' among them
             raise UsageError(f"cannot open {text}: {one_line(error)}") from error
-        self._split = _choose_split(text, options.get("split"), list(opened.splits))
-        self._dataset = opened.splits[self._split].with_format("arrow")
+        self._split = _choose_split(text, options.get("split"), list(splits))
+        self._dataset = splits[self._split].with_format("arrow")
         self._length: int | None = getattr(self._dataset, "num_rows", None)  # a streamed one has none
-        self._files = opened.files.get(self._split, ())
+        self._files = files.get(self._split, ())
         self.local_files = tuple(path for path in map(Path, self._files) if path.is_file())
-        self._fallback_digest = opened.digest
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
         return (yield from read_batches(self._batches(at.row), at, stop, wanted, self._text))
@@ -91,15 +93,6 @@ class DatasetFile(InputFile):
         return {"path": self._text, "split": self._split, "sha256": digest.hexdigest()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """An opened dataset: its splits, the data files of each where known, and the library's own digest of them."""
-
-    splits: Mapping[str, Any]
-    files: Mapping[str, tuple[str, ...]]
-    digest: str = ""
-
-
 def _parse_name(text: str) -> tuple[str, dict[str, str]]:
     name, _, query = text.removeprefix(PREFIX).partition("?")
     options = dict(parse_qsl(query, keep_blank_values=True))
@@ -113,7 +106,7 @@ def _open_saved(folder: Path) -> _Opened:
 
     opened = datasets.load_from_disk(str(folder))
     splits = opened if isinstance(opened, datasets.DatasetDict) else {"": opened}
-    return _Opened(splits, {name: tuple(item["filename"] for item in splits[name].cache_files) for name in splits})
+    return splits, {name: tuple(item["filename"] for item in splits[name].cache_files) for name in splits}, ""
 
 
 def _stored_batches(files: Iterable[str], first: int) -> Iterator[pa.RecordBatch]:
@@ -132,7 +125,7 @@ def _open_builder(name: str, options: Mapping[str, str]) -> _Opened:
     data_files = getattr(builder.config, "data_files", None) or {}
     files = {str(split): tuple(map(str, names)) for split, names in data_files.items()}
     splits = {str(name): split for name, split in builder.as_streaming_dataset().items()}
-    return _Opened(splits, files, str(builder.hash))
+    return splits, files, str(builder.hash)
 
 
 def _choose_split(text: str, wanted: str | None, splits: list[str]) -> str:
