@@ -1,6 +1,6 @@
-"""Which rows are finished and where the journal holds them: eight bytes a row, whatever the row's size.
+"""Index of the finished rows: where the journal holds each, in eight bytes per row, whatever the row's size.
 
-A million rows take 8 MB and a lookup is an array access. It never touches a file; the journal gives meaning to places.
+A million rows take 8 MB and a lookup is an array access. No file is touched here.
 """
 
 from __future__ import annotations
@@ -49,17 +49,15 @@ class DoneSet:
         return self.num_results + self.num_errors
 
     def __iter__(self) -> Iterator[int]:
-        """Indexes in ascending order."""
-        return (index for index, packed in zip(self._rows, self._packed, strict=False) if packed != _ABSENT)
+        return (index for index, _ in self._finished())
 
     def indexes(self, *, errors: bool) -> Iterator[int]:
         """Indexes of the rows that ended in an error, or of those that ended in a result, in ascending order."""
-        found = zip(self._rows, self._packed, strict=False)
-        return (index for index, packed in found if packed != _ABSENT and packed & 1 == errors)
+        return (index for index, packed in self._finished() if packed & 1 == errors)
 
     @property
     def first_gap(self) -> int:
-        """The smallest index of the shard that is not finished; amortised over all calls it costs one pass."""
+        """The smallest index of the shard that is not finished; all calls together cost one pass."""
         packed = self._packed
         while self._gap < len(packed) and packed[self._gap] != _ABSENT:
             self._gap += 1
@@ -67,7 +65,7 @@ class DoneSet:
 
     @property
     def num_passed(self) -> int:
-        """How many rows of the shard there are up to the last finished one, finished or not."""
+        """Number of the shard's rows up to the last finished one, finished or not."""
         return len(self._packed)
 
     def covers(self, num_rows: int) -> bool:
@@ -75,7 +73,7 @@ class DoneSet:
         return self.first_gap >= num_rows and len(self) == len(self._shard.rows(num_rows))
 
     def add(self, index: int, segment: int, offset: int, is_error: bool) -> None:
-        """Note where a row's record lies, in place of an earlier one. Raises ValueError for a row of another shard."""
+        """Store the place of a row's record, replacing an earlier one. Raises ValueError for a row of another shard."""
         if index not in self._rows:
             raise ValueError(f"row {index} is not in this shard")
         packed, position = self._packed, self._rows.index(index)
@@ -87,7 +85,7 @@ class DoneSet:
         self._count(is_error, 1)
 
     def place(self, index: int) -> Place:
-        """Where the record of a finished row lies. Raises KeyError for a row that is not finished."""
+        """The place of a finished row's record. Raises KeyError for a row that is not finished."""
         if index not in self:
             raise KeyError(index)
         packed = self._packed[self._rows.index(index)]
@@ -99,8 +97,11 @@ class DoneSet:
         position = self._rows.index(index)
         return self._rows[position - 1] if position else None
 
+    def _finished(self) -> Iterator[tuple[int, int]]:
+        """Index and packed place of each finished row, in ascending order."""
+        found = zip(self._rows, self._packed, strict=False)
+        return ((index, packed) for index, packed in found if packed != _ABSENT)
+
     def _count(self, is_error: int, change: int) -> None:
-        if is_error:
-            self.num_errors += change
-        else:
-            self.num_results += change
+        self.num_errors += change * is_error
+        self.num_results += change * (1 - is_error)

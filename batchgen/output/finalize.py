@@ -18,8 +18,8 @@ from typing import Any
 from batchgen.config.job import OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.storage import publish, remove_file, staged_file
+from batchgen.output.formats import OutputFormat, output_format
 from batchgen.output.formats.jsonl import read_lines, write_lines
-from batchgen.output.formats.select import OutputFormat, output_format
 from batchgen.output.journal import Journal
 from batchgen.output.rundir import RunDir
 

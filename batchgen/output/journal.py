@@ -1,12 +1,13 @@
-"""The durable record of finished rows: appended while a run works, read back when it resumes or writes its outputs.
+"""The journal: append-only record of finished rows, written during a run, read on resume and for the final files.
 
-Segments of checksummed lines (see ``segment``) are only ever appended to; a journal that is opened again starts a new
-segment, so a crash can damage nothing older. It stores payloads it never looks into, and knows no output format.
+Which bytes make a row durable: its whole line (newline included, see ``segments``) in a segment file, once that file
+and its name in the folder are fsynced. From the moment ``append`` returns, the line is with the operating system, so
+kill -9 loses no row. The fsync follows at the next ``append`` or ``tick`` at least half a second after the last one; a
+power loss costs only the rows appended since then, which run again. Where fsync is slow, the half second stretches to a
+hundred times its duration, 30 s at most, so that syncing takes about 1 % of a run.
 
-Durability: ``append`` hands the record to the operating system, so kill -9 costs nothing that was appended. It is
-fsynced, with all before it, by the next ``append`` or ``tick`` at least half a second after the last sync; power loss
-costs what was appended since, which is simply run again. The half second stretches to a hundred times what the last
-sync took, 30 s at most, so that on slow disks too syncing takes about 1 % of a run.
+An opened journal starts a new segment and never writes to an older one, except to cut its torn tail, so a crash damages
+nothing older. The content of payloads and the output formats are unknown here.
 """
 
 from __future__ import annotations
@@ -25,8 +26,19 @@ from batchgen.core.json_line import encode_json
 from batchgen.core.records import WHOLE, Cursor, Shard
 from batchgen.core.storage import remove_folder, storage_errors, sync_folder
 from batchgen.output.done_set import DoneSet
-from batchgen.output.journal_reader import CHECK_DISK, SegmentReader, segment_number, segment_path, segment_paths
-from batchgen.output.segment import ERROR, PARTIAL, RESULT, Damage, Line, encode_line, scan
+from batchgen.output.segments import (
+    CHECK_DISK,
+    ERROR,
+    PARTIAL,
+    RESULT,
+    Damage,
+    Line,
+    SegmentReader,
+    encode_line,
+    scan,
+    segment_path,
+    segments,
+)
 
 SEGMENT_BYTES = 64 << 20
 SYNC_SECONDS = 0.5
@@ -54,14 +66,13 @@ class Counts:
 
 @dataclass
 class Recovery:
-    """What opening an existing journal found."""
+    """Damage found when an existing journal was opened."""
 
-    num_records: int = 0
     torn_bytes: int = 0
     damaged: list[tuple[str, Damage]] = field(default_factory=list)
 
     def messages(self) -> list[str]:
-        """One line for a person per finding; none when all was intact."""
+        """One line per finding; none where all was intact."""
         lines = []
         if self.torn_bytes:
             lines.append(f"journal: cut {self.torn_bytes} bytes of an unfinished record; its row runs again")
@@ -74,7 +85,7 @@ class Recovery:
 
 
 class Journal:
-    """An open journal. Not thread-safe; one process at a time (the run directory's lock sees to that)."""
+    """An open journal. Not thread-safe; the run directory's lock admits one process at a time."""
 
     def __init__(self, folder: Path, shard: Shard) -> None:
         self._folder = folder
@@ -95,16 +106,15 @@ class Journal:
     def open(cls, folder: Path, shard: Shard = WHOLE) -> Journal:
         """Open or create the journal in ``folder`` and recover what is in it.
 
-        A torn tail is cut off, records that fail their checksum are left out, and ``recovery`` says so. Memory:
-        8 bytes a row and the partials; time: about 1.5 s per million rows of 600 bytes. Raises StorageError.
+        A torn tail is cut off, records that fail their checksum are left out, and ``recovery`` reports both. Memory:
+        8 bytes per row and the partials; time: about 1.5 s per million rows of 600 bytes. Raises StorageError.
         """
         journal = cls(folder, shard)
         with storage_errors("open the journal", folder):
             if not folder.is_dir():
                 folder.mkdir()
                 sync_folder(folder.parent)
-            for path in segment_paths(folder):
-                journal._recover(path)
+            journal._recover()
         return journal
 
     @property
@@ -116,16 +126,16 @@ class Journal:
     def resume_cursor(self) -> Cursor | None:
         """Where the first unfinished row can be read from; None means from the start of the input.
 
-        Rows of this shard before it are all finished; behind it there may be finished ones too.
+        Rows of this shard before it are all finished; rows after it may be.
         """
         last = self.done.previous(self.done.first_gap)
         return None if last is None else self._line(last).cursor
 
     def append(self, entry: JournalEntry) -> None:
-        """Add a finished row. It survives the process from now on, a power loss from the next commit on.
+        """Add a finished row: it survives the process from now on, and a power loss from the next commit on.
 
-        Raises ValueError for a row that has a result already (an error may be entered anew) or is of another shard,
-        StorageError if the disk refuses.
+        Raises ValueError for a row of another shard or one that has a result (an error may be replaced), StorageError
+        if the disk refuses.
         """
         if not self._shard.owns(entry.index):
             raise ValueError(f"row {entry.index} is not in this shard")
@@ -139,19 +149,19 @@ class Journal:
         self.tick()
 
     def save_partials(self, tokens: Mapping[int, tuple[int, ...]]) -> None:
-        """Keep the tokens of half-done rows for the next run, in place of what was kept for them, and commit."""
+        """Store the tokens of half-done rows for the next run, in place of earlier ones, and commit."""
         for index, token_ids in tokens.items():
             self._append(encode_line(PARTIAL, index, None, encode_json(token_ids)))
         self.partials.update(tokens)
         self.commit()
 
     def tick(self) -> None:
-        """Commit if it is time to. ``append`` calls it; call it too while rows are long in coming."""
+        """Commit if it is time to. ``append`` calls it; call it also while no row finishes."""
         if time.monotonic() - self._synced_at >= self._sync_every:
             self.commit()
 
     def commit(self) -> None:
-        """Make all that was appended durable. Raises StorageError; the journal then takes no more; reopen it."""
+        """Make every appended row durable. After a StorageError the journal accepts no more rows: reopen it."""
         if self._failed is not None:
             raise self._failed
         started_at = time.monotonic()
@@ -164,7 +174,7 @@ class Journal:
         self._sync_every = min(max(SYNC_SECONDS, SYNC_COST_FACTOR * cost_s), MAX_SYNC_SECONDS)
 
     def close(self) -> None:
-        """Commit and release the files; after a failure only release them, so that it can stand in a ``finally``."""
+        """Commit and release the files; after a failure only release them, so that a ``finally`` can call it."""
         try:
             if self._failed is None:
                 self._end_segment()
@@ -175,12 +185,12 @@ class Journal:
             self._reader.close()
 
     def remove(self) -> None:
-        """Close and delete the journal, once its rows are durable elsewhere. All of it goes at once or nothing does."""
+        """Close and delete the journal, atomically; its rows must be durable elsewhere."""
         self.close()
         remove_folder(self._folder)
 
     def payload(self, index: int) -> bytes:
-        """The JSON text appended for a finished row; raises KeyError, or StorageError if it no longer reads back."""
+        """The JSON text of a finished row. Raises KeyError, or StorageError if it fails its checksum."""
         return self._line(index).payload
 
     def indexes(self, *, errors: bool) -> Iterator[int]:
@@ -190,8 +200,7 @@ class Journal:
     def completed(self) -> Iterator[int]:
         """Finished rows with a result in the order they finished in. Raises StorageError if one was damaged since."""
         num_left = self.done.num_results
-        for path in segment_paths(self._folder):
-            number = segment_number(path)
+        for number, path in segments(self._folder):
             with storage_errors("read", path), path.open("rb") as file:
                 for line in scan(file):
                     if isinstance(line, Line) and line.kind == RESULT and line.row in self.done:
@@ -206,24 +215,26 @@ class Journal:
         place = self.done.place(index)
         return self._reader.read(place.segment, place.offset)
 
-    def _recover(self, path: Path, *, repair: bool = True) -> None:
-        """Take in one segment: cut its torn tail, note its damage, index its rows; later records win."""
-        self._number = segment_number(path)
-        with path.open("rb", buffering=1 << 20) as file:
-            for line in scan(file):
-                if isinstance(line, Damage):
-                    if repair:
+    def _recover(self, *, repair: bool = True) -> None:
+        """Index the rows of all segments, later records replacing earlier ones; cut the torn tail, note damage."""
+        for number, path in segments(self._folder):
+            self._number = number
+            with path.open("rb", buffering=1 << 20) as file:
+                for line in scan(file):
+                    if isinstance(line, Line):
+                        self._index(path, line)
+                    elif repair:
                         self._note(path, line)
-                    continue
-                self.recovery.num_records += 1
-                if line.kind == PARTIAL:
-                    if line.row not in self.done:
-                        self.partials[line.row] = tuple(json.loads(line.payload))
-                elif not self._shard.owns(line.row):
-                    raise StorageError(f"{path}: row {line.row} is not of this shard; the journal is another run's")
-                else:
-                    self.done.add(line.row, self._number, line.offset, line.kind == ERROR)
-                    self.partials.pop(line.row, None)
+
+    def _index(self, path: Path, line: Line) -> None:
+        if line.kind == PARTIAL:
+            if line.row not in self.done:
+                self.partials[line.row] = tuple(json.loads(line.payload))
+        elif not self._shard.owns(line.row):
+            raise StorageError(f"{path}: row {line.row} is not of this shard; the journal is another run's")
+        else:
+            self.done.add(line.row, self._number, line.offset, line.kind == ERROR)
+            self.partials.pop(line.row, None)
 
     def _note(self, path: Path, damage: Damage) -> None:
         if not damage.torn:
@@ -237,7 +248,7 @@ class Journal:
     def _append(self, line: bytes) -> int:
         """Write a line, opening or rotating the segment as needed; returns its offset there.
 
-        A line that fails half written is a torn tail, cut on reopening.
+        A line that fails half written becomes a torn tail, which reopening cuts.
         """
         if self._failed is not None:
             raise self._failed
@@ -269,7 +280,7 @@ class Journal:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """After any exception inside, what the file holds is unknown: nothing more may be written to it."""
+        """After any exception inside, the content of the file is unknown: nothing more may be written to it."""
         try:
             with storage_errors("write to the journal", self._folder):
                 yield
@@ -280,9 +291,8 @@ class Journal:
 
 
 def read_counts(folder: Path, shard: Shard = WHOLE) -> Counts:
-    """The rows finished so far in a journal that another process may be writing; changes nothing on disk."""
+    """Rows finished so far in a journal that another process may be writing; changes nothing on disk."""
     journal = Journal(folder, shard)
     with storage_errors("read the journal", folder):
-        for path in segment_paths(folder):
-            journal._recover(path, repair=False)
+        journal._recover(repair=False)
     return journal.counts

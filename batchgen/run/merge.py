@@ -33,7 +33,7 @@ from batchgen.output.finalize import (
     read_records,
     stage,
 )
-from batchgen.output.formats.select import output_format
+from batchgen.output.formats import output_format
 from batchgen.output.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import build_report, write_report

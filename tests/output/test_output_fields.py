@@ -11,8 +11,8 @@ import pytest
 
 from batchgen.config.job import RECORD_KEYS
 from batchgen.core.json_line import encode_json
+from batchgen.output.formats import output_format
 from batchgen.output.formats.parquet import FIXED_TYPES, ParquetFormat
-from batchgen.output.formats.select import output_format
 
 TIMINGS = dict.fromkeys(("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s"), 0.25) | {
     "cached_tokens": 3,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batchgen.config.job import OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.records import Cursor, Shard
-from batchgen.output import journal_reader
+from batchgen.output import segments
 from batchgen.output.finalize import OutputCounts, finalize, finalize_retry
 from batchgen.output.formats import parquet
 from batchgen.output.journal import Journal, JournalEntry
@@ -159,7 +159,7 @@ def test_a_record_that_rots_while_it_is_read_leaves_no_outputs(run_dir: RunDir) 
 
 
 def test_more_segments_than_files_may_be_open(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_reader, "_MAX_OPEN", 2)
+    monkeypatch.setattr(segments, "_MAX_OPEN", 2)
     for index in range(6):
         journal_of(run_dir.journal, [record(index)]).close()
     journal = Journal.open(run_dir.journal)

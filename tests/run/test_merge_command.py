@@ -160,7 +160,7 @@ def test_older_openai_outputs_without_timings_are_retried_merged_and_reported(jo
 
 
 def test_a_row_ended_by_repetition_is_told_apart_from_others_in_openai_outputs(job: JobMaker) -> None:
-    from batchgen.output.formats.select import output_format
+    from batchgen.output.formats import output_format
 
     row = {"id": "a", "index": 3, "text": "x x", "finish_reason": "repetition", "timings": {"total_s": 1.0}}
     row |= {"usage": {"prompt_tokens": 1, "completion_tokens": 2}, "kept": [1]}

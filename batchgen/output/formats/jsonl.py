@@ -1,4 +1,8 @@
-"""One JSON object a line. A journalled payload is such a line already, so results and errors pass through untouched."""
+"""Output formats, and the plainest one: a JSON object per line, which a journalled payload is already.
+
+A format turns the journal's payloads into the rows of one file and reads such a file back. It does not know where rows
+come from, in which order, or when the file may appear.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,33 @@ from typing import Any, BinaryIO
 
 from batchgen.core.errors import StorageError
 from batchgen.core.storage import storage_errors
+
+
+class OutputFormat:
+    """``outputs.jsonl``; other formats override it. A row is JSON without a newline, in the format's own shape."""
+
+    def result_row(self, payload: bytes) -> bytes:
+        """The outputs' row of a journalled result."""
+        return payload
+
+    def error_row(self, payload: bytes) -> bytes:
+        """The line of ``errors.jsonl`` of a journalled error."""
+        return payload
+
+    def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
+        """Write a whole outputs file; ``rows`` may be iterated more than once. Memory does not grow with the rows."""
+        write_lines(file, rows)
+
+    def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
+        """The rows of an outputs file with their indexes, in file order. Raises StorageError if it is damaged."""
+        return read_lines(path)
+
+    def record(self, row: bytes) -> dict[str, Any]:
+        """The output record behind a row that was read, as far as the format holds it.
+
+        Raises KeyError, IndexError, TypeError or ValueError for a row that was edited.
+        """
+        return dict(json.loads(row))
 
 
 def write_lines(file: BinaryIO, rows: Iterable[bytes]) -> None:
@@ -38,27 +69,3 @@ def index_of(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{value!r} is no row index")
     return value
-
-
-class JsonlFormat:
-    """``outputs.jsonl``."""
-
-    def result_row(self, payload: bytes) -> bytes:
-        """The payload."""
-        return payload
-
-    def error_row(self, payload: bytes) -> bytes:
-        """The payload."""
-        return payload
-
-    def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
-        """Write a whole outputs file."""
-        write_lines(file, rows)
-
-    def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        """The lines of an outputs file with their indexes."""
-        return read_lines(path)
-
-    def record(self, row: bytes) -> dict[str, Any]:
-        """The row's record."""
-        return dict(json.loads(row))

@@ -1,30 +1,30 @@
-"""The output and error files of OpenAI's Batch API, so that code which reads those reads ours.
+"""Output and error files in the format of OpenAI's Batch API, for code that reads that format.
 
 Shapes: https://platform.openai.com/docs/guides/batch. Everything but ``timings`` is derived from the row, so a resumed
 run writes the same bytes: ids come from the row's index and ``created`` is 0. A kept ``url`` says per row whether a
-chat or a text completion was asked for. What OpenAI has no field for stands beside its fields, where readers of its
-format do not look: ``timings`` and ``kept_columns`` in the line; ``prompt_logprobs`` and ``perplexity`` in the body;
+chat or a text completion was asked for. Fields that OpenAI lacks are added beside its own, where readers of its format
+ignore them: ``timings`` and ``kept_columns`` in the line; ``prompt_logprobs`` and ``perplexity`` in the body;
 ``token_ids``, scored ``choices`` (here ``scored_choices``) and, where OpenAI has no such reason, ``stop_reason`` in a
-choice. Files written before there were ``timings`` and ``kept_columns`` are read as well.
+choice. Files of earlier versions, without ``timings`` and ``kept_columns``, can be read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from batchgen.config.job import RECORD_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import FinishReason
-from batchgen.output.formats.jsonl import index_of, read_lines, write_lines
+from batchgen.output.formats.jsonl import OutputFormat, index_of, read_lines
 
 
 @dataclass(frozen=True, slots=True)
-class OpenAIBatchFormat:
+class OpenAIBatchFormat(OutputFormat):
     """``outputs.jsonl`` of batch responses. ``chat`` is the shape of rows that keep no ``url``."""
 
     model: str
@@ -47,12 +47,7 @@ class OpenAIBatchFormat:
         record.pop("id", None)
         return encode_json({**head, "response": None, "error": error, **record})
 
-    def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
-        """Write a whole outputs file."""
-        write_lines(file, rows)
-
     def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        """The lines of an outputs file with the indexes found in their ids."""
         return read_lines(path, key="id")
 
     def record(self, row: bytes) -> dict[str, Any]:
@@ -97,7 +92,7 @@ def _head(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(index: int, sample: Mapping[str, Any], chat: bool) -> dict[str, Any]:
-    """A choice of the body: one sample, or the record of a row that has no more than one."""
+    """A choice of the body, from a sample, or from the record of a row with a single one."""
     text, reason = sample.get("text"), sample["finish_reason"]
     choice: dict[str, Any] = {"index": index}
     if chat:

@@ -2,7 +2,7 @@
 
 The record's own fields have fixed types. Kept columns get the type all their values share, found in a first pass over
 the rows; a column without one (mixed types, integers beyond 64 bits, objects with ever new keys) becomes JSON text,
-one value a row, marked in its field's metadata. It knows nothing of the journal or of order.
+one value per row, marked in its field's metadata.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.storage import storage_errors
+from batchgen.output.formats.jsonl import OutputFormat
 
 GROUP_ROWS = 16_384
 GROUP_BYTES = 16 << 20  # of JSON; a row group of long rows ends earlier, since it is held in memory as Python objects
@@ -58,19 +59,11 @@ class _UnfitColumnError(Exception):
         self.column = column
 
 
-class ParquetFormat:
-    """``outputs.parquet``."""
-
-    def result_row(self, payload: bytes) -> bytes:
-        """The payload."""
-        return payload
-
-    def error_row(self, payload: bytes) -> bytes:
-        """The payload."""
-        return payload
+class ParquetFormat(OutputFormat):
+    """``outputs.parquet``. In a record that was read back, fields that only other rows have are null."""
 
     def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
-        """Write a whole outputs file, iterating ``rows`` twice, and once more for each column found unfit so late."""
+        """Iterate ``rows`` twice, and once more for each column whose type proves unfit while it is written."""
         fields = infer_fields(rows)
         while True:
             try:
@@ -80,7 +73,6 @@ class ParquetFormat:
                 fields[unfit.column] = None
 
     def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
-        """The rows of an outputs file, as JSON, with their indexes."""
         try:
             with storage_errors("read", path), pq.ParquetFile(path) as file:
                 encoded = [field.name for field in file.schema_arrow if _is_json(field)]
@@ -90,10 +82,6 @@ class ParquetFormat:
                         yield int(row["index"]), encode_json(row)
         except (pa.ArrowException, KeyError) as error:
             raise StorageError(f"{path}: not an outputs file of ours ({error})") from error
-
-    def record(self, row: bytes) -> dict[str, Any]:
-        """The row's record; fields that only other rows have are null."""
-        return dict(json.loads(row))
 
 
 def infer_fields(rows: Iterable[bytes]) -> dict[str, Any]:

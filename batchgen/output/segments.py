@@ -1,0 +1,122 @@
+"""The journal's files: segments ``000001.seg``, ``000002.seg`` of one checksummed line per record.
+
+A line is ``CRC KIND INDEX CURSOR PAYLOAD\\n``: CRC-32 (8 hex digits) of all bytes after it, the newline included; kind
+``r`` (result), ``e`` (error) or ``p`` (tokens of a half-done row); the row's index; ``file:offset:row:index`` of where
+reading can go on after the row (``-`` for ``p``); one JSON value. Escaped JSON holds no newline, so after any damage
+the next newline starts an intact line: damage costs no more than the lines it hits. Which record supersedes which is
+the journal's business.
+"""
+
+from __future__ import annotations
+
+from binascii import crc32
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from batchgen.core.errors import StorageError
+from batchgen.core.records import Cursor
+from batchgen.core.storage import storage_errors
+
+RESULT, ERROR, PARTIAL = b"r", b"e", b"p"
+CHECK_DISK = "check the disk, then run again: what is damaged is done once more, all else is kept"
+_KINDS = frozenset({RESULT, ERROR, PARTIAL})
+_MAX_OPEN = 64  # files; a journal of days has more segments than a process may open
+
+
+class Line(NamedTuple):  # a dataclass takes three times as long to make, and opening a journal makes one per row
+    """An intact line of a segment for row ``row``, starting at byte ``offset``; the rest is parsed on demand."""
+
+    offset: int
+    kind: bytes
+    row: int
+    raw: bytes
+
+    @property
+    def payload(self) -> bytes:
+        """The JSON text of the record."""
+        return self.raw.split(b" ", 4)[4][:-1]
+
+    @property
+    def cursor(self) -> Cursor:
+        """Where reading goes on after this row."""
+        return Cursor(*map(int, self.raw.split(b" ", 4)[3].split(b":")))
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes that are no intact line: ``torn`` when they are an unfinished last line, as a crash leaves it."""
+
+    offset: int
+    size: int
+    torn: bool
+
+
+def encode_line(kind: bytes, index: int, cursor: Cursor | None, payload: bytes) -> bytes:
+    """The line of one record; ``payload`` is JSON without a newline."""
+    where = b"-" if cursor is None else b"%d:%d:%d:%d" % (cursor.file, cursor.offset, cursor.row, cursor.index)
+    body = b" %b %d %b %b\n" % (kind, index, where, payload)
+    return b"%08x" % crc32(body) + body
+
+
+def decode_line(raw: bytes, offset: int) -> Line | None:
+    """The record in ``raw`` (newline included), or None where it is not exactly what ``encode_line`` wrote."""
+    if raw[:8] != b"%08x" % crc32(raw[8:]):
+        return None
+    kind = raw[9:10]
+    try:
+        index = int(raw[11 : raw.index(b" ", 11)])
+    except ValueError:
+        return None
+    return Line(offset, kind, index, raw) if kind in _KINDS else None
+
+
+def scan(file: BinaryIO) -> Iterator[Line | Damage]:
+    """Every line of a segment in order, intact or not; needs memory for one line."""
+    offset = 0
+    for raw in file:
+        yield decode_line(raw, offset) or Damage(offset, len(raw), torn=not raw.endswith(b"\n"))
+        offset += len(raw)
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """The file of segment ``number``, counted from 1."""
+    return folder / f"{number:06d}.seg"
+
+
+def segments(folder: Path) -> list[tuple[int, Path]]:
+    """The segments of a journal, by number, in the order they were written in; none if there is no journal."""
+    return sorted((int(path.stem), path) for path in folder.glob("*.seg") if path.stem.isdecimal())
+
+
+class SegmentReader:
+    """Random access to the lines of a journal's segments, with a bounded number of open files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: OrderedDict[int, BinaryIO] = OrderedDict()  # least recently used first
+
+    def read(self, segment: int, offset: int) -> Line:
+        """The line at ``offset``, verified again. Raises StorageError if it no longer matches its checksum."""
+        with storage_errors("read", self._folder):
+            file = self._file(segment)
+            file.seek(offset)
+            line = decode_line(file.readline(), offset)
+        if line is None:
+            path = segment_path(self._folder, segment)
+            raise StorageError(f"{path}: the record at byte {offset} no longer matches its checksum; {CHECK_DISK}")
+        return line
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _file(self, segment: int) -> BinaryIO:
+        if segment not in self._open:
+            if len(self._open) >= _MAX_OPEN:
+                self._open.popitem(last=False)[1].close()
+            self._open[segment] = segment_path(self._folder, segment).open("rb", buffering=16 << 10)
+        self._open.move_to_end(segment)
+        return self._open[segment]
