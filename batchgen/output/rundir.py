@@ -1,22 +1,16 @@
-"""The run directory: names of its files, who holds it, and its manifest.
+"""The run directory: the names of its files, whose they are, and how they are replaced and removed.
 
-It knows where things lie and how they are replaced safely, not what the rows, the report or the job mean.
+What rows, report and job mean is not known here.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
-import socket
-import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from batchgen.core.errors import LockedError, UsageError
+from batchgen.core.errors import UsageError
 from batchgen.core.storage import (
     doomed_name,
     remove_file,
@@ -26,124 +20,30 @@ from batchgen.core.storage import (
     temporary_name,
     write_atomic,
 )
+from batchgen.output.lock import Holder, RunLock, lock_holder
 from batchgen.output.manifest import Manifest
 
 PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
-IDS_NAME = "ids.sqlite"  # in the journal's folder; SQLite adds endings. Without rows it holds nothing of worth
+IDS_NAME = "ids.sqlite"  # in the journal's folder; SQLite adds endings. It is of no use without rows
 OUTPUT_NAMES = {"jsonl": "outputs.jsonl", "parquet": "outputs.parquet", "openai-batch": "outputs.jsonl"}
-_LOCK_HEAD = b'{"pid": '
-_LOCK_TRIES = 4  # status looks at the lock for an instant; that must not turn a run away
-_LOCK_PAUSE_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """The process that holds a run directory."""
-
-    pid: int
-    host: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
-
-
-class RunLock:
-    """``run.lock``, held from construction until ``release``; the system frees it however the process ends.
-
-    Raises LockedError naming the holder, StorageError where the file system cannot lock.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        for attempt in range(_LOCK_TRIES):
-            fd = self._try()
-            if fd is not None:
-                break
-            if attempt < _LOCK_TRIES - 1:
-                time.sleep(_LOCK_PAUSE_S)
-        else:
-            raise LockedError(
-                f"{path.parent} is in use by {_read_holder(path) or 'another process'}; wait for it or stop it"
-            )
-        self._fd = fd
-        if not _is_lock(os.pread(fd, len(_LOCK_HEAD), 0)):
-            os.close(fd)
-            raise UsageError(f"{path} was not written by a run; choose another output.path")
-        with storage_errors("write", path):
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
-
-    def release(self) -> None:
-        """Let others in. The file goes while the lock is still held, so nobody can lock a name that is about to go."""
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
-        os.close(self._fd)
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def _try(self) -> int | None:
-        """A descriptor that holds the lock, or None while another process does."""
-        with storage_errors("lock", self._path):
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(fd), self._path.stat()):
-                    return fd
-            except (BlockingIOError, FileNotFoundError):  # held; or removed by a holder between our open and our lock
-                pass
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)
-            return None
-
-
-@dataclass(frozen=True, slots=True)
 class RunDir:
     """The files of one run directory; making the object touches nothing on disk."""
 
-    path: Path
-
-    @property
-    def manifest(self) -> Path:
-        """``job.json``."""
-        return self.path / "job.json"
-
-    @property
-    def errors(self) -> Path:
-        """``errors.jsonl``, the dead letters; absent when no row failed."""
-        return self.path / "errors.jsonl"
-
-    @property
-    def report(self) -> Path:
-        """``report.json``."""
-        return self.path / "report.json"
-
-    @property
-    def journal(self) -> Path:
-        """The folder of the journal; there until the outputs are."""
-        return self.path / "journal"
-
-    @property
-    def retry(self) -> Path:
-        """The folder of the journal of a ``retry`` that is under way."""
-        return self.path / "retry"
-
-    @property
-    def lock_file(self) -> Path:
-        """``run.lock``."""
-        return self.path / "run.lock"
-
-    @property
-    def spool(self) -> Path:
-        """``input.spool``: standard input, kept until the run is finished so that a resume can read it again."""
-        return self.path / "input.spool"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = path / "job.json"
+        self.errors = path / "errors.jsonl"  # dead letters; absent where no row failed
+        self.report = path / "report.json"
+        self.journal = path / "journal"  # folder; there until the outputs are
+        self.retry = path / "retry"  # folder of the journal of a retry under way
+        self.spool = path / "input.spool"  # standard input, kept until the end so that a resume can read it again
+        self.lock_file = path / "run.lock"
+        self._progress = path / PROGRESS_NAME
+        self._outputs = [path / name for name in dict.fromkeys(OUTPUT_NAMES.values())]
+        self._files = [*self._outputs, self.errors, self.report, self.manifest, self._progress, self.spool]
+        self._folders = [self.retry, self.journal]
 
     def outputs(self, output_format: str) -> Path:
         """The final outputs in a format of the job file."""
@@ -151,20 +51,20 @@ class RunDir:
 
     def is_complete(self) -> bool:
         """Whether the outputs have appeared: the one mark of a finished run."""
-        return any((self.path / name).is_file() for name in OUTPUT_NAMES.values())
+        return any(path.is_file() for path in self._outputs)
 
     def owns(self, path: Path) -> bool:
         """Whether writing this run could replace or remove ``path``; an input must not be such a file."""
         root, target = self.path.resolve(), path.resolve()
-        folders, files = self._folders(), self._files()
+        files, folders = self._files, self._folders
         mine = [*files, *map(temporary_name, files), self.lock_file, *folders, *map(doomed_name, folders)]
         return target.is_relative_to(root) and target.relative_to(root).parts[:1] in {(own.name,) for own in mine}
 
     def create(self) -> None:
         """Make the folder and its parents.
 
-        Raises UsageError if that cannot be, or as ``refuse_strays`` does. While another process holds the folder,
-        it may only seem to be foreign: then ``lock`` has the word.
+        Raises UsageError if that fails, or as ``refuse_strays`` does. A folder that another process holds is not
+        judged, since it may still lack its ``job.json``: ``lock`` refuses it.
         """
         if self.path == self.path.parent:
             raise UsageError(f"output.path = {self.path} is the root of the file system; name a folder for the run")
@@ -198,13 +98,14 @@ class RunDir:
             raise UsageError(f"{self.manifest} was not written by a run; choose another output.path")
 
     def _strays(self) -> list[Path]:
-        """The files of a run besides ``job.json``; what is left by one that was killed as it began does not count."""
+        """The files of a run besides ``job.json``, without those that a run killed at its beginning may leave."""
         try:
-            mine = [*(self.path / name for name in OUTPUT_NAMES.values()), self.errors, self.report, self.retry]
-            mine += [path for path in [self.path / PROGRESS_NAME] if not _is_progress(path)]
-            mine += [path for path in [self.journal] if not path.is_dir()]
-            journal = [path for path in sorted(self.journal.glob("*")) if not path.name.startswith(IDS_NAME)]
-            return [path for path in mine if path.exists()] + journal
+            mine = [path for path in (*self._outputs, self.errors, self.report, self.retry) if path.exists()]
+            if self._progress.exists() and not _is_progress(self._progress):
+                mine.append(self._progress)
+            if self.journal.exists() and not self.journal.is_dir():
+                mine.append(self.journal)
+            return mine + [path for path in sorted(self.journal.glob("*")) if not path.name.startswith(IDS_NAME)]
         except OSError as error:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
 
@@ -213,18 +114,8 @@ class RunDir:
         return RunLock(self.lock_file)
 
     def holder(self) -> Holder | None:
-        """Who holds the directory now, if anybody; disturbs nobody."""
-        try:
-            fd = os.open(self.lock_file, os.O_RDONLY)
-        except OSError:
-            return None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return _read_holder(self.lock_file)
-        finally:
-            os.close(fd)
-        return None
+        """The process that holds the directory now, if any."""
+        return lock_holder(self.lock_file)
 
     def read_manifest(self) -> Manifest | None:
         """The manifest on disk, None if there is none. Raises UsageError if it cannot be read."""
@@ -236,31 +127,28 @@ class RunDir:
             raise UsageError(f"cannot read {self.manifest}: {error}; --overwrite starts anew") from error
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Replace the manifest, atomically and durably."""
         write_atomic(self.manifest, manifest.to_bytes())
 
     def sweep(self) -> None:
-        """Remove what a killed process left half written or half removed; for the holder of the lock."""
-        for file in self._files():
+        """Remove files that a killed process left half written or half removed; only for the holder of the lock."""
+        for file in self._files:
             with suppress(OSError):
                 temporary_name(file).unlink(missing_ok=True)
-        for folder in self._folders():
+        for folder in self._folders:
             shutil.rmtree(doomed_name(folder), ignore_errors=True)
 
     def clear_beginnings(self) -> None:
-        """Remove what is left of a run that was killed before it wrote its ``job.json``."""
+        """Remove the rest of a run that was killed before it wrote its ``job.json``."""
         remove_folder(self.journal)
 
     def clear(self) -> None:
         """Remove all that a run wrote, the manifest last: a crash in between leaves a run that starts from nothing.
 
-        A staged spool stays: it is the input of the run that takes this one's place.
+        A staged spool stays: it is the input of the run that replaces this one.
         """
-        for name in set(OUTPUT_NAMES.values()):
-            remove_file(self.path / name)
-        for path in (self.errors, self.report):
+        for path in (*self._outputs, self.errors, self.report):
             remove_file(path)
-        for folder in self._folders():
+        for folder in self._folders:
             remove_folder(folder)
         self.remove_spool()
         remove_file(self.manifest)
@@ -271,19 +159,9 @@ class RunDir:
             self.spool.unlink(missing_ok=True)
             sync_folder(self.path)
 
-    def _files(self) -> list[Path]:
-        mine = [self.path / name for name in dict.fromkeys(OUTPUT_NAMES.values())]
-        return [*mine, self.errors, self.report, self.manifest, self.path / PROGRESS_NAME, self.spool]
-
-    def _folders(self) -> list[Path]:
-        return [self.retry, self.journal]
-
 
 def _is_progress(path: Path) -> bool:
-    """Whether a file is what a run that died before it wrote ``job.json`` left of its progress.
-
-    It is never synced, so power loss may leave it empty, or of zeros.
-    """
+    """Whether a run wrote this ``progress.json``. It is never synced, so power loss may leave it empty, or of zeros."""
     try:
         content = path.read_bytes()
         if not content.strip(b"\0"):
@@ -292,16 +170,3 @@ def _is_progress(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(found, dict) and {"version", "pid", "phase", "spent"} <= found.keys()
-
-
-def _is_lock(head: bytes) -> bool:
-    """Whether a file that begins so was written by a ``RunLock``, perhaps one whose machine failed as it wrote."""
-    return _LOCK_HEAD.startswith(head.rstrip(b"\0"))
-
-
-def _read_holder(path: Path) -> Holder | None:
-    try:
-        data = json.loads(path.read_bytes())
-        return Holder(int(data["pid"]), str(data["host"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

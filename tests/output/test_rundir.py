@@ -16,8 +16,9 @@ import pytest
 from batchgen.core.errors import LockedError, StorageError, UsageError
 from batchgen.core.records import Shard
 from batchgen.core.storage import staged_file, write_atomic
+from batchgen.output.lock import Holder
 from batchgen.output.manifest import Manifest, compare
-from batchgen.output.rundir import Holder, RunDir
+from batchgen.output.rundir import RunDir
 
 MANIFEST = Manifest(
     job={

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from run_helpers import ENVIRONMENT, JobMaker, quiet, rows_of, until_delivered
 
-from batchgen.output.rundir import RunDir, RunLock
+from batchgen.output.lock import RunLock
+from batchgen.output.rundir import RunDir
 from batchgen.run.progress import Progress
 from batchgen.run.stop import Limits, Stopper, StopRequested
 

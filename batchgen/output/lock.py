@@ -1,0 +1,112 @@
+"""Lock of a run directory: ``run.lock``, held by ``flock`` so that the system frees it however its process ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from batchgen.core.errors import LockedError, UsageError
+from batchgen.core.storage import storage_errors
+
+_HEAD = b'{"pid": '
+_TRIES = 4  # status holds the lock for an instant, which must not turn a run away
+_PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that holds a run directory."""
+
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class RunLock:
+    """The lock, held from construction until ``release``.
+
+    Raises LockedError naming the holder, StorageError where the file system cannot lock, UsageError for a file that is
+    not a lock.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        for attempt in range(_TRIES):
+            fd = self._try()
+            if fd is not None:
+                break
+            if attempt < _TRIES - 1:
+                time.sleep(_PAUSE_S)
+        else:
+            raise LockedError(
+                f"{path.parent} is in use by {_read_holder(path) or 'another process'}; wait for it or stop it"
+            )
+        self._fd = fd
+        if not _HEAD.startswith(os.pread(fd, len(_HEAD), 0).rstrip(b"\0")):  # a machine that failed may leave zeros
+            os.close(fd)
+            raise UsageError(f"{path} was not written by a run; choose another output.path")
+        with storage_errors("write", path):
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
+
+    def release(self) -> None:
+        """Free the lock. The file is removed while it is locked: nobody can lock a name that is about to be removed."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _try(self) -> int | None:
+        """A descriptor that holds the lock, or None while another process does."""
+        with storage_errors("lock", self._path):
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), self._path.stat()):
+                    return fd
+            except (BlockingIOError, FileNotFoundError):  # held; or removed by a holder between our open and our lock
+                pass
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+            return None
+
+
+def lock_holder(path: Path) -> Holder | None:
+    """The process that holds the lock now, if any; the lock is not taken from it or from others who want it."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return _read_holder(path)
+    finally:
+        os.close(fd)
+    return None
+
+
+def _read_holder(path: Path) -> Holder | None:
+    try:
+        data = json.loads(path.read_bytes())
+        return Holder(int(data["pid"]), str(data["host"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
