@@ -1,16 +1,16 @@
-"""From the journal to the final files: every row once, in order, appearing whole or not at all.
+"""Final files of a run, written from its journal: every row once, in order; a file appears whole or not at all.
 
 The order of steps makes a kill at any moment harmless: all files are written beside their names and synced first; then
-``job.json`` and ``errors.jsonl`` are put in place; the appearance of the outputs, last, is the mark of a finished run.
-Until then the journal holds every row and running again writes the same bytes; only after it may the journal go.
-It needs room on the disk for the outputs beside the journal. It asks neither how rows were made nor what they mean.
+``job.json`` and ``errors.jsonl`` are put in place; the outputs appear last and mark the run as finished. Until then the
+journal holds every row and running again writes the same bytes; only afterwards may the journal be removed. The disk
+needs room for the outputs beside the journal.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -20,22 +20,14 @@ from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.storage import publish, remove_file, staged_file
 from batchgen.output.formats import OutputFormat, output_format
 from batchgen.output.formats.jsonl import read_lines, write_lines
-from batchgen.output.journal import Journal
+from batchgen.output.journal import Counts, Journal
 from batchgen.output.rundir import RunDir
 
 IndexedRow = tuple[int, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputCounts:
-    """Rows in the outputs and in ``errors.jsonl``."""
-
-    results: int
-    errors: int
-
-
 class Rows:
-    """Rows that can be iterated again and again, each time read afresh; ``count`` is that of the last whole pass."""
+    """Rows that can be iterated repeatedly, each time read anew; ``count`` is that of the last complete pass."""
 
     def __init__(self, read: Callable[[], Iterator[IndexedRow]]) -> None:
         self._read = read
@@ -51,11 +43,11 @@ class Rows:
 
 def finalize(
     run_dir: RunDir, output: OutputSpec, journal: Journal, *, num_rows: int, model: str = "", chat: bool = True
-) -> OutputCounts:
+) -> Counts:
     """Write the outputs and dead letters of a run whose rows are all in the journal; see the module for the order.
 
-    ``num_rows`` counts the input's rows over all shards and goes into ``job.json``. ``model`` and ``chat`` shape
-    OpenAI responses. ``errors.jsonl`` is there afterwards only if a row failed. Once the report is written too, call
+    ``num_rows`` counts the input's rows over all shards and is stored in ``job.json``. ``model`` and ``chat`` shape
+    OpenAI responses. ``errors.jsonl`` exists afterwards only if a row failed. Once the report is written too, call
     ``journal.remove()``. Raises BatchgenError if a row is missing, StorageError if the disk refuses.
     """
     journal.commit()
@@ -78,8 +70,8 @@ def finalize(
 
 def finalize_retry(
     run_dir: RunDir, output: OutputSpec, journal: Journal, *, model: str = "", chat: bool = True
-) -> OutputCounts:
-    """Put the rows of a retry's journal into the existing outputs; those that failed again are the dead letters now.
+) -> Counts:
+    """Put the rows of a retry's journal into the existing outputs; those that failed again become the dead letters.
 
     The journal holds every failed row. The outputs are replaced first: a kill in between leaves rows in both files,
     never in none, and running the retry again (nothing is left to generate) writes the same bytes. Then call
@@ -98,24 +90,24 @@ def finalize_retry(
     return counts
 
 
-def stage(run_dir: RunDir, output: OutputSpec, form: OutputFormat, results: Rows, errors: Rows) -> OutputCounts:
+def stage(run_dir: RunDir, output: OutputSpec, form: OutputFormat, results: Rows, errors: Rows) -> Counts:
     """Write both files beside their names, durably; nothing appears yet. Raises StorageError."""
     with staged_file(run_dir.outputs(output.format)) as file:
         form.write(file, results)
     with staged_file(run_dir.errors) as file:
         write_lines(file, errors)
-    return OutputCounts(results.count, errors.count)
+    return Counts(results.count, errors.count)
 
 
 def write_errors(run_dir: RunDir, output: OutputSpec, journal: Journal) -> None:
-    """Write ``errors.jsonl`` of a run that is not finished: the rows that have failed so far. Raises StorageError."""
+    """Write ``errors.jsonl`` of an unfinished run: the rows that have failed so far. Raises StorageError."""
     with staged_file(run_dir.errors) as file:
         write_lines(file, Rows(lambda: _errors(journal, output_format(output.format))))
     publish(run_dir.errors)
 
 
-def publish_errors(run_dir: RunDir, counts: OutputCounts) -> None:
-    """Let the staged ``errors.jsonl`` appear; with no errors none is left."""
+def publish_errors(run_dir: RunDir, counts: Counts) -> None:
+    """Put the staged ``errors.jsonl`` in place, or remove it where there are no errors."""
     publish(run_dir.errors)
     if not counts.errors:
         remove_file(run_dir.errors)
@@ -152,9 +144,9 @@ def _check_record(record: Mapping[str, Any]) -> None:
 
 
 def _results(journal: Journal, form: OutputFormat, order: str) -> Iterator[IndexedRow]:
-    indexes = journal.indexes(errors=False) if order == "input" else journal.completed()
+    indexes = journal.done.indexes(errors=False) if order == "input" else journal.completed()
     return ((index, form.result_row(journal.payload(index))) for index in indexes)
 
 
 def _errors(journal: Journal, form: OutputFormat) -> Iterator[IndexedRow]:
-    return ((index, form.error_row(journal.payload(index))) for index in journal.indexes(errors=True))
+    return ((index, form.error_row(journal.payload(index))) for index in journal.done.indexes(errors=True))

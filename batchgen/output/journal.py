@@ -193,10 +193,6 @@ class Journal:
         """The JSON text of a finished row. Raises KeyError, or StorageError if it fails its checksum."""
         return self._line(index).payload
 
-    def indexes(self, *, errors: bool) -> Iterator[int]:
-        """Finished rows that ended in an error, or those with a result, in input order."""
-        return self.done.indexes(errors=errors)
-
     def completed(self) -> Iterator[int]:
         """Finished rows with a result in the order they finished in. Raises StorageError if one was damaged since."""
         num_left = self.done.num_results

@@ -1,7 +1,7 @@
-"""``job.json``: what a run directory was begun with, and whether a job may go on in it.
+"""``job.json``: the job a run directory was begun with, and whether another job may resume it.
 
-It compares plain data; which keys change outputs is declared with the keys (``JobSpec.output_keys``), and what
-identifies an input or a model is decided by those who read them.
+Plain data is compared: which keys change outputs is declared with the keys (``JobSpec.output_keys``), and the
+fingerprints of an input or a model are made where those are read.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _MISSING = "(not there)"
 _UNSET = "(not set)"
 _SHOWN_CHARS = 60
 _SHOWN_LINES = 20
-_DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")  # a SHA-256: its beginning tells it from another
+_DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")  # a SHA-256; its first digits are shown
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The resolved job and what it ran on.
 
-    ``job`` is ``JobSpec.to_dict()``, ``output_keys`` is ``JobSpec.output_keys()``; ``fingerprints`` holds what
-    identifies the input, the model and the code (keys ``input``, ``model``, ``code``). ``num_rows`` is the number of
-    input rows over all shards, known once the input was read to its end. ``file_states`` is ``Digests.to_plain()``:
-    what spares the next invocation reading files that have not changed; it identifies nothing.
+    ``job`` is ``JobSpec.to_dict()``, ``output_keys`` is ``JobSpec.output_keys()``; ``fingerprints`` identify the
+    input, the model and the code (keys ``input``, ``model``, ``code``). ``num_rows`` is the number of input rows over
+    all shards, known once the input was read to its end. ``file_states`` is ``Digests.to_plain()``, which lets the next
+    invocation skip reading unchanged files; it identifies nothing.
     """
 
     job: dict[str, Any]
@@ -71,15 +71,13 @@ class Manifest:
 
     def _check(self) -> None:
         """Raises ValueError naming the first key whose value is of another shape than was written."""
-        job, known = self.job, self.fingerprints
-        objects = {"job": job, "output_keys": self.output_keys, "fingerprints": known, "file_states": self.file_states}
-        for key, value in objects.items():
-            _check_object(key, value)
-        for key, value in job.items():
+        for name in ("job", "output_keys", "fingerprints", "file_states"):
+            _check_object(name, getattr(self, name))
+        for key, value in self.job.items():
             _check_object(f"job.{key}", value)
         for key in ("input", "model", "numerics"):
-            _check_object(f"fingerprints.{key}", known.get(key, {}))
-        output = job.get("output", {})
+            _check_object(f"fingerprints.{key}", self.fingerprints.get(key, {}))
+        output = self.job.get("output", {})
         for item in fields(OutputSpec):
             if item.name in ("format", "order") and output.get(item.name) not in item.metadata["kind"].choices:
                 raise ValueError(f"job.output.{item.name} must be one of {item.metadata['kind'].metavar}")
@@ -104,19 +102,19 @@ def _is_count(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How a job differs from the one a directory was begun with, one readable line a difference."""
+    """How a job differs from the one a directory was begun with, one line per difference."""
 
     refused: tuple[str, ...]  # these change outputs
     allowed: tuple[str, ...]
 
 
 def compare(old: Manifest, new: Manifest) -> Comparison:
-    """What changed between the manifest on disk and the job at hand; ``refused`` is empty if it may resume.
+    """What changed between the manifest on disk and a job that wants to resume; it may if ``refused`` is empty.
 
-    A key that one of them lacks, because it was written before there was such a key, is as good as there with its
-    default; kernels that one of them does not name may be any. ``sampling.columns`` is another matter: before it, every
-    column named like a sampling key was taken as one. Whether rows have such columns is not known here, so that
-    difference is told and not refused.
+    A key that one of them lacks, because an earlier version knew no such key, counts as having its default; kernels
+    that one of them does not name may be any. ``sampling.columns`` is an exception: before it existed, every column
+    named like a sampling key was one. Whether rows have such columns is unknown here, so that this difference is
+    ``allowed``, which is reported.
     """
     if not (kernels_of(old) and kernels_of(new)):
         old, new = with_kernels(old, None), with_kernels(new, None)
@@ -125,20 +123,19 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
     implied = {key for key in new.output_keys.keys() ^ old.output_keys.keys() if is_default(key, values[key])}
 
     def binding(manifest: Manifest) -> dict[str, Any]:
-        keys = {"shard": str(manifest.shard)}
         known = {key: value for key, value in manifest.output_keys.items() if key not in implied | untold}
-        return _flat({"": known}) | _flat(manifest.fingerprints) | keys
+        return {"": known, **manifest.fingerprints, "shard": str(manifest.shard)}
 
     def loose(manifest: Manifest) -> dict[str, Any]:
         bound = (old.output_keys.keys() | new.output_keys.keys()) - untold
         values = {key: ["*"] for key in untold} | _flat(manifest.job)
         return {key: value for key, value in values.items() if key not in bound}
 
-    return Comparison(_differences(binding(old), binding(new)), _differences(loose(old), loose(new)))
+    return Comparison(differences(binding(old), binding(new)), differences(loose(old), loose(new)))
 
 
 def kernels_of(manifest: Manifest) -> str | None:
-    """The kernel set that a run was computed with, or several joined by ``mix_kernels``; None where it is not known."""
+    """The kernel set that a run was computed with, or several joined by ``mix_kernels``; None where unknown."""
     found = manifest.fingerprints.get("numerics", {}).get(KERNELS)
     return None if found is None else str(found)
 
@@ -153,13 +150,21 @@ def with_kernels(manifest: Manifest, kernels: str | None) -> Manifest:
 
 
 def mix_kernels(*kernels: str) -> str:
-    """The names of all kernel sets that a run's rows come from; one that is in a mix already changes nothing."""
+    """The names of all kernel sets that a run's rows come from, each once."""
     return " + ".join(dict.fromkeys(name for names in kernels for name in names.split(" + ")))
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """What differs between two trees of plain data, one readable line a difference."""
-    return _differences(_flat(old), _flat(new))
+def differences(old_tree: Mapping[str, Any], new_tree: Mapping[str, Any]) -> tuple[str, ...]:
+    """The differences between two trees of plain data, one line each."""
+    old, new = _flat(old_tree), _flat(new_tree)
+    keys = [*old, *(key for key in new if key not in old)]
+    changed = [key for key in keys if key not in old or key not in new or old[key] != new[key]]
+    lines = [
+        f"{key}{_file_of(key, old, new)}: was {_shown(old, key)}, now {_shown(new, key)}"
+        for key in changed[:_SHOWN_LINES]
+    ]
+    more = [f"and {len(changed) - len(lines):,} more"] if len(changed) > len(lines) else []
+    return (*lines, *more)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -177,19 +182,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    keys = [*old, *(key for key in new if key not in old)]
-    changed = [key for key in keys if key not in old or key not in new or old[key] != new[key]]
-    lines = [
-        f"{key}{_file_of(key, old, new)}: was {_shown(old, key)}, now {_shown(new, key)}"
-        for key in changed[:_SHOWN_LINES]
-    ]
-    more = [f"and {len(changed) - len(lines):,} more"] if len(changed) > len(lines) else []
-    return (*lines, *more)
-
-
 def _file_of(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The name of the file that a key of a list's item is about, where it is the same in both."""
+    """The name of the file that a key such as ``input.files[0].sha256`` is about, where it is the same in both."""
     item, bracket, name = key.rpartition("].")
     name_key = f"{item}].file"
     if not bracket or name == "file" or old.get(name_key) is None or old[name_key] != new.get(name_key):

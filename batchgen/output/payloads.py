@@ -1,6 +1,6 @@
-"""The two kinds of line a finished row leaves: an output record or a dead letter, in the shape users' scripts read.
+"""Output records and dead letters: the two kinds of line that finished rows become, in the shape users' scripts read.
 
-Pure functions from a row and what became of it to plain data; writing it anywhere is for others.
+Pure functions from a row and its result to plain data, without any file.
 """
 
 from __future__ import annotations
@@ -22,26 +22,25 @@ _LEAST_MEAN = -700.0  # exp(709.8) is the largest float
 
 
 class Decode(Protocol):
-    """What is needed of a tokenizer."""
+    """The text of token ids, as a tokenizer makes it."""
 
-    def __call__(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
+    def __call__(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 class Payloads:
-    """Shapes the payloads of one job. ``decode`` is None for a model without a tokenizer: ids stand for the text."""
+    """Makes the payloads of one job. ``decode`` is None for a model without a tokenizer: ids then replace the text."""
 
     def __init__(self, spec: JobSpec, decode: Decode | None) -> None:
         self._spec = spec
         self._decode = decode
 
     def result(self, record: Record, row_id: RowId, result: Result, choices: tuple[str, ...] = ()) -> dict[str, Any]:
-        """The output record of a row; a row without an id is known by its index.
+        """The output record of a row; the index is the id of a row without one.
 
-        Always in this order, what was not asked for left out: id, index, text, finish_reason, usage, timings,
-        token_ids, logprobs, samples, choices, prompt_logprobs, perplexity, kept columns. The text, reason, ids and
-        log-probabilities are those of the first sample; ``samples`` holds all of several. A row whose ``choices``
-        were scored has the likeliest of them as its text. A kept column whose name the record needs itself is
+        The order is fixed and fields that were not asked for are left out: id, index, text, finish_reason, usage,
+        timings, token_ids, logprobs, samples, choices, prompt_logprobs, perplexity, kept columns. The text, reason, ids
+        and log-probabilities are those of the first sample; ``samples`` holds all of several. A row whose ``choices``
+        were scored has the likeliest of them as its text. A kept column with the name of a field of the record is
         written as ``input_<name>``.
         """
         samples = [self._sample(sample) for sample in result.samples]
@@ -69,7 +68,7 @@ class Payloads:
     def error(self, row: BadRow) -> dict[str, Any]:
         """The dead letter of a row: enough to find it, to see why it failed, and to run it again.
 
-        Its id is null where the job names an id column and the row has none that can be read.
+        Its id is null where the job names an id column and the row has no readable one.
         """
         return {
             "id": row.index if row.id is None and self._spec.input.id is None else row.id,
@@ -113,7 +112,7 @@ class Payloads:
         return shaped
 
     def _logprobs(self, tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
-        """An object a token: token_id, token, logprob, and as top_logprobs the same of the likeliest ones there."""
+        """An object per token: token_id, token, logprob, and in top_logprobs the same of the likeliest tokens there."""
         return [
             self._logprob(token.token_id, token.logprob) | {"top_logprobs": [self._logprob(*top) for top in token.top]}
             for token in tokens
@@ -134,7 +133,7 @@ def _likeliest(choices: Sequence[str], result: Result) -> str:
 
 
 def _perplexity(tokens: Sequence[TokenLogprob]) -> float | None:
-    """exp(-mean log-probability); None where there is no token to judge, or no number that large."""
+    """exp(-mean log-probability); None without tokens, or where it exceeds the largest float."""
     if not tokens:
         return None
     mean = math.fsum(token.logprob for token in tokens) / len(tokens)
@@ -142,10 +141,9 @@ def _perplexity(tokens: Sequence[TokenLogprob]) -> float | None:
 
 
 def kept_name(name: str, columns: dict[str, Any]) -> str:
-    """The name a kept column has in the output record, where some names are taken."""
-    if name not in RECORD_KEYS:
-        return name
-    name = f"input_{name}"
-    while name in columns:
+    """The name of a kept column in the output record, whose own fields take precedence."""
+    if name in RECORD_KEYS:
         name = f"input_{name}"
+        while name in columns:
+            name = f"input_{name}"
     return name

@@ -25,7 +25,6 @@ from batchgen.core.units import shown
 from batchgen.input.ids import Claim, UniqueIds, may_have_ids
 from batchgen.output.finalize import (
     IndexedRow,
-    OutputCounts,
     Rows,
     join,
     publish_errors,
@@ -34,6 +33,7 @@ from batchgen.output.finalize import (
     stage,
 )
 from batchgen.output.formats import output_format
+from batchgen.output.journal import Counts
 from batchgen.output.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import build_report, write_report
@@ -62,7 +62,7 @@ class _Shard:
         return f"shard {self.manifest.shard} ({self.run_dir.path})"
 
 
-def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = False) -> OutputCounts | None:
+def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = False) -> Counts | None:
     """Write outputs, failed rows and ``job.json`` of all shards of a job into ``target``.
 
     ``target`` must be new, or a folder in which this merge was begun or finished; returns None if it is finished.
@@ -149,7 +149,7 @@ def _refuse_outdated(shards: Sequence[_Shard], run_dir: RunDir) -> None:
             )
 
 
-def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> OutputCounts:
+def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> Counts:
     """Write the joined files; the outputs appear last, as in ``finalize``."""
     job = job_from_dict(manifest.job, run_dir.manifest)
     output = job.output

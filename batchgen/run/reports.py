@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
 def journal_totals(journal: Journal, expected: str | None) -> RowTotals:
     """Totals of the rows in a journal. Raises StorageError if one no longer reads back."""
     totals = RowTotals(expected)
-    for index in journal.indexes(errors=False):
+    for index in journal.done.indexes(errors=False):
         totals.add_result(json.loads(journal.payload(index)))
-    for index in journal.indexes(errors=True):
+    for index in journal.done.indexes(errors=True):
         totals.add_error(json.loads(journal.payload(index)))
     return totals
 

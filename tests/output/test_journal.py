@@ -236,7 +236,7 @@ def test_input_order_and_completion_order(tmp_path: Path) -> None:
     filled(tmp_path, order[:10])
     filled(tmp_path, order[10:])
     journal = Journal.open(tmp_path)
-    assert list(journal.indexes(errors=False)) == list(range(30))
+    assert list(journal.done.indexes(errors=False)) == list(range(30))
     assert list(journal.completed()) == order
     journal.close()
 

@@ -16,9 +16,9 @@ from batchgen.config.job import OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.records import Cursor, Shard
 from batchgen.output import segments
-from batchgen.output.finalize import OutputCounts, finalize, finalize_retry
+from batchgen.output.finalize import finalize, finalize_retry
 from batchgen.output.formats import parquet
-from batchgen.output.journal import Journal, JournalEntry
+from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 
@@ -78,7 +78,7 @@ def written(
     journal = journal_of(run_dir.journal, results, errors)
     counts = finalize(run_dir, spec(output_format), journal, num_rows=len(results) + len(errors), **options)
     journal.remove()
-    assert counts == OutputCounts(len(results), len(errors))
+    assert counts == Counts(len(results), len(errors))
     if output_format == "parquet":
         return pq.read_table(run_dir.outputs("parquet")).to_pylist()
     return [json.loads(line) for line in run_dir.outputs(output_format).read_bytes().splitlines()]
@@ -134,7 +134,7 @@ def test_a_shard_is_complete_with_its_own_rows(run_dir: RunDir) -> None:
     journal = Journal.open(run_dir.journal, shard=Shard(2, 3))
     for index in (1, 4, 7):
         journal.append(JournalEntry(index, Cursor(0, 0, 0, index + 1), "result", record(index)))
-    assert finalize(run_dir, spec(), journal, num_rows=9) == OutputCounts(3, 0)
+    assert finalize(run_dir, spec(), journal, num_rows=9) == Counts(3, 0)
     journal.close()
 
 
@@ -329,7 +329,7 @@ def test_a_retry_puts_rows_that_now_succeed_where_they_belong(tmp_path: Path, ou
     late = [record(index, kept=index) for index in (3, 1)]
     written(retried, good, [dead_letter(index) for index in (1, 3, 5)], output_format=output_format)
     journal = journal_of(retried.retry, late, [dead_letter(5)])
-    assert finalize_retry(retried, spec(output_format), journal) == OutputCounts(5, 1)
+    assert finalize_retry(retried, spec(output_format), journal) == Counts(5, 1)
     journal.remove()
     written(whole, good + late, [dead_letter(5)], output_format=output_format)
     assert retried.outputs(output_format).read_bytes() == whole.outputs(output_format).read_bytes()

@@ -13,9 +13,9 @@ from batchgen.cli.main import call
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.records import WHOLE, Cursor, Shard
-from batchgen.output.finalize import OutputCounts, finalize, finalize_retry
+from batchgen.output.finalize import finalize, finalize_retry
 from batchgen.output.formats.parquet import FIXED_TYPES
-from batchgen.output.journal import Journal, JournalEntry
+from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.run.merge import merge
@@ -74,7 +74,7 @@ def test_merged_shards_are_the_bytes_of_the_unsharded_run(tmp_path: Path, output
     whole = RunDir(run(job(tmp_path / "whole", output_format)))
     merged = RunDir(tmp_path / "merged")
     counts = merge(shards(tmp_path, count, output_format=output_format), merged.path)
-    assert counts == OutputCounts(NUM_ROWS - len(BAD), len(BAD))
+    assert counts == Counts(NUM_ROWS - len(BAD), len(BAD))
     assert merged.outputs(output_format).read_bytes() == whole.outputs(output_format).read_bytes()
     assert merged.errors.read_bytes() == whole.errors.read_bytes()
 
@@ -290,7 +290,7 @@ def test_a_merge_of_rows_that_were_retried_since_is_not_done(tmp_path: Path) -> 
     journal.remove()
     with pytest.raises(UsageError, match="was merged before row 4 was retried in its shard; merge into a new folder"):
         merge(folders, tmp_path / "merged")
-    assert merge(folders, tmp_path / "again") == OutputCounts(NUM_ROWS - len(BAD) + 1, len(BAD) - 1)
+    assert merge(folders, tmp_path / "again") == Counts(NUM_ROWS - len(BAD) + 1, len(BAD) - 1)
 
 
 def test_a_merged_run_that_was_retried_stays_done(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_a_merge_that_was_refused_can_be_repeated(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         merge(folders, tmp_path / "merged")
     (folders[1] / "outputs.jsonl").write_bytes(good)
-    assert merge(folders, tmp_path / "merged") == OutputCounts(NUM_ROWS - len(BAD), len(BAD))
+    assert merge(folders, tmp_path / "merged") == Counts(NUM_ROWS - len(BAD), len(BAD))
 
 
 def test_another_runs_folder_is_not_taken(tmp_path: Path) -> None:
