@@ -6,10 +6,3 @@ by the number of rows; and a prompt's tiles are taller than a single token's, wh
 token is computed once in a prompt and once by itself. ``CudaKernels(batch_invariant=True)`` takes products in a
 fixed order and tiles of one height: bits then depend on nothing but the sequence, and prompts take longer.
 """
-
-from __future__ import annotations
-
-import os
-
-# Triton 3.9 warns at every first launch that its default is about to change unless one is named.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

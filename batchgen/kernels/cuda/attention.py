@@ -12,13 +12,28 @@ single token still fills part of a matrix instruction. Scratch of split decode i
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from batchgen.kernels.cuda.tiles import tile_of
+from batchgen.kernels.cuda.tiles import num_tiles, power_of_two, tile_of
+from batchgen.kernels.inputs import KVCache, ModelInput
 
 SPAN = 512
+_LEAST_ROWS = 16  # of a matrix instruction
+_PROMPT_ROWS = 128  # of a prompt's tile: arithmetic enough for every key it reads
+_PROMPT_ROWS_FLOAT32 = 16  # which has no matrix instruction to feed, and taller tiles would spill registers
+_MERGED_HEADS = 4
+_STAGES = 5  # the pipeline's first two fetch the block table; the others are tiles of keys and values under way
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+# Places in LAYOUT, the sizes that the kernels here are compiled for: positions per span and per step of the loop; heads
+# per KV head; head_dim and the power of two that holds it; width, block_size and lanes of ``KVCache``; the positions,
+# aligned to as many, that are neighbours in memory, which the compiler cannot see through the block table.
+SPAN_AT, TILE_AT, GROUP_AT, HEAD_DIM_AT, DIMS_AT = (tl.constexpr(i) for i in range(5))
+WIDTH_AT, BLOCK_SIZE_AT, LANES_AT, RUN_AT = (tl.constexpr(i) for i in range(5, 9))
 
 
 @triton.jit
@@ -31,30 +46,20 @@ def _merge(best, total, mixed, best2, total2, mixed2):
 
 
 @triton.jit
-def _attend_span(
-    q,
-    position,
-    keys,
-    values,
-    table,
-    kv_head,
-    num_kv_heads,
-    first,
-    end,
-    max_blocks,
-    TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LANES: tl.constexpr,
-    RUN: tl.constexpr,
-):
+def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAYOUT: tl.constexpr):
     """Rows q [rows, dims] at ``position`` [rows] over cached positions [first, end): see ``_merge`` for what returns.
 
-    ``RUN`` positions, aligned to as many, are neighbours in memory: the compiler cannot see it through the block table.
-    Keys past ``end`` may hold anything: their scores are replaced. Values are multiplied by a weight of zero,
-    which does not silence an infinity, so those past ``end`` are not read.
+    ``cache`` is (keys, values, num_kv_heads). Keys past ``end`` may hold
+    anything: their scores are replaced. Values are multiplied by a weight of zero, which does not silence an infinity,
+    so those past ``end`` are not read.
     """
+    keys, values, num_kv_heads = cache
+    TILE: tl.constexpr = LAYOUT[TILE_AT]
+    HEAD_DIM: tl.constexpr = LAYOUT[HEAD_DIM_AT]
+    WIDTH: tl.constexpr = LAYOUT[WIDTH_AT]
+    BLOCK_SIZE: tl.constexpr = LAYOUT[BLOCK_SIZE_AT]
+    LANES: tl.constexpr = LAYOUT[LANES_AT]
+    RUN: tl.constexpr = LAYOUT[RUN_AT]
     ROWS: tl.constexpr = q.shape[0]
     DIMS: tl.constexpr = q.shape[1]
     dim = tl.arange(0, DIMS)
@@ -90,40 +95,24 @@ def _attend_span(
 
 
 @triton.jit
-def _queries(q, token, head, valid, num_heads, dtype: tl.constexpr, WIDTH: tl.constexpr, DIMS: tl.constexpr):
+def _queries(q, token, head, valid, num_heads, dtype: tl.constexpr, LAYOUT: tl.constexpr):
     """Rows of q for tokens and heads [rows], as the type that keys have; zero where not ``valid``."""
-    dim = tl.arange(0, DIMS)
+    dim = tl.arange(0, LAYOUT[DIMS_AT])
+    WIDTH: tl.constexpr = LAYOUT[WIDTH_AT]
     at = q + (token.to(tl.int64) * num_heads + head)[:, None] * WIDTH + dim[None, :]
     return tl.load(at, mask=valid[:, None] & (dim < WIDTH)[None, :], other=0.0).to(dtype)
 
 
 @triton.jit(do_not_specialize=["max_blocks", "num_spans"])
 def attend_one_token(
-    q,
-    keys,
-    values,
-    tables,
-    positions,
-    cu_seqlens,
-    best_out,
-    total_out,
-    mixed_out,
-    num_heads,
-    num_kv_heads,
-    max_blocks,
-    num_spans,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPAN: tl.constexpr,
-    TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LANES: tl.constexpr,
-    RUN: tl.constexpr,
+    tensors, spans, num_heads, num_kv_heads, max_blocks, num_spans, ROWS: tl.constexpr, LAYOUT: tl.constexpr
 ):
     """One program per sequence, KV head and span, for sequences that have one token in this step."""
+    q, keys, values, tables, positions, cu_seqlens = tensors
+    best_out, total_out, mixed_out = spans
+    SPAN: tl.constexpr = LAYOUT[SPAN_AT]
+    GROUP: tl.constexpr = LAYOUT[GROUP_AT]
+    HEAD_DIM: tl.constexpr = LAYOUT[HEAD_DIM_AT]
     sequence, kv_head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(cu_seqlens + sequence)
     context = tl.load(positions + token) + 1
@@ -132,53 +121,28 @@ def attend_one_token(
         return
     row = tl.arange(0, ROWS)
     head = kv_head * GROUP + row
-    rows = _queries(q, token + row * 0, head, row < GROUP, num_heads, keys.dtype.element_ty, WIDTH, DIMS)
+    rows = _queries(q, token + row * 0, head, row < GROUP, num_heads, keys.dtype.element_ty, LAYOUT)
     table = tables + sequence.to(tl.int64) * max_blocks
+    end = tl.minimum(first + SPAN, context)
+    cache = (keys, values, num_kv_heads)
     best, total, mixed = _attend_span(
-        rows,
-        context - 1 + row * 0,
-        keys,
-        values,
-        table,
-        kv_head,
-        num_kv_heads,
-        first,
-        tl.minimum(first + SPAN, context),
-        max_blocks,
-        TILE,
-        HEAD_DIM,
-        WIDTH,
-        BLOCK_SIZE,
-        LANES,
-        RUN,
+        rows, context - 1 + row * 0, cache, table, kv_head, first, end, max_blocks, LAYOUT
     )
     to = (sequence.to(tl.int64) * num_heads + head) * num_spans + span
-    dim = tl.arange(0, DIMS)
+    dim = tl.arange(0, LAYOUT[DIMS_AT])
+    inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(best_out + to, best, mask=row < GROUP)
     tl.store(total_out + to, total, mask=row < GROUP)
-    tl.store(
-        mixed_out + to[:, None] * HEAD_DIM + dim[None, :],
-        mixed,
-        mask=(row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :],
-    )
+    tl.store(mixed_out + to[:, None] * HEAD_DIM + dim[None, :], mixed, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_spans"])
-def merge_spans(
-    best_in,
-    total_in,
-    mixed_in,
-    positions,
-    cu_seqlens,
-    out,
-    num_heads,
-    num_spans,
-    ROWS: tl.constexpr,
-    SPAN: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-):
+def merge_spans(spans, positions, cu_seqlens, out, num_heads, num_spans, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
     """One program per sequence and ``ROWS`` heads: the spans of ``attend_one_token`` in order."""
+    best_in, total_in, mixed_in = spans
+    SPAN: tl.constexpr = LAYOUT[SPAN_AT]
+    HEAD_DIM: tl.constexpr = LAYOUT[HEAD_DIM_AT]
+    DIMS: tl.constexpr = LAYOUT[DIMS_AT]
     sequence = tl.program_id(0).to(tl.int64)
     token = tl.load(cu_seqlens + sequence)
     if tl.load(cu_seqlens + sequence + 1) - token != 1:
@@ -201,31 +165,14 @@ def merge_spans(
 
 
 @triton.jit(do_not_specialize=["num_seqs", "max_blocks"])
-def attend_tile(
-    q,
-    keys,
-    values,
-    tables,
-    positions,
-    cu_seqlens,
-    out,
-    num_seqs,
-    num_heads,
-    num_kv_heads,
-    max_blocks,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SPAN: tl.constexpr,
-    TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LANES: tl.constexpr,
-    RUN: tl.constexpr,
-):
-    """One program per tile of ``TOKENS`` tokens and KV head, for sequences with more than one token in this step."""
+def attend_tile(tensors, out, num_seqs, num_heads, num_kv_heads, max_blocks, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
+    """One program per tile of ``ROWS // GROUP`` tokens and KV head, for sequences with several tokens in this step."""
+    q, keys, values, tables, positions, cu_seqlens = tensors
+    GROUP: tl.constexpr = LAYOUT[GROUP_AT]
+    HEAD_DIM: tl.constexpr = LAYOUT[HEAD_DIM_AT]
+    DIMS: tl.constexpr = LAYOUT[DIMS_AT]
+    SPAN: tl.constexpr = LAYOUT[SPAN_AT]
+    TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(1)
     sequence, first_token, end_token = tile_of(tl.program_id(0), cu_seqlens, num_seqs, TOKENS, False)
     if (first_token >= end_token) | (end_token - tl.load(cu_seqlens + sequence) == 1):
@@ -233,34 +180,76 @@ def attend_tile(
     row = tl.arange(0, ROWS)
     token, head = first_token + row // GROUP, kv_head * GROUP + row % GROUP
     valid = (row < TOKENS * GROUP) & (token < end_token)
-    rows = _queries(q, token, head, valid, num_heads, keys.dtype.element_ty, WIDTH, DIMS)
+    rows = _queries(q, token, head, valid, num_heads, keys.dtype.element_ty, LAYOUT)
     position = tl.load(positions + token, mask=valid, other=0)
     context = tl.load(positions + tl.minimum(first_token + TOKENS, end_token) - 1) + 1
     table = tables + tl.cast(sequence, tl.int64) * max_blocks
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
+    cache = (keys, values, num_kv_heads)
     for first in range(0, context, SPAN):
-        best2, total2, mixed2 = _attend_span(
-            rows,
-            position,
-            keys,
-            values,
-            table,
-            kv_head,
-            num_kv_heads,
-            first,
-            tl.minimum(first + SPAN, context),
-            max_blocks,
-            TILE,
-            HEAD_DIM,
-            WIDTH,
-            BLOCK_SIZE,
-            LANES,
-            RUN,
-        )
+        end = tl.minimum(first + SPAN, context)
+        best2, total2, mixed2 = _attend_span(rows, position, cache, table, kv_head, first, end, max_blocks, LAYOUT)
         best, total, mixed = _merge(best, total, mixed, best2, total2, mixed2)
     dim = tl.arange(0, DIMS)
     to = out + (token.to(tl.int64) * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
     inside = valid[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(to, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+class PagedAttention:
+    """What all kernels of one step's attention are given; q is [num_tokens, num_heads, width].
+
+    ``one_order``: prompts in tiles as high as a single token's, and no rounding left to the compiler's choice, so
+    that a token's bits do not depend on whether it is computed by itself.
+    """
+
+    def __init__(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int, one_order: bool) -> None:
+        self.inputs = inputs
+        self.head_dim = head_dim
+        self.num_tokens, self.num_heads, width = q.shape
+        self.num_kv_heads = cache.keys.shape[1]
+        self.num_seqs, self.max_blocks = inputs.block_tables.shape
+        self.num_spans = -(-self.max_blocks * cache.block_size // SPAN)
+        self.tensors = (q, cache.keys, cache.values, inputs.block_tables, inputs.positions, inputs.cu_seqlens)
+        group = self.num_heads // self.num_kv_heads
+        is_wide = cache.keys.element_size() == 4
+        self.single_rows = max(_LEAST_ROWS, power_of_two(group))
+        most = _PROMPT_ROWS_FLOAT32 if is_wide else _PROMPT_ROWS
+        self.prompt_rows = self.single_rows if one_order else max(most, self.single_rows)
+        self.prompt_tokens = self.prompt_rows // group
+        tile = 32 if is_wide else 64
+        run = min(cache.block_size & -cache.block_size, 16)  # the largest power of two in it, as far as it helps
+        dims = max(16, power_of_two(head_dim))
+        layout = (SPAN, tile, group, head_dim, dims, width, cache.block_size, cache.lanes, run)
+        self.options = {"LAYOUT": layout, "num_stages": _STAGES, "enable_fp_fusion": not one_order}
+
+    def single_tokens(self, out: Tensor) -> None:
+        """Into ``out``, the sequences with one token in this step: their spans side by side, then merged."""
+        device = out.device
+        shape = (self.num_seqs, self.num_heads, self.num_spans)
+        best, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        spans = (best, total, torch.empty(*shape, self.head_dim, dtype=torch.float32, device=device))
+        attend_one_token[(self.num_seqs, self.num_kv_heads, self.num_spans)](
+            *(self.tensors, spans, self.num_heads, self.num_kv_heads, self.max_blocks, self.num_spans),
+            ROWS=self.single_rows,
+            **self.options,
+            num_warps=4,
+        )
+        merge_spans[(self.num_seqs, -(-self.num_heads // _MERGED_HEADS))](
+            *(spans, self.inputs.positions, self.inputs.cu_seqlens, out, self.num_heads, self.num_spans),
+            ROWS=_MERGED_HEADS,
+            **self.options,
+            num_warps=2,
+        )
+
+    def prompts(self, out: Tensor) -> None:
+        """Into ``out``, the sequences with several tokens in this step, in tiles of (token, head)."""
+        grid = (num_tiles(self.num_tokens, self.num_seqs, self.prompt_tokens), self.num_kv_heads)
+        attend_tile[grid](
+            *(self.tensors, out, self.num_seqs, self.num_heads, self.num_kv_heads, self.max_blocks),
+            ROWS=self.prompt_rows,
+            **self.options,
+            num_warps=4 if self.prompt_rows < 128 else 8,
+        )

@@ -11,11 +11,13 @@ import triton
 from torch import Tensor
 
 from batchgen.kernels.cuda import mixers, rows, sampling
+from batchgen.kernels.cuda.attention import PagedAttention
 from batchgen.kernels.cuda.linear import CublasLinear, FixedOrderLinear
-from batchgen.kernels.cuda.paged import PagedAttention
 from batchgen.kernels.cuda.tiles import num_tiles, power_of_two
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
+
+_FUSED = {"enable_fp_fusion": True}  # as compilers do by default; Triton 3.9 warns where it is not said
 
 
 class CudaKernels:
@@ -45,43 +47,40 @@ class CudaKernels:
         return "-".join([f"cuda-sm{major}{minor}", *gpu, f"triton{triton.__version__}", f"torch{torch.__version__}"])
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """See ``Kernels.linear``."""
         return FixedOrderLinear(weight, bias) if self.batch_invariant else CublasLinear(weight, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        """See ``Kernels.gated_linear``."""
         return TwoStepGatedLinear(self, gate, up)
 
     def recorder(self) -> None:
-        """See ``Kernels.recorder``."""
+        return None
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """See ``Kernels.take_rows``."""
         return x.index_select(0, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See ``Kernels.rms_norm``."""
         out = torch.empty_like(x)
         num_rows, width = x.shape
-        rows.rms_norm[(num_rows,)](x, weight, out, width, eps, BLOCK=power_of_two(width))
+        rows.rms_norm[(num_rows,)](x, weight, out, width, eps, BLOCK=power_of_two(width), **_FUSED)
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """See ``Kernels.swiglu``."""
         num_rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(num_rows, width)
         grid = (num_rows, -(-width // rows.SWIGLU_BLOCK))
-        rows.swiglu[grid](gate_up, out, width, BLOCK=rows.SWIGLU_BLOCK)
+        rows.swiglu[grid](gate_up, out, width, BLOCK=rows.SWIGLU_BLOCK, **_FUSED)
         return out
 
     def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
-        """See ``Kernels.rope_and_cache``."""
         num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, norms.q_weight.numel()
         new = torch.empty if width == head_dim else torch.zeros
         q = new(len(qkv), norms.num_heads, width, dtype=torch.float32, device=qkv.device)
-        mixers.rope_and_cache[(len(qkv),)](
+        tensors = (
             *(qkv, norms.q_weight, norms.k_weight, rotary[0], rotary[1], inputs.positions, inputs.slot_mapping),
-            *(q, cache.keys, cache.values, norms.eps, head_dim**-0.5, norms.num_heads, num_kv_heads),
+            *(q, cache.keys, cache.values),
+        )
+        mixers.rope_and_cache[(len(qkv),)](
+            *(tensors, norms.eps, head_dim**-0.5, norms.num_heads, num_kv_heads),
             HALF=head_dim // 2,
             WIDTH=width,
             BLOCK_SIZE=cache.block_size,
@@ -89,11 +88,11 @@ class CudaKernels:
             HEADS=power_of_two(norms.num_heads),
             KV_HEADS=power_of_two(num_kv_heads),
             HALF_BLOCK=power_of_two(head_dim // 2),
+            **_FUSED,
         )
         return q
 
     def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
-        """See ``Kernels.attention``."""
         out = torch.empty(len(q), q.shape[1] * head_dim, dtype=cache.keys.dtype, device=q.device)
         paged = PagedAttention(q, cache, inputs, head_dim, self.batch_invariant)
         paged.single_tokens(out)
@@ -102,48 +101,46 @@ class CudaKernels:
         return out
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
-        """See ``Kernels.short_conv``."""
         taps, width = weight.shape
         out = bcx.new_empty(len(bcx), width)
         one_each = inputs.num_tokens == inputs.num_seqs
         tokens = max(mixers.CONV_TOKENS, taps)
         tiles = inputs.num_seqs if one_each else num_tiles(inputs.num_tokens, inputs.num_seqs, tokens)
-        mixers.short_conv[(tiles, -(-width // mixers.CONV_CHANNELS))](
+        tensors = (
             *(bcx, weight, bias, state.slots, state.blocks, inputs.cu_seqlens, inputs.conv_slots),
-            *(inputs.positions, inputs.slot_mapping, out, inputs.num_seqs, width),
+            *(inputs.positions, inputs.slot_mapping, out),
+        )
+        mixers.short_conv[(tiles, triton.cdiv(width, mixers.CONV_CHANNELS.value))](
+            *(tensors, inputs.num_seqs, width),
             BLOCK_SIZE=state.block_size,
             TAPS=taps,
             TOKENS=tokens,
-            CHANNELS=mixers.CONV_CHANNELS,
             ONE_EACH=one_each,
+            **_FUSED,
         )
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """See ``Kernels.argmax``."""
         num_rows, width = logits.shape
         parts = -(-width // rows.ARGMAX_BLOCK)
+        options = {"BLOCK": rows.ARGMAX_BLOCK, "num_warps": 8, **_FUSED}
         largest = torch.empty(num_rows, parts, dtype=torch.float32, device=logits.device)
         first = torch.empty(num_rows, parts, dtype=torch.int32, device=logits.device)
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        rows.argmax_parts[(num_rows, parts)](logits, largest, first, width, parts, BLOCK=rows.ARGMAX_BLOCK, num_warps=8)
-        rows.argmax_of_parts[(num_rows,)](largest, first, out, parts, BLOCK=power_of_two(parts))
+        rows.argmax_parts[(num_rows, parts)](logits, largest, first, width, parts, **options)
+        rows.argmax_of_parts[(num_rows,)](largest, first, out, parts, BLOCK=power_of_two(parts), **_FUSED)
         return out
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """See ``Kernels.sample``."""
         out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         sampling.sample[(len(logits),)](
             *(logits, rows.temperature, rows.min_p, rows.top_k, rows.top_p, rows.uniform, out, logits.shape[1]),
-            BLOCK=sampling.BLOCK,
-            DIGIT_BITS=sampling.DIGIT_BITS,
-            NUM_DIGITS=sampling.NUM_DIGITS,
             num_warps=16,
+            **_FUSED,
         )
         return out
 
     def logsumexp(self, logits: Tensor) -> Tensor:
-        """See ``Kernels.logsumexp``."""
         out = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        sampling.logsumexp[(len(logits),)](logits, out, logits.shape[1], BLOCK=sampling.BLOCK, num_warps=16)
+        sampling.logsumexp[(len(logits),)](logits, out, logits.shape[1], num_warps=16, **_FUSED)
         return out

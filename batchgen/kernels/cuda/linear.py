@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-BLOCK_M = 64  # the least that a Hopper matrix instruction takes
-BLOCK_N = 64
-GROUP_M = 8  # row tiles that go over the weight together, so that it is read from the L2 cache
+BLOCK_M = tl.constexpr(64)  # the least that a Hopper matrix instruction takes
+BLOCK_N = tl.constexpr(64)
+GROUP_M = tl.constexpr(8)  # row tiles that go over the weight together, so that it is read from the L2 cache
 
 
 class CublasLinear:
@@ -46,17 +46,12 @@ class FixedOrderLinear:
         rows, width = x.shape
         out_features = len(self.weight)
         out = x.new_empty(rows, out_features)
-        grid = (-(-rows // BLOCK_M) * -(-out_features // BLOCK_N),)
+        grid = (triton.cdiv(rows, BLOCK_M.value) * triton.cdiv(out_features, BLOCK_N.value),)
         is_wide = x.element_size() == 4
         matmul[grid](
-            *(x, self.weight, out if self.bias is None else self.bias, out if residual is None else residual, out),
-            *(rows, out_features, width),
-            HAS_BIAS=self.bias is not None,
-            HAS_RESIDUAL=residual is not None,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
+            *(x, self.weight, self.bias, residual, out, rows, out_features, width),
             BLOCK_K=32 if is_wide else 64,
-            GROUP_M=GROUP_M,
+            enable_fp_fusion=True,
             num_warps=8 if is_wide else 4,
             num_stages=3 if is_wide else 4,
         )
@@ -64,23 +59,8 @@ class FixedOrderLinear:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def matmul(
-    x,
-    weight,
-    bias,
-    residual,
-    out,
-    rows,
-    out_features,
-    width,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """``out = x @ weight.T (+ bias) (+ residual)``: one program a tile of ``out``."""
+def matmul(x, weight, bias, residual, out, rows, out_features, width, BLOCK_K: tl.constexpr):
+    """``out = x @ weight.T (+ bias) (+ residual)``: one program per tile of ``out``."""
     tiles_n = tl.cdiv(out_features, BLOCK_N)
     group = tl.program_id(0) // (GROUP_M * tiles_n)
     tiles_m = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * GROUP_M, GROUP_M)
@@ -97,8 +77,8 @@ def matmul(
         )
         total = tl.dot(a, b, total, input_precision="ieee")
     inside = (row < rows) & (column < out_features)
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + n, mask=n < out_features, other=0.0).to(tl.float32)[None, :]
-    if HAS_RESIDUAL:
+    if residual is not None:
         total += tl.load(residual + row * out_features + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_features + column, total.to(out.dtype.element_ty), mask=inside)

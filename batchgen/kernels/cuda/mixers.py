@@ -8,7 +8,7 @@ import triton.language as tl
 from batchgen.kernels.cuda.tiles import tile_of
 
 CONV_TOKENS = 16  # tokens of a sequence that one program convolves, one after the other
-CONV_CHANNELS = 256
+CONV_CHANNELS = tl.constexpr(256)
 
 
 @triton.jit
@@ -32,16 +32,7 @@ def _normed_and_rotated(x, weight, eps, cosine, sine, head, num_heads, HALF: tl.
 
 @triton.jit
 def rope_and_cache(
-    qkv,
-    q_weight,
-    k_weight,
-    cosine,
-    sine,
-    positions,
-    slots,
-    q_out,
-    keys,
-    values,
+    tensors,
     eps,
     scale,
     num_heads,
@@ -54,7 +45,8 @@ def rope_and_cache(
     KV_HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """One program a token. Capitals are sizes of the layout; *HEADS and HALF_BLOCK powers of two that hold them."""
+    """One program per token. *HEADS and HALF_BLOCK are powers of two that hold num_heads, num_kv_heads and HALF."""
+    qkv, q_weight, k_weight, cosine, sine, positions, slots, q_out, keys, values = tensors
     token = tl.program_id(0).to(tl.int64)
     angle = tl.load(positions + token) * HALF
     row = qkv + token * (num_heads + 2 * num_kv_heads) * (2 * HALF)
@@ -113,28 +105,13 @@ def _remember(to, bcx, past, token, first, is_started, width, channel, TAPS: tl.
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def short_conv(
-    bcx,
-    weight,
-    bias,
-    slots,
-    blocks,
-    cu_seqlens,
-    conv_slots,
-    positions,
-    slot_mapping,
-    out,
-    num_seqs,
-    width,
-    BLOCK_SIZE: tl.constexpr,
-    TAPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    ONE_EACH: tl.constexpr,
+    tensors, num_seqs, width, BLOCK_SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr
 ):
-    """One program per tile of ``TOKENS`` tokens of a sequence and ``CHANNELS`` channels.
+    """One program per tile of ``TOKENS`` tokens of a sequence and ``CONV_CHANNELS`` channels.
 
     Only a sequence's first tile reads its state, so it is also the one that writes the next: no program waits.
     """
+    bcx, weight, bias, slots, blocks, cu_seqlens, conv_slots, positions, slot_mapping, out = tensors
     sequence, token, end = tile_of(tl.program_id(0), cu_seqlens, num_seqs, TOKENS, ONE_EACH)
     if token >= end:
         return
@@ -142,7 +119,7 @@ def short_conv(
     is_started = tl.load(positions + first) > 0
     state_size = (TAPS - 1) * width
     past = slots + tl.load(conv_slots + sequence).to(tl.int64) * state_size
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    channel = tl.program_id(1) * CONV_CHANNELS + tl.arange(0, CONV_CHANNELS)
     inside = channel < width
     offset = tl.load(bias + channel, mask=inside, other=0.0)
     for t in range(token, tl.minimum(end, token + TOKENS)):

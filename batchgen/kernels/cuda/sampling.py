@@ -11,15 +11,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-BLOCK = 4096
-DIGIT_BITS = 3
-NUM_DIGITS = 10
+BLOCK = tl.constexpr(4096)
+DIGIT_BITS = tl.constexpr(3)
+NUM_CANDIDATES = tl.constexpr(8)  # one per value of a digit
+NUM_DIGITS = tl.constexpr(10)
 LEAST = tl.constexpr(2 << 23)  # bits of 2**-125: a smaller probability stands for none, as on the other back ends
 HOTTEST = tl.constexpr(2.0**125)  # the device's division fails beyond 2**126; either makes all tokens alike
 
 
 @triton.jit
-def _probabilities(logits, start, width, peak, temperature, BLOCK: tl.constexpr):
+def _probabilities(logits, start, width, peak, temperature):
     """exp((logit - peak) / temperature) of ``BLOCK`` tokens from ``start`` on; zero past the row's end."""
     column = start + tl.arange(0, BLOCK)
     x = tl.load(logits + column, mask=column < width, other=float("-inf")).to(tl.float32)
@@ -27,25 +28,23 @@ def _probabilities(logits, start, width, peak, temperature, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _total(logits, width, peak, temperature, BLOCK: tl.constexpr):
+def _total(logits, width, peak, temperature):
     """Sum of a row's probabilities; NaN if a logit is NaN or infinite upward, or all are infinite downward."""
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
-        total += _probabilities(logits, start, width, peak, temperature, BLOCK)
+        total += _probabilities(logits, start, width, peak, temperature)
     return tl.sum(total)
 
 
 @triton.jit
-def _weights(
-    logits, width, peak, temperature, floor, candidates, BY_MASS: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """What the tokens from each of ``candidates`` (bits, [COUNT]) upward weigh, those below ``floor`` left out.
+def _weights(logits, width, peak, temperature, floor, candidates, BY_MASS: tl.constexpr):
+    """What the tokens from each of ``candidates`` (bits) upward weigh, those below ``floor`` left out.
 
     A token weighs its probability if ``BY_MASS``, else one. All sums have one shape: a subset never weighs more.
     """
-    weighed = tl.zeros([COUNT, BLOCK], tl.float32)
+    weighed = tl.zeros([candidates.shape[0], BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
-        p = _probabilities(logits, start, width, peak, temperature, BLOCK)
+        p = _probabilities(logits, start, width, peak, temperature)
         bits = p.to(tl.int32, bitcast=True)
         weight = p if BY_MASS else tl.full([BLOCK], 1.0, tl.float32)
         weight = tl.where(bits >= floor, weight, 0.0)
@@ -54,63 +53,51 @@ def _weights(
 
 
 @triton.jit
-def _threshold(
-    logits,
-    width,
-    peak,
-    temperature,
-    floor,
-    target,
-    BY_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIGIT_BITS: tl.constexpr,
-    NUM_DIGITS: tl.constexpr,
-):
+def _threshold(logits, width, peak, temperature, floor, target, BY_MASS: tl.constexpr):
     """Largest value (as bits) at which the tokens from it upward weigh at least ``target``.
 
     Where all together weigh less, ``floor`` itself.
     """
-    COUNT: tl.constexpr = 1 << DIGIT_BITS
-    digit = tl.arange(0, COUNT)
+    digit = tl.arange(0, NUM_CANDIDATES)
     known = floor * 0
     for place in range(NUM_DIGITS):
         shift = (NUM_DIGITS - 1 - place) * DIGIT_BITS
         candidates = known + (digit << shift)
-        weights = _weights(logits, width, peak, temperature, floor, candidates, BY_MASS, COUNT, BLOCK)
+        weights = _weights(logits, width, peak, temperature, floor, candidates, BY_MASS)
         enough = tl.sum((weights.to(tl.float64) >= target).to(tl.int32))
         known += tl.maximum(enough - 1, 0) << shift
     return tl.maximum(known, floor)
 
 
 @triton.jit
-def _mass(logits, width, peak, temperature, floor, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _mass(logits, width, peak, temperature, floor):
     """What all tokens from ``floor`` upward weigh, summed as ``_threshold`` sums."""
-    same = floor + tl.zeros([COUNT], tl.int32)
-    return tl.max(_weights(logits, width, peak, temperature, floor, same, True, COUNT, BLOCK)).to(tl.float64)
+    same = floor + tl.zeros([NUM_CANDIDATES], tl.int32)
+    return tl.max(_weights(logits, width, peak, temperature, floor, same, True)).to(tl.float64)
 
 
 @triton.jit
-def _cumulative(logits, start, width, peak, temperature, floor, reached, BLOCK: tl.constexpr):
+def _cumulative(logits, start, width, peak, temperature, floor, reached):
     """(which tokens are kept, cumulative probability in float64) of ``BLOCK`` tokens, ``reached`` being that before."""
-    p = _probabilities(logits, start, width, peak, temperature, BLOCK)
+    p = _probabilities(logits, start, width, peak, temperature)
     kept = p.to(tl.int32, bitcast=True) >= floor
     return kept, reached + tl.cumsum(tl.where(kept, p, 0.0).to(tl.float64), 0)
 
 
 @triton.jit
-def _draw(logits, width, peak, temperature, floor, uniform, BLOCK: tl.constexpr):
+def _draw(logits, width, peak, temperature, floor, uniform):
     """First token at which the sum of those from ``floor`` upward exceeds ``uniform`` of the whole."""
     whole = uniform * 0.0
     last = floor * 0
     for start in range(0, width, BLOCK):
-        kept, cumulative = _cumulative(logits, start, width, peak, temperature, floor, whole, BLOCK)
+        kept, cumulative = _cumulative(logits, start, width, peak, temperature, floor, whole)
         whole = tl.max(cumulative)
         last = tl.maximum(last, tl.max(tl.where(kept, start + tl.arange(0, BLOCK), 0)))
     target = uniform * whole
     drawn = last  # where rounding leaves nothing above the target
     reached = whole * 0.0
     for start in range(0, width, BLOCK):
-        kept, cumulative = _cumulative(logits, start, width, peak, temperature, floor, reached, BLOCK)
+        kept, cumulative = _cumulative(logits, start, width, peak, temperature, floor, reached)
         column = start + tl.arange(0, BLOCK)
         drawn = tl.minimum(drawn, tl.min(tl.where(kept & (cumulative > target), column, last)))
         reached = tl.max(cumulative)
@@ -118,7 +105,7 @@ def _draw(logits, width, peak, temperature, floor, uniform, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _peak(logits, width, BLOCK: tl.constexpr):
+def _peak(logits, width):
     """The largest of a row's logits, NaN left out."""
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     for start in range(0, width, BLOCK):
@@ -129,43 +116,30 @@ def _peak(logits, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sample(
-    logits,
-    temperature,
-    min_p,
-    top_k,
-    top_p,
-    uniform,
-    out,
-    width,
-    BLOCK: tl.constexpr,
-    DIGIT_BITS: tl.constexpr,
-    NUM_DIGITS: tl.constexpr,
-):
+def sample(logits, temperature, min_p, top_k, top_p, uniform, out, width):
     """One program a row; -1 for a row that is not finite."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     hot = tl.minimum(tl.load(temperature + row), HOTTEST)
-    peak = _peak(logits, width, BLOCK)
-    COUNT: tl.constexpr = 1 << DIGIT_BITS
-    if _total(logits, width, peak, hot, BLOCK) > 0.0:
+    peak = _peak(logits, width)
+    if _total(logits, width, peak, hot) > 0.0:
         floor = tl.maximum(tl.load(min_p + row).to(tl.int32, bitcast=True), LEAST)
         k = tl.load(top_k + row)
         if (k > 0) & (k < width):
             target = k.to(tl.float64)
-            floor = _threshold(logits, width, peak, hot, floor, target, False, BLOCK, DIGIT_BITS, NUM_DIGITS)
+            floor = _threshold(logits, width, peak, hot, floor, target, False)
         nucleus = tl.load(top_p + row)
         if nucleus < 1.0:
-            target = nucleus * _mass(logits, width, peak, hot, floor, COUNT, BLOCK)
-            floor = _threshold(logits, width, peak, hot, floor, target, True, BLOCK, DIGIT_BITS, NUM_DIGITS)
-        tl.store(out + row, _draw(logits, width, peak, hot, floor, tl.load(uniform + row), BLOCK).to(tl.int64))
+            target = nucleus * _mass(logits, width, peak, hot, floor)
+            floor = _threshold(logits, width, peak, hot, floor, target, True)
+        tl.store(out + row, _draw(logits, width, peak, hot, floor, tl.load(uniform + row)).to(tl.int64))
     else:
         tl.store(out + row, tl.full([], -1, tl.int64))
 
 
 @triton.jit
-def logsumexp(logits, out, width, BLOCK: tl.constexpr):
+def logsumexp(logits, out, width):
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
-    peak = _peak(logits + row * width, width, BLOCK)
-    tl.store(out + row, peak + tl.log(_total(logits + row * width, width, peak, 1.0, BLOCK)))
+    peak = _peak(logits + row * width, width)
+    tl.store(out + row, peak + tl.log(_total(logits + row * width, width, peak, 1.0)))
