@@ -16,7 +16,8 @@ import click
 from batchgen.config.job import KEYS
 from batchgen.core.keys import BOOL, Key
 from batchgen.core.paths import check_path
-from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_shard, parse_share, shortened
+from batchgen.core.records import Shard
+from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_share, shortened
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,7 +49,7 @@ CLOCK = Parsed("HH:MM", lambda text: parse_clock(text, datetime.now().astimezone
 COUNT = Parsed("N", parse_count)
 DURATION = Parsed("DURATION", parse_duration)
 PATH = Parsed("FILE", _local_path)
-SHARD = Parsed("I/N", parse_shard)
+SHARD = Parsed("I/N", Shard.parse)
 SHARE = Parsed("SHARE", parse_share)
 
 

@@ -5,6 +5,7 @@ Input, engine and output share only these types, so none of them imports another
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -46,6 +47,14 @@ class Shard:
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """``2/8``: the second of eight shards. Raises ValueError whose text completes "<flag> = <value>: ..."."""
+        match = re.fullmatch(r"\s*(\d{1,18})\s*/\s*(\d{1,18})\s*", text)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise ValueError('must be "i/n" with 1 <= i <= n, such as "2/8"')
+        return cls(int(match[1]), int(match[2]))
 
     def owns(self, index: int) -> bool:
         """Whether the row at ``index`` of the input belongs to this shard."""

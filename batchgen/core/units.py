@@ -1,4 +1,4 @@
-"""Parsers and formatters of values with a unit: sizes, durations, percentages, clock times, shards.
+"""Parsers and formatters of values with a unit: sizes, durations, percentages, clock times.
 
 Pure functions shared by the job file and the command line; they know no key and no flag.
 Every parser raises ``ValueError`` whose text completes the sentence "<key> = <value>: ...".
@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 import reprlib
 from datetime import datetime, timedelta
-
-from batchgen.core.records import Shard
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -74,14 +72,6 @@ def parse_clock(text: str, now: datetime) -> datetime:
         return datetime.fromisoformat(text.strip()).astimezone()
     except (ValueError, OverflowError):
         raise ValueError('must be a clock time such as "05:55" or a date and time such as "2026-01-31T05:55"') from None
-
-
-def parse_shard(text: str) -> Shard:
-    """``2/8``: the second of eight shards, counted from 1."""
-    match = re.fullmatch(r"\s*(\d{1,18})\s*/\s*(\d{1,18})\s*", text)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise ValueError('must be "i/n" with 1 <= i <= n, such as "2/8"')
-    return Shard(int(match[1]), int(match[2]))
 
 
 def parse_count(text: str) -> int:

@@ -22,7 +22,6 @@ from batchgen.core.units import (
     parse_clock,
     parse_count,
     parse_duration,
-    parse_shard,
     parse_share,
     parse_size,
 )
@@ -461,10 +460,10 @@ def test_durations_add_up(days: int, hours: int, minutes: int, seconds: int) -> 
         (parse_share, "5"),
         (parse_share, "-1%"),
         (parse_share, "5%x"),
-        (parse_shard, "0/3"),
-        (parse_shard, "4/3"),
-        (parse_shard, "1"),
-        (parse_shard, "1/" + "9" * 5000),
+        (Shard.parse, "0/3"),
+        (Shard.parse, "4/3"),
+        (Shard.parse, "1"),
+        (Shard.parse, "1/" + "9" * 5000),
         (parse_count, "0"),
         (parse_count, "9" * 5000),
         (parse_count, "-4"),
@@ -477,7 +476,7 @@ def test_values_without_sense_are_refused(parse: Any, text: str) -> None:
 
 
 def test_shares_and_shards_are_understood() -> None:
-    assert (parse_share("5%"), parse_share("0.25"), parse_shard("2/8"), parse_count("7")) == (
+    assert (parse_share("5%"), parse_share("0.25"), Shard.parse("2/8"), parse_count("7")) == (
         0.05,
         0.25,
         Shard(2, 8),
