@@ -129,7 +129,7 @@ def _kernel_seconds(model: Decoder, config: EngineConfig, requests: list[Request
 
 
 def _run(model: Decoder, config: EngineConfig, requests: list[Request]) -> tuple[float, Engine]:
-    engine = Engine(model, config, stop_watch=EndAfter)
+    engine = Engine(model, config, stop_matcher=EndAfter)
     start = time.monotonic()
     num_results = 0
     for result in engine.run(requests):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.sequence import Schedule, Sequence
-from batchgen.kernels.inputs import ModelInput, Tail, query_blocks, upload
+from batchgen.kernels.inputs import LogitsSubset, ModelInput, query_blocks, upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def build_pending(schedule: Schedule, sampled: Sequence_[Sequence], token_ids: T
 
 
 def build_input(schedule: Schedule, block_size: int, tail_reach: int | None = None) -> ModelInput:
-    """CPU tensors for one forward pass; see ``ModelInput`` for shapes, ``build_tail`` for ``tail_reach``.
+    """CPU tensors for one forward pass; see ``ModelInput`` for shapes, ``build_subset`` for ``tail_reach``.
 
     The scheduled tokens of a sequence are the first ``count`` it owes; a pending token is 0, see ``PendingTokens``.
     Logits are asked for the last token of each sequence in ``schedule.completing``, then for the token before each in
@@ -80,9 +80,9 @@ def build_input(schedule: Schedule, block_size: int, tail_reach: int | None = No
         conv_slots=torch.tensor([s.conv_slot for s, _ in entries], dtype=torch.int32),
         query_blocks=query_blocks(np.arange(len(entries)), cu_seqlens[:-1], cu_seqlens[1:]),
         logits_indices=torch.from_numpy(_logits_indices(schedule, cu_seqlens)),
-        tail=None,
+        subset=None,
     )
-    return inputs if tail_reach is None else replace(inputs, tail=build_tail(inputs, block_size, tail_reach))
+    return inputs if tail_reach is None else replace(inputs, subset=build_subset(inputs, block_size, tail_reach))
 
 
 def _logits_indices(schedule: Schedule, cu_seqlens: np.ndarray) -> np.ndarray:
@@ -95,7 +95,7 @@ def _logits_indices(schedule: Schedule, cu_seqlens: np.ndarray) -> np.ndarray:
     return np.array(last + before_scored, dtype=np.int64)
 
 
-def build_tail(inputs: ModelInput, block_size: int, reach: int) -> Tail | None:
+def build_subset(inputs: ModelInput, block_size: int, reach: int) -> LogitsSubset | None:
     """The tokens of CPU ``inputs`` that later results depend on after the last attention; None if all of them are.
 
     The convolutions behind the last attention reach back ``reach`` tokens in all. So logits need a token and ``reach``
@@ -127,6 +127,6 @@ def build_tail(inputs: ModelInput, block_size: int, reach: int) -> Tail | None:
         conv_slots=inputs.conv_slots,
         query_blocks=query_blocks(sequences[rows[starts]], starts, np.append(starts[1:], len(rows))),
         logits_indices=torch.from_numpy(np.searchsorted(rows, logits)),
-        tail=None,
+        subset=None,
     )
-    return Tail(kept, narrowed)
+    return LogitsSubset(kept, narrowed)

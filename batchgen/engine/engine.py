@@ -78,12 +78,12 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         eos_token_ids: Iterable[int] | None = None,
-        stop_watch: Callable[[tuple[str, ...]], StopMatcher] | None = None,
+        stop_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None,
         sampler: Callable[[Kernels, frozenset[int]], Sampler] = Sampler,
         overlaps: bool | None = None,
         fetch: Callable[[Tensor], Wait] = fetch_ids,
     ) -> None:
-        """``stop_watch`` makes the matcher of some stop strings, ``sampler`` the sampler for these end tokens.
+        """``stop_matcher`` makes the matcher of some stop strings, ``sampler`` the sampler for these end tokens.
 
         ``eos_token_ids`` default to the model config's. ``overlaps``: whether a step is launched before the last one is
         waited for, by default on a GPU alone, as a CPU has nothing to overlap with. ``fetch`` copies ids to the host.
@@ -104,7 +104,7 @@ class Engine:
         self.stats = EngineStats(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         self.duplicates = Duplicates()
         self._shares_duplicates = config.share_duplicates
-        self._stop_watch = stop_watch
+        self._stop_matcher = stop_matcher
         self._fetch = fetch
         self._in_flight: InFlight | None = None
         self._stopping = False
@@ -156,14 +156,14 @@ class Engine:
             for token in (min(tokens), max(tokens)):
                 if not 0 <= token < known:
                     return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {known}")
-        if request.params.stop and self._stop_watch is None:
+        if request.params.stop and self._stop_matcher is None:
             return RowError(RowErrorCode.BAD_PARAM, "stop strings need a tokenizer, and this model has none")
         return None
 
     def _prepare(self, sequence: Sequence) -> None:
         """Set up the observers, and show them the tokens that an earlier run generated."""
         request = sequence.request
-        sequence.observers = observers_for(request.params, self._stop_watch)
+        sequence.observers = observers_for(request.params, self._stop_matcher)
         if request.params.has_penalties:
             sequence.counts = TokenCounts(request.prompt_token_ids)
             sequence.observers.append(sequence.counts)

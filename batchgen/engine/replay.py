@@ -170,7 +170,7 @@ class StaticInput:
             cu_seqlens=rows,
             query_blocks=torch.stack((rows[:-1], rows[:-1], torch.ones_like(rows[:-1])), dim=1),
             logits_indices=rows[:-1].to(torch.int64),
-            tail=None,
+            subset=None,
         )
         self.padding = padding
 

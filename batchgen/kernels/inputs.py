@@ -33,7 +33,7 @@ class ModelInput:
         query_blocks: int32 [num_blocks, 3] of (sequence, first token, count): the tokens in pieces of
             at most ``QUERY_BLOCK`` that belong to one sequence.
         logits_indices: int64 [num_logits], the tokens whose logits are needed.
-        tail: what is left of the batch after the last attention's keys and values; None where that is all of it.
+        subset: the tokens that are computed beyond the last attention's keys and values; None for all of them.
     """
 
     token_ids: Tensor
@@ -44,7 +44,7 @@ class ModelInput:
     conv_slots: Tensor
     query_blocks: Tensor
     logits_indices: Tensor
-    tail: Tail | None
+    subset: LogitsSubset | None
 
     @property
     def num_tokens(self) -> int:
@@ -60,13 +60,13 @@ class ModelInput:
         """The same on another device."""
         if device.type == "cpu":
             return self
-        tail = self.tail and Tail(upload(self.tail.rows, device), self.tail.inputs.to(device))
-        names = (name for name in self.__slots__ if name != "tail")
-        return ModelInput(**{name: upload(getattr(self, name), device) for name in names}, tail=tail)
+        subset = self.subset and LogitsSubset(upload(self.subset.rows, device), self.subset.inputs.to(device))
+        names = (name for name in self.__slots__ if name != "subset")
+        return ModelInput(**{name: upload(getattr(self, name), device) for name in names}, subset=subset)
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class LogitsSubset:
     """The tokens that the last layers still have to compute, because logits or a state depend on them.
 
     Attributes:

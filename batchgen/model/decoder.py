@@ -76,7 +76,7 @@ class Decoder:
         """One step: computes the tokens of ``inputs``, extends ``state``, returns logits [num_logits, vocab_size].
 
         ``max_position`` is the largest position in the batch. A layer computes only the tokens that something needs:
-        all of them up to the last attention's keys and values, then those of ``inputs.tail``, and in the last
+        all of them up to the last attention's keys and values, then those of ``inputs.subset``, and in the last
         feed-forward those whose logits are wanted.
         """
         rotary = self.rotary.upto(max_position + 1)
@@ -87,9 +87,9 @@ class Decoder:
             if isinstance(layer.mixer, Attention):
                 cache = next(kv)
                 q = layer.mixer.queries(x, cache, inputs, rotary)
-                if layer is self.last_attention and inputs.tail is not None:
-                    q, h = (self.kernels.take_rows(part, inputs.tail.rows) for part in (q, h))
-                    inputs = inputs.tail.inputs
+                if layer is self.last_attention and inputs.subset is not None:
+                    q, h = (self.kernels.take_rows(part, inputs.subset.rows) for part in (q, h))
+                    inputs = inputs.subset.inputs
                 h = layer.mixer.attend(q, h, cache, inputs)
             else:
                 h = layer.mixer(x, h, next(conv), inputs)

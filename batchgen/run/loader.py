@@ -207,9 +207,9 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
 
     threads = use_threads(spec.engine.threads, info.config)  # before loading, which packs weights and takes threads too
     model = load_weights(spec.model)
-    stop_watch = partial(StopStrings, info.tokenizer) if info.tokenizer else None
+    stop_matcher = partial(StopStrings, info.tokenizer) if info.tokenizer else None
     overlaps = False if step_by_step else None
-    engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, stop_watch=stop_watch, overlaps=overlaps)
+    engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, stop_matcher=stop_matcher, overlaps=overlaps)
     facts = partial(engine_facts, engine)
     return Backend(engine, model.numerics, threads, facts, _notes(model.numerics))
 

@@ -133,7 +133,7 @@ def test_answers_have_the_lengths_of_the_workload_whether_the_engine_knows_them_
 @pytest.mark.usefixtures("ceilings_file")
 def test_the_scheduler_finds_nothing_longer_than_another_where_lengths_are_unknown(workload: Path) -> None:
     requests = hide_lengths(from_file(workload, ignore_eos=True))
-    engine = Engine(load_model(SAMPLE, dtype="float32"), EngineConfig(threads=1, max_num_seqs=1), stop_watch=EndAfter)
+    engine = Engine(load_model(SAMPLE, dtype="float32"), EngineConfig(threads=1, max_num_seqs=1), stop_matcher=EndAfter)
     assert [result.key for result in engine.run(requests)] == list(range(len(LENGTHS)))
 
 

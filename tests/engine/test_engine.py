@@ -318,7 +318,7 @@ class EndsAt:
 
 
 def stopping_engine() -> Engine:
-    return Engine(MODEL, EngineConfig(kv_memory=1 << 20), stop_watch=EndsAt)
+    return Engine(MODEL, EngineConfig(kv_memory=1 << 20), stop_matcher=EndsAt)
 
 
 def test_a_stop_string_ends_with_stop_and_is_named(undisturbed: tuple[int, ...]) -> None:
@@ -354,7 +354,7 @@ def test_a_text_that_cannot_be_had_for_stop_strings_ends_its_row_only(
                 raise TokenizerError("no text")
             return None
 
-    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20), stop_watch=Fails)
+    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20), stop_matcher=Fails)
     failing = Request(0, PROMPT, replace(GREEDY, stop=("fails",)), undisturbed[:num_resumed])
     results = {r.key: r for r in checked_run(engine, [failing, Request(1, PROMPT, replace(GREEDY, stop=("x",)))])}
     assert results[0].error == RowError(RowErrorCode.INTERNAL, "no text")

@@ -76,7 +76,7 @@ def pipelined(
     memory = num_blocks * model.config.kv_block_bytes(block_size, model.dtype.itemsize)
     sizes = {"forecast_memory": False} | sizes
     config = EngineConfig(block_size=block_size, kv_memory=memory, **sizes)
-    return Engine(model, config, stop_watch=lambda _: SomeTokens(), overlaps=True, fetch=device)
+    return Engine(model, config, stop_matcher=lambda _: SomeTokens(), overlaps=True, fetch=device)
 
 
 def untimed(results: Iterator[Result]) -> dict[int, Result]:
@@ -102,7 +102,7 @@ def requests_of_every_kind() -> tuple[Request, ...]:
 @cache
 def expected() -> dict[int, Result]:
     config = EngineConfig(kv_memory=1 << 22, prefix_caching=False, share_duplicates=False)
-    engine = Engine(MODEL, config, stop_watch=lambda _: SomeTokens())
+    engine = Engine(MODEL, config, stop_matcher=lambda _: SomeTokens())
     return untimed(engine.run(requests_of_every_kind()))
 
 

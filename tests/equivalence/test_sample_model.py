@@ -52,7 +52,7 @@ def answers(params: SamplingParams, **policies: Any) -> list[Result]:
     assert all(isinstance(request, Request) for request in requests)
     config = EngineConfig(kv_memory=16 << 20, max_num_seqs=64, **policies)
     engine = Engine(
-        model(), config, eos_token_ids=tokenizer().eos_token_ids, stop_watch=partial(StopStrings, tokenizer())
+        model(), config, eos_token_ids=tokenizer().eos_token_ids, stop_matcher=partial(StopStrings, tokenizer())
     )
     results = {result.key: result for result in engine.run(r for r in requests if isinstance(r, Request))}
     return [results[i] for i in range(len(rows()))]

@@ -125,9 +125,9 @@ def test_rows_left_over_are_first_tokens_in_the_spare_state_whatever_was_there_b
     assert filled.cu_seqlens.tolist() == [0, 1, 2, 3, 4]
     assert filled.query_blocks.tolist() == [[i, i, 1] for i in range(4)]
     assert filled.logits_indices.tolist() == [0, 1, 2, 3]
-    assert filled.tail is None
+    assert filled.subset is None
     for name in filled.__slots__:
-        if name != "tail":
+        if name != "subset":
             assert getattr(filled, name).dtype == getattr(inputs, name).dtype, name
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import BACK_ENDS, DTYPES, ragged_input, random_state, state_tensors, tiny_model
 
-from batchgen.engine.batch import build_tail
-from batchgen.kernels.inputs import QUERY_BLOCK, ModelInput, Tail
+from batchgen.engine.batch import build_subset
+from batchgen.kernels.inputs import QUERY_BLOCK, LogitsSubset, ModelInput
 
 TAILS = {"none": [1, 3], "one": [0, 2], "two": [1]}  # convolutions behind the last attention of four layers
 EXACT = {"rtol": 0, "atol": 0}
@@ -54,18 +54,18 @@ def test_what_is_kept_is_what_something_depends_on(
 ) -> None:
     inputs, block_size, _ = step
     expected = sorted(needed(inputs, block_size, taps, convolutions))
-    tail = build_tail(inputs, block_size, convolutions * (taps - 1))
-    assert (list(range(inputs.num_tokens)) if tail is None else tail.rows.tolist()) == expected
-    if tail is not None:
-        check_inputs_of_the_rows(inputs, tail)
+    subset = build_subset(inputs, block_size, convolutions * (taps - 1))
+    assert (list(range(inputs.num_tokens)) if subset is None else subset.rows.tolist()) == expected
+    if subset is not None:
+        check_inputs_of_the_rows(inputs, subset)
 
 
-def check_inputs_of_the_rows(inputs: ModelInput, tail: Tail) -> None:
+def check_inputs_of_the_rows(inputs: ModelInput, subset: LogitsSubset) -> None:
     """The narrowed inputs say of each row what the whole ones say of its token, in what kernels read."""
-    rows, few = tail.rows.numpy(), tail.inputs
-    assert few.tail is None
+    rows, few = subset.rows.numpy(), subset.inputs
+    assert few.subset is None
     for name in ("token_ids", "positions", "slot_mapping"):
-        assert getattr(few, name).tolist() == getattr(inputs, name)[tail.rows].tolist(), name
+        assert getattr(few, name).tolist() == getattr(inputs, name)[subset.rows].tolist(), name
     assert rows[few.logits_indices.numpy()].tolist() == inputs.logits_indices.tolist()
     sequence_of = np.repeat(np.arange(inputs.num_seqs), np.diff(inputs.cu_seqlens.numpy()))
     counts = np.diff(few.cu_seqlens.numpy())
@@ -80,7 +80,7 @@ def check_inputs_of_the_rows(inputs: ModelInput, tail: Tail) -> None:
         assert rows[first + count - 1] - rows[first] == count - 1, "a piece has a gap"
     assert covered == list(range(len(rows)))
     for name in ModelInput.__slots__:
-        if name != "tail":
+        if name != "subset":
             assert getattr(few, name).dtype == getattr(inputs, name).dtype, name
             assert getattr(few, name).is_contiguous(), name
 
@@ -98,11 +98,11 @@ def test_logits_and_states_are_those_of_computing_everything(layers: str, dtype:
     def check(step: tuple[ModelInput, int, int]) -> None:
         inputs, block_size, num_blocks = step
         found = []
-        for tail in (None, build_tail(inputs, block_size, reach)):
+        for subset in (None, build_subset(inputs, block_size, reach)):
             state = random_state(model, num_blocks=num_blocks, block_size=block_size, num_slots=inputs.num_seqs)
-            logits = model.forward(replace(inputs, tail=tail), state, int(inputs.positions.max()))
+            logits = model.forward(replace(inputs, subset=subset), state, int(inputs.positions.max()))
             found.append([logits, *state_tensors(state)])
-            num_kept.append(inputs.num_tokens if tail is None else len(tail.rows))
+            num_kept.append(inputs.num_tokens if subset is None else len(subset.rows))
         for whole, narrowed in zip(*found, strict=True):
             torch.testing.assert_close(narrowed, whole, **EXACT if back_end == "cpu" else NEAR)
 
