@@ -139,17 +139,29 @@ def test_a_request_that_was_done_already_is_answered_at_once(undisturbed: tuple[
     assert not engine.scheduler.has_work
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["single", "overlapping"])
 @pytest.mark.parametrize("stop_after", [5, 11])
 @pytest.mark.parametrize(
     "params", [SamplingParams(), SamplingParams(temperature=1.0, min_p=0.01)], ids=["greedy", "sampled"]
 )
-def test_stopped_and_resumed_gives_the_tokens_of_an_undisturbed_run(stop_after: int, params: SamplingParams) -> None:
+def test_stopped_and_resumed_gives_the_tokens_of_an_undisturbed_run(
+    stop_after: int, params: SamplingParams, overlaps: bool
+) -> None:
+    """A step in flight when the stop comes is booked: its tokens are a result, or tokens to go on from."""
     requests = random_requests(14, seed=stop_after, params=params)
     expected = solo(MODEL, requests)
     answers: dict[int, tuple[int, ...]] = {}
     engines = 0
     while len(answers) < len(requests):
-        engine = engine_for(MODEL, num_blocks=40, block_size=4, max_num_seqs=5, max_num_batched_tokens=11, look_ahead=3)
+        engine = engine_for(
+            MODEL,
+            num_blocks=40,
+            block_size=4,
+            max_num_seqs=5,
+            max_num_batched_tokens=11,
+            look_ahead=3,
+            overlaps=overlaps,
+        )
         steps = iter(range(stop_after))
         plain_step = engine.step
 
@@ -162,6 +174,8 @@ def test_stopped_and_resumed_gives_the_tokens_of_an_undisturbed_run(stop_after: 
 
         engine.step = step  # type: ignore[method-assign]
         answers.update(tokens_of(engine.run([r for r in requests if r.key not in answers])))
+        engine.scheduler.check()
+        assert not any(s.num_pending for s in engine.scheduler.unfinished())
         partial = engine.unfinished()
         assert partial.keys().isdisjoint(answers)
         for key, tokens in partial.items():

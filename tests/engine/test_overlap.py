@@ -70,7 +70,7 @@ class SomeTokens:
         return "any" if token_id % 8 == 5 else None
 
 
-def pipelined(
+def overlapping(
     device: Device, model: Decoder = MODEL, *, num_blocks: int = 200, block_size: int = 4, **sizes: Any
 ) -> Engine:
     memory = num_blocks * model.config.kv_block_bytes(block_size, model.dtype.itemsize)
@@ -126,9 +126,9 @@ def sizes_of_an_engine(draw: st.DrawFn) -> dict[str, Any]:
     sizes=sizes_of_an_engine(),
     order=st.lists(st.integers(0, 4 * len(KINDS) + 1), unique=True, min_size=1, max_size=20),
 )
-def test_every_result_is_that_of_the_plain_loop(sizes: dict[str, Any], order: list[int]) -> None:
+def test_every_result_is_that_of_single_steps(sizes: dict[str, Any], order: list[int]) -> None:
     device = Device()
-    engine = pipelined(device, **sizes)
+    engine = overlapping(device, **sizes)
     requests = [requests_of_every_kind()[i] for i in order]
     assert untimed(checked_run(engine, requests)) == {r.key: expected()[r.key] for r in requests}
     assert device.num_waits == device.num_launched <= engine.stats.num_steps
@@ -142,7 +142,7 @@ def test_a_sequence_preempted_with_its_last_token_pending_ends_where_it_waits() 
     plain = tokens_of(engine_for(MODEL, num_blocks=400, block_size=4).run(requests))
     ended = 0
     for num_blocks in range(LONGEST, LONGEST + 20):
-        engine = pipelined(Device(), num_blocks=num_blocks, block_size=1, max_num_seqs=9)
+        engine = overlapping(Device(), num_blocks=num_blocks, block_size=1, max_num_seqs=9)
         drop = engine.scheduler.waiting.drop_preempted
 
         def counted(sequence: Sequence, drop: Any = drop) -> None:
@@ -157,7 +157,7 @@ def test_a_sequence_preempted_with_its_last_token_pending_ends_where_it_waits() 
 
 def test_a_step_is_waited_for_once_and_while_the_next_one_runs() -> None:
     device = Device()
-    engine = pipelined(device, max_num_batched_tokens=8)
+    engine = overlapping(device, max_num_batched_tokens=8)
     requests = [Request(key, (9,) * 20 + (30 + key,), replace(PLAIN, max_tokens=12)) for key in range(3)]
     tokens_of(checked_run(engine, requests))
     assert device.num_waits == device.num_launched == engine.stats.num_steps
@@ -167,7 +167,7 @@ def test_a_step_is_waited_for_once_and_while_the_next_one_runs() -> None:
 def test_nothing_is_computed_behind_a_token_that_is_the_last_by_length() -> None:
     requests = [Request(0, (9, 30), replace(PLAIN, max_tokens=7)), Request(1, (9, 31), replace(PLAIN, max_tokens=1))]
     for sizes in ({}, {"max_model_len": 6}):
-        engine, plain = pipelined(Device(), **sizes), engine_for(MODEL, num_blocks=200, block_size=4, **sizes)
+        engine, plain = overlapping(Device(), **sizes), engine_for(MODEL, num_blocks=200, block_size=4, **sizes)
         assert tokens_of(checked_run(engine, requests)) == tokens_of(plain.run(requests))
         computed = [e.stats.num_prefill_tokens + e.stats.num_decode_tokens for e in (engine, plain)]
         assert computed[0] == computed[1]
@@ -178,7 +178,7 @@ def test_one_token_is_computed_behind_an_end_token_and_dropped() -> None:
     request = Request(0, (9, 30, 77), replace(PLAIN, max_tokens=12))
     whole = tokens_of(engine_for(MODEL, num_blocks=200, block_size=4).run([request]))[0]
     stop = whole[4]
-    engine = pipelined(Device())
+    engine = overlapping(Device())
     (result,) = checked_run(engine, [replace(request, params=replace(request.params, stop_token_ids=(stop,)))])
     assert result.token_ids == whole[: whole.index(stop) + 1]
     assert engine.stats.num_decode_tokens == engine.stats.num_output_tokens == len(result.token_ids)
@@ -191,7 +191,7 @@ def test_one_token_is_computed_behind_an_end_token_and_dropped() -> None:
 def test_a_step_with_rows_that_need_the_host_runs_by_itself(params: SamplingParams) -> None:
     device = Device()
     plain = Request(0, (9, 30), replace(PLAIN, max_tokens=20))
-    engine = pipelined(device)
+    engine = overlapping(device)
     requests = [plain, Request(1, (9, 31), replace(params, max_tokens=5))]
     assert untimed(checked_run(engine, requests)) == untimed(
         engine_for(MODEL, num_blocks=200, block_size=4).run(requests)
@@ -202,40 +202,9 @@ def test_a_step_with_rows_that_need_the_host_runs_by_itself(params: SamplingPara
 def test_a_choice_whose_last_token_comes_after_its_scores_is_answered() -> None:
     """The step that computes it samples nothing and scores nothing, and yet the sequence ends with it."""
     request = Request(0, (9, 30, 77), SamplingParams(max_tokens=0, choices=("one",)), (), ((50, 51),))
-    (result,) = checked_run(pipelined(Device(), max_num_batched_tokens=4), [request])
+    (result,) = checked_run(overlapping(Device(), max_num_batched_tokens=4), [request])
     (plain,) = engine_for(MODEL, num_blocks=200, block_size=4).run([request])
     assert result.choice_logprobs == plain.choice_logprobs
-
-
-@pytest.mark.parametrize("stop_after", [3, 8])
-def test_stopped_and_resumed_gives_the_tokens_of_an_undisturbed_run(stop_after: int) -> None:
-    """What is in flight when the stop comes is booked: it counts as a result, or as tokens to go on from."""
-    params = SamplingParams(temperature=1.0, seed=5, stop_token_ids=tuple(range(40, 50)))
-    requests = random_requests(12, seed=stop_after, prompt=(1, 20), output=(2, 14), params=params)
-    undisturbed = tokens_of(engine_for(MODEL, num_blocks=400, block_size=4).run(requests))
-    answers: dict[int, tuple[int, ...]] = {}
-    for _ in range(100):
-        device = Device()
-        engine = pipelined(device, num_blocks=12, max_num_seqs=5, max_num_batched_tokens=20, look_ahead=3)
-        steps, step = iter(range(stop_after)), engine.step
-
-        def counted(engine: Engine = engine, steps: Iterator[int] = steps, step: Any = step) -> list[Result]:
-            if next(steps, None) is None:
-                engine.stop()
-            return step()  # type: ignore[no-any-return]
-
-        engine.step = counted  # type: ignore[method-assign]
-        answers.update(tokens_of(engine.run([r for r in requests if r.key not in answers])))
-        assert device.num_waits == device.num_launched
-        assert not any(s.num_pending for s in engine.scheduler.unfinished())
-        engine.scheduler.check()
-        partial = engine.unfinished()
-        assert partial.keys().isdisjoint(answers)
-        assert all(undisturbed[key][: len(tokens)] == tokens for key, tokens in partial.items())
-        requests = [replace(r, output_token_ids=partial.get(r.key, r.output_token_ids)) for r in requests]
-        if len(answers) == len(requests):
-            break
-    assert answers == undisturbed
 
 
 def test_a_row_gone_wrong_is_an_error_row_and_harms_no_other() -> None:
@@ -244,7 +213,7 @@ def test_a_row_gone_wrong_is_an_error_row_and_harms_no_other() -> None:
     model.embedding = model.embedding.clone()  # of an inference tensor, outside inference mode: may be written
     model.embedding[bad] = torch.nan
     requests = [Request(99, (9, bad), PLAIN), *random_requests(20, seed=2, params=PLAIN)]
-    engine = pipelined(Device(), model, num_blocks=66, max_num_seqs=3)
+    engine = overlapping(Device(), model, num_blocks=66, max_num_seqs=3)
     results = untimed(checked_run(engine, requests))
     assert results == untimed(engine_for(model, num_blocks=200, block_size=4).run(requests))
     errors = [result.error for result in results.values() if result.error is not None]
@@ -253,20 +222,20 @@ def test_a_row_gone_wrong_is_an_error_row_and_harms_no_other() -> None:
     assert 1 < len(errors) < len(results)
 
 
-def test_pending_tokens_are_fed_by_the_rows_that_sampled_them() -> None:
+def test_pending_tokens_come_from_the_rows_that_sampled_them() -> None:
     decoding = [sequence_at(range(10, 14), 4, [0], slot) for slot in range(3)]
     for sequence in decoding:
         sequence.num_pending = 1
     schedule = Schedule(((decoding[2], 1), (sequence_at((9, 9, 9), 0, [1], 3), 2), (decoding[0], 1)))
-    feed = build_pending(schedule, decoding, torch.tensor([50, 51, -1]))
-    assert feed is not None
+    pending = build_pending(schedule, decoding, torch.tensor([50, 51, -1]))
+    assert pending is not None
     token_ids = torch.tensor([0, 9, 9, 0])
-    feed.into(token_ids)
+    pending.into(token_ids)
     assert token_ids.tolist() == [0, 9, 9, 50], "the -1 of a row gone wrong becomes any token there is"
     assert build_pending(Schedule(schedule.entries[1:2]), decoding, torch.tensor([50, 51, -1])) is None
 
 
-def test_a_feed_leaves_the_ids_it_was_made_of_alone() -> None:
+def test_pending_tokens_leave_the_ids_they_are_made_of_alone() -> None:
     ids = torch.tensor([-1, 8])
     PendingTokens(ids, torch.tensor([0, 1]), torch.tensor([1, 0])).into(torch.zeros(2, dtype=torch.int64))
     assert ids.tolist() == [-1, 8]
