@@ -1,42 +1,65 @@
-"""The proofs: the same requests run in another way, every logit held against what they gave when run alone.
+"""The proofs of ``batchgen check``: requests run in several ways must give the logits of each request run alone.
 
-Each needs little memory and ends in seconds on a small model; the fast kernels' model is let go of before the
-reference's is loaded.
+Each proof needs little memory and takes seconds on a small model. The model with the fast kernels is released before
+the one with the reference kernels is loaded.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from batchgen.check.requests import requests_for
-from batchgen.check.witness import Comparison, Divergence, See, Trace, Witness, tokens_of
+from batchgen.check.logits import Divergence, LogitsComparison, LogitsRecorder, Trace
 from batchgen.config.job import ModelSpec
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
+from batchgen.engine.load import load_weights
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model import load_model
-from batchgen.model.decoder import Decoder
 
 # Largest gap between fast and reference kernels as a share of a row's largest logit. Both round every activation to
 # the dtype, in another order, and the differences add up over the layers: 5 % in bfloat16 over the 16 of the 350M.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-3, torch.float16: 2**-6}
 _BLOCK_SIZE = 16
 _SMALL_STEP = 37  # tokens: cuts most prompts, never at the end of a block
+_MAX_TOKENS = 16  # generated per request
+_FIRST_TOKEN = 8  # lower ids are special tokens
+_LENGTHS = (1, 5, 40, 100, 520)  # below a KV block, above one, above the token budget of a step on the CPU
+_PREFIX, _SUFFIXES = 80, (0, 10, 25)  # lengths of prompts with a common prefix
+GREEDY = SamplingParams(max_tokens=_MAX_TOKENS, ignore_eos=True)
+_SAMPLED = replace(GREEDY, temperature=1.0, top_k=50, top_p=0.95, repetition_penalty=1.05, presence_penalty=0.2, seed=1)
 
-Say = Callable[[str], None]
+Prompt = tuple[int, ...]
+
+
+def made_up_prompts(vocab_size: int, max_model_len: int) -> list[Prompt]:
+    """Prompts of random tokens in mixed lengths, some with a common prefix; the same in every call."""
+    rng = random.Random(0)
+    first = min(_FIRST_TOKEN, vocab_size - 1)
+
+    def tokens(count: int) -> Prompt:
+        return tuple(rng.randrange(first, vocab_size) for _ in range(count))
+
+    prefix = tokens(_PREFIX)
+    prompts = [tokens(length) for length in _LENGTHS] + [prefix + tokens(length) for length in _SUFFIXES]
+    room = max(max_model_len - _MAX_TOKENS, max_model_len // 2)
+    return [prompt[:room] for prompt in prompts]
+
+
+def requests_for(prompts: list[Prompt]) -> list[Request]:
+    """A request per prompt, greedy and sampled by turns."""
+    return [Request(key, prompt, (GREEDY, _SAMPLED)[key % 2]) for key, prompt in enumerate(prompts)]
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """How one came out: ``num_tokens`` rows of logits compared, ``largest_gap`` between any two logits.
+    """Result of one proof: ``num_tokens`` rows of logits compared, ``largest_gap`` between any two logits.
 
-    ``largest_share`` is the largest gap as a share of its row's largest logit and may be ``tolerance`` at most.
+    ``largest_share`` is the largest gap as a share of its row's largest logit; at most ``tolerance`` is allowed.
     """
 
     name: str
@@ -48,105 +71,94 @@ class Proof:
     divergence: Divergence | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """Another way to run the same requests: sizes of the engine, and what there is to say about it afterwards."""
+class _Variant(NamedTuple):
+    """Another way to run the requests: arguments of ``Check._engine``, and a note on the finished run."""
 
     name: str
     sizes: dict[str, Any]
     note: Callable[[Engine], str]
-    is_tight: bool = False  # blocks of one token, enough for all prompts but not for what follows them
 
 
-def _steps(engine: Engine) -> str:
-    return counted(engine.stats.num_steps, "step")
-
-
-_WAYS = (
-    _Way("batched = solo", {"max_num_seqs": 64, "block_size": 32}, lambda e: f"up to {e.stats.max_running} at once"),
-    _Way("chunked = whole", {"max_num_seqs": 5, "max_num_batched_tokens": _SMALL_STEP}, _steps),
-    _Way("cached = cold", {"prefix_caching": True}, lambda e: f"{counted(e.stats.num_cached_tokens, 'token')} cached"),
-    _Way(
+_VARIANTS = (
+    _Variant(
+        "batched = solo",
+        {"max_num_seqs": 64, "block_size": 32},
+        lambda engine: f"up to {engine.stats.max_running} at once",
+    ),
+    _Variant(
+        "chunked = whole",
+        {"max_num_seqs": 5, "max_num_batched_tokens": _SMALL_STEP},
+        lambda engine: counted(engine.stats.num_steps, "step"),
+    ),
+    _Variant(
+        "cached = cold",
+        {"prefix_caching": True},
+        lambda engine: f"{counted(engine.stats.num_cached_tokens, 'token')} cached",
+    ),
+    _Variant(
         "preempted = undisturbed",
-        {"max_num_seqs": 64, "block_size": 1, "max_num_batched_tokens": 4096},
-        lambda e: counted(e.stats.num_preemptions, "preemption"),
-        is_tight=True,
+        {"max_num_seqs": 64, "block_size": 1, "max_num_batched_tokens": 4096, "is_tight": True},
+        lambda engine: counted(engine.stats.num_preemptions, "preemption"),
     ),
 )
 
 
 class Check:
-    """A loaded model and what its requests give when each is run alone."""
+    """The loaded ``model`` and the ``requests`` that its proofs run."""
 
-    def __init__(self, where: ModelSpec, model: Decoder, prompts: list[tuple[int, ...]]) -> None:
-        self._where = where
-        self._model = model
+    def __init__(self, where: ModelSpec, prompts: list[Prompt]) -> None:
+        self.model = load_weights(where)
         self.requests = requests_for(prompts)
-        self._trace = Trace()
+        self._where = where
+        self._solo = Trace()
 
-    def proofs(self, say: Say) -> Iterator[Proof]:
-        """One after the other; to be called once. ``say`` is told what is being done.
+    def proofs(self, log: Callable[[str], None]) -> Iterator[Proof]:
+        """All proofs in turn; to be called once. ``log`` takes messages about progress.
 
         Raises:
-            GateFailed: a request gives no result at all.
+            GateFailed: a request ends with an error.
         """
-        say(f"running {len(self.requests)} requests one by one")
+        log(f"running {len(self.requests)} requests one by one")
         for request in self.requests:
-            self._run_alone(request)
-        for way in _WAYS:
-            say(f"proving {way.name}")
-            yield self._run(way)
-        say("proving decoded = prefilled")
-        yield self._scored("decoded = prefilled", 0.0)
-        fast, dtype, device = self._model.kernels.name, self._model.dtype, self._model.device
+            budget = len(request.prompt_token_ids)
+            self._solo.record(self._engine([request], max_num_seqs=1, max_num_batched_tokens=budget), [request])
+        for variant in _VARIANTS:
+            log(f"proving {variant.name}")
+            engine = self._engine(self.requests, **variant.sizes)
+            yield self._prove(variant.name, engine, self.requests, note=variant.note)
+        log("proving decoded = prefilled")
+        yield self._prove_scored("decoded = prefilled")
+        fast, dtype, device = self.model.kernels.name, self.model.dtype, self.model.device
         if fast != ReferenceKernels.name:
-            say("proving fast kernels ~ reference")
-            del self._model  # two models may be more than the memory holds
-            where = self._where
-            self._model = load_model(
-                where.path, where.revision, dtype=where.dtype, device=where.device, kernels=ReferenceKernels(device)
-            )
-            yield self._scored("fast kernels ~ reference", TOLERANCE[dtype])
+            log("proving fast kernels ~ reference")
+            del engine, self.model  # memory may not hold two models
+            self.model = load_weights(self._where, ReferenceKernels(device))
+            yield self._prove_scored("fast kernels ~ reference", TOLERANCE[dtype])
 
-    def _engine(self, requests: list[Request], see: See, *, is_tight: bool = False, **sizes: Any) -> Engine:
+    def _engine(self, requests: list[Request], *, is_tight: bool = False, **sizes: Any) -> Engine:
         """An engine with memory for all requests at once or, if ``is_tight``, for their prompts and little more."""
         sizes = {"block_size": _BLOCK_SIZE, "prefix_caching": False, **sizes}
         blocks = [-(-(len(r.prompt_token_ids) + r.params.max_tokens) // sizes["block_size"]) for r in requests]
         num_blocks = max(*blocks, sum(len(r.prompt_token_ids) + 2 for r in requests)) if is_tight else sum(blocks)
-        memory = num_blocks * self._model.config.kv_block_bytes(sizes["block_size"], self._model.dtype.itemsize)
+        memory = num_blocks * self.model.config.kv_block_bytes(sizes["block_size"], self.model.dtype.itemsize)
         config = EngineConfig(kv_memory=max(memory, 1), share_duplicates=False, forecast_memory=False, **sizes)
-        return Engine(self._model, config, sampler=partial(Witness, see=see))
+        return Engine(self.model, config, sampler=LogitsRecorder)
 
-    def _run_alone(self, request: Request) -> None:
-        engine = self._engine(
-            [request], self._trace.see, max_num_seqs=1, max_num_batched_tokens=len(request.prompt_token_ids)
-        )
-        self._trace.tokens |= tokens_of(engine, [request])
-
-    def _run(self, way: _Way) -> Proof:
-        comparison = Comparison(self._trace)
-        engine = self._engine(self.requests, comparison.see, is_tight=way.is_tight, **way.sizes)
-        tokens = tokens_of(engine, self.requests)
-        return _proof(way.name, 0.0, comparison, way.note(engine), tokens)
-
-    def _scored(self, name: str, tolerance: float) -> Proof:
-        """Every text again as a whole, its logits behind the generated tokens held against those it was made of."""
+    def _prove_scored(self, name: str, tolerance: float = 0.0) -> Proof:
+        """Prefill each prompt with its output as one text; the logits must be those that the output came from."""
         params = SamplingParams(choices=("what was generated",))
-        texts = [replace(r, params=params, choices=(self._trace.tokens[r.key],)) for r in self.requests]
-        comparison = Comparison(self._trace, tolerance)
-        tokens = tokens_of(self._engine(self.requests, comparison.see), texts)
-        flipped = comparison.num_flipped
-        note = f"{counted(flipped, 'near tie')} flipped" if flipped else ""
-        return _proof(name, tolerance, comparison, note, tokens)
+        texts = [replace(r, params=params, choices=(self._solo.tokens[r.key],)) for r in self.requests]
+        return self._prove(name, self._engine(self.requests), texts, tolerance)
 
-
-def _proof(name: str, tolerance: float, comparison: Comparison, note: str, tokens: dict[int, tuple[int, ...]]) -> Proof:
-    return Proof(
-        name,
-        comparison.num_compared,
-        tolerance,
-        comparison.largest_gap,
-        comparison.largest_share,
-        note,
-        comparison.divergence(tokens),
-    )
+    def _prove(
+        self,
+        name: str,
+        engine: Engine,
+        requests: list[Request],
+        tolerance: float = 0.0,
+        note: Callable[[Engine], str] = lambda engine: "",
+    ) -> Proof:
+        found = LogitsComparison(self._solo, Trace().record(engine, requests), tolerance)
+        flipped = f"{counted(found.num_flipped, 'near tie')} flipped" if found.num_flipped else ""
+        gaps = (tolerance, found.largest_gap, found.largest_share)
+        return Proof(name, found.num_compared, *gaps, note(engine) or flipped, found.divergence)

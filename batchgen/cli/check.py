@@ -45,7 +45,7 @@ def check(prompts: str | None, as_json: bool, **values: Any) -> int:
     require_address_space()
     from batchgen.check.report import run_check
 
-    found = run_check(spec, has_input=prompts is not None, say=say, tell=(lambda line: None) if as_json else show)
+    found = run_check(spec, has_input=prompts is not None, log=say, show=(lambda line: None) if as_json else show)
     if as_json:
         show(json.dumps(found, indent=2))
     if not found["ok"]:

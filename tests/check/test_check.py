@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from batchgen.check import proofs
-from batchgen.check.requests import made_up_prompts, requests_for
+from batchgen.check.proofs import made_up_prompts, requests_for
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
 from batchgen.engine import Engine, sampler
+from batchgen.engine.load import load_weights
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model.load import load_model
 from batchgen.model.state import StateCache
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
@@ -183,21 +183,17 @@ def test_a_model_whose_logits_are_not_finite_fails_the_check_with_one_line(
 def test_one_model_is_let_go_of_before_the_next_is_loaded(
     check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[weakref.ref[Any]] = []
+    loaded: list[weakref.ref[Any]] = []
     still_there: list[bool] = []
-    plain = proofs.Check.__init__
 
-    def init(self: proofs.Check, where: Any, model: Any, prompts: Any) -> None:
-        begun.append(weakref.ref(model))
-        plain(self, where, model, prompts)
-
-    def second(*arguments: Any, **named: Any) -> Any:
+    def load(*arguments: Any) -> Any:
         gc.collect()
-        still_there.append(begun[0]() is not None)
-        return load_model(*arguments, **named)
+        still_there.extend(model() is not None for model in loaded)
+        model = load_weights(*arguments)
+        loaded.append(weakref.ref(model))
+        return model
 
-    monkeypatch.setattr(proofs.Check, "__init__", init)
-    monkeypatch.setattr(proofs, "load_model", second)
+    monkeypatch.setattr(proofs, "load_weights", load)
     assert check()[0] == ExitCode.OK
     assert still_there == [False]
 
