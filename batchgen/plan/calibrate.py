@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, cycle
+from itertools import cycle
 
 import numpy as np
 
@@ -135,11 +135,11 @@ def calibrate(
     start = time.monotonic()
     finished, unfinished = probe.run(_requests(prompts), start + _REAL_SHARE * seconds)
     prompt_lengths = [len(prompt.token_ids) for prompt in prompts] or [PREFIX_BLOCK]  # rows may only score
-    made_up = _MadeUp(engine.config, info.config.vocab_size, prompt_lengths)
+    rng = random.Random(0)
     while True:
-        probe.run(made_up.prefill(), time.monotonic() + seconds / 10)
-        probe.run(made_up.decode(), time.monotonic() + seconds / 3)
-        probe.run(made_up.single(), time.monotonic() + seconds / 10)
+        for share, rows in _made_up(engine.config, prompt_lengths):
+            requests = _random_requests(rows, info.config.vocab_size, rng)
+            probe.run(requests, time.monotonic() + share * seconds)
         if time.monotonic() - start >= seconds:
             break
     measured_s = time.monotonic() - start
@@ -202,34 +202,21 @@ def _requests(prompts: Iterable[SampledPrompt], max_tokens: int | None = None) -
         yield Request(key, tuple(prompt.token_ids), params)
 
 
-class _MadeUp:
-    """Requests of random tokens with the prompt lengths of real rows."""
+def _made_up(sizes: SchedulerConfig, lengths: Sequence[int]) -> Iterator[tuple[float, list[tuple[int, int]]]]:
+    """Batches of made-up requests as (prompt tokens, output tokens), each with its share of the time.
 
-    def __init__(self, sizes: SchedulerConfig, vocab_size: int, lengths: Sequence[int]) -> None:
-        self._sizes = sizes
-        self._vocab_size = vocab_size
-        self._lengths = cycle(lengths)
-        self._keys = count()
-        self._rng = random.Random(0)
+    Two full steps of prompts; as many sequences as run at once, which end in groups, so that the batch shrinks; one
+    request alone.
+    """
+    prompts = cycle(lengths)
+    num_tokens = 2 * sizes.max_num_batched_tokens
+    yield 1 / 10, [(next(prompts), 1) for _ in range(-(-num_tokens * len(lengths) // sum(lengths)))]
+    longest = max(1, num_tokens // sizes.max_num_seqs)
+    yield 1 / 3, [(min(next(prompts), longest), 2 + i % _LEVELS) for i in range(sizes.max_num_seqs)]
+    yield 1 / 10, [(next(prompts), 4)]
 
-    def _request(self, length: int, max_tokens: int) -> Request:
-        prompt = tuple(self._rng.choices(range(self._vocab_size), k=length))
-        return Request(next(self._keys), prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
-    def prefill(self) -> Iterator[Request]:
-        """About two full steps of prompts, each with one token to generate."""
-        left = 2 * self._sizes.max_num_batched_tokens
-        while left > 0:
-            length = next(self._lengths)
-            left -= length
-            yield self._request(length, 1)
-
-    def decode(self) -> Iterator[Request]:
-        """As many sequences as run at once, with short prompts; they end in groups, so that the batch shrinks."""
-        longest = max(1, 2 * self._sizes.max_num_batched_tokens // self._sizes.max_num_seqs)
-        for number in range(self._sizes.max_num_seqs):
-            yield self._request(min(next(self._lengths), longest), 2 + number % _LEVELS)
-
-    def single(self) -> Iterator[Request]:
-        """One request alone."""
-        yield self._request(next(self._lengths), 4)
+def _random_requests(rows: Iterable[tuple[int, int]], vocab_size: int, rng: random.Random) -> Iterator[Request]:
+    for key, (num_tokens, max_tokens) in enumerate(rows):
+        prompt = tuple(rng.choices(range(vocab_size), k=num_tokens))
+        yield Request(key, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
