@@ -9,7 +9,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from batchgen.model import load_config
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import resolve_device, resolve_dtype
 from batchgen.model.rates import measure
-from batchgen.model.roofline import Ceilings, Costs, remember
+from batchgen.model.roofline import Ceilings, Costs, Work, remember
 
 
 def load(where: ModelSpec, threads: int | None) -> Decoder:
@@ -50,21 +49,19 @@ def benchmark(model: Decoder, config: EngineConfig, requests: list[Request], tim
     """
     _run(model, config, [Request(r.key, r.prompt_token_ids[:16], SamplingParams(max_tokens=2)) for r in requests[:8]])
     split_s = _kernel_seconds(model, config, requests)
-    repeats = list(_repeats(model, config, requests, times))
-    runs, first = [repeat.metrics() for repeat in repeats], repeats[0].stats
-    phases = [split_s or repeat.stats.phase_s for repeat in repeats]
+    runs, stats, sizes = zip(*_repeats(model, config, requests, times), strict=True)
     return {
         **model.numerics,
         "threads": torch.get_num_threads(),
         "backend": model.kernels.name,
-        "num_requests_tokens": {"prompt": repeats[0].num_prompt_tokens, "output": first.num_output_tokens},
+        "num_requests_tokens": {"prompt": _num_prompt_tokens(requests), "output": stats[0].num_output_tokens},
         **_medians(runs),
-        "engine": repeats[-1].sizes,
-        "num_steps": first.num_steps,
-        "num_preemptions": first.num_preemptions,
-        "split_s": _medians(phases),
+        "engine": sizes[-1],
+        "num_steps": stats[0].num_steps,
+        "num_preemptions": stats[0].num_preemptions,
+        "split_s": split_s or _medians([found.phase_s for found in stats]),
         "peak_memory_bytes": peak_bytes(),
-        "runs": runs,
+        "runs": list(runs),
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
     }
 
@@ -73,42 +70,38 @@ def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in runs[0]}
 
 
-@dataclass(frozen=True, slots=True)
-class _Repeat:
-    """One run of the workload; ``roofline_s`` is the shortest time that the ceilings around it allow."""
-
-    wall_s: float
-    num_prompt_tokens: int
-    stats: EngineStats
-    sizes: dict[str, Any]
-    ceilings: Ceilings
-    roofline_s: float
-
-    def metrics(self) -> dict[str, float]:
-        num_output_tokens = self.stats.num_output_tokens
-        return {
-            "wall_s": self.wall_s,
-            "output_tokens_per_s": num_output_tokens / self.wall_s,
-            "total_tokens_per_s": (self.num_prompt_tokens + num_output_tokens) / self.wall_s,
-            "roofline_s": self.roofline_s,
-            "roofline_share": self.roofline_s / self.wall_s,
-            "roofline_flops_per_s": self.ceilings.flops_per_s,
-            "memory_bytes_per_s": self.ceilings.memory_bytes_per_s,
-        }
-
-
-def _repeats(model: Decoder, config: EngineConfig, requests: list[Request], times: int) -> Iterator[_Repeat]:
-    num_prompt_tokens = sum(len(r.prompt_token_ids) for r in requests)
-    costs = Costs.of(model.config, model.dtype.itemsize)
+def _repeats(
+    model: Decoder, config: EngineConfig, requests: list[Request], times: int
+) -> Iterator[tuple[dict[str, float], EngineStats, dict[str, Any]]]:
+    """Metrics, counts and engine sizes of each repeat."""
     before = measure(model)
     for _ in range(times):
         wall_s, engine = _run(model, config, requests)
         after = measure(model)
-        ceilings = before.mean(after)
-        roofline_s = costs.work(engine.stats.to_dict()).floor_s(ceilings)
-        yield _Repeat(wall_s, num_prompt_tokens, engine.stats, engine_sizes(engine), ceilings, roofline_s)
+        work = Costs.of(model.config, model.dtype.itemsize).work(engine.stats.to_dict())
+        yield _metrics(wall_s, requests, engine.stats, work, before.mean(after)), engine.stats, engine_sizes(engine)
         before = after
         remember(model_key(model), after.measured_by("measured by batchgen bench"))
+
+
+def _metrics(
+    wall_s: float, requests: list[Request], stats: EngineStats, work: Work, ceilings: Ceilings
+) -> dict[str, float]:
+    """Metrics whose medians are reported; ``roofline_s`` is the shortest time that the ceilings allow."""
+    roofline_s = work.floor_s(ceilings)
+    return {
+        "wall_s": wall_s,
+        "output_tokens_per_s": stats.num_output_tokens / wall_s,
+        "total_tokens_per_s": (_num_prompt_tokens(requests) + stats.num_output_tokens) / wall_s,
+        "roofline_s": roofline_s,
+        "roofline_share": roofline_s / wall_s,
+        "roofline_flops_per_s": ceilings.flops_per_s,
+        "memory_bytes_per_s": ceilings.memory_bytes_per_s,
+    }
+
+
+def _num_prompt_tokens(requests: list[Request]) -> int:
+    return sum(len(request.prompt_token_ids) for request in requests)
 
 
 def _kernel_seconds(model: Decoder, config: EngineConfig, requests: list[Request]) -> dict[str, float]:
