@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,40 +32,6 @@ class Init(NamedTuple):
 
 NORM = Init(1.0, 0.1)
 TAPS = Init(0.0, 0.5)  # of a convolution
-
-
-class TensorSource(Protocol):
-    """Source of the tensors of one model."""
-
-    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
-        """The tensor of that name and shape, in the source's dtype and on its device; ``init`` if it is random."""
-        ...
-
-    def finish(self, optional: str = "") -> None:
-        """Called when the model has all it needs; the tensor ``optional`` may be left over."""
-        ...
-
-
-class NamedTensors:
-    """The tensors of a source by role, under the names that the model's family gives them, outside or in one layer."""
-
-    def __init__(self, source: TensorSource, names: Mapping[str, str], layer: int | None = None) -> None:
-        self._source = source
-        self._names = names
-        self._layer = layer
-
-    def of_layer(self, layer: int) -> NamedTensors:
-        return NamedTensors(self._source, self._names, layer)
-
-    def name(self, role: str, part: str = "weight") -> str:
-        return f"{self._names[role].format(layer=self._layer)}.{part}"
-
-    def take(self, role: str, *shape: int, part: str = "weight", init: Init | None = None) -> Tensor:
-        return self._source.take(self.name(role, part), shape, init)
-
-    def norm(self, role: str, width: int) -> Tensor:
-        """Weights [width] of a norm, in memory of their own."""
-        return self.take(role, width, init=NORM).clone()
 
 
 class Checkpoint:
@@ -114,7 +80,10 @@ class Checkpoint:
             raise ModelError(f"{path}: cannot be read as safetensors ({why}); download it again") from None
 
     def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
-        """Raises ModelError: no such tensor, another shape, or no plain floating-point numbers."""
+        """The tensor of that name, in the source's dtype and on its device.
+
+        Raises ModelError: no such tensor, another shape than ``shape``, or no plain floating-point numbers.
+        """
         if name not in self._files:
             raise ModelError(f"{self.folder}: the weights lack tensor {name!r}, which config.json asks for")
         file = self._open(self._files[name])
@@ -130,7 +99,7 @@ class Checkpoint:
         return tensor.to(self.device, self.dtype)
 
     def finish(self, optional: str = "") -> None:
-        """Raises ModelError if a tensor is left over: an unknown tensor means an unknown model."""
+        """Raises ModelError if a tensor but ``optional`` is left over: an unknown tensor means an unknown model."""
         left = sorted(set(self._files) - self._taken - {optional})
         if left:
             raise ModelError(f"{self.folder}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
@@ -155,3 +124,28 @@ class RandomTensors:
 
     def finish(self, optional: str = "") -> None:
         """Nothing can be left over."""
+
+
+TensorSource = Checkpoint | RandomTensors
+
+
+class NamedTensors:
+    """The tensors of a source by role, under the names that the model's family gives them, outside or in one layer."""
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str], layer: int | None = None) -> None:
+        self._source = source
+        self._names = names
+        self._layer = layer
+
+    def of_layer(self, layer: int) -> NamedTensors:
+        return NamedTensors(self._source, self._names, layer)
+
+    def name(self, role: str, part: str = "weight") -> str:
+        return f"{self._names[role].format(layer=self._layer)}.{part}"
+
+    def take(self, role: str, *shape: int, part: str = "weight", init: Init | None = None) -> Tensor:
+        return self._source.take(self.name(role, part), shape, init)
+
+    def norm(self, role: str, width: int) -> Tensor:
+        """Weights [width] of a norm, in memory of their own."""
+        return self.take(role, width, init=NORM).clone()
