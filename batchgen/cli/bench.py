@@ -16,6 +16,8 @@ from batchgen.core.machine import require_address_space
 if TYPE_CHECKING:
     from batchgen.core.records import Request
 
+_LENGTHS_HELP = "Whether the engine knows how long each answer will be [unknown]."
+
 
 @click.command(cls=GroupedCommand)
 @click.option("--workload", type=PATH, help="JSONL with prompt_token_ids, max_tokens.")
@@ -25,16 +27,8 @@ if TYPE_CHECKING:
 @click.option("--input-len", metavar="A[:B]", help="Prompt length, or a range.")
 @click.option("--output-len", metavar="C[:D]", help="Output length, or a range.")
 @click.option("--ignore-eos", is_flag=True, help="With --workload: generate all max_tokens.")
-@click.option(
-    "--lengths",
-    default="unknown",
-    show_default=True,
-    type=click.Choice(["unknown", "known"]),
-    help="Whether the engine knows how long each answer will be.",
-)
-@click.option(
-    "--repeats", default=3, show_default=True, type=click.IntRange(1), metavar="R", help="Runs of the workload."
-)
+@click.option("--lengths", type=click.Choice(["unknown", "known"]), default="unknown", help=_LENGTHS_HELP)
+@click.option("--repeats", type=click.IntRange(1), default=3, metavar="R", help="Runs of the workload [3].")
 @job_options("model", "engine", without=("tokenizer",))
 @json_option()
 def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:

@@ -27,10 +27,8 @@ from batchgen.core.version import __version__
 if TYPE_CHECKING:
     from batchgen.run.loader import EngineFactory
 
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 
-
-@click.group(context_settings=CONTEXT)
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(__version__, message="batchgen %(version)s")
 def cli() -> None:
     """Run a language model over a whole dataset, offline, and never lose or repeat a row.

@@ -19,9 +19,7 @@ from batchgen.core.openai import is_batch_shape
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import parse_size, shown
 
-SAMPLING_COLUMNS = "sampling.columns"
-"""The key that names columns which hold sampling values; ``("*",)``: every column of such a name the prompt leaves."""
-
+SAMPLING_COLUMNS = "sampling.columns"  # "*" stands for every column named like a sampling key that no prompt uses
 RECORD_KEYS = frozenset(
     {"id", "index", "text", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
     | {"choices", "prompt_logprobs", "perplexity"}
@@ -82,7 +80,7 @@ class InputSpec:
     """
 
     path: tuple[str, ...] = key(
-        _PATHS, "File, glob, folder, - for stdin, or hf:NAME; may be repeated", (), flag="input", outputs=False
+        _PATHS, "File, glob, folder, - (stdin), hf:NAME; may be repeated", (), flag="input", outputs=False
     )
     format: str = key(
         one_of("auto", "jsonl", "parquet", "hf", "openai-batch", "text"), "Input format", "auto", flag="input-format"

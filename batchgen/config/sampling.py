@@ -44,18 +44,12 @@ def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+_COLUMNS_HELP = "Columns that hold a row's own sampling values; * for all so named"
 COLUMNS = STRINGS.then(_column_names, metavar="A,B|*", from_text=_listed, repeats=False)
 SAMPLING_KEYS = {
     **keys_of(SamplingParams),
-    "preset": Key("preset", None, one_of("card"), "card: the values that the model's card recommends", "preset", True),
-    "columns": Key(
-        "columns",
-        (),
-        COLUMNS.then(_sampling_columns),
-        "Columns that hold a row's own sampling values; * for all so named",
-        "sampling-columns",
-        True,
-    ),
+    "preset": Key("preset", None, one_of("card"), "card: values that the model's card recommends", "preset", True),
+    "columns": Key("columns", (), COLUMNS.then(_sampling_columns), _COLUMNS_HELP, "sampling-columns", True),
 }
 PARAM_KEYS: tuple[str, ...] = tuple(name for name in SAMPLING_KEYS if name != "columns")  # a row may give these
 _PARSE = {name: SAMPLING_KEYS[name].kind.parse for name in PARAM_KEYS}
