@@ -14,8 +14,9 @@ from batchgen.core.records import BadRow, Request
 from batchgen.core.units import counted
 from batchgen.engine.load import use_threads
 from batchgen.input.columns import check_columns
-from batchgen.input.source import open_source, stdin_as_file
+from batchgen.input.source import open_source
 from batchgen.run.loader import ModelInfo, read_model
+from batchgen.run.stdin import stdin_as_file
 
 Write = Callable[[str], None]
 

@@ -79,19 +79,14 @@ class ContentFinder:
         elif self.template:
             yield from (("input.prompt", name) for name in sorted(self.template.columns))
         else:
-            for key in ("messages", "prompt_token_ids", "prompt"):
-                if name := getattr(spec, key):
-                    yield f"input.{key}", name
+            named = {key: getattr(spec, key) for key in ("messages", "prompt_token_ids", "prompt")}
+            yield from ((f"input.{key}", name) for key, name in named.items() if name)
 
     def may_have_prompt(self, columns: Mapping[str, Any]) -> bool:
         """Whether a row is an OpenAI Batch line or has a column that its prompt may be in, whatever its value."""
-        names = columns.keys()
-        return (
-            self._spec.is_mapped
-            or self._spec.is_batch_line(columns)
-            or bool(self.prompt_columns.keys() & names)
-            or self._is_only_text(columns)
-        )
+        if self._spec.is_mapped or self._spec.is_batch_line(columns) or self._is_only_text(columns):
+            return True
+        return not self.prompt_columns.keys().isdisjoint(columns)
 
     def find(self, columns: Mapping[str, Any]) -> Content:
         """Raises RowProblem with any of the codes of a row but ``bad_json``, ``too_long`` and ``duplicate_id``."""
@@ -118,17 +113,19 @@ class ContentFinder:
 
     def _column_readers(self) -> dict[str, Callable[[str, Any], Prompt]]:
         """The columns a prompt may be in, each with what reads it."""
-        spec = self._spec
-        if spec.prompt_token_ids:
-            return {spec.prompt_token_ids: self._from_ids}
-        if spec.messages:
-            return {spec.messages: self._from_messages}
-        if spec.prompt:
-            return {spec.prompt: self._from_column}
+        readers: dict[str, Callable[[str, Any], Prompt]] = {
+            "prompt_token_ids": self._from_ids,
+            "messages": self._from_messages,
+            "prompt": lambda name, value: self._from_text(f"column {name!r}", value),
+        }
+        for key, read in readers.items():
+            if name := getattr(self._spec, key):
+                return {name: read}
         if not self._has_tokenizer:
             return {"prompt_token_ids": self._from_ids}
-        chat: dict[str, Callable[[str, Any], Prompt]] = {"messages": self._from_messages} if spec.chat else {}
-        return {"prompt_token_ids": self._from_ids, **chat, "prompt": self._from_column}
+        if not self._spec.chat:
+            del readers["messages"]
+        return readers
 
     def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
         if self.template is not None:
@@ -138,7 +135,7 @@ class ContentFinder:
             if name in columns and (self._spec.is_mapped or columns[name] is not None):
                 return read(name, columns[name])
         if self._is_only_text(columns):
-            return self._from_column("text", columns["text"])
+            return self._from_text("column 'text'", columns["text"])
         wanted = " or ".join(map(repr, self.prompt_columns))
         has = ", ".join(repr(name) for name in list(columns)[:8]) or "none"
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {wanted} for the prompt; the row's columns: {has}")
@@ -146,9 +143,6 @@ class ContentFinder:
     def _is_only_text(self, columns: Mapping[str, Any]) -> bool:
         """Whether a row's only column is ``text``, which is its prompt where the job names none."""
         return not self._spec.is_mapped and self._has_tokenizer and columns.keys() == {"text"}
-
-    def _from_column(self, name: str, value: object) -> Prompt:
-        return self._from_text(f"column {name!r}", value)
 
     def _from_text(self, what: str, value: object) -> Prompt:
         text = _checked_text(what, value)

@@ -9,6 +9,7 @@ recorded nowhere else; they locate the row and decide nothing, so they are not c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,7 @@ _SHOWN_ROWS = 5  # of many missing ones
 _ADVICE = 'only "row" may be edited'
 
 
+@dataclass
 class DeadLetters:
     """The dead letters in ``path`` of a finished run of ``shard`` over an input of ``num_rows`` rows.
 
@@ -33,29 +35,23 @@ class DeadLetters:
     the column of the id.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        outputs: Path,
-        num_rows: int,
-        shard: Shard,
-        may_have_result: Callable[[int], bool],
-        where: InputSpec,
-    ) -> None:
-        self._path = path
-        self._outputs = outputs
-        self._where = where
-        self._is_shard = shard != WHOLE
-        self._rows = shard.rows(num_rows)
+    path: Path
+    outputs: Path
+    num_rows: int
+    shard: Shard
+    may_have_result: Callable[[int], bool]
+    where: InputSpec
+
+    def __post_init__(self) -> None:
+        self._rows = self.shard.rows(self.num_rows)
         self._has_result = bytearray(len(self._rows))  # by position in _rows
-        self._may_have_result = may_have_result
 
     def add_result(self, index: int) -> None:
         """Take in a row of the outputs. Raises StorageError for one that is there twice or not a row of this run."""
         if index not in self._rows:
-            raise StorageError(f"{self._outputs} holds row {index}, which is no row of this run; was it edited?")
+            raise StorageError(f"{self.outputs} holds row {index}, which is no row of this run; was it edited?")
         if self._has_result[self._rows.index(index)]:
-            raise StorageError(f"{self._outputs} holds row {index} twice; was it edited?")
+            raise StorageError(f"{self.outputs} holds row {index} twice; was it edited?")
         self._has_result[self._rows.index(index)] = 1
 
     def read(self) -> Iterator[Record | BadRow]:
@@ -69,8 +65,8 @@ class DeadLetters:
             if row.index not in self._rows:
                 raise self._error(letter, f"row {row.index} is no row of this run; {_ADVICE}")
             position = self._rows.index(row.index)
-            if self._has_result[position] and not self._may_have_result(row.index):
-                where = f"its result is in {self._outputs.name}"
+            if self._has_result[position] and not self.may_have_result(row.index):
+                where = f"its result is in {self.outputs.name}"
                 raise self._error(letter, f"row {row.index} has not failed, {where}; {_ADVICE}")
             if seen[position]:
                 raise self._error(letter, f"row {row.index} is there twice; remove one of its lines")
@@ -79,10 +75,10 @@ class DeadLetters:
         self._refuse_missing(seen)
 
     def _lines(self) -> Iterator[Record]:
-        if not self._path.is_file():
+        if not self.path.is_file():
             return
         parse = partial(parse_jsonl, max_depth=MAX_DEPTH + 1)  # the row is one level down
-        for line in LinesFile(self._path, parse).read(Cursor(0, 0, 0, 0), None, None):
+        for line in LinesFile(self.path, parse).read(Cursor(0, 0, 0, 0), None, None):
             if isinstance(line, BadRow):
                 raise self._error(line, f"{line.error.message}; {_ADVICE}")
             yield line
@@ -98,15 +94,15 @@ class DeadLetters:
         if not isinstance(columns["row"], dict):
             return BadRow(index, source, line, self._known_error(letter), columns["row"], after)
         row = Record(index, source, line, columns["row"], after)
-        is_duplicate = self._is_shard and self._keeps_duplicate_id(letter, row)
-        return bad_row(row, self._known_error(letter), self._where) if is_duplicate else row
+        is_duplicate = self.shard != WHOLE and self._keeps_duplicate_id(letter, row)
+        return bad_row(row, self._known_error(letter), self.where) if is_duplicate else row
 
     def _keeps_duplicate_id(self, letter: Record, row: Record) -> bool:
         """Whether a row failed for its id and still has it: in a shard, the row that had it first may be elsewhere."""
         if _error_of(letter).get("code") != RowErrorCode.DUPLICATE_ID:
             return False
         try:
-            known = row_id(row, self._where)
+            known = row_id(row, self.where)
         except RowProblem:
             return False
         known = row.index if known is None else known
@@ -126,12 +122,12 @@ class DeadLetters:
             num_more = sum(1 for _ in missing)
             more = f" and {num_more:,} more" if num_more else ""
             raise UsageError(
-                f"{self._path} lacks the line of failed row {shown}{more}: put it back, or the row would be lost; a "
+                f"{self.path} lacks the line of failed row {shown}{more}: put it back, or the row would be lost; a "
                 "row that is to stay failed keeps its line"
             )
 
     def _error(self, line: Record | BadRow, what: str) -> UsageError:
-        return UsageError(f"{self._path}, line {line.line}: {what}")
+        return UsageError(f"{self.path}, line {line.line}: {what}")
 
 
 def _error_of(letter: Record) -> dict[str, Any]:

@@ -56,12 +56,12 @@ class UniqueIds:
             return bool(self._db.execute("PRAGMA user_version").fetchone()[0] == self._complete)
 
     def mark_complete(self) -> None:
-        """All rows read so far have claimed their ids; remembered across interruptions."""
+        """Record that all rows read so far have claimed their ids; it outlives an interruption."""
         with self._storage():
             self._db.execute(f"PRAGMA user_version = {self._complete}")
 
     def claim(self, rows: Sequence[Claim]) -> dict[int, int]:
-        """Claim ids for rows ``(index, id)`` in input order, each as often as one likes.
+        """Claim ids for rows ``(index, id)`` in input order; repeating a claim is harmless.
 
         Returns the duplicates: index -> index of the row that had the id first.
         """
@@ -89,7 +89,7 @@ class UniqueIds:
         self._db.close()
 
     def _key(self, row_id: str | int) -> bytes:
-        """The id as JSON, or a digest of it where it is long. Ids that follow each other lie together on the disk."""
+        """The id as JSON, or a digest of it where it is long. Keys that sort like ids keep neighbours on one page."""
         text = json.dumps(str(row_id) if self.as_text else row_id).encode()
         return text if len(text) <= _MAX_KEY_BYTES else b"#" + blake2b(text, digest_size=32).digest()
 

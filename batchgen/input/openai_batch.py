@@ -1,8 +1,8 @@
-"""What an OpenAI Batch request line asks for, in this package's own terms.
+"""OpenAI Batch request lines: their prompt and their sampling values under this package's names.
 
-Fields and urls follow OpenAI's Batch API with vLLM's extra sampling keys in the body. The ``model`` named in a
-body is not looked at: the job's model answers. What would change the answer and cannot be honoured is refused,
-field by field; what only concerns OpenAI's service is ignored.
+Fields and urls follow OpenAI's Batch API with vLLM's extra sampling keys in the body. The ``model`` in a body is
+ignored: the job's model answers. A field that would change the answer and is not supported is refused by name; a
+field that only concerns OpenAI's service is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _IGNORED = frozenset(
     | {"prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
 )
 
-# Fields that ask for something else than plain text, with the values that do not.
+# Fields that ask for something other than plain text, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "response_format": ({"type": "text"},),
@@ -40,7 +40,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """The parts of a request, unjudged: its messages (a chat) or its prompt, and its sampling values."""
+    """The parts of a request, not yet checked: its messages (a chat) or its prompt, and its sampling values."""
 
     is_chat: bool
     content: Any
@@ -48,7 +48,7 @@ class BatchRequest:
 
 
 def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
-    """Read the fields of one line. Without a ``method`` it is a POST; without a ``url`` its body says which it is for.
+    """Read the fields of one line. ``method`` defaults to POST, ``url`` to the one that fits the body.
 
     Raises RowProblem: missing_column for an absent field, bad_type for one of a wrong type, bad_param for a
     method, url or body field that is not supported, which it names.
@@ -76,10 +76,7 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
 
 
 def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
-    """The body's sampling values under this package's names; refuses a field that could not be honoured.
-
-    Those in ``read`` are for others to judge.
-    """
+    """The body's sampling values under this package's names; refuses unsupported fields, except those in ``read``."""
     sampling: dict[str, Any] = {}
     neutral = _NEUTRAL | {"best_of": (body.get("n") or 1,)}  # the best n of n are all of them
     neutral["top_logprobs"] = ()  # read from a chat only
@@ -98,7 +95,7 @@ def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A chat says whether in ``logprobs`` and how many in ``top_logprobs``, a completion both in ``logprobs``."""
+    """A chat gives a boolean in ``logprobs`` and the number in ``top_logprobs``, a completion the number in one."""
     wanted, num_top = body.get("logprobs"), body.get("top_logprobs")
     if not isinstance(wanted, bool | None):
         raise RowProblem(RowErrorCode.BAD_PARAM, "body field 'logprobs' of a chat must be true or false")

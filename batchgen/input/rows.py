@@ -1,6 +1,6 @@
-"""What is wrong with one row and who the row is: what the reader, the prompt builder and the runner share.
+"""Row errors, row ids and chunks of rows: what readers, the request builder and the validator share.
 
-Inside the data layer a problem travels as an exception; it leaves as a ``BadRow`` value and never stops a job.
+Inside the input room a problem of a row is an exception; it leaves as a ``BadRow`` value and never stops a job.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ _TYPE_NAMES = {
 
 
 def type_name(value: object) -> str:
-    """What a person calls the type of a value from a row: "a number", "null"."""
+    """The type of a value from a row in words: "a number", "null"."""
     return _TYPE_NAMES.get(type(value), f"a {type(value).__name__}")
 
 
 def row_id(record: Record, spec: InputSpec) -> str | int | None:
-    """The id a user knows this row by: the column ``spec.id``, else ``custom_id`` of an OpenAI Batch line, else None.
+    """The row's own id: the column ``spec.id``, else ``custom_id`` of an OpenAI Batch line, else None.
 
-    Raises RowProblem when that column is missing or holds neither a string nor an integer. Whether the id is
-    unique is for the caller to see.
+    Raises RowProblem when that column is missing or holds neither a string nor an integer. It need not be unique.
     """
     columns = record.columns
     name = spec.id or ("custom_id" if spec.is_batch_line(columns) else None)
@@ -60,7 +59,7 @@ def row_id(record: Record, spec: InputSpec) -> str | int | None:
 
 
 def bad_row(record: Record, error: RowError, spec: InputSpec) -> BadRow:
-    """The error row of a record that was read but cannot be run; it keeps the record's id where that is sound."""
+    """The error row of a record that was read but cannot be run; it keeps the record's id where that is valid."""
     try:
         known_id = row_id(record, spec)
     except RowProblem:
@@ -71,7 +70,7 @@ def bad_row(record: Record, error: RowError, spec: InputSpec) -> BadRow:
 def chunked(
     rows: Iterable[Record | BadRow], most: Callable[[], int] = lambda: CHUNK_ROWS
 ) -> Iterator[list[Record | BadRow]]:
-    """Rows in lists bounded by their number, for which ``most`` is asked, and by the text they hold."""
+    """Rows in lists of at most ``most()`` rows, which end early where the rows hold much text."""
     chunk: list[Record | BadRow] = []
     size = 0
     for row in rows:

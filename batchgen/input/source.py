@@ -7,20 +7,15 @@ its format's business; the columns of a row have no meaning here.
 from __future__ import annotations
 
 import glob
-import shutil
-import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import BatchgenError, InputChanged, UsageError
 from batchgen.core.fingerprint import TRIES, Digests
 from batchgen.core.records import BadRow, Cursor, Record, Shard
-from batchgen.core.storage import publish, staged_file, temporary_name
 from batchgen.input.formats import InputFile, Rows, Wanted
 from batchgen.input.formats.hf import PREFIX, is_saved_dataset
 from batchgen.input.formats.select import open_file
@@ -110,17 +105,22 @@ class Source:
 
     def num_rows(self) -> int | None:
         """The number of rows, the limit applied, where it is known without reading them all."""
-        counts = [file.num_rows() for file in self._files]
-        known = [count for count in counts if count is not None]
-        if len(known) < len(counts):
-            return None
-        return sum(known) if self._limit is None else min(sum(known), self._limit)
+        total = _sum(file.num_rows() for file in self._files)
+        return total if total is None or self._limit is None else min(total, self._limit)
 
     def num_bytes(self) -> int | None:
         """The size of all files as stored, compressed or not; None where some of them are not local."""
-        sizes = [file.num_bytes() for file in self._files]
-        known = [size for size in sizes if size is not None]
-        return sum(known) if len(known) == len(sizes) else None
+        return _sum(file.num_bytes() for file in self._files)
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    """The sum; None if one of them is unknown."""
+    total = 0
+    for number in numbers:
+        if number is None:
+            return None
+        total += number
+    return total
 
 
 class Reading:
@@ -134,54 +134,45 @@ class Reading:
         self.end = yield from self._rows
 
 
+@dataclass
 class RowRange:
     """The rows of ``shard`` that are not ``done``; all rows before the cursor ``start`` are.
 
-    ``num_rows`` is the number of rows of the input, all shards', once they were read to the end.
-
     Where rows have ids, those of other shards are read too, for their ids alone: the first of two rows with one id
-    stays, in whichever shard it is.
+    stays, in whichever shard it is. ``num_rows`` is the number of rows of the input, over all shards, once ``read``
+    has come to its end.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        shard: Shard,
-        done: Collection[int] = (),
-        start: Cursor | None = None,
-        *,
-        has_ids: bool = False,
-    ) -> None:
-        self._source = source
-        self._shard = shard
-        self._done = done
-        self._start = start
-        self._reads_others = has_ids and shard.count > 1
-        self.num_rows = 0
+    source: Source
+    shard: Shard
+    done: Collection[int] = ()
+    start: Cursor | None = None
+    has_ids: bool = False
+    num_rows: int = 0
 
     def read(self) -> Iterator[Record | BadRow]:
         """The rows, from the first unfinished one on."""
-        self.num_rows = yield from self._source.read(self._start, self._is_wanted)
+        self.num_rows = yield from self.source.read(self.start, self._is_wanted)
 
     def count(self) -> int | None:
         """How many rows the shard has in all; None where finding out would take too long."""
-        total = self._source.num_rows()
+        total = self.source.num_rows()
         if total is None:
-            size = self._source.num_bytes()
+            size = self.source.num_bytes()
             if size is None or size > COUNT_BYTES:
                 return None
             total = self.pass_over()
-        return len(self._shard.rows(total))
+        return len(self.shard.rows(total))
 
     def pass_over(self) -> int:
         """The number of rows of the input, found by reading to its end without parsing any."""
-        reading = Reading(self._source.read(None, lambda index: False))
+        reading = Reading(self.source.read(None, lambda index: False))
         for _ in reading:
             pass
         return reading.end
 
     def _is_wanted(self, index: int) -> bool:
-        return index not in self._done if self._shard.owns(index) else self._reads_others
+        return index not in self.done if self.shard.owns(index) else self.has_ids
 
 
 def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda path: False) -> Source:
@@ -199,33 +190,6 @@ def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda pa
                 raise UsageError(f"input {item} is named twice in input.path")
             files[name] = open_file(item, spec.format)
     return Source(list(files.values()), spec.limit)
-
-
-@contextmanager
-def stdin_as_file(spec: InputSpec) -> Iterator[InputSpec]:
-    """``spec`` with a temporary copy of standard input in place of ``-``. Raises as ``stage_stdin`` does."""
-    with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
-        if spec.path == ("-",):
-            copy = Path(folder) / "stdin"
-            stage_stdin(copy)
-            publish(copy)
-            spec = replace(spec, path=(str(copy),))
-        yield spec
-
-
-def stage_stdin(target: Path, stdin: BinaryIO | None = None) -> Path:
-    """Copy standard input to a file beside ``target`` and return that file; ``publish(target)`` puts it in place.
-
-    Raises UsageError when standard input is a terminal or closed, StorageError when the copy cannot be written.
-    """
-    if stdin is None and sys.stdin is None:
-        raise UsageError("input.path is - and standard input is closed; pipe rows into it")
-    source = stdin or sys.stdin.buffer
-    if source.isatty():
-        raise UsageError("input.path is - and standard input is a terminal; pipe rows into it")
-    with staged_file(target) as file:
-        shutil.copyfileobj(source, file, 1 << 20)
-    return temporary_name(target)
 
 
 def _expand(entry: str, form: str, is_left_out: Callable[[Path], bool]) -> list[Path | str]:

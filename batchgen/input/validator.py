@@ -33,30 +33,23 @@ class Pending:
         return self.record.index
 
 
+@dataclass(frozen=True, slots=True)
 class RowValidator:
     """Turns chunks of rows into requests and error rows. Rows of other shards than ``shard`` only claim their ids."""
 
-    def __init__(self, spec: InputSpec, builder: RequestBuilder, ids: UniqueIds, shard: Shard = WHOLE) -> None:
-        self._spec = spec
-        self._builder = builder
-        self._ids = ids
-        self.shard = shard
+    spec: InputSpec
+    builder: RequestBuilder
+    ids: UniqueIds
+    shard: Shard = WHOLE
 
     def validate(self, rows: Sequence[Record | BadRow]) -> list[tuple[Pending, Request] | BadRow]:
         """One answer per row of the shard, in order: its request, or why it cannot run."""
         ours = [row for row in self.claim_ids(rows) if self.shard.owns(row.index)]
-        built = iter(self._builder.build([row.record for row in ours if isinstance(row, Pending)]))
-        answers: list[tuple[Pending, Request] | BadRow] = []
-        for row in ours:
-            answer = row if isinstance(row, BadRow) else next(built)
-            if isinstance(row, Pending) and isinstance(answer, Request):
-                answers.append((replace(row, choices=answer.params.choices), answer))
-            elif isinstance(answer, BadRow):
-                answers.append(answer)
-        return answers
+        built = iter(self.builder.build([row.record for row in ours if isinstance(row, Pending)]))
+        return [row if isinstance(row, BadRow) else _answer(row, next(built)) for row in ours]
 
     def claim_ids(self, rows: Sequence[Record | BadRow]) -> list[Pending | BadRow]:
-        """The rows with their ids; those whose id is missing, no id, or an earlier row's become error rows."""
+        """The rows with their ids; a row whose id is missing, invalid or that of an earlier row is an error row."""
         named = [self._named(row) for row in rows]
         duplicates = self._duplicate_ids(named)
         return [
@@ -68,27 +61,31 @@ class RowValidator:
         if isinstance(row, BadRow):
             return row
         try:
-            return Pending(row, row_id(row, self._spec))
+            return Pending(row, row_id(row, self.spec))
         except RowProblem as problem:
-            return bad_row(row, problem.error, self._spec)
+            return bad_row(row, problem.error, self.spec)
 
     def _duplicate_ids(self, rows: Sequence[Pending | BadRow]) -> dict[int, int]:
         """The rows whose id another row claimed first: index -> index of that row."""
         known = ((row.index, row.id if isinstance(row, BadRow) else self._known_by(row)) for row in rows)
         claims = [(index, row_id) for index, row_id in known if row_id is not None]
-        return self._ids.claim(claims) if claims else {}
+        return self.ids.claim(claims) if claims else {}
 
     def _duplicate(self, row: Pending, first: int) -> BadRow:
         message = f"id {self._known_by(row)!r} is that of row {first} already"
-        return bad_row(row.record, RowError(RowErrorCode.DUPLICATE_ID, message), self._spec)
+        return bad_row(row.record, RowError(RowErrorCode.DUPLICATE_ID, message), self.spec)
 
     def _known_by(self, row: Pending) -> str | int | None:
         """The id that a row's result is written with, where another row's result could be written with the same.
 
         An index that stands for a missing id is a number, which no ``custom_id`` of another row is, unless as text.
         """
-        is_mixed = self._ids.as_text and self._spec.format == "auto" and not self._spec.is_mapped
+        is_mixed = self.ids.as_text and self.spec.format == "auto" and not self.spec.is_mapped
         return str(row.index) if row.id is None and is_mixed else row.id
+
+
+def _answer(row: Pending, built: Request | BadRow) -> tuple[Pending, Request] | BadRow:
+    return built if isinstance(built, BadRow) else (replace(row, choices=built.params.choices), built)
 
 
 def rebuild_ids(rows: Iterable[Record | BadRow], last: int, validator: RowValidator) -> None:

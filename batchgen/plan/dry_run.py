@@ -18,7 +18,7 @@ from batchgen.core.records import WHOLE, Shard
 from batchgen.core.units import format_duration
 from batchgen.input.columns import check_columns
 from batchgen.input.ids import UniqueIds, may_have_ids
-from batchgen.input.source import RowRange, open_source, stdin_as_file
+from batchgen.input.source import RowRange, open_source
 from batchgen.input.validator import RowValidator
 from batchgen.output.rundir import RunDir
 from batchgen.plan.estimate import Estimate, Forecast, OutputLengths, comparable, forecast_from_report, kv_plan
@@ -26,6 +26,7 @@ from batchgen.plan.survey import PREFIX_BLOCK, Survey
 from batchgen.report.distribution import PERCENTS, percentile
 from batchgen.run.loader import ModelInfo, read_model
 from batchgen.run.reports import read_report
+from batchgen.run.stdin import stdin_as_file
 
 PLAN_VERSION = 1
 _NO_RATE = "this model has no finished run on this machine in the output folder; --calibrate measures for 10 s"

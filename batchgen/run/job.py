@@ -269,8 +269,10 @@ class _Job(Invocation):
         return self.finished(journal, report)
 
     def _rows(self, source: Source, journal: Journal | None) -> RowRange:
-        finished = (journal.done, journal.resume_cursor) if journal else ()
-        return RowRange(source, self.options.shard, *finished, has_ids=may_have_ids(self.spec.input))
+        rows = RowRange(source, self.options.shard, has_ids=may_have_ids(self.spec.input))
+        if journal is not None:
+            rows.done, rows.start = journal.done, journal.resume_cursor
+        return rows
 
     def _validator(self, ids: UniqueIds) -> RowValidator:
         return RowValidator(self.spec.input, self.builder, ids, self.options.shard)

@@ -1,4 +1,4 @@
-"""Copy of standard input in the run directory, so that a resume can read the same rows again.
+"""Standard input as a file: copied into the run directory, so that a resume can read the same rows again.
 
 A new copy is staged beside the old one and replaces it only when the job has been accepted: a refused invocation
 costs an existing run nothing.
@@ -6,12 +6,18 @@ costs an existing run nothing.
 
 from __future__ import annotations
 
+import shutil
 import sys
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
-from batchgen.core.storage import publish
-from batchgen.input.source import stage_stdin
+from batchgen.config.job import InputSpec
+from batchgen.core.errors import UsageError
+from batchgen.core.storage import publish, staged_file, temporary_name
 
 
 class StdinCopy:
@@ -47,3 +53,30 @@ class StdinCopy:
             with suppress(OSError):
                 self._staged.unlink(missing_ok=True)
             self._staged = None
+
+
+@contextmanager
+def stdin_as_file(spec: InputSpec) -> Iterator[InputSpec]:
+    """``spec`` with a temporary copy of standard input in place of ``-``. Raises as ``stage_stdin`` does."""
+    with tempfile.TemporaryDirectory(prefix="batchgen-") as folder:
+        if spec.path == ("-",):
+            copy = Path(folder) / "stdin"
+            stage_stdin(copy)
+            publish(copy)
+            spec = replace(spec, path=(str(copy),))
+        yield spec
+
+
+def stage_stdin(target: Path, stdin: BinaryIO | None = None) -> Path:
+    """Copy standard input to a file beside ``target`` and return that file; ``publish(target)`` puts it in place.
+
+    Raises UsageError when standard input is a terminal or closed, StorageError when the copy cannot be written.
+    """
+    if stdin is None and sys.stdin is None:
+        raise UsageError("input.path is - and standard input is closed; pipe rows into it")
+    source = stdin or sys.stdin.buffer
+    if source.isatty():
+        raise UsageError("input.path is - and standard input is a terminal; pipe rows into it")
+    with staged_file(target) as file:
+        shutil.copyfileobj(source, file, 1 << 20)
+    return temporary_name(target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import subprocess
 import sys
@@ -21,9 +20,8 @@ from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.fingerprint import Digests, file_digest
 from batchgen.core.records import BadRow, Cursor, Record
-from batchgen.core.storage import publish
 from batchgen.input.formats import lines
-from batchgen.input.source import open_source, stage_stdin
+from batchgen.input.source import open_source
 
 every_format = pytest.mark.parametrize("form", FORMATS)
 
@@ -266,25 +264,6 @@ def test_images_in_a_dataset_stay_undecoded_bytes(tmp_path: Path) -> None:
     one.save_to_disk(str(tmp_path / "d"))
     [row] = source_of(tmp_path / "d").read()
     assert isinstance(row, Record) and row.columns == {"image": {"bytes": b"no image", "path": None}}
-
-
-def test_stdin_is_copied_to_a_file_that_appears_whole(tmp_path: Path) -> None:
-    target = tmp_path / "stdin.jsonl"
-    stage_stdin(target, io.BytesIO(jsonl(sample_rows(3))))
-    assert not target.exists()
-    publish(target)
-    assert codes(list(source_of(target).read())) == ["ok"] * 3
-    assert [path.name for path in tmp_path.iterdir()] == ["stdin.jsonl"]
-
-
-def test_a_terminal_is_no_input(tmp_path: Path) -> None:
-    class Terminal(io.BytesIO):
-        def isatty(self) -> bool:
-            return True
-
-    with pytest.raises(UsageError, match="terminal"):
-        stage_stdin(tmp_path / "stdin", Terminal())
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_vanishes_while_it_is_used_is_one_clear_line(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
+from batchgen.core.storage import publish
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import Backend, ModelInfo
+from batchgen.run.stdin import stage_stdin
 
 ROWS, OTHERS = rows_of(60), rows_of(70)[10:]
 OVERWRITE = RunOptions(overwrite=True, progress="quiet")
@@ -199,3 +201,22 @@ def test_a_stop_before_the_job_began_leaves_no_copy(job: JobMaker, stdin: Stdin)
     stdin.give(OTHERS)
     run_job(job.spec(input={"path": ["-"]}), quiet(), engine_factory=stub_factory())
     assert job.outputs() == expected(job, OTHERS)
+
+
+def test_stdin_is_copied_to_a_file_that_appears_whole(tmp_path: Path) -> None:
+    target = tmp_path / "stdin.jsonl"
+    stage_stdin(target, io.BytesIO(b"rows"))
+    assert not target.exists()
+    publish(target)
+    assert target.read_bytes() == b"rows"
+    assert [path.name for path in tmp_path.iterdir()] == ["stdin.jsonl"]
+
+
+def test_a_terminal_is_no_input(tmp_path: Path) -> None:
+    class Terminal(io.BytesIO):
+        def isatty(self) -> bool:
+            return True
+
+    with pytest.raises(UsageError, match="terminal"):
+        stage_stdin(tmp_path / "stdin", Terminal())
+    assert list(tmp_path.iterdir()) == []

@@ -1,8 +1,9 @@
 """Input formats: how one file is read, from any row on. Which files there are is the source's business.
 
-A new format is one module in this folder, with a subclass of ``InputFile`` or ``LocalFile``, and one entry in
-``select.FORMATS``; the name of the entry also joins the choices of ``input.format`` in ``config.job``. Nothing else
-knows the formats: the tests of ``tests/input/test_reader.py`` run on each entry of their own table of formats.
+To add a format, write a module in this folder with a subclass of ``LocalFile``, or a parser for ``LinesFile`` where a
+row is a line, and enter it in ``select.FORMATS``: files with its suffixes are then read by it. To let a job ask for it
+by name, add the name to the choices of ``input.format`` in ``config.job``. The tests in ``tests/input/test_reader.py``
+hold for every format in ``FORMATS`` of ``tests/helpers/input_helpers.py``.
 """
 
 from __future__ import annotations
