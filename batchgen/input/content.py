@@ -14,7 +14,7 @@ from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.units import shortened
 from batchgen.input.openai_batch import parse_batch_line
-from batchgen.input.rows import RowProblem, type_name
+from batchgen.input.rows import RowProblem, type_name, wrong_type
 from batchgen.input.template import Template
 from batchgen.text.tokenizer import Tokenizer
 
@@ -108,7 +108,7 @@ class ContentFinder:
         if given is None:
             return overrides
         if not isinstance(given, dict):
-            raise RowProblem(RowErrorCode.BAD_TYPE, f"column 'sampling' is {type_name(given)}, not an object")
+            raise wrong_type("column 'sampling'", given, "an object")
         return overrides | given
 
     def _column_readers(self) -> dict[str, Callable[[str, Any], Prompt]]:
@@ -177,7 +177,7 @@ class ContentFinder:
 
 def _checked_text(what: str, value: object) -> str:
     if not isinstance(value, str):
-        raise RowProblem(RowErrorCode.BAD_TYPE, f"{what} is {type_name(value)}, not a string")
+        raise wrong_type(what, value, "a string")
     if not value or value.isspace():
         raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"{what} is empty")
     return value
@@ -190,7 +190,7 @@ def _checked_messages(name: str, value: object) -> list[Message]:
     chat template untouched.
     """
     if not isinstance(value, list):
-        raise RowProblem(RowErrorCode.BAD_TYPE, f"column {name!r} is {type_name(value)}, not a list of messages")
+        raise wrong_type(f"column {name!r}", value, "a list of messages")
     messages = [_checked_message(f"{name}[{number}]", item) for number, item in enumerate(value)]
     if not any(message["content"].strip() for message in messages):
         raise RowProblem(RowErrorCode.EMPTY_PROMPT, f"column {name!r} has no message with any text")
@@ -199,13 +199,13 @@ def _checked_messages(name: str, value: object) -> list[Message]:
 
 def _checked_message(where: str, message: object) -> Message:
     if not isinstance(message, dict):
-        raise RowProblem(RowErrorCode.BAD_TYPE, f"{where} is {type_name(message)}, not an object")
+        raise wrong_type(where, message, "an object")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part_text(f"{where}.content[{number}]", part) for number, part in enumerate(content))
     for field, text in (("role", message.get("role")), ("content", content)):
         if not isinstance(text, str):
-            raise RowProblem(RowErrorCode.BAD_TYPE, f"{where}.{field} is {type_name(text)}, not a string")
+            raise wrong_type(f"{where}.{field}", text, "a string")
     return {**message, "content": content}
 
 

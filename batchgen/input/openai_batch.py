@@ -14,7 +14,7 @@ from typing import Any
 from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.openai import CHAT_URL, COMPLETION_URL, url_of
-from batchgen.input.rows import RowProblem, type_name
+from batchgen.input.rows import RowProblem, type_name, wrong_type
 
 _LINE_FIELDS = (("custom_id", str), ("body", dict), ("method", str), ("url", str))
 
@@ -58,8 +58,7 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
         if name not in line:
             raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no field {name!r} in this OpenAI Batch line")
         if not isinstance(line[name], kind):
-            expected = type_name(kind())
-            raise RowProblem(RowErrorCode.BAD_TYPE, f"{name!r} is {type_name(line[name])}, not {expected}")
+            raise wrong_type(repr(name), line[name], type_name(kind()))
     if line["method"] != "POST":
         raise RowProblem(RowErrorCode.BAD_PARAM, f"method is {line['method']!r}, not 'POST'")
     url, body = line["url"], line["body"]

@@ -40,6 +40,11 @@ def type_name(value: object) -> str:
     return _TYPE_NAMES.get(type(value), f"a {type(value).__name__}")
 
 
+def wrong_type(what: str, value: object, expected: str) -> RowProblem:
+    """The problem of a value of another type than ``expected``, which is in words: "a string"."""
+    return RowProblem(RowErrorCode.BAD_TYPE, f"{what} is {type_name(value)}, not {expected}")
+
+
 def row_id(record: Record, spec: InputSpec) -> str | int | None:
     """The row's own id: the column ``spec.id``, else ``custom_id`` of an OpenAI Batch line, else None.
 
@@ -53,8 +58,7 @@ def row_id(record: Record, spec: InputSpec) -> str | int | None:
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {name!r} (the row's id)")
     value = columns[name]
     if isinstance(value, bool) or not isinstance(value, str | int):
-        message = f"column {name!r} (the row's id) is {type_name(value)}, not a string or an integer"
-        raise RowProblem(RowErrorCode.BAD_TYPE, message)
+        raise wrong_type(f"column {name!r} (the row's id)", value, "a string or an integer")
     return value
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from batchgen.core.errors import RowErrorCode
 from batchgen.input.formats.lines import decode_utf8
-from batchgen.input.rows import RowProblem, type_name
+from batchgen.input.rows import RowProblem, wrong_type
 
 MAX_DEPTH = 100  # of nesting: more could not be written out again within Python's recursion limit
 
@@ -37,7 +37,7 @@ def parse_jsonl(line: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     except ValueError as error:
         raise RowProblem(RowErrorCode.BAD_JSON, "a number has more than 4300 digits") from error
     if not isinstance(value, dict):
-        raise RowProblem(RowErrorCode.BAD_TYPE, f"the line is {type_name(value)}, not a JSON object")
+        raise wrong_type("the line", value, "a JSON object")
     if text.count("[") + text.count("{") > max_depth and _depth(value) > max_depth:
         raise _too_deep(max_depth)
     if _SURROGATE.search(text):

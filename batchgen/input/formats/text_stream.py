@@ -12,6 +12,8 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
+from batchgen.core.units import one_line
+
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _BUFFER_BYTES = 1 << 18
 
@@ -57,7 +59,7 @@ class Decompressed(io.RawIOBase):
                 except OSError as error:
                     if error.errno is not None:
                         raise
-                    self.damage = " ".join(str(error).split())
+                    self.damage = one_line(error)
 
 
 def open_text(path: Path, offset: int = 0) -> BinaryIO:
