@@ -21,7 +21,7 @@ _NO_TOTAL = "{desc} {n_fmt} tok [{elapsed}, {rate_fmt}{postfix}]"
 
 
 class Display:
-    """Shows nothing; the base of the others. All methods may be called from the progress thread."""
+    """Shows nothing; the base of the others. ``show`` is called from the progress thread."""
 
     def show(self, snapshot: Snapshot) -> None:
         """Called twice per second."""
@@ -106,13 +106,19 @@ class BarDisplay(Display):
         self._is_running = False
 
     def show(self, snapshot: Snapshot) -> None:
-        is_running = snapshot["tokens"]["computed"] > 0 and snapshot["phase"] == "generating"
-        if self._bar is None or is_running != self._is_running:
-            self._reopen(snapshot, is_running)
-        if is_running:
-            self._show_running(snapshot)
-        else:
-            self._bar.set_description_str(snapshot["phase"], refresh=True)
+        rows, tokens = snapshot["rows"], snapshot["tokens"]
+        is_running = is_generating(snapshot)
+        layout = (_RUNNING if tokens["estimated"] else _NO_TOTAL) if is_running else _WAITING
+        if self._bar is None or is_running != self._is_running:  # a new bar counts its time and rate from now
+            self.close(snapshot)
+            options = {"leave": False, "dynamic_ncols": True, "mininterval": 0, "unit": "tok", "unit_scale": True}
+            self._bar = self._tqdm(file=self._file, bar_format=layout, initial=tokens["computed"], **options)
+            self._is_running = is_running
+        self._bar.bar_format = layout
+        self._bar.total, self._bar.n = tokens["estimated"], tokens["computed"]
+        self._bar.set_description_str(describe_rows(rows) if is_running else snapshot["phase"], refresh=False)
+        self._bar.set_postfix_str(f"{rows['failed']:,} failed" if rows["failed"] else "", refresh=False)
+        self._bar.refresh()
 
     def note(self, text: str) -> None:
         self._tqdm.write(f"batchgen: {printable(text)}", file=self._file)
@@ -120,27 +126,6 @@ class BarDisplay(Display):
     def close(self, snapshot: Snapshot) -> None:
         if self._bar is not None:
             self._bar.close()
-
-    def _reopen(self, snapshot: Snapshot, is_running: bool) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        options: dict[str, Any] = {"file": self._file, "leave": False, "dynamic_ncols": True, "mininterval": 0}
-        if is_running:
-            options |= {"unit": "tok", "unit_scale": True, "initial": snapshot["tokens"]["computed"]}
-        else:
-            options |= {"bar_format": _WAITING}
-        self._bar = self._tqdm(**options)
-        self._is_running = is_running
-
-    def _show_running(self, snapshot: Snapshot) -> None:
-        rows, bar = snapshot["rows"], self._bar
-        total = snapshot["tokens"]["estimated"]
-        bar.bar_format = _RUNNING if total else _NO_TOTAL
-        bar.total = total
-        bar.n = snapshot["tokens"]["computed"]
-        bar.set_description_str(describe_rows(rows), refresh=False)
-        bar.set_postfix_str(f"{rows['failed']:,} failed" if rows["failed"] else "", refresh=False)
-        bar.refresh()
 
 
 def make_display(kind: Literal["auto", "json", "quiet"], interval_s: float) -> Display:
@@ -153,6 +138,11 @@ def make_display(kind: Literal["auto", "json", "quiet"], interval_s: float) -> D
     return BarDisplay(file) if sys.stderr.isatty() else LineDisplay(interval_s, file)
 
 
+def is_generating(snapshot: Snapshot) -> bool:
+    """Whether the engine has begun to compute tokens."""
+    return bool(snapshot["phase"] == "generating" and snapshot["tokens"]["computed"] > 0)
+
+
 def describe_rows(rows: Mapping[str, Any]) -> str:
     """``135/300 rows``: finished rows, failed ones included, of the total if it is known."""
     finished = rows["done"] + rows["failed"]
@@ -161,7 +151,7 @@ def describe_rows(rows: Mapping[str, Any]) -> str:
 
 def describe(snapshot: Snapshot) -> str:
     """The snapshot as one line."""
-    if not snapshot["tokens"]["computed"] or snapshot["phase"] != "generating":
+    if not is_generating(snapshot):
         return f"{snapshot['phase']} ({format_duration(snapshot['phase_s'])})"
     rows = snapshot["rows"]
     parts = [describe_rows(rows)]

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import ExitCode, InputChanged, UsageError
+from batchgen.core.errors import ExitCode, InputChanged, ResumeMismatch, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import WHOLE, BadRow, Record, Shard
 from batchgen.core.units import counted, format_duration
 from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
-from batchgen.output.manifest import KERNELS, Manifest
+from batchgen.output.manifest import KERNELS, Manifest, mix_kernels
 from batchgen.output.payloads import Payloads
 from batchgen.output.rundir import RunDir
 from batchgen.run.display import make_display
@@ -139,20 +139,36 @@ class Invocation(ABC):
     def _agreed_backend(self) -> Backend:
         """The engine, which computes as the run did so far; an allowed mix of kernels is recorded in the manifest.
 
-        Raises ResumeMismatch if rows would come out differently.
+        Raises ResumeMismatch if rows would come out differently. Kernels that are not known may be any.
         """
-        backend = self.load()
-        begun = self.manifest.fingerprints.get("numerics")
-        numerics = backend.check(begun, self.run_dir.path, allow_mixed_kernels=self.options.allow_mixed_kernels)
-        if begun is not None and numerics != begun:
-            self.set_numerics(numerics)
+        backend, folder = self.load(), self.run_dir.path
+        begun: dict[str, str] = self.manifest.fingerprints.get("numerics", backend.numerics)
+        was, now = ({key: value for key, value in n.items() if key != KERNELS} for n in (begun, backend.numerics))
+        if was != now:
+            flags = " ".join(f"--{name} {value}" for name, value in was.items() if value != now.get(name))
+            raise ResumeMismatch(
+                f"{folder} was begun in {' on '.join(was.values())}, here the model runs in "
+                f"{' on '.join(now.values())}, which gives other tokens: "
+                f"go on with {flags}, or start anew with --overwrite"
+            )
+        if KERNELS not in begun or KERNELS not in backend.numerics:
+            return backend
+        mixed = mix_kernels(begun[KERNELS], backend.numerics[KERNELS])
+        if mixed != begun[KERNELS]:
+            if not self.options.allow_mixed_kernels:
+                raise ResumeMismatch(
+                    f"{folder} was begun with the kernels {begun[KERNELS]}, here they are {backend.numerics[KERNELS]}, "
+                    "which add up in another order, so tokens may differ: go on where it was begun, give "
+                    "--allow-mixed-kernels, or start anew with --overwrite"
+                )
+            self.set_numerics({**begun, KERNELS: mixed})
             self.run_dir.write_manifest(self.manifest)
-            self.progress.display.note(f"rows come from several kernel sets now: {numerics[KERNELS]}")
+            self.progress.display.note(f"rows come from several kernel sets now: {mixed}")
         return backend
 
-    def set_numerics(self, numerics: Mapping[str, str]) -> None:
+    def set_numerics(self, numerics: dict[str, str]) -> None:
         """Put the numerics that rows are computed with into the manifest."""
-        self.manifest = replace(self.manifest, fingerprints={**self.manifest.fingerprints, "numerics": dict(numerics)})
+        self.manifest = replace(self.manifest, fingerprints={**self.manifest.fingerprints, "numerics": numerics})
 
     def finished(self, journal: Journal, report: Mapping[str, Any]) -> Outcome:
         """Remove the journal, which outputs and report have replaced. The outcome of a finished run."""

@@ -182,10 +182,9 @@ class _Job(Invocation):
         line = f"already done: outputs in {outputs}; --overwrite runs it anew"
         if not has_failed_rows(self.run_dir):
             return Outcome(ExitCode.OK, (line,))
-        see = f"some rows failed: see {short(self.run_dir.errors)}"
-        return Outcome(
-            ExitCode.ROWS_FAILED, (line, f"{see}; batchgen retry {short(self.run_dir.path)} runs those again")
-        )
+        folder, errors = short(self.run_dir.path), short(self.run_dir.errors)
+        failed = f"some rows failed: see {errors}; batchgen retry {folder} runs those again"
+        return Outcome(ExitCode.ROWS_FAILED, (line, failed))
 
     def _begin(self, source: Source) -> None:
         """Start anew. The weights are loaded before anything is written: unusable ones cost no earlier run.

@@ -1,20 +1,21 @@
-"""The model as the runner sees it: what is known without weights, and the engine that has them.
+"""Loads the model of a job: first all but its weights, then the engine that holds them.
 
-``read_model`` stays clear of torch; ``load_engine`` is the only door to it, so tests and other back ends can put
-another engine behind the same protocol.
+``read_model`` does not import torch. ``load_engine`` does; tests and other back ends replace it by another factory of
+an ``EngineLike``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.config.job import InputSpec, JobSpec
 from batchgen.config.sampling import card_values
-from batchgen.core.errors import InputChanged, ModelError, ResumeMismatch, UsageError
+from batchgen.core.errors import InputChanged, ModelError, UsageError
 from batchgen.core.fingerprint import Digests, FileState
 from batchgen.core.hub import resolve_folder
 from batchgen.core.machine import require_address_space
@@ -22,31 +23,22 @@ from batchgen.core.model_files import model_files
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.input.requests import RequestBuilder
 from batchgen.model import ModelConfig, is_dummy, load_config
-from batchgen.output.manifest import KERNELS, mix_kernels
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # imports torch
+    from batchgen.engine.stats import EngineStats
 
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja")
 _MODEL_PATTERNS = ("*.safetensors", *_TOKENIZER_PATTERNS)
 
 
-class Stats(Protocol):
-    """What an engine has counted since it was made."""
-
-    num_steps: int
-    num_prefill_tokens: int
-    num_output_tokens: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain data for the report."""
-
-
 class EngineLike(Protocol):
-    """What the runner needs of ``batchgen.engine.Engine``."""
+    """The methods of ``batchgen.engine.Engine`` that an invocation calls."""
 
     @property
-    def stats(self) -> Stats:
-        """Counts since the engine was made."""
+    def stats(self) -> EngineStats:
+        """Counts since the engine was created."""
 
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
         """Results in order of completion, pulling requests lazily."""
@@ -55,15 +47,15 @@ class EngineLike(Protocol):
         """Make ``run`` return after the step under way."""
 
     def unfinished(self) -> Mapping[int, tuple[int, ...]]:
-        """Tokens generated so far of every request that was not finished, by key."""
+        """Tokens generated so far for each unfinished request, by key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """An engine with its weights, and the numerics it computes in; other numerics would give other tokens.
+    """An engine with its weights.
 
-    ``facts`` says for the report, once the engine has run, what sizes it had and what the machine can do; ``notes``
-    is for the user, before it runs.
+    ``numerics`` (dtype, device, kernels) must stay the same for a run: others give other tokens. ``facts`` returns,
+    after the engine has run, its sizes and the machine's roofline for the report. ``notes`` are shown to the user.
     """
 
     engine: EngineLike
@@ -72,40 +64,12 @@ class Backend:
     facts: Callable[[], Mapping[str, Any]] = dict
     notes: tuple[str, ...] = ()
 
-    def check(
-        self, begun: Mapping[str, str] | None, folder: Path, *, allow_mixed_kernels: bool = False
-    ) -> dict[str, str]:
-        """The numerics of a run that was begun in some, and None if in what is not known, once it has gone on here.
-
-        Raises ResumeMismatch if they are others here; kernels that are not known may be any.
-        """
-        if begun is None:
-            return self.numerics
-        was, now = ({key: value for key, value in n.items() if key != KERNELS} for n in (begun, self.numerics))
-        if was != now:
-            flags = " ".join(f"--{name} {value}" for name, value in was.items() if value != now.get(name))
-            raise ResumeMismatch(
-                f"{folder} was begun in {' on '.join(was.values())}, here the model runs in "
-                f"{' on '.join(now.values())}, which gives other tokens: "
-                f"go on with {flags}, or start anew with --overwrite"
-            )
-        if KERNELS not in begun or KERNELS not in self.numerics:
-            return dict(begun)
-        mixed = mix_kernels(begun[KERNELS], self.numerics[KERNELS])
-        if mixed != begun[KERNELS] and not allow_mixed_kernels:
-            raise ResumeMismatch(
-                f"{folder} was begun with the kernels {begun[KERNELS]}, here they are {self.numerics[KERNELS]}, which "
-                "add up in another order, so tokens may differ: go on where it was begun, give --allow-mixed-kernels, "
-                "or start anew with --overwrite"
-            )
-        return {**begun, KERNELS: mixed}
-
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model without its weights. ``tokenizer`` is None where there is none: rows then bring token ids.
+    """A model without its weights. Without a ``tokenizer``, rows must hold token ids.
 
-    ``read_states`` are the states, just before they were read, of the files that this was made from.
+    ``read_states`` are the states of the config and tokenizer files just before they were read.
     """
 
     config: ModelConfig
@@ -113,14 +77,14 @@ class ModelInfo:
     max_model_len: int
     path: str
     folder: Path | None  # None for a dummy
-    tokenizer_folder: Path | None  # where it is not the model's own
+    tokenizer_folder: Path | None  # if it is not the model's own
     read_states: Mapping[Path, FileState]
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """What a resume is held against: digests of the files, so the same files elsewhere are the same model.
+        """Digests of the model's files, so that the same files elsewhere are the same model.
 
-        Reads weights that are not known from end to end. Raises UsageError when a file cannot be read, ModelError when
-        one has changed since this model was read.
+        Reads every file of unknown digest from end to end. Raises UsageError if one cannot be read, ModelError if one
+        has changed since this model was read.
         """
         found: dict[str, Any] = {"weights": self.path}
         if self.folder is not None:
@@ -134,21 +98,23 @@ class ModelInfo:
         return found
 
     def check_unchanged(self, digests: Digests) -> None:
-        """Raises ModelError if a file may have changed since its digest was taken, as weights loaded since then may."""
+        """Raises ModelError if a file may have changed since its digest was taken: it may have been loaded changed."""
         for folder, patterns in ((self.folder, _MODEL_PATTERNS), (self.tokenizer_folder, _TOKENIZER_PATTERNS)):
             for path in model_files(folder, patterns) if folder else ():
-                if digests.state(path) is None or not _is_unchanged(path, digests):
-                    raise _changed(path)
+                with suppress(InputChanged):
+                    if digests.state(path) is not None and digests.is_unchanged(path):
+                        continue
+                raise _changed(path)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end a text, by the word of the model's config or of the tokenizer's folder."""
+        """End-of-sequence token ids from the model config and the tokenizer."""
         return frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())
 
     def builder(self, where: InputSpec, sampling: SamplingParams, columns: Sequence[str] = ()) -> RequestBuilder:
-        """What turns rows into requests for this model; ``columns`` are the job's ``sampling.columns``.
+        """The builder of requests for this model; ``columns`` are the job's ``sampling.columns``.
 
-        Raises UsageError when [input] cannot work with it.
+        Raises UsageError if [input] does not fit the model.
         """
         return RequestBuilder(
             where,
@@ -165,7 +131,7 @@ EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
 
 
 def read_model(spec: JobSpec) -> ModelInfo:
-    """Find the model and read all of it but the weights. Raises ModelError, or UsageError for an impossible length."""
+    """Find the model and read all but its weights. Raises ModelError, or UsageError for an impossible length."""
     model = spec.model
     states: dict[Path, FileState] = {}
     if not is_dummy(model.path):
@@ -190,13 +156,13 @@ def read_model(spec: JobSpec) -> ModelInfo:
 
 
 def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -> Backend:
-    """The engine of a job with its weights loaded; imports torch.
+    """Load the weights and create the engine of a job; imports torch.
 
-    With ``step_by_step`` a step is over when ``step`` returns, so that it can be timed, also on a GPU.
+    With ``step_by_step`` the device is done when ``step`` returns, so that steps can be timed on a GPU too.
 
     Raises:
         ModelError: the weights are unusable.
-        UsageError: sizes or threads that cannot work here.
+        UsageError: sizes or threads that this machine cannot provide.
         OutOfMemory: weights and state do not fit.
     """
     num_params = info.config.linear_params_per_token + info.config.logits_params_per_token
@@ -215,8 +181,7 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
 
 
 def _notes(numerics: Mapping[str, str]) -> tuple[str, ...]:
-    """What a user should know of how the model runs here."""
-    if numerics["device"] != "cpu" or numerics["dtype"] == "float16":  # these take other kernels
+    if numerics["device"] != "cpu" or numerics["dtype"] == "float16":  # these use no compiled CPU kernels
         return ()
     from batchgen.kernels.cpu.parallel import keeps_kernels
 
@@ -236,19 +201,12 @@ def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:
 
 
 def _states(folder: Path) -> dict[Path, FileState]:
-    """The states of the files that config and tokenizer are made from. Raises UsageError when one cannot be found."""
+    """The states of the config and tokenizer files. Raises UsageError if one cannot be read."""
     files = model_files(folder, _TOKENIZER_PATTERNS)
     try:
         return {path: FileState.of(path) for path in files}
     except OSError as error:
         raise UsageError(f"cannot read {error.filename}: {error.strerror}") from error
-
-
-def _is_unchanged(path: Path, digests: Digests) -> bool:
-    try:
-        return digests.is_unchanged(path)
-    except InputChanged:
-        return False
 
 
 def _changed(path: Path) -> ModelError:

@@ -111,11 +111,11 @@ def write_merged_report(folders: Sequence[Path], target: Path) -> list[str]:
             except UsageError as error:
                 problems.append(str(error))
         if not problems:
-            _write_report(run_dir, reports)
+            write_report(run_dir.report, _joined_report(run_dir, reports))
         return problems
 
 
-def _write_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> None:
+def _joined_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     manifest = run_dir.read_manifest()
     assert manifest is not None, "a merged run has a manifest"
     usage: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def _write_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> None:
     facts = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _SHARED_FACTS}
     facts["numerics"] = manifest.fingerprints.get("numerics", facts["numerics"])  # with the kernels of all shards
     totals = output_totals(run_dir, job_from_dict(manifest.job, run_dir.manifest).output)
-    write_report(run_dir.report, build_report(totals, usage, facts | {"shard": "1/1"}))
+    return build_report(totals, usage, facts | {"shard": "1/1"})
 
 
 def _refuse_inside(shards: Sequence[_Shard], target: Path) -> None:

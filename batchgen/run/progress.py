@@ -43,9 +43,9 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._account = "other"
-        self._since = self.started_at = time.monotonic()
+        self.started_at = time.monotonic()
+        # Account, since when, and seconds per account until then: one value, so that other threads read it whole.
+        self._running: tuple[str, float, dict[str, float]] = ("other", self.started_at, {})
 
     @property
     def wall_s(self) -> float:
@@ -54,24 +54,20 @@ class Clock:
     @contextmanager
     def on(self, account: str) -> Iterator[None]:
         """Charge the time inside to ``account`` instead of to the one outside."""
-        outer = self._account
-        self._switch(account)
+        outer = self._running[0]
+        self._running = (account, *self._now())
         try:
             yield
         finally:
-            self._switch(outer)
+            self._running = (outer, *self._now())
 
     def seconds(self) -> dict[str, float]:
-        """Seconds per account until now; safe to call from another thread."""
-        seconds = dict(self._seconds)
-        seconds[self._account] = seconds.get(self._account, 0.0) + time.monotonic() - self._since
-        return seconds
+        """Seconds per account until now."""
+        return self._now()[1]
 
-    def _switch(self, account: str) -> None:
-        now = time.monotonic()
-        self._seconds[self._account] = self._seconds.get(self._account, 0.0) + now - self._since
-        self._since = now
-        self._account = account
+    def _now(self) -> tuple[float, dict[str, float]]:
+        (account, since, seconds), now = self._running, time.monotonic()
+        return now, {**seconds, account: seconds.get(account, 0.0) + now - since}
 
 
 class Progress:

@@ -32,30 +32,27 @@ def read_status(folder: Path) -> dict[str, Any]:
     Rate and ``eta_s`` are those of a running process. Raises UsageError for a folder that holds no run.
     """
     run_dir = RunDir(folder)
-    progress = read_progress(folder)
+    progress = read_progress(folder) or {}
     manifest = run_dir.read_manifest()
-    if manifest is None and progress is None:
+    if manifest is None and not progress:
         raise UsageError(f"{folder} is not a run directory: it has no job.json")
     holder = run_dir.holder()
+    live = progress if holder else {}  # what only a running process knows
     status: dict[str, Any] = {
         "folder": str(folder),
         "state": _state(run_dir, progress, is_held=holder is not None),
-        "phase": progress["phase"] if progress and holder else None,
-        "reason": progress["reason"] if progress else None,
+        "phase": live.get("phase"),
+        "reason": progress.get("reason"),
         "advice": None,
         "holder": {"pid": holder.pid, "host": holder.host} if holder else None,
-        "rows": row_counts(None, 0, 0),
-        "tokens": dict(_NO_TOKENS),
-        "tokens_per_s": 0.0,
-        "eta_s": None,
-        "updated_at": None,
+        "rows": progress.get("rows", row_counts(None, 0, 0)),
+        "tokens": progress.get("tokens", _NO_TOKENS),
+        "tokens_per_s": live.get("tokens_per_s", 0.0),
+        "eta_s": live.get("eta_s"),
+        "updated_at": progress.get("updated_at"),
     }
-    if progress is not None:
-        status |= {key: progress[key] for key in ("rows", "tokens", "updated_at")}
-        if holder is not None:
-            status |= {key: progress[key] for key in ("tokens_per_s", "eta_s")}
     if status["state"] in ("stopped", "failed", "interrupted"):
-        status["advice"] = progress.get("advice", RESUME) if progress else RESUME
+        status["advice"] = progress.get("advice", RESUME)
     if status["state"] == "finished":
         unfinished = f"a retry is unfinished: batchgen retry {folder}" if run_dir.retry.is_dir() else None
         status |= {"reason": None, "advice": unfinished}
@@ -95,13 +92,13 @@ def render_status(status: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _state(run_dir: RunDir, progress: Mapping[str, Any] | None, *, is_held: bool) -> str:
+def _state(run_dir: RunDir, progress: Mapping[str, Any], *, is_held: bool) -> str:
     if is_held:
         return "running"
     if run_dir.is_complete():
         return "finished"
-    recorded = progress["state"] if progress else "running"
-    return "interrupted" if recorded == "running" else str(recorded)
+    recorded = str(progress.get("state", "running"))
+    return "interrupted" if recorded == "running" else recorded
 
 
 def _finished(run_dir: RunDir, manifest: Manifest | None) -> dict[str, Any]:
