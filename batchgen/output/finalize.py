@@ -44,7 +44,7 @@ class Rows:
 def finalize(
     run_dir: RunDir, output: OutputSpec, journal: Journal, *, num_rows: int, model: str = "", chat: bool = True
 ) -> Counts:
-    """Write the outputs and dead letters of a run whose rows are all in the journal; see the module for the order.
+    """Write the outputs and failed rows of a run whose rows are all in the journal; see the module for the order.
 
     ``num_rows`` counts the input's rows over all shards and is stored in ``job.json``. ``model`` and ``chat`` shape
     OpenAI responses. ``errors.jsonl`` exists afterwards only if a row failed. Once the report is written too, call
@@ -71,7 +71,7 @@ def finalize(
 def finalize_retry(
     run_dir: RunDir, output: OutputSpec, journal: Journal, *, model: str = "", chat: bool = True
 ) -> Counts:
-    """Put the rows of a retry's journal into the existing outputs; those that failed again become the dead letters.
+    """Put the rows of a retry's journal into the existing outputs; those that failed again stay in ``errors.jsonl``.
 
     The journal holds every failed row. The outputs are replaced first: a kill in between leaves rows in both files,
     never in none, and running the retry again (nothing is left to generate) writes the same bytes. Then call

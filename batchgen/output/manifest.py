@@ -119,16 +119,16 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
     if not (kernels_of(old) and kernels_of(new)):
         old, new = with_kernels(old, None), with_kernels(new, None)
     values = new.output_keys | old.output_keys
-    untold = {SAMPLING_COLUMNS} & (new.output_keys.keys() - old.output_keys.keys())
+    unjudged = {SAMPLING_COLUMNS} & (new.output_keys.keys() - old.output_keys.keys())
     implied = {key for key in new.output_keys.keys() ^ old.output_keys.keys() if is_default(key, values[key])}
 
     def binding(manifest: Manifest) -> dict[str, Any]:
-        known = {key: value for key, value in manifest.output_keys.items() if key not in implied | untold}
+        known = {key: value for key, value in manifest.output_keys.items() if key not in implied | unjudged}
         return {"": known, **manifest.fingerprints, "shard": str(manifest.shard)}
 
     def loose(manifest: Manifest) -> dict[str, Any]:
-        bound = (old.output_keys.keys() | new.output_keys.keys()) - untold
-        values = {key: ["*"] for key in untold} | _flat(manifest.job)
+        bound = (old.output_keys.keys() | new.output_keys.keys()) - unjudged
+        values = {key: ["*"] for key in unjudged} | _flat(manifest.job)
         return {key: value for key, value in values.items() if key not in bound}
 
     return Comparison(differences(binding(old), binding(new)), differences(loose(old), loose(new)))

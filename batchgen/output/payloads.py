@@ -1,4 +1,4 @@
-"""Output records and dead letters: the two kinds of line that finished rows become, in the shape users' scripts read.
+"""Output records and error records: the two kinds of line that finished rows become, in the shape users' scripts read.
 
 Pure functions from a row and its result to plain data, without any file.
 """
@@ -66,7 +66,7 @@ class Payloads:
         return payload | self._kept(record)
 
     def error(self, row: BadRow) -> dict[str, Any]:
-        """The dead letter of a row: enough to find it, to see why it failed, and to run it again.
+        """The error record of a failed row: enough to find it, to see why it failed, and to run it again.
 
         Its id is null where the job names an id column and the row has no readable one.
         """

@@ -1,6 +1,6 @@
-"""The run directory: the names of its files, whose they are, and how they are replaced and removed.
+"""The run directory: the names of its files, checks that a run wrote them, and their replacement and removal.
 
-What rows, report and job mean is not known here.
+The content of rows and report is not known here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = path / "job.json"
-        self.errors = path / "errors.jsonl"  # dead letters; absent where no row failed
+        self.errors = path / "errors.jsonl"  # failed rows; absent where there are none
         self.report = path / "report.json"
         self.journal = path / "journal"  # folder; there until the outputs are
         self.retry = path / "retry"  # folder of the journal of a retry under way

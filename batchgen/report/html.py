@@ -1,6 +1,6 @@
-"""The report as one HTML file that needs nothing else: no script, no font, no request, light and dark, any width.
+"""The report as one self-contained HTML file: no script, no font, no request, light and dark, any width.
 
-The page's policy forbids all loading, and every text of the job is escaped: ids and paths come from strangers.
+The page's content security policy forbids all loading, and every text is escaped, since ids and paths are untrusted.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Totals over a run's finished rows: counts, tokens, distributions and the slowest rows.
 
-They take output records and dead letters as they are written, one by one, in memory that does not grow with the rows.
+Output records and lines of ``errors.jsonl`` are added one by one; memory does not grow with the rows.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class RowTotals:
             self.compared += 1
             self.correct += record.get("text", "").strip() == str(record[kept]).strip()
 
-    def add_error(self, dead_letter: Mapping[str, Any]) -> None:
+    def add_error(self, line: Mapping[str, Any]) -> None:
         """Take in a line of ``errors.jsonl``; an OpenAI error file nests the code."""
-        self.errors[(dead_letter.get("error") or dead_letter)["code"]] += 1
+        self.errors[(line.get("error") or line)["code"]] += 1
 
     def report_section(self) -> dict[str, Any]:
         """The keys of a report that the rows alone determine; see ``build.KEYS``."""

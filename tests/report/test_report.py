@@ -14,7 +14,7 @@ from batchgen.core.errors import UsageError
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import advice, bound_by
 from batchgen.report.build import KEYS, build_report
-from batchgen.report.rows import Distribution, RowTotals
+from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
 from batchgen.run.job import run_job
 from batchgen.run.reports import read_report
@@ -89,17 +89,6 @@ def test_a_step_of_both_kinds_is_shared_out_between_prefill_and_decode() -> None
 def test_the_slowest_rows_come_longest_first() -> None:
     slowest = made(rows=50)["slowest"]
     assert [row["index"] for row in slowest] == list(range(49, 39, -1))
-
-
-def test_a_histogram_counts_every_value_once() -> None:
-    distribution = Distribution()
-    for value in range(1, 2000):
-        distribution.add(value)
-    histogram = distribution.histogram()
-    assert sum(histogram["counts"]) == 1999
-    assert len(histogram["edges"]) == len(histogram["counts"]) + 1 <= 31
-    assert histogram["edges"][0] <= 1
-    assert histogram["edges"][-1] >= 1999
 
 
 def test_a_full_kv_pool_with_preemptions_is_named_with_its_flag() -> None:

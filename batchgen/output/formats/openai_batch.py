@@ -40,7 +40,7 @@ class OpenAIBatchFormat(OutputFormat):
         return encode_json(line | ({"kept_columns": kept} if kept else {}))
 
     def error_row(self, payload: bytes) -> bytes:
-        """A batch response without a body, followed by what a dead letter holds besides: index, source, line, row."""
+        """A batch response without a body, followed by the other fields of the payload: index, source, line, row."""
         record = json.loads(payload)
         error = {"code": record.pop("code"), "message": record.pop("message")}
         head = _head(record)

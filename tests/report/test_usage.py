@@ -1,4 +1,4 @@
-"""What invocations spent adds up, and a series of steps thins out without losing a token."""
+"""Usage of invocations adds up, and a series of steps is thinned without losing a token."""
 
 from __future__ import annotations
 

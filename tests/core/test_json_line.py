@@ -1,4 +1,4 @@
-"""What becomes of values that JSON has no word for."""
+"""Values that JSON cannot express still become one line of strict JSON."""
 
 import datetime
 import decimal
