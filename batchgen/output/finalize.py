@@ -1,9 +1,9 @@
 """Final files of a run, written from its journal: every row once, in order; a file appears whole or not at all.
 
-The order of steps makes a kill at any moment harmless: all files are written beside their names and synced first; then
-``job.json`` and ``errors.jsonl`` are put in place; the outputs appear last and mark the run as finished. Until then the
-journal holds every row and running again writes the same bytes; only afterwards may the journal be removed. The disk
-needs room for the outputs beside the journal.
+The order of steps makes a kill at any moment harmless: ``job.json`` gets the number of rows; outputs and
+``errors.jsonl`` are written beside their names and synced; then ``errors.jsonl`` is put in place; the outputs appear
+last and mark the run as finished. Until then the journal holds every row and running again writes the same bytes; only
+afterwards may the journal be removed. The disk needs room for the outputs beside the journal.
 """
 
 from __future__ import annotations
