@@ -1,1 +1,1 @@
-"""The few operations where a step's time goes: one interface, several back ends, one function that selects."""
+"""Kernels: the operations in which a step spends its time, behind one interface with a back end per device."""

@@ -1,6 +1,6 @@
 """The tensors of one forward pass over a ragged batch, built by the engine and read by the model.
 
-All sequences' tokens lie end to end in one axis without padding; everything else says whose is whose.
+All sequences' tokens are concatenated along one axis without padding; the other tensors say which is whose.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-QUERY_BLOCK = 16  # most tokens of a sequence that attention treats as one piece of work
+QUERY_BLOCK = 16  # most tokens of a sequence in one work item of attention
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device; a GPU's is copied from pinned memory, so that the host does not wait for it."""
+    """Copy a host tensor to a device, to a GPU from pinned memory, so that the host does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -33,7 +33,7 @@ class ModelInput:
         query_blocks: int32 [num_blocks, 3] of (sequence, first token, count): the tokens in pieces of
             at most ``QUERY_BLOCK`` that belong to one sequence.
         logits_indices: int64 [num_logits], the tokens whose logits are needed.
-        subset: the tokens that are computed beyond the last attention's keys and values; None for all of them.
+        subset: the tokens that the last layers still compute; None if that is all of them.
     """
 
     token_ids: Tensor
@@ -48,16 +48,13 @@ class ModelInput:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
         return self.token_ids.numel()
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that take part in this step."""
         return self.conv_slots.numel()
 
     def to(self, device: torch.device) -> ModelInput:
-        """The same on another device."""
         if device.type == "cpu":
             return self
         subset = self.subset and LogitsSubset(upload(self.subset.rows, device), self.subset.inputs.to(device))
@@ -109,12 +106,10 @@ class KVCache:
 
     @property
     def lanes(self) -> int:
-        """Columns of a block."""
         return self.keys.shape[3]
 
     @property
     def width(self) -> int:
-        """Dimensions of a head, with what pads it."""
         return self.values.shape[3]
 
     def key_columns(self, blocks: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``x @ weight.T (+ bias) (+ residual)`` for x [rows, in_features]; [rows, out_features]."""
-        ...
 
 
 class GatedLinear(Protocol):
@@ -32,61 +31,52 @@ class GatedLinear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """``silu(x @ gate.T) * (x @ up.T)`` for x [rows, in_features]; [rows, out_features]."""
-        ...
 
 
 class Recorder(Protocol):
-    """Records what kernels do, for work in which only the contents of memory change from one time to the next."""
+    """Records launches of kernels, to repeat work in which only the contents of memory change."""
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        """The result of ``work``, and a way to repeat it on the same memory.
+        """The result of ``work``, and a function that repeats it on the same memory.
 
-        All that ``work`` computes must be computed by kernels, and it must not look at what they compute: that is done
-        after it. A result is valid until the next of any recording.
+        Kernels must compute everything that ``work`` computes, and it must not read their results: they run after it.
+        A result is valid until the next one of any recording.
         """
-        ...
 
 
 class Kernels(Protocol):
-    """What a back end offers. All tensors are contiguous; results are new tensors unless said otherwise.
+    """Operations of a back end. All tensors are contiguous; results are new tensors unless said otherwise.
 
-    While a ``Recorder`` records, results are there only afterwards.
+    While a ``Recorder`` records, results exist only after the recording.
     """
 
     name: str
 
     @property
     def variant(self) -> str:
-        """What decides the bits of results beside inputs and dtype, once all linears are laid out: a short text.
+        """Short text that names what decides the bits of results beside inputs and dtype; valid after all linears.
 
         It is the same in every run on one kind of machine, and another where results may differ in their last bits.
-        The number of threads is no part of it: a result's bits must not depend on that.
+        The number of threads is not part of it: a result's bits must not depend on that.
         """
-        ...
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Lay a weight out for this device; the original may be dropped."""
-        ...
+        """The product with a weight, laid out for this device; the original may be dropped."""
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        """Lay two weights of one shape out for this device; the originals may be dropped."""
-        ...
+        """The gated product with two weights of one shape; the originals may be dropped."""
 
     def recorder(self) -> Recorder | None:
-        """What runs recorded work again without launching it piece by piece; None where it brings nothing or cannot."""
-        ...
+        """A recorder that repeats launches without Python; None if there is none. Valid after all linears."""
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """``x[rows]`` for int64 indices [num_rows], which are not checked."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Rows of x [rows, width] over their root mean square, times weight [width]."""
-        ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up [rows, 2 * width]; [rows, width]."""
-        ...
 
     def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
         """Normalize and rotate queries and keys; write keys and values into ``cache`` (in place).
@@ -95,11 +85,9 @@ class Kernels(Protocol):
         [2, positions, head_dim / 2], cosines then sines. Returns the queries times head_dim**-0.5 as float32
         [num_tokens, num_heads, width], zero from head_dim to the cache's width.
         """
-        ...
 
     def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
         """Causal attention of every token over its sequence's cached positions; [num_tokens, num_heads * head_dim]."""
-        ...
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; updates ``state`` in place.
@@ -107,19 +95,15 @@ class Kernels(Protocol):
         weight is float32 [taps, width], bias float32 [width]. Afterwards a sequence's slot holds its last
         inputs, and every KV block whose last position was computed holds those up to there.
         """
-        ...
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Index of each row's first largest value, int64 [rows]; -1 for a row of NaN."""
-        ...
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """One token id per row drawn as ``SamplingRows`` says, int64 [rows]; -1 for a row that is not finite."""
-        ...
 
     def logsumexp(self, logits: Tensor) -> Tensor:
         """The logarithm of the sum of each row's exponentials, float32 [rows]; NaN or inf for a row not finite."""
-        ...
 
 
 def with_rows(x: Tensor, least: int) -> Tensor:
@@ -141,7 +125,7 @@ class PlainLinear:
 
 
 class TwoStepGatedLinear:
-    """See ``GatedLinear``: for back ends that multiply first and gate after."""
+    """``GatedLinear`` of back ends that multiply first and gate after."""
 
     def __init__(self, kernels: Kernels, gate: Tensor, up: Tensor) -> None:
         self.linear = kernels.linear(torch.cat((gate, up)))
@@ -168,13 +152,11 @@ class SamplingRows:
     uniform: Tensor
 
 
+@dataclass(frozen=True, slots=True)
 class QKNorm:
     """Per-head RMS norm weights of queries and keys, [head_dim] each, with their eps."""
 
-    __slots__ = ("eps", "k_weight", "num_heads", "q_weight")
-
-    def __init__(self, q_weight: Tensor, k_weight: Tensor, eps: float, num_heads: int) -> None:
-        self.q_weight = q_weight
-        self.k_weight = k_weight
-        self.eps = eps
-        self.num_heads = num_heads
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    num_heads: int

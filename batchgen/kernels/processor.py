@@ -1,7 +1,7 @@
 """Instruction sets that kernels are compiled for: one answer for the plan, the loader and the kernels.
 
-Numba compiles them, so its own settings (``NUMBA_CPU_FEATURES``, ``NUMBA_CPU_NAME``, ``NUMBA_ENABLE_AVX``) decide here
-too: with them a run behaves as on an older CPU. Imports no torch, so that ``plan`` may ask.
+Numba compiles the kernels, so its settings (``NUMBA_CPU_FEATURES``, ``NUMBA_CPU_NAME``, ``NUMBA_ENABLE_AVX``) decide
+here too: with them a run behaves as on an older CPU. Imports no torch, so that ``plan`` can use it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def multiplies_bfloat16() -> bool:
 def processor_variant(product: str = "") -> str:
     """``Kernels.variant`` on a CPU: its vectors, such as ``avx512-bf16``, and the library of matrix products, if any.
 
-    A library comes with torch, and another version of it may add up in another order, so the version counts where
-    there is one; kernels of our own spell out each operation and give the same bits under any version.
+    A library comes with torch, and another version of it may add in another order, so torch's version is named with
+    it; kernels of our own define each operation and give the same bits under any version.
     """
     import torch
 

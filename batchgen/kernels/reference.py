@@ -1,6 +1,7 @@
-"""Every kernel in plain torch: the twin that the fast ones are held against, and the fallback where none runs.
+"""Reference implementation of the kernels in plain torch: the fast ones are tested against it.
 
-Written to be read; sequences are treated one after the other.
+It is also the back end of devices and dtypes that have no other. It is written to be read: sequences are treated one
+after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
 
 
 class ReferenceKernels:
-    """See ``Kernels`` for shapes; ``device`` is where the model runs, the CPU by default."""
+    """``Kernels`` by torch; ``device`` is where the model runs, the CPU by default."""
 
     name = "reference"
 
@@ -33,7 +34,7 @@ class ReferenceKernels:
 
     @property
     def variant(self) -> str:
-        """See ``Kernels.variant``; a GPU that the model runs on is named, since it does the products."""
+        """A GPU that the model runs on is named, since it computes the products."""
         if self._device is None or self._device.type == "cpu":
             return processor_variant("plain")
         return "-".join((processor_variant("plain"), *torch.cuda.get_device_name(self._device).split()))

@@ -1,4 +1,4 @@
-"""Chooses the back end for a device and dtype; a back end for another device is a module and a line here."""
+"""Choice of the back end for a device and dtype."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from numba.core.caching import IndexDataCacheFile
 from tiny_model import DTYPES, engine_for, random_requests, solo, tiny_model, tokens_of
 
 from batchgen.core.records import Request
-from batchgen.kernels.cpu import backend, parallel, rows
+from batchgen.kernels.cpu import linear, parallel, rows
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.linear import PackedLinear, can_pack
 from batchgen.kernels.interface import PlainLinear
@@ -101,8 +101,8 @@ def test_linears_of_torch_batch_as_they_run_alone(
 ) -> None:
     if kind is PackedLinear and not can_pack(DTYPES[dtype]):
         pytest.skip(f"this torch packs no {dtype} linear")
-    monkeypatch.setattr(backend, "can_multiply", lambda weight: False)
-    monkeypatch.setattr(backend, "can_pack", lambda dtype: kind is PackedLinear)
+    monkeypatch.setattr(linear, "can_multiply", lambda weight: False)
+    monkeypatch.setattr(linear, "can_pack", lambda dtype: kind is PackedLinear)
     model, requests = tiny_model(DTYPES[dtype]), random_requests(8, seed=1)
     assert isinstance(model.lm_head, kind)
     engine = engine_for(model, num_blocks=30, block_size=5, max_num_batched_tokens=23, max_num_seqs=6)

@@ -1,8 +1,8 @@
 """Causal grouped-query attention over the paged cache: prompts, chunks and single tokens alike.
 
 A work item is a few consecutive tokens of one sequence and one KV head: up to ``MAX_ROWS`` query rows that read
-the same keys. Keys lie ``[head_dim, lane]`` inside a block, so 16 positions fill one vector and a score needs no
-horizontal sum; values lie ``[position, head_dim]``. Arithmetic is float32 on keys and values as cached; where the
+the same keys. Keys are stored as ``[head_dim, lane]`` in a block, so 16 positions fill one vector and a score needs no
+horizontal sum; values as ``[position, head_dim]``. Arithmetic is float32 on keys and values as cached; where the
 machine multiplies pairs of bfloat16 (twice as fast), queries and probabilities are rounded to bfloat16 first, as the
 reference model rounds them. The element type of the pointers to both decides.
 
@@ -121,7 +121,7 @@ def _score_tile(padded, q, tile, tile_end, table, head, cache, sizes, scores):
     """Scores of ``padded`` query rows against the positions from ``tile`` to ``tile_end``.
 
     What is prefetched meanwhile are the values of the same positions. Few rows take several chunks at once, to read
-    from several places of memory; those that stand in for chunks beyond the end repeat the last, and nobody looks.
+    from several places of memory; beyond the end the last chunk is scored again, and those scores are masked.
     """
     keys, itemsize = cache[0], cache[4]
     _, width, block_size, lanes = sizes
@@ -147,7 +147,7 @@ def _score_tile(padded, q, tile, tile_end, table, head, cache, sizes, scores):
 def _values_of(stream, group, tile_end, table, head, cache, sizes, copies):
     """Address of the values of chunk number ``stream`` from ``group`` on; those beyond ``tile_end`` are zero.
 
-    Where they do not lie in one piece, or something else lies beyond, they are copied first.
+    Where they are not contiguous, or other data follows them, they are copied first.
     """
     _, values, _, values_at, itemsize = cache
     _, width, block_size, _ = sizes
@@ -170,9 +170,9 @@ def _values_of(stream, group, tile_end, table, head, cache, sizes, copies):
 def _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, sums, copies, after):
     """Add the values of the positions from ``tile`` to ``tile_end``, weighted by ``weights``, to ``sums``.
 
-    Chunks go in groups of ``NUM_STREAMS``; one that would begin beyond the end is stood in for by the first, with the
-    weights zero that are there. Meanwhile keys are prefetched, those that are scored next: ``after`` is (block table,
-    its end, first position, head).
+    Chunks go in groups of ``NUM_STREAMS``; in place of a chunk beyond the end the first is read again, with the zero
+    weights of those positions. Meanwhile the keys that are scored next are prefetched: ``after`` is (block table, its
+    end, first position, head).
     """
     values, itemsize = cache[1], cache[4]
     width = sizes[1]
@@ -192,7 +192,7 @@ def _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, sums
 
 @simd.jit
 def _attend(num_rows, group, start, table, head, cache, sizes, scratch, coming):
-    """Query rows (see ``_gather_queries``) against all they may see; leaves sums and totals in ``scratch``.
+    """Query rows (see ``_gather_queries``) against all visible positions; leaves sums and totals in ``scratch``.
 
     ``start`` is the position of the block's first token. Tiles are the outer loop, so that all rows of the block
     meet a tile's keys and values while they are near. ``coming`` says what is read after all of these: see

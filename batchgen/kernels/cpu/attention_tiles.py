@@ -30,6 +30,7 @@ from batchgen.kernels.cpu.vector_ir import (
     emit_splat_pair,
     emit_widen_pairs,
     is_bf16,
+    number,
 )
 
 MAX_ROWS = 8
@@ -38,10 +39,6 @@ CHUNK = 2 * LANES  # neighbouring positions that are scored side by side
 NUM_STREAMS = 4  # places in memory that are read at once: one alone does not fill a core's share of the bandwidth
 TILE = 256  # positions whose scores are held at once; a multiple of CHUNK * NUM_STREAMS
 SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
-
-
-def _number(value):
-    return ir.Constant(ir.IntType(64), value)
 
 
 def _vector_at(builder, base, index):
@@ -67,7 +64,7 @@ def _factors(builder, q, keys, places, d):
     if is_bf16(q):
         return [(pairs, d)]
     evens, odds = zip(*(emit_widen_pairs(builder, pair) for pair in pairs), strict=True)
-    return [(evens, d), (odds, builder.add(d, _number(1)))]
+    return [(evens, d), (odds, builder.add(d, number(1)))]
 
 
 def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out, out_index, ahead):
@@ -82,12 +79,12 @@ def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out
     columns = range(len(starts) * vectors)
     grid = [(r, v) for r in range(rows) for v in columns]
     sums = {place: cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for place in grid}
-    first = [builder.mul(width, _number(r)) for r in range(rows)]
-    begins = [builder.add(start, _number(v * LANES * unit)) for start in starts for v in range(vectors)]
-    with cgutils.for_range(builder, builder.udiv(width, _number(unit))) as loop:
-        d = builder.mul(loop.index, _number(unit))
+    first = [builder.mul(width, number(r)) for r in range(rows)]
+    begins = [builder.add(start, number(v * LANES * unit)) for start in starts for v in range(vectors)]
+    with cgutils.for_range(builder, builder.udiv(width, number(unit))) as loop:
+        d = builder.mul(loop.index, number(unit))
         for line in range(unit):
-            place = builder.mul(builder.add(d, _number(line)), _number(CACHE_LINE))
+            place = builder.mul(builder.add(d, number(line)), number(CACHE_LINE))
             for stream in streams:
                 emit_prefetch(builder, builder.add(stream, place), closeness=2)
         row = builder.mul(d, key_stride)
@@ -99,7 +96,7 @@ def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out
                     builder.store(_multiply(builder, is_bf16(q), spread, key[v], builder.load(total)), total)
     to_base_2 = emit_splat(builder, ir.Constant(FLOAT, float(np.float32(LOG2_E))))
     for r, v in grid:
-        at = builder.add(out_index, _number(r * SCORE_STRIDE + v * LANES))
+        at = builder.add(out_index, number(r * SCORE_STRIDE + v * LANES))
         builder.store(builder.fmul(builder.load(sums[r, v]), to_base_2), _vector_at(builder, out, at), align=4)
 
 
@@ -125,7 +122,7 @@ def _emit_values(builder, rows, vectors, weights, weight_index, values, chunks, 
     """
 
     def place(r, v):
-        row = builder.add(builder.mul(width, _number(r)), _number(v * LANES))
+        row = builder.add(builder.mul(width, number(r)), number(v * LANES))
         return _vector_at(builder, out, builder.add(out_index, row))
 
     def add(value, paired, weight_at):
@@ -136,30 +133,30 @@ def _emit_values(builder, rows, vectors, weights, weight_index, values, chunks, 
                 builder.store(_multiply(builder, paired, spread, value[v], builder.load(total)), total)
 
     def loaded(base, at):
-        return [emit_load(builder, base, builder.add(at, _number(v * LANES))) for v in range(vectors)]
+        return [emit_load(builder, base, builder.add(at, number(v * LANES))) for v in range(vectors)]
 
     places = [place(r, v) for r in range(rows) for v in range(vectors)]
     sums = [cgutils.alloca_once(builder, VECTOR) for _ in places]
     for where, total in zip(places, sums, strict=True):
         builder.store(builder.load(where, align=4), total)
-    starts = [builder.add(weight_index, _number(r * SCORE_STRIDE)) for r in range(rows)]
+    starts = [builder.add(weight_index, number(r * SCORE_STRIDE)) for r in range(rows)]
     bases = [builder.inttoptr(chunk, values.type) for chunk in cgutils.unpack_tuple(builder, chunks)]
     streams = cgutils.unpack_tuple(builder, ahead)
-    with cgutils.for_range(builder, _number(CHUNK // 2)) as loop:
-        position = builder.mul(loop.index, _number(2))
+    with cgutils.for_range(builder, number(CHUNK // 2)) as loop:
+        position = builder.mul(loop.index, number(2))
         at = builder.mul(position, width)
         then = builder.add(at, width)
-        lines = builder.mul(loop.index, _number(vectors * CACHE_LINE))
+        lines = builder.mul(loop.index, number(vectors * CACHE_LINE))
         for c, base in enumerate(bases):
             for line in range(vectors):
-                near = builder.add(streams[c], builder.add(lines, _number(line * CACHE_LINE)))
+                near = builder.add(streams[c], builder.add(lines, number(line * CACHE_LINE)))
                 emit_prefetch(builder, near, closeness=2)
-            weight_at = builder.add(position, _number(c * CHUNK))
+            weight_at = builder.add(position, number(c * CHUNK))
             if is_bf16(weights):
                 add(emit_load_pairs(builder, base, at, then, vectors), True, weight_at)
             else:
                 add(loaded(base, at), False, weight_at)
-                add(loaded(base, then), False, builder.add(weight_at, _number(1)))
+                add(loaded(base, then), False, builder.add(weight_at, number(1)))
     for where, total in zip(places, sums, strict=True):
         builder.store(builder.load(total), where, align=4)
 

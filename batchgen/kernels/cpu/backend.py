@@ -13,16 +13,9 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.cpu import attention as attention_kernel
+from batchgen.kernels.cpu import linear as linears
 from batchgen.kernels.cpu import mixers, sampling
 from batchgen.kernels.cpu import rows as row_kernels
-from batchgen.kernels.cpu.linear import (
-    MIN_PLAIN_ROWS,
-    PackedLinear,
-    PanelGatedLinear,
-    PanelLinear,
-    can_multiply,
-    can_pack,
-)
 from batchgen.kernels.cpu.parallel import Recorder, address, empty, openmp, scratch
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import GatedLinear, Linear, PlainLinear, QKNorm, SamplingRows, TwoStepGatedLinear
@@ -36,12 +29,12 @@ def _bits(value: float) -> int:
 
 
 class CpuKernels:
-    """See ``Kernels`` for shapes; bfloat16 and float32."""
+    """``Kernels`` for CPUs, in bfloat16 and float32."""
 
     name = "cpu"
 
     def __init__(self) -> None:
-        self._library = ""  # of linears that are not launched here, which no recording would hold
+        self._library = ""  # of linears that torch runs: a recording would miss them, and the variant names it
 
     @property
     def variant(self) -> str:
@@ -52,16 +45,16 @@ class CpuKernels:
         return None if self._library or found is None else Recorder(found[0])
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        if can_multiply(weight):
-            return PanelLinear(weight, bias)
-        if can_pack(weight.dtype):
+        if linears.can_multiply(weight):
+            return linears.PanelLinear(weight, bias)
+        if linears.can_pack(weight.dtype):
             self._library = "onednn"
-            return PackedLinear(weight, bias)
+            return linears.PackedLinear(weight, bias)
         self._library = "blas"
-        return PlainLinear(weight, bias, MIN_PLAIN_ROWS)
+        return PlainLinear(weight, bias, linears.MIN_PLAIN_ROWS)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        return PanelGatedLinear(gate, up) if can_multiply(gate) else TwoStepGatedLinear(self, gate, up)
+        return linears.PanelGatedLinear(gate, up) if linears.can_multiply(gate) else TwoStepGatedLinear(self, gate, up)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         out = empty((len(rows), *x.shape[1:]), x.dtype)

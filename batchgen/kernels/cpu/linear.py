@@ -67,7 +67,7 @@ def _finish_gated(sums, rows, first, column, width, out):
 
 @simd.jit
 def _matmul(words):
-    """Arguments (addresses, 0 for none, then sizes) as in ``_Product``; an item is a share of the rows by one panel."""
+    """Arguments (addresses or 0, then sizes) as in ``PanelLinear``; an item is a share of the rows by one panel."""
     x, out = simd.pointer(words[ARGS], BF16), simd.pointer(words[ARGS + 3], BF16)
     bias_at, residual_at, weight = words[ARGS + 1], words[ARGS + 2], words[ARGS + 4]
     bias, residual = simd.pointer(bias_at, BF16), simd.pointer(residual_at, BF16)
@@ -128,27 +128,30 @@ def _in_panels(weight: Tensor) -> Tensor:
     return pairs.transpose(1, 2).contiguous()
 
 
-class _Product:
-    """A weight in panels, and how it is multiplied."""
+class PanelLinear:
+    """``Linear`` with the weight in panels: bfloat16, an even number of inputs."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.inputs = weight.shape
+        self.bias = None if bias is None else bias.to(weight.dtype).contiguous()
         self.panels = _in_panels(weight)
-        self.inputs = weight.shape[1]
         self.num_panels = len(self.panels) // STRIPS
         self.most_shares = self.num_panels if self.panels.nbytes // self.num_panels <= _MOST_SHARED_BYTES else 1
 
-    def __call__(
-        self, x: Tensor, width: int, *, bias: int = 0, residual: Tensor | None = None, gated: bool = False
-    ) -> Tensor:
-        """The product [rows, width] of x [rows, inputs] with all panels; ``bias`` is an address, 0 for none."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.multiply(x, self.out_features, residual)
+
+    def multiply(self, x: Tensor, width: int, residual: Tensor | None = None, *, gated: bool = False) -> Tensor:
+        """The product [rows, width] of x [rows, inputs] with all panels."""
         rows, inputs = x.shape
         assert inputs == self.inputs, f"x is {tuple(x.shape)}, the weight takes {self.inputs} inputs"
         assert x.dtype is torch.bfloat16, "kernels read bits"
         out, residual_at = empty((rows, width), torch.bfloat16), 0
         if residual is not None:
-            assert residual.shape == out.shape, "a residual is added as it stands"
+            assert residual.shape == out.shape, "a residual has the shape of the result"
             assert residual.dtype is torch.bfloat16, "kernels read bits"
             residual_at = address(residual)
+        bias = 0 if self.bias is None else self.bias.data_ptr()
         threads = torch.get_num_threads()
         shares = max(1, min(-(-rows // MAX_ROWS) // _FEWEST_TILES, threads, self.most_shares))
         addresses = (address(x), bias, residual_at, out.data_ptr(), self.panels.data_ptr(), scratch(_SUMS * threads))
@@ -157,36 +160,22 @@ class _Product:
         return out
 
 
-class PanelLinear:
-    """See ``Linear``; bfloat16, an even number of inputs."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_features = len(weight)
-        self.product = _Product(weight)
-        self.bias = None if bias is None else bias.to(weight.dtype).contiguous()
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        bias = 0 if self.bias is None else self.bias.data_ptr()
-        return self.product(x, self.out_features, bias=bias, residual=residual)
-
-
 class PanelGatedLinear:
-    """See ``GatedLinear``; ``linear`` gives 32 gates and their 32 ups by turns."""
+    """``GatedLinear`` in panels, of which each holds 32 gates and their 32 ups."""
 
     def __init__(self, gate: Tensor, up: Tensor) -> None:
         self.out_features = len(gate)
         rows = (0, 0, 0, -len(gate) % _HALF)
         halves = [functional.pad(part.detach(), rows).view(-1, _HALF, part.shape[1]) for part in (gate, up)]
-        both = PanelLinear(torch.cat(halves, 1).flatten(0, 1), None)
-        self.linear: Linear = both
-        self.product = both.product
+        self._panels = PanelLinear(torch.cat(halves, 1).flatten(0, 1), None)
+        self.linear: Linear = self._panels
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.product(x, self.out_features, gated=True)
+        return self._panels.multiply(x, self.out_features, gated=True)
 
 
 class PackedLinear:
-    """See ``Linear``; ``packed`` is opaque to all but oneDNN."""
+    """``Linear`` by oneDNN; only oneDNN can read ``packed``."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)

@@ -23,48 +23,45 @@ from batchgen.kernels.cpu.vector_ir import (
     emit_silu_mul,
     emit_splat_pair,
     emit_store,
+    number,
 )
 
 STRIPS = 4  # vectors of outputs a tile is wide: as many streams of weights are read side by side
 MAX_ROWS = 6  # 24 accumulators, 4 vectors of weights and one of inputs: 29 of 32 registers
 TILE_COLUMNS = STRIPS * LANES
-_LEAD = 1024  # bytes: so far ahead few rows ask for weights
+_LEAD = 1024  # bytes: how far ahead one or two rows prefetch weights
 
-# How a tile ends: float32 sums for others to finish; rounded into ``out``, as they are or after adding ``residual``;
-# or, where the first two strips are gates and the others what they gate, ``silu(gate) * up``.
+# How a tile ends: float32 sums that the caller finishes; rounded into ``out``, with ``residual`` added or without; or,
+# where the first two strips are gates and the others what they gate, ``silu(gate) * up``.
 TO_SUMS, STORE, ADD, GATE = range(4)
-
-
-def _number(value):
-    return ir.Constant(ir.IntType(64), value)
 
 
 def _emit_sums(builder, rows, x, x_index, x_stride, weight, strip_size, pairs, ahead, step):
     """Accumulators {(row, strip): vector} of the products of ``rows`` rows of x with four neighbouring strips.
 
-    A strip is [pairs, 16, 2]: for each pair of inputs, those of 16 outputs. Meanwhile four cache lines are asked for
-    with each pair, to come no closer than the second cache. One or two rows, which never share a panel with another
-    tile and wait for its weights alone, ask for each strip's a little ahead. More rows ask for four neighbours from
-    the address ``ahead`` on, ``step`` bytes further with each pair (one for each strip would take too many registers);
-    with a step of less than four lines some are asked for again, which is cheaper than choosing.
+    A strip is [pairs, 16, 2]: for each pair of inputs, those of 16 outputs. Meanwhile four cache lines are prefetched
+    with each pair, into the second cache. One or two rows, which never share a panel with another tile and wait for its
+    weights alone, prefetch each strip's a little ahead. More rows prefetch four neighbours from the address ``ahead``
+    on, ``step`` bytes further with each pair (one for each strip would take too many registers); with a step of less
+    than four lines some are prefetched again, which is cheaper than choosing.
     """
     grid = [(r, v) for r in range(rows) for v in range(STRIPS)]
     totals = {place: cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for place in grid}
-    row = [builder.gep(x, [builder.add(x_index, builder.mul(x_stride, _number(r)))]) for r in range(rows)]
-    strip = [builder.gep(weight, [builder.mul(strip_size, _number(v))]) for v in range(STRIPS)]
+    row = [builder.gep(x, [builder.add(x_index, builder.mul(x_stride, number(r)))]) for r in range(rows)]
+    strip = [builder.gep(weight, [builder.mul(strip_size, number(v))]) for v in range(STRIPS)]
     with cgutils.for_range(builder, pairs) as loop:
         if rows <= 2:
-            lead = builder.add(builder.mul(loop.index, _number(CACHE_LINE)), _number(_LEAD))
+            lead = builder.add(builder.mul(loop.index, number(CACHE_LINE)), number(_LEAD))
             lines = [builder.add(builder.ptrtoint(start, pairs.type), lead) for start in strip]
         else:
             place = builder.add(ahead, builder.mul(loop.index, step))
-            lines = [builder.add(place, _number(line * CACHE_LINE)) for line in range(4)]
+            lines = [builder.add(place, number(line * CACHE_LINE)) for line in range(4)]
         for line in lines:
             emit_prefetch(builder, line, closeness=2)
-        at = builder.mul(loop.index, _number(2 * LANES))
+        at = builder.mul(loop.index, number(2 * LANES))
         w = [emit_load_whole_pairs(builder, strip[v], at, align=64) for v in range(STRIPS)]
         for r in range(rows):
-            spread = emit_splat_pair(builder, row[r], builder.mul(loop.index, _number(2)))
+            spread = emit_splat_pair(builder, row[r], builder.mul(loop.index, number(2)))
             for v in range(STRIPS):
                 total = totals[r, v]
                 builder.store(emit_dot(builder, w[v], spread, builder.load(total)), total)
@@ -76,14 +73,14 @@ def _emit_end(builder, totals, out, out_index, out_stride, how):
     finish, sums, residual = cgutils.unpack_tuple(builder, how)
 
     def target(r, v):
-        return builder.add(out_index, builder.add(builder.mul(out_stride, _number(r)), _number(v * LANES)))
+        return builder.add(out_index, builder.add(builder.mul(out_stride, number(r)), number(v * LANES)))
 
     def finishing(way):
-        return builder.if_then(builder.icmp_signed("==", finish, _number(way)))
+        return builder.if_then(builder.icmp_signed("==", finish, number(way)))
 
     with finishing(TO_SUMS):
         for (r, v), total in totals.items():
-            to = builder.gep(sums, [_number(r * TILE_COLUMNS + v * LANES)])
+            to = builder.gep(sums, [number(r * TILE_COLUMNS + v * LANES)])
             builder.store(builder.load(total), builder.bitcast(to, VECTOR.as_pointer()), align=4)
     with finishing(STORE):
         for (r, v), total in totals.items():

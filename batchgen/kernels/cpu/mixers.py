@@ -49,7 +49,7 @@ def _rope_and_cache(words, dtype):
     worker = worker_number(words)
     mine = words[ARGS + 10] + worker * 8 * width
     head, rounded = simd.pointer(mine, F32), simd.pointer(mine + 4 * width, dtype)
-    # A float32 or a pair of bfloat16: what lies side by side in the cache is four bytes.
+    # A float32 or a pair of bfloat16: dimensions are stored side by side in units of four bytes.
     rounded_words, pack = simd.pointer(mine + 4 * width, np.uint32), words[ARGS + 19]
     token = next_item(words, worker)
     while token < words[NUM_ITEMS]:
@@ -121,7 +121,7 @@ def _remember(past, first, state, width, taps):
 def _short_conv(words, dtype):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is a sequence.
 
-    A row is worked through from end to end, not in strips of channels: memory is read as it lies, twice as fast.
+    A row is processed from end to end, not in strips of channels: memory is read in its order, twice as fast.
     """
     bcx = simd.pointer(words[ARGS], dtype)
     weight, bias = simd.pointer(words[ARGS + 1], F32), simd.pointer(words[ARGS + 2], F32)

@@ -18,7 +18,7 @@ from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import LANES
 
 BINS = 4096
-LEAST = np.int64(2 << 23)  # bits of 2**-125: exp ends at 2**-126, so a smaller probability stands for none
+LEAST = np.int64(2 << 23)  # bits of 2**-125: exp ends at 2**-126, so a smaller probability counts as zero
 
 
 @simd.jit

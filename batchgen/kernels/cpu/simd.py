@@ -20,7 +20,7 @@ from numba.extending import intrinsic as numba_intrinsic
 from numba.extending import register_model
 
 from batchgen.kernels.cpu import vector_ir
-from batchgen.kernels.cpu.vector_ir import FLOAT, INT, LANES, VECTOR
+from batchgen.kernels.cpu.vector_ir import FLOAT, INT, LANES, VECTOR, emit_call, emit_lane_mask
 
 # A kernel cannot raise: an exception inside the worker threads would leave its items undone, unseen.
 jit: Any = njit(error_model="numpy")
@@ -77,14 +77,16 @@ store = emitted(types.void, ANY, I64, vec)(vector_ir.emit_store)
 store_part = emitted(types.void, ANY, I64, vec, I64)(vector_ir.emit_store_part)
 round_like = emitted(vec, ANY, vec)(vector_ir.emit_round_like)
 splat = emitted(vec, types.float32)(vector_ir.emit_splat)
-keep_lanes = emitted(vec, vec, vec, I64)(vector_ir.emit_keep_lanes)
-lane = emitted(types.float32, vec, I64)(vector_ir.emit_lane)
 any_equal = emitted(types.boolean, vec, vec)(vector_ir.emit_any_equal)
 add = emitted(vec, vec, vec)(lambda builder, a, b: builder.fadd(a, b))
 sub = emitted(vec, vec, vec)(lambda builder, a, b: builder.fsub(a, b))
 mul = emitted(vec, vec, vec)(lambda builder, a, b: builder.fmul(a, b))
 fma = emitted(vec, vec, vec, vec)(vector_ir.emit_fma)
-maximum = emitted(vec, vec, vec)(vector_ir.emit_maximum)
+# The larger, lane by lane; of a number and NaN the number.
+maximum = emitted(vec, vec, vec)(lambda builder, a, b: emit_call(builder, "llvm.maxnum.v16f32", [a, b]))
+lane = emitted(types.float32, vec, I64)(lambda builder, v, i: builder.extract_element(v, builder.trunc(i, INT)))
+# The first vector in the lanes below ``n``, the second above.
+keep_lanes = emitted(vec, vec, vec, I64)(lambda builder, a, b, n: builder.select(emit_lane_mask(builder, n), a, b))
 exp2 = emitted(vec, ANY, vec)(vector_ir.emit_exp2)
 exp = emitted(vec, ANY, vec)(vector_ir.emit_exp)
 silu_mul = emitted(vec, ANY, vec, vec)(vector_ir.emit_silu_mul)

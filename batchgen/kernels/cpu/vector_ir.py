@@ -42,6 +42,11 @@ class _BFloat(ir.Type):  # llvmlite does not have this one
         return hash(_BFloat)
 
 
+def number(value: int) -> ir.Constant:
+    """An int64."""
+    return ir.Constant(ir.IntType(64), value)
+
+
 def int_splat(value: int) -> ir.Constant:
     """The same integer in every lane."""
     return ir.Constant(INT_VECTOR, [ir.Constant(INT, value)] * LANES)
@@ -129,16 +134,6 @@ def emit_round_like(builder: ir.IRBuilder, base: ir.Value, value: ir.Value) -> i
     return emit_widen(builder, emit_narrow(builder, value)) if is_bf16(base) else value
 
 
-def emit_keep_lanes(builder: ir.IRBuilder, value: ir.Value, other: ir.Value, count: ir.Value) -> ir.Value:
-    """``value`` in the lanes below ``count``, ``other`` above."""
-    return builder.select(emit_lane_mask(builder, count), value, other)
-
-
-def emit_lane(builder: ir.IRBuilder, value: ir.Value, index: ir.Value) -> ir.Value:
-    """One lane as a scalar."""
-    return builder.extract_element(value, builder.trunc(index, INT))
-
-
 def emit_any_equal(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     """Whether any lane of ``a`` equals its counterpart in ``b``."""
     same = builder.fcmp_ordered("==", a, b)
@@ -148,11 +143,6 @@ def emit_any_equal(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 def emit_fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
     """``a * b + c``, rounded once."""
     return emit_call(builder, "llvm.fma.v16f32", [a, b, c])
-
-
-def emit_maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """The larger, lane by lane; of a number and NaN the number."""
-    return emit_call(builder, "llvm.maxnum.v16f32", [a, b])
 
 
 # Taylor coefficients of 2**f, the highest first: good to float32 for |f| <= 1/2, and the last five to bfloat16.
@@ -196,7 +186,7 @@ def emit_exp(builder: ir.IRBuilder, base: ir.Value, x: ir.Value) -> ir.Value:
 
 def emit_silu_mul(builder: ir.IRBuilder, out: ir.Value, gate: ir.Value, up: ir.Value) -> ir.Value:
     """``gate * sigmoid(gate) * up``, as good as the element type of ``out`` can tell."""
-    zero, one = (emit_splat(builder, ir.Constant(FLOAT, number)) for number in (0.0, 1.0))
+    zero, one = (emit_splat(builder, ir.Constant(FLOAT, scalar)) for scalar in (0.0, 1.0))
     sigmoid = builder.fdiv(one, builder.fadd(one, emit_exp(builder, out, builder.fsub(zero, gate))))
     return builder.fmul(builder.fmul(gate, sigmoid), up)
 
@@ -256,13 +246,13 @@ def emit_prefetch(builder: ir.IRBuilder, address: ir.Value, closeness: int = 3) 
     emit_call(builder, "llvm.prefetch.p0", [where, *flags], ir.VoidType())
 
 
-def emit_cases(builder: ir.IRBuilder, number: ir.Value, cases: Sequence[int], emit: Callable[[int], None]) -> None:
-    """Branch on ``number``: ``emit(case)`` for each of ``cases``, the last of which serves all other numbers."""
+def emit_cases(builder: ir.IRBuilder, choice: ir.Value, cases: Sequence[int], emit: Callable[[int], None]) -> None:
+    """Branch on ``choice``: ``emit(case)`` for each of ``cases``, the last of which serves all other values."""
     if len(cases) == 1:
         emit(cases[0])
         return
-    with builder.if_else(builder.icmp_signed("==", number, ir.Constant(number.type, cases[0]))) as (same, other):
+    with builder.if_else(builder.icmp_signed("==", choice, number(cases[0]))) as (same, other):
         with same:
             emit(cases[0])
         with other:
-            emit_cases(builder, number, cases[1:], emit)
+            emit_cases(builder, choice, cases[1:], emit)

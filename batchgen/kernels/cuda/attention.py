@@ -72,22 +72,16 @@ def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAY
         block = tl.load(table + index, mask=index < max_blocks, other=0).to(tl.int64)
         block = tl.max_constancy(block, RUN)
         place, offset = block * num_kv_heads + kv_head, tl.max_contiguous(tl.multiple_of(at % BLOCK_SIZE, RUN), RUN)
-        k = tl.load(
-            keys + (place * (WIDTH * LANES) + offset)[None, :] + dim[:, None] * LANES,
-            mask=(dim < HEAD_DIM)[:, None],
-            other=0.0,
-        )
+        key = keys + (place * (WIDTH * LANES) + offset)[None, :] + dim[:, None] * LANES
+        k = tl.load(key, mask=(dim < HEAD_DIM)[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * LOG2_E
         scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
         largest = tl.maximum(best, tl.max(scores, 1))
         base = tl.where(largest == float("-inf"), 0.0, largest)
         weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(best - base)
-        v = tl.load(
-            values + ((place * BLOCK_SIZE + offset) * WIDTH)[:, None] + dim[None, :],
-            mask=(at < end)[:, None] & (dim < HEAD_DIM)[None, :],
-            other=0.0,
-        )
+        value = values + ((place * BLOCK_SIZE + offset) * WIDTH)[:, None] + dim[None, :]
+        v = tl.load(value, mask=(at < end)[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
         mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
         total = tl.fma(total, fade, tl.sum(weights, 1))
         best = largest
@@ -125,9 +119,8 @@ def attend_one_token(
     table = tables + sequence.to(tl.int64) * max_blocks
     end = tl.minimum(first + SPAN, context)
     cache = (keys, values, num_kv_heads)
-    best, total, mixed = _attend_span(
-        rows, context - 1 + row * 0, cache, table, kv_head, first, end, max_blocks, LAYOUT
-    )
+    position = context - 1 + row * 0
+    best, total, mixed = _attend_span(rows, position, cache, table, kv_head, first, end, max_blocks, LAYOUT)
     to = (sequence.to(tl.int64) * num_heads + head) * num_spans + span
     dim = tl.arange(0, LAYOUT[DIMS_AT])
     inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -199,7 +192,7 @@ def attend_tile(tensors, out, num_seqs, num_heads, num_kv_heads, max_blocks, ROW
 
 
 class PagedAttention:
-    """What all kernels of one step's attention are given; q is [num_tokens, num_heads, width].
+    """Launches the kernels of one layer's attention in one step; q is [num_tokens, num_heads, width].
 
     ``one_order``: prompts in tiles as high as a single token's, and no rounding left to the compiler's choice, so
     that a token's bits do not depend on whether it is computed by itself.

@@ -1,6 +1,6 @@
 """The CUDA back end: torch tensors in, Triton kernels on their memory, torch tensors out.
 
-Nothing here waits for the device or asks it anything: every grid follows from shapes that the host knows, so a
+Nothing here waits for the device or reads from it: every grid follows from shapes that the host knows, so a
 step can be captured in a CUDA graph. Kernels are compiled when first launched and kept in Triton's cache on disk.
 """
 
@@ -21,7 +21,7 @@ _FUSED = {"enable_fp_fusion": True}  # as compilers do by default; Triton 3.9 wa
 
 
 class CudaKernels:
-    """See ``Kernels`` for shapes; bfloat16, float16 and float32.
+    """``Kernels`` for NVIDIA GPUs, in bfloat16, float16 and float32.
 
     With ``batch_invariant`` a token's bits depend on its own sequence alone. Without it cuBLAS may round a row
     differently with how many rows share its product, and a token computed as part of a prompt (a long chunk, or
@@ -39,7 +39,7 @@ class CudaKernels:
 
     @property
     def variant(self) -> str:
-        """See ``Kernels.variant``; cuBLAS picks its kernels by the GPU, Triton is told its architecture only."""
+        """The GPU is named where cuBLAS picks its kernels by it; Triton compiles for the architecture alone."""
         if not torch.cuda.is_available():
             return "cuda-interpreted"
         major, minor = torch.cuda.get_device_capability(self._device)
@@ -82,12 +82,8 @@ class CudaKernels:
         mixers.rope_and_cache[(len(qkv),)](
             *(tensors, norms.eps, head_dim**-0.5, norms.num_heads, num_kv_heads),
             HALF=head_dim // 2,
-            WIDTH=width,
-            BLOCK_SIZE=cache.block_size,
-            LANES=cache.lanes,
-            HEADS=power_of_two(norms.num_heads),
-            KV_HEADS=power_of_two(num_kv_heads),
-            HALF_BLOCK=power_of_two(head_dim // 2),
+            CACHE=(width, cache.block_size, cache.lanes),
+            POWERS=tuple(map(power_of_two, (norms.num_heads, num_kv_heads, head_dim // 2))),
             **_FUSED,
         )
         return q

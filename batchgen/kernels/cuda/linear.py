@@ -20,29 +20,27 @@ GROUP_M = tl.constexpr(8)  # row tiles that go over the weight together, so that
 
 
 class CublasLinear:
-    """See ``Linear``. In float32 as exact as torch's setting says; its default allows no TF32."""
+    """``Linear`` by cuBLAS, in float32 as exact as torch's setting says; its default allows no TF32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See ``Linear``; a residual is added before the product is rounded."""
         if residual is None:
             return functional.linear(x, self.weight, self.bias)
-        y = torch.addmm(residual, x, self.weight.T)
+        y = torch.addmm(residual, x, self.weight.T)  # added before the product is rounded
         return y if self.bias is None else y + self.bias
 
 
 class FixedOrderLinear:
-    """See ``Linear``."""
+    """``Linear`` that adds bias and residual before it rounds, and every product in the same order."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight.contiguous()
         self.bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """See ``Linear``; bias and residual are added before the product is rounded."""
         rows, width = x.shape
         out_features = len(self.weight)
         out = x.new_empty(rows, out_features)
@@ -72,9 +70,8 @@ def matmul(x, weight, bias, residual, out, rows, out_features, width, BLOCK_K: t
     for start in range(0, width, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         a = tl.load(x + row * width + k[None, :], mask=(row < rows) & (k < width)[None, :], other=0.0)
-        b = tl.load(
-            weight + column * width + k[:, None], mask=(column < out_features) & (k < width)[:, None], other=0.0
-        )
+        at = weight + column * width + k[:, None]
+        b = tl.load(at, mask=(column < out_features) & (k < width)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
     inside = (row < rows) & (column < out_features)
     if bias is not None:

@@ -32,26 +32,19 @@ def _normed_and_rotated(x, weight, eps, cosine, sine, head, num_heads, HALF: tl.
 
 @triton.jit
 def rope_and_cache(
-    tensors,
-    eps,
-    scale,
-    num_heads,
-    num_kv_heads,
-    HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    LANES: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
+    tensors, eps, scale, num_heads, num_kv_heads, HALF: tl.constexpr, CACHE: tl.constexpr, POWERS: tl.constexpr
 ):
-    """One program per token. *HEADS and HALF_BLOCK are powers of two that hold num_heads, num_kv_heads and HALF."""
+    """One program per token. CACHE: width, block_size, lanes. POWERS: of two, holding num_heads, num_kv_heads, HALF."""
+    WIDTH: tl.constexpr = CACHE[0]
+    BLOCK_SIZE: tl.constexpr = CACHE[1]
+    LANES: tl.constexpr = CACHE[2]
+    HALF_BLOCK: tl.constexpr = POWERS[2]
     qkv, q_weight, k_weight, cosine, sine, positions, slots, q_out, keys, values = tensors
     token = tl.program_id(0).to(tl.int64)
     angle = tl.load(positions + token) * HALF
     row = qkv + token * (num_heads + 2 * num_kv_heads) * (2 * HALF)
     i = tl.arange(0, HALF_BLOCK)
-    head = tl.arange(0, HEADS)
+    head = tl.arange(0, POWERS[0])
     a, b = _normed_and_rotated(row, q_weight, eps, cosine + angle, sine + angle, head, num_heads, HALF, HALF_BLOCK)
     inside = (head[:, None] < num_heads) & (i < HALF)[None, :]
     to = q_out + (token * num_heads + head)[:, None] * WIDTH + i[None, :]
@@ -59,7 +52,7 @@ def rope_and_cache(
     tl.store(to + HALF, b * scale, mask=inside)
 
     slot = tl.load(slots + token)
-    head = tl.arange(0, KV_HEADS)
+    head = tl.arange(0, POWERS[1])
     inside = (head[:, None] < num_kv_heads) & (i < HALF)[None, :]
     row += num_heads * (2 * HALF)
     a, b = _normed_and_rotated(row, k_weight, eps, cosine + angle, sine + angle, head, num_kv_heads, HALF, HALF_BLOCK)

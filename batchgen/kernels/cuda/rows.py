@@ -1,6 +1,6 @@
-"""Kernels whose rows know nothing of each other: RMS norm, SwiGLU, argmax.
+"""Kernels that treat each row by itself: RMS norm, SwiGLU, argmax.
 
-A row's sums are taken in an order that its width alone fixes, so its bits never depend on the other rows.
+The width alone fixes the order in which a row is summed, so its bits never depend on the other rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ARGMAX_BLOCK = 8192  # logits of one program; a row's parts are then compared by
 
 @triton.jit
 def rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
-    """One program a row; the normed value is rounded before it meets the weight, as the model was trained."""
+    """One program per row; the normed value is rounded before it meets the weight, as the model was trained."""
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -38,7 +38,7 @@ def swiglu(gate_up, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _first_largest(v, index):
-    """(largest, where it stands first) of values in which NaN counts as -inf; NaN if there is nothing else."""
+    """(largest, the index of its first) of values in which NaN counts as -inf; NaN if there is nothing else."""
     is_nan = v != v
     ordered = tl.where(is_nan, float("-inf"), v)
     largest = tl.max(ordered)
@@ -59,7 +59,7 @@ def argmax_parts(logits, largest, first, width, num_parts, BLOCK: tl.constexpr):
 
 @triton.jit
 def argmax_of_parts(largest, first, out, num_parts, BLOCK: tl.constexpr):
-    """One program a row; -1 for a row of NaN."""
+    """One program per row; -1 for a row of NaN."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     inside = part < num_parts

@@ -1,4 +1,4 @@
-"""Draws one token per row of logits without a sort: one program a row, the logits read again instead of kept.
+"""Draws one token per row of logits without a sort: one program per row, the logits read again instead of kept.
 
 A filter keeps the tokens from some probability upward. Probabilities in (0, 1] order like the bits of their float32,
 30 of which can be set, so the threshold is found three bits at a time: eight candidates are weighed in each of ten
@@ -15,7 +15,7 @@ BLOCK = tl.constexpr(4096)
 DIGIT_BITS = tl.constexpr(3)
 NUM_CANDIDATES = tl.constexpr(8)  # one per value of a digit
 NUM_DIGITS = tl.constexpr(10)
-LEAST = tl.constexpr(2 << 23)  # bits of 2**-125: a smaller probability stands for none, as on the other back ends
+LEAST = tl.constexpr(2 << 23)  # bits of 2**-125: a smaller probability counts as zero, as on the other back ends
 HOTTEST = tl.constexpr(2.0**125)  # the device's division fails beyond 2**126; either makes all tokens alike
 
 
@@ -117,7 +117,7 @@ def _peak(logits, width):
 
 @triton.jit
 def sample(logits, temperature, min_p, top_k, top_p, uniform, out, width):
-    """One program a row; -1 for a row that is not finite."""
+    """One program per row; -1 for a row that is not finite."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     hot = tl.minimum(tl.load(temperature + row), HOTTEST)
@@ -139,7 +139,7 @@ def sample(logits, temperature, min_p, top_k, top_p, uniform, out, width):
 
 @triton.jit
 def logsumexp(logits, out, width):
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     peak = _peak(logits + row * width, width)
     tl.store(out + row, peak + tl.log(_total(logits + row * width, width, peak, 1.0)))
