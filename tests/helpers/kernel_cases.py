@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pytest
 import torch
 from tiny_model import BACK_ENDS, packed_keys, ragged_input
 from torch import Tensor
@@ -14,6 +15,18 @@ from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import Kernels, SamplingRows
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.config import LANES
+
+EVERY_BACK_END: dict[str, Callable[[], Kernels]] = {**BACK_ENDS}
+try:
+    from triton_device import OnDevice
+except pytest.skip.Exception:  # Triton is not installed, or cannot run here
+    pass
+else:
+    EVERY_BACK_END["cuda"] = OnDevice
+# Its interpreter multiplies what is beyond a sequence's end, too, before it is masked: NaN and inf in these tests.
+INTERPRETED = pytest.mark.filterwarnings("ignore:(invalid|overflow|divide|All-NaN).*:RuntimeWarning")
+# Back ends of tests that are small enough for the interpreter; larger ones take ``BACK_ENDS``.
+EVERY_NAME = [pytest.param(name, marks=INTERPRETED) if name == "cuda" else name for name in EVERY_BACK_END]
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,7 @@ def rows_of(
 def draw(name: str, logits: Tensor, uniforms: list[float], **params: float) -> list[int]:
     """One row of logits drawn from once per uniform."""
     rows = rows_of(uniforms, **params)  # type: ignore[arg-type]
-    return BACK_ENDS[name]().sample(logits.expand(len(uniforms), -1).contiguous(), rows).tolist()
+    return EVERY_BACK_END[name]().sample(logits.expand(len(uniforms), -1).contiguous(), rows).tolist()
 
 
 def logits_of(width: int, seed: int, scale: float = 2.0) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import Case, attend, dense, make_case
+from kernel_cases import EVERY_BACK_END, EVERY_NAME, Case, attend, dense, make_case
 from tiny_model import BACK_ENDS
 from torch import Tensor
 
@@ -102,11 +102,11 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(
     assert torch.equal(torch.cat(got), expected)
 
 
-@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("name", EVERY_NAME)
 def test_attention_follows_scores_of_any_size(name: str) -> None:
     case = make_case([(300, 4), (0, 20)], (4, 2, 16), torch.float32, 4)
     case = replace(case, queries=[200 * q for q in case.queries])  # so sharp that one position takes all
-    for got, expected in zip(attend(BACK_ENDS[name](), case, 16), dense(case), strict=True):
+    for got, expected in zip(attend(EVERY_BACK_END[name](), case, 16), dense(case), strict=True):
         torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-3)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from kernel_cases import conv_state, empty_cache, normal, rotary_table
+from kernel_cases import EVERY_BACK_END, EVERY_NAME, conv_state, empty_cache, normal, rotary_table
 from tiny_model import BACK_ENDS, ragged_input
 from torch import Tensor
 from torch.nn import functional
@@ -146,12 +146,12 @@ def test_convolution_has_the_same_bits_however_a_sequence_is_cut(width: int, tap
     assert torch.equal(alone[0], whole[1])
 
 
-@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("name", EVERY_NAME)
 def test_convolution_touches_only_the_slots_of_its_sequences(name: str) -> None:
     state = torch.full((5, 2, 24), 5.0)
     inputs, num_blocks = ragged_input([(0, 4), (0, 1)], 16)
     conv = conv_state(state, num_blocks, 16)
-    BACK_ENDS[name]().short_conv(normal(5, 72, seed=0), normal(3, 24, seed=1), torch.zeros(24), conv, inputs)
+    EVERY_BACK_END[name]().short_conv(normal(5, 72, seed=0), normal(3, 24, seed=1), torch.zeros(24), conv, inputs)
     assert torch.equal(state[2:], torch.full((3, 2, 24), 5.0))
     assert not (state[:2] == 5.0).any()
     assert torch.equal(state[1, 0], torch.zeros(24)), "the state of a single token starts with the zero before it"

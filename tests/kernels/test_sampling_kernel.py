@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import JUST_BELOW_ONE, draw, filtered, is_settled, logits_of, rows_of
+from kernel_cases import EVERY_BACK_END, EVERY_NAME, JUST_BELOW_ONE, draw, filtered, is_settled, logits_of, rows_of
 from tiny_model import BACK_ENDS
 from torch import Tensor
 
@@ -100,7 +100,7 @@ def test_filters_compose_in_their_order(
     assert_draws_from(name, logits, expected, **params)
 
 
-@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("name", EVERY_NAME)
 def test_what_equals_the_last_kept_token_is_kept(name: str) -> None:
     logits = torch.tensor([1.0, 2.0, 1.0, 0.0, 1.0, -1.0])
     tied = torch.where(logits >= 1.0, logits, -torch.inf).double().softmax(-1)
@@ -111,7 +111,12 @@ def test_what_equals_the_last_kept_token_is_kept(name: str) -> None:
     assert_draws_from(name, equal, torch.full((6,), 1 / 6), top_p=0.5)
 
 
-@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_a_uniform_on_the_border_of_two_tokens_draws_the_second(name: str) -> None:
+    assert draw(name, torch.zeros(4), [0.0, 0.25, 0.5, 0.75]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
 def test_extreme_temperatures(name: str) -> None:
     logits = torch.tensor([1.0, 3.0, 2.999, -500.0, 0.0])
     grid = [i / 50 for i in range(50)]
@@ -122,7 +127,7 @@ def test_extreme_temperatures(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("name", EVERY_NAME)
 def test_a_forbidden_token_is_never_drawn(name: str, dtype: torch.dtype) -> None:
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf], dtype=dtype)
     grid = [0.0, 2.0**-53, JUST_BELOW_ONE, *(i / 30 for i in range(30))]
@@ -131,13 +136,13 @@ def test_a_forbidden_token_is_never_drawn(name: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("name", EVERY_NAME)
 def test_a_row_that_is_not_finite_draws_minus_one(name: str, dtype: torch.dtype) -> None:
     good = [0.5] * 20
     some = [*good[:7], torch.nan, *good[8:]]
     infinite = [*good[:7], torch.inf, *good[8:]]
     logits = torch.tensor([good, [torch.nan] * 20, some, infinite, [-torch.inf] * 20, good], dtype=dtype)
-    drawn = BACK_ENDS[name]().sample(logits, rows_of([0.5] * 6)).tolist()
+    drawn = EVERY_BACK_END[name]().sample(logits, rows_of([0.5] * 6)).tolist()
     assert drawn == [10, -1, -1, -1, -1, 10]
 
 
