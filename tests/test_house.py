@@ -39,7 +39,7 @@ LONGEST_CHAINS = {
     "report": 3,
     "run": 6,
     "bench": 2,
-    "plan": 5,
+    "plan": 4,
     "check": 3,
     "cli": 3,
 }

@@ -7,6 +7,7 @@ torch only to calibrate.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,17 +79,11 @@ def _forecast(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Sur
         from batchgen.plan.calibrate import calibrate
 
         return calibrate(spec, model, survey, given, began=began)
-    report = _last_report(spec)
-    if report is not None and comparable(report, spec.model.path, processor_name()):
-        return forecast_from_report(report, survey, given)
+    with suppress(UsageError):  # there is no report
+        report = read_report(RunDir(Path(spec.output.path)))
+        if comparable(report, spec.model.path, processor_name()):
+            return forecast_from_report(report, survey, given)
     return Forecast(given or OutputLengths.limits(survey))
-
-
-def _last_report(spec: JobSpec) -> dict[str, Any] | None:
-    try:
-        return read_report(RunDir(Path(spec.output.path)))
-    except UsageError:
-        return None
 
 
 def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast) -> dict[str, Any]:
