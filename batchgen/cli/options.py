@@ -81,19 +81,17 @@ def json_option(text: str = "One JSON object instead of text.") -> Callable[[F],
     return click.option("--json", "as_json", is_flag=True, help=text)
 
 
+_HEARTBEAT_HELP = "Time between progress lines if stderr is no terminal [30s]."
+_PROGRESS = (
+    run_option("--heartbeat", "heartbeat_s", type=DURATION, default="30s", help=_HEARTBEAT_HELP),
+    run_option("--json-progress", is_flag=True, help="Progress as JSON lines on stderr."),
+    run_option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
+)
+
+
 def progress_options(command: F) -> F:
     """How progress is shown; see ``RunOptions``."""
-    for option in (
-        run_option(
-            "--heartbeat",
-            "heartbeat_s",
-            type=DURATION,
-            default="30s",
-            help="Time between lines [30s]; no terminal.",
-        ),
-        run_option("--json-progress", is_flag=True, help="Progress as JSON lines on stderr."),
-        run_option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
-    ):
+    for option in _PROGRESS:
         command = option(command)
     return command
 
