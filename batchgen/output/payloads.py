@@ -45,8 +45,10 @@ class Payloads:
         """
         samples = [self._sample(sample) for sample in result.samples]
         first = samples[0]
-        if choices:
-            first |= {"text": _likeliest(choices, result), "finish_reason": str(FinishReason.STOP)}
+        scored = [*zip(choices, result.choice_logprobs, strict=True)] if choices else []
+        if scored:
+            likeliest, _ = max(scored, key=lambda choice: choice[1])  # the first of equals
+            first |= {"text": likeliest, "finish_reason": str(FinishReason.STOP)}
         payload: dict[str, Any] = {"id": record.index if row_id is None else row_id, "index": record.index}
         payload |= {name: first[name] for name in ("text", "finish_reason") if name in first}
         payload["usage"] = {
@@ -57,8 +59,7 @@ class Payloads:
         payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
         if len(samples) > 1:
             payload["samples"] = samples
-        if choices:
-            scored = zip(choices, result.choice_logprobs, strict=True)
+        if scored:
             payload["choices"] = [{"text": text, "logprob": _rounded(logprob)} for text, logprob in scored]
         if result.prompt_logprobs is not None:
             payload["prompt_logprobs"] = self._logprobs(result.prompt_logprobs)
@@ -125,11 +126,6 @@ class Payloads:
 
 def _rounded(logprob: float) -> float:
     return round(logprob, _DIGITS) + 0.0  # never -0.0
-
-
-def _likeliest(choices: Sequence[str], result: Result) -> str:
-    """The choice with the highest log-probability, the first of equals."""
-    return choices[max(range(len(choices)), key=lambda i: result.choice_logprobs[i])]
 
 
 def _perplexity(tokens: Sequence[TokenLogprob]) -> float | None:

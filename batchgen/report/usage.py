@@ -42,7 +42,7 @@ def follow(totals: Numbers, more: Numbers) -> dict[str, Any]:
     return total
 
 
-def spent_in(report: Numbers) -> dict[str, Any]:
+def usage_of(report: Numbers) -> dict[str, Any]:
     """The usage behind a report, to be added to: the inverse of ``split``.
 
     Its ``tail_s`` is that of runs that came to their end, so that those of shards add up.

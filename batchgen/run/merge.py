@@ -37,7 +37,7 @@ from batchgen.output.journal import Counts
 from batchgen.output.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import build_report, write_report
-from batchgen.report.usage import follow, spent_in
+from batchgen.report.usage import follow, usage_of
 from batchgen.run.invocation import tidy_on_refusal
 from batchgen.run.reports import output_totals, read_report
 
@@ -120,7 +120,7 @@ def _joined_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> dict[s
     assert manifest is not None, "a merged run has a manifest"
     usage: dict[str, Any] = {}
     for report in reports:
-        usage = follow(usage, spent_in(report))
+        usage = follow(usage, usage_of(report))
     facts = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _SHARED_FACTS}
     facts["numerics"] = manifest.fingerprints.get("numerics", facts["numerics"])  # with the kernels of all shards
     totals = output_totals(run_dir, job_from_dict(manifest.job, run_dir.manifest).output)

@@ -28,7 +28,7 @@ from batchgen.output.journal import Journal
 from batchgen.output.manifest import differences
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import build_report, write_report
-from batchgen.report.usage import follow, spent_in
+from batchgen.report.usage import follow, usage_of
 from batchgen.run.invocation import Invocation, Outcome, RunOptions
 from batchgen.run.loader import EngineFactory, read_model
 from batchgen.run.reports import job_facts, output_totals, read_report
@@ -139,7 +139,7 @@ class _Retry(Invocation):
         except UsageError as error:  # merged without reports, or written by another version
             self.progress.display.note(f"the new report counts the time of this retry only: {error}")
             before = {}
-        usage = follow(spent_in(before) if before else {}, self.progress.usage())
+        usage = follow(usage_of(before) if before else {}, self.progress.usage())
         report = build_report(totals, usage, job_facts(self.spec, self.manifest, self.backend))
         if totals.num_untimed:  # OpenAI outputs of an earlier build, without times and kept columns
             kept = ("latency_s", "histograms", "slowest", "preemptions", "accuracy")

@@ -23,13 +23,13 @@ def record(index: int, **more: Any) -> dict[str, Any]:
     return {"id": f"r{index}", "index": index, "finish_reason": "stop", "usage": usage, "timings": timings, **more}
 
 
-def made(errors: int = 0, rows: int = 20, **spent: Any) -> dict[str, Any]:
+def made(errors: int = 0, rows: int = 20, **usage: Any) -> dict[str, Any]:
     totals = RowTotals()
     for index in range(rows):
         totals.add_result(record(index))
     for _ in range(errors):
         totals.add_error({"code": "too_long"})
-    return build_report(totals, {"wall_s": 10.0, "seconds": {"generate": 9.0, "other": 1.0}, **spent}, ABOUT)
+    return build_report(totals, {"wall_s": 10.0, "seconds": {"generate": 9.0, "other": 1.0}, **usage}, ABOUT)
 
 
 def engine(**counts: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.engine.stats import MAX_POINTS, EngineStats, Point, StepSeries
-from batchgen.report.usage import add_up, follow, since, spent_in, tail_s, thin
+from batchgen.report.usage import add_up, follow, since, tail_s, thin, usage_of
 
 
 def series_of(steps: list[int]) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def test_instants_become_seconds_of_the_run() -> None:
     assert counts["forward_prefill_s"] == 1.5
 
 
-def test_what_a_report_spent_is_what_it_was_built_from() -> None:
+def test_the_usage_of_a_report_is_the_usage_it_was_built_from() -> None:
     report = {
         "sessions": 2,
         "wall_s": 9.0,
@@ -71,10 +71,10 @@ def test_what_a_report_spent_is_what_it_was_built_from() -> None:
         "max_rss_bytes": 7,
         "tail_s": 0.5,
     }
-    spent = spent_in(report)
-    assert spent["seconds"] == {"load": 1.0, "generate": 8.0}
-    assert spent["engine"] == {"num_steps": 5, "series": {"at_s": [0.0]}}
-    assert follow(spent, spent)["tail_s"] == 1.0
+    usage = usage_of(report)
+    assert usage["seconds"] == {"load": 1.0, "generate": 8.0}
+    assert usage["engine"] == {"num_steps": 5, "series": {"at_s": [0.0]}}
+    assert follow(usage, usage)["tail_s"] == 1.0
 
 
 def running(sequences: list[float]) -> dict[str, Any]:
