@@ -27,6 +27,11 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
+class _Cost(NamedTuple):
+    unit: str
+    hours: str
+
+
 def at(report: Report, path: str) -> Any:
     """The value at a path of keys such as ``tokens.total``; None where a key on the way is missing or null."""
     value: Any = report
@@ -56,8 +61,8 @@ def figures(report: Report) -> Facts:
     yield "tokens out", f"{tokens['completion']:,}"
     if accuracy and accuracy["total"]:
         yield "exact match", f"{accuracy['exact_match']:.1%}"
-    for unit, hours in _device_hours(report):
-        yield f"{unit} / M tokens out", hours
+    if cost := _device_hours(report):
+        yield f"{cost.unit} / M tokens out", cost.hours
 
 
 def outcome(report: Report) -> Facts:
@@ -106,10 +111,10 @@ def resources(report: Report) -> Facts:
         yield label, f"{text} ({report['tail_s'] / (report['wall_s'] or 1.0):.0%})" if label == "tail" else text
     if report["max_rss_bytes"]:
         yield "memory", f"{report['max_rss_bytes'] / 2**20:,.0f} MiB at most"
-    for kv_memory in _kv_memory(sizes):
-        yield "memory", f"KV {kv_memory}"
-    for unit, hours in _device_hours(report):
-        yield "cost", f"{hours} {unit} per million output tokens"
+    if sizes:
+        yield "memory", f"KV {_kv_memory(sizes)}"
+    if cost := _device_hours(report):
+        yield "cost", f"{cost.hours} {cost.unit} per million output tokens"
     yield "ran on", report["machine"]["processor"] or report["machine"]["platform"]
     if report["threads"]:
         yield "ran on", counted(report["threads"], "thread")
@@ -133,8 +138,8 @@ def run_and_machine(report: Report) -> Facts:
         mean = f"{occupancy['sequences']:,.1f} sequences, {occupancy['tokens_per_step']:,.1f} tokens"
         limits = f"limits {occupancy['max_num_seqs']:,} and {occupancy['max_num_batched_tokens']:,}"
         yield "mean step", f"{mean} ({limits})"
-    for kv_memory in _kv_memory(report["sizes"]):
-        yield "KV memory", kv_memory
+    if report["sizes"]:
+        yield "KV memory", _kv_memory(report["sizes"])
     yield from _tail_and_roofline(report)
 
 
@@ -176,15 +181,13 @@ def _tail_and_roofline(report: Report) -> Facts:
         yield "roofline", f"{moved} while generating ({source})"
 
 
-def _device_hours(report: Report) -> Facts:
+def _device_hours(report: Report) -> _Cost | None:
     found = report["device_hours_per_million_output_tokens"]
-    if found["hours"] is not None:
-        yield f"{found['unit'].upper()}-hours", f"{found['hours']:,.2f}"
+    return None if found["hours"] is None else _Cost(f"{found['unit'].upper()}-hours", f"{found['hours']:,.2f}")
 
 
-def _kv_memory(sizes: Mapping[str, Any] | None) -> Iterator[str]:
-    if sizes:
-        yield f"{sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"
+def _kv_memory(sizes: Mapping[str, Any]) -> str:
+    return f"{sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"
 
 
 def _numerics(numerics: Mapping[str, str]) -> str:
