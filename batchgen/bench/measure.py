@@ -17,7 +17,7 @@ from batchgen.bench.timed import TimedKernels
 from batchgen.bench.workload import EndAfter, error_message
 from batchgen.config.job import ModelSpec
 from batchgen.core.errors import BatchgenError, UsageError
-from batchgen.core.memory import peak_bytes
+from batchgen.core.machine import peak_bytes
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig

@@ -15,8 +15,8 @@ import click
 
 from batchgen.config.job import KEYS
 from batchgen.core.keys import BOOL, Key
-from batchgen.core.paths import check_path
 from batchgen.core.records import Shard
+from batchgen.core.storage import check_path
 from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_share, shortened
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -15,8 +15,7 @@ from batchgen.config.sampling import COLUMNS, SAMPLING_KEYS
 from batchgen.core import keys
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
-from batchgen.core.openai import is_batch_shape
-from batchgen.core.records import SamplingParams
+from batchgen.core.records import SamplingParams, is_batch_shape
 from batchgen.core.units import parse_size, shown
 
 SAMPLING_COLUMNS = "sampling.columns"  # "*" stands for every column named like a sampling key that no prompt uses

@@ -19,8 +19,8 @@ from batchgen.config.job import KEYS, SECTIONS, JobSpec
 from batchgen.config.sampling import ParamError, card_values, merge_params
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import nearest, resembling
-from batchgen.core.paths import absolute, check_path
 from batchgen.core.records import SamplingParams
+from batchgen.core.storage import absolute, check_path
 from batchgen.core.units import shown
 
 _ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")

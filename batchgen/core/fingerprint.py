@@ -88,8 +88,8 @@ class Digests:
         known = self._known.get(_key(path))
         return known.state if known else None
 
-    def is_unchanged(self, path: Path) -> bool:
-        """Whether the file kept its state since its digest was taken; if not, rows read since may be wrong.
+    def verify(self, path: Path) -> bool:
+        """Hold the file against its digest; whether it kept its state since its digest was taken; if not, rows read since may be wrong.
 
         False if the state changed but the content is the same again; the new state counts from now on. Raises
         InputChanged for other content or an unreadable file. The digest must have been asked for before.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from batchgen.core.errors import UsageError
-from batchgen.core.memory import available_bytes, total_bytes
+from batchgen.core.machine import available_bytes, total_bytes
 from batchgen.engine.config import EngineConfig, SchedulerConfig
 from batchgen.model.config import ModelConfig
 

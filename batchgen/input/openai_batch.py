@@ -13,7 +13,7 @@ from typing import Any
 
 from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowErrorCode
-from batchgen.core.openai import CHAT_URL, COMPLETION_URL, url_of
+from batchgen.core.records import CHAT_URL, COMPLETION_URL, url_of
 from batchgen.input.rows import RowProblem, type_name, wrong_type
 
 _LINE_FIELDS = (("custom_id", str), ("body", dict), ("method", str), ("url", str))

@@ -77,9 +77,9 @@ class Source:
         raise InputChanged(f"{file.path} changes all the time; run again to resume when nothing writes to it any more")
 
     def _is_unchanged(self, file: InputFile) -> bool:
-        """See ``Digests.is_unchanged``; asked for each local file, so that the new state of each is taken in."""
+        """See ``Digests.verify``; asked for each local file, so that the new state of each is taken in."""
         digests = self._digests
-        return digests is None or False not in [digests.is_unchanged(path) for path in file.local_files]
+        return digests is None or False not in [digests.verify(path) for path in file.local_files]
 
     def _explained(self, rows: Iterable[Record | BadRow], file: InputFile) -> Iterator[Record | BadRow]:
         """``rows``; raises InputChanged in place of the error where reading fails because the file has changed."""

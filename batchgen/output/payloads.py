@@ -11,8 +11,7 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from batchgen.config.job import RECORD_KEYS, JobSpec
-from batchgen.core.openai import url_of
-from batchgen.core.records import BadRow, FinishReason, Record, Result, Sample, Timings, TokenLogprob
+from batchgen.core.records import BadRow, FinishReason, Record, Result, Sample, Timings, TokenLogprob, url_of
 from batchgen.text.stop_strings import cut_text
 
 RowId = str | int | None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec
-from batchgen.core.memory import available_bytes
+from batchgen.core.machine import available_bytes
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.sizes import sizes_for
 from batchgen.model import ModelConfig

@@ -102,7 +102,7 @@ class ModelInfo:
         for folder, patterns in ((self.folder, _MODEL_PATTERNS), (self.tokenizer_folder, _TOKENIZER_PATTERNS)):
             for path in model_files(folder, patterns) if folder else ():
                 with suppress(InputChanged):
-                    if digests.state(path) is not None and digests.is_unchanged(path):
+                    if digests.state(path) is not None and digests.verify(path):
                         continue
                 raise _changed(path)
 

@@ -18,9 +18,8 @@ from typing import Any
 from batchgen.config.job import SAMPLING_COLUMNS, JobSpec
 from batchgen.config.load import job_from_dict
 from batchgen.core.errors import UsageError
-from batchgen.core.paths import absolute
 from batchgen.core.records import WHOLE
-from batchgen.core.storage import publish
+from batchgen.core.storage import absolute, publish
 from batchgen.core.units import shown
 from batchgen.input.ids import Claim, UniqueIds, may_have_ids
 from batchgen.output.finalize import (

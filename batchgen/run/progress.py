@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import BatchgenError, UsageError
-from batchgen.core.memory import peak_bytes
+from batchgen.core.machine import peak_bytes
 from batchgen.core.storage import temporary_name
 from batchgen.output.rundir import PROGRESS_NAME
 from batchgen.report.usage import follow, since

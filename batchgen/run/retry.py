@@ -17,8 +17,8 @@ from typing import Any
 from batchgen.config.load import job_from_dict, override
 from batchgen.core.errors import ExitCode, ResumeMismatch, RowErrorCode, UsageError
 from batchgen.core.fingerprint import Digests
-from batchgen.core.paths import absolute
 from batchgen.core.records import BadRow, Record
+from batchgen.core.storage import absolute
 from batchgen.core.units import counted
 from batchgen.input.dead_letters import DeadLetters
 from batchgen.input.ids import Claim, UniqueIds

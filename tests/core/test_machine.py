@@ -19,8 +19,7 @@ from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of
 from batchgen.cli import main
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, OutOfMemory, UsageError
-from batchgen.core.machine import SMALLER_SIZES, is_out_of_memory, memory_errors, require_address_space
-from batchgen.core.memory import available_bytes
+from batchgen.core.machine import SMALLER_SIZES, available_bytes, is_out_of_memory, memory_errors, require_address_space
 from batchgen.run.job import run_job
 
 GB = 10**9

@@ -7,7 +7,7 @@ import torch
 from tiny_model import raw_config, tiny_model
 
 from batchgen.core.errors import ExitCode, UsageError
-from batchgen.core.memory import available_bytes, total_bytes
+from batchgen.core.machine import available_bytes, total_bytes
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine import sizes as sizes_module
 from batchgen.engine.load import use_threads

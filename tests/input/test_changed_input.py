@@ -316,14 +316,14 @@ def test_a_file_that_is_written_to_all_the_time_is_one_clear_line(
     job: JobMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.write(rows_of(3))
-    is_unchanged = source.Digests.is_unchanged
+    verify = source.Digests.verify
 
     def touching(digests: source.Digests, path: Path) -> bool:
         if path == job.input:
             path.touch()
-        return is_unchanged(digests, path)
+        return verify(digests, path)
 
-    monkeypatch.setattr(source.Digests, "is_unchanged", touching)
+    monkeypatch.setattr(source.Digests, "verify", touching)
     with pytest.raises(InputChanged, match="changes all the time"):
         job.run()
 
