@@ -33,7 +33,7 @@ LONGEST_CHAINS = {
     "config": 3,
     "text": 3,
     "model": 5,
-    "engine": 8,
+    "engine": 7,
     "input": 5,
     "output": 4,
     "report": 3,

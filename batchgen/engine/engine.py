@@ -3,8 +3,9 @@
 Everything happens in the caller's thread; only ``stop`` may be called from outside. On a GPU steps overlap: a step is
 launched while the one before it still runs. Token ids go from step to step on the device and the host learns them one
 step late; until then a sequence has a pending token. An end by length is known ahead. If an end token, a stop string
-or a row that is not finite ends a sequence, the step under way computes one token too many, which is dropped when it
-arrives. Its memory is given back at once: what is put there is launched later, and the device keeps launch order.
+or a row that is not finite ends a sequence, the step under way computes one token too many, which is dropped on
+arrival. The memory of an ended sequence is reused at once: later work on it is launched later, and the device keeps the
+order of launches.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from batchgen.core.machine import processor_name
-from batchgen.engine import Engine
+from batchgen.engine.engine import Engine
 from batchgen.model.decoder import Decoder
 from batchgen.model.rates import QUICK, measure
 from batchgen.model.roofline import Ceilings, Costs, describe_costs, machine_key, recall, remember
