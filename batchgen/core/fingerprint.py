@@ -89,7 +89,7 @@ class Digests:
         return known.state if known else None
 
     def verify(self, path: Path) -> bool:
-        """Hold the file against its digest; whether it kept its state since its digest was taken; if not, rows read since may be wrong.
+        """Whether the file kept its state since its digest was taken; if not, rows read since may be wrong.
 
         False if the state changed but the content is the same again; the new state counts from now on. Raises
         InputChanged for other content or an unreadable file. The digest must have been asked for before.
