@@ -74,7 +74,7 @@ class ModelSpec:
 class InputSpec:
     """Which rows, and how a row becomes a prompt.
 
-    ``path`` entries are absolute (or ``-``, or ``hf:...``), and there is none only for commands that read no input;
+    ``path`` entries are absolute (or ``-``, or ``hf:...``), it is empty only for commands that read no input;
     ``keep_columns == ("*",)`` keeps all columns. At most one of ``prompt``, ``messages``, ``prompt_token_ids`` is set.
     """
 

@@ -36,7 +36,7 @@ def _column_names(names: tuple[str, ...]) -> tuple[str, ...]:
 def _sampling_columns(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if name not in ("*", *PARAM_KEYS):
-            raise ValueError(f"{name!r} is no sampling key{nearest(name, PARAM_KEYS)}")
+            raise ValueError(f"{name!r} is not a sampling key{nearest(name, PARAM_KEYS)}")
     return names
 
 
@@ -82,7 +82,7 @@ def merge_params(
 
 def _parsed(key: str, value: Any) -> Any:
     if key not in _PARSE:
-        raise ParamError(key, f"no sampling key {shown(key, 80)}{nearest(key, PARAM_KEYS)}")
+        raise ParamError(key, f"not a sampling key: {shown(key, 80)}{nearest(key, PARAM_KEYS)}")
     try:
         return _PARSE[key](value)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Declarations of settings keys: a dataclass field with the kind of its values, its help line and its default.
 
-The job file's loader, the flags, the help and the resume check read these declarations, so a new key is one field.
+The loader of job files, the flags, the help and the resume check read these declarations, so they need nothing else for
+a new key. What acts on a sampling key is in ``engine.sampler`` or ``engine.observers``.
 Names, ranges and meanings of sampling values are vLLM's. Nothing here knows a file format or a command.
 """
 

@@ -107,7 +107,7 @@ class SamplingParams:
     position, so tokens never depend on the batch. ``logprobs`` and ``prompt_logprobs`` ask for that many most likely
     tokens beside the chosen or given one (0: none but that one; None: no log-probabilities at all), before any
     penalty or temperature. ``stop`` strings are not part of the text. ``max_repeats`` ends a row whose newest tokens
-    are one run of up to 64 tokens so many times over (0: never). ``choices`` are texts to be scored as
+    repeat one run of up to 64 tokens this many times (0: never). ``choices`` are texts to be scored as
     continuations instead of generating. ``config.sampling.merge_params`` checks values; this class does not.
     """
 
@@ -122,15 +122,15 @@ class SamplingParams:
         number(0.01, 100), "Above 1, tokens of the prompt and the output become less likely", 1.0
     )
     presence_penalty: float = key(number(-2, 2), "Subtracted from the logits of tokens in the output", 0.0)
-    frequency_penalty: float = key(number(-2, 2), "Likewise, times how often the token was generated", 0.0)
+    frequency_penalty: float = key(number(-2, 2), "Subtracted from a logit per time its token was generated", 0.0)
     seed: int = key(integer(-INT64_MAX - 1), "Seed of the job's random draws", 0)
     stop: tuple[str, ...] = key(keys.STOP, "Text that ends the output and is cut from it; may be repeated", ())
     stop_token_ids: tuple[int, ...] = key(keys.TOKEN_IDS, "Further end tokens, such as 2,7", ())
     ignore_eos: bool = key(keys.BOOL, "Continue after an end token", False)
     n: int = key(integer(1, MAX_SAMPLES), "Samples per row", 1)
     logprobs: int | None = key(keys.LOGPROBS, "Add each token's log-probability and the K likeliest tokens", None)
-    prompt_logprobs: int | None = key(keys.LOGPROBS, "The same for the prompt, with its perplexity", None)
-    max_repeats: int = key(keys.MAX_REPEATS, "End a row that repeats itself N times in a row; 0: never", 0)
+    prompt_logprobs: int | None = key(keys.LOGPROBS, "Add the prompt's log-probabilities and perplexity", None)
+    max_repeats: int = key(keys.MAX_REPEATS, "End a row whose last tokens repeat N times; 0: never", 0)
     choices: tuple[str, ...] = key(keys.CHOICES, "Text to score instead of generating; repeat it per choice", ())
 
     @property

@@ -3,6 +3,9 @@
 Randomness is counter-based: one uniform number per (seed, request key, sample, position), so a token never depends on
 batch slot, order, preemption or resume. The order is vLLM's: log-probabilities of the raw logits, then
 ``min_tokens``, penalties, temperature, min_p, top_k, top_p.
+
+A new filter of tokens is a field of ``kernels.interface.SamplingRows``, filled in ``_rows`` and applied by the
+``sample`` of each back end; those of the CPU and CUDA keep the tokens above a threshold of probability.
 """
 
 from __future__ import annotations

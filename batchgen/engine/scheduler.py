@@ -1,7 +1,8 @@
 """Scheduler: decides how many tokens each sequence advances in a step. Plain Python; imports no torch.
 
 There are no phases: a sequence owes the tokens that are not cached, and a step pays part of each debt within the token
-budget. Prompts, chunks, single tokens and recomputation after a preemption are one loop over owed tokens.
+budget. Prompts, chunks, single tokens and recomputation after a preemption are one loop over owed tokens. When blocks
+run out, ``_make_room`` preempts the sequence that was admitted last, and admits none in that step.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ class Scheduler:
         if sequence.conv_slot is None:
             self.waiting.drop_preempted(sequence)
         else:
-            # Answers are no prefixes of other prompts; their memory is warmer than memory never used.
+            # An answer is rarely the prefix of another prompt: its blocks, likely still in cache, are reused first.
             self.pool.forget(sequence.block_table[sequence.num_prompt_tokens // self.config.block_size :])
             self._release(sequence)
 

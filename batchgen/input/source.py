@@ -74,7 +74,7 @@ class Source:
             if at.file != number:
                 return at.index
             tries -= 1
-        raise InputChanged(f"{file.path} changes all the time; run again to resume when nothing writes to it any more")
+        raise InputChanged(f"{file.path} keeps changing; stop whatever writes to it, then run again to resume")
 
     def _is_unchanged(self, file: InputFile) -> bool:
         """See ``Digests.verify``; asked for each local file, so that the new state of each is taken in."""

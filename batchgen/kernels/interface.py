@@ -106,7 +106,7 @@ class Kernels(Protocol):
         """The logarithm of the sum of each row's exponentials, float32 [rows]; NaN or inf for a row not finite."""
 
 
-def with_rows(x: Tensor, least: int) -> Tensor:
+def pad_rows(x: Tensor, least: int) -> Tensor:
     """X with rows of zeros added where it has fewer than ``least``."""
     return x if len(x) >= least else functional.pad(x, (0, 0, 0, least - len(x)))
 
@@ -120,7 +120,7 @@ class PlainLinear:
         self.least_rows = least_rows
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = functional.linear(with_rows(x, self.least_rows), self.weight, self.bias)[: len(x)]
+        y = functional.linear(pad_rows(x, self.least_rows), self.weight, self.bias)[: len(x)]
         return y if residual is None else y + residual
 
 

@@ -1,8 +1,9 @@
-"""Decoder-only network of any registered family, over a ragged batch.
+"""Decoder-only network over a ragged batch.
 
     h += mix(norm(h));  h += feed_forward(norm(h))   per layer, then the last norm and the output projection
 
-where ``mix`` is attention or a short convolution. What differs between families is data in ``ModelConfig``.
+where ``mix`` is attention or a short convolution. Registered families differ only in data,
+``ModelConfig`` and tensor names; ``families`` lists the parts that there are.
 """
 
 from __future__ import annotations

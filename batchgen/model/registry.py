@@ -49,7 +49,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         raise values.error("quantized checkpoints are not supported; use the bfloat16 release")
     config = family.read_config(values)
     if config.num_heads % config.num_kv_heads:
-        raise values.error(f"num_attention_heads {config.num_heads} is no multiple of {config.num_kv_heads}")
+        raise values.error(f"num_attention_heads {config.num_heads} is not a multiple of {config.num_kv_heads}")
     if config.head_dim % 2:
         raise values.error(f"head_dim {config.head_dim} is odd; rotary embedding needs pairs")
     return config

@@ -63,15 +63,15 @@ class ConfigValues:
             raise self.error(f"{names[0]} must be {kind}, not {shown(value)}")
         return value
 
-    def rope_theta(self) -> float:
-        """Base of the rotary embedding; any scaling of it is refused."""
+    def rope_theta(self, default: float) -> float:
+        """Base of the rotary embedding, ``default`` if the config has none; any scaling of it is refused."""
         empty: dict[str, Any] = {}
         ropes = [self._typed("an object", (name,), empty) for name in ("rope_parameters", "rope_scaling")]
         for rope in ropes:
             kind = rope.get("rope_type", rope.get("type", "default"))
             if kind != "default":
                 raise self.error(f"rope scaling {shown(kind)} is not supported")
-        plain = self.number("rope_theta", "theta", default=1e6)
+        plain = self.number("rope_theta", "theta", default=default)
         theta = ConfigValues(ropes[0], self.where).number("rope_theta", default=plain)
         if theta < 1:
             raise self.error(f"rope_theta must be at least 1, or angles exceed float32, not {theta}")

@@ -2,9 +2,9 @@
 
 Which bytes make a row durable: its whole line (newline included, see ``segments``) in a segment file, once that file
 and its name in the folder are fsynced. From the moment ``append`` returns, the line is with the operating system, so
-kill -9 loses no row. The fsync follows at the next ``append`` or ``tick`` at least half a second after the last one; a
-power loss costs only the rows appended since then, which run again. Where fsync is slow, the half second stretches to a
-hundred times its duration, 30 s at most, so that syncing takes about 1 % of a run.
+kill -9 loses no row. The fsync follows at the next ``append`` or ``tick`` at least half a second after the previous
+fsync; a power loss costs only the rows appended since then, which run again. Where fsync is slow, the half second
+stretches to a hundred times its duration, 30 s at most, so that syncing takes about 1 % of a run.
 
 An opened journal starts a new segment and never writes to an older one, except to cut its torn tail, so a crash damages
 nothing older. The content of payloads and the output formats are unknown here.

@@ -3,8 +3,8 @@
 A line is ``CRC KIND INDEX CURSOR PAYLOAD\\n``: CRC-32 (8 hex digits) of all bytes after it, the newline included; kind
 ``r`` (result), ``e`` (error) or ``p`` (tokens of a half-done row); the row's index; ``file:offset:row:index`` of where
 reading can go on after the row (``-`` for ``p``); one JSON value. Escaped JSON holds no newline, so after any damage
-the next newline starts an intact line: damage costs no more than the lines it hits. Which record supersedes which is
-the journal's business.
+the next newline starts an intact line: damage costs the lines it hits and, if it hits a newline, the next one. The
+journal decides which record supersedes which.
 """
 
 from __future__ import annotations

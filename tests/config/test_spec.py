@@ -307,9 +307,9 @@ def test_sampling_columns_are_checked_and_survive_json(tmp_path: Path) -> None:
     assert spec.sampling_columns == ("max_tokens", "seed")
     assert spec.output_keys()["sampling.columns"] == ("max_tokens", "seed")
     assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
-    with pytest.raises(UsageError, match=r"sampling\.columns = .*'max_token' is no sampling key.*\"max_tokens\""):
+    with pytest.raises(UsageError, match=r"sampling\.columns = .*'max_token' is not a sampling key.*\"max_tokens\""):
         from_text(tmp_path, minimal('[sampling]\ncolumns = ["max_token"]\n'))
-    with pytest.raises(UsageError, match=r"^--sampling-columns = .*'question' is no sampling key"):
+    with pytest.raises(UsageError, match=r"^--sampling-columns = .*'question' is not a sampling key"):
         load_job(None, with_flags("sampling", "columns", ["question"]))
 
 

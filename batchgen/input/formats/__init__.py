@@ -1,9 +1,9 @@
-"""Input formats: how one file is read, from any row on. Which files there are is the source's business.
+"""Input formats: how one file is read, starting at any row. ``input.source`` decides which files are read.
 
-To add a format, write a module in this folder with a subclass of ``LocalFile``, or a parser for ``LinesFile`` where a
-row is a line, and enter it in ``select.FORMATS``: files with its suffixes are then read by it. To let a job ask for it
-by name, add the name to the choices of ``input.format`` in ``config.job``. The tests in ``tests/input/test_reader.py``
-hold for every format in ``FORMATS`` of ``tests/helpers/input_helpers.py``.
+To add a format, write a module in this folder with a subclass of ``LocalFile``, or a parser for ``LinesFile`` where
+each line is a row by itself, and enter it in ``select.FORMATS``: it then reads files with its suffixes. To let a job
+ask for it by name, add the name to the choices of ``input.format`` in ``config.job``. The tests in
+``tests/input/test_reader.py`` hold for every format in ``FORMATS`` of ``tests/helpers/input_helpers.py``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class InputFile(ABC):
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
         """Yield the rows from ``at`` on with an index below ``stop``, leaving out those not ``wanted``.
 
-        Returns the index after the last row it passed, yielded or not. Raises UsageError when the file can no
+        The ``after`` of each row is where reading can go on: the same ``file`` as ``at``, and an ``offset`` and ``row``
+        that this format can seek to; 0 and 0 are the start of the file. Returns the index after the last row it
+        passed, yielded or not. Raises UsageError when the file can no
         longer be read at all; damage inside it becomes ``BadRow`` values.
         """
 

@@ -51,7 +51,7 @@ class LinesFile(LocalFile):
     """A text file, plain or compressed. ``parse`` turns a line into columns or raises RowProblem.
 
     Lines end with LF or CRLF. A byte order mark at the start is dropped. Blank lines (nothing but white space)
-    are counted as lines and are no rows. A compressed file that is cut off or corrupt gives the rows before the
+    count as lines but not as rows. A compressed file that is cut off or corrupt gives the rows before the
     damage and one ``bad_encoding`` row for the rest; a line of more than ``MAX_LINE_BYTES`` is a ``too_long`` row.
     """
 

@@ -22,7 +22,7 @@ _BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size 
 
 
 class ParquetFile(LocalFile):
-    """A Parquet file. Raises UsageError when it is none or cannot be opened.
+    """A Parquet file. Raises UsageError if the file is not Parquet or cannot be opened.
 
     Row groups (or pages of them) that cannot be decoded become one ``bad_encoding`` row for each row that the
     file's metadata promises there; the groups after them are read.

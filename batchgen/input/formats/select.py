@@ -81,11 +81,11 @@ def _detect(path: Path, head: bytes) -> str:
     while suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
     suffix = suffixes[-1] if suffixes else ""
-    if suffix in _REMEDIES:
-        raise UsageError(f"{path}: {suffix} files cannot be read; {_REMEDIES[suffix]}")
     for name, form in FORMATS.items():
         if suffix in form.suffixes:
             return name
+    if suffix in _REMEDIES:
+        raise UsageError(f"{path}: {suffix} files cannot be read; {_REMEDIES[suffix]}")
     first = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if first.startswith(b"{"):
         return "jsonl"

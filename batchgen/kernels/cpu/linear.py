@@ -27,7 +27,7 @@ from batchgen.kernels.cpu.matmul_tiles import ADD, GATE, MAX_ROWS, STORE, STRIPS
 from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, address, empty, next_item, scratch, worker_number
 from batchgen.kernels.cpu.simd import BF16, F32
 from batchgen.kernels.cpu.vector_ir import HAS_BF16, LANES
-from batchgen.kernels.interface import Linear, with_rows
+from batchgen.kernels.interface import Linear, pad_rows
 from batchgen.kernels.processor import has_matrix_unit
 
 MIN_PACKED_ROWS = 4
@@ -183,12 +183,12 @@ class PackedLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = len(x)
-        x = with_rows(x, MIN_PACKED_ROWS)
+        x = pad_rows(x, MIN_PACKED_ROWS)
         y: Tensor
         if residual is None:
             y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         else:
-            residual = with_rows(residual.contiguous(), MIN_PACKED_ROWS)
+            residual = pad_rows(residual.contiguous(), MIN_PACKED_ROWS)
             y = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
         return y[:rows]
 

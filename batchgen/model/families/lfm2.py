@@ -77,7 +77,7 @@ def read_config(values: ConfigValues) -> ModelConfig:
         head_dim=values.integer("head_dim", default=hidden_size // num_heads),
         ff_dim=_ff_dim(values),
         norm_eps=values.number("norm_eps", "block_norm_eps", default=1e-5),
-        rope_theta=values.rope_theta(),
+        rope_theta=values.rope_theta(default=1e6),
         max_position_embeddings=values.integer("max_position_embeddings"),
         tie_embedding=values.flag("tie_embedding", "tie_word_embeddings", default=True),
         bos_token_id=values.bos_token_id(),
