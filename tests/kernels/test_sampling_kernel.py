@@ -31,7 +31,8 @@ def assert_draws_from(name: str, logits: Tensor, probabilities: Tensor, **params
     middles = [(shares[i][0] + shares[i][1]) / 2 for i in allowed]
     assert draw(name, logits, middles, **params) == allowed
     possible = set(probabilities.nonzero().flatten().tolist())
-    grid = [0.0, JUST_BELOW_ONE, *(i / 97 for i in range(97))]
+    num_draws = 7 if name == "cuda" else 97  # Triton's interpreter takes tens of milliseconds per row
+    grid = [0.0, JUST_BELOW_ONE, *(i / num_draws for i in range(num_draws))]
     assert set(draw(name, logits, grid, **params)) <= possible
 
 
