@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from batchgen.config.job import JobSpec
     from batchgen.config.load import load_job
     from batchgen.core.errors import BatchgenError
-    from batchgen.core.records import Request, Result, SamplingParams
+    from batchgen.core.records import Request, Result, SamplingParams, Shard
     from batchgen.engine import Engine, EngineConfig
     from batchgen.model import load_model
     from batchgen.run.invocation import RunOptions
@@ -31,6 +31,7 @@ _HOME = {
     "Result": "batchgen.core.records",
     "RunOptions": "batchgen.run.invocation",
     "SamplingParams": "batchgen.core.records",
+    "Shard": "batchgen.core.records",
     "Tokenizer": "batchgen.text.tokenizer",
     "load_job": "batchgen.config.load",
     "load_model": "batchgen.model",
@@ -46,6 +47,7 @@ __all__ = [
     "Result",
     "RunOptions",
     "SamplingParams",
+    "Shard",
     "Tokenizer",
     "__version__",
     "load_job",

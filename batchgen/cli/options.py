@@ -131,5 +131,7 @@ def take_job_flags(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
             continue
         section, _, key = name.partition("__")
         from_text = KEYS[section][key].kind.from_text
-        flags.setdefault(section, {})[key] = from_text(value) if isinstance(value, str) else value
+        flags.setdefault(section, {})[key] = (
+            from_text(value) if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
+        )
     return flags

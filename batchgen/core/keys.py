@@ -94,7 +94,8 @@ def _number_in(text: str) -> object:
 
 def integer(low: int, high: int = INT64_MAX, what: str = "an integer") -> Kind:
     """Integers from ``low`` to ``high``."""
-    bounds = f"from {low} to {high}" if high < INT64_MAX else f"of at least {low} and at most 2**63 - 1"
+    is_bounded = high < INT64_MAX or low < 0
+    bounds = f"from {low} to {high}" if is_bounded else f"of at least {low} and at most 2**63 - 1"
 
     def parse(value: object) -> int:
         if isinstance(value, float) and value.is_integer():

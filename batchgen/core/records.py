@@ -41,21 +41,26 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Shard ``number`` of ``count``, counted from 1: the rows with ``index % count == number - 1``."""
+    """Shard ``number`` of ``count``, counted from 1: the rows with ``index % count == number - 1``.
+
+    Raises ValueError for a number outside 1 to ``count``; its text completes "<flag> = <value>: ...".
+    """
 
     number: int = 1
     count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.number <= self.count:
+            raise ValueError('must be "i/n" with 1 <= i <= n, such as "2/8"')
 
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """``2/8``: the second of eight shards. Raises ValueError whose text completes "<flag> = <value>: ..."."""
+        """``2/8``: the second of eight shards. Raises ValueError for any other text."""
         match = re.fullmatch(r"\s*(\d{1,18})\s*/\s*(\d{1,18})\s*", text)
-        if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise ValueError('must be "i/n" with 1 <= i <= n, such as "2/8"')
-        return cls(int(match[1]), int(match[2]))
+        return cls(int(match[1]), int(match[2])) if match else cls(0, 0)
 
     def owns(self, index: int) -> bool:
         """Whether the row at ``index`` of the input belongs to this shard."""

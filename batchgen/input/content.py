@@ -200,12 +200,13 @@ def _checked_messages(name: str, value: object) -> list[Message]:
 def _checked_message(where: str, message: object) -> Message:
     if not isinstance(message, dict):
         raise wrong_type(where, message, "an object")
-    content = message.get("content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise wrong_type(f"{where}.role", role, "a string")
     if isinstance(content, list):
         content = "".join(_part_text(f"{where}.content[{number}]", part) for number, part in enumerate(content))
-    for field, text in (("role", message.get("role")), ("content", content)):
-        if not isinstance(text, str):
-            raise wrong_type(f"{where}.{field}", text, "a string")
+    if not isinstance(content, str):
+        raise wrong_type(f"{where}.content", content, "a string")
     return {**message, "content": content}
 
 

@@ -89,7 +89,7 @@ class DeadLetters:
         index, source, line = (columns.get(name) for name in ("index", "source", "line"))
         if not _is_count(index) or not _is_count(line) or not isinstance(source, str) or "row" not in columns:
             wrong = 'it must hold numbers "index" and "line", a text "source", and the "row"'
-            raise self._error(letter, f"not a dead letter as written: {wrong}; {_ADVICE}")
+            raise self._error(letter, f"not a line as written: {wrong}; {_ADVICE}")
         after = Cursor(0, 0, 0, index + 1)
         if not isinstance(columns["row"], dict):
             return BadRow(index, source, line, self._known_error(letter), columns["row"], after)

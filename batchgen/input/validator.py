@@ -1,6 +1,6 @@
 """Row validator: turns chunks of input rows into requests and error rows.
 
-It reads each row's id, claims it, and has the rows that are left made into requests. It generates and writes nothing.
+It reads each row's id, claims it, and has the remaining rows made into requests. It writes only the claimed ids.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class RunLock:
             os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
 
     def release(self) -> None:
-        """Free the lock. The file is removed while it is locked: nobody can lock a name that is about to be removed."""
+        """Free the lock. The file is removed while locked, so that no process locks a name that is about to go."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
         os.close(self._fd)

@@ -39,7 +39,7 @@ class RunOptions:
 
     ``max_error_rate`` is a fraction; ``allow_mixed_kernels`` lets a run go on with kernels that round differently.
     ``progress`` is a bar on a terminal and elsewhere a line every ``heartbeat_s`` seconds ("auto"), JSON lines
-    ("json"), or nothing ("quiet").
+    ("json"), or nothing ("quiet"). ``shard`` may be given as ``(i, n)``.
     """
 
     overwrite: bool = False
@@ -50,6 +50,10 @@ class RunOptions:
     limits: Limits = field(default_factory=Limits)
     progress: Literal["auto", "json", "quiet"] = "auto"
     heartbeat_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shard, Shard):
+            object.__setattr__(self, "shard", Shard(*self.shard))
 
 
 @dataclass(frozen=True)

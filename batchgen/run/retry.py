@@ -129,7 +129,7 @@ class _Retry(Invocation):
             report = self._report()
             write_report(self.run_dir.report, report)
         outcome = self.finished(journal, report)
-        return replace(outcome, lines=(f"{counted(num_fixed, 'failed row')} mended", *outcome.lines))
+        return replace(outcome, lines=(f"{counted(num_fixed, 'failed row')} fixed", *outcome.lines))
 
     def _report(self) -> dict[str, Any]:
         """The new report, from the outputs as they are now; it adds up the times of the run and of its retries."""

@@ -173,7 +173,7 @@ def test_the_command_says_what_it_did(job: JobMaker, capsys: pytest.CaptureFixtu
     job.write(rows_of(3))
     job.run(fails=frozenset({1}))
     assert call(["retry", str(job.output)], engine_factory=stub_factory()) == 0
-    assert "1 failed row mended" in capsys.readouterr().err
+    assert "1 failed row fixed" in capsys.readouterr().err
 
 
 def test_a_row_mended_while_half_done_goes_on_with_no_token_of_its_old_prompt(job: JobMaker, tmp_path: Path) -> None:
