@@ -21,8 +21,9 @@ _BUFFER_BYTES = 1 << 18
 class Decompressed(io.RawIOBase):
     """The decompressed content of a file.
 
-    It ends at the first byte that cannot be decompressed, and ``damage`` then says why; everything before it is
-    delivered. A real failure to read raises ``OSError``.
+    It ends where it cannot be decompressed any further, and ``damage`` then says why; what is decompressed in one go
+    with a damaged byte (some 20 kB of a gzip file, a block of a zstd file) is lost with it. A real failure to read
+    raises ``OSError``.
     """
 
     def __init__(self, path: Path, codec: str) -> None:
@@ -45,9 +46,9 @@ class Decompressed(io.RawIOBase):
         return size
 
     def _read_blocks(self) -> Iterator[bytes]:
-        """The content in blocks. A block with damage in it is lost, so it is read again byte by byte."""
+        """The content in blocks. A block with damage in it is lost, so it is read again in smaller ones."""
         done = 0
-        for block_bytes in (_BUFFER_BYTES, 1):
+        for block_bytes in (_BUFFER_BYTES, 1 << 10, 1):
             with pa.input_stream(str(self._path), compression=self._codec) as stream:
                 for start in range(0, done, _BUFFER_BYTES):
                     stream.read(min(_BUFFER_BYTES, done - start))
@@ -65,7 +66,7 @@ class Decompressed(io.RawIOBase):
 def open_text(path: Path, offset: int = 0) -> BinaryIO:
     """A stream of the file's text that starts ``offset`` bytes into the decompressed text. Raises ``OSError``.
 
-    A plain file is seeked, a compressed one is read up to there.
+    It seeks in a plain file, and decompresses a compressed one up to there.
     """
     with path.open("rb") as file:
         head = file.read(4)
