@@ -13,7 +13,7 @@ from numba.core.caching import IndexDataCacheFile
 from tiny_model import DTYPES, engine_for, random_requests, solo, tiny_model, tokens_of
 
 from batchgen.core.records import Request
-from batchgen.kernels.cpu import linear, parallel, rows
+from batchgen.kernels.cpu import linear, parallel
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.linear import PackedLinear, can_pack
 from batchgen.kernels.interface import PlainLinear
@@ -57,7 +57,7 @@ def no_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @pytest.mark.usefixtures("no_cache_folder")
 def test_kernels_compile_where_nothing_can_be_cached() -> None:
-    kernel = parallel.Kernel(bf16=rows._argmax_bf16, f32=rows._argmax_f32)
+    kernel = parallel.Kernel(f"{parallel.COMPILED}.rows", "argmax")
     x, out = torch.tensor([[1.0, 3.0, 2.0]]), torch.empty(1, dtype=torch.int64)
     kernel.launch(torch.float32, 1, x.data_ptr(), out.data_ptr(), 3)
     assert out.tolist() == [1]
@@ -71,7 +71,7 @@ def test_kernels_compile_where_the_cache_has_no_space_left(tmp_path: Path, monke
     parallel._source_keyed_folder.cache_clear()
     monkeypatch.setattr(IndexDataCacheFile, "save", full)
     try:
-        address = parallel.Kernel(bf16=rows._argmax_bf16, f32=rows._argmax_f32).compile(torch.float32).address
+        address = parallel.Kernel(f"{parallel.COMPILED}.rows", "argmax").compile(torch.float32).address
     finally:
         parallel._source_keyed_folder.cache_clear()
     assert address

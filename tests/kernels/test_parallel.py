@@ -10,13 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.kernels.cpu import parallel, simd
-from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, next_item, worker_number
+from batchgen.kernels.cpu import parallel
+from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled.work import next_item, worker_number
+from batchgen.kernels.cpu.layout import ARGS, NUM_ITEMS
+from batchgen.kernels.cpu.parallel import Kernel
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 
-def _count(words: Any) -> None:
+def _count_f32(words: Any) -> None:
     """Compiled: counts, for each item and for each worker, how often it came."""
     worker = worker_number(words)
     done, workers = simd.pointer(words[ARGS], simd.F32), simd.pointer(words[ARGS + 1], simd.F32)
@@ -27,7 +30,7 @@ def _count(words: Any) -> None:
         item = next_item(words, worker)
 
 
-COUNT = Kernel(bf16=_count, f32=_count)
+COUNT = Kernel(__name__, "count")
 
 
 @pytest.mark.parametrize("by_python", [False, True])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.cpu.parallel import Memory, Recorder, empty, openmp
+from batchgen.kernels.cpu.parallel import empty, openmp
+from batchgen.kernels.cpu.recording import Memory, Recorder
 
 KERNELS = CpuKernels()
 WEIGHT = torch.linspace(0.5, 1.5, 48)

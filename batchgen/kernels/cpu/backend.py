@@ -12,14 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.cpu import attention as attention_kernel
+from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu import linear as linears
-from batchgen.kernels.cpu import mixers, sampling
-from batchgen.kernels.cpu import rows as row_kernels
-from batchgen.kernels.cpu.parallel import Recorder, address, empty, openmp, scratch
+from batchgen.kernels.cpu.layout import ROWS_PER_ITEM
+from batchgen.kernels.cpu.parallel import COMPILED, Kernel, Kind, address, empty, openmp, scratch
+from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import GatedLinear, Linear, PlainLinear, QKNorm, SamplingRows, TwoStepGatedLinear
-from batchgen.kernels.processor import processor_variant
+from batchgen.kernels.processor import has_bfloat16_pairs, processor_variant
+
+_ROWS, _MIXERS, _SAMPLING = (f"{COMPILED}.{module}" for module in ("rows", "mixers", "sampling"))
+_TAKE_ROWS, _RMS_NORM, _SWIGLU = Kernel(_ROWS, "take_rows"), Kernel(_ROWS, "rms_norm"), Kernel(_ROWS, "swiglu")
+_ROPE_AND_CACHE, _SHORT_CONV = Kernel(_MIXERS, "rope_and_cache"), Kernel(_MIXERS, "short_conv")
+_ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(_ROWS, "argmax"), Kernel(_SAMPLING, "sample"), Kernel(_SAMPLING, "logsumexp")
+_ATTENTION = Kernel(f"{COMPILED}.attention", "attention")
+_ATTENTION_KINDS: dict[torch.dtype, Kind] = {
+    torch.bfloat16: "bf16_pairs" if has_bfloat16_pairs() else torch.bfloat16,
+    torch.float32: torch.float32,
+}
 
 
 @lru_cache
@@ -59,23 +69,21 @@ class CpuKernels:
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         out = empty((len(rows), *x.shape[1:]), x.dtype)
         width = x.shape[1:].numel()
-        row_kernels.take_rows.launch(x.dtype, len(rows), address(x), address(rows), address(out), width)
+        _TAKE_ROWS.launch(x.dtype, len(rows), address(x), address(rows), address(out), width)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         num_rows, width = x.shape
         out = empty(x.shape, x.dtype)
-        items = -(-num_rows // row_kernels.ROWS_PER_ITEM)
-        row_kernels.rms_norm.launch(
-            x.dtype, items, address(x), address(weight), address(out), num_rows, width, _bits(eps)
-        )
+        items = -(-num_rows // ROWS_PER_ITEM)
+        _RMS_NORM.launch(x.dtype, items, address(x), address(weight), address(out), num_rows, width, _bits(eps))
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         num_rows, width = len(gate_up), gate_up.shape[1] // 2
         out = empty((num_rows, width), gate_up.dtype)
-        items = -(-num_rows // row_kernels.ROWS_PER_ITEM)
-        row_kernels.swiglu.launch(gate_up.dtype, items, address(gate_up), address(out), num_rows, width)
+        items = -(-num_rows // ROWS_PER_ITEM)
+        _SWIGLU.launch(gate_up.dtype, items, address(gate_up), address(out), num_rows, width)
         return out
 
     def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
@@ -88,7 +96,7 @@ class CpuKernels:
             *(norms.num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes),
             *(_bits(norms.eps), _bits(head_dim**-0.5), cache.keys.shape[4]),
         )
-        mixers.rope_and_cache.launch(qkv.dtype, len(qkv), *arguments)
+        _ROPE_AND_CACHE.launch(qkv.dtype, len(qkv), *arguments)
         return q
 
     def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
@@ -96,7 +104,7 @@ class CpuKernels:
         num_kv_heads = cache.keys.shape[1]
         out = empty((num_tokens, num_heads * head_dim), cache.keys.dtype)
         most_rows = -(-QUERY_BLOCK * (num_heads // num_kv_heads) // 8) * 8
-        floats = attention_kernel.scratch_floats.py_func(width, most_rows)
+        floats = layout.attention_scratch_floats(width, most_rows)
         arguments = (
             *map(address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
             *map(address, (inputs.positions, out)),
@@ -105,7 +113,7 @@ class CpuKernels:
             *(cache.keys.element_size(), most_rows),
         )
         items = len(inputs.query_blocks) * num_kv_heads
-        attention_kernel.attention.launch(out.dtype, items, *arguments)
+        _ATTENTION.launch(_ATTENTION_KINDS[out.dtype], items, *arguments)
         return out
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
@@ -115,27 +123,27 @@ class CpuKernels:
             *map(address, (bcx, weight, bias, state.slots, inputs.cu_seqlens, inputs.conv_slots)),
             *map(address, (inputs.positions, out)),
             *(width, taps, bcx.element_size()),
-            scratch(mixers.conv_scratch_floats.py_func(taps, width) * torch.get_num_threads()),
+            scratch(layout.conv_scratch_floats(taps, width) * torch.get_num_threads()),
             *(address(state.blocks), address(inputs.slot_mapping), state.block_size),
         )
-        mixers.short_conv.launch(bcx.dtype, inputs.num_seqs, *arguments)
+        _SHORT_CONV.launch(bcx.dtype, inputs.num_seqs, *arguments)
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
         out = torch.empty(len(logits), dtype=torch.int64)
-        row_kernels.argmax.launch(logits.dtype, len(logits), address(logits), address(out), logits.shape[1])
+        _ARGMAX.launch(logits.dtype, len(logits), address(logits), address(out), logits.shape[1])
         return out
 
     def logsumexp(self, logits: Tensor) -> Tensor:
         out = torch.empty(len(logits), dtype=torch.float32)
-        sampling.logsumexp.launch(logits.dtype, len(logits), address(logits), address(out), logits.shape[1])
+        _LOGSUMEXP.launch(logits.dtype, len(logits), address(logits), address(out), logits.shape[1])
         return out
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         out = torch.empty(len(logits), dtype=torch.int64)
         width = logits.shape[1]
-        memory = scratch(sampling.scratch_bytes.py_func(width) // 4 * torch.get_num_threads())
+        memory = scratch(layout.sampling_scratch_bytes(width) // 4 * torch.get_num_threads())
         columns = (rows.temperature, rows.min_p, rows.top_k, rows.top_p, rows.uniform)
         arguments = (*map(address, (logits, out, *columns)), memory, width)
-        sampling.sample.launch(logits.dtype, len(logits), *arguments)
+        _SAMPLE.launch(logits.dtype, len(logits), *arguments)
         return out

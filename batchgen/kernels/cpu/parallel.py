@@ -24,52 +24,29 @@ import ctypes
 import hashlib
 import os
 import threading
-import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numba
-import numpy as np
 import torch
 from numba import cfunc, types
 
-from batchgen.kernels.cpu.simd import call, call_with, fetch_add, jit, pointer
+from batchgen.kernels.cpu.layout import RANGES
 
-# Words before a kernel's own arguments: a counter of workers, the address of the runtime's function that numbers them
-# (0 without one: then they count), the number of items, of workers and of ranges, the address of the ranges' counters.
-_COUNTER, _NUMBERING, NUM_ITEMS, NUM_WORKERS, _NUM_RANGES, _RANGES = range(6)
-ARGS = 6  # index of a kernel's first own argument
 SIGNATURE = types.void(types.CPointer(types.int64))
 
 LAUNCHING = threading.Lock()  # engines in several threads share the workers and their scratch memory
 
 Launch = Callable[[int, int, int], None]
-
-
-@jit
-def next_item(words, worker):
-    """Take the next work item, from the worker's own range while there are any; ``NUM_ITEMS`` when none is left."""
-    num_items, num_ranges = words[NUM_ITEMS], words[_NUM_RANGES]
-    taken = pointer(words[_RANGES], np.int64)
-    for other in range(num_ranges):
-        place = (worker * num_ranges // words[NUM_WORKERS] + other) % num_ranges
-        first, end = place * num_items // num_ranges, (place + 1) * num_items // num_ranges
-        if first + taken[place] < end:
-            item = first + fetch_add(taken, place, 1)
-            if item < end:
-                return item
-    return num_items
-
-
-@jit
-def worker_number(words):
-    """The calling worker's number, from 0: the key to its own scratch memory and its range."""
-    return call(words[_NUMBERING]) if words[_NUMBERING] else fetch_add(words, _COUNTER, 1)
+Kind = torch.dtype | str  # of a kernel: the element type it works on, or another word for what sets it apart
+COMPILED = "batchgen.kernels.cpu.compiled"  # where the sources of kernels are
+_SUFFIXES: dict[Kind, str] = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -92,6 +69,13 @@ def scratch(num_floats: int) -> int:
 Launched = tuple[int, "array[int]", int]  # function, words, number of workers
 
 
+class Allocator(Protocol):
+    """Where results lie while a step is recorded."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a result."""
+
+
 class CaptureHook(threading.local):
     """Takes the calling thread's launches and allocates their results while a step is recorded.
 
@@ -99,42 +83,44 @@ class CaptureHook(threading.local):
     """
 
     launches: list[Launched] | None = None  # None: launches run at once
-    memory: Memory | None = None
+    memory: Allocator | None = None
 
 
-_CAPTURE = CaptureHook()
+CAPTURE = CaptureHook()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for a kernel's result."""
-    memory = _CAPTURE.memory
+    memory = CAPTURE.memory
     return torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
 
 
 class Kernel:
-    """A kernel in its element types, each compiled when first launched and cached on disk."""
+    """A kernel in its kinds, each compiled when first launched and cached on disk."""
 
-    def __init__(self, *, bf16: Callable[..., None], f32: Callable[..., None] | None = None) -> None:
-        self._sources = {torch.bfloat16: bf16} | ({torch.float32: f32} if f32 else {})
-        self._compiled: dict[torch.dtype, Any] = {}
-        self._addresses: dict[torch.dtype, int] = {}
+    def __init__(self, module: str, name: str) -> None:
+        self._module = module
+        self._name = name
+        self._compiled: dict[Kind, Any] = {}
+        self._addresses: dict[Kind, int] = {}
 
-    def compile(self, dtype: torch.dtype) -> Any:
-        if dtype not in self._compiled:
+    def compile(self, kind: Kind) -> Any:
+        if kind not in self._compiled:
             with _cache_folder() as usable:
-                self._compiled[dtype] = self._compile(dtype, cache=usable)
-            self._addresses[dtype] = self._compiled[dtype].address
-        return self._compiled[dtype]
+                self._compiled[kind] = self._compile(kind, cache=usable)
+            self._addresses[kind] = self._compiled[kind].address
+        return self._compiled[kind]
 
-    def _compile(self, dtype: torch.dtype, *, cache: bool) -> Any:
+    def _compile(self, kind: Kind, *, cache: bool) -> Any:
+        module = import_module(self._module)
         try:
-            return cfunc(SIGNATURE, cache=cache)(self._sources[dtype])
+            return cfunc(SIGNATURE, cache=cache)(getattr(module, f"_{self._name}_{_SUFFIXES.get(kind, kind)}"))
         except OSError:
             if not cache:
                 raise
-            return self._compile(dtype, cache=False)  # such as a full disk, which must not stop a run
+            return self._compile(kind, cache=False)  # such as a full disk, which must not stop a run
 
-    def launch(self, dtype: torch.dtype, num_items: int, *arguments: int, num_ranges: int | None = None) -> None:
+    def launch(self, kind: Kind, num_items: int, *arguments: int, num_ranges: int | None = None) -> None:
         """Run all items, on torch's number of threads; returns when the last is done (or ``CaptureHook`` has them).
 
         Items are cut into as many ranges as there are workers, or ``num_ranges``. A step launches a hundred times,
@@ -147,10 +133,10 @@ class Kernel:
         launch, numbering = _launcher()
         words = array("q", (0, numbering, num_items, workers, ranges, 0, *arguments, *(0,) * ranges))
         at, size = words.buffer_info()
-        words[_RANGES] = at + (size - ranges) * words.itemsize
-        code = self._addresses.get(dtype) or self.compile(dtype).address
-        if _CAPTURE.launches is not None:
-            _CAPTURE.launches.append((code, words, workers))
+        words[RANGES] = at + (size - ranges) * words.itemsize
+        code = self._addresses.get(kind) or self.compile(kind).address
+        if CAPTURE.launches is not None:
+            CAPTURE.launches.append((code, words, workers))
             return
         with LAUNCHING:
             launch(code, at, workers)
@@ -188,7 +174,7 @@ def _cache_folder() -> Iterator[bool]:
 def _source_keyed_folder() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(numba.__version__.encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return root / "batchgen" / f"kernels-{digest.hexdigest()[:16]}"
 
@@ -231,85 +217,3 @@ def _python_launch() -> Launch:
             future.result()
 
     return launch
-
-
-def _run_all(words: Any) -> None:
-    """Compiled: arguments are the address of ``GOMP_parallel``, a count, and as many (function, words, workers)."""
-    for i in range(words[1]):
-        call_with(words[0], words[2 + 3 * i], words[3 + 3 * i], words[4 + 3 * i])
-
-
-_LEAST_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers are to serve them all
-_RUN_ALL = Kernel(bf16=_run_all)
-
-
-class Memory:
-    """Buffers for results; each belongs to a tensor until that is dropped."""
-
-    def __init__(self) -> None:
-        self._buffers: list[tuple[torch.Tensor, Callable[[], object]]] = []  # with a weak reference to its tensor
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of this shape. It must not be dropped while a view of it is still to be read."""
-        size = torch.Size(shape).numel() * dtype.itemsize
-        free = [i for i, (buffer, user) in enumerate(self._buffers) if user() is None and len(buffer) >= size]
-        if not free:
-            free = [len(self._buffers)]
-            capacity = 1 << max(size - 1, _LEAST_BYTES - 1).bit_length()
-            self._buffers.append((torch.empty(capacity, dtype=torch.uint8), lambda: None))
-        best = min(free, key=lambda i: len(self._buffers[i][0]))
-        buffer = self._buffers[best][0]
-        tensor = buffer[:size].view(dtype).view(*shape)
-        self._buffers[best] = buffer, weakref.ref(tensor)
-        return tensor
-
-    def holding(self, at: int) -> torch.Tensor:
-        """The buffer that begins at an address."""
-        return next(buffer for buffer, _ in self._buffers if buffer.data_ptr() == at)
-
-
-class Program:
-    """Launches to repeat by ``GOMP_parallel`` (its address is ``start``): only the contents of memory change."""
-
-    def __init__(self, launches: Sequence[Launched], start: int) -> None:
-        self._fresh = np.concatenate([np.asarray(words) for _, words, _ in launches])
-        self._words = np.empty_like(self._fresh)
-        table, at = [start, len(launches)], 0
-        for code, words, workers in launches:
-            address = self._words.ctypes.data + at * words.itemsize
-            self._fresh[at + _RANGES] = address + (len(words) - words[_NUM_RANGES]) * words.itemsize
-            table += [code, address, workers]
-            at += len(words)
-        self._table = array("q", table)
-        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_RUN_ALL.compile(torch.bfloat16).address)
-
-    def run(self) -> None:
-        with LAUNCHING:
-            self._words[:] = self._fresh  # kernels count in them
-            self._run(self._table.buffer_info()[0])
-
-
-class Recorder:
-    """``kernels.interface.Recorder`` of launches; ``start`` is the address of ``GOMP_parallel``."""
-
-    def __init__(self, start: int) -> None:
-        self._start = start
-        self._memory = Memory()
-
-    def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-        launches: list[Launched] = []
-        _CAPTURE.launches, _CAPTURE.memory = launches, self._memory
-        try:
-            result = work()
-        finally:
-            _CAPTURE.launches = _CAPTURE.memory = None
-        program, shape, dtype = Program(launches, self._start), result.shape, result.dtype
-        # Not the result itself: its memory may serve later recordings too, since a replay writes it anew.
-        memory = self._memory.holding(result.data_ptr())[: result.nbytes]
-        program.run()
-
-        def replay() -> torch.Tensor:
-            program.run()
-            return memory.view(dtype).view(shape)
-
-        return result, replay

@@ -14,9 +14,9 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
+from batchgen.kernels.cpu.layout import LANES
 from batchgen.kernels.processor import has_bfloat16_pairs
 
-LANES = 16
 LOG2_E = 1.4426950408889634
 CACHE_LINE = 64  # bytes: how far one prefetch reaches
 # Whether the machine rounds to bfloat16 and multiplies pairs of them by itself.

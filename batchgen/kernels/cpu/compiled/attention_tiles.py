@@ -12,11 +12,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from batchgen.kernels.cpu.simd import ANY, I64, emitted, inline, jit
-from batchgen.kernels.cpu.vector_ir import (
+from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, inline, jit
+from batchgen.kernels.cpu.compiled.vector_ir import (
     CACHE_LINE,
     FLOAT,
-    LANES,
     LOG2_E,
     VECTOR,
     emit_cases,
@@ -32,13 +31,9 @@ from batchgen.kernels.cpu.vector_ir import (
     is_bf16,
     number,
 )
+from batchgen.kernels.cpu.layout import CHUNK, LANES, MAX_QUERIES, SCORE_STRIDE
 
-MAX_ROWS = 8
-ROW_COUNTS = (1, 2, 4, MAX_ROWS)  # of query rows, for each of which there are tiles that fit 32 vector registers
-CHUNK = 2 * LANES  # neighbouring positions that are scored side by side
-NUM_STREAMS = 4  # places in memory that are read at once: one alone does not fill a core's share of the bandwidth
-TILE = 256  # positions whose scores are held at once; a multiple of CHUNK * NUM_STREAMS
-SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
+ROW_COUNTS = (1, 2, 4, MAX_QUERIES)  # of query rows, for each of which there are tiles that fit 32 vector registers
 
 
 def _vector_at(builder, base, index):
@@ -164,7 +159,7 @@ def _emit_values(builder, rows, vectors, weights, weight_index, values, chunks, 
 @jit
 def _wide_vectors(rows):
     """Vectors of values that a tile of so many rows is wide, at most: its sums fit the registers."""
-    return 2 if rows == MAX_ROWS else 4
+    return 2 if rows == MAX_QUERIES else 4
 
 
 def _values(is_wide):

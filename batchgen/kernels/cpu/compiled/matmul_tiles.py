@@ -10,10 +10,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from batchgen.kernels.cpu.simd import ANY, I64, emitted, jit
-from batchgen.kernels.cpu.vector_ir import (
+from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, jit
+from batchgen.kernels.cpu.compiled.vector_ir import (
     CACHE_LINE,
-    LANES,
     VECTOR,
     emit_cases,
     emit_dot,
@@ -25,10 +24,8 @@ from batchgen.kernels.cpu.vector_ir import (
     emit_store,
     number,
 )
+from batchgen.kernels.cpu.layout import LANES, MAX_ROWS, STRIPS, TILE_COLUMNS
 
-STRIPS = 4  # vectors of outputs a tile is wide: as many streams of weights are read side by side
-MAX_ROWS = 6  # 24 accumulators, 4 vectors of weights and one of inputs: 29 of 32 registers
-TILE_COLUMNS = STRIPS * LANES
 _LEAD = 1024  # bytes: how far ahead one or two rows prefetch weights
 
 # How a tile ends: float32 sums that the caller finishes; rounded into ``out``, with ``residual`` added or without; or,

@@ -9,12 +9,10 @@ import math
 
 import numpy as np
 
-from batchgen.kernels.cpu import simd
-from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, next_item, worker_number
-from batchgen.kernels.cpu.simd import BF16, F32
-from batchgen.kernels.cpu.vector_ir import LANES
-
-ROWS_PER_ITEM = 8  # small enough to balance the threads, large enough to hide the atomic
+from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled.simd import BF16, F32
+from batchgen.kernels.cpu.compiled.work import next_item, worker_number
+from batchgen.kernels.cpu.layout import ARGS, LANES, NUM_ITEMS, ROWS_PER_ITEM
 
 
 @simd.inline
@@ -156,9 +154,3 @@ def _argmax_bf16(words):
 
 def _argmax_f32(words):
     _argmax(words, F32)
-
-
-take_rows = Kernel(bf16=_take_rows_bf16, f32=_take_rows_f32)
-rms_norm = Kernel(bf16=_rms_norm_bf16, f32=_rms_norm_f32)
-swiglu = Kernel(bf16=_swiglu_bf16, f32=_swiglu_f32)
-argmax = Kernel(bf16=_argmax_bf16, f32=_argmax_f32)

@@ -1,6 +1,6 @@
 """Causal grouped-query attention over the paged cache: prompts, chunks and single tokens alike.
 
-A work item is a few consecutive tokens of one sequence and one KV head: up to ``MAX_ROWS`` query rows that read
+A work item is a few consecutive tokens of one sequence and one KV head: up to ``MAX_QUERIES`` query rows that read
 the same keys. Keys are stored as ``[head_dim, lane]`` in a block, so 16 positions fill one vector and a score needs no
 horizontal sum; values as ``[position, head_dim]``. Arithmetic is float32 on keys and values as cached; where the
 machine multiplies pairs of bfloat16 (twice as fast), queries and probabilities are rounded to bfloat16 first, as the
@@ -20,20 +20,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchgen.kernels.cpu import simd
-from batchgen.kernels.cpu.attention_tiles import (
-    CHUNK,
-    MAX_ROWS,
-    NUM_STREAMS,
-    SCORE_STRIDE,
-    TILE,
-    accumulate,
-    score,
-    score_chunks,
-)
-from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, next_item, worker_number
-from batchgen.kernels.cpu.simd import BF16, F32
-from batchgen.kernels.cpu.vector_ir import HAS_BF16, LANES
+from batchgen.kernels.cpu import layout
+from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled.attention_tiles import accumulate, score, score_chunks
+from batchgen.kernels.cpu.compiled.simd import BF16, F32
+from batchgen.kernels.cpu.compiled.work import next_item, worker_number
+from batchgen.kernels.cpu.layout import ARGS, CHUNK, LANES, MAX_QUERIES, NUM_ITEMS, NUM_STREAMS, SCORE_STRIDE, TILE
+
+scratch_floats = simd.jit(layout.attention_scratch_floats)
 
 
 @simd.inline
@@ -75,7 +69,7 @@ def _gather_queries(num_rows, group, q, source, num_heads, width, scratch):
     """
     rows_q, sums, _, _, _, peak, total = scratch
     zero = simd.splat(F32(0.0))
-    for r in range(-(-num_rows // MAX_ROWS) * MAX_ROWS):
+    for r in range(-(-num_rows // MAX_QUERIES) * MAX_QUERIES):
         at = (source + (r // group) * num_heads + r % group) * width
         for i in range(0, width, LANES):
             simd.store(rows_q, r * width + i, simd.load(q, at + i) if r < num_rows else zero)
@@ -203,8 +197,8 @@ def _attend(num_rows, group, start, table, head, cache, sizes, scratch, coming):
     end = start + (num_rows - 1) // group + 1
     for tile in range(0, end, TILE):
         after = (table, end, tile + TILE, head) if tile + TILE < end else coming
-        for first in range(0, num_rows, MAX_ROWS):
-            rows = min(MAX_ROWS, num_rows - first)
+        for first in range(0, num_rows, MAX_QUERIES):
+            rows = min(MAX_QUERIES, num_rows - first)
             tile_end = min(tile + TILE, start + (first + rows - 1) // group + 1)
             if tile_end <= tile:
                 continue
@@ -247,8 +241,8 @@ def _divide_scratch(mine, num_rows, width, dtype, inner):
     """
     sums = mine + 4 * num_rows * width
     scores = sums + 4 * num_rows * width
-    weights = scores + 4 * MAX_ROWS * SCORE_STRIDE
-    copies = weights + 4 * MAX_ROWS * SCORE_STRIDE
+    weights = scores + 4 * MAX_QUERIES * SCORE_STRIDE
+    copies = weights + 4 * MAX_QUERIES * SCORE_STRIDE
     peak = copies + 4 * NUM_STREAMS * CHUNK * width
     return (
         simd.pointer(mine, inner),
@@ -298,12 +292,6 @@ def _attention(words, dtype, inner):
         item = next_item(words, worker)
 
 
-@simd.jit
-def scratch_floats(width, most_rows):
-    """Float32 words of scratch one worker needs: head_dim padded to ``width``, rows of a block to a multiple of 8."""
-    return 2 * most_rows * (width + 1) + 2 * MAX_ROWS * SCORE_STRIDE + NUM_STREAMS * CHUNK * width
-
-
 def _attention_bf16(words):
     _attention(words, BF16, F32)
 
@@ -314,6 +302,3 @@ def _attention_bf16_pairs(words):
 
 def _attention_f32(words):
     _attention(words, F32, F32)
-
-
-attention = Kernel(bf16=_attention_bf16_pairs if HAS_BF16 else _attention_bf16, f32=_attention_f32)

@@ -9,13 +9,14 @@ import math
 
 import numpy as np
 
-from batchgen.kernels.cpu import simd
-from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, NUM_WORKERS, Kernel, next_item, worker_number
-from batchgen.kernels.cpu.rows import mean_square
-from batchgen.kernels.cpu.simd import BF16, F32
-from batchgen.kernels.cpu.vector_ir import LANES
+from batchgen.kernels.cpu import layout
+from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled.rows import mean_square
+from batchgen.kernels.cpu.compiled.simd import BF16, F32
+from batchgen.kernels.cpu.compiled.work import next_item, worker_number
+from batchgen.kernels.cpu.layout import ARGS, LANES, NUM_ITEMS, NUM_WORKERS, SEGMENT
 
-SEGMENT = 32  # tokens convolved at once: their inputs stay in the cache
+conv_scratch_floats = simd.jit(layout.conv_scratch_floats)
 
 
 @simd.inline
@@ -153,12 +154,6 @@ def _short_conv(words, dtype):
         item = next_item(words, mirrored)
 
 
-@simd.jit
-def conv_scratch_floats(taps, width):
-    """Float32 words of scratch one worker of ``short_conv`` needs; a multiple of 16."""
-    return ((SEGMENT + taps - 1) * width + LANES - 1) // LANES * LANES
-
-
 def _rope_and_cache_bf16(words):
     _rope_and_cache(words, BF16)
 
@@ -173,7 +168,3 @@ def _short_conv_bf16(words):
 
 def _short_conv_f32(words):
     _short_conv(words, F32)
-
-
-rope_and_cache = Kernel(bf16=_rope_and_cache_bf16, f32=_rope_and_cache_f32)
-short_conv = Kernel(bf16=_short_conv_bf16, f32=_short_conv_f32)

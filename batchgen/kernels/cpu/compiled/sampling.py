@@ -11,13 +11,14 @@ import math
 
 import numpy as np
 
-from batchgen.kernels.cpu import simd
-from batchgen.kernels.cpu.parallel import ARGS, NUM_ITEMS, Kernel, next_item, worker_number
-from batchgen.kernels.cpu.rows import row_max
-from batchgen.kernels.cpu.simd import BF16, F32
-from batchgen.kernels.cpu.vector_ir import LANES
+from batchgen.kernels.cpu import layout
+from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled.rows import row_max
+from batchgen.kernels.cpu.compiled.simd import BF16, F32
+from batchgen.kernels.cpu.compiled.work import next_item, worker_number
+from batchgen.kernels.cpu.layout import ARGS, BINS, LANES, NUM_ITEMS
 
-BINS = 4096
+scratch_bytes = simd.jit(layout.sampling_scratch_bytes)
 LEAST = np.int64(2 << 23)  # bits of 2**-125: exp ends at 2**-126, so a smaller probability counts as zero
 
 
@@ -119,12 +120,6 @@ def _sample(words, dtype):
 
 
 @simd.jit
-def scratch_bytes(width):
-    """Scratch one worker needs for rows of ``width`` logits; a multiple of 8."""
-    return 8 * BINS + 4 * (width + 2 * LANES) // 8 * 8
-
-
-@simd.jit
 def _logsumexp(words, dtype):
     """Arguments: x [rows, width], out float32 [rows] (addresses), width."""
     x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], F32)
@@ -157,7 +152,3 @@ def _logsumexp_bf16(words):
 
 def _logsumexp_f32(words):
     _logsumexp(words, F32)
-
-
-sample = Kernel(bf16=_sample_bf16, f32=_sample_f32)
-logsumexp = Kernel(bf16=_logsumexp_bf16, f32=_logsumexp_f32)

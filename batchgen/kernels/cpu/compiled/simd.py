@@ -19,8 +19,9 @@ from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic as numba_intrinsic
 from numba.extending import register_model
 
-from batchgen.kernels.cpu import vector_ir
-from batchgen.kernels.cpu.vector_ir import FLOAT, INT, LANES, VECTOR, emit_call, emit_lane_mask
+from batchgen.kernels.cpu.compiled import vector_ir
+from batchgen.kernels.cpu.compiled.vector_ir import FLOAT, INT, VECTOR, emit_call, emit_lane_mask
+from batchgen.kernels.cpu.layout import LANES
 
 # A kernel cannot raise: an exception inside the worker threads would leave its items undone, unseen.
 jit: Any = njit(error_model="numpy")
