@@ -69,8 +69,8 @@ class Kernels(Protocol):
     def recorder(self) -> Recorder | None:
         """A recorder that repeats launches without Python; None if there is none. Valid after all linears."""
 
-    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """``x[rows]`` for int64 indices [num_rows], which are not checked."""
+    def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``x[rows]`` for int64 indices [num_rows], which are not checked; in float32 of bfloat16 if ``dtype`` asks."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Rows of x [rows, width] over their root mean square, times weight [width]."""
@@ -120,6 +120,8 @@ class PlainLinear:
         self.least_rows = least_rows
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self.weight.dtype is not x.dtype:  # as a checkpoint stores it: see ``model.weights.stored_dtype``
+            self.weight = self.weight.to(x.dtype)
         y = functional.linear(pad_rows(x, self.least_rows), self.weight, self.bias)[: len(x)]
         return y if residual is None else y + residual
 

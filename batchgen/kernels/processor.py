@@ -33,6 +33,16 @@ def has_matrix_unit() -> bool:
     return "amx-bf16" in cpu_features()
 
 
+def has_wide_registers() -> bool:
+    """Whether there are 32 vector registers of 16 float32."""
+    return "avx512f" in cpu_features()
+
+
+def has_fused_multiply_add() -> bool:
+    """Whether a vector instruction multiplies and adds with one rounding, as every Arm processor does."""
+    return bool({"fma", "avx512f", "neon"} & cpu_features())
+
+
 def multiplies_bfloat16() -> bool:
     """Whether bfloat16 products are native; emulated they are slower than float32."""
     return has_bfloat16_pairs() or has_matrix_unit()

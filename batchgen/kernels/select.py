@@ -17,7 +17,7 @@ def select(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = 
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
         from batchgen.kernels.cpu.backend import CpuKernels
 
-        return CpuKernels()
+        return CpuKernels(dtype)
     if device.type == "cuda" and find_spec("triton") is not None:
         from batchgen.kernels.cuda.backend import CudaKernels
 

@@ -47,6 +47,7 @@ class Decoder:
         tensors = NamedTensors(source, config.tensor_names)
         self.config = config
         self.kernels = kernels
+        self.dtype = source.dtype  # of activations
         self.embedding = tensors.take("embedding", config.vocab_size, config.hidden_size)
         self.layers = [Layer(tensors.of_layer(i), k, config, kernels) for i, k in enumerate(config.layer_types)]
         self.last_attention = next((layer for layer in self.layers[::-1] if isinstance(layer.mixer, Attention)), None)
@@ -56,11 +57,6 @@ class Decoder:
         self.lm_head = kernels.linear(head)
         self.rotary = Rotary(config, self.embedding.device)
         source.finish(tensors.name("head"))  # checkpoints may hold a copy of the tied embedding
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of weights and activations."""
-        return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
@@ -82,7 +78,7 @@ class Decoder:
         """
         rotary = self.rotary.upto(max_position + 1)
         kv, conv = iter(state.kv), iter(state.conv)
-        h = self.kernels.take_rows(self.embedding, inputs.token_ids)
+        h = self.kernels.take_rows(self.embedding, inputs.token_ids, self.dtype)
         for layer in self.layers:
             x = self.kernels.rms_norm(h, layer.mixer_norm, layer.eps)
             if isinstance(layer.mixer, Attention):

@@ -38,7 +38,9 @@ class ShortConv:
 
         def projection(role: str, out_features: int) -> Linear:
             weight = tensors.take(role, out_features, width)
-            bias = tensors.take(role, out_features, part="bias").clone() if config.conv_bias else None
+            bias = (
+                tensors.take(role, out_features, part="bias").to(tensors.dtype, copy=True) if config.conv_bias else None
+            )
             return kernels.linear(weight, bias)
 
         self.kernels = kernels

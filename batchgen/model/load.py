@@ -42,7 +42,11 @@ def load_model(
     folder = None if is_dummy(path) else resolve_folder(path, revision, _PATTERNS)
     config = dummy_config(path) if folder is None else read_config(folder)
     kind = resolve_dtype(dtype, config, where)
-    source: TensorSource = RandomTensors(kind, where) if folder is None else Checkpoint(folder, kind, where)
+    source: TensorSource
+    if folder is None:
+        source = RandomTensors(kind, where, saved=DTYPES.get(config.dtype))
+    else:
+        source = Checkpoint(folder, kind, where)
     if where.type == "cpu":
         _require_memory(path, config, kind)
     with torch.inference_mode():

@@ -23,6 +23,15 @@ from batchgen.core.units import shortened, shown
 _WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others mean nothing without scales
 
 
+def stored_dtype(saved: torch.dtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What holds a checkpoint's tensor for a model of ``dtype``.
+
+    A CPU multiplies float32 by bfloat16 as it is, so there half the memory holds the same numbers.
+    """
+    is_kept = saved == torch.bfloat16 and dtype == torch.float32 and device.type == "cpu"
+    return saved if is_kept else dtype
+
+
 class Init(NamedTuple):
     """Normal distribution of the random weights that stand in for a tensor."""
 
@@ -80,7 +89,7 @@ class Checkpoint:
             raise ModelError(f"{path}: cannot be read as safetensors ({why}); download it again") from None
 
     def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
-        """The tensor of that name, in the source's dtype and on its device.
+        """The tensor of that name on the source's device, in its dtype or as ``stored_dtype`` says.
 
         Raises ModelError: no such tensor, another shape than ``shape``, or no plain floating-point numbers.
         """
@@ -96,7 +105,7 @@ class Checkpoint:
         if tensor.dtype not in _WEIGHT_DTYPES:
             raise ModelError(f"{self.folder}: tensor {name!r} is {tensor.dtype}; quantized weights are not supported")
         self._taken.add(name)
-        return tensor.to(self.device, self.dtype)
+        return tensor.to(self.device, stored_dtype(tensor.dtype, self.dtype, self.device))
 
     def finish(self, optional: str = "") -> None:
         """Raises ModelError if a tensor but ``optional`` is left over: an unknown tensor means an unknown model."""
@@ -108,19 +117,28 @@ class Checkpoint:
 class RandomTensors:
     """Random weights of any shape, the same in every run: for measuring speed without a checkpoint.
 
-    Without an ``Init`` of their own they are normal around zero with deviation ``std``.
+    Without an ``Init`` of their own they are normal around zero with deviation ``std``. They come as those of a
+    checkpoint saved in ``saved`` would.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0, std: float = 0.02) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int = 0,
+        std: float = 0.02,
+        saved: torch.dtype | None = None,
+    ) -> None:
         self.dtype = dtype
         self.device = device
+        self.stored = stored_dtype(saved or dtype, dtype, device)
         self.seed = seed
         self.std = std
 
     def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
         mean, std = init or (0.0, self.std)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self.seed)
-        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(mean, std, generator=generator)
+        return torch.empty(shape, dtype=self.stored, device=self.device).normal_(mean, std, generator=generator)
 
     def finish(self, optional: str = "") -> None:
         """Nothing can be left over."""
@@ -137,6 +155,11 @@ class NamedTensors:
         self._names = names
         self._layer = layer
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self._source.dtype
+
     def of_layer(self, layer: int) -> NamedTensors:
         return NamedTensors(self._source, self._names, layer)
 
@@ -147,5 +170,5 @@ class NamedTensors:
         return self._source.take(self.name(role, part), shape, init)
 
     def norm(self, role: str, width: int) -> Tensor:
-        """Weights [width] of a norm, in memory of their own."""
-        return self.take(role, width, init=NORM).clone()
+        """Weights [width] of a norm, in memory of their own and the model's dtype."""
+        return self.take(role, width, init=NORM).to(self.dtype, copy=True)

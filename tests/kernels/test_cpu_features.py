@@ -23,7 +23,7 @@ from batchgen.kernels.cpu.linear import can_multiply
 from batchgen.model import load, load_config
 
 config = load_config("dummy:LFM2-350M")
-print(HAS_BF16, can_multiply(torch.ones(2, 2, dtype=torch.bfloat16)))
+print(HAS_BF16, can_multiply(torch.ones(2, 2, dtype=torch.bfloat16), torch.bfloat16))
 print(str(load.resolve_dtype("auto", config, torch.device("cpu"))).removeprefix("torch."))
 print(config.auto_dtype(is_cpu=True))
 """
@@ -108,7 +108,7 @@ def test_the_variant_of_the_reference_names_the_gpu_only_where_the_model_runs_on
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"NUMBA_CPU_FEATURES": "+avx2,+fma"}, "False False float32 float32"),
+        ({"NUMBA_CPU_FEATURES": "+avx2,+fma"}, "False True float32 float32"),
         ({"NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16"}, "True True bfloat16 bfloat16"),
         ({"NUMBA_CPU_NAME": "generic"}, "False False float32 float32"),
     ],

@@ -32,8 +32,8 @@ MODEL_SHAPES = [(3072, 1024), (2048, 1024), (9216, 1024), (1024, 4608), (4096, 2
 
 
 def make(kind: str, weight: Tensor, bias: Tensor | None) -> Linear:
-    if kind == "panels" and not can_multiply(weight):
-        pytest.skip(f"no pairs of {weight.dtype} are multiplied here, or {weight.shape[1]} inputs make no pairs")
+    if kind == "panels" and not can_multiply(weight, weight.dtype):
+        pytest.skip(f"own panels do not suit {weight.dtype} here, or {weight.shape[1]} inputs make no pairs")
     if kind == "packed" and not can_pack(weight.dtype):
         pytest.skip(f"this torch packs no {weight.dtype} linear")
     return LINEARS[kind](weight, bias)
@@ -124,12 +124,23 @@ def test_linear_equals_the_reference(kind: str, dtype: str, rows: int) -> None:
         torch.testing.assert_close(fast(x, residual), slow(x, residual), **tolerance)
 
 
+@pytest.mark.parametrize("shape", [(192, 640), (513, 66)], ids=str)
+def test_float32_from_bfloat16_has_the_bits_of_float32(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (torch.randn(n, generator=generator).bfloat16() for n in (shape, shape[:1]))
+    x, residual = (torch.randn(133, n, generator=generator) for n in (shape[1], shape[0]))
+    stored, widened = make("panels", weight, bias), make("panels", weight.float(), bias.float())
+    for rows in (1, 2, 3, 7, 133):
+        assert torch.equal(stored(x[:rows]), widened(x[:rows]))
+        assert torch.equal(stored(x[:rows], residual[:rows]), widened(x[:rows], residual[:rows]))
+
+
 @pytest.mark.parametrize("width", [8, 32, 40, 100, 160])
 def test_a_gated_linear_equals_the_reference_in_any_product(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     gate, up, x = (torch.randn(n, 70, generator=generator).to(torch.bfloat16) for n in (width, width, 133))
-    if not can_multiply(gate):
-        pytest.skip("no pairs of bfloat16 are multiplied here")
+    if not can_multiply(gate, gate.dtype):
+        pytest.skip("own panels do not suit bfloat16 here")
     fast, slow = PanelGatedLinear(gate / 8, up / 8), ReferenceKernels().gated_linear(gate / 8, up / 8)
     whole = fast(x)
     torch.testing.assert_close(whole, slow(x), rtol=2**-6, atol=2**-5)
@@ -151,7 +162,7 @@ def test_panels_refuse_what_they_would_read_out_of_bounds(x: tuple[int, ...], re
     with pytest.raises((AssertionError, ValueError)):
         linear(torch.ones(x).to(weight), None if residual is None else torch.ones(residual).to(weight))
     with pytest.raises(AssertionError, match="bits"):
-        linear(torch.ones(2, 64))
+        linear(torch.ones(2, 64, dtype=torch.float16))
 
 
 def test_a_bias_may_lie_apart_and_be_of_another_type() -> None:

@@ -39,11 +39,12 @@ def _bits(value: float) -> int:
 
 
 class CpuKernels:
-    """``Kernels`` for CPUs, in bfloat16 and float32."""
+    """``Kernels`` for CPUs, for a model in ``dtype``, bfloat16 or float32; None: that of the weights."""
 
     name = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
         self._library = ""  # of linears that torch runs: a recording would miss them, and the variant names it
 
     @property
@@ -55,8 +56,10 @@ class CpuKernels:
         return None if self._library or found is None else Recorder(found[0])
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        if linears.can_multiply(weight):
+        dtype = self._dtype or weight.dtype
+        if linears.can_multiply(weight, dtype):
             return linears.PanelLinear(weight, bias)
+        weight = weight.to(dtype)
         if linears.can_pack(weight.dtype):
             self._library = "onednn"
             return linears.PackedLinear(weight, bias)
@@ -64,12 +67,17 @@ class CpuKernels:
         return PlainLinear(weight, bias, linears.MIN_PLAIN_ROWS)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        return linears.PanelGatedLinear(gate, up) if linears.can_multiply(gate) else TwoStepGatedLinear(self, gate, up)
+        return (
+            linears.PanelGatedLinear(gate, up)
+            if linears.can_multiply(gate, self._dtype or gate.dtype)
+            else TwoStepGatedLinear(self, gate, up)
+        )
 
-    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        out = empty((len(rows), *x.shape[1:]), x.dtype)
+    def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        out = empty((len(rows), *x.shape[1:]), dtype or x.dtype)
         width = x.shape[1:].numel()
-        _TAKE_ROWS.launch(x.dtype, len(rows), address(x), address(rows), address(out), width)
+        kind = x.dtype if out.dtype is x.dtype else "f32_of_bf16"
+        _TAKE_ROWS.launch(kind, len(rows), address(x), address(rows), address(out), width)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

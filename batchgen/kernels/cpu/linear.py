@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels.cpu.layout import LANES, MAX_ROWS, STRIPS, TILE_COLUMNS
-from batchgen.kernels.cpu.parallel import COMPILED, Kernel, address, empty, scratch
+from batchgen.kernels.cpu.parallel import COMPILED, Kernel, Kind, address, empty, scratch
 from batchgen.kernels.interface import Linear, pad_rows
-from batchgen.kernels.processor import has_bfloat16_pairs, has_matrix_unit
+from batchgen.kernels.processor import has_fused_multiply_add, has_matrix_unit
 
 MIN_PACKED_ROWS = 4
 MIN_PLAIN_ROWS = 16
@@ -33,31 +33,39 @@ _SUMS = MAX_ROWS * TILE_COLUMNS  # float32 words of scratch a worker needs
 _HALF = TILE_COLUMNS // 2
 _FEWEST_TILES = 8  # in each share of the rows: its every panel is read anew
 _MOST_SHARED_BYTES = 256 << 10  # of a panel that every share reads: with the next one it is to stay in the second cache
-HAS_MATRIX_UNIT = has_matrix_unit()
 
 
 matmul = Kernel(f"{COMPILED}.matmul", "matmul")
+_KINDS: dict[tuple[torch.dtype, torch.dtype], Kind] = {  # by the types of inputs and of stored weights
+    (torch.bfloat16, torch.bfloat16): torch.bfloat16,
+    (torch.float32, torch.float32): torch.float32,
+    (torch.float32, torch.bfloat16): "f32_of_bf16",
+}
 
 
-def can_multiply(weight: Tensor) -> bool:
-    """Whether this machine and this weight [out_features, in_features] suit ``PanelLinear``."""
+def can_multiply(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether ``PanelLinear`` suits this machine and a product of this weight in ``dtype``."""
+    if dtype == torch.bfloat16 and has_matrix_unit():
+        return False
     has_pairs = weight.numel() > 0 and weight.shape[1] % 2 == 0
-    return has_bfloat16_pairs() and not HAS_MATRIX_UNIT and weight.dtype == torch.bfloat16 and has_pairs
+    return has_fused_multiply_add() and has_pairs and dtype in (torch.bfloat16, torch.float32)
 
 
 def _in_panels(weight: Tensor) -> Tensor:
-    """A copy in the layout of this module, with rows of zeros up to a whole panel."""
+    """A copy in the layout of this module, with rows of zeros up to a whole panel: [strips, ...]."""
     weight = functional.pad(weight.detach(), (0, 0, 0, -len(weight) % TILE_COLUMNS)).contiguous()
-    pairs = weight.view(torch.int32).view(len(weight) // LANES, LANES, -1)
-    return pairs.transpose(1, 2).contiguous()
+    if weight.dtype == torch.bfloat16:
+        weight = weight.view(torch.int32)  # two neighbouring inputs stay together
+    return weight.view(len(weight) // LANES, LANES, -1).transpose(1, 2).contiguous()
 
 
 class PanelLinear:
-    """``Linear`` with the weight in panels: bfloat16, an even number of inputs."""
+    """``Linear`` with the weight in panels, of an even number of inputs: bfloat16, or float32 for inputs of float32."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.inputs = weight.shape
-        self.bias = None if bias is None else bias.to(weight.dtype).contiguous()
+        self.stored = weight.dtype
+        self.bias = None if bias is None else bias.contiguous()
         self.panels = _in_panels(weight)
         self.num_panels = len(self.panels) // STRIPS
         self.most_shares = self.num_panels if self.panels.nbytes // self.num_panels <= _MOST_SHARED_BYTES else 1
@@ -68,19 +76,23 @@ class PanelLinear:
     def multiply(self, x: Tensor, width: int, residual: Tensor | None = None, *, gated: bool = False) -> Tensor:
         """The product [rows, width] of x [rows, inputs] with all panels."""
         rows, inputs = x.shape
+        kind = _KINDS.get((x.dtype, self.stored))
         assert inputs == self.inputs, f"x is {tuple(x.shape)}, the weight takes {self.inputs} inputs"
-        assert x.dtype is torch.bfloat16, "kernels read bits"
-        out, residual_at = empty((rows, width), torch.bfloat16), 0
+        assert kind is not None, "kernels read bits"
+        out, residual_at, bias_at = empty((rows, width), x.dtype), 0, 0
         if residual is not None:
             assert residual.shape == out.shape, "a residual has the shape of the result"
-            assert residual.dtype is torch.bfloat16, "kernels read bits"
+            assert residual.dtype is x.dtype, "kernels read bits"
             residual_at = address(residual)
-        bias = 0 if self.bias is None else self.bias.data_ptr()
+        if self.bias is not None:
+            if self.bias.dtype is not x.dtype:
+                self.bias = self.bias.to(x.dtype)
+            bias_at = address(self.bias)
         threads = torch.get_num_threads()
         shares = max(1, min(-(-rows // MAX_ROWS) // _FEWEST_TILES, threads, self.most_shares))
-        addresses = (address(x), bias, residual_at, out.data_ptr(), self.panels.data_ptr(), scratch(_SUMS * threads))
-        sizes = (rows, inputs, width, int(gated), shares, -(-threads // shares))
-        matmul.launch(torch.bfloat16, self.num_panels * shares, *addresses, *sizes, num_ranges=shares)
+        addresses = (address(x), bias_at, residual_at, out.data_ptr(), self.panels.data_ptr(), scratch(_SUMS * threads))
+        sizes = (rows, inputs, width, int(gated), shares, -(-threads // shares), self.stored.itemsize)
+        matmul.launch(kind, self.num_panels * shares, *addresses, *sizes, num_ranges=shares)
         return out
 
 

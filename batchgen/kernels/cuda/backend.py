@@ -55,8 +55,8 @@ class CudaKernels:
     def recorder(self) -> None:
         return None
 
-    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        return x.index_select(0, rows)
+    def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return x.index_select(0, rows).to(dtype or x.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchgen.kernels.cpu.compiled import simd
-from batchgen.kernels.cpu.compiled.matmul_tiles import ADD, GATE, STORE, TO_SUMS, multiply
+from batchgen.kernels.cpu.compiled.matmul_tiles import ADD, ALL_STRIPS, GATE, STORE, TO_SUMS, multiply
 from batchgen.kernels.cpu.compiled.simd import BF16, F32
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, LANES, MAX_ROWS, NUM_ITEMS, STRIPS, TILE_COLUMNS
@@ -39,18 +39,21 @@ def _finish_gated(sums, rows, first, column, width, out):
 
 
 @simd.jit
-def _matmul(words):
-    """Arguments (addresses or 0, then sizes) as in ``PanelLinear``; an item is a share of the rows by one panel."""
-    x, out = simd.pointer(words[ARGS], BF16), simd.pointer(words[ARGS + 3], BF16)
+def _matmul(words, dtype, stored):
+    """Arguments (addresses or 0, then sizes) as in ``PanelLinear``; an item is a share of the rows by one panel.
+
+    ``stored`` is the element type of the weights, ``dtype`` that of everything else.
+    """
+    x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 3], dtype)
     bias_at, residual_at, weight = words[ARGS + 1], words[ARGS + 2], words[ARGS + 4]
-    bias, residual = simd.pointer(bias_at, BF16), simd.pointer(residual_at, BF16)
+    bias, residual = simd.pointer(bias_at, dtype), simd.pointer(residual_at, dtype)
     num_rows, inputs, width = words[ARGS + 6], words[ARGS + 7], words[ARGS + 8]
-    gated, shares, stride = words[ARGS + 9], words[ARGS + 10], words[ARGS + 11]
+    gated, shares, stride, itemsize = words[ARGS + 9], words[ARGS + 10], words[ARGS + 11], words[ARGS + 12]
     worker = worker_number(words)
     sums = simd.pointer(words[ARGS + 5] + worker * 4 * SUMS, F32)
     num_tiles, num_panels = -(-num_rows // MAX_ROWS), words[NUM_ITEMS] // shares
     pairs, strip_size = inputs // 2, inputs * LANES
-    panel_bytes = 2 * STRIPS * strip_size
+    panel_bytes = itemsize * STRIPS * strip_size
     columns = HALF if gated else TILE_COLUMNS
     item = next_item(words, worker)
     while item < words[NUM_ITEMS]:
@@ -63,7 +66,7 @@ def _matmul(words):
         following = weight + min(panel + stride, num_panels - 1) * panel_bytes
         num_fetching = min(count, STRIPS) if count > 1 else 0
         finish = GATE if gated else (ADD if residual_at else STORE)
-        if width - column < columns or bias_at:
+        if width - column < columns or bias_at or not ALL_STRIPS:
             finish = TO_SUMS
         for tile in range(first_tile, end_tile):
             first, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
@@ -71,7 +74,7 @@ def _matmul(words):
             if tile >= end_tile - num_fetching:
                 step = panel_bytes // pairs // num_fetching
                 ahead = following + (tile - end_tile + num_fetching) * step * pairs
-            w, at = simd.pointer(here, BF16), first * width + column
+            w, at = simd.pointer(here, stored), first * width + column
             how = (finish, sums, residual)
             multiply(end - first, x, first * inputs, inputs, w, strip_size, pairs, out, at, width, how, ahead, step)
             if finish == TO_SUMS and gated:
@@ -82,4 +85,12 @@ def _matmul(words):
 
 
 def _matmul_bf16(words):
-    _matmul(words)
+    _matmul(words, BF16, BF16)
+
+
+def _matmul_f32_of_bf16(words):
+    _matmul(words, F32, BF16)
+
+
+def _matmul_f32(words):
+    _matmul(words, F32, F32)

@@ -49,16 +49,16 @@ def _rms_norm(words, dtype):
 
 
 @simd.jit
-def _take_rows(words, dtype):
+def _take_rows(words, dtype, stored):
     """Arguments: x [rows, width], int64 rows to take, out [taken, width] (addresses), width; one item is a row."""
-    x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 2], dtype)
+    x, out = simd.pointer(words[ARGS], stored), simd.pointer(words[ARGS + 2], dtype)
     taken, width = simd.pointer(words[ARGS + 1], np.int64), words[ARGS + 3]
     worker = worker_number(words)
     item = next_item(words, worker)
     while item < words[NUM_ITEMS]:
         source, target = taken[item] * width, item * width
         for i in range(width):
-            out[target + i] = x[source + i]
+            simd.copy_element(out, target + i, x, source + i)
         item = next_item(words, worker)
 
 
@@ -125,11 +125,15 @@ def _argmax(words, dtype):
 # One function per element type, here and for all kernels: numba's disk cache is keyed on a function's code, and a
 # closure over the type would be keyed on an id that changes from process to process.
 def _take_rows_bf16(words):
-    _take_rows(words, BF16)
+    _take_rows(words, BF16, BF16)
 
 
 def _take_rows_f32(words):
-    _take_rows(words, F32)
+    _take_rows(words, F32, F32)
+
+
+def _take_rows_f32_of_bf16(words):
+    _take_rows(words, F32, BF16)
 
 
 def _rms_norm_bf16(words):

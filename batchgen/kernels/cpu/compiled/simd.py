@@ -110,6 +110,14 @@ def shifted(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
     return builder.gep(base, [index])
 
 
+@emitted(types.void, ANY, I64, ANY, I64)
+def copy_element(builder: ir.IRBuilder, out: ir.Value, to: ir.Value, x: ir.Value, index: ir.Value) -> None:
+    """``out[to] = x[index]``, bit by bit, or as float32 of bfloat16."""
+    same = out.type == x.type
+    value = builder.load(builder.gep(x, [index])) if same else vector_ir.emit_scalar_as_float(builder, x, index)
+    builder.store(value, builder.gep(out, [to]))
+
+
 @emitted(I64, ANY, I64, I64)
 def fetch_add(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, amount: ir.Value) -> ir.Value:
     """Atomically add ``amount`` to the int64 ``base[index]``; the value before."""

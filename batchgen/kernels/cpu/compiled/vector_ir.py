@@ -220,6 +220,14 @@ def emit_splat_pair(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> i
     return builder.bitcast(emit_splat(builder, builder.load(at, align=2)), _PAIRS)
 
 
+def emit_scalar_as_float(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
+    """``base[index]`` as float32."""
+    scalar = builder.load(builder.gep(base, [index]))
+    if not is_bf16(base):
+        return scalar
+    return builder.bitcast(builder.shl(builder.zext(scalar, INT), ir.Constant(INT, 16)), FLOAT)
+
+
 def emit_dot(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:
     """``total`` plus, in every lane, the sum of the products of its two pairs; needs ``HAS_BF16``."""
     kind = ir.VectorType(_BFloat(), 2 * LANES)
