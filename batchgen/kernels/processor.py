@@ -43,6 +43,19 @@ def has_fused_multiply_add() -> bool:
     return bool({"fma", "avx512f", "neon"} & cpu_features())
 
 
+def byte_products() -> tuple[int, int] | None:
+    """How vector instructions multiply bytes: the largest integer that both factors may hold, what is added to weights.
+
+    x86 multiplies unsigned weights by signed inputs. Without VNNI it adds up products in 16 bits, which hold the sum of
+    four of 7 bits. None: no instruction does it.
+    """
+    if {"avx512vnni", "avxvnni"} & cpu_features():
+        return 127, 128
+    if "dotprod" in cpu_features():
+        return 127, 0
+    return (63, 64) if "avx2" in cpu_features() else None
+
+
 def multiplies_bfloat16() -> bool:
     """Whether bfloat16 products are native; emulated they are slower than float32."""
     return has_bfloat16_pairs() or has_matrix_unit()

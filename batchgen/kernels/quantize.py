@@ -38,15 +38,15 @@ class Int8Weight:
         return (self.values * scales).to(dtype)
 
 
-def quantize(weight: Tensor, group: int = GROUP) -> Int8Weight:
-    """The nearest integers to a weight over its scales, which are as small as bfloat16 allows.
+def quantize(weight: Tensor, group: int = GROUP, most: int = MOST) -> Int8Weight:
+    """The nearest integers up to ``most`` to a weight over its scales, which are as small as bfloat16 allows.
 
     With them a value is off by at most half a scale: 0.4 % of the largest of its group.
     """
     out_features, in_features = weight.shape
     groups = functional.pad(weight.float(), (0, -in_features % group)).view(out_features, -1, group)
-    scales = _round_up(groups.abs().amax(2) / MOST)
-    values = (groups / scales.float()[:, :, None]).round().clamp(-MOST, MOST)
+    scales = _round_up(groups.abs().amax(2) / most)
+    values = (groups / scales.float()[:, :, None]).round().clamp(-most, most)
     integers = values.nan_to_num(1.0).to(torch.int8).flatten(1)[:, :in_features]  # zero or NaN, as the scale is
     return Int8Weight(integers.contiguous(), scales, group)
 

@@ -43,7 +43,8 @@ class CpuKernels:
 
     name = "cpu"
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, *, weights: str = "auto", activations: str = "auto") -> None:
+        self.weights, self.activations = weights, activations
         self._dtype = dtype
         self._library = ""  # of linears that torch runs: a recording would miss them, and the variant names it
 
@@ -57,21 +58,22 @@ class CpuKernels:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         dtype = self._dtype or weight.dtype
-        if linears.can_multiply(weight, dtype):
-            return linears.PanelLinear(weight, bias)
-        weight = weight.to(dtype)
-        if linears.can_pack(weight.dtype):
+        if linears.can_multiply(weight, dtype, self.activations):
+            return linears.PanelLinear(weight, bias, self.weights, self.activations)
+        if self.activations == "int8":
+            self._library = "exact"
+            return Int8Linear(quantize(weight, ACTIVATION_GROUP), bias)
+        weight = stored(weight, self.weights, dtype)
+        if linears.can_pack(dtype):
             self._library = "onednn"
             return linears.PackedLinear(weight, bias)
         self._library = "blas"
         return PlainLinear(weight, bias, linears.MIN_PLAIN_ROWS)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        return (
-            linears.PanelGatedLinear(gate, up)
-            if linears.can_multiply(gate, self._dtype or gate.dtype)
-            else TwoStepGatedLinear(self, gate, up)
-        )
+        if linears.can_multiply(gate, self._dtype or gate.dtype, self.activations):
+            return linears.PanelGatedLinear(gate, up, self.weights, self.activations)
+        return TwoStepGatedLinear(self, gate, up)
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         out = empty((len(rows), *x.shape[1:]), dtype or x.dtype)

@@ -21,6 +21,14 @@ STRIPS = 4
 MAX_ROWS = 6  # 24 accumulators, 4 vectors of weights and one of inputs: 29 of 32 registers
 TILE_COLUMNS = STRIPS * LANES
 
+# Weights of 8 bits: bytes of 16 outputs and a group of inputs that share a scale, scales included.
+GROUP, DOT_GROUP = 32, 128  # multiplied as numbers, and as integers
+GROUP_BYTES = LANES * (GROUP + 2)
+DOT_GROUP_BYTES = LANES * (DOT_GROUP + 4)
+LEAST_QUANTIZED = 2.0**-119  # inputs whose largest is below count as zeros: 127 over it would not be a float32 number
+UNPACKED_BYTES = 128 << 10  # of a panel's numbers that are multiplied with many rows before the next are unpacked
+UNPACKED_TILES = 21  # at most these rows: their sums wait in the first caches meanwhile
+
 # Attention.
 MAX_QUERIES = 8  # query rows that read the same keys at once
 CHUNK = 2 * LANES  # neighbouring positions that are scored side by side

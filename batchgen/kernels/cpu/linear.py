@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchgen.kernels.cpu.layout import LANES, MAX_ROWS, STRIPS, TILE_COLUMNS
+from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, MAX_ROWS, TILE_COLUMNS, UNPACKED_BYTES, UNPACKED_TILES
+from batchgen.kernels.cpu.panels import Panels, int8_panels, integer_panels, plain_panels
 from batchgen.kernels.cpu.parallel import COMPILED, Kernel, Kind, address, empty, scratch
 from batchgen.kernels.interface import Linear, pad_rows
-from batchgen.kernels.processor import has_fused_multiply_add, has_matrix_unit
+from batchgen.kernels.processor import byte_products, has_bfloat16_pairs, has_fused_multiply_add, has_matrix_unit
+from batchgen.kernels.quantize import quantize
 
 MIN_PACKED_ROWS = 4
 MIN_PLAIN_ROWS = 16
@@ -35,12 +37,16 @@ _FEWEST_TILES = 8  # in each share of the rows: its every panel is read anew
 _MOST_SHARED_BYTES = 256 << 10  # of a panel that every share reads: with the next one it is to stay in the second cache
 
 
-matmul = Kernel(f"{COMPILED}.matmul", "matmul")
-_KINDS: dict[tuple[torch.dtype, torch.dtype], Kind] = {  # by the types of inputs and of stored weights
-    (torch.bfloat16, torch.bfloat16): torch.bfloat16,
-    (torch.float32, torch.float32): torch.float32,
-    (torch.float32, torch.bfloat16): "f32_of_bf16",
+_TYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_KINDS: dict[tuple[str, str], Kind] = {  # by the types of inputs and of stored weights
+    ("bf16", "bf16"): torch.bfloat16,
+    ("f32", "f32"): torch.float32,
+    ("f32", "bf16"): "f32_of_bf16",
+    ("bf16", "int8"): "bf16_of_int8",
+    ("f32", "int8"): "f32_of_int8",
 }
+_MATMUL, _UNPACKED = Kernel(f"{COMPILED}.matmul", "matmul"), Kernel(f"{COMPILED}.matmul", "matmul_unpacked")
+_INTEGERS, _QUANTIZE = Kernel(f"{COMPILED}.matmul", "matmul_integers"), Kernel(f"{COMPILED}.rows", "quantize")
 
 
 def can_multiply(weight: Tensor, dtype: torch.dtype) -> bool:
@@ -48,38 +54,36 @@ def can_multiply(weight: Tensor, dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16 and has_matrix_unit():
         return False
     has_pairs = weight.numel() > 0 and weight.shape[1] % 2 == 0
-    return has_fused_multiply_add() and has_pairs and dtype in (torch.bfloat16, torch.float32)
+    return has_fused_multiply_add() and has_pairs and dtype in _TYPES
 
 
-def _in_panels(weight: Tensor) -> Tensor:
-    """A copy in the layout of this module, with rows of zeros up to a whole panel: [strips, ...]."""
-    weight = functional.pad(weight.detach(), (0, 0, 0, -len(weight) % TILE_COLUMNS)).contiguous()
-    if weight.dtype == torch.bfloat16:
-        weight = weight.view(torch.int32)  # two neighbouring inputs stay together
-    return weight.view(len(weight) // LANES, LANES, -1).transpose(1, 2).contiguous()
+def panels_of(weight: Tensor, weights: str, activations: str) -> Panels:
+    """A weight in panels, in 8 bits where ``weights`` or ``activations`` are "int8"."""
+    integers = byte_products() if activations == "int8" else None
+    if integers is not None:
+        return integer_panels(weight, *integers)
+    if weights == "int8" and weight.shape[1] % GROUP == 0:
+        return int8_panels(weight)
+    return plain_panels(quantize(weight).dequantize(weight.dtype) if weights == "int8" else weight)
 
 
 class PanelLinear:
-    """``Linear`` with the weight in panels, of an even number of inputs: bfloat16, or float32 for inputs of float32."""
+    """``Linear`` with the weight in panels: for inputs of bfloat16 or float32, an even number of them."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, weights: str = "auto", activations: str = "auto") -> None:
         self.out_features, self.inputs = weight.shape
-        self.stored = weight.dtype
         self.bias = None if bias is None else bias.contiguous()
-        self.panels = _in_panels(weight)
-        self.num_panels = len(self.panels) // STRIPS
-        self.most_shares = self.num_panels if self.panels.nbytes // self.num_panels <= _MOST_SHARED_BYTES else 1
+        self.panels = panels_of(weight, weights, activations)
+        self.most_shares = self.panels.num_panels if self.panels.panel_bytes <= _MOST_SHARED_BYTES else 1
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.multiply(x, self.out_features, residual)
 
     def multiply(self, x: Tensor, width: int, residual: Tensor | None = None, *, gated: bool = False) -> Tensor:
         """The product [rows, width] of x [rows, inputs] with all panels."""
-        rows, inputs = x.shape
-        kind = _KINDS.get((x.dtype, self.stored))
-        assert inputs == self.inputs, f"x is {tuple(x.shape)}, the weight takes {self.inputs} inputs"
-        assert kind is not None, "kernels read bits"
-        out, residual_at, bias_at = empty((rows, width), x.dtype), 0, 0
+        assert x.shape[1:] == (self.inputs,), f"x is {tuple(x.shape)}, the weight takes {self.inputs} inputs"
+        assert x.dtype in _TYPES, "kernels read bits"
+        out, residual_at, bias_at = empty((len(x), width), x.dtype), 0, 0
         if residual is not None:
             assert residual.shape == out.shape, "a residual has the shape of the result"
             assert residual.dtype is x.dtype, "kernels read bits"
@@ -88,22 +92,56 @@ class PanelLinear:
             if self.bias.dtype is not x.dtype:
                 self.bias = self.bias.to(x.dtype)
             bias_at = address(self.bias)
+        self._launch(x, (bias_at, residual_at, out.data_ptr()), width, gated)
+        return out
+
+    def _launch(self, x: Tensor, addresses: tuple[int, int, int], width: int, gated: bool) -> None:
+        rows, inputs, kind, panels = len(x), self.inputs, self.panels.kind, self.panels
         threads = torch.get_num_threads()
         shares = max(1, min(-(-rows // MAX_ROWS) // _FEWEST_TILES, threads, self.most_shares))
-        addresses = (address(x), bias_at, residual_at, out.data_ptr(), self.panels.data_ptr(), scratch(_SUMS * threads))
-        sizes = (rows, inputs, width, int(gated), shares, -(-threads // shares), self.stored.itemsize)
-        matmul.launch(kind, self.num_panels * shares, *addresses, *sizes, num_ranges=shares)
-        return out
+        kernel, key, floats = _MATMUL, _KINDS.get((_TYPES[x.dtype], kind), x.dtype), _SUMS
+        steps, more = inputs // 2, (0, 0)
+        if kind == "integers":
+            kernel, (x, scales, shifts) = _INTEGERS, quantize_rows(x)
+            inputs, more = x.shape[1], (address(scales), address(shifts))
+            steps = inputs // 8
+        elif kind == "int8" and rows > 2:
+            kernel, key, shares = _UNPACKED, x.dtype, 1
+            floats = _SUMS * UNPACKED_TILES + UNPACKED_BYTES // 4
+            more = (2 if x.dtype == torch.bfloat16 and has_bfloat16_pairs() else 4, 0)
+        sizes = (rows, inputs, width, int(gated), shares, -(-threads // shares), panels.strip_size, panels.panel_bytes)
+        kernel.launch(
+            key,
+            panels.num_panels * shares,
+            *(address(x), *addresses, panels.strips.data_ptr(), scratch(floats * threads)),
+            *(*sizes, steps, *more),
+            num_ranges=shares,
+        )
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers of x [rows, groups * 128] with their scales and what the shift of the weights takes off, [rows, groups].
+
+    The scales are those of ``quantize.quantize_rows`` for as large integers as this machine multiplies.
+    """
+    rows, width = x.shape
+    groups, found = -(-width // DOT_GROUP), byte_products()
+    assert found is not None, "panels of integers are made where they can be multiplied"
+    values = empty((rows, groups * DOT_GROUP), torch.int8)
+    scales, shifts = empty((rows, groups), torch.float32), empty((rows, groups), torch.int32)
+    results = (values.data_ptr(), scales.data_ptr(), shifts.data_ptr())
+    _QUANTIZE.launch(x.dtype, rows * groups, address(x), *results, width, groups, *found)
+    return values, scales, shifts
 
 
 class PanelGatedLinear:
     """``GatedLinear`` in panels, of which each holds 32 gates and their 32 ups."""
 
-    def __init__(self, gate: Tensor, up: Tensor) -> None:
+    def __init__(self, gate: Tensor, up: Tensor, weights: str = "auto", activations: str = "auto") -> None:
         self.out_features = len(gate)
         rows = (0, 0, 0, -len(gate) % _HALF)
         halves = [functional.pad(part.detach(), rows).view(-1, _HALF, part.shape[1]) for part in (gate, up)]
-        self._panels = PanelLinear(torch.cat(halves, 1).flatten(0, 1), None)
+        self._panels = PanelLinear(torch.cat(halves, 1).flatten(0, 1), None, weights, activations)
         self.linear: Linear = self._panels
 
     def __call__(self, x: Tensor) -> Tensor:

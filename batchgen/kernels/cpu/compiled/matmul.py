@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from batchgen.kernels.cpu.compiled import simd
-from batchgen.kernels.cpu.compiled.matmul_tiles import ADD, ALL_STRIPS, GATE, STORE, TO_SUMS, multiply
-from batchgen.kernels.cpu.compiled.simd import BF16, F32
+from batchgen.kernels.cpu.compiled.matmul_tiles import (
+    ADD,
+    ALL_STRIPS,
+    GATE,
+    MORE_SUMS,
+    STORE,
+    TO_SUMS,
+    multiply,
+    unpack,
+)
+from batchgen.kernels.cpu.compiled.simd import BF16, BYTES, F32
+from batchgen.kernels.cpu.compiled.vector_ir import HAS_BF16
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
-from batchgen.kernels.cpu.layout import ARGS, LANES, MAX_ROWS, NUM_ITEMS, STRIPS, TILE_COLUMNS
+from batchgen.kernels.cpu.layout import (
+    ARGS,
+    GROUP,
+    LANES,
+    MAX_ROWS,
+    NUM_ITEMS,
+    STRIPS,
+    TILE_COLUMNS,
+    UNPACKED_BYTES,
+    UNPACKED_TILES,
+)
 
 SUMS = MAX_ROWS * TILE_COLUMNS  # float32 words of scratch a worker needs
 HALF = TILE_COLUMNS // 2
@@ -39,21 +61,19 @@ def _finish_gated(sums, rows, first, column, width, out):
 
 
 @simd.jit
-def _matmul(words, dtype, stored):
+def _multiply_panels(words, x, dtype, stored):
     """Arguments (addresses or 0, then sizes) as in ``PanelLinear``; an item is a share of the rows by one panel.
 
-    ``stored`` is the element type of the weights, ``dtype`` that of everything else.
+    ``stored`` is the element type of the weights, ``dtype`` that of the result; x is what ``multiply`` takes.
     """
-    x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 3], dtype)
-    bias_at, residual_at, weight = words[ARGS + 1], words[ARGS + 2], words[ARGS + 4]
-    bias, residual = simd.pointer(bias_at, dtype), simd.pointer(residual_at, dtype)
-    num_rows, inputs, width = words[ARGS + 6], words[ARGS + 7], words[ARGS + 8]
-    gated, shares, stride, itemsize = words[ARGS + 9], words[ARGS + 10], words[ARGS + 11], words[ARGS + 12]
+    out, residual_at, bias_at = simd.pointer(words[ARGS + 3], dtype), words[ARGS + 2], words[ARGS + 1]
+    residual, weight = simd.pointer(residual_at, dtype), words[ARGS + 4]
+    num_rows, x_stride, width, gated = words[ARGS + 6], words[ARGS + 7], words[ARGS + 8], words[ARGS + 9]
+    shares, stride, strip_size, panel_bytes = words[ARGS + 10], words[ARGS + 11], words[ARGS + 12], words[ARGS + 13]
+    steps = words[ARGS + 14]
     worker = worker_number(words)
     sums = simd.pointer(words[ARGS + 5] + worker * 4 * SUMS, F32)
     num_tiles, num_panels = -(-num_rows // MAX_ROWS), words[NUM_ITEMS] // shares
-    pairs, strip_size = inputs // 2, inputs * LANES
-    panel_bytes = itemsize * STRIPS * strip_size
     columns = HALF if gated else TILE_COLUMNS
     item = next_item(words, worker)
     while item < words[NUM_ITEMS]:
@@ -72,16 +92,75 @@ def _matmul(words, dtype, stored):
             first, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
             ahead, step = here, 0
             if tile >= end_tile - num_fetching:
-                step = panel_bytes // pairs // num_fetching
-                ahead = following + (tile - end_tile + num_fetching) * step * pairs
+                step = panel_bytes // steps // num_fetching
+                ahead = following + (tile - end_tile + num_fetching) * step * steps
             w, at = simd.pointer(here, stored), first * width + column
             how = (finish, sums, residual)
-            multiply(end - first, x, first * inputs, inputs, w, strip_size, pairs, out, at, width, how, ahead, step)
-            if finish == TO_SUMS and gated:
-                _finish_gated(sums, end - first, first, column, width, out)
-            elif finish == TO_SUMS:
-                _finish(sums, end - first, first, column, width, bias, bias_at != 0, residual, residual_at != 0, out)
+            multiply(end - first, x, first * x_stride, x_stride, w, strip_size, steps, out, at, width, how, ahead, step)
+            if finish == TO_SUMS:
+                _finish_tile(words, sums, first, end, column, dtype)
         item = next_item(words, worker)
+
+
+@simd.jit
+def _finish_tile(words, sums, first, end, column, dtype):
+    """What is left to do with the sums of rows ``first`` to ``end`` and the panel that begins at ``column``."""
+    bias_at, residual_at, out = words[ARGS + 1], words[ARGS + 2], simd.pointer(words[ARGS + 3], dtype)
+    width = words[ARGS + 8]
+    if words[ARGS + 9]:
+        _finish_gated(sums, end - first, first, column, width, out)
+    else:
+        bias, residual = simd.pointer(bias_at, dtype), simd.pointer(residual_at, dtype)
+        _finish(sums, end - first, first, column, width, bias, bias_at != 0, residual, residual_at != 0, out)
+
+
+@simd.jit
+def _matmul(words, dtype, stored):
+    """The product with weights of type ``stored`` as the numbers that they are; of bytes, of one or two rows."""
+    _multiply_panels(words, simd.pointer(words[ARGS], dtype), dtype, stored)
+
+
+@simd.jit
+def _matmul_integers(words, dtype):
+    """The product of integers; what x consists of is in ``emit_integer_sums``."""
+    scales, shifts = simd.pointer(words[ARGS + 15], F32), simd.pointer(words[ARGS + 16], np.int32)
+    _multiply_panels(words, (simd.pointer(words[ARGS], BYTES), scales, shifts), dtype, BYTES)
+
+
+@simd.jit
+def _matmul_unpacked(words, dtype, number):
+    """The product of more than two rows with weights of 8 bits, whose numbers (of type ``number``) are unpacked first.
+
+    That costs as much as to multiply them with a few rows, so it is done once for many, part by part of a panel.
+    """
+    x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 3], dtype)
+    residual, weight = simd.pointer(words[ARGS + 2], dtype), words[ARGS + 4]
+    num_rows, inputs, width, gated = words[ARGS + 6], words[ARGS + 7], words[ARGS + 8], words[ARGS + 9]
+    strip_size, panel_bytes, number_bytes = words[ARGS + 12], words[ARGS + 13], words[ARGS + 15]
+    worker = worker_number(words)
+    mine = words[ARGS + 5] + worker * (4 * SUMS * UNPACKED_TILES + UNPACKED_BYTES)
+    sums, numbers = simd.pointer(mine, F32), simd.pointer(mine + 4 * SUMS * UNPACKED_TILES, number)
+    num_tiles, groups = -(-num_rows // MAX_ROWS), inputs // GROUP
+    most_groups = UNPACKED_BYTES // (TILE_COLUMNS * GROUP * number_bytes)
+    columns = HALF if gated else TILE_COLUMNS
+    panel = next_item(words, worker)
+    while panel < words[NUM_ITEMS]:
+        w, column = simd.pointer(weight + panel * panel_bytes, BYTES), panel * columns
+        for first_tile in range(0, num_tiles, UNPACKED_TILES):
+            end_tile = min(first_tile + UNPACKED_TILES, num_tiles)
+            for group in range(0, groups, most_groups):
+                count = min(most_groups, groups - group)
+                unpack(numbers, w, strip_size, group, count, x)
+                size, steps = count * GROUP * LANES, count * GROUP // 2
+                for tile in range(first_tile, end_tile):
+                    first, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+                    at, of_tile = first * inputs + group * GROUP, simd.shifted(sums, (tile - first_tile) * SUMS)
+                    how = (MORE_SUMS if group else TO_SUMS, of_tile, residual)
+                    multiply(end - first, x, at, inputs, numbers, size, steps, out, 0, width, how, mine, 0)
+            for tile in range(first_tile, end_tile):
+                first, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+                _finish_tile(words, simd.shifted(sums, (tile - first_tile) * SUMS), first, end, column, dtype)
+        panel = next_item(words, worker)
 
 
 def _matmul_bf16(words):
@@ -94,3 +173,27 @@ def _matmul_f32_of_bf16(words):
 
 def _matmul_f32(words):
     _matmul(words, F32, F32)
+
+
+def _matmul_bf16_of_int8(words):
+    _matmul(words, BF16, BYTES)
+
+
+def _matmul_f32_of_int8(words):
+    _matmul(words, F32, BYTES)
+
+
+def _matmul_unpacked_bf16(words):
+    _matmul_unpacked(words, BF16, BF16 if HAS_BF16 else F32)
+
+
+def _matmul_unpacked_f32(words):
+    _matmul_unpacked(words, F32, F32)
+
+
+def _matmul_integers_bf16(words):
+    _matmul_integers(words, BF16)
+
+
+def _matmul_integers_f32(words):
+    _matmul_integers(words, F32)

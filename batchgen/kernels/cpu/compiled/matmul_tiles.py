@@ -8,13 +8,17 @@ weights decide how they are read.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from batchgen.kernels.cpu.compiled.matmul_int8 import emit_integer_sums, emit_numbers, emit_scales, emit_unpack
 from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, jit
 from batchgen.kernels.cpu.compiled.vector_ir import (
     CACHE_LINE,
+    FLOAT,
     HAS_BF16,
     VECTOR,
     emit_cases,
@@ -32,14 +36,15 @@ from batchgen.kernels.cpu.compiled.vector_ir import (
     is_bf16,
     number,
 )
-from batchgen.kernels.cpu.layout import LANES, MAX_ROWS, STRIPS, TILE_COLUMNS
+from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, GROUP_BYTES, LANES, MAX_ROWS, STRIPS, TILE_COLUMNS
 from batchgen.kernels.processor import has_wide_registers
 
 _LEAD = 1024  # bytes: how far ahead one or two rows prefetch weights
 
 # How a tile ends: float32 sums that the caller finishes; rounded into ``out``, with ``residual`` added or without; or,
 # where the first two strips are gates and the others what they gate, ``silu(gate) * up``.
-TO_SUMS, STORE, ADD, GATE = range(4)
+# ``MORE_SUMS`` begins and ends with the sums, to go on with later inputs.
+TO_SUMS, STORE, ADD, GATE, MORE_SUMS = range(5)
 # 32 registers of 16 numbers hold the sums of all strips. Elsewhere strips take turns, and tiles can only end in sums.
 ALL_STRIPS = has_wide_registers()
 
@@ -51,67 +56,95 @@ def strips_at_once(rows):
     return 2 if rows <= 3 else 1
 
 
-def _emit_factors(builder, x, weight, row, strip, pair):
+@contextmanager
+def _each_pair(builder, weight, strip, pairs):
+    """Loop over pairs of inputs; gives a pair's number and, of weights of 8 bits, (group, number in it, scales)."""
+    if not _is_bytes(weight):
+        with cgutils.for_range(builder, pairs) as loop:
+            yield loop.index, None
+        return
+    pairs_of_group = number(GROUP // 2)
+    with cgutils.for_range(builder, builder.udiv(pairs, pairs_of_group)) as outer:
+        scales = [emit_scales(builder, base, outer.index) for base in strip]
+        with cgutils.for_range(builder, pairs_of_group) as inner:
+            pair = builder.add(builder.mul(outer.index, pairs_of_group), inner.index)
+            yield pair, (outer.index, inner.index, scales)
+
+
+def _is_bytes(weight):
+    return weight.type.pointee == ir.IntType(8)
+
+
+def _emit_factors(builder, x, weight, row, strip, pair, group):
     """Two functions that load what a pair of inputs multiplies, as lists of one or two vectors, to be added in order.
 
     The first takes a row, the second a strip.
     """
     at, first = builder.mul(pair, number(2 * LANES)), builder.mul(pair, number(2))
     second = builder.add(first, number(1))
+    paired = is_bf16(x) and HAS_BF16 and weight.type.pointee != FLOAT
 
     def of_row(r):
-        if is_bf16(x) and is_bf16(weight) and HAS_BF16:
+        if paired:
             return [emit_splat_pair(builder, row[r], first)]
         return [emit_splat(builder, emit_scalar_as_float(builder, row[r], place)) for place in (first, second)]
 
     def of_strip(v):
+        if _is_bytes(weight):
+            outer, inner, scales = group
+            return emit_numbers(builder, strip[v], outer, inner, scales[v], x)
         if not is_bf16(weight):
             return [emit_load(builder, strip[v], builder.add(at, number(part))) for part in (0, LANES)]
         pairs = emit_load_whole_pairs(builder, strip[v], at, align=64)
-        return [pairs] if is_bf16(x) and HAS_BF16 else emit_widen_pairs(builder, pairs)
+        return [pairs] if paired else emit_widen_pairs(builder, pairs)
 
     return of_row, of_strip
 
 
-def _emit_sums(builder, rows, x, x_index, x_stride, weight, strips, pairs, ahead, step):
-    """Accumulators {(row, strip): vector} of the products of ``rows`` rows of x with neighbouring strips.
+def _emit_ahead(builder, rows, strip, first_strip, step_bytes, index, ahead, step):
+    """Prefetch weights into the second cache, in step ``index`` of a tile, which reads ``step_bytes`` of each strip.
 
-    A strip is [pairs, 16, 2] of bfloat16: for each pair of inputs, those of 16 outputs; or [inputs, 16] of float32.
-    Meanwhile a cache line for each strip is prefetched with each pair, into the second cache. One or two rows, which
-    never share a panel with another tile and wait for its weights alone, prefetch each strip's a little ahead. More
-    rows prefetch neighbours from the address ``ahead`` on, ``step`` bytes further with each pair (one for each strip
-    would take too many registers); with a step of less than that some are prefetched again, which is cheaper than
-    choosing.
+    One or two rows, which never share a panel with another tile and wait for its weights alone, prefetch each strip's a
+    little ahead. More rows prefetch neighbouring lines from the address ``ahead`` on, ``step`` bytes further with each
+    step (one for each strip would take too many registers); where that is less than they are, some are prefetched
+    again, which is cheaper than choosing.
     """
-    strip_size, first_strip, count = strips
-    totals = {
-        (r, v): cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for r in range(rows) for v in range(count)
-    }
+    if rows <= 2:
+        lead = builder.add(builder.mul(index, number(step_bytes)), number(_LEAD))
+        starts = [builder.add(builder.ptrtoint(base, index.type), lead) for base in strip]
+        lines = [builder.add(start, number(at)) for start in starts for at in range(0, step_bytes, CACHE_LINE)]
+    else:
+        place = builder.add(ahead, builder.mul(index, step))
+        numbers = [builder.add(first_strip, number(v)) for v in range(len(strip))]
+        lines = [builder.add(place, builder.mul(v, number(CACHE_LINE))) for v in numbers]
+    for line in lines:
+        emit_prefetch(builder, line, closeness=2)
+
+
+def _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, pairs, prefetch):
+    """Add the products of rows of x with the neighbouring strips ``strip`` to ``totals`` {(row, strip): vector}.
+
+    A strip is [pairs, 16, 2] of bfloat16: for each pair of inputs, those of 16 outputs; or [inputs, 16] of float32; or
+    bytes as in ``matmul_int8``.
+    """
+    rows = 1 + max(r for r, _ in totals)
     row = [builder.gep(x, [builder.add(x_index, builder.mul(x_stride, number(r)))]) for r in range(rows)]
-    strip = [builder.gep(weight, [builder.mul(strip_size, builder.add(first_strip, number(v)))]) for v in range(count)]
-    pair_bytes = 2 * LANES * (2 if is_bf16(weight) else 4)
-    with cgutils.for_range(builder, pairs) as loop:
-        if rows <= 2:
-            lead = builder.add(builder.mul(loop.index, number(pair_bytes)), number(_LEAD))
-            starts = [builder.add(builder.ptrtoint(start, pairs.type), lead) for start in strip]
-            lines = [builder.add(start, number(at)) for start in starts for at in range(0, pair_bytes, CACHE_LINE)]
-        else:
-            place = builder.add(ahead, builder.mul(loop.index, step))
-            lines = [
-                builder.add(place, builder.mul(builder.add(first_strip, number(v)), number(CACHE_LINE)))
-                for v in range(count)
-            ]
-        for line in lines:
-            emit_prefetch(builder, line, closeness=2)
-        of_row, of_strip = _emit_factors(builder, x, weight, row, strip, loop.index)
-        factors = [of_strip(v) for v in range(count)]
+    with _each_pair(builder, weight, strip, pairs) as (pair, group):
+        prefetch(pair)
+        of_row, of_strip = _emit_factors(builder, x, weight, row, strip, pair, group)
+        factors = [of_strip(v) for v in range(len(strip))]
         multiply_add = emit_fma if len(factors[0]) == 2 else emit_dot
         for r in range(rows):
             for part, spread in enumerate(of_row(r)):
-                for v in range(count):
+                for v, factor in enumerate(factors):
                     total = totals[r, v]
-                    builder.store(multiply_add(builder, factors[v][part], spread, builder.load(total)), total)
-    return totals
+                    builder.store(multiply_add(builder, factor[part], spread, builder.load(total)), total)
+
+
+def _sums_at(builder, sums, first_strip, r, v):
+    column = builder.mul(builder.add(first_strip, number(v)), number(LANES))
+    at = builder.gep(sums, [builder.add(column, number(r * TILE_COLUMNS))])
+    return builder.bitcast(at, VECTOR.as_pointer())
 
 
 def _emit_end(builder, totals, first_strip, out, out_index, out_stride, how):
@@ -124,11 +157,9 @@ def _emit_end(builder, totals, first_strip, out, out_index, out_stride, how):
     def finishing(way):
         return builder.if_then(builder.icmp_signed("==", finish, number(way)))
 
-    with finishing(TO_SUMS):
+    with builder.if_then(builder.or_(*(builder.icmp_signed("==", finish, number(w)) for w in (TO_SUMS, MORE_SUMS)))):
         for (r, v), total in totals.items():
-            column = builder.mul(builder.add(first_strip, number(v)), number(LANES))
-            to = builder.gep(sums, [builder.add(column, number(r * TILE_COLUMNS))])
-            builder.store(builder.load(total), builder.bitcast(to, VECTOR.as_pointer()), align=4)
+            builder.store(builder.load(total), _sums_at(builder, sums, first_strip, r, v), align=4)
     if not ALL_STRIPS:
         return
     with finishing(STORE):
@@ -146,20 +177,57 @@ def _emit_end(builder, totals, first_strip, out, out_index, out_stride, how):
 
 @emitted(types.void, I64, ANY, I64, I64, ANY, I64, I64, ANY, I64, I64, ANY, I64, I64)
 def _multiply(
-    builder, rows, x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step
+    builder, rows, x, x_index, x_stride, weight, strip_size, steps, out, out_index, out_stride, how, ahead, step
 ):
+    is_integer = isinstance(x.type, ir.LiteralStructType)
+    if is_integer:
+        step_bytes = 8 * LANES
+    else:
+        step_bytes = 2 * LANES * {ir.IntType(16): 2, FLOAT: 4, ir.IntType(8): 1}[weight.type.pointee]
+
     def tile(rows):
         count = strips_at_once(rows)
         with cgutils.for_range(builder, number(STRIPS // count)) as turn:
             first = builder.mul(turn.index, number(count))
-            strips = strip_size, first, count
-            totals = _emit_sums(builder, rows, x, x_index, x_stride, weight, strips, pairs, ahead, step)
+            numbers = [builder.add(first, number(v)) for v in range(count)]
+            strip = [builder.gep(weight, [builder.mul(strip_size, v)]) for v in numbers]
+
+            def prefetch(index):
+                _emit_ahead(builder, rows, strip, first, step_bytes, index, ahead, step)
+
+            grid = [(r, v) for r in range(rows) for v in range(count)]
+            totals = {place: cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for place in grid}
+            finish, sums, _ = cgutils.unpack_tuple(builder, how)
+            with builder.if_then(builder.icmp_signed("==", finish, number(MORE_SUMS))):
+                for (r, v), total in totals.items():
+                    builder.store(builder.load(_sums_at(builder, sums, first, r, v), align=4), total)
+            if is_integer:
+                groups, row = builder.udiv(x_stride, number(DOT_GROUP)), builder.udiv(x_index, x_stride)
+                emit_integer_sums(builder, totals, cgutils.unpack_tuple(builder, x), row, strip, groups, prefetch)
+            else:
+                _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, steps, prefetch)
             _emit_end(builder, totals, first, out, out_index, out_stride, how)
 
-    emit_cases(builder, rows, range(1, MAX_ROWS + 1), tile)
+    most = 2 if _is_bytes(weight) and not is_integer else MAX_ROWS  # more rows multiply with numbers once unpacked
+    emit_cases(builder, rows, range(1, most + 1), tile)
 
 
 @jit
-def multiply(rows, x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step):
-    """The products of up to ``MAX_ROWS`` rows; see ``_emit_sums``. ``how`` is (finish, sums, residual)."""
-    _multiply(rows, x, x_index, x_stride, weight, strip_size, pairs, out, out_index, out_stride, how, ahead, step)
+def multiply(rows, x, x_index, x_stride, weight, strip_size, steps, out, out_index, out_stride, how, ahead, step):
+    """The products of up to ``MAX_ROWS`` rows, with strips ``strip_size`` elements apart.
+
+    ``x`` is a pointer to rows ``x_stride`` elements apart, multiplied in ``steps`` pairs of inputs; or, with weights
+    that are multiplied as integers, a tuple as in ``emit_integer_sums``, in steps of 8. ``how`` is (finish, sums,
+    residual); for ``ahead`` and ``step`` see ``_emit_ahead``.
+    """
+    _multiply(rows, x, x_index, x_stride, weight, strip_size, steps, out, out_index, out_stride, how, ahead, step)
+
+
+@emitted(types.void, ANY, ANY, I64, I64, I64, ANY)
+def unpack(builder, out, weight, strip_size, first_group, groups, x):
+    """Write the numbers of a panel's groups from ``first_group`` on, as [strips, ...] for ``multiply``."""
+    with cgutils.for_range(builder, number(STRIPS)) as loop:
+        start = builder.add(builder.mul(strip_size, loop.index), builder.mul(first_group, number(GROUP_BYTES)))
+        size = builder.mul(groups, number(GROUP * LANES))
+        target = builder.gep(out, [builder.mul(size, loop.index)])
+        emit_unpack(builder, target, builder.gep(weight, [start]), groups, x)

@@ -10,9 +10,9 @@ import math
 import numpy as np
 
 from batchgen.kernels.cpu.compiled import simd
-from batchgen.kernels.cpu.compiled.simd import BF16, F32
+from batchgen.kernels.cpu.compiled.simd import BF16, BYTES, F32
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
-from batchgen.kernels.cpu.layout import ARGS, LANES, NUM_ITEMS, ROWS_PER_ITEM
+from batchgen.kernels.cpu.layout import ARGS, DOT_GROUP, LANES, LEAST_QUANTIZED, NUM_ITEMS, ROWS_PER_ITEM
 
 
 @simd.inline
@@ -59,6 +59,38 @@ def _take_rows(words, dtype, stored):
         source, target = taken[item] * width, item * width
         for i in range(width):
             simd.copy_element(out, target + i, x, source + i)
+        item = next_item(words, worker)
+
+
+@simd.jit
+def _quantize(words, dtype):
+    """Arguments: x [rows, width], bytes out [rows, groups * DOT_GROUP], float32 scales and int32 shifts [rows, groups]
+    (addresses), width, groups, the largest integer, what weights are shifted by; see ``quantize.quantize_rows``.
+    """
+    x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], BYTES)
+    scales, shifts = simd.pointer(words[ARGS + 2], F32), simd.pointer(words[ARGS + 3], np.int32)
+    width, groups, most, shift = words[ARGS + 4], words[ARGS + 5], F32(words[ARGS + 6]), words[ARGS + 7]
+    zero = simd.splat(F32(0.0))
+    worker = worker_number(words)
+    item = next_item(words, worker)
+    while item < words[NUM_ITEMS]:
+        row, group = item // groups, item % groups
+        start, end = row * width, min(width, (group + 1) * DOT_GROUP)
+        best, odd, total = zero, zero, zero
+        for i in range(group * DOT_GROUP, end, LANES):
+            v = simd.load_some(x, start + i, end - i)
+            best = simd.maximum(best, simd.absolute(v))
+            odd = simd.fma(v, zero, odd)  # NaN if any input is not finite
+        largest = simd.max_lanes(best)
+        by = simd.splat(F32(0.0) if largest < LEAST_QUANTIZED else most / largest)
+        for i in range(group * DOT_GROUP, (group + 1) * DOT_GROUP, LANES):
+            q = zero
+            if i < end:
+                q = simd.nearest(simd.mul(simd.load_some(x, start + i, end - i), by))
+            total = simd.add(total, q)
+            simd.store_bytes(out, row * groups * DOT_GROUP + i, q)
+        scales[item] = largest / most + simd.sum_lanes(odd)
+        shifts[item] = -shift * np.int64(simd.sum_lanes(total))
         item = next_item(words, worker)
 
 
@@ -158,3 +190,11 @@ def _argmax_bf16(words):
 
 def _argmax_f32(words):
     _argmax(words, F32)
+
+
+def _quantize_bf16(words):
+    _quantize(words, BF16)
+
+
+def _quantize_f32(words):
+    _quantize(words, F32)

@@ -29,6 +29,7 @@ inline: Any = njit(error_model="numpy", forceinline=True)  # a call would pass v
 intrinsic: Any = numba_intrinsic  # numba's own annotation describes the function before it is decorated
 BF16 = np.uint16  # element type of a pointer to bfloat16 bits
 F32 = np.float32
+BYTES = np.uint8  # of signed or unsigned 8-bit integers, as a kernel takes them
 
 
 class Vec(types.Type):
@@ -84,6 +85,8 @@ sub = emitted(vec, vec, vec)(lambda builder, a, b: builder.fsub(a, b))
 mul = emitted(vec, vec, vec)(lambda builder, a, b: builder.fmul(a, b))
 fma = emitted(vec, vec, vec, vec)(vector_ir.emit_fma)
 # The larger, lane by lane; of a number and NaN the number.
+absolute = emitted(vec, vec)(lambda builder, v: emit_call(builder, "llvm.fabs.v16f32", [v]))
+nearest = emitted(vec, vec)(lambda builder, v: emit_call(builder, "llvm.rint.v16f32", [v]))  # integers, ties to even
 maximum = emitted(vec, vec, vec)(lambda builder, a, b: emit_call(builder, "llvm.maxnum.v16f32", [a, b]))
 lane = emitted(types.float32, vec, I64)(lambda builder, v, i: builder.extract_element(v, builder.trunc(i, INT)))
 # The first vector in the lanes below ``n``, the second above.
@@ -116,6 +119,14 @@ def copy_element(builder: ir.IRBuilder, out: ir.Value, to: ir.Value, x: ir.Value
     same = out.type == x.type
     value = builder.load(builder.gep(x, [index])) if same else vector_ir.emit_scalar_as_float(builder, x, index)
     builder.store(value, builder.gep(out, [to]))
+
+
+@emitted(types.void, ANY, I64, vec)
+def store_bytes(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Value) -> None:
+    """Write 16 whole numbers from -128 to 127 as bytes from ``base[index]`` on."""
+    signed = ir.VectorType(ir.IntType(8), LANES)
+    at = builder.bitcast(builder.gep(base, [index]), signed.as_pointer())
+    builder.store(builder.trunc(builder.fptosi(value, vector_ir.INT_VECTOR), signed), at, align=1)
 
 
 @emitted(I64, ANY, I64, I64)

@@ -247,6 +247,12 @@ def emit_widen_pairs(builder: ir.IRBuilder, pairs: ir.Value) -> tuple[ir.Value, 
     return builder.bitcast(first, VECTOR), builder.bitcast(second, VECTOR)
 
 
+def emit_pair_of(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> ir.Value:
+    """32 float32 in two vectors, rounded to bfloat16, as pairs of neighbours; needs ``HAS_BF16``."""
+    kind = ir.VectorType(_BFloat(), 2 * LANES)
+    return builder.bitcast(emit_call(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", [second, first], kind), _PAIRS)
+
+
 def emit_prefetch(builder: ir.IRBuilder, address: ir.Value, closeness: int = 3) -> None:
     """IR that asks for the cache line at an integer address, to be read soon; 3 is the first cache, 2 the second."""
     flags = [ir.Constant(INT, flag) for flag in (0, closeness, 1)]  # read, how close, data
