@@ -51,6 +51,8 @@ class Kernels(Protocol):
     """
 
     name: str
+    weights: str  # of linears: "auto" as they are given, or "int8"; see ``quantize``
+    activations: str  # inputs of linears: "auto" as they are given, or "int8"; see ``reference.Int8Linear``
 
     @property
     def variant(self) -> str:

@@ -56,12 +56,17 @@ def byte_products() -> tuple[int, int] | None:
     return (63, 64) if "avx2" in cpu_features() else None
 
 
+def most_integer() -> int:
+    """The largest integer of a quantized weight or activation where both are multiplied as integers."""
+    return (byte_products() or (127, 0))[0]
+
+
 def multiplies_bfloat16() -> bool:
     """Whether bfloat16 products are native; emulated they are slower than float32."""
     return has_bfloat16_pairs() or has_matrix_unit()
 
 
-def processor_variant(product: str = "") -> str:
+def processor_variant(product: str = "", activations: str = "auto") -> str:
     """``Kernels.variant`` on a CPU: its vectors, such as ``avx512-bf16``, and the library of matrix products, if any.
 
     A library comes with torch, and another version of it may add in another order, so torch's version is named with
@@ -73,6 +78,8 @@ def processor_variant(product: str = "") -> str:
     units = [name for name, is_there in (("bf16", has_bfloat16_pairs()), ("amx", has_matrix_unit())) if is_there]
     architecture = [] if vectors.startswith("avx") else [platform.machine().lower()]
     parts = [*architecture, vectors, *units]
+    if activations == "int8" and most_integer() < 127:
+        parts.append("7bit")
     if product:
         parts += [product, f"torch{torch.__version__.partition('+')[0]}"]
     return "-".join(parts)

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 GROUP = 32  # inputs that share a scale where activations are floating-point numbers
-ACTIVATION_GROUP = (
-    128  # where they are integers too: products within a group add up exactly, without scales between them
-)
+ACTIVATION_GROUP = 128  # where they are integers too: products within a group add up exactly
 MOST = 127  # the largest integer; -128 is not used, so that a weight and its negative are treated alike
+LEAST = 2.0**-119  # inputs whose largest is below it count as zeros: 127 over it would not be a float32 number
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Int8Weight:
     """A weight [out_features, in_features] of which each value is an integer times the scale of its group.
 
     Attributes:
-        values: int8 [out_features, in_features], from -127 to 127.
+        values: int8 [out_features, in_features], from -most to most.
         scales: bfloat16 [out_features, groups]; not finite where the group of the original was not.
         group: inputs that share a scale, ``in_features = groups * group`` but for the last group, which may be shorter.
     """
@@ -31,6 +30,7 @@ class Int8Weight:
     values: Tensor
     scales: Tensor
     group: int
+    most: int = MOST
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight's numbers: integer times scale, rounded once to ``dtype``."""
@@ -48,7 +48,24 @@ def quantize(weight: Tensor, group: int = GROUP, most: int = MOST) -> Int8Weight
     scales = _round_up(groups.abs().amax(2) / most)
     values = (groups / scales.float()[:, :, None]).round().clamp(-most, most)
     integers = values.nan_to_num(1.0).to(torch.int8).flatten(1)[:, :in_features]  # zero or NaN, as the scale is
-    return Int8Weight(integers.contiguous(), scales, group)
+    return Int8Weight(integers.contiguous(), scales, group, most)
+
+
+def stored(weight: Tensor, weights: str, dtype: torch.dtype) -> Tensor:
+    """The weight in ``dtype``, for a back end that keeps no integers; ``weights`` is "auto" or "int8"."""
+    return quantize(weight).dequantize(dtype) if weights == "int8" else weight.to(dtype)
+
+
+def quantize_rows(x: Tensor, group: int = ACTIVATION_GROUP, most: int = MOST) -> tuple[Tensor, Tensor]:
+    """Integers as float32 [rows, groups, group], zeros at the end, and their float32 scales [rows, groups].
+
+    The largest of a group becomes ``most``. Of a group with an input that is not finite, neither is the scale.
+    """
+    groups = functional.pad(x.float(), (0, -x.shape[1] % group)).view(len(x), -(-x.shape[1] // group), group)
+    largest = groups.abs().amax(2)
+    reciprocals = torch.full_like(largest, most) / largest  # rounded once, which torch's ``most / x`` is not
+    reciprocals = torch.where(largest < LEAST, 0.0, reciprocals)
+    return (groups * reciprocals[:, :, None]).round().clamp(-most, most), largest / most
 
 
 def _round_up(x: Tensor) -> Tensor:

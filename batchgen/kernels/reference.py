@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import GatedLinear, Linear, PlainLinear, QKNorm, SamplingRows, TwoStepGatedLinear
-from batchgen.kernels.processor import processor_variant
+from batchgen.kernels.processor import most_integer, processor_variant
+from batchgen.kernels.quantize import ACTIVATION_GROUP, Int8Weight, quantize, quantize_rows, stored
 
 
 def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
@@ -24,23 +25,61 @@ def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
         yield sequence, slice(start, end)
 
 
+class Int8Linear:
+    """``Linear`` of integers by integers: exact within a group of inputs, whatever the order of additions.
+
+    Group by group, product of both scales times integer sum is added to the total; then the bias, then the residual:
+    each operation rounds once to float32, and the result to the type of x.
+    """
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
+        out_features, in_features = weight.values.shape
+        padded = functional.pad(weight.values, (0, -in_features % weight.group)).float()
+        self.groups = padded.view(out_features, -1, weight.group).permute(1, 2, 0).contiguous()
+        self.scales = weight.scales.float()
+        self.most = weight.most
+        self.bias = bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        values, scales = quantize_rows(x, self.groups.shape[1], self.most)
+        total = torch.zeros(len(x), len(self.scales), device=x.device)
+        for i, group in enumerate(self.groups):
+            sums = values[:, i] @ group  # below 2**24, so that float32 holds every partial sum
+            total = total + scales[:, i, None] * self.scales[:, i] * sums
+        for term in (self.bias, residual):
+            if term is not None:
+                total = total + term.float()
+        return total.to(x.dtype)
+
+
 class ReferenceKernels:
-    """``Kernels`` by torch; ``device`` is where the model runs, the CPU by default."""
+    """``Kernels`` by torch; ``device`` is where the model runs, the CPU by default; ``dtype`` as for ``CpuKernels``."""
 
     name = "reference"
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        weights: str = "auto",
+        activations: str = "auto",
+    ) -> None:
         self._device = device
+        self._dtype = dtype
+        self.weights, self.activations = weights, activations
 
     @property
     def variant(self) -> str:
         """A GPU that the model runs on is named, since it computes the products."""
         if self._device is None or self._device.type == "cpu":
-            return processor_variant("plain")
+            return processor_variant("plain", self.activations)
         return "-".join((processor_variant("plain"), *torch.cuda.get_device_name(self._device).split()))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return PlainLinear(weight, bias)
+        if self.activations == "int8":
+            return Int8Linear(quantize(weight, ACTIVATION_GROUP, most_integer()), bias)
+        return PlainLinear(stored(weight, self.weights, self._dtype or weight.dtype), bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
         return TwoStepGatedLinear(self, gate, up)

@@ -9,19 +9,26 @@ import torch
 from batchgen.kernels.interface import Kernels
 
 
-def select(device: torch.device, dtype: torch.dtype, *, batch_invariant: bool = False) -> Kernels:
+def select(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    batch_invariant: bool = False,
+    weights: str = "auto",
+    activations: str = "auto",
+) -> Kernels:
     """The fastest back end for a device and dtype; with ``batch_invariant`` the fastest whose rows are independent.
 
-    On the CPU both are the same.
+    On the CPU both are the same. ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the latter.
     """
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
         from batchgen.kernels.cpu.backend import CpuKernels
 
-        return CpuKernels(dtype)
+        return CpuKernels(dtype, weights=weights, activations=activations)
     if device.type == "cuda" and find_spec("triton") is not None:
         from batchgen.kernels.cuda.backend import CudaKernels
 
-        return CudaKernels(device, batch_invariant=batch_invariant)
+        return CudaKernels(device, batch_invariant=batch_invariant, weights=weights)
     from batchgen.kernels.reference import ReferenceKernels
 
-    return ReferenceKernels(device)
+    return ReferenceKernels(device, dtype, weights=weights, activations=activations)

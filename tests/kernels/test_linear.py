@@ -22,6 +22,8 @@ from batchgen.kernels.reference import ReferenceKernels
 
 LINEARS: dict[str, Callable[[Tensor, Tensor | None], Linear]] = {
     "panels": PanelLinear,
+    "int8": partial(PanelLinear, weights="int8"),
+    "integers": partial(PanelLinear, weights="int8", activations="int8"),
     "packed": PackedLinear,
     "plain": partial(PlainLinear, least_rows=MIN_PLAIN_ROWS),
 }
@@ -32,8 +34,10 @@ MODEL_SHAPES = [(3072, 1024), (2048, 1024), (9216, 1024), (1024, 4608), (4096, 2
 
 
 def make(kind: str, weight: Tensor, bias: Tensor | None) -> Linear:
-    if kind == "panels" and not can_multiply(weight, weight.dtype):
+    if kind in ("panels", "int8") and not can_multiply(weight, weight.dtype):
         pytest.skip(f"own panels do not suit {weight.dtype} here, or {weight.shape[1]} inputs make no pairs")
+    if kind == "integers" and not can_multiply(weight, weight.dtype, "int8"):
+        pytest.skip("no bytes are multiplied here")
     if kind == "packed" and not can_pack(weight.dtype):
         pytest.skip(f"this torch packs no {weight.dtype} linear")
     return LINEARS[kind](weight, bias)
@@ -119,7 +123,9 @@ def test_linear_equals_the_reference(kind: str, dtype: str, rows: int) -> None:
     weight, bias, x, residual = random(50, 36), random(50), random(rows, 36), random(rows, 50)
     tolerance = {"rtol": 2**-6, "atol": 2**-5} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-5}
     for b in (None, bias):
-        fast, slow = make(kind, weight, b), PlainLinear(weight, b)
+        activations = "int8" if kind == "integers" else "auto"
+        settings = {"weights": "int8" if kind in ("int8", "integers") else "auto", "activations": activations}
+        fast, slow = make(kind, weight, b), ReferenceKernels(**settings).linear(weight, b)
         torch.testing.assert_close(fast(x), slow(x), **tolerance)
         torch.testing.assert_close(fast(x, residual), slow(x, residual), **tolerance)
 

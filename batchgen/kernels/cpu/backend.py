@@ -20,6 +20,8 @@ from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import GatedLinear, Linear, PlainLinear, QKNorm, SamplingRows, TwoStepGatedLinear
 from batchgen.kernels.processor import has_bfloat16_pairs, processor_variant
+from batchgen.kernels.quantize import ACTIVATION_GROUP, quantize, stored
+from batchgen.kernels.reference import Int8Linear
 
 _ROWS, _MIXERS, _SAMPLING = (f"{COMPILED}.{module}" for module in ("rows", "mixers", "sampling"))
 _TAKE_ROWS, _RMS_NORM, _SWIGLU = Kernel(_ROWS, "take_rows"), Kernel(_ROWS, "rms_norm"), Kernel(_ROWS, "swiglu")
@@ -50,7 +52,7 @@ class CpuKernels:
 
     @property
     def variant(self) -> str:
-        return processor_variant(self._library)
+        return processor_variant(self._library, self.activations)
 
     def recorder(self) -> Recorder | None:
         found = openmp()

@@ -49,8 +49,10 @@ _MATMUL, _UNPACKED = Kernel(f"{COMPILED}.matmul", "matmul"), Kernel(f"{COMPILED}
 _INTEGERS, _QUANTIZE = Kernel(f"{COMPILED}.matmul", "matmul_integers"), Kernel(f"{COMPILED}.rows", "quantize")
 
 
-def can_multiply(weight: Tensor, dtype: torch.dtype) -> bool:
+def can_multiply(weight: Tensor, dtype: torch.dtype, activations: str = "auto") -> bool:
     """Whether ``PanelLinear`` suits this machine and a product of this weight in ``dtype``."""
+    if activations == "int8":
+        return byte_products() is not None and weight.numel() > 0
     if dtype == torch.bfloat16 and has_matrix_unit():
         return False
     has_pairs = weight.numel() > 0 and weight.shape[1] % 2 == 0

@@ -16,6 +16,7 @@ from batchgen.kernels.cuda.linear import CublasLinear, FixedOrderLinear
 from batchgen.kernels.cuda.tiles import num_tiles, power_of_two
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels.quantize import stored
 
 _FUSED = {"enable_fp_fusion": True}  # as compilers do by default; Triton 3.9 warns where it is not said
 
@@ -29,12 +30,15 @@ class CudaKernels:
     """
 
     name = "cuda"
+    activations = "auto"
 
-    def __init__(self, device: torch.device | None = None, *, batch_invariant: bool = False) -> None:
+    def __init__(
+        self, device: torch.device | None = None, *, batch_invariant: bool = False, weights: str = "auto"
+    ) -> None:
         """``device``, if given, becomes the current one, which is where Triton launches: one process, one device."""
         if device is not None:
             torch.cuda.set_device(device)
-        self.batch_invariant = batch_invariant
+        self.batch_invariant, self.weights = batch_invariant, weights
         self._device = device
 
     @property
@@ -47,6 +51,7 @@ class CudaKernels:
         return "-".join([f"cuda-sm{major}{minor}", *gpu, f"triton{triton.__version__}", f"torch{torch.__version__}"])
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        weight = stored(weight, self.weights, weight.dtype)
         return FixedOrderLinear(weight, bias) if self.batch_invariant else CublasLinear(weight, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:

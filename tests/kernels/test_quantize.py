@@ -1,0 +1,172 @@
+"""Integers for weights and inputs: how far they are from the numbers, and what a product of integers is to the bit."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tiny_model import CPU, DTYPES
+from torch import Tensor
+
+from batchgen.kernels.interface import Kernels
+from batchgen.kernels.processor import most_integer
+from batchgen.kernels.quantize import ACTIVATION_GROUP, GROUP, LEAST, MOST, Int8Weight, quantize, quantize_rows
+from batchgen.kernels.reference import Int8Linear, ReferenceKernels
+from batchgen.kernels.select import select
+
+BF16_STEP = 2.0**-7  # between neighbouring bfloat16 numbers, relative, at most
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def largest_of_groups(weight: Tensor, group: int) -> Tensor:
+    """Each value's group's largest absolute value, in the weight's shape."""
+    parts = [part.abs().amax(1, keepdim=True).expand(part.shape) for part in weight.float().split(group, 1)]
+    return torch.cat(parts, 1)
+
+
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 300)),
+    group=st.sampled_from([GROUP, ACTIVATION_GROUP]),
+    exponent=st.integers(-60, 90),
+    spread=st.integers(0, 30),
+    dtype=st.sampled_from(list(DTYPES)),
+    seed=st.integers(0, 99),
+)
+def test_a_weight_is_off_by_at_most_half_a_scale(
+    shape: tuple[int, int], group: int, exponent: int, spread: int, dtype: str, seed: int
+) -> None:
+    """Whatever the size of its numbers; the scale is the largest over 127, rounded up to bfloat16."""
+    sizes = 2.0 ** (exponent + spread * randn(*shape, seed=seed + 1).clamp(-1, 1))
+    weight = (randn(*shape, seed=seed) * sizes).to(DTYPES[dtype])
+    found = quantize(weight, group)
+    assert found.values.dtype == torch.int8
+    assert found.values.abs().max() <= MOST
+    assert found.scales.dtype == torch.bfloat16
+    assert found.scales.shape == (shape[0], -(-shape[1] // group))
+    most = largest_of_groups(weight, group).double() * (1 + BF16_STEP) * (1 + 1e-6) / MOST
+    scales = found.scales.double().repeat_interleave(group, 1)[:, : shape[1]]
+    assert (scales <= most).all()
+    assert ((found.dequantize(torch.float32).double() - weight.double()).abs() <= scales * 0.5000001).all()
+
+
+@pytest.mark.parametrize("size", [3.3e38, 1.0, 2.0**-119])
+def test_the_largest_numbers_of_either_sign_stay_within_127(size: float) -> None:
+    weight = torch.tensor([[size, -size, 0.0, size / 3]])
+    found = quantize(weight)
+    assert found.values[0, 0] == -found.values[0, 1]
+    assert 0 < found.values[0, 0] <= MOST
+    assert torch.allclose(found.dequantize(torch.float32), weight, rtol=0, atol=size / 100)
+
+
+def test_a_group_of_zeros_stays_zeros() -> None:
+    weight = torch.zeros(2, 70)
+    weight[0, 40] = 1.0
+    found = quantize(weight)
+    assert found.scales.count_nonzero() == 1
+    assert found.dequantize(torch.float32).count_nonzero() == 1
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_number_that_is_not_finite_shows_in_the_whole_group_and_in_no_other(value: float) -> None:
+    weight = randn(2, 64)
+    weight[0, 40] = value
+    found = quantize(weight).dequantize(torch.bfloat16)
+    assert not found[0, 32:].isfinite().any()
+    assert found[0, :32].isfinite().all()
+    assert found[1].isfinite().all()
+
+
+def product_by_numpy(
+    x: Tensor, weight: Int8Weight, bias: Tensor | None, residual: Tensor | None
+) -> NDArray[np.float32]:
+    """The product with integer activations, element by element, each operation one rounding to float32."""
+    rows, values, scales = x.float().numpy(), weight.values.numpy().astype(np.int64), weight.scales.float().numpy()
+    out = np.zeros((len(rows), len(values)), np.float32)
+    for row, output in product(range(len(rows)), range(len(values))):
+        total = np.float32(0)
+        for number, start in enumerate(range(0, rows.shape[1], weight.group)):
+            part = rows[row, start : start + weight.group]
+            largest = np.abs(part).max()
+            integers = np.zeros(len(part), np.int64)
+            if largest >= LEAST:
+                integers = np.rint(part * (np.float32(127) / largest)).clip(-127, 127).astype(np.int64)
+            integer_sum = int((integers * values[output, start : start + weight.group]).sum())
+            total = total + scales[output, number] * (largest / np.float32(127)) * np.float32(integer_sum)
+        for term in (None if bias is None else bias[output], None if residual is None else residual[row, output]):
+            total = total if term is None else total + np.float32(float(term))
+        out[row, output] = total
+    return out
+
+
+@pytest.mark.parametrize("inputs", [1, 40, 128, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_of_integers_is_what_its_definition_says(dtype: str, inputs: int) -> None:
+    kind = DTYPES[dtype]
+    x = (randn(5, inputs) * 10 ** randn(5, inputs, seed=1)).to(kind)
+    x[1] = 0
+    x[2] *= 1e-38  # below what counts
+    weight, bias, residual = quantize(randn(7, inputs, seed=2), ACTIVATION_GROUP), randn(7), randn(5, 7, seed=3)
+    for terms in ((None, None), (bias.to(kind), None), (None, residual.to(kind)), (bias.to(kind), residual.to(kind))):
+        found = Int8Linear(weight, terms[0])(x, terms[1])
+        assert found.dtype == kind
+        assert torch.equal(found, torch.from_numpy(product_by_numpy(x, weight, *terms)).to(kind))
+
+
+def test_the_largest_integers_of_one_sign_add_up_exactly() -> None:
+    """Every product is 127 * 127, and a group has 128 of them: narrow accumulators would overflow."""
+    weight = quantize(torch.full((3, 1024), 127.0), ACTIVATION_GROUP)
+    expected = torch.tensor(1024 * 127.0 * 127.0).to(torch.float32)
+    assert (Int8Linear(weight, None)(torch.full((2, 1024), 127.0)) == expected).all()
+    assert (Int8Linear(weight, None)(torch.full((2, 1024), -127.0)) == -expected).all()
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_inputs_that_are_not_finite_are_told_by_their_own_row_alone(value: float) -> None:
+    x = randn(3, 200)
+    x[1, 150] = value
+    found = Int8Linear(quantize(randn(4, 200, seed=1), ACTIVATION_GROUP), None)(x)
+    assert not found[1].isfinite().any()
+    assert found[[0, 2]].isfinite().all()
+
+
+def test_inputs_are_off_by_at_most_half_a_scale() -> None:
+    x = randn(6, 300)
+    values, scales = quantize_rows(x)
+    got = (values * scales[:, :, None]).flatten(1)[:, :300]
+    assert ((got - x).abs() <= scales.repeat_interleave(ACTIVATION_GROUP, 1)[:, :300] * 0.500001).all()
+
+
+def back_ends(dtype: torch.dtype, **settings: str) -> list[Kernels]:
+    return [ReferenceKernels(**settings), select(CPU, dtype, **settings)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_back_end_multiplies_with_the_numbers_that_the_integers_stand_for(dtype: str) -> None:
+    kind = DTYPES[dtype]
+    weight, x = randn(48, 200).to(kind), randn(5, 200, seed=1).to(kind)
+    numbers = quantize(weight).dequantize(kind)
+    for plain, kernels in zip(back_ends(kind), back_ends(kind, weights="int8"), strict=True):
+        assert torch.equal(kernels.linear(weight)(x), plain.linear(numbers)(x)), kernels.name
+        gated = kernels.gated_linear(weight[:24], weight[24:])
+        assert torch.equal(gated(x), plain.gated_linear(numbers[:24], numbers[24:])(x)), kernels.name
+        assert not torch.equal(kernels.linear(weight)(x), plain.linear(weight)(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_back_end_computes_products_of_integers_to_the_bit(dtype: str) -> None:
+    kind = DTYPES[dtype]
+    weight, x, residual = randn(70, 200).to(kind), randn(19, 200, seed=1).to(kind), randn(19, 70, seed=2).to(kind)
+    expected = Int8Linear(quantize(weight, ACTIVATION_GROUP, most_integer()), None)(x, residual)
+    for kernels in back_ends(kind, weights="int8", activations="int8"):
+        linear = kernels.linear(weight)
+        assert torch.equal(linear(x, residual), expected), kernels.name
+        for rows in range(1, 19):
+            assert torch.equal(linear(x[:rows], residual[:rows]), expected[:rows]), (kernels.name, rows)
