@@ -61,6 +61,20 @@ def _finish_gated(sums, rows, first, column, width, out):
 
 
 @simd.jit
+def _fetching(turn, num_fetching, here, following, panel_bytes, steps):
+    """Where a tile of ``steps`` steps prefetches from, and how many bytes further with each.
+
+    What this thread most likely multiplies next comes into its cache meanwhile: late, so that it is still there, in the
+    time of the last ``num_fetching`` tiles, of which this is number ``turn``. Before them (and where one tile alone
+    waits for its own weights) it asks for what is there, which is free.
+    """
+    if turn < 0 or num_fetching == 0:
+        return here, 0
+    step = panel_bytes // steps // num_fetching
+    return following + turn * step * steps, step
+
+
+@simd.jit
 def _multiply_panels(words, x, dtype, stored):
     """Arguments (addresses or 0, then sizes) as in ``PanelLinear``; an item is a share of the rows by one panel.
 
@@ -80,20 +94,14 @@ def _multiply_panels(words, x, dtype, stored):
         share, panel = item // num_panels, item % num_panels
         here, column = weight + panel * panel_bytes, panel * columns
         first_tile, end_tile = share * num_tiles // shares, (share + 1) * num_tiles // shares
-        count = end_tile - first_tile
-        # What this thread most likely multiplies next comes into its cache meanwhile: late, so that it is still there,
-        # in up to four tiles' time. One tile alone waits for its own weights; to ask for what is there is free.
         following = weight + min(panel + stride, num_panels - 1) * panel_bytes
-        num_fetching = min(count, STRIPS) if count > 1 else 0
+        num_fetching = min(end_tile - first_tile, STRIPS) if end_tile - first_tile > 1 else 0
         finish = GATE if gated else (ADD if residual_at else STORE)
         if width - column < columns or bias_at or not ALL_STRIPS:
             finish = TO_SUMS
         for tile in range(first_tile, end_tile):
             first, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-            ahead, step = here, 0
-            if tile >= end_tile - num_fetching:
-                step = panel_bytes // steps // num_fetching
-                ahead = following + (tile - end_tile + num_fetching) * step * steps
+            ahead, step = _fetching(tile - end_tile + num_fetching, num_fetching, here, following, panel_bytes, steps)
             w, at = simd.pointer(here, stored), first * width + column
             how = (finish, sums, residual)
             multiply(end - first, x, first * x_stride, x_stride, w, strip_size, steps, out, at, width, how, ahead, step)
@@ -145,18 +153,23 @@ def _matmul_unpacked(words, dtype, number):
     columns = HALF if gated else TILE_COLUMNS
     panel = next_item(words, worker)
     while panel < words[NUM_ITEMS]:
-        w, column = simd.pointer(weight + panel * panel_bytes, BYTES), panel * columns
+        here, column = weight + panel * panel_bytes, panel * columns
+        following = here if panel + 1 == words[NUM_ITEMS] else here + panel_bytes
         for first_tile in range(0, num_tiles, UNPACKED_TILES):
             end_tile = min(first_tile + UNPACKED_TILES, num_tiles)
             for group in range(0, groups, most_groups):
                 count = min(most_groups, groups - group)
-                unpack(numbers, w, strip_size, group, count, x)
+                unpack(numbers, simd.pointer(here, BYTES), strip_size, group, count, x)
                 size, steps = count * GROUP * LANES, count * GROUP // 2
+                is_last = end_tile == num_tiles and group + count == groups
+                num_fetching = min(end_tile - first_tile, STRIPS) if is_last else 0
                 for tile in range(first_tile, end_tile):
                     first, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
                     at, of_tile = first * inputs + group * GROUP, simd.shifted(sums, (tile - first_tile) * SUMS)
                     how = (MORE_SUMS if group else TO_SUMS, of_tile, residual)
-                    multiply(end - first, x, at, inputs, numbers, size, steps, out, 0, width, how, mine, 0)
+                    turn = tile - end_tile + num_fetching
+                    ahead, step = _fetching(turn, num_fetching, mine, following, panel_bytes, steps)
+                    multiply(end - first, x, at, inputs, numbers, size, steps, out, 0, width, how, ahead, step)
             for tile in range(first_tile, end_tile):
                 first, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
                 _finish_tile(words, simd.shifted(sums, (tile - first_tile) * SUMS), first, end, column, dtype)
