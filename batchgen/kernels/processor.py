@@ -1,26 +1,51 @@
 """Instruction sets that kernels are compiled for: one answer for the plan, the loader and the kernels.
 
 Numba compiles the kernels, so its settings (``NUMBA_CPU_FEATURES``, ``NUMBA_CPU_NAME``, ``NUMBA_ENABLE_AVX``) decide
-here too: with them a run behaves as on an older CPU. Imports no torch, so that ``plan`` can use it.
+here too: with them a run behaves as on an older CPU. Imports neither torch nor numba, so that ``plan`` can use it.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from functools import lru_cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
+
+
+@lru_cache(maxsize=1)
+def target() -> tuple[str, str]:
+    """The CPU to compile for and its instruction sets, each by LLVM's name: ``znver4``, ``+avx2,-avx512bf16,...``."""
+    from llvmlite import binding  # takes a while to import, and help texts do not need it
+
+    settings = _numba_settings()
+    name = binding.get_host_cpu_name() if settings.CPU_NAME is None else str(settings.CPU_NAME)
+    if settings.CPU_FEATURES is not None:
+        return name, str(settings.CPU_FEATURES)
+    try:
+        features = binding.get_host_cpu_features()
+    except RuntimeError:  # LLVM does not know this system
+        return name, ""
+    for feature in features:
+        features[feature] &= bool(settings.ENABLE_AVX) or not feature.startswith("avx")
+    return name, features.flatten()
+
+
+def _numba_settings() -> Any:
+    """Numba's settings, read by its own module of them: importing numba itself takes half a second."""
+    numba = find_spec("numba")
+    assert numba is not None and numba.origin is not None, "batchgen depends on numba"
+    config = spec_from_file_location("batchgen_numba_config", Path(numba.origin).parent / "core" / "config.py")
+    assert config is not None and config.loader is not None, "a path of a module's source has a loader"
+    settings = module_from_spec(config)
+    config.loader.exec_module(settings)
+    return settings
 
 
 @lru_cache(maxsize=1)
 def cpu_features() -> frozenset[str]:
     """The instruction sets to compile for, by LLVM's names, such as ``avx512bf16``."""
-    from numba.core import codegen, config
-
-    host: Callable[[], str] = codegen.get_host_cpu_features
-    settings: Any = config  # numba sets its names as it reads the environment
-    named = host() if settings.CPU_FEATURES is None else str(settings.CPU_FEATURES)
-    return frozenset(name[1:] for name in named.split(",") if name.startswith("+"))
+    return frozenset(name[1:] for name in target()[1].split(",") if name.startswith("+"))
 
 
 def has_bfloat16_pairs() -> bool:

@@ -10,6 +10,7 @@ from batchgen.core.errors import ModelError
 from batchgen.core.hub import resolve_folder
 from batchgen.core.machine import SMALLER_SIZES, memory_errors, physical_bytes
 from batchgen.core.units import shown
+from batchgen.kernels.cpu import build
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.select import select
 from batchgen.model.config import ModelConfig
@@ -49,6 +50,7 @@ def load_model(
         source = Checkpoint(folder, kind, where)
     if where.type == "cpu":
         _require_memory(path, config, kind)
+        build.start(str(kind).removeprefix("torch."), config.dtype)  # beside the reading of the weights
     with torch.inference_mode():
         return Decoder(config, source, kernels or select(where, kind, batch_invariant=batch_invariant))
 

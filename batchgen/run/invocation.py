@@ -108,6 +108,8 @@ class Invocation(ABC):
             with self.progress.phase("loading the model", "load"):
                 self.backend = self.engine_factory(self.spec, self.model)
                 self.model.check_unchanged(self.digests)
+            with self.progress.phase("compiling kernels for this machine, once", "load"):
+                self.backend.prepare()
             for line in self.backend.notes:
                 self.progress.display.note(line)
         return self.backend

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from batchgen.config.job import InputSpec, JobSpec
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec
 from batchgen.config.sampling import card_values
 from batchgen.core.errors import InputChanged, ModelError, UsageError
 from batchgen.core.fingerprint import Digests, FileState
@@ -31,6 +31,10 @@ if TYPE_CHECKING:  # imports torch
 
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja")
 _MODEL_PATTERNS = ("*.safetensors", *_TOKENIZER_PATTERNS)
+_NOT_KEPT = (
+    "kernels cannot be kept here, so each start compiles them anew: set XDG_CACHE_HOME to a folder that only you can "
+    "write to"
+)
 
 
 class EngineLike(Protocol):
@@ -56,6 +60,7 @@ class Backend:
 
     ``numerics`` (dtype, device, kernels) must stay the same for a run: others give other tokens. ``facts`` returns,
     after the engine has run, its sizes and the machine's roofline for the report. ``notes`` are shown to the user.
+    ``prepare`` returns when the kernels are compiled, which the first run on a machine waits for.
     """
 
     engine: EngineLike
@@ -63,6 +68,7 @@ class Backend:
     threads: int
     facts: Callable[[], Mapping[str, Any]] = dict
     notes: tuple[str, ...] = ()
+    prepare: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +173,9 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     """
     num_params = info.config.linear_params_per_token + info.config.logits_params_per_token
     require_address_space(2 * num_params)  # in the smallest dtype
+    from batchgen.kernels.cpu import build
+
+    build.start(_kernel_dtype(spec.model, info.config), info.config.dtype)  # beside the import of torch
     from batchgen.engine import Engine
     from batchgen.engine.facts import engine_facts
     from batchgen.engine.load import load_weights, use_threads
@@ -177,17 +186,16 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     overlaps = False if step_by_step else None
     engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, stop_matcher=stop_matcher, overlaps=overlaps)
     facts = partial(engine_facts, engine)
-    return Backend(engine, model.numerics, threads, facts, _notes(model.numerics))
+    kernels = model.numerics["dtype"] if model.numerics["device"] == "cpu" else "", info.config.dtype
+    notes = () if build.is_kept(*kernels) else (_NOT_KEPT,)
+    return Backend(engine, model.numerics, threads, facts, notes, partial(build.finish, *kernels))
 
 
-def _notes(numerics: Mapping[str, str]) -> tuple[str, ...]:
-    if numerics["device"] != "cpu" or numerics["dtype"] == "float16":  # these use no compiled CPU kernels
-        return ()
-    from batchgen.kernels.cpu.parallel import keeps_kernels
-
-    if keeps_kernels():
-        return ()
-    return ("kernels cannot be kept here, so each start compiles them anew: set XDG_CACHE_HOME to a writable folder",)
+def _kernel_dtype(model: ModelSpec, config: ModelConfig) -> str:
+    """The dtype for which kernels are compiled, as far as can be told without torch; empty for none."""
+    is_cpu = model.device == "cpu" or (model.device == "auto" and not Path("/dev/nvidiactl").exists())
+    dtype = config.auto_dtype(is_cpu=True) if model.dtype == "auto" else model.dtype
+    return dtype if is_cpu else ""
 
 
 def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:

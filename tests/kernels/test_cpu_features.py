@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from llvmlite import binding
-from numba.core import config
 
 from batchgen.kernels import processor
 from batchgen.kernels.processor import processor_variant
@@ -42,8 +41,11 @@ ALL = "+avx512f,+avx512bf16,+amx-bf16"
 
 @pytest.fixture(autouse=True)
 def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer is kept for the process otherwise."""
+    """The answers are kept for the process otherwise."""
     monkeypatch.setattr(processor, "cpu_features", processor.cpu_features.__wrapped__)
+    monkeypatch.setattr(processor, "target", processor.target.__wrapped__)
+    for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_numba_is_told_to_compile_for_counts(
     monkeypatch: pytest.MonkeyPatch, features: str, pairs: bool, matrix: bool, products: bool
 ) -> None:
-    monkeypatch.setattr(config, "CPU_FEATURES", features)
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
     assert processor.has_bfloat16_pairs() is pairs
     assert processor.has_matrix_unit() is matrix
     assert processor.multiplies_bfloat16() is products
@@ -69,10 +71,9 @@ def test_vectors_that_numba_is_told_to_leave_are_left(monkeypatch: pytest.Monkey
         return binding.FeatureMap({"avx2": True, "avx512bf16": True, "sse2": True, "fma": False})
 
     monkeypatch.setattr(binding, "get_host_cpu_features", host)
-    monkeypatch.setattr(config, "CPU_FEATURES", None)
-    monkeypatch.setattr(config, "ENABLE_AVX", 1)
+    monkeypatch.setenv("NUMBA_ENABLE_AVX", "1")
     assert processor.cpu_features() == {"avx2", "avx512bf16", "sse2"}
-    monkeypatch.setattr(config, "ENABLE_AVX", 0)
+    monkeypatch.setenv("NUMBA_ENABLE_AVX", "0")
     assert processor.cpu_features() == {"sse2"}
 
 
@@ -81,16 +82,44 @@ def test_a_system_whose_cpu_llvm_cannot_tell_has_no_features(monkeypatch: pytest
         raise RuntimeError("getHostCPUFeatures() failed")
 
     monkeypatch.setattr(binding, "get_host_cpu_features", fail)
-    monkeypatch.setattr(config, "CPU_FEATURES", None)
     assert processor.cpu_features() == frozenset()
     assert processor_variant()
+
+
+AS_NUMBA = """
+from batchgen.kernels.processor import target
+ours = target()
+import sys
+assert "numba" not in sys.modules, "found without numba"
+from numba.core import registry
+codegen = registry.cpu_target.target_context.codegen()
+assert ours == (codegen._get_host_cpu_name(), codegen._get_host_cpu_features()), ours
+"""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"NUMBA_CPU_NAME": "generic"},
+        {"NUMBA_CPU_NAME": "haswell"},
+        {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"},
+        {"NUMBA_CPU_NAME": "sandybridge"},
+        {"NUMBA_ENABLE_AVX": "0"},
+    ],
+)
+def test_kernels_are_compiled_for_what_numba_would_compile_for(settings: dict[str, str]) -> None:
+    environment = {**os.environ, **settings}
+    command = [sys.executable, "-c", AS_NUMBA]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr[-1000:]
 
 
 @pytest.mark.parametrize(("features", "units"), [(ALL, "-bf16-amx"), ("+sse2,+avx2", ""), ("", "")])
 def test_the_variant_names_the_units_that_kernels_are_compiled_for(
     monkeypatch: pytest.MonkeyPatch, features: str, units: str
 ) -> None:
-    monkeypatch.setattr(config, "CPU_FEATURES", features)
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
     vectors = torch.backends.cpu.get_cpu_capability().lower()
     assert processor_variant().endswith(f"{vectors}{units}")
 

@@ -1,15 +1,11 @@
-"""What stands in where a machine lacks something: torch's OpenMP, a cache folder, packed linears."""
+"""What stands in where a machine lacks something: torch's OpenMP, packed linears."""
 
 from __future__ import annotations
 
-import errno
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from numba.core.caching import IndexDataCacheFile
 from tiny_model import DTYPES, engine_for, random_requests, solo, tiny_model, tokens_of
 
 from batchgen.core.records import Request
@@ -19,7 +15,6 @@ from batchgen.kernels.cpu.linear import PackedLinear, can_pack
 from batchgen.kernels.interface import PlainLinear
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
-from batchgen.run import loader as run_model
 
 
 @pytest.fixture
@@ -43,55 +38,6 @@ def test_an_error_free_run_on_plain_threads_gives_the_same_tokens() -> None:
     model, requests = tiny_model(), random_requests(4, seed=1)
     engine = engine_for(model, num_blocks=30, block_size=7, max_num_batched_tokens=12)
     assert tokens_of(engine.run(requests)) == solo(model, requests)
-
-
-@pytest.fixture
-def no_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cache folder that cannot be made: its parent is a file."""
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    parallel._source_keyed_folder.cache_clear()
-    yield
-    parallel._source_keyed_folder.cache_clear()
-
-
-@pytest.mark.usefixtures("no_cache_folder")
-def test_kernels_compile_where_nothing_can_be_cached() -> None:
-    kernel = parallel.Kernel(f"{parallel.COMPILED}.rows", "argmax")
-    x, out = torch.tensor([[1.0, 3.0, 2.0]]), torch.empty(1, dtype=torch.int64)
-    kernel.launch(torch.float32, 1, x.data_ptr(), out.data_ptr(), 3)
-    assert out.tolist() == [1]
-
-
-def test_kernels_compile_where_the_cache_has_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    parallel._source_keyed_folder.cache_clear()
-    monkeypatch.setattr(IndexDataCacheFile, "save", full)
-    try:
-        address = parallel.Kernel(f"{parallel.COMPILED}.rows", "argmax").compile(torch.float32).address
-    finally:
-        parallel._source_keyed_folder.cache_clear()
-    assert address
-
-
-@pytest.mark.usefixtures("no_cache_folder")
-def test_a_user_is_told_when_kernels_cannot_be_kept() -> None:
-    [note] = run_model._notes({"device": "cpu", "dtype": "float32"})
-    assert note.startswith("kernels cannot be kept here, so each start compiles them anew")
-    assert run_model._notes({"device": "cuda", "dtype": "float32"}) == ()
-
-
-def test_a_user_without_a_home_keeps_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    parallel._source_keyed_folder.cache_clear()
-    assert not parallel.keeps_kernels()
 
 
 @pytest.mark.parametrize("kind", [PackedLinear, PlainLinear])

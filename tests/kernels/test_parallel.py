@@ -15,12 +15,14 @@ from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, NUM_ITEMS
 from batchgen.kernels.cpu.parallel import Kernel
+from batchgen.kernels.cpu.sources import Source
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 
-def _count_f32(words: Any) -> None:
-    """Compiled: counts, for each item and for each worker, how often it came."""
+@simd.jit
+def count(words: Any) -> None:
+    """Counts, for each item and for each worker, how often it came."""
     worker = worker_number(words)
     done, workers = simd.pointer(words[ARGS], simd.F32), simd.pointer(words[ARGS + 1], simd.F32)
     workers[worker] += 1
@@ -30,7 +32,7 @@ def _count_f32(words: Any) -> None:
         item = next_item(words, worker)
 
 
-COUNT = Kernel(__name__, "count")
+COUNT = Kernel(Source(__name__, "count", {"float32": ()}))
 
 
 @pytest.mark.parametrize("by_python", [False, True])

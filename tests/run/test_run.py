@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -434,6 +435,28 @@ def test_a_kill_after_all_was_written_leaves_no_progress_file(job: JobMaker) -> 
     (job.output / "progress.json").write_bytes(left_over)
     assert job.run().exit_code == 0
     assert not (job.output / "progress.json").exists()
+
+
+def test_a_user_sees_what_the_first_run_on_a_machine_waits_for(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ""
+
+    def prepare() -> None:
+        nonlocal said
+        end = time.monotonic() + 30
+        while "compiling kernels" not in said and time.monotonic() < end:
+            time.sleep(0.02)
+            said += capsys.readouterr().err
+
+    def load(_spec: JobSpec, model: ModelInfo) -> Backend:
+        engine = StubEngine(vocab_size=model.config.vocab_size)
+        return Backend(engine, {"dtype": "float32", "device": "stub"}, 1, prepare=prepare)
+
+    job.write(rows_of(2))
+    run_job(job.spec(), RunOptions(progress="json"), engine_factory=load)
+    shown = [json.loads(line).get("phase") for line in said.splitlines()]
+    assert shown[-1] == "compiling kernels for this machine, once"
 
 
 def test_finished_rows_are_written_while_others_are_long_in_coming(job: JobMaker) -> None:

@@ -12,25 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.cpu import layout
+from batchgen.kernels.cpu import layout, sources
 from batchgen.kernels.cpu import linear as linears
 from batchgen.kernels.cpu.layout import ROWS_PER_ITEM
-from batchgen.kernels.cpu.parallel import COMPILED, Kernel, Kind, address, empty, openmp, scratch
+from batchgen.kernels.cpu.parallel import Kernel, Kind, address, empty, openmp, scratch
 from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import GatedLinear, Linear, PlainLinear, QKNorm, SamplingRows, TwoStepGatedLinear
-from batchgen.kernels.processor import has_bfloat16_pairs, processor_variant
+from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.quantize import ACTIVATION_GROUP, quantize, stored
 from batchgen.kernels.reference import Int8Linear
 
-_ROWS, _MIXERS, _SAMPLING = (f"{COMPILED}.{module}" for module in ("rows", "mixers", "sampling"))
-_TAKE_ROWS, _RMS_NORM, _SWIGLU = Kernel(_ROWS, "take_rows"), Kernel(_ROWS, "rms_norm"), Kernel(_ROWS, "swiglu")
-_ROPE_AND_CACHE, _SHORT_CONV = Kernel(_MIXERS, "rope_and_cache"), Kernel(_MIXERS, "short_conv")
-_ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(_ROWS, "argmax"), Kernel(_SAMPLING, "sample"), Kernel(_SAMPLING, "logsumexp")
-_ATTENTION = Kernel(f"{COMPILED}.attention", "attention")
+_TAKE_ROWS, _RMS_NORM, _SWIGLU = Kernel(sources.TAKE_ROWS), Kernel(sources.RMS_NORM), Kernel(sources.SWIGLU)
+_ROPE_AND_CACHE, _SHORT_CONV = Kernel(sources.ROPE_AND_CACHE), Kernel(sources.SHORT_CONV)
+_ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(sources.ARGMAX), Kernel(sources.SAMPLE), Kernel(sources.LOGSUMEXP)
+_ATTENTION = Kernel(sources.ATTENTION)
 _ATTENTION_KINDS: dict[torch.dtype, Kind] = {
-    torch.bfloat16: "bf16_pairs" if has_bfloat16_pairs() else torch.bfloat16,
-    torch.float32: torch.float32,
+    torch.bfloat16: sources.paired_kind("bfloat16"),
+    torch.float32: sources.paired_kind("float32"),
 }
 
 

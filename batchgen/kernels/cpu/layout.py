@@ -5,6 +5,7 @@ A kernel is a C function of one pointer to int64 words; the first of them are th
 
 from __future__ import annotations
 
+ENTRY = "kernel"  # the symbol of a kernel's function in its object
 LANES = 16  # float32 in a vector
 
 # Words before a kernel's own arguments: a counter of workers, the address of the runtime's function that numbers them

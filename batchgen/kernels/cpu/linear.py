@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from batchgen.kernels.cpu import sources
 from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, MAX_ROWS, TILE_COLUMNS, UNPACKED_BYTES, UNPACKED_TILES
 from batchgen.kernels.cpu.panels import Panels, int8_panels, integer_panels, plain_panels
-from batchgen.kernels.cpu.parallel import COMPILED, Kernel, Kind, address, empty, scratch
+from batchgen.kernels.cpu.parallel import Kernel, Kind, address, empty, scratch
 from batchgen.kernels.interface import Linear, pad_rows
 from batchgen.kernels.processor import byte_products, has_bfloat16_pairs, has_fused_multiply_add, has_matrix_unit
 from batchgen.kernels.quantize import quantize
@@ -45,8 +46,9 @@ _KINDS: dict[tuple[str, str], Kind] = {  # by the types of inputs and of stored 
     ("bf16", "int8"): "bf16_of_int8",
     ("f32", "int8"): "f32_of_int8",
 }
-_MATMUL, _UNPACKED = Kernel(f"{COMPILED}.matmul", "matmul"), Kernel(f"{COMPILED}.matmul", "matmul_unpacked")
-_INTEGERS, _QUANTIZE = Kernel(f"{COMPILED}.matmul", "matmul_integers"), Kernel(f"{COMPILED}.rows", "quantize")
+_MATMUL, _UNPACKED = Kernel(sources.MATMUL), Kernel(sources.MATMUL_UNPACKED)
+_INTEGERS, _QUANTIZE = Kernel(sources.MATMUL_INTEGERS), Kernel(sources.QUANTIZE)
+_UNPACKED_KINDS = {torch.bfloat16: sources.paired_kind("bfloat16"), torch.float32: "float32"}
 
 
 def can_multiply(weight: Tensor, dtype: torch.dtype, activations: str = "auto") -> bool:
@@ -108,7 +110,7 @@ class PanelLinear:
             inputs, more = x.shape[1], (address(scales), address(shifts))
             steps = inputs // 8
         elif kind == "int8" and rows > 2:
-            kernel, key, shares = _UNPACKED, x.dtype, 1
+            kernel, key, shares = _UNPACKED, _UNPACKED_KINDS[x.dtype], 1
             floats = _SUMS * UNPACKED_TILES + UNPACKED_BYTES // 4
             more = (2 if x.dtype == torch.bfloat16 and has_bfloat16_pairs() else 4, 0)
         sizes = (rows, inputs, width, int(gated), shares, -(-threads // shares), panels.strip_size, panels.panel_bytes)

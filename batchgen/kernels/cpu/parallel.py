@@ -1,4 +1,4 @@
-"""Compiles kernels on first use, runs them on every thread of torch's own OpenMP pool, and records their launches.
+"""Runs kernels on every thread of torch's own OpenMP pool, and records their launches.
 
 Torch's linears and these kernels alternate many hundred times per step. A second thread pool (numba's own)
 would fight torch's spinning workers for the same cores, so kernels are started through ``GOMP_parallel`` of
@@ -21,32 +21,25 @@ recording; replays then do the same.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import numba
 import torch
-from numba import cfunc, types
 
+from batchgen.kernels.cpu import build
 from batchgen.kernels.cpu.layout import RANGES
-
-SIGNATURE = types.void(types.CPointer(types.int64))
+from batchgen.kernels.cpu.sources import Source
 
 LAUNCHING = threading.Lock()  # engines in several threads share the workers and their scratch memory
 
 Launch = Callable[[int, int, int], None]
-Kind = torch.dtype | str  # of a kernel: the element type it works on, or another word for what sets it apart
-COMPILED = "batchgen.kernels.cpu.compiled"  # where the sources of kernels are
-_SUFFIXES: dict[Kind, str] = {torch.bfloat16: "bf16", torch.float32: "f32"}
+Kind = torch.dtype | str  # of a kernel: the dtype that names it, or another name in ``Source.kinds``
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -96,29 +89,17 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Kernel:
-    """A kernel in its kinds, each compiled when first launched and cached on disk."""
+    """A kernel in its kinds, each compiled before its first launch, unless an earlier process has done so."""
 
-    def __init__(self, module: str, name: str) -> None:
-        self._module = module
-        self._name = name
-        self._compiled: dict[Kind, Any] = {}
+    def __init__(self, source: Source) -> None:
+        self._source = source
         self._addresses: dict[Kind, int] = {}
 
-    def compile(self, kind: Kind) -> Any:
-        if kind not in self._compiled:
-            with _cache_folder() as usable:
-                self._compiled[kind] = self._compile(kind, cache=usable)
-            self._addresses[kind] = self._compiled[kind].address
-        return self._compiled[kind]
-
-    def _compile(self, kind: Kind, *, cache: bool) -> Any:
-        module = import_module(self._module)
-        try:
-            return cfunc(SIGNATURE, cache=cache)(getattr(module, f"_{self._name}_{_SUFFIXES.get(kind, kind)}"))
-        except OSError:
-            if not cache:
-                raise
-            return self._compile(kind, cache=False)  # such as a full disk, which must not stop a run
+    def address(self, kind: Kind) -> int:
+        """The address of its function."""
+        if kind not in self._addresses:
+            self._addresses[kind] = build.address(self._source, str(kind).removeprefix("torch."))
+        return self._addresses[kind]
 
     def launch(self, kind: Kind, num_items: int, *arguments: int, num_ranges: int | None = None) -> None:
         """Run all items, on torch's number of threads; returns when the last is done (or ``CaptureHook`` has them).
@@ -134,49 +115,12 @@ class Kernel:
         words = array("q", (0, numbering, num_items, workers, ranges, 0, *arguments, *(0,) * ranges))
         at, size = words.buffer_info()
         words[RANGES] = at + (size - ranges) * words.itemsize
-        code = self._addresses.get(kind) or self.compile(kind).address
+        code = self._addresses.get(kind) or self.address(kind)
         if CAPTURE.launches is not None:
             CAPTURE.launches.append((code, words, workers))
             return
         with LAUNCHING:
             launch(code, at, workers)
-
-
-def keeps_kernels() -> bool:
-    """Whether compiled kernels can be written to disk for the next process."""
-    with _cache_folder() as usable:
-        return usable
-
-
-@contextmanager
-def _cache_folder() -> Iterator[bool]:
-    """Point numba's disk cache at the user's cache folder; yields whether it can be written.
-
-    Numba keys a cached function on its own file alone, so a change in a module it calls would go unseen:
-    the folder is named after the content of all modules here.
-    """
-    settings: Any = numba.config
-    before = settings.CACHE_DIR
-    try:
-        folder = _source_keyed_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
-        yield False
-        return
-    settings.CACHE_DIR = str(folder)
-    try:
-        yield os.access(folder, os.W_OK)
-    finally:
-        settings.CACHE_DIR = before
-
-
-@lru_cache(maxsize=1)
-def _source_keyed_folder() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    digest = hashlib.sha256(numba.__version__.encode())
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return root / "batchgen" / f"kernels-{digest.hexdigest()[:16]}"
 
 
 @lru_cache(maxsize=1)

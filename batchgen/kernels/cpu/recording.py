@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from batchgen.kernels.cpu import sources
 from batchgen.kernels.cpu.layout import NUM_RANGES, RANGES
-from batchgen.kernels.cpu.parallel import CAPTURE, COMPILED, LAUNCHING, Kernel, Launched
+from batchgen.kernels.cpu.parallel import CAPTURE, LAUNCHING, Kernel, Launched
 
 _LEAST_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers are to serve them all
-_RUN_ALL = Kernel(f"{COMPILED}.work", "run_all")
+_RUN_ALL = Kernel(sources.RUN_ALL)
 
 
 class Memory:
@@ -55,7 +56,7 @@ class Program:
             table += [code, address, workers]
             at += len(words)
         self._table = array("q", table)
-        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_RUN_ALL.compile(torch.bfloat16).address)
+        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_RUN_ALL.address("any"))
 
     def run(self) -> None:
         with LAUNCHING:

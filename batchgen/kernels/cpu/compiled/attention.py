@@ -23,7 +23,7 @@ import numpy as np
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.attention_tiles import accumulate, score, score_chunks
-from batchgen.kernels.cpu.compiled.simd import BF16, F32
+from batchgen.kernels.cpu.compiled.simd import F32
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, CHUNK, LANES, MAX_QUERIES, NUM_ITEMS, NUM_STREAMS, SCORE_STRIDE, TILE
 
@@ -256,7 +256,7 @@ def _divide_scratch(mine, num_rows, width, dtype, inner):
 
 
 @simd.jit
-def _attention(words, dtype, inner):
+def attention(words, dtype, inner):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is a query block and a KV head.
 
     ``inner`` is the element type of queries and probabilities where they are multiplied.
@@ -290,15 +290,3 @@ def _attention(words, dtype, inner):
         _attend(count * group, group, positions[token], table, head, cache, sizes, scratch, after)
         _write_rows(count * group, group, first_head, num_heads, head_dim, width, scratch, out)
         item = next_item(words, worker)
-
-
-def _attention_bf16(words):
-    _attention(words, BF16, F32)
-
-
-def _attention_bf16_pairs(words):
-    _attention(words, BF16, BF16)
-
-
-def _attention_f32(words):
-    _attention(words, F32, F32)

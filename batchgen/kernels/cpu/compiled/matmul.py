@@ -15,8 +15,7 @@ from batchgen.kernels.cpu.compiled.matmul_tiles import (
     multiply,
     unpack,
 )
-from batchgen.kernels.cpu.compiled.simd import BF16, BYTES, F32
-from batchgen.kernels.cpu.compiled.vector_ir import HAS_BF16
+from batchgen.kernels.cpu.compiled.simd import BYTES, F32
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
 from batchgen.kernels.cpu.layout import (
     ARGS,
@@ -123,20 +122,20 @@ def _finish_tile(words, sums, first, end, column, dtype):
 
 
 @simd.jit
-def _matmul(words, dtype, stored):
+def matmul(words, dtype, stored):
     """The product with weights of type ``stored`` as the numbers that they are; of bytes, of one or two rows."""
     _multiply_panels(words, simd.pointer(words[ARGS], dtype), dtype, stored)
 
 
 @simd.jit
-def _matmul_integers(words, dtype):
+def matmul_integers(words, dtype):
     """The product of integers; what x consists of is in ``emit_integer_sums``."""
     scales, shifts = simd.pointer(words[ARGS + 15], F32), simd.pointer(words[ARGS + 16], np.int32)
     _multiply_panels(words, (simd.pointer(words[ARGS], BYTES), scales, shifts), dtype, BYTES)
 
 
 @simd.jit
-def _matmul_unpacked(words, dtype, number):
+def matmul_unpacked(words, dtype, number):
     """The product of more than two rows with weights of 8 bits, whose numbers (of type ``number``) are unpacked first.
 
     That costs as much as to multiply them with a few rows, so it is done once for many, part by part of a panel.
@@ -174,39 +173,3 @@ def _matmul_unpacked(words, dtype, number):
                 first, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
                 _finish_tile(words, simd.shifted(sums, (tile - first_tile) * SUMS), first, end, column, dtype)
         panel = next_item(words, worker)
-
-
-def _matmul_bf16(words):
-    _matmul(words, BF16, BF16)
-
-
-def _matmul_f32_of_bf16(words):
-    _matmul(words, F32, BF16)
-
-
-def _matmul_f32(words):
-    _matmul(words, F32, F32)
-
-
-def _matmul_bf16_of_int8(words):
-    _matmul(words, BF16, BYTES)
-
-
-def _matmul_f32_of_int8(words):
-    _matmul(words, F32, BYTES)
-
-
-def _matmul_unpacked_bf16(words):
-    _matmul_unpacked(words, BF16, BF16 if HAS_BF16 else F32)
-
-
-def _matmul_unpacked_f32(words):
-    _matmul_unpacked(words, F32, F32)
-
-
-def _matmul_integers_bf16(words):
-    _matmul_integers(words, BF16)
-
-
-def _matmul_integers_f32(words):
-    _matmul_integers(words, F32)

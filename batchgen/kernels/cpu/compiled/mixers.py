@@ -12,7 +12,7 @@ import numpy as np
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.rows import mean_square
-from batchgen.kernels.cpu.compiled.simd import BF16, F32
+from batchgen.kernels.cpu.compiled.simd import F32
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, LANES, NUM_ITEMS, NUM_WORKERS, SEGMENT
 
@@ -36,7 +36,7 @@ def _norm_and_rotate(x, start, weight, eps, cosine, sine, angle, head_dim, head)
 
 
 @simd.jit
-def _rope_and_cache(words, dtype):
+def rope_and_cache(words, dtype):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is one token."""
     qkv = simd.pointer(words[ARGS], dtype)
     q_weight, k_weight = simd.pointer(words[ARGS + 1], dtype), simd.pointer(words[ARGS + 2], dtype)
@@ -119,7 +119,7 @@ def _remember(past, first, state, width, taps):
 
 
 @simd.jit
-def _short_conv(words, dtype):
+def short_conv(words, dtype):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is a sequence.
 
     A row is processed from end to end, not in strips of channels: memory is read in its order, twice as fast.
@@ -152,19 +152,3 @@ def _short_conv(words, dtype):
             _remember(past, count, past, width, taps)  # the newest inputs are the past of what follows
         _remember(past, 0, state, width, taps)
         item = next_item(words, mirrored)
-
-
-def _rope_and_cache_bf16(words):
-    _rope_and_cache(words, BF16)
-
-
-def _rope_and_cache_f32(words):
-    _rope_and_cache(words, F32)
-
-
-def _short_conv_bf16(words):
-    _short_conv(words, BF16)
-
-
-def _short_conv_f32(words):
-    _short_conv(words, F32)

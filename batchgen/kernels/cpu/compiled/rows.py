@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from batchgen.kernels.cpu.compiled import simd
-from batchgen.kernels.cpu.compiled.simd import BF16, BYTES, F32
+from batchgen.kernels.cpu.compiled.simd import BYTES, F32
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, DOT_GROUP, LANES, LEAST_QUANTIZED, NUM_ITEMS, ROWS_PER_ITEM
 
@@ -30,7 +30,7 @@ def mean_square(x, start, width):
 
 
 @simd.jit
-def _rms_norm(words, dtype):
+def rms_norm(words, dtype):
     """Arguments: x [rows, width], weight [width], out [rows, width] (addresses), rows, width, bits of eps."""
     x, weight = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], dtype)
     out, rows, width = simd.pointer(words[ARGS + 2], dtype), words[ARGS + 3], words[ARGS + 4]
@@ -49,7 +49,7 @@ def _rms_norm(words, dtype):
 
 
 @simd.jit
-def _take_rows(words, dtype, stored):
+def take_rows(words, dtype, stored):
     """Arguments: x [rows, width], int64 rows to take, out [taken, width] (addresses), width; one item is a row."""
     x, out = simd.pointer(words[ARGS], stored), simd.pointer(words[ARGS + 2], dtype)
     taken, width = simd.pointer(words[ARGS + 1], np.int64), words[ARGS + 3]
@@ -63,7 +63,7 @@ def _take_rows(words, dtype, stored):
 
 
 @simd.jit
-def _quantize(words, dtype):
+def quantize(words, dtype):
     """Arguments: x [rows, width], bytes out [rows, groups * DOT_GROUP], float32 scales and int32 shifts [rows, groups]
     (addresses), width, groups, the largest integer, what weights are shifted by; see ``quantize.quantize_rows``.
     """
@@ -95,7 +95,7 @@ def _quantize(words, dtype):
 
 
 @simd.jit
-def _swiglu(words, dtype):
+def swiglu(words, dtype):
     """Arguments: gate_up [rows, 2 * width], out [rows, width] (addresses), rows, width."""
     gate_up, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], dtype)
     rows, width = words[ARGS + 2], words[ARGS + 3]
@@ -143,7 +143,7 @@ def _first_equal(x, start, width, value):
 
 
 @simd.jit
-def _argmax(words, dtype):
+def argmax(words, dtype):
     """Arguments: x [rows, width], out int64 [rows] (addresses), width."""
     x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], np.int64)
     width = words[ARGS + 2]
@@ -152,49 +152,3 @@ def _argmax(words, dtype):
     while row < words[NUM_ITEMS]:
         out[row] = _first_equal(x, row * width, width, row_max(x, row * width, width))
         row = next_item(words, worker)
-
-
-# One function per element type, here and for all kernels: numba's disk cache is keyed on a function's code, and a
-# closure over the type would be keyed on an id that changes from process to process.
-def _take_rows_bf16(words):
-    _take_rows(words, BF16, BF16)
-
-
-def _take_rows_f32(words):
-    _take_rows(words, F32, F32)
-
-
-def _take_rows_f32_of_bf16(words):
-    _take_rows(words, F32, BF16)
-
-
-def _rms_norm_bf16(words):
-    _rms_norm(words, BF16)
-
-
-def _rms_norm_f32(words):
-    _rms_norm(words, F32)
-
-
-def _swiglu_bf16(words):
-    _swiglu(words, BF16)
-
-
-def _swiglu_f32(words):
-    _swiglu(words, F32)
-
-
-def _argmax_bf16(words):
-    _argmax(words, BF16)
-
-
-def _argmax_f32(words):
-    _argmax(words, F32)
-
-
-def _quantize_bf16(words):
-    _quantize(words, BF16)
-
-
-def _quantize_f32(words):
-    _quantize(words, F32)

@@ -14,7 +14,7 @@ import numpy as np
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.rows import row_max
-from batchgen.kernels.cpu.compiled.simd import BF16, F32
+from batchgen.kernels.cpu.compiled.simd import F32
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, BINS, LANES, NUM_ITEMS
 
@@ -92,7 +92,7 @@ def _draw(bits, p, width, floor, u):
 
 
 @simd.jit
-def _sample(words, dtype):
+def sample(words, dtype):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is one row."""
     x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], np.int64)
     temperature, min_p = simd.pointer(words[ARGS + 2], F32), simd.pointer(words[ARGS + 3], F32)
@@ -120,7 +120,7 @@ def _sample(words, dtype):
 
 
 @simd.jit
-def _logsumexp(words, dtype):
+def logsumexp(words, dtype):
     """Arguments: x [rows, width], out float32 [rows] (addresses), width."""
     x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], F32)
     width = words[ARGS + 2]
@@ -136,19 +136,3 @@ def _logsumexp(words, dtype):
             total = simd.add(total, simd.exp(out, simd.keep_lanes(simd.sub(v, by), lowest, count)))
         out[row] = peak + F32(math.log(simd.sum_lanes(total)))
         row = next_item(words, worker)
-
-
-def _sample_bf16(words):
-    _sample(words, BF16)
-
-
-def _sample_f32(words):
-    _sample(words, F32)
-
-
-def _logsumexp_bf16(words):
-    _logsumexp(words, BF16)
-
-
-def _logsumexp_f32(words):
-    _logsumexp(words, F32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from batchgen.kernels.cpu.compiled.simd import call, call_with, fetch_add, jit, pointer
@@ -31,7 +29,8 @@ def worker_number(words):
     return call(words[NUMBERING]) if words[NUMBERING] else fetch_add(words, COUNTER, 1)
 
 
-def _run_all_bf16(words: Any) -> None:
+@jit
+def run_all(words):
     """Compiled: arguments are the address of ``GOMP_parallel``, a count, and as many (function, words, workers)."""
     for i in range(words[1]):
         call_with(words[0], words[2 + 3 * i], words[3 + 3 * i], words[4 + 3 * i])

@@ -1,0 +1,141 @@
+"""Machine code of kernels for this process: what is kept on disk, what other processes make meanwhile, or its own.
+
+Compiling takes seconds, and numba compiles in one thread only. So ``start`` has a process of its own do it, which
+divides the work with copies of itself, as soon as a run knows its dtype: beside the import of torch and the reading of
+the weights. It is help, no condition: this process compiles whatever the other leaves undone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from batchgen.kernels.cpu import objects
+from batchgen.kernels.cpu.sources import Source, needed, needed_by_some
+
+Numbers = tuple[str, ...]  # what a model stores and computes, as ``needed`` takes it
+_MOST_WORKERS = 4  # the longest of the kernels takes as long as all others on three
+_LONGEST_WAIT_S = 120.0  # for one kernel: a process that needs longer hangs
+_PROGRAM = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from batchgen.kernels.cpu.build import work_on
+work_on(*sys.argv[2:])
+"""
+_LOCK = threading.RLock()
+_builders: dict[Numbers, subprocess.Popen[bytes]] = {}  # processes that compile
+_addresses: dict[str, int] = {}  # of kernels in memory, by the names of their objects
+
+
+def start(*model: str) -> None:
+    """Begin to compile what a model needs and no process has left on disk; ``model`` are arguments of ``needed``."""
+    with _LOCK:
+        if model in _builders or not _missing(model) or not objects.is_writable():
+            return
+        folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[3]]  # it finds the modules that we find
+        path = json.dumps([str(folder.absolute()) for folder in folders])
+        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, path, *model]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        with suppress(OSError):  # a group of its own: Ctrl-C reaches only the run
+            _builders[model] = subprocess.Popen(command, stdin=pipe, stdout=null, stderr=null, process_group=0)
+
+
+def finish(*model: str) -> None:
+    """Wait until every kernel is there that each step of a model needs."""
+    for source, kind in needed(*model):
+        address(source, kind)
+
+
+def is_kept(*model: str) -> bool:
+    """Whether the next process finds the kernels of a model on disk."""
+    return objects.is_writable() or not _missing(model)
+
+
+def address(source: Source, kind: str) -> int:
+    """The address of a kernel's function, which is compiled if need be."""
+    name = objects.file_name(source, kind)
+    with _LOCK:
+        if name not in _addresses:
+            code = _awaited(source, kind, name)
+            _addresses[name] = objects.load(code) if code else _compiled(source, kind, name)
+        return _addresses[name]
+
+
+def _wanted(model: Numbers) -> list[tuple[Source, str]]:
+    """In the order in which they are compiled."""
+    return needed(*model) + needed_by_some(*model)
+
+
+def _missing(model: Numbers) -> list[tuple[Source, str]]:
+    return [wanted for wanted in _wanted(model) if objects.read(objects.file_name(*wanted)) is None]
+
+
+def _awaited(source: Source, kind: str, name: str) -> bytes | None:
+    """The object from a process that compiles it; None if none does or it takes too long."""
+    builders = [process for model, process in _builders.items() if (source, kind) in _wanted(model)]
+    give_up_at = time.monotonic() + _LONGEST_WAIT_S
+    while any(process.poll() is None for process in builders) and time.monotonic() < give_up_at:
+        if code := objects.read(name):
+            return code
+        time.sleep(0.01)
+    return objects.read(name)
+
+
+def _compiled(source: Source, kind: str, name: str) -> int:
+    from batchgen.kernels.cpu import compiler  # imports numba
+
+    try:
+        code = compiler.machine_code(source, kind)
+    except Exception:  # whatever a numba with other insides raises; what is wrong with a kernel is raised again here
+        return compiler.compile_plainly(source, kind)
+    objects.write(name, code)
+    return objects.load(code)
+
+
+@atexit.register
+def stop() -> None:
+    """End the processes that compile. If this one is killed they end too: their standard input is a pipe from it."""
+    for process in _builders.values():
+        assert process.stdin is not None, "it was started with a pipe"
+        process.stdin.close()
+        process.kill()
+        process.wait()
+    _builders.clear()
+
+
+def work_on(*model: str) -> None:
+    """Compile what is missing, on several processors; the program of the process that ``start`` starts."""
+    gc.disable()  # a tenth of the time, and all memory is given back soon
+    from batchgen.kernels.cpu import compiler  # imports numba
+
+    missing = _missing(model)
+    compiler.prepare(source.module for source, _ in missing)
+    jobs, end = os.pipe()
+    os.write(end, bytes(range(len(missing))))
+    os.close(end)
+    num_others = min(len(missing), os.cpu_count() or 1, _MOST_WORKERS) - 1
+    while num_others > 0 and os.fork():
+        num_others -= 1
+    is_first = num_others == 0
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while job := os.read(jobs, 1):
+        source, kind = missing[job[0]]
+        if not objects.write(objects.file_name(source, kind), compiler.machine_code(source, kind)):
+            break  # the others would fail likewise
+    with suppress(ChildProcessError):
+        while is_first:
+            os.wait()
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # nothing is ever written to it
+    os._exit(1)

@@ -1,0 +1,133 @@
+"""Compiles a kernel by numba, in less than half of numba's own time.
+
+A kernel is a chain of small functions. Numba treats each as if Python were to call it: it optimizes it, wraps it twice,
+makes machine code of it, links it into its callers and does all of that again with them. Here the inner functions are
+only translated; what they make up is optimized and becomes machine code once, as a whole. The operations are the same,
+so the results are equal to the bit. The parts of numba replaced for that are internal to it, so ``compile_plainly``
+stands in where a release has changed them; its code lives in this process only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from llvmlite import ir
+from numba import cfunc, types
+from numba.core import compiler, registry
+from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
+from numba.core.compiler_lock import global_compiler_lock
+
+from batchgen.kernels.cpu.layout import ENTRY
+from batchgen.kernels.cpu.sources import Source
+
+_WORDS = types.CPointer(types.int64)
+_KEPT: list[Any] = []  # plainly compiled kernels: their machine code lives as long as they do
+
+
+class _Translation(JITCodeLibrary):
+    """The functions of a kernel, translated to LLVM's language and no further."""
+
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self) -> None:
+        """Left to ``machine_code``."""
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, _name: str) -> int:
+        return 0  # as numba has it where a function has no such wrapper
+
+    def machine_code(self) -> bytes:
+        """The object of the whole. Raises NotImplementedError if it calls what only a process with numba has."""
+        self.finalize()
+        super()._optimize_final_module()
+        module, process = self._final_module, ctypes.CDLL(None)
+        called = [function.name for function in module.functions if function.is_declaration]
+        if missing := [name for name in called if not name.startswith("llvm.") and not hasattr(process, name)]:
+            raise NotImplementedError(f"calls of {', '.join(missing)}")
+        code: bytes = self._codegen._tm.emit_object(module)
+        return code
+
+
+class _Codegen(JITCPUCodegen):
+    """Numba's own, with its target, for translations."""
+
+    _library_class = _Translation
+
+    def set_env(self, *_: Any) -> None:
+        """Kernels call no Python, so their functions have no environment."""
+
+
+def prepare(modules: Iterable[str]) -> None:
+    """Do what all kernels of these modules have in common, so that copies of this process need not do it again."""
+    registry.cpu_target.typing_context.refresh()
+    registry.cpu_target.target_context.refresh()
+    for module in modules:
+        import_module(module)
+
+
+def machine_code(source: Source, kind: str) -> bytes:
+    """The object of a kernel: ``ENTRY`` in it is a C function of the words.
+
+    Raises any error where numba is not as this module knows it.
+    """
+    typing, context = registry.cpu_target.typing_context, registry.cpu_target.target_context
+    context.refresh()
+    flags: Any = compiler.Flags()
+    flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+    with global_compiler_lock, _translating(context):
+        found = compiler.compile_extra(typing, context, _function(source, kind), (_WORDS,), types.void, flags, {})
+        _add_entry(context, found.library, found.fndesc)
+        code: bytes = found.library.machine_code()
+        return code
+
+
+@contextmanager
+def _translating(context: Any) -> Iterator[None]:
+    """What numba compiles inside is only translated."""
+    replaced = {
+        "_internal_codegen": _Codegen("batchgen"),
+        "cached_internal_func": {},  # functions of numba's own, translated by the codegen before
+        "create_cpython_wrapper": lambda *_, **__: None,
+        "create_cfunc_wrapper": lambda *_, **__: None,
+    }
+    before = {name: getattr(context, name) for name in replaced}
+    try:
+        vars(context).update(replaced)
+        yield
+    finally:
+        vars(context).update(before)
+
+
+def _add_entry(context: Any, library: Any, kernel: Any) -> None:
+    """Add the C function ``ENTRY`` that calls a kernel, which has numba's own calling convention and cannot fail."""
+    module, convention = context.create_module(ENTRY), context.call_conv
+    called = ir.Function(module, convention.get_function_type(types.void, (_WORDS,)), kernel.llvm_func_name)
+    entry = ir.Function(module, ir.FunctionType(ir.VoidType(), [context.get_value_type(_WORDS)]), ENTRY)
+    builder = ir.IRBuilder(entry.append_basic_block())
+    convention.call_function(builder, called, types.void, (_WORDS,), entry.args)
+    builder.ret_void()
+    library.add_ir_module(module)
+
+
+def compile_plainly(source: Source, kind: str) -> int:
+    """The address of a kernel as numba compiles it by itself."""
+    kept: Any = cfunc(types.void(_WORDS))(_function(source, kind))
+    _KEPT.append(kept)
+    address: int = kept.address
+    return address
+
+
+def _function(source: Source, kind: str) -> Callable[[Any], None]:
+    called, arguments = getattr(import_module(source.module), source.name), source.kinds[kind]
+
+    def kernel(words: Any) -> None:
+        called(words, *arguments)
+
+    return kernel

@@ -1,0 +1,91 @@
+"""The compiled kernels: where the source of each is, the kinds it comes in, and which of them a run needs.
+
+Imports neither torch nor numba, so that kernels can be looked up, and compiled in another process, before either is
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy import float32 as F32  # noqa: N812 - as in the kernels' sources
+from numpy import uint8 as BYTES  # noqa: N812
+from numpy import uint16 as BF16  # noqa: N812
+
+from batchgen.kernels.processor import byte_products, has_bfloat16_pairs, has_fused_multiply_add, has_matrix_unit
+
+COMPILED = "batchgen.kernels.cpu.compiled"  # where the sources of kernels are
+Kinds = Mapping[str, tuple[Any, ...]]
+ELEMENTS: Kinds = {"bfloat16": (BF16,), "float32": (F32,)}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel: the function ``name`` of ``module``, called with its words and the arguments of a kind.
+
+    ``kinds`` holds those arguments, element types and plain numbers, by the kind's name. A kind that is named as a
+    dtype is for tensors of that dtype.
+    """
+
+    module: str
+    name: str
+    kinds: Kinds = field(default_factory=lambda: ELEMENTS, compare=False)
+
+
+RMS_NORM, SWIGLU, ARGMAX, QUANTIZE = (
+    Source(f"{COMPILED}.rows", name) for name in ("rms_norm", "swiglu", "argmax", "quantize")
+)
+ROPE_AND_CACHE, SHORT_CONV = (Source(f"{COMPILED}.mixers", name) for name in ("rope_and_cache", "short_conv"))
+SAMPLE, LOGSUMEXP = (Source(f"{COMPILED}.sampling", name) for name in ("sample", "logsumexp"))
+RUN_ALL = Source(f"{COMPILED}.work", "run_all", {"any": ()})
+# The element types of results and inputs, and of the weights or the table that are read.
+_STORED: Kinds = {"bfloat16": (BF16, BF16), "float32": (F32, F32), "f32_of_bf16": (F32, BF16)}
+TAKE_ROWS = Source(f"{COMPILED}.rows", "take_rows", _STORED)
+_INT8: Kinds = {"bf16_of_int8": (BF16, BYTES), "f32_of_int8": (F32, BYTES)}
+MATMUL = Source(f"{COMPILED}.matmul", "matmul", {**_STORED, **_INT8})
+MATMUL_INTEGERS = Source(f"{COMPILED}.matmul", "matmul_integers")
+# The element type of the model (in attention: of the cache), and that in which its numbers are multiplied.
+_PAIRED: Kinds = {"bfloat16": (BF16, F32), "bf16_pairs": (BF16, BF16), "float32": (F32, F32)}
+MATMUL_UNPACKED = Source(f"{COMPILED}.matmul", "matmul_unpacked", _PAIRED)
+ATTENTION = Source(f"{COMPILED}.attention", "attention", _PAIRED)
+
+
+def paired_kind(dtype: str) -> str:
+    """The kind for a model in this dtype of a kernel that multiplies pairs of bfloat16 where the processor does."""
+    return "bf16_pairs" if dtype == "bfloat16" and has_bfloat16_pairs() else dtype
+
+
+def needed(dtype: str, stored: str, weights: str = "auto", activations: str = "auto") -> list[tuple[Source, str]]:
+    """The kernels that each step of a model may need, and their kinds; the longest to compile first.
+
+    ``dtype`` is the one it is computed in, ``stored`` that of its weights before ``weights`` and ``activations`` apply.
+    """
+    if dtype not in ELEMENTS:
+        return []
+    reading = "f32_of_bf16" if (dtype, stored) == ("float32", "bfloat16") else dtype
+    found = [(ATTENTION, paired_kind(dtype)), *_linears(dtype, reading, weights, activations)]
+    found += [(source, dtype) for source in (SHORT_CONV, ROPE_AND_CACHE, ARGMAX, RMS_NORM)]
+    found += [(TAKE_ROWS, kind) for kind in (reading, dtype, "float32")]  # queries are float32 in any model
+    return list(dict.fromkeys([*found, (RUN_ALL, "any")]))
+
+
+def _linears(dtype: str, reading: str, weights: str, activations: str) -> list[tuple[Source, str]]:
+    if activations == "int8" and byte_products() is not None:
+        return [(MATMUL_INTEGERS, dtype), (QUANTIZE, dtype)]
+    if not has_fused_multiply_add() or (dtype == "bfloat16" and has_matrix_unit()) or activations == "int8":
+        return [(SWIGLU, dtype)]  # torch's own products, or the exact ones
+    if weights == "int8":
+        return [
+            (MATMUL_UNPACKED, paired_kind(dtype)),
+            (MATMUL, "bf16_of_int8" if dtype == "bfloat16" else "f32_of_int8"),
+        ]
+    return [(MATMUL, reading)]
+
+
+def needed_by_some(dtype: str, *_: str) -> list[tuple[Source, str]]:
+    """The kernels that only rows need which are drawn, scored or penalized (in float32)."""
+    if dtype not in ELEMENTS:
+        return []
+    return list(dict.fromkeys([(SAMPLE, dtype), (LOGSUMEXP, dtype), (SAMPLE, "float32"), (ARGMAX, "float32")]))

@@ -1,0 +1,151 @@
+"""Kernels are compiled in processes beside the run, which needs none of them and leaves none behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_helpers import ENVIRONMENT, MODEL, rows_of
+
+from batchgen.config.load import load_job
+from batchgen.kernels.cpu import build, objects
+from batchgen.kernels.cpu.parallel import Kernel
+from batchgen.kernels.cpu.sources import ARGMAX, needed, needed_by_some
+from batchgen.run.loader import load_engine, read_model
+
+STARTED = """
+import sys, time
+from batchgen.kernels.cpu import build
+build.start("float32", "float32")
+print(*(process.pid for process in build._builders.values()), flush=True)
+time.sleep(100)
+"""
+# Runs a job, then tells whether numba was there at its end.
+RUN = """
+import sys
+from batchgen.cli.main import call
+code = call(sys.argv[1:])
+print(code, "numba" in sys.modules)
+"""
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_addresses", {})
+    monkeypatch.setattr(build, "_builders", {})
+    yield tmp_path / "cache"
+    build.stop()
+
+
+def group_of(leader: int) -> list[int]:
+    """The running processes of a process group."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                found.append(int(path.parent.name))
+    return found
+
+
+def wait_for(what: Any) -> None:
+    end = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < end, "it takes for ever"
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system does not list its processes")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_no_process_outlives_a_run_that_is_killed(number: int, is_compiling: bool, empty_cache: Path) -> None:
+    command = [sys.executable, "-c", STARTED]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert run.stdout is not None
+    leader = int(run.stdout.readline())
+    wait_for(lambda: group_of(leader))
+    if is_compiling:
+        wait_for(lambda: any(empty_cache.rglob("*.o")))
+    run.send_signal(number)
+    run.communicate()
+    wait_for(lambda: not group_of(leader))
+
+
+def greatest() -> list[int]:
+    x, out = torch.tensor([[1.0, 3.0, 2.0]]), torch.empty(1, dtype=torch.int64)
+    Kernel(ARGMAX).launch(torch.float32, 1, x.data_ptr(), out.data_ptr(), 3)
+    return out.tolist()
+
+
+def test_a_run_compiles_what_the_others_leave_undone_when_they_are_killed() -> None:
+    build.start("float32", "float32")
+    (process,) = build._builders.values()
+    os.killpg(process.pid, signal.SIGKILL)
+    assert greatest() == [1]
+
+
+@pytest.mark.parametrize("program", ["raise SystemExit(1)", "import time; time.sleep(100)"])
+def test_a_process_that_fails_or_hangs_is_not_waited_for(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_PROGRAM", program)
+    monkeypatch.setattr(build, "_LONGEST_WAIT_S", 0.2)
+    build.start("float32", "float32")
+    assert greatest() == [1]
+
+
+def test_a_run_that_can_start_no_process_compiles_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("no new processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    build.start("float32", "float32")
+    assert greatest() == [1]
+
+
+def test_nothing_is_started_where_nothing_is_missing_or_can_be_handed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    build.start("float16", "float16")  # runs on torch's own kernels
+    assert not build._builders
+    for wanted in needed("float32", "float32") + needed_by_some("float32"):
+        objects.write(objects.file_name(*wanted), b"code")
+    build.start("float32", "float32")
+    assert not build._builders
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    build.start("float32", "float32")
+    assert not build._builders
+
+
+def test_a_user_is_told_when_kernels_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    model, rows = {"path": str(MODEL), "device": "cpu", "dtype": "float32"}, {"path": ["rows.jsonl"], "prompt": "text"}
+    spec = load_job(None, {"model": model, "input": rows, "output": {"path": "out"}})
+    notes = load_engine(spec, read_model(spec)).notes
+    assert [note[:63] for note in notes] == ["kernels cannot be kept here, so each start compiles them anew: "]
+
+
+def test_the_first_run_and_the_next_import_no_numba_and_agree(tmp_path: Path) -> None:
+    rows = "".join(json.dumps(row) + "\n" for row in rows_of(3))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    outputs = []
+    for name in ("first", "next"):
+        job = ["run", "--model", str(MODEL), "--input", str(tmp_path / "rows.jsonl"), "--prompt", "{question}"]
+        command = [sys.executable, "-c", RUN, *job, "--output", str(tmp_path / name), "--max-tokens", "8"]
+        environment = {**ENVIRONMENT, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.stdout.splitlines()[-1] == "0 False", done.stderr[-1000:]
+        lines = (tmp_path / name / "outputs.jsonl").read_text().splitlines()
+        outputs.append([json.loads(line)["text"] for line in lines])
+    assert outputs[0] == outputs[1]

@@ -1,0 +1,97 @@
+"""The short way to compile gives the same bits as numba's own, is taken, and is left where numba is another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kernel_bits
+import numpy as np
+import pytest
+import torch
+from numba.core.codegen import JITCodeLibrary
+
+from batchgen.kernels.cpu import build, compiler, objects
+from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.layout import ARGS
+from batchgen.kernels.cpu.parallel import Kernel
+from batchgen.kernels.cpu.sources import ARGMAX, ATTENTION, Source
+
+
+@simd.jit
+def draw(words: Any) -> None:
+    """Calls a function of numba's own, which kernels do not."""
+    simd.pointer(words[ARGS], np.float64)[0] = 2.0 + np.random.random()
+
+
+DRAW = Source(__name__, "draw", {"any": ()})
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_addresses", {})
+    return tmp_path
+
+
+def greatest(kernel: Kernel) -> list[int]:
+    x, out = torch.tensor([[1.0, 3.0, 2.0]]), torch.empty(1, dtype=torch.int64)
+    kernel.launch(torch.float32, 1, x.data_ptr(), out.data_ptr(), 3)
+    return out.tolist()
+
+
+@pytest.mark.slow
+def test_the_short_way_gives_the_bits_of_numbas_own() -> None:
+    command = [sys.executable, kernel_bits.__file__]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    plainly = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert plainly.stdout.split() == kernel_bits.digests()
+
+
+def test_inner_functions_get_no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("numba makes machine code of a part")
+
+    compiler.prepare([ATTENTION.module])
+    monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", refuse)
+    assert compiler.machine_code(ATTENTION, "float32")
+
+
+def test_another_numba_compiles_in_its_own_way(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
+    def changed(*_: object) -> bytes:
+        raise AttributeError("'CPUContext' object has no attribute '_internal_codegen'")
+
+    monkeypatch.setattr(compiler, "machine_code", changed)
+    assert greatest(Kernel(ARGMAX)) == [1]
+    assert not list(empty_cache.rglob("*.o")), "what needs numba is not kept"
+
+
+def test_after_an_error_numba_compiles_as_before() -> None:
+    with pytest.raises(Exception, match="no attribute"):
+        compiler.machine_code(Source(ARGMAX.module, "none", {"any": ()}), "any")
+    compiler.compile_plainly(ARGMAX, "float32")
+    assert greatest(Kernel(ARGMAX)) == [1]
+
+
+def test_a_kernel_that_needs_numba_to_run_is_not_kept(empty_cache: Path) -> None:
+    with pytest.raises(NotImplementedError, match="calls of numba_"):
+        compiler.machine_code(DRAW, "any")
+    out = torch.zeros(1, dtype=torch.float64)
+    Kernel(DRAW).launch("any", 1, out.data_ptr())
+    assert 2.0 <= out.item() < 3.0
+    assert not list(empty_cache.rglob("*.o"))
+
+
+def test_kernels_and_code_of_others_that_numba_compiles_do_not_disturb_each_other() -> None:
+    from numba import njit
+
+    def longest(a: float, b: float) -> float:
+        return max(a, b) + max(len(range(3)), 2)
+
+    assert njit(longest)(np.float32(1.0), np.float32(2.0)) == 5.0
+    assert objects.load(compiler.machine_code(ARGMAX, "float32"))
+    assert njit(lambda a, b: max(a, b) * 2)(np.float32(1.0), np.float32(2.0)) == 4.0
+    assert greatest(Kernel(ARGMAX)) == [1]
