@@ -30,6 +30,7 @@ from batchgen.model.decoder import Decoder
 from batchgen.model.load import resolve_device, resolve_dtype
 from batchgen.model.rates import measure
 from batchgen.model.roofline import Ceilings, Costs, Work, remember
+from batchgen.report.facts import integers_text
 
 
 def load(where: ModelSpec, threads: int | None) -> Decoder:
@@ -38,7 +39,9 @@ def load(where: ModelSpec, threads: int | None) -> Decoder:
     use_threads(threads, config)
     if device.type != "cpu":
         return load_weights(where)
-    return load_weights(where, TimedKernels(select(device, resolve_dtype(where.dtype, config, device))))
+    dtype = resolve_dtype(where.dtype, config, device)
+    kernels = select(device, dtype, weights=where.weights, activations=where.activations)
+    return load_weights(where, TimedKernels(kernels))
 
 
 def benchmark(model: Decoder, config: EngineConfig, requests: list[Request], times: int) -> dict[str, Any]:
@@ -78,7 +81,7 @@ def _repeats(
     for _ in range(times):
         wall_s, engine = _run(model, config, requests)
         after = measure(model)
-        work = Costs.of(model.config, model.dtype.itemsize).work(engine.stats.to_dict())
+        work = Costs.of(model.config, model.dtype.itemsize, model.weight_bytes).work(engine.stats.to_dict())
         yield _metrics(wall_s, requests, engine.stats, work, before.mean(after)), engine.stats, engine_sizes(engine)
         before = after
         remember(model_key(model), after.measured_by("measured by batchgen bench"))
@@ -137,11 +140,13 @@ def _run(model: Decoder, config: EngineConfig, requests: list[Request]) -> tuple
 
 def render(found: dict[str, Any]) -> str:
     """The result of a benchmark, with its ``model`` and ``lengths``, as text for a person, within 80 columns."""
+    integers = integers_text(found)
     walls = [run["wall_s"] for run in found["runs"]]
     tokens, sizes, split_s = found["num_requests_tokens"], found["engine"], found["split_s"]
     lines = [
         f"{found['model']}  {found['dtype']} on {found['device']}, "
         f"{counted(found['threads'], 'thread')}, {found['backend']} kernels",
+        *([f"  linears          {integers}"] if integers else []),
         f"  tokens           {tokens['prompt']:,} in, {tokens['output']:,} out, {found['num_steps']:,} steps",
         f"  output lengths   {found['lengths']} to the engine",
         f"  wall time        {found['wall_s']:.2f} s  ({min(walls):.2f} to {max(walls):.2f} in {len(walls)} runs)",

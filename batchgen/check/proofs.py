@@ -132,7 +132,9 @@ class Check:
         if fast != ReferenceKernels.name:
             log("proving fast kernels ~ reference")
             del engine, self.model  # memory may not hold two models
-            self.model = load_weights(self._where, ReferenceKernels(device))
+            where = self._where
+            reference = ReferenceKernels(device, dtype, weights=where.weights, activations=where.activations)
+            self.model = load_weights(where, reference)
             yield self._prove_scored("fast kernels ~ reference", TOLERANCE[dtype])
 
     def _engine(self, requests: list[Request], *, is_tight: bool = False, **sizes: Any) -> Engine:

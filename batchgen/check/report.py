@@ -15,6 +15,7 @@ from batchgen.core.units import counted
 from batchgen.engine.load import use_threads
 from batchgen.input.columns import check_columns
 from batchgen.input.source import open_source
+from batchgen.report.facts import integers_text
 from batchgen.run.loader import ModelInfo, read_model
 from batchgen.run.stdin import stdin_as_file
 
@@ -44,7 +45,8 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
         "num_prompts": len(prompts),
         "num_prompt_tokens": sum(map(len, prompts)),
     }
-    show(f"{spec.model.path}: {facts['dtype']} on {facts['device']}, {counted(threads, 'thread')}")
+    named = ", ".join(filter(None, (f"{facts['dtype']} on {facts['device']}", integers_text(facts))))
+    show(f"{spec.model.path}: {named}, {counted(threads, 'thread')}")
     num_tokens = counted(facts["num_prompt_tokens"], "token")
     show(f"{counted(len(prompts), 'prompt')} of {num_tokens}, greedy and sampled by turns")
     proofs = []

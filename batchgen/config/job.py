@@ -48,6 +48,7 @@ def _device(value: object) -> str:
 
 _DEVICES = ("auto", "cpu", "cuda")
 _DEVICE = Kind(_device, "auto|cpu|cuda|cuda:N", choices=_DEVICES)
+_AS_IT_IS_OR_INT8 = one_of("auto", "int8")
 _COLUMN = string("COLUMN")
 _PATHS = keys.STRINGS.then(_paths, metavar="PATH")
 _SIZE_OR_AUTO = Kind(_size_or_auto, "SIZE|auto", none="auto")
@@ -59,12 +60,16 @@ class ModelSpec:
     """Which model, and in what form it runs.
 
     A resume compares the content that ``path`` leads to and the dtype and device that the model really runs in, not
-    these values.
+    these values; ``weights`` and ``activations`` are compared as they are written here.
     """
 
     path: str = key(string("MODEL"), "Folder, Hub id or dummy:NAME", "", flag="model", outputs=False)
     revision: str = key(string(), "Branch, tag or commit on the Hub", "main", outputs=False)
-    dtype: str = key(one_of("auto", "bfloat16", "float16", "float32"), "Data type of weights", "auto", outputs=False)
+    dtype: str = key(
+        one_of("auto", "bfloat16", "float16", "float32"), "Data type of what is computed", "auto", outputs=False
+    )
+    weights: str = key(_AS_IT_IS_OR_INT8, "Weights in memory: as stored, or in 8 bits", "auto")
+    activations: str = key(_AS_IT_IS_OR_INT8, "Inputs of products: as they are, or in 8 bits", "auto")
     device: str = key(_DEVICE, "Where the model runs", "auto", outputs=False)
     tokenizer: str = key(string(empty=True), "Folder or Hub id [the model's own]", "", outputs=False)
     batch_invariant: bool = key(BOOL, "On a GPU: no row depends on its batch (slower)", False)

@@ -28,7 +28,7 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
     num_tokens = stats.num_prefill_tokens + stats.num_decode_tokens
     pays = sum(stats.phase_s.values()) >= _LEAST_S and _MOST_SHARE * num_tokens >= _MEASURED_TOKENS
     measured = (_measure_now(model) if pays else None) or recall(model_key(model))
-    costs = Costs.of(model.config, model.dtype.itemsize)
+    costs = Costs.of(model.config, model.dtype.itemsize, model.weight_bytes)
     return {"sizes": engine_sizes(engine), "roofline": describe_costs(costs, measured)}
 
 

@@ -30,6 +30,8 @@ def load_weights(where: ModelSpec, kernels: Kernels | None = None) -> Decoder:
         where.path,
         where.revision,
         dtype=where.dtype,
+        weights=where.weights,
+        activations=where.activations,
         device=where.device,
         batch_invariant=where.batch_invariant,
         kernels=kernels,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from batchgen.kernels.processor import multiplies_bfloat16
+from batchgen.kernels.processor import has_matrix_unit, multiplies_bfloat16
 
 ATTENTION = "full_attention"
 CONV = "conv"
@@ -100,11 +100,35 @@ class ModelConfig:
         """Bytes of one sequence's convolution state over all layers."""
         return self.num_conv_layers * (self.conv_l_cache - 1) * self.hidden_size * itemsize
 
+    def weight_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> float:
+        """Bytes of memory per weight of the linears of a model that computes in ``dtype``.
+
+        Integers have a scale of 2 bytes per 32 of them, or of 4 per 128 where activations are integers too. Only the
+        CPU's own kernels keep integers, and bfloat16 weights under float32; other libraries get them widened.
+        """
+        is_library = dtype == "float16" or (dtype == "bfloat16" and activations == "auto" and has_matrix_unit())
+        if not is_cpu or is_library:
+            return item_bytes(dtype)
+        if weights == "int8":
+            return 1 + (4 / 128 if activations == "int8" else 2 / 32)
+        return item_bytes("bfloat16" if self.dtype == "bfloat16" else dtype)
+
+    def model_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> int:
+        """Bytes of all weights in memory; an embedding table that is also the output projection counts as that."""
+        params = self.linear_params_per_token + self.logits_params_per_token
+        table = 0 if self.tie_embedding else self.logits_params_per_token * item_bytes(dtype)
+        return round(params * self.weight_bytes(dtype, weights, activations, is_cpu=is_cpu)) + table
+
     def auto_dtype(self, *, is_cpu: bool) -> str:
         """What dtype "auto" means: on the CPU bfloat16 if it multiplies that natively, elsewhere the checkpoint's."""
         if is_cpu:
             return "bfloat16" if multiplies_bfloat16() else "float32"
         return self.dtype
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one value."""
+    return 2 if dtype in ("bfloat16", "float16") else 4
 
 
 def padded(n: int) -> int:

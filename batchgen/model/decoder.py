@@ -64,9 +64,20 @@ class Decoder:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """``dtype`` and ``device`` by name and the ``variant`` of the kernels; others would give other tokens."""
+        """``dtype`` and ``device`` by name and the ``variant`` of the kernels; others would give other tokens.
+
+        So would other ``weights`` and ``activations``, which are named where they are not "auto".
+        """
         dtype = str(self.dtype).removeprefix("torch.")
-        return {"dtype": dtype, "device": self.device.type, "kernels": self.kernels.variant}
+        integers = {"weights": self.kernels.weights, "activations": self.kernels.activations}
+        named = {name: value for name, value in integers.items() if value != "auto"}
+        return {"dtype": dtype, "device": self.device.type, "kernels": self.kernels.variant, **named}
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of memory per weight of the linears."""
+        kernels, is_cpu = self.kernels, self.device.type == "cpu"
+        return self.config.weight_bytes(self.numerics["dtype"], kernels.weights, kernels.activations, is_cpu=is_cpu)
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInput, state: StateCache, max_position: int) -> Tensor:

@@ -28,6 +28,8 @@ def load_model(
     revision: str = "main",
     *,
     dtype: str = "auto",
+    weights: str = "auto",
+    activations: str = "auto",
     device: str = "auto",
     batch_invariant: bool = False,
     kernels: Kernels | None = None,
@@ -35,32 +37,54 @@ def load_model(
     """The model at ``path`` with its weights, ready to run.
 
     ``dtype`` "auto" is the checkpoint's own on CUDA, and on the CPU bfloat16 if the machine multiplies it natively,
-    else float32. ``device`` "auto" is CUDA if there is one. ``batch_invariant`` makes matrix products on a GPU add up
-    in one order whatever shares the batch, as they always do on the CPU. ``kernels`` replaces the back end of the
-    device. Raises ModelError for an unusable folder, config, or weights.
+    else float32. ``weights`` "int8" rounds those of linears to 8-bit integers with a scale per 32 inputs (128 with
+    ``activations`` "int8", which rounds their inputs too, on the CPU only); "auto" leaves both as they are. ``device``
+    "auto" is CUDA if there is one. ``batch_invariant`` makes matrix products on a GPU add up in one order whatever
+    shares the batch, as they always do on the CPU. ``kernels`` replaces the back end of the device. Raises ModelError
+    for an unusable folder, config, or weights.
     """
     where = resolve_device(device)
     folder = None if is_dummy(path) else resolve_folder(path, revision, _PATTERNS)
     config = dummy_config(path) if folder is None else read_config(folder)
     kind = resolve_dtype(dtype, config, where)
+    _check_integers(weights, activations, where)
     source: TensorSource
     if folder is None:
         source = RandomTensors(kind, where, saved=DTYPES.get(config.dtype))
     else:
         source = Checkpoint(folder, kind, where)
     if where.type == "cpu":
-        _require_memory(path, config, kind)
-        build.start(str(kind).removeprefix("torch."), config.dtype)  # beside the reading of the weights
+        name = str(kind).removeprefix("torch.")
+        _require_memory(path, config, name, weights, activations)
+        build.start(name, config.dtype, weights, activations)  # beside the reading of the weights
     with torch.inference_mode():
-        return Decoder(config, source, kernels or select(where, kind, batch_invariant=batch_invariant))
+        chosen = kernels or select(
+            where, kind, batch_invariant=batch_invariant, weights=weights, activations=activations
+        )
+        return Decoder(config, source, chosen)
 
 
-def _require_memory(path: str, config: ModelConfig, dtype: torch.dtype) -> None:
-    """Refuse weights that this machine's memory can never hold, whatever dtype they are stored in."""
-    needed = dtype.itemsize * (config.linear_params_per_token + config.logits_params_per_token)
-    if needed > physical_bytes():
+def _check_integers(weights: str, activations: str, device: torch.device) -> None:
+    """Raises ModelError for unknown values, and for combinations that no kernels compute."""
+    for name, value in (("weights", weights), ("activations", activations)):
+        if value not in ("auto", "int8"):
+            raise ModelError(f"{name} {shown(value)} is not one of auto, int8")
+    if activations == "int8" and weights != "int8":
+        raise ModelError("activations 'int8' needs weights 'int8': integers multiply integers")
+    if activations == "int8" and device.type != "cpu":
         raise ModelError(
-            f"{path}: the weights take {needed:,} bytes in {str(dtype).removeprefix('torch.')}, more than this "
+            f"activations 'int8' on device {device.type!r}: only the CPU multiplies integers by integers; leave it out "
+            "(weights 'int8' works there), or use --device cpu"
+        )
+
+
+def _require_memory(path: str, config: ModelConfig, dtype: str, weights: str, activations: str) -> None:
+    """Refuse weights that this machine's memory can never hold, whatever form they are stored in."""
+    needed = config.model_bytes(dtype, weights, activations, is_cpu=True)
+    if needed > physical_bytes():
+        form = f"{weights} under {dtype}" if weights != "auto" else dtype
+        raise ModelError(
+            f"{path}: the weights take {needed:,} bytes in {form}, more than this "
             f"machine's memory of {physical_bytes():,}; run a smaller model"
         )
 

@@ -70,15 +70,15 @@ class Costs:
     flops_per_kv_read: int = 0  # unknown to older reports, as is "num_logits"
 
     @classmethod
-    def of(cls, config: ModelConfig, itemsize: int) -> Costs:
-        """Costs of a model whose weights and cache have values of ``itemsize`` bytes."""
+    def of(cls, config: ModelConfig, itemsize: int, weight_bytes: float) -> Costs:
+        """Costs of a model whose cache has values of ``itemsize`` bytes; a weight takes ``weight_bytes``."""
         layers, tail = config.num_attention_layers, config.tail_params_per_token
         last = min(layers, 1)
         return cls(
             flops_per_token=2 * (config.linear_params_per_token - tail),
             flops_per_logits=2 * (config.logits_params_per_token + tail),
             flops_per_attended=4 * config.num_heads * config.head_dim * (layers - last),
-            bytes_per_step=(config.linear_params_per_token + config.logits_params_per_token) * itemsize,
+            bytes_per_step=round((config.linear_params_per_token + config.logits_params_per_token) * weight_bytes),
             bytes_per_kv_read=2 * config.num_kv_heads * config.head_dim * layers * itemsize,
             flops_per_kv_read=4 * config.num_heads * config.head_dim * last,
         )

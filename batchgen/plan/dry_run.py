@@ -81,7 +81,7 @@ def _forecast(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Sur
         return calibrate(spec, model, survey, given, began=began)
     with suppress(UsageError):  # there is no report
         report = read_report(RunDir(Path(spec.output.path)))
-        if comparable(report, spec.model.path, processor_name()):
+        if comparable(report, spec.model, processor_name()):
             return forecast_from_report(report, survey, given)
     return Forecast(given or OutputLengths.limits(survey))
 

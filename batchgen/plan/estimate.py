@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.job import JobSpec
+from batchgen.config.job import JobSpec, ModelSpec
 from batchgen.core.machine import available_bytes
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.sizes import sizes_for
 from batchgen.model import ModelConfig
+from batchgen.model.config import item_bytes
 from batchgen.plan.survey import Survey
 
 _NUM_QUANTILES = 64
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _NVIDIA = Path("/dev/nvidiactl")
 
 
@@ -95,9 +95,11 @@ class Forecast:
     sizes: SchedulerConfig | None = None
 
 
-def comparable(report: Mapping[str, Any], model: str, processor: str) -> bool:
-    """Whether an earlier run's report is of this model on this machine and has a rate."""
-    is_same = report["model"] == model and report["machine"]["processor"] == processor
+def comparable(report: Mapping[str, Any], model: ModelSpec, processor: str) -> bool:
+    """Whether an earlier run's report is of this model, with such integers, on this machine and has a rate."""
+    integers = [report["numerics"].get(name, "auto") for name in ("weights", "activations")]
+    is_model = report["model"] == model.path and integers == [model.weights, model.activations]
+    is_same = is_model and report["machine"]["processor"] == processor
     return bool(is_same and report["tokens"]["completion"] > 0 and report["generate_s"] > 0)
 
 
@@ -124,13 +126,13 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
     dtype = forecast.numerics.get("dtype") or spec.model.dtype
     if dtype == "auto":
         dtype = config.auto_dtype(is_cpu=not _is_cuda(spec))
-    item_bytes = _ITEM_BYTES.get(dtype, 4)
+    itemsize = item_bytes(dtype)
     is_auto = spec.engine.kv_memory is None
     is_known = forecast.sizes is not None or not is_auto or not _is_cuda(spec)
-    sizes = forecast.sizes or sizes_for(
-        spec.engine, config, item_bytes, _free_bytes(config, item_bytes), is_cuda=_is_cuda(spec)
-    )
-    block_bytes = config.kv_block_bytes(sizes.block_size, item_bytes)
+    weights = config.model_bytes(dtype, spec.model.weights, spec.model.activations, is_cpu=not _is_cuda(spec))
+    free_bytes = max(0, available_bytes() - weights)  # once they are loaded
+    sizes = forecast.sizes or sizes_for(spec.engine, config, itemsize, free_bytes, is_cuda=_is_cuda(spec))
+    block_bytes = config.kv_block_bytes(sizes.block_size, itemsize)
     row_blocks = max(1, -(-round(mean_tokens) // sizes.block_size))
     return {
         "dtype": dtype,
@@ -143,13 +145,6 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
         "tokens_that_fit": sizes.max_num_tokens if is_known else None,
         "rows_that_fit": sizes.num_blocks // row_blocks if is_known else None,
     }
-
-
-def _free_bytes(config: ModelConfig, item_bytes: int) -> int:
-    """Bytes that are free once the weights are loaded; a tied embedding is also the output projection."""
-    num_embeddings = 1 if config.tie_embedding else 2
-    weights = config.linear_params_per_token + num_embeddings * config.logits_params_per_token
-    return max(0, available_bytes() - weights * item_bytes)
 
 
 def _is_cuda(spec: JobSpec) -> bool:

@@ -119,7 +119,7 @@ def resources(report: Report) -> Facts:
     if report["threads"]:
         yield "ran on", counted(report["threads"], "thread")
     if report["numerics"]:
-        yield "ran on", _numerics(report["numerics"])
+        yield "ran on", numerics_text(report["numerics"])
     if sizes:
         yield "ran on", f"{sizes['kernels']} kernels"
 
@@ -130,7 +130,7 @@ def run_and_machine(report: Report) -> Facts:
     yield "processor", machine["processor"] or "not known"
     yield "platform", f"{machine['platform']}, Python {machine['python']}"
     yield "threads", str(report["threads"] or "not known")
-    yield "numerics", _numerics(report["numerics"]) or "not known"
+    yield "numerics", numerics_text(report["numerics"]) or "not known"
     yield "versions", ", ".join(f"{name} {found}" for name, found in report["versions"].items())
     yield "invocations", str(report["sessions"])
     yield "most memory", f"{report['max_rss_bytes'] / 2**20:,.0f} MiB"
@@ -190,10 +190,16 @@ def _kv_memory(sizes: Mapping[str, Any]) -> str:
     return f"{sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"
 
 
-def _numerics(numerics: Mapping[str, str]) -> str:
-    """Dtype and device, then the kernels where they are known; empty where nothing is."""
-    named = " on ".join(value for key, value in numerics.items() if key != "kernels")
+def numerics_text(numerics: Mapping[str, str]) -> str:
+    """Dtype and device, integers, then the kernels where they are known; empty where nothing is."""
+    place = " on ".join(numerics[key] for key in ("dtype", "device") if key in numerics)
+    named = ", ".join(filter(None, (place, integers_text(numerics))))
     return f"{named} ({numerics['kernels']})" if "kernels" in numerics else named
+
+
+def integers_text(numerics: Mapping[str, Any]) -> str:
+    """What linears keep and take as integers, if anything."""
+    return ", ".join(f"{numerics[key]} {key}" for key in ("weights", "activations") if key in numerics)
 
 
 def _number(value: float | None) -> str:

@@ -25,6 +25,7 @@ from batchgen.output.journal import Journal
 from batchgen.output.manifest import KERNELS, Manifest, mix_kernels
 from batchgen.output.payloads import Payloads
 from batchgen.output.rundir import RunDir
+from batchgen.report.facts import numerics_text
 from batchgen.run.display import make_display
 from batchgen.run.loader import Backend, EngineFactory, ModelInfo, load_engine
 from batchgen.run.progress import GENERATING, Progress
@@ -153,9 +154,8 @@ class Invocation(ABC):
         if was != now:
             flags = " ".join(f"--{name} {value}" for name, value in was.items() if value != now.get(name))
             raise ResumeMismatch(
-                f"{folder} was begun in {' on '.join(was.values())}, here the model runs in "
-                f"{' on '.join(now.values())}, which gives other tokens: "
-                f"go on with {flags}, or start anew with --overwrite"
+                f"{folder} was begun in {numerics_text(was)}, here the model runs in {numerics_text(now)}, "
+                f"which gives other tokens: go on with {flags}, or start anew with --overwrite"
             )
         if KERNELS not in begun or KERNELS not in backend.numerics:
             return backend

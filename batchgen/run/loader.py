@@ -172,10 +172,11 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
         OutOfMemory: weights and state do not fit.
     """
     num_params = info.config.linear_params_per_token + info.config.logits_params_per_token
-    require_address_space(2 * num_params)  # in the smallest dtype
+    require_address_space(num_params * (1 if spec.model.weights == "int8" else 2))  # in the smallest dtype
     from batchgen.kernels.cpu import build
 
-    build.start(_kernel_dtype(spec.model, info.config), info.config.dtype)  # beside the import of torch
+    kernels = (_kernel_dtype(spec.model, info.config), info.config.dtype, spec.model.weights, spec.model.activations)
+    build.start(*kernels)  # beside the import of torch
     from batchgen.engine import Engine
     from batchgen.engine.facts import engine_facts
     from batchgen.engine.load import load_weights, use_threads
@@ -186,7 +187,7 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     overlaps = False if step_by_step else None
     engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, stop_matcher=stop_matcher, overlaps=overlaps)
     facts = partial(engine_facts, engine)
-    kernels = model.numerics["dtype"] if model.numerics["device"] == "cpu" else "", info.config.dtype
+    kernels = (model.numerics["dtype"] if model.numerics["device"] == "cpu" else "", *kernels[1:])
     notes = () if build.is_kept(*kernels) else (_NOT_KEPT,)
     return Backend(engine, model.numerics, threads, facts, notes, partial(build.finish, *kernels))
 

@@ -395,6 +395,26 @@ def test_engine_sizes_and_output_order_do_not_count_as_changing_outputs() -> Non
     )
 
 
+@pytest.mark.parametrize("value", ["int4", "bfloat16", 8])
+def test_weights_of_another_form_are_refused_with_those_that_there_are(value: object) -> None:
+    with pytest.raises(UsageError, match=r"^--weights = .*: must be one of auto, int8"):
+        load_job(None, with_flags("model", "weights", value))
+
+
+def test_integer_activations_need_integer_weights() -> None:
+    with pytest.raises(UsageError, match=r'^model\.activations = "int8" needs model\.weights = "int8"'):
+        load_job(None, with_flags("model", "activations", "int8"))
+
+
+def test_integers_come_back_from_a_manifest_and_change_outputs() -> None:
+    model = {**NEEDED["model"], "weights": "int8", "activations": "int8"}
+    spec = load_job(None, {**NEEDED, "model": model})
+    assert (spec.model.weights, spec.model.activations) == ("int8", "int8")
+    assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    keys = spec.output_keys()
+    assert (keys["model.weights"], keys["model.activations"]) == ("int8", "int8")
+
+
 def test_dtype_and_device_are_compared_by_what_they_come_to() -> None:
     assert not {"model.dtype", "model.device"} & load_job(None, NEEDED).output_keys().keys()
 

@@ -1,8 +1,8 @@
 """The tokens of a row do not depend on what shared its batch, on chunks, blocks, preemption, order or threads.
 
 Held against every request run by itself with its prompt in one piece; float32 and bfloat16, greedy and sampled; on
-a tiny random LFM2 and on the trained sample model. The budgets are so tight that chunks are cut and sequences are
-preempted, and each test asserts that they were.
+a tiny random LFM2 and on the trained sample model, with weights as they are and as integers. The budgets are so tight
+that chunks are cut and sequences are preempted, and each test asserts that they were.
 """
 
 from __future__ import annotations
@@ -59,19 +59,26 @@ SHAPES: dict[str, dict[str, Any]] = {
         "full_attn_idxs": [1],  # two convolutions follow it
     },
 }
+INTEGERS = {
+    "": {},
+    "int8": {"weights": "int8"},
+    "int8 by int8": {"weights": "int8", "activations": "int8"},
+}
 NUM_REQUESTS = 18
 
 
 @cache
 def model_of(name: str, dtype: str) -> Decoder:
-    """A random model of one of ``SHAPES``, or the trained sample model."""
-    if name != "trained":
-        return tiny_model(DTYPES[dtype], **SHAPES[name])
+    """A random model of one of ``SHAPES``, or the trained sample model; a second word is one of ``INTEGERS``."""
+    shape, _, integers = name.partition(" ")
+    kernels = select(CPU, DTYPES[dtype], **INTEGERS[integers])
+    if shape != "trained":
+        return tiny_model(DTYPES[dtype], kernels, **SHAPES[shape])
     if not (TRAINED / "model.safetensors").is_file():
         pytest.skip("the sample model is not there")
     with torch.inference_mode():
         source = Checkpoint(TRAINED, DTYPES[dtype], CPU)
-        return Decoder(read_config(TRAINED), source, select(CPU, DTYPES[dtype]))
+        return Decoder(read_config(TRAINED), source, kernels)
 
 
 @cache
@@ -114,7 +121,8 @@ every_model = pytest.mark.parametrize(
         for name in (*SHAPES, "trained")
         for dtype in DTYPES
         if name != "trained" or dtype == "float32" or multiplies_bfloat16()
-    ],
+    ]
+    + [(f"odd {integers}", dtype) for integers in INTEGERS if integers for dtype in DTYPES],
 )
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_params = pytest.mark.parametrize("params", PARAMS)
@@ -228,7 +236,10 @@ def logits_of_every_token(engine: Engine, requests: Iterable[Request]) -> dict[t
     return seen
 
 
-@pytest.mark.parametrize(("name", "threads"), [("even", 1), ("trained", 1), ("odd", 2)])
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    [("even", 1), ("trained", 1), ("odd", 2), ("odd int8", 2), ("trained int8", 1), ("trained int8 by int8", 2)],
+)
 @every_dtype
 def test_logits_are_the_same_bit_for_bit(name: str, dtype: str, threads: int) -> None:
     """Chunked, preempted, in blocks of 3 and on two threads, against whole prefixes alone."""
@@ -303,7 +314,7 @@ def test_no_setting_changes_a_token(dtype: str, params: str, sizes: dict[str, in
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
-    name=st.sampled_from([*SHAPES, "trained"]),
+    name=st.sampled_from([f"{shape} {integers}".strip() for shape in (*SHAPES, "trained") for integers in INTEGERS]),
     dtype=st.sampled_from(list(DTYPES)),
     params=st.sampled_from(list(PARAMS)),
     sizes=knobs(),

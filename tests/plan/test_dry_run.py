@@ -139,6 +139,8 @@ def test_weights_take_their_share_of_what_is_free(job: JobMaker, monkeypatch: py
     kv = plan_of_ids(job, model={"path": "dummy:LFM2-350M", "dtype": "bfloat16"})["kv"]
     half_of_rest = ((2 << 30) - 2 * 354.5e6) / 2
     assert kv["memory_bytes"] == pytest.approx(half_of_rest, rel=0.02)
+    kv = plan_of_ids(job, model={"path": "dummy:LFM2-350M", "dtype": "float32", "weights": "int8"})["kv"]
+    assert kv["memory_bytes"] == pytest.approx(((2 << 30) - 1.0625 * 354.5e6) / 2, rel=0.02)
 
 
 def test_a_gpus_memory_is_not_guessed(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +200,8 @@ def test_the_last_run_of_the_same_model_gives_rate_and_lengths(job: JobMaker) ->
 def test_a_report_of_another_model_is_no_basis(job: JobMaker) -> None:
     job.write(rows_of(5))
     job.run(step_s=0.001)
+    assert plan_of(job)["estimate"] is not None
+    assert plan_of(job, model={"weights": "int8"})["estimate"] is None
     report = json.loads((job.output / "report.json").read_text())
     (job.output / "report.json").write_text(json.dumps(report | {"model": "another"}))
     assert plan_of(job)["estimate"] is None

@@ -31,26 +31,26 @@ def counts(**more: int) -> dict[str, Any]:
 
 
 def test_flop_of_the_published_350m_shape_are_those_of_its_description() -> None:
-    work = Costs.of(CONFIG, itemsize=2).work(counts(num_steps=1, num_decode_tokens=10, num_logits=10))
+    work = Costs.of(CONFIG, itemsize=2, weight_bytes=2).work(counts(num_steps=1, num_decode_tokens=10, num_logits=10))
     assert work.flops == pytest.approx(2 * (287.4e6 + 67.1e6) * 10, rel=1e-3)
     assert work.num_bytes == pytest.approx(2 * (287.4e6 + 67.1e6), rel=1e-3)
 
 
 def test_tokens_without_logits_need_nothing_behind_the_last_keys_and_values() -> None:
-    work = Costs.of(CONFIG, itemsize=2).work(counts(num_steps=1, num_prefill_tokens=10, num_logits=1))
+    work = Costs.of(CONFIG, itemsize=2, weight_bytes=2).work(counts(num_steps=1, num_prefill_tokens=10, num_logits=1))
     feed_forward, query_and_output, convolution = 3 * 1024 * 4608, 2 * 1024 * 1024, 4 * 1024 * 1024
     tail = 2 * feed_forward + query_and_output + convolution  # layer 14 is the last with attention, 15 a convolution
     assert work.flops == pytest.approx(2 * ((287.4e6 - tail) * 10 + tail + 67.1e6), rel=1e-3)
 
 
 def test_attended_positions_and_read_kv_are_counted_from_the_steps() -> None:
-    work = Costs.of(CONFIG, itemsize=2).work(counts(num_attended=1000, num_kv_read=100))
+    work = Costs.of(CONFIG, itemsize=2, weight_bytes=2).work(counts(num_attended=1000, num_kv_read=100))
     assert work.flops == 4 * 16 * 64 * (5 * 1000 + 100)  # in the last of 6 layers one token of a sequence attends
     assert work.num_bytes == 12 * 1024 * 100  # 12 KiB a token
 
 
 def test_counts_of_older_reports_are_still_understood() -> None:
-    known = describe_costs(Costs.of(CONFIG, itemsize=2), MEASURED)
+    known = describe_costs(Costs.of(CONFIG, itemsize=2, weight_bytes=2), MEASURED)
     del known["costs"]["flops_per_kv_read"]
     old = counts(num_decode_tokens=10, num_output_tokens=10, num_kv_read=50)
     del old["num_logits"]
@@ -59,7 +59,7 @@ def test_counts_of_older_reports_are_still_understood() -> None:
 
 def test_a_model_without_attention_computes_every_token_to_the_end() -> None:
     plain = replace(CONFIG, layer_types=("conv",) * 4)
-    work = Costs.of(plain, itemsize=2).work(counts(num_prefill_tokens=10))
+    work = Costs.of(plain, itemsize=2, weight_bytes=2).work(counts(num_prefill_tokens=10))
     assert work.flops == 2 * plain.linear_params_per_token * 10
 
 
@@ -70,7 +70,7 @@ def test_the_floor_is_set_by_the_scarcer_resource() -> None:
 
 
 def test_the_share_is_the_larger_of_both_and_follows_from_the_counts() -> None:
-    known = describe_costs(Costs.of(CONFIG, itemsize=2), MEASURED)
+    known = describe_costs(Costs.of(CONFIG, itemsize=2, weight_bytes=2), MEASURED)
     found = roofline_section(known, counts(num_prefill_tokens=10_000, num_steps=20), generate_s=10.0)
     assert found["flops_share"] == pytest.approx(found["flops"] / 1e12 / 10, abs=1e-4)
     assert found["bytes_share"] == pytest.approx(found["bytes"] / 1e10 / 10, abs=1e-4)
@@ -78,21 +78,24 @@ def test_the_share_is_the_larger_of_both_and_follows_from_the_counts() -> None:
 
 
 def test_of_a_report_it_can_be_made_again_with_more_counted() -> None:
-    known = describe_costs(Costs.of(CONFIG, itemsize=2), MEASURED)
+    known = describe_costs(Costs.of(CONFIG, itemsize=2, weight_bytes=2), MEASURED)
     once = roofline_section(known, counts(num_prefill_tokens=10_000, num_steps=20), generate_s=10.0)
     both = roofline_section(once, counts(num_prefill_tokens=20_000, num_steps=40), generate_s=20.0)
     assert (both["flops"], both["share"]) == (2 * once["flops"], once["share"])
 
 
 def test_where_nothing_was_measured_the_work_is_told_and_no_share() -> None:
-    known = describe_costs(Costs.of(CONFIG, itemsize=2), None)
+    known = describe_costs(Costs.of(CONFIG, itemsize=2, weight_bytes=2), None)
     found = roofline_section(known, counts(num_prefill_tokens=10), generate_s=1.0)
     assert found["flops"] > 0
     assert found["share"] is None
 
 
 def test_an_engine_that_counts_no_work_has_no_roofline() -> None:
-    assert roofline_section(describe_costs(Costs.of(CONFIG, itemsize=2), MEASURED), {"num_steps": 3}, 1.0) is None
+    assert (
+        roofline_section(describe_costs(Costs.of(CONFIG, itemsize=2, weight_bytes=2), MEASURED), {"num_steps": 3}, 1.0)
+        is None
+    )
     assert roofline_section(None, counts(), 1.0) is None
 
 

@@ -44,6 +44,19 @@ def test_a_run_without_such_columns_goes_on(job: JobMaker) -> None:
     assert job.run().exit_code == 0
 
 
+def test_a_run_of_a_build_without_integers_goes_on_as_it_was_and_with_no_other_weights(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    assert job.run(options=quiet(max_total_tokens=100)).exit_code == 75
+    path = job.output / "job.json"
+    manifest = json.loads(path.read_bytes())
+    for name in ("weights", "activations"):
+        del manifest["output_keys"][f"model.{name}"], manifest["job"]["model"][name]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ResumeMismatch, match=r'model\.weights: was .*, now "int8"'):
+        job.run(job.spec(model={"weights": "int8"}))
+    assert job.run().exit_code == 0
+
+
 def test_ids_that_were_compared_as_values_are_compared_as_texts_from_their_first_row_on(job: JobMaker) -> None:
     rows = [{**row, "id": i} for i, row in enumerate(rows_of(80))]
     job.write([*rows, {**rows[0], "id": "3"}])

@@ -189,6 +189,18 @@ def test_naming_another_dtype_is_refused_before_the_weights_are_loaded(job: JobM
     assert job.engines == []
 
 
+@pytest.mark.parametrize("is_done", [True, False])
+@pytest.mark.parametrize(("was", "now"), [("auto", "int8"), ("int8", "auto")])
+def test_other_weights_are_refused_before_they_are_loaded(job: JobMaker, is_done: bool, was: str, now: str) -> None:
+    job.write(rows_of(60))
+    begun = job.spec(model={"weights": was})
+    assert job.run(begun, quiet() if is_done else quiet(max_total_tokens=400)).exit_code == (0 if is_done else 75)
+    with pytest.raises(ResumeMismatch, match=rf'model\.weights: was "{was}", now "{now}"'):
+        job.run(job.spec(model={"weights": now}))
+    assert job.engines == []
+    assert job.run(begun).exit_code == 0
+
+
 def test_the_advice_on_other_numerics_names_the_flags_that_go_on(job: JobMaker) -> None:
     job.write(rows_of(60))
     interrupted(job)

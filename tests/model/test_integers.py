@@ -1,0 +1,128 @@
+"""Models whose linears keep integers: which model they are, what they refuse, and how much memory they take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_model import CPU, DTYPES, prefix_logits, raw_config, tiny_model, write_checkpoint
+
+from batchgen.core.errors import ModelError
+from batchgen.kernels.cpu.linear import PanelLinear
+from batchgen.kernels.quantize import quantize
+from batchgen.kernels.reference import ReferenceKernels
+from batchgen.kernels.select import select
+from batchgen.model import config as shapes
+from batchgen.model import load as loading
+from batchgen.model import load_config, load_model
+from batchgen.model.registry import dummy_config
+
+PROMPT = [1, 9, 10, 11, 12, 40, 41]
+SHAPE = {"tie_embedding": False, "hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1}
+BOTH = {"weights": "int8", "activations": "int8"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_reference", [True, False])
+def test_a_model_with_int8_weights_is_the_plain_model_with_those_numbers(
+    tmp_path: Path, dtype: str, is_reference: bool
+) -> None:
+    """Linears and output projection; the embedding table, norms and convolutions stay as they are."""
+    tensors = write_checkpoint(tmp_path / "original", **SHAPE)
+    rounded = {
+        name: tensor if tensor.dim() != 2 or "embed_tokens" in name else quantize(tensor).dequantize(torch.float32)
+        for name, tensor in tensors.items()
+    }
+    assert sum(not torch.equal(rounded[name], tensor) for name, tensor in tensors.items()) == 2 * 5 + 2 * 7 + 1
+    (tmp_path / "rounded").mkdir()
+    (tmp_path / "rounded" / "config.json").write_text(json.dumps(raw_config(**SHAPE)))
+    save_file(rounded, tmp_path / "rounded" / "model.safetensors")
+
+    def logits(folder: str, **settings: Any) -> torch.Tensor:
+        kernels = ReferenceKernels(**settings) if is_reference else None
+        model = load_model(str(tmp_path / folder), dtype=dtype, device="cpu", kernels=kernels, **settings)
+        return prefix_logits(model, PROMPT)
+
+    if dtype == "float32":  # in bfloat16 a checkpoint is rounded before its weights are
+        assert torch.equal(logits("original", weights="int8"), logits("rounded"))
+    assert not torch.equal(logits("original", weights="int8"), logits("original"))
+    assert not torch.equal(logits("original", **BOTH), logits("original", weights="int8"))
+
+
+def test_numerics_name_integers_only_where_there_are_some(tmp_path: Path) -> None:
+    """So that the run directories of earlier builds stay as they are."""
+    write_checkpoint(tmp_path)
+
+    def named(**settings: str) -> dict[str, str]:
+        numerics = load_model(str(tmp_path), device="cpu", **settings).numerics
+        return {key: value for key, value in numerics.items() if key not in ("dtype", "device", "kernels")}
+
+    assert named() == {}
+    assert named(weights="int8") == {"weights": "int8"}
+    assert named(**BOTH) == BOTH
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights": "int4"}, "weights 'int4' is not one of auto, int8"),
+        ({"weights": "int8", "activations": "int3"}, "activations 'int3' is not one of auto, int8"),
+        ({"activations": "int8"}, "activations 'int8' needs weights 'int8'"),
+    ],
+)
+def test_integers_that_there_are_not_are_refused(tmp_path: Path, settings: dict[str, str], message: str) -> None:
+    write_checkpoint(tmp_path)
+    with pytest.raises(ModelError, match=message):
+        load_model(str(tmp_path), device="cpu", **settings)
+
+
+def test_a_gpu_refuses_integer_activations_before_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(loading, "Decoder", None)
+    with pytest.raises(ModelError, match=r"activations 'int8' on device 'cuda'.*leave it out.*or use --device cpu"):
+        load_model(str(tmp_path), device="cuda", **BOTH)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("settings", [{}, {"weights": "int8"}, BOTH])
+def test_the_bytes_of_a_weight_are_those_of_its_panels(dtype: str, settings: dict[str, str]) -> None:
+    kernels = select(CPU, DTYPES[dtype], **settings)
+    shape = {"hidden_size": 256, "num_attention_heads": 16, "block_ff_dim": 384, "torch_dtype": dtype}
+    model = tiny_model(DTYPES[dtype], kernels, **shape)
+    linears = [linear for layer in model.layers for linear, _ in layer.linears] + [model.lm_head]
+    if not all(isinstance(linear, PanelLinear) for linear in linears):
+        pytest.skip("a library computes the products of this machine")
+    params = model.config.linear_params_per_token + model.config.logits_params_per_token
+    assert params * model.weight_bytes == sum(linear.panels.strips.nbytes for linear in linears)
+
+
+def test_memory_is_that_of_the_form_in_which_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "has_matrix_unit", lambda: False)
+    config = dummy_config("dummy:LFM2-350M")
+    params = config.linear_params_per_token + config.logits_params_per_token
+    assert config.model_bytes("bfloat16", is_cpu=True) == 2 * params
+    assert config.model_bytes("bfloat16", "int8", is_cpu=True) == round(1.0625 * params)
+    assert config.model_bytes("float32", "int8", "int8", is_cpu=True) == round(1.03125 * params)
+    assert config.model_bytes("float32", is_cpu=True) == 2 * params  # the checkpoint's bfloat16 numbers
+    assert config.model_bytes("float32", "int8", is_cpu=False) == 4 * params  # dequantized
+    monkeypatch.setattr(shapes, "has_matrix_unit", lambda: True)
+    assert config.model_bytes("bfloat16", "int8", is_cpu=True) == 2 * params  # by a library, which knows no integers
+    assert config.model_bytes("bfloat16", "int8", "int8", is_cpu=True) == round(1.03125 * params)
+
+
+def test_a_model_too_large_for_this_machine_fits_as_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("dummy:LFM2-350M")
+    monkeypatch.setattr(loading, "physical_bytes", lambda: config.model_bytes("float32", is_cpu=True) - 1)
+    monkeypatch.setattr(loading, "Decoder", lambda config, source, kernels: kernels.weights)
+    with pytest.raises(ModelError, match=r"the weights take 70\d,\d{3},\d{3} bytes in float32, more than"):
+        load_model("dummy:LFM2-350M", dtype="float32", device="cpu")
+    assert load_model("dummy:LFM2-350M", dtype="float32", device="cpu", weights="int8") == "int8"
+    monkeypatch.setattr(loading, "physical_bytes", lambda: 1 << 20)
+    with pytest.raises(ModelError, match=r"bytes in int8 under float32"):
+        load_model("dummy:LFM2-350M", dtype="float32", device="cpu", weights="int8")
