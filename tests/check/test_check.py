@@ -41,6 +41,12 @@ def prompts(tmp_path: Path) -> list[str]:
     return ["--prompts", str(path)]
 
 
+@pytest.fixture
+def no_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording leaves out what a test puts around a kernel, and its results last for one step only."""
+    monkeypatch.setattr(CpuKernels, "recorder", lambda self: None)
+
+
 Found = tuple[int, dict[str, Any], str]
 
 
@@ -101,6 +107,7 @@ def test_the_object_says_what_was_proved_on_what(check: Callable[..., Found]) ->
     assert 0 < found["proofs"][-1]["largest_share"] < found["proofs"][-1]["tolerance"]
 
 
+@pytest.mark.usefixtures("no_recordings")
 def test_overlapping_steps_are_proved_as_single_ones_are(
     check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +119,7 @@ def test_overlapping_steps_are_proved_as_single_ones_are(
     assert [proof["num_tokens"] for proof in found["proofs"]] == [48] * 6
 
 
+@pytest.mark.usefixtures("no_recordings")
 def test_a_kernel_that_leaks_between_rows_is_found_with_its_place(
     prompts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,21 +169,24 @@ def test_randomness_that_depends_on_the_order_is_found_though_every_logit_is_rig
     assert "sampled" in error
 
 
+@pytest.mark.usefixtures("no_recordings")
 def test_a_kernel_that_is_wrong_for_every_row_fails_only_against_the_reference(
     check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = CpuKernels.swiglu
-    monkeypatch.setattr(CpuKernels, "swiglu", lambda self, gate_up: plain(self, gate_up) * 1.01)
+    plain = CpuKernels.short_conv
+    monkeypatch.setattr(CpuKernels, "short_conv", lambda *arguments: plain(*arguments) * 1.01)
     code, found, _ = check()
     assert code == ExitCode.GATE_FAILED
     assert failed(found) == [FAST]
     assert found["proofs"][-1]["largest_share"] > 1e-4
 
 
+@pytest.mark.usefixtures("no_recordings")
 def test_a_model_whose_logits_are_not_finite_fails_the_check_with_one_line(
     prompts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CpuKernels, "swiglu", lambda self, gate_up: gate_up[:, ::2] * torch.nan)
+    plain = CpuKernels.short_conv
+    monkeypatch.setattr(CpuKernels, "short_conv", lambda *arguments: plain(*arguments) * torch.nan)
     assert call(["check", "--model", SAMPLE, "--dtype", "float32", *prompts]) == ExitCode.GATE_FAILED
     assert "not finite" in capsys.readouterr().err.splitlines()[-1]
 
