@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from batchgen.check.logits import Divergence
-from batchgen.check.proofs import GREEDY, Check, Prompt, Proof, made_up_prompts
+from batchgen.check.proofs import GREEDY, Check, Proof, made_up_prompts
+from batchgen.check.rows import Write, read_rows
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import UsageError
-from batchgen.core.records import BadRow, Request
+from batchgen.core.records import Request
 from batchgen.core.units import counted
 from batchgen.engine.load import use_threads
-from batchgen.input.columns import check_columns
-from batchgen.input.source import open_source
 from batchgen.report.facts import integers_text
-from batchgen.run.loader import ModelInfo, read_model
-from batchgen.run.stdin import stdin_as_file
-
-Write = Callable[[str], None]
+from batchgen.run.loader import read_model
 
 
 def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dict[str, Any]:
@@ -33,7 +27,10 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
         GateFailed: a request ends with an error.
     """
     info = read_model(spec)
-    prompts = read_prompts(spec, info) if has_input else made_up_prompts(info.config.vocab_size, info.max_model_len)
+    if has_input:
+        prompts = [request.prompt_token_ids for _, request in read_rows(spec, info, GREEDY)]
+    else:
+        prompts = made_up_prompts(info.config.vocab_size, info.max_model_len)
     threads = use_threads(spec.engine.threads, info.config)
     log(f"loading {spec.model.path}")
     check = Check(spec.model, prompts)
@@ -56,27 +53,6 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     failed = [f"{p.name}: {_place(p.divergence, check.requests)}" for p in proofs if p.divergence is not None]
     show(f"{len(failed)} of {counted(len(proofs), 'proof')} failed" if failed else f"all {len(proofs)} proofs hold")
     return facts | {"ok": not failed, "failed": failed, "proofs": [asdict(proof) for proof in proofs]}
-
-
-def read_prompts(spec: JobSpec, info: ModelInfo) -> list[Prompt]:
-    """The prompts of a job's input, tokenized as a run would.
-
-    Raises:
-        UsageError: the input is unreadable, lacks a named column, has no rows, or has one that could not run.
-    """
-    with stdin_as_file(spec.input) as readable:
-        builder = info.builder(readable, GREEDY)
-        source = open_source(readable)
-        check_columns(source.read(), spec, builder.finder)
-        prompts = []
-        for row in source.read():
-            found = row if isinstance(row, BadRow) else builder.build([row])[0]
-            if isinstance(found, BadRow):
-                raise UsageError(f"{found.source}:{found.line}: {found.error.code}: {found.error.message}")
-            prompts.append(found.prompt_token_ids)
-    if not prompts:
-        raise UsageError(f"--prompts {spec.input.path[0]}: holds no rows")
-    return prompts
 
 
 def render(proof: Proof, requests: list[Request]) -> str:

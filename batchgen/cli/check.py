@@ -7,23 +7,39 @@ from typing import Any
 
 import click
 
-from batchgen.cli.options import GroupedCommand, job_options, json_option, take_job_flags
+from batchgen.cli.options import SHARE, GroupedCommand, job_options, json_option, take_job_flags
 from batchgen.cli.say import say, show
 from batchgen.config.job import KEYS
-from batchgen.core.errors import ExitCode, GateFailed
+from batchgen.core.errors import ExitCode, GateFailed, UsageError
 from batchgen.core.machine import require_address_space
 from batchgen.core.units import counted
 
 _SIZES = tuple(name for name in KEYS["engine"] if name != "threads")  # the proofs choose these
-_MAX_PROMPTS = 16  # of a file without --limit
+_NOT_EXPECTED = tuple(name for name in KEYS["output"] if name != "expected")
+_MAX_PROMPTS, _MAX_ROWS = 16, 100  # of a file without --limit; with --against
+_AGAINST_HELP = "Compare with the model in this dtype without integers."
+_MOST_DIFFERENT_HELP = "With --against: exit 4 if more rows differ, such as 1%."
 
 
 @click.command(cls=GroupedCommand)
 @click.option("--prompts", metavar="FILE", help="Rows with prompts; - for stdin [synthetic ones].")
+@click.option("--against", type=click.Choice(KEYS["model"]["dtype"].kind.choices), help=_AGAINST_HELP)
+@click.option(
+    "--max-tokens", type=click.IntRange(1), metavar="N", default=256, help="With --against: tokens per answer [256]."
+)
+@click.option("--max-different-rows", "most_different", type=SHARE, help=_MOST_DIFFERENT_HELP)
 @json_option()
 @job_options("model", "engine", without=_SIZES)
 @job_options("input", without=("path", "format", "id", "keep_columns"))
-def check(prompts: str | None, as_json: bool, **values: Any) -> int:
+@job_options("output", without=_NOT_EXPECTED)
+def check(
+    prompts: str | None,
+    as_json: bool,
+    against: str | None,
+    max_tokens: int,
+    most_different: float | None,
+    **values: Any,
+) -> int:
     """Prove on this machine that no way of running changes a result.
 
     Prompts run one by one, greedy and sampled by turns; then all together, in chunks, from cached prefixes, preempted,
@@ -31,18 +47,36 @@ def check(prompts: str | None, as_json: bool, **values: Any) -> int:
     where a small gap is allowed. If any proof fails, exits 4 and says where it fails first. Of a file the first 16
     rows are taken, or --limit.
 
+    With --against nothing is proved. Rows are answered by the model as given, such as with --weights int8, and by the
+    model without integers: how many answers are the same, and how likely both find the column --expected, or else the
+    baseline's answers (perplexity). Of the file 100 rows are taken.
+
     \b
     Examples:
       batchgen check --model LiquidAI/LFM2-350M
       batchgen check --model my/model --prompts rows.jsonl --prompt '{question}'
+      batchgen check --model my/model --weights int8 --against bfloat16 \\
+          --prompts rows.jsonl --prompt '{question}' --expected answer
     """
     from batchgen.config.load import load_job
 
     flags = take_job_flags(values)
     if prompts is not None:
-        flags["input"] = {"limit": _MAX_PROMPTS, **flags.get("input", {}), "path": [prompts]}
+        limit = _MAX_PROMPTS if against is None else _MAX_ROWS
+        flags["input"] = {"limit": limit, **flags.get("input", {}), "path": [prompts]}
     spec = load_job(None, flags, needs=("model",))
+    if against is not None and prompts is None:
+        raise UsageError("--against needs --prompts FILE, with rows of the kind that the model is for")
     require_address_space()
+    if against is not None:
+        from batchgen.check.against import compare_forms, render
+
+        compared = compare_forms(spec, against, max_tokens, log=say)
+        show(json.dumps(compared, indent=2) if as_json else render(compared))
+        different = 1 - compared["num_same_rows"] / compared["num_rows"]
+        if most_different is not None and different > most_different:
+            raise GateFailed(f"{different:.1%} of the rows differ, more than the {most_different:.1%} allowed")
+        return ExitCode.OK
     from batchgen.check.report import run_check
 
     found = run_check(spec, has_input=prompts is not None, log=say, show=(lambda line: None) if as_json else show)
