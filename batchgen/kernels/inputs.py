@@ -98,11 +98,14 @@ class KVCache:
             a vector; ``pack`` (see ``key_pack``) dimensions of it lie side by side.
         values: [num_blocks, num_kv_heads, block_size, width].
         block_size: positions per block; ``lanes`` is this rounded up to 16, ``width`` is head_dim rounded up.
+        scales: of integers, float32 [num_blocks, num_kv_heads, 2, lanes]: what keys and what values of a position are
+            multiplied by; None where keys and values are floating-point numbers.
     """
 
     keys: Tensor
     values: Tensor
     block_size: int
+    scales: Tensor | None = None
 
     @property
     def lanes(self) -> int:

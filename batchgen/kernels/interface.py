@@ -81,15 +81,21 @@ class Kernels(Protocol):
         """silu(gate) * up for gate_up [rows, 2 * width]; [rows, width]."""
 
     def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
-        """Normalize and rotate queries and keys; write keys and values into ``cache`` (in place).
+        """Normalize and rotate queries and keys; write keys and values into ``cache`` (in place), rounded to its type.
+
+        The type int8 stands for an integer from -127 to 127 times a scale: a 127th of the largest magnitude of the
+        position's key (or value) in that head, NaN where one is not finite; ``round(x / scale)`` is kept.
 
         qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; rotary is float32
         [2, positions, head_dim / 2], cosines then sines. Returns the queries times head_dim**-0.5 as float32
         [num_tokens, num_heads, width], zero from head_dim to the cache's width.
         """
 
-    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
-        """Causal attention of every token over its sequence's cached positions; [num_tokens, num_heads * head_dim]."""
+    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int, dtype: torch.dtype) -> Tensor:
+        """Causal attention of every token over its sequence's cached positions.
+
+        Returns [num_tokens, num_heads * head_dim] of ``dtype``, whatever the type of the cache.
+        """
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; updates ``state`` in place.

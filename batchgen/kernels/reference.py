@@ -52,6 +52,13 @@ class Int8Linear:
         return total.to(x.dtype)
 
 
+def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 heads [..., head_dim] as int8 and their scales [...]; see ``Kernels.rope_and_cache``."""
+    largest = x.abs().amax(-1)
+    scales = torch.where(largest.isfinite(), largest / 127, torch.nan)
+    return (x / scales[..., None]).nan_to_num(127.0).clamp(-127, 127).round().to(torch.int8), scales
+
+
 class ReferenceKernels:
     """``Kernels`` by torch; ``device`` is where the model runs, the CPU by default; ``dtype`` as for ``CpuKernels``."""
 
@@ -111,24 +118,31 @@ class ReferenceKernels:
 
         q, k = normed_and_rotated(q, norms.q_weight), normed_and_rotated(k, norms.k_weight)
         block, offset = inputs.slot_mapping // cache.block_size, inputs.slot_mapping % cache.block_size
-        cache.keys[block, :, : head_dim // pack, offset] = k.to(qkv.dtype).view(*k.shape[:2], -1, pack)
-        cache.values[block, :, offset, :head_dim] = v
+        if cache.scales is not None:
+            (k, key_scales), (v, value_scales) = to_int8(k), to_int8(v.float())
+            cache.scales[block, :, :, offset] = torch.stack((key_scales, value_scales), -1)
+        cache.keys[block, :, : head_dim // pack, offset] = k.to(cache.keys.dtype).view(*k.shape[:2], -1, pack)
+        cache.values[block, :, offset, :head_dim] = v.to(cache.values.dtype)
         return functional.pad(q * head_dim**-0.5, (0, cache.width - head_dim))
 
-    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
+    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int, dtype: torch.dtype) -> Tensor:
         num_tokens, num_heads, _ = q.shape
         group = num_heads // cache.keys.shape[1]
-        out = torch.empty(num_tokens, num_heads, head_dim, dtype=cache.keys.dtype, device=q.device)
+        out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=q.device)
         for sequence, tokens in _sequences(inputs):
             positions = inputs.positions[tokens]
             context = int(positions[-1]) + 1
             blocks = inputs.block_tables[sequence, : -(-context // cache.block_size)].long()
-            keys = cache.key_columns(blocks)[..., : cache.block_size].permute(1, 2, 0, 3).flatten(2)[..., :context]
-            values = cache.values[blocks].transpose(0, 1).flatten(1, 2)[:, :context]
-            scores = q[tokens].transpose(0, 1) @ keys.float().repeat_interleave(group, 0)
+            keys, values = cache.key_columns(blocks).float(), cache.values[blocks].float()
+            if cache.scales is not None:
+                key_scales, value_scales = cache.scales[blocks].unbind(2)
+                keys, values = keys * key_scales[:, :, None], values * value_scales[..., : cache.block_size, None]
+            keys = keys[..., : cache.block_size].permute(1, 2, 0, 3).flatten(2)[..., :context]
+            values = values.transpose(0, 1).flatten(1, 2)[:, :context]
+            scores = q[tokens].transpose(0, 1) @ keys.repeat_interleave(group, 0)
             visible = torch.arange(context, device=q.device) <= positions[:, None]
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-            mixed = weights @ values.float().repeat_interleave(group, 0)
+            mixed = weights @ values.repeat_interleave(group, 0)
             out[tokens] = mixed.transpose(0, 1)[..., :head_dim].to(out.dtype)
         return out.flatten(1)
 

@@ -77,7 +77,8 @@ class Attention:
         return self.kernels.rope_and_cache(self.qkv(x), self.norms, rotary, inputs, cache)
 
     def attend(self, q: Tensor, residual: Tensor, cache: KVCache, inputs: ModelInput) -> Tensor:
-        return self.out_proj(self.kernels.attention(q, cache, inputs, self.head_dim), residual)
+        mixed = self.kernels.attention(q, cache, inputs, self.head_dim, residual.dtype)
+        return self.out_proj(mixed, residual)
 
 
 class Rotary:

@@ -15,9 +15,11 @@ from torch import Tensor
 from batchgen.kernels.inputs import ConvState, KVCache, upload
 from batchgen.model.config import ModelConfig, padded
 
+KV_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}  # that keys and values may be rounded to
+
 
 def key_pack(dtype: torch.dtype, device: torch.device) -> int:
-    """Adjacent dimensions of a key in memory: the CPU multiplies bfloat16 in pairs, other back ends one by one."""
+    """Adjacent dimensions of a key in memory: the CPU multiplies bfloat16 in pairs, all else is taken one by one."""
     return 2 if dtype == torch.bfloat16 and device.type == "cpu" else 1
 
 
@@ -37,15 +39,25 @@ class StateCache:
 
 
 def allocate(
-    config: ModelConfig, *, num_blocks: int, block_size: int, num_slots: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_dtype: torch.dtype | None = None,
 ) -> StateCache:
     """Zeroed state: values that a vector reads beyond the end of a sequence are masked, but must be finite.
 
-    The keys have one more block, for the last vector of a block whose size is no multiple of ``LANES``.
+    ``kv_dtype`` is what keys and values are rounded to, if not ``dtype``. The keys have one more block, for the last
+    vector of a block whose size is no multiple of ``LANES``.
     """
-    width, pack = padded(config.head_dim), key_pack(dtype, device)
+    cached = kv_dtype or dtype
+    heads, width, lanes = config.num_kv_heads, padded(config.head_dim), padded(block_size)
+    pack = key_pack(cached, device)
 
-    def zeros(*shape: int) -> Tensor:
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
         # The system backs this memory when it is first touched: a pool costs only what is used of it.
@@ -53,9 +65,10 @@ def allocate(
 
     kv = tuple(
         KVCache(
-            keys=zeros(num_blocks + 1, config.num_kv_heads, width // pack, padded(block_size), pack),
-            values=zeros(num_blocks, config.num_kv_heads, block_size, width),
+            keys=zeros(num_blocks + 1, heads, width // pack, lanes, pack, dtype=cached),
+            values=zeros(num_blocks, heads, block_size, width, dtype=cached),
             block_size=block_size,
+            scales=zeros(num_blocks, heads, 2, lanes, dtype=torch.float32) if cached is torch.int8 else None,
         )
         for _ in range(config.num_attention_layers)
     )

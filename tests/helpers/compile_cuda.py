@@ -75,7 +75,7 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
     norms = QKNorm(zeros(HEAD_DIM), zeros(HEAD_DIM), 1e-5, HEADS)
     rotary = zeros(2, 1024, HEAD_DIM // 2, dtype=torch.float32)
     q = kernels.rope_and_cache(zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM), norms, rotary, inputs, cache)
-    kernels.attention(q, cache, inputs, HEAD_DIM)
+    kernels.attention(q, cache, inputs, HEAD_DIM, keys.dtype)
     state = ConvState(zeros(slots, 2, HIDDEN), zeros(num_blocks, 2, HIDDEN), BLOCK_SIZE)
     weight, bias = zeros(3, HIDDEN, dtype=torch.float32), zeros(HIDDEN, dtype=torch.float32)
     kernels.short_conv(zeros(tokens, 3 * HIDDEN), weight, bias, state, inputs)

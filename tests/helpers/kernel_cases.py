@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import Kernels, SamplingRows
-from batchgen.kernels.reference import ReferenceKernels
+from batchgen.kernels.reference import ReferenceKernels, to_int8
 from batchgen.model.config import LANES
 
 EVERY_BACK_END: dict[str, Callable[[], Kernels]] = {**BACK_ENDS}
@@ -38,9 +38,23 @@ class Case:
     queries: list[Tensor]  # [count, num_heads, head_dim], float32, as the model's dtype rounds them
     keys: list[Tensor]  # [past + count, num_kv_heads, head_dim]
     values: list[Tensor]
+    kv_dtype: torch.dtype | None = None  # of the cache, if it is not that of ``keys`` and ``values``
+
+    def cached(self, x: Tensor) -> Tensor:
+        """What is left of keys or values in the cache, as the numbers that they stand for."""
+        if self.kv_dtype is torch.int8:
+            integers, scales = to_int8(x.float())
+            return integers * scales[..., None]
+        return x.to(self.kv_dtype or x.dtype)
 
 
-def make_case(pieces: Sequence[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Case:
+def make_case(
+    pieces: Sequence[tuple[int, int]],
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    seed: int,
+    kv_dtype: torch.dtype | None = None,
+) -> Case:
     generator = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads, head_dim = heads
 
@@ -53,6 +67,7 @@ def make_case(pieces: Sequence[tuple[int, int]], heads: tuple[int, int, int], dt
         [random(count, num_heads, head_dim).to(dtype).float() for _, count in pieces],
         [2 * random(past + count, num_kv_heads, head_dim).to(dtype) for past, count in pieces],
         [random(past + count, num_kv_heads, head_dim).to(dtype) for past, count in pieces],
+        kv_dtype,
     )
 
 
@@ -61,18 +76,24 @@ def poisoned_cache(case: Case, inputs: ModelInput, num_blocks: int, block_size: 
     _, num_kv_heads, head_dim = case.heads
     width = -(-head_dim // LANES) * LANES
     lanes = -(-block_size // LANES) * LANES
-    dtype = case.keys[0].dtype
-    poison = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
+    dtype = case.kv_dtype or case.keys[0].dtype
+    bad = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    poison = torch.tensor([127, -128, -1], dtype=dtype) if dtype is torch.int8 else bad.to(dtype)
     keys = torch.zeros(num_blocks + 1, num_kv_heads, width, lanes, dtype=dtype)
     values = torch.zeros(num_blocks, num_kv_heads, block_size, width, dtype=dtype)
     for cache in (keys[:, :, :head_dim], values[..., :head_dim]):
         cache.copy_(poison.repeat(-(-cache.numel() // 3))[: cache.numel()].view(cache.shape))
-    for row, (k, v) in enumerate(zip(case.keys, case.values, strict=True)):
+    scales = bad.repeat(-(-num_blocks * num_kv_heads * 2 * lanes // 3))[: num_blocks * num_kv_heads * 2 * lanes]
+    scales = scales.view(num_blocks, num_kv_heads, 2, lanes).contiguous()
+    for row, heads in enumerate(zip(case.keys, case.values, strict=True)):
+        k, v = heads
         position = torch.arange(len(k))
         block, offset = inputs.block_tables[row].long()[position // block_size], position % block_size
-        keys[block, :, :head_dim, offset] = k
-        values[block, :, offset, :head_dim] = v
-    return KVCache(packed_keys(keys), values, block_size)
+        if dtype is torch.int8:
+            (k, scales[block, :, 0, offset]), (v, scales[block, :, 1, offset]) = to_int8(k.float()), to_int8(v.float())
+        keys[block, :, :head_dim, offset] = k.to(dtype)
+        values[block, :, offset, :head_dim] = v.to(dtype)
+    return KVCache(packed_keys(keys), values, block_size, scales if dtype is torch.int8 else None)
 
 
 def attend(kernels: Kernels, case: Case, block_size: int, seed: int = 0) -> list[Tensor]:
@@ -82,7 +103,7 @@ def attend(kernels: Kernels, case: Case, block_size: int, seed: int = 0) -> list
     num_heads, _, head_dim = case.heads
     q = torch.zeros(inputs.num_tokens, num_heads, cache.width)
     q[..., :head_dim] = torch.cat(case.queries) * head_dim**-0.5
-    out = kernels.attention(q, cache, inputs, head_dim)
+    out = kernels.attention(q, cache, inputs, head_dim, case.keys[0].dtype)
     return list(out.split([count for _, count in case.pieces]))
 
 
@@ -92,7 +113,7 @@ def dense(case: Case) -> list[Tensor]:
     group = num_heads // num_kv_heads
     out = []
     for (past, count), q, k, v in zip(case.pieces, case.queries, case.keys, case.values, strict=True):
-        wide_k, wide_v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+        wide_k, wide_v = (case.cached(x).double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
         scores = q.double().transpose(0, 1) @ wide_k.transpose(1, 2) * head_dim**-0.5
         hidden = torch.arange(past + count) > past + torch.arange(count)[:, None]
         mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide_v
@@ -111,8 +132,10 @@ def rotary_table(num_positions: int, head_dim: int) -> Tensor:
 
 def empty_cache(inputs: ModelInput, num_blocks: int, block_size: int, kv: int, dim: int, dtype: torch.dtype) -> KVCache:
     width, lanes = (-(-n // LANES) * LANES for n in (dim, block_size))
-    keys = torch.full((num_blocks + 1, kv, width, lanes), 77.0, dtype=dtype)
-    return KVCache(packed_keys(keys), torch.full((num_blocks, kv, block_size, width), 77.0, dtype=dtype), block_size)
+    keys = torch.full((num_blocks + 1, kv, width, lanes), 77, dtype=dtype)
+    values = torch.full((num_blocks, kv, block_size, width), 77, dtype=dtype)
+    scales = torch.full((num_blocks, kv, 2, lanes), 77.0) if dtype is torch.int8 else None
+    return KVCache(packed_keys(keys), values, block_size, scales)
 
 
 def conv_state(slots: Tensor, num_blocks: int, block_size: int) -> ConvState:

@@ -104,9 +104,9 @@ class OnDevice:
         keys = cache.key_columns(torch.arange(len(cache.keys)))
         return replace(cache, keys=keys[..., None].contiguous().to(DEVICE), values=cache.values.to(DEVICE))
 
-    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
+    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int, dtype: torch.dtype) -> Tensor:
         moved = self._moved(cache)
-        return self.kernels.attention(q.to(DEVICE), moved, inputs.to(DEVICE), head_dim).cpu()
+        return self.kernels.attention(q.to(DEVICE), moved, inputs.to(DEVICE), head_dim, dtype).cpu()
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         moved = replace(state, slots=state.slots.to(DEVICE), blocks=state.blocks.to(DEVICE))

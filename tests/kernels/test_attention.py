@@ -18,7 +18,15 @@ from torch import Tensor
 from batchgen.kernels.cpu.backend import CpuKernels
 
 BLOCK_SIZES = [1, 3, 16, 24, 32, 64, 96, 300]
-DTYPES = [torch.float32, torch.bfloat16]
+# (what is computed, what is cached of it: None for the same)
+DTYPES: list[tuple[torch.dtype, torch.dtype | None]] = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.int8),
+    (torch.bfloat16, torch.int8),
+]
+every_dtype = pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
 # (num_heads, num_kv_heads, head_dim)
 HEADS = [(3, 3, 16), (5, 5, 8), (4, 2, 64), (6, 2, 24), (4, 1, 40), (12, 1, 16), (1, 1, 128)]
 # (positions cached before, tokens of this step): whole prompts, chunks, single tokens, across the tile of 256
@@ -26,18 +34,22 @@ PIECES = [(0, 1), (0, 7), (5, 1), (15, 17), (254, 1), (255, 1), (256, 1), (250, 
 
 
 @functools.cache
-def solved_case(heads: tuple[int, int, int], dtype: torch.dtype, seed: int) -> tuple[Case, list[Tensor]]:
+def solved_case(
+    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None, seed: int
+) -> tuple[Case, list[Tensor]]:
     """A case of all ``PIECES`` and its dense attention, for all tests that leave it as it is."""
-    case = make_case(PIECES, heads, dtype, seed)
+    case = make_case(PIECES, heads, dtype, seed, kv_dtype)
     return case, dense(case)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("name", BACK_ENDS)
-def test_paged_attention_equals_dense_attention(name: str, block_size: int, dtype: torch.dtype) -> None:
+def test_paged_attention_equals_dense_attention(
+    name: str, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
     for seed, heads in enumerate(HEADS):
-        case, solution = solved_case(heads, dtype, seed)
+        case, solution = solved_case(heads, dtype, kv_dtype, seed)
         # bfloat16: probabilities and results are rounded to 8 bits each, and values are as large as 4.
         tolerance = {"rtol": 2**-8, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
         for got, expected in zip(attend(BACK_ENDS[name](), case, block_size), solution, strict=True):
@@ -46,22 +58,24 @@ def test_paged_attention_equals_dense_attention(name: str, block_size: int, dtyp
             assert mean_error < (2**-7 if dtype == torch.bfloat16 else 1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("heads", [(5, 5, 8), (4, 2, 64), (12, 1, 16)], ids=str)
-def test_bits_do_not_depend_on_block_size_or_which_blocks(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
-    case = make_case(PIECES, heads, dtype, 1)
+def test_bits_do_not_depend_on_block_size_or_which_blocks(
+    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    case = make_case(PIECES, heads, dtype, 1, kv_dtype)
     expected = attend(CpuKernels(), case, 32)
     for block_size in BLOCK_SIZES:
         for seed in (0, 1):
             assert all(map(torch.equal, attend(CpuKernels(), case, block_size, seed), expected))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 24), (12, 1, 16)], ids=str)
 def test_bits_do_not_depend_on_the_other_sequences_or_the_threads(
-    heads: tuple[int, int, int], dtype: torch.dtype
+    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
-    case = make_case(PIECES, heads, dtype, 2)
+    case = make_case(PIECES, heads, dtype, 2, kv_dtype)
     torch.set_num_threads(1)
     expected = attend(CpuKernels(), case, 24)
     torch.set_num_threads(2)
@@ -77,15 +91,15 @@ def test_bits_do_not_depend_on_the_other_sequences_or_the_threads(
         assert torch.equal(attend(CpuKernels(), alone, 24)[0], expected[i])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 24), (4, 1, 40), (12, 1, 16)], ids=str)
 @pytest.mark.parametrize(
     "cuts", [[1] * 270, [5, 7, 9, 1, 100, 148], [3, 267], [256, 14]], ids=["1", "odd", "3", "tile"]
 )
 def test_bits_do_not_depend_on_how_a_prompt_is_cut(
-    cuts: list[int], heads: tuple[int, int, int], dtype: torch.dtype
+    cuts: list[int], heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
-    whole = make_case([(0, 270)], heads, dtype, 3)
+    whole = make_case([(0, 270)], heads, dtype, 3, kv_dtype)
     expected = attend(CpuKernels(), whole, 32)[0]
     got, past = [], 0
     for count in cuts:
@@ -110,8 +124,9 @@ def test_attention_follows_scores_of_any_size(name: str) -> None:
         torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_a_sequence_of_nan_spoils_no_other() -> None:
-    case = make_case([(20, 3), (0, 9), (40, 1)], (4, 2, 16), torch.float32, 5)
+@every_dtype
+def test_a_sequence_of_nan_spoils_no_other(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    case = make_case([(20, 3), (0, 9), (40, 1)], (4, 2, 16), dtype, 5, kv_dtype)
     clean = attend(CpuKernels(), case, 16)
     for poison in (torch.nan, torch.inf):
         case.keys[1][4], case.values[1][4] = poison, poison

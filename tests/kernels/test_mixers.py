@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_cases import EVERY_BACK_END, EVERY_NAME, conv_state, empty_cache, normal, rotary_table
 from tiny_model import BACK_ENDS, ragged_input
 from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.inputs import ModelInput
+from batchgen.kernels.inputs import KVCache, ModelInput
 from batchgen.kernels.interface import Kernels, QKNorm
+from batchgen.kernels.reference import to_int8
 
 DTYPES = [torch.float32, torch.bfloat16]
 PIECES = [(0, 1), (0, 2), (0, 9), (1, 1), (2, 1), (3, 40), (300, 5), (31, 1)]
@@ -66,6 +69,94 @@ def test_rope_and_cache_has_the_same_bits_for_a_token_in_any_batch(dtype: torch.
         got_q, got_keys = rows(part, qkv[past : past + 1], past + 1)
         assert torch.equal(got_q[0], q[past])
         assert torch.equal(got_keys[past], keys[past])
+
+
+def cached_heads(cache: KVCache, inputs: ModelInput, head_dim: int) -> list[Tensor]:
+    """A step's keys and values as the cache has them, [num_tokens, num_kv_heads, head_dim], then scales if any."""
+    block, offset = inputs.slot_mapping // cache.block_size, inputs.slot_mapping % cache.block_size
+    keys = cache.key_columns(block)[torch.arange(len(block)), :, :head_dim, offset]
+    found = [keys, cache.values[block, :, offset, :head_dim]]
+    return found if cache.scales is None else [*found, *cache.scales[block, :, :, offset].unbind(2)]
+
+
+def same_heads(num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """A qkv whose queries are its keys, so that the queries that come back say what the keys were before rounding."""
+    k, v = (normal(num_tokens, heads * head_dim, seed=seed + i).to(dtype) for i in (0, 1))
+    return torch.cat((k, k, v), 1)
+
+
+@settings(max_examples=30)
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=4),
+    heads=st.integers(1, 4),
+    head_dim=st.sampled_from([16, 64, 256]),  # the root of each is a power of two: queries are keys times that, exactly
+    block_size=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+    kv_dtype=st.sampled_from([torch.bfloat16, torch.int8]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_what_is_cached_is_what_was_computed_rounded_once(
+    pieces: list[tuple[int, int]],
+    heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    seed: int,
+) -> None:
+    inputs, num_blocks = ragged_input(pieces, block_size)
+    qkv = same_heads(inputs.num_tokens, heads, head_dim, dtype, seed)
+    weight = 1 + normal(head_dim, seed=seed, dtype=dtype)
+    for kernels in BACK_ENDS.values():
+        cache = empty_cache(inputs, num_blocks, block_size, heads, head_dim, kv_dtype)
+        norms = QKNorm(weight, weight, 1e-5, heads)
+        q = kernels().rope_and_cache(qkv, norms, rotary_table(64, head_dim), inputs, cache)
+        k, v = q[..., :head_dim] * head_dim**0.5, qkv[:, 2 * heads * head_dim :].view(-1, heads, head_dim).float()
+        if kv_dtype is torch.int8:
+            (k, key_scales), (v, value_scales) = to_int8(k), to_int8(v)
+            expected = [k, v, key_scales, value_scales]
+        else:
+            expected = [k.to(kv_dtype), v.to(kv_dtype)]
+        assert all(map(torch.equal, cached_heads(cache, inputs, head_dim), expected))
+        untouched = torch.ones(num_blocks * block_size, dtype=torch.bool)
+        untouched[inputs.slot_mapping] = False
+        assert (cache.values.transpose(1, 2).flatten(0, 1)[untouched] == 77).all()
+        if cache.scales is not None:
+            assert (cache.scales[..., :block_size].permute(0, 3, 1, 2).flatten(0, 1)[untouched] == 77).all()
+
+
+EXTREMES = {
+    "zero": [0.0],
+    "one outlier": [1e30, 1.0, -1.0],
+    "huge": [3.4e38, -3.4e38],
+    "the smallest": [1e-45, -1e-45, 3e-45],
+    "just above the smallest scale": [127 * 1e-45, -60 * 1e-45],
+    "the smallest normal": [2.0**-126, -(2.0**-127)],
+    "halves": [127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5],
+    "NaN": [torch.nan, 1.0],
+    "infinities": [1.0, -torch.inf],
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_values_become_the_integers_of_the_definition(name: str) -> None:
+    head_dim, some = 16, torch.tensor(EXTREMES[name])
+    inputs, num_blocks = ragged_input([(0, 1)], 16)
+    value = some.repeat(head_dim)[:head_dim]
+    qkv = torch.cat((torch.ones(2 * head_dim), value))[None]
+    norms = QKNorm(torch.ones(head_dim), torch.ones(head_dim), 1e-5, 1)
+    for kernels in BACK_ENDS.values():
+        cache = empty_cache(inputs, num_blocks, 16, 1, head_dim, torch.int8)
+        kernels().rope_and_cache(qkv, norms, rotary_table(8, head_dim), inputs, cache)
+        _, integers, _, scale = cached_heads(cache, inputs, head_dim)
+        expected, expected_scale = to_int8(value)
+        assert torch.equal(integers[0, 0], expected)
+        torch.testing.assert_close(scale[0, 0], expected_scale, rtol=0, atol=0, equal_nan=True)
+        used = integers[0, 0] * scale[0, 0]
+        if not value.isfinite().all():
+            assert used.isnan().all()
+        else:
+            assert ((used.double() - value.double()).abs() <= scale.double() * 0.50001 + 1.5e-45 * 64).all()
 
 
 def convolve(

@@ -27,16 +27,24 @@ _TAKE_ROWS, _RMS_NORM, _SWIGLU = Kernel(sources.TAKE_ROWS), Kernel(sources.RMS_N
 _ROPE_AND_CACHE, _SHORT_CONV = Kernel(sources.ROPE_AND_CACHE), Kernel(sources.SHORT_CONV)
 _ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(sources.ARGMAX), Kernel(sources.SAMPLE), Kernel(sources.LOGSUMEXP)
 _ATTENTION = Kernel(sources.ATTENTION)
-_ATTENTION_KINDS: dict[torch.dtype, Kind] = {
-    torch.bfloat16: sources.paired_kind("bfloat16"),
-    torch.float32: sources.paired_kind("float32"),
+_MIXED_KINDS: dict[tuple[torch.dtype, torch.dtype], Kind] = {  # by what is computed, and what is cached of it
+    (torch.float32, torch.bfloat16): "f32_kv_bf16",
+    (torch.float32, torch.int8): "f32_kv_int8",
+    (torch.bfloat16, torch.int8): "bf16_kv_int8",
 }
+_ROPE_KINDS = {(dtype, dtype): dtype for dtype in (torch.bfloat16, torch.float32)} | _MIXED_KINDS
+_ATTENTION_KINDS = _ROPE_KINDS | {(torch.bfloat16, torch.bfloat16): sources.paired_kind("bfloat16")}
 
 
 @lru_cache
 def _bits(value: float) -> int:
     """A float32 argument as its bits."""
     return int(np.float32(value).view(np.int32))
+
+
+def _scales_of(cache: KVCache) -> int:
+    """Address of the scales of integers, 0 without any."""
+    return 0 if cache.scales is None else address(cache.scales)
 
 
 class CpuKernels:
@@ -105,15 +113,15 @@ class CpuKernels:
             *map(address, (inputs.positions, inputs.slot_mapping, q, cache.keys, cache.values)),
             scratch(2 * width * torch.get_num_threads()),
             *(norms.num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes),
-            *(_bits(norms.eps), _bits(head_dim**-0.5), cache.keys.shape[4]),
+            *(_bits(norms.eps), _bits(head_dim**-0.5), cache.keys.shape[4], _scales_of(cache)),
         )
-        _ROPE_AND_CACHE.launch(qkv.dtype, len(qkv), *arguments)
+        _ROPE_AND_CACHE.launch(_ROPE_KINDS[qkv.dtype, cache.keys.dtype], len(qkv), *arguments)
         return q
 
-    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
+    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int, dtype: torch.dtype) -> Tensor:
         num_tokens, num_heads, width = q.shape
         num_kv_heads = cache.keys.shape[1]
-        out = empty((num_tokens, num_heads * head_dim), cache.keys.dtype)
+        out = empty((num_tokens, num_heads * head_dim), dtype)
         most_rows = -(-QUERY_BLOCK * (num_heads // num_kv_heads) // 8) * 8
         floats = layout.attention_scratch_floats(width, most_rows)
         arguments = (
@@ -121,10 +129,10 @@ class CpuKernels:
             *map(address, (inputs.positions, out)),
             scratch(floats * torch.get_num_threads()),
             *(num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes, inputs.block_tables.shape[1]),
-            *(cache.keys.element_size(), most_rows),
+            *(cache.keys.element_size(), most_rows, _scales_of(cache)),
         )
         items = len(inputs.query_blocks) * num_kv_heads
-        _ATTENTION.launch(_ATTENTION_KINDS[out.dtype], items, *arguments)
+        _ATTENTION.launch(_ATTENTION_KINDS[dtype, cache.keys.dtype], items, *arguments)
         return out
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:

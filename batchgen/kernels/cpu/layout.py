@@ -43,7 +43,7 @@ BINS = 4096  # of the histograms that find a sampling threshold
 
 def attention_scratch_floats(width: int, most_rows: int) -> int:
     """Float32 words one worker of attention needs: head_dim padded to ``width``, rows of a block to a multiple of 8."""
-    return 2 * most_rows * (width + 1) + 2 * MAX_QUERIES * SCORE_STRIDE + NUM_STREAMS * CHUNK * width
+    return 2 * most_rows * (width + 1) + 2 * MAX_QUERIES * SCORE_STRIDE + NUM_STREAMS * CHUNK * width + 2 * TILE
 
 
 def conv_scratch_floats(taps: int, width: int) -> int:

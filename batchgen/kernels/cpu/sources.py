@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from numpy import float32 as F32  # noqa: N812 - as in the kernels' sources
+from numpy import int8 as INT8  # noqa: N812
 from numpy import uint8 as BYTES  # noqa: N812
 from numpy import uint16 as BF16  # noqa: N812
+from numpy import uint32 as WORDS  # noqa: N812
 
 from batchgen.kernels.processor import byte_products, has_bfloat16_pairs, has_fused_multiply_add, has_matrix_unit
 
@@ -37,7 +39,19 @@ class Source:
 RMS_NORM, SWIGLU, ARGMAX, QUANTIZE = (
     Source(f"{COMPILED}.rows", name) for name in ("rms_norm", "swiglu", "argmax", "quantize")
 )
-ROPE_AND_CACHE, SHORT_CONV = (Source(f"{COMPILED}.mixers", name) for name in ("rope_and_cache", "short_conv"))
+SHORT_CONV = Source(f"{COMPILED}.mixers", "short_conv")
+# The element types of the model, of the cache, and of what holds the dimensions of a key that lie side by side.
+_CACHED: Kinds = {
+    "bfloat16": (BF16, BF16, WORDS),
+    "float32": (F32, F32, WORDS),
+    "bf16_kv_int8": (BF16, INT8, INT8),
+    "f32_kv_bf16": (F32, BF16, WORDS),
+    "f32_kv_int8": (F32, INT8, INT8),
+}
+ROPE_AND_CACHE = Source(f"{COMPILED}.mixers", "rope_and_cache", _CACHED)
+# The element types of the model, of the cache, and in which both are multiplied.
+_ATTENDED: Kinds = {kind: (*types[:2], F32) for kind, types in _CACHED.items()} | {"bf16_pairs": (BF16, BF16, BF16)}
+ATTENTION = Source(f"{COMPILED}.attention", "attention", _ATTENDED)
 SAMPLE, LOGSUMEXP = (Source(f"{COMPILED}.sampling", name) for name in ("sample", "logsumexp"))
 RUN_ALL = Source(f"{COMPILED}.work", "run_all", {"any": ()})
 # The element types of results and inputs, and of the weights or the table that are read.
@@ -46,10 +60,9 @@ TAKE_ROWS = Source(f"{COMPILED}.rows", "take_rows", _STORED)
 _INT8: Kinds = {"bf16_of_int8": (BF16, BYTES), "f32_of_int8": (F32, BYTES)}
 MATMUL = Source(f"{COMPILED}.matmul", "matmul", {**_STORED, **_INT8})
 MATMUL_INTEGERS = Source(f"{COMPILED}.matmul", "matmul_integers")
-# The element type of the model (in attention: of the cache), and that in which its numbers are multiplied.
+# The element type of the model, and that in which its numbers are multiplied.
 _PAIRED: Kinds = {"bfloat16": (BF16, F32), "bf16_pairs": (BF16, BF16), "float32": (F32, F32)}
 MATMUL_UNPACKED = Source(f"{COMPILED}.matmul", "matmul_unpacked", _PAIRED)
-ATTENTION = Source(f"{COMPILED}.attention", "attention", _PAIRED)
 
 
 def paired_kind(dtype: str) -> str:

@@ -93,8 +93,8 @@ class CudaKernels:
         )
         return q
 
-    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int) -> Tensor:
-        out = torch.empty(len(q), q.shape[1] * head_dim, dtype=cache.keys.dtype, device=q.device)
+    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(len(q), q.shape[1] * head_dim, dtype=dtype, device=q.device)
         paged = PagedAttention(q, cache, inputs, head_dim, self.batch_invariant)
         paged.single_tokens(out)
         if inputs.num_tokens > inputs.num_seqs:

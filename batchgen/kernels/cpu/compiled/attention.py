@@ -4,7 +4,8 @@ A work item is a few consecutive tokens of one sequence and one KV head: up to `
 the same keys. Keys are stored as ``[head_dim, lane]`` in a block, so 16 positions fill one vector and a score needs no
 horizontal sum; values as ``[position, head_dim]``. Arithmetic is float32 on keys and values as cached; where the
 machine multiplies pairs of bfloat16 (twice as fast), queries and probabilities are rounded to bfloat16 first, as the
-reference model rounds them. The element type of the pointers to both decides.
+reference model rounds them. The element type of the pointers to both decides. Where keys and values are integers, a
+score is multiplied by the scale of its key, and a probability by that of its value once it has been summed.
 
 Why a row's result never depends on its batch, chunk or block size: a score is a sum over head_dim in order; the
 softmax runs over tiles of ``TILE`` positions that start at multiples of ``TILE`` of the *sequence*, adds
@@ -67,7 +68,7 @@ def _gather_queries(num_rows, group, q, source, num_heads, width, scratch):
 
     Row r is query head ``r % group`` of the block's token ``r // group``; rows up to a multiple of 8 are zero.
     """
-    rows_q, sums, _, _, _, peak, total = scratch
+    rows_q, sums, _, _, _, _, peak, total = scratch
     zero = simd.splat(F32(0.0))
     for r in range(-(-num_rows // MAX_QUERIES) * MAX_QUERIES):
         at = (source + (r // group) * num_heads + r % group) * width
@@ -75,6 +76,12 @@ def _gather_queries(num_rows, group, q, source, num_heads, width, scratch):
             simd.store(rows_q, r * width + i, simd.load(q, at + i) if r < num_rows else zero)
             simd.store(sums, r * width + i, zero)
         peak[r], total[r] = F32(-np.inf), F32(0.0)
+
+
+@simd.inline
+def _pack(itemsize):
+    """Dimensions of a key that lie side by side; see ``model.state.key_pack``."""
+    return 2 if itemsize == 2 else 1
 
 
 @simd.inline
@@ -103,10 +110,10 @@ def _key_streams(table, end, position, head, cache, sizes):
 @simd.inline
 def _chunk(table, position, head, cache, sizes):
     """Where the keys of the chunk at ``position`` begin, and the address of its values."""
-    _, _, _, values_at, itemsize = cache
+    _, _, _, values_at, itemsize, _ = cache
     _, width, block_size, lanes = sizes
     place, offset = _place(table, position, head, sizes), position % block_size
-    at = place * width * lanes + offset * (4 // itemsize)
+    at = place * width * lanes + offset * _pack(itemsize)
     return at, values_at + (place * block_size + offset) * width * itemsize
 
 
@@ -119,7 +126,7 @@ def _score_tile(padded, q, tile, tile_end, table, head, cache, sizes, scores):
     """
     keys, itemsize = cache[0], cache[4]
     _, width, block_size, lanes = sizes
-    pack, position = 4 // itemsize, tile
+    pack, position = _pack(itemsize), tile
     while position < tile_end:
         if padded <= 2 and block_size % CHUNK == 0 and tile_end - position > CHUNK:
             last = (tile_end - 1) // CHUNK * CHUNK
@@ -143,7 +150,7 @@ def _values_of(stream, group, tile_end, table, head, cache, sizes, copies):
 
     Where they are not contiguous, or other data follows them, they are copied first.
     """
-    _, values, _, values_at, itemsize = cache
+    _, values, _, values_at, itemsize, _ = cache
     _, width, block_size, _ = sizes
     position = group + stream * CHUNK
     if block_size % CHUNK == 0 and position + CHUNK <= tile_end:
@@ -185,6 +192,21 @@ def _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, sums
 
 
 @simd.jit
+def _gather_scales(tile, tile_end, table, head, scales_at, sizes, scales):
+    """Copy the scales from position ``tile`` on: those of keys, and ``TILE`` elements further those of values."""
+    _, _, block_size, lanes = sizes
+    source, position = simd.pointer(scales_at, F32), tile
+    while position < tile_end:
+        offset = position % block_size
+        count = min(tile_end - position, block_size - offset)
+        at, to = 2 * _place(table, position, head, sizes) * lanes + offset, position - tile
+        for i in range(count):
+            scales[to + i] = source[at + i]
+            scales[TILE + to + i] = source[at + lanes + i]
+        position += count
+
+
+@simd.jit
 def _attend(num_rows, group, start, table, head, cache, sizes, scratch, coming):
     """Query rows (see ``_gather_queries``) against all visible positions; leaves sums and totals in ``scratch``.
 
@@ -192,11 +214,13 @@ def _attend(num_rows, group, start, table, head, cache, sizes, scratch, coming):
     meet a tile's keys and values while they are near. ``coming`` says what is read after all of these: see
     ``_value_tile``.
     """
-    rows_q, sums, scores, weights, copies, peak, total = scratch
-    width = sizes[1]
+    rows_q, sums, scores, weights, copies, scales, peak, total = scratch
+    width, scales_at = sizes[1], cache[5]
     end = start + (num_rows - 1) // group + 1
     for tile in range(0, end, TILE):
         after = (table, end, tile + TILE, head) if tile + TILE < end else coming
+        if scales_at:
+            _gather_scales(tile, min(tile + TILE, end), table, head, scales_at, sizes, scales)
         for first in range(0, num_rows, MAX_QUERIES):
             rows = min(MAX_QUERIES, num_rows - first)
             tile_end = min(tile + TILE, start + (first + rows - 1) // group + 1)
@@ -210,7 +234,11 @@ def _attend(num_rows, group, start, table, head, cache, sizes, scratch, coming):
             for r in range(first, first + rows):
                 visible = max(min(start + r // group + 1, tile_end) - tile, 0)
                 at = (r - first) * SCORE_STRIDE
+                if scales_at:
+                    simd.multiply_row(scores, at, visible, scales, 0)
                 peak[r], shrink, added = _softmax_row(scores, weights, at, visible, weighted, peak[r])
+                if scales_at:
+                    simd.multiply_row(weights, at, visible, scales, TILE)
                 total[r] = total[r] * shrink + added
                 if shrink != F32(1.0):
                     by = simd.splat(shrink)
@@ -223,7 +251,7 @@ def _attend(num_rows, group, start, table, head, cache, sizes, scratch, coming):
 @simd.jit
 def _write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, out):
     """Divide sums by totals, round, and write the rows to ``out`` [tokens, num_heads, head_dim]."""
-    _, sums, _, _, _, _, total = scratch
+    _, sums, _, _, _, _, _, total = scratch
     for r in range(num_rows):
         to = (target + (r // group) * num_heads + r % group) * head_dim
         by = simd.splat(F32(1.0) / total[r])
@@ -237,36 +265,40 @@ def _divide_scratch(mine, num_rows, width, dtype, inner):
     """The parts of one worker's scratch.
 
     Queries (of type ``inner``) and sums [rows, width], scores and weights (``inner``) [8, SCORE_STRIDE], copied
-    values (``dtype``) [NUM_STREAMS, CHUNK, width] with their address, peak and total [rows].
+    values (``dtype``) [NUM_STREAMS, CHUNK, width] with their address, scales [2, TILE], peak and total [rows].
     """
     sums = mine + 4 * num_rows * width
     scores = sums + 4 * num_rows * width
     weights = scores + 4 * MAX_QUERIES * SCORE_STRIDE
     copies = weights + 4 * MAX_QUERIES * SCORE_STRIDE
-    peak = copies + 4 * NUM_STREAMS * CHUNK * width
+    scales = copies + 4 * NUM_STREAMS * CHUNK * width
+    peak = scales + 4 * 2 * TILE
     return (
         simd.pointer(mine, inner),
         simd.pointer(sums, F32),
         simd.pointer(scores, F32),
         simd.pointer(weights, inner),
         (simd.pointer(copies, dtype), copies),
+        simd.pointer(scales, F32),
         simd.pointer(peak, F32),
         simd.pointer(peak + 4 * num_rows, F32),
     )
 
 
 @simd.jit
-def attention(words, dtype, inner):
+def attention(words, result, dtype, inner):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is a query block and a KV head.
 
-    ``inner`` is the element type of queries and probabilities where they are multiplied.
+    Element types: of the ``result``, of keys and values (``dtype``), and of queries and probabilities where they are
+    multiplied (``inner``).
     """
     q = simd.pointer(words[ARGS], F32)
     keys_at, values_at, itemsize = words[ARGS + 1], words[ARGS + 2], words[ARGS + 15]
-    cache = simd.pointer(keys_at, dtype), simd.pointer(values_at, dtype), keys_at, values_at, itemsize
+    scales_at = words[ARGS + 17]
+    cache = simd.pointer(keys_at, dtype), simd.pointer(values_at, dtype), keys_at, values_at, itemsize, scales_at
     query_blocks = simd.pointer(words[ARGS + 4], np.int32)
     positions = simd.pointer(words[ARGS + 5], np.int32)
-    out = simd.pointer(words[ARGS + 6], dtype)
+    out = simd.pointer(words[ARGS + 6], result)
     num_heads, num_kv_heads, head_dim, width = words[ARGS + 8], words[ARGS + 9], words[ARGS + 10], words[ARGS + 11]
     block_size, lanes, max_blocks = words[ARGS + 12], words[ARGS + 13], words[ARGS + 14]
     sizes = num_kv_heads, width, block_size, lanes

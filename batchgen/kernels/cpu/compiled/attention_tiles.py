@@ -2,6 +2,7 @@
 
 Numba would spill them, so they are emitted as LLVM IR, one function for each number of query rows. The element type
 of the pointers to queries and probabilities decides how they multiply: ``float32`` one by one, bfloat16 in pairs.
+Keys and values that are integers count as such: the caller knows their scales.
 It knows blocks of memory, no sequences and no softmax.
 """
 
@@ -29,6 +30,7 @@ from batchgen.kernels.cpu.compiled.vector_ir import (
     emit_splat_pair,
     emit_widen_pairs,
     is_bf16,
+    is_int8,
     number,
 )
 from batchgen.kernels.cpu.layout import CHUNK, LANES, MAX_QUERIES, SCORE_STRIDE
@@ -45,6 +47,11 @@ def _spread(builder, base, index):
     if is_bf16(base):
         return emit_splat_pair(builder, base, index)
     return emit_splat(builder, builder.load(builder.gep(base, [index])))
+
+
+def _prefetched(keys_or_values, lines):
+    """Bytes that so many prefetches go on by: integers lie so close that each half of a cache line is asked for."""
+    return number(lines * (CACHE_LINE // 2 if is_int8(keys_or_values) else CACHE_LINE))
 
 
 def _multiply(builder, paired, a, b, total):
@@ -79,7 +86,7 @@ def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out
     with cgutils.for_range(builder, builder.udiv(width, number(unit))) as loop:
         d = builder.mul(loop.index, number(unit))
         for line in range(unit):
-            place = builder.mul(builder.add(d, number(line)), number(CACHE_LINE))
+            place = builder.mul(builder.add(d, number(line)), _prefetched(keys, 1))
             for stream in streams:
                 emit_prefetch(builder, builder.add(stream, place), closeness=2)
         row = builder.mul(d, key_stride)
@@ -141,10 +148,10 @@ def _emit_values(builder, rows, vectors, weights, weight_index, values, chunks, 
         position = builder.mul(loop.index, number(2))
         at = builder.mul(position, width)
         then = builder.add(at, width)
-        lines = builder.mul(loop.index, number(vectors * CACHE_LINE))
+        lines = builder.mul(loop.index, _prefetched(values, vectors))
         for c, base in enumerate(bases):
             for line in range(vectors):
-                near = builder.add(streams[c], builder.add(lines, number(line * CACHE_LINE)))
+                near = builder.add(streams[c], builder.add(lines, _prefetched(values, line)))
                 emit_prefetch(builder, near, closeness=2)
             weight_at = builder.add(position, number(c * CHUNK))
             if is_bf16(weights):
@@ -213,10 +220,11 @@ def accumulate(rows, weights, weight_index, values, itemsize, chunks, width, out
     """``out[r, :width]`` plus the values at the addresses ``chunks`` times ``weights[r]``; see ``_emit_values``."""
     vectors = width // LANES
     step = _wide_vectors(rows)
+    keys_ahead = CHUNK * min(itemsize, 2)  # bytes prefetched for each dimension
     whole = vectors - vectors % step
     for v in range(0, whole, step):
-        parts, near = _shifted(chunks, v * LANES * itemsize), _shifted(ahead, v * CHUNK // 2 * CACHE_LINE)
+        parts, near = _shifted(chunks, v * LANES * itemsize), _shifted(ahead, v * LANES * keys_ahead)
         _values_wide(rows, weights, weight_index, values, parts, width, out, v * LANES, near)
     for v in range(whole, vectors):
-        parts, near = _shifted(chunks, v * LANES * itemsize), _shifted(ahead, v * CHUNK // 2 * CACHE_LINE)
+        parts, near = _shifted(chunks, v * LANES * itemsize), _shifted(ahead, v * LANES * keys_ahead)
         _values_thin(rows, weights, weight_index, values, parts, width, out, v * LANES, near)

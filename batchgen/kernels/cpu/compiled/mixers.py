@@ -35,23 +35,52 @@ def _norm_and_rotate(x, start, weight, eps, cosine, sine, angle, head_dim, head)
         head[half + i] = b * c + a * s
 
 
+@simd.inline
+def _scale_of(x, count):
+    """A 127th of the largest magnitude in ``x[:count]``; NaN if one is not finite."""
+    zero = simd.splat(F32(0.0))
+    largest, spoilt = zero, zero
+    for i in range(0, count, LANES):
+        v = simd.load_some(x, i, count - i)
+        largest = simd.maximum(largest, simd.absolute(v))
+        spoilt = simd.fma(v, zero, spoilt)
+    return simd.max_lanes(largest) / F32(127.0) + simd.sum_lanes(spoilt)
+
+
+@simd.inline
+def _keep(head, head_dim, out, start, scales, place):
+    """Round one head's float32 values to the element type of ``out``, over a scale where ``scales`` has an address."""
+    by = simd.splat(F32(1.0))
+    if scales:
+        scale = _scale_of(head, head_dim)
+        simd.pointer(scales, F32)[place] = scale
+        by = simd.splat(scale)
+    for i in range(0, head_dim, LANES):
+        v = simd.load_some(head, i, head_dim - i)
+        if scales:
+            v = simd.div(v, by)
+        simd.store_some(out, start + i, v, head_dim - i)
+
+
 @simd.jit
-def rope_and_cache(words, dtype):
-    """Arguments (addresses, then sizes) as listed in ``backend``; one item is one token."""
+def rope_and_cache(words, dtype, cached, unit):
+    """Arguments (addresses, then sizes) as listed in ``backend``; one item is one token.
+
+    ``cached`` is the element type of keys and values; a key's dimensions are stored side by side in ``unit``s.
+    """
     qkv = simd.pointer(words[ARGS], dtype)
     q_weight, k_weight = simd.pointer(words[ARGS + 1], dtype), simd.pointer(words[ARGS + 2], dtype)
     cosine, sine = simd.pointer(words[ARGS + 3], F32), simd.pointer(words[ARGS + 4], F32)
     positions, slots = simd.pointer(words[ARGS + 5], np.int32), simd.pointer(words[ARGS + 6], np.int64)
     q_out = simd.pointer(words[ARGS + 7], F32)
-    keys, values = simd.pointer(words[ARGS + 8], np.uint32), simd.pointer(words[ARGS + 9], dtype)
+    keys, values = simd.pointer(words[ARGS + 8], unit), simd.pointer(words[ARGS + 9], cached)
     num_heads, num_kv_heads, head_dim, width = words[ARGS + 11], words[ARGS + 12], words[ARGS + 13], words[ARGS + 14]
     block_size, lanes = words[ARGS + 15], words[ARGS + 16]
     eps, scale = simd.float_of_bits(words[ARGS + 17]), simd.float_of_bits(words[ARGS + 18])
     worker = worker_number(words)
     mine = words[ARGS + 10] + worker * 8 * width
-    head, rounded = simd.pointer(mine, F32), simd.pointer(mine + 4 * width, dtype)
-    # A float32 or a pair of bfloat16: dimensions are stored side by side in units of four bytes.
-    rounded_words, pack = simd.pointer(mine + 4 * width, np.uint32), words[ARGS + 19]
+    head, rounded = simd.pointer(mine, F32), simd.pointer(mine + 4 * width, cached)
+    rounded_units, pack, scales = simd.pointer(mine + 4 * width, unit), words[ARGS + 19], words[ARGS + 20]
     token = next_item(words, worker)
     while token < words[NUM_ITEMS]:
         angle = positions[token] * (head_dim // 2)
@@ -67,15 +96,16 @@ def rope_and_cache(words, dtype):
         for h in range(num_kv_heads):
             start = row + (num_heads + h) * head_dim
             _norm_and_rotate(qkv, start, k_weight, eps, cosine, sine, angle, head_dim, head)
-            for i in range(0, head_dim, LANES):
-                simd.store_some(rounded, i, simd.load_some(head, i, head_dim - i), head_dim - i)
-            to = (block * num_kv_heads + h) * (width // pack) * lanes + offset
+            place = block * num_kv_heads + h
+            scale_at = 2 * place * lanes + offset
+            _keep(head, head_dim, rounded, 0, scales, scale_at)
+            to = place * (width // pack) * lanes + offset
             for i in range(head_dim // pack):
-                keys[to + i * lanes] = rounded_words[i]
+                keys[to + i * lanes] = rounded_units[i]
             start += num_kv_heads * head_dim
-            to = ((block * num_kv_heads + h) * block_size + offset) * width
-            for i in range(head_dim):
-                values[to + i] = qkv[start + i]
+            for i in range(0, head_dim, LANES):
+                simd.store_some(head, i, simd.load_some(qkv, start + i, head_dim - i), head_dim - i)
+            _keep(head, head_dim, values, (place * block_size + offset) * width, scales, scale_at + lanes)
         token = next_item(words, worker)
 
 

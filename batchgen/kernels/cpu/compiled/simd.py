@@ -3,7 +3,7 @@
 Numba has no vector type, and its auto-vectorizer neither keeps a tile of accumulators in registers nor reorders a
 float sum, so the kernels name their vector operations. Each operation is a function of ``vector_ir`` that emits its
 LLVM IR; here it gets a numba signature. Loads and stores convert from and to the model's dtype: the element type of a
-typed pointer decides (``uint16`` holds bfloat16 bits, ``float32`` itself).
+typed pointer decides (``uint16`` holds bfloat16 bits, ``int8`` and ``float32`` themselves).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ intrinsic: Any = numba_intrinsic  # numba's own annotation describes the functio
 BF16 = np.uint16  # element type of a pointer to bfloat16 bits
 F32 = np.float32
 BYTES = np.uint8  # of signed or unsigned 8-bit integers, as a kernel takes them
+INT8 = np.int8
 
 
 class Vec(types.Type):
@@ -83,6 +84,7 @@ any_equal = emitted(types.boolean, vec, vec)(vector_ir.emit_any_equal)
 add = emitted(vec, vec, vec)(lambda builder, a, b: builder.fadd(a, b))
 sub = emitted(vec, vec, vec)(lambda builder, a, b: builder.fsub(a, b))
 mul = emitted(vec, vec, vec)(lambda builder, a, b: builder.fmul(a, b))
+div = emitted(vec, vec, vec)(lambda builder, a, b: builder.fdiv(a, b))
 fma = emitted(vec, vec, vec, vec)(vector_ir.emit_fma)
 # The larger, lane by lane; of a number and NaN the number.
 absolute = emitted(vec, vec)(lambda builder, v: emit_call(builder, "llvm.fabs.v16f32", [v]))
@@ -177,6 +179,15 @@ def store_some(x, at, value, count):
         store(x, at, value)
     else:
         store_part(x, at, value, count)
+
+
+@inline
+def multiply_row(x, start, count, factors, first):
+    """``x[start + i] *= factors[first + i]`` for ``count`` elements."""
+    for i in range(0, count, LANES):
+        rest = count - i
+        v = mul(load_some(x, start + i, rest), load_some(factors, first + i, rest))
+        store_some(x, start + i, v, rest)
 
 
 @inline

@@ -3,7 +3,7 @@
 LLVM lowers 16 lanes to the machine's registers (one of AVX-512, two of AVX2, four of NEON). ``simd`` makes these
 operations callable from numba functions; the matrix products, which keep a tile of accumulators in registers, emit
 loops of them. The element type of a pointer decides whether an operation converts: 16-bit integers are bfloat16 bits,
-float32 is taken as it is.
+8-bit integers are the numbers that they are, float32 is taken as it is.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ INT = ir.IntType(32)
 VECTOR = ir.VectorType(FLOAT, LANES)
 INT_VECTOR = ir.VectorType(INT, LANES)
 HALF_VECTOR = ir.VectorType(ir.IntType(16), LANES)
+BYTE_VECTOR = ir.VectorType(ir.IntType(8), LANES)
+_MOST = 127.0  # of an 8-bit integer; its negative is the least: -128 is not used
 
 
 class _BFloat(ir.Type):  # llvmlite does not have this one
@@ -76,6 +78,18 @@ def is_bf16(pointer: ir.Value) -> bool:
     return bool(pointer.type.pointee == ir.IntType(16))
 
 
+def is_int8(pointer: ir.Value) -> bool:
+    """Whether a pointer leads to 8-bit integers."""
+    return bool(pointer.type.pointee == ir.IntType(8))
+
+
+def _memory_form(pointer: ir.Value) -> tuple[ir.VectorType, str, int]:
+    """16 elements of a pointer: as a vector, its name in intrinsics, and the alignment of an element in bytes."""
+    if is_int8(pointer):
+        return BYTE_VECTOR, "v16i8", 1
+    return (HALF_VECTOR, "v16i16", 2) if is_bf16(pointer) else (VECTOR, "v16f32", 4)
+
+
 def emit_widen(builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
     """Float32 of bfloat16 bits, which are its upper half."""
     return builder.bitcast(builder.shl(builder.zext(halves, INT_VECTOR), int_splat(16)), VECTOR)
@@ -92,46 +106,65 @@ def emit_narrow(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.trunc(builder.lshr(rounded, int_splat(16)), HALF_VECTOR)
 
 
+def emit_round_to_byte(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The nearest integers from -127 to 127, to even where two are as near; 127 for NaN."""
+    most, least = (emit_splat(builder, ir.Constant(FLOAT, bound)) for bound in (_MOST, -_MOST))
+    value = emit_call(builder, "llvm.minnum.v16f32", [value, most])
+    value = emit_call(builder, "llvm.rint.v16f32", [emit_call(builder, "llvm.maxnum.v16f32", [value, least])])
+    return builder.trunc(builder.fptosi(value, INT_VECTOR), BYTE_VECTOR)
+
+
+def _from_memory(builder: ir.IRBuilder, base: ir.Value, loaded: ir.Value) -> ir.Value:
+    """Float32 of 16 elements of ``base``."""
+    if is_int8(base):
+        return builder.sitofp(builder.sext(loaded, INT_VECTOR), VECTOR)
+    return emit_widen(builder, loaded) if is_bf16(base) else loaded
+
+
+def _to_memory(builder: ir.IRBuilder, base: ir.Value, value: ir.Value) -> ir.Value:
+    """16 float32 rounded to the element type of ``base``."""
+    if is_int8(base):
+        return emit_round_to_byte(builder, value)
+    return emit_narrow(builder, value) if is_bf16(base) else value
+
+
 def _vector_at(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> tuple[ir.Value, int]:
     """Pointer to the 16 elements from ``base[index]`` on, and their alignment in bytes."""
-    shape, align = (HALF_VECTOR, 2) if is_bf16(base) else (VECTOR, 4)
+    shape, _, align = _memory_form(base)
     return builder.bitcast(builder.gep(base, [index]), shape.as_pointer()), align
 
 
 def emit_load(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
     """16 consecutive elements from ``base[index]`` on, as float32."""
     at, align = _vector_at(builder, base, index)
-    loaded = builder.load(at, align=align)
-    return emit_widen(builder, loaded) if is_bf16(base) else loaded
+    return _from_memory(builder, base, builder.load(at, align=align))
 
 
 def emit_store(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Value) -> None:
     """Round 16 values to the element type and write them from ``base[index]`` on."""
     at, align = _vector_at(builder, base, index)
-    builder.store(emit_narrow(builder, value) if is_bf16(base) else value, at, align=align)
+    builder.store(_to_memory(builder, base, value), at, align=align)
 
 
 def emit_load_part(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, count: ir.Value) -> ir.Value:
     """The first ``count`` (up to 16) elements from ``base[index]`` on; zero in the other lanes."""
     at, align = _vector_at(builder, base, index)
     mask = emit_lane_mask(builder, count)
-    shape, name = (HALF_VECTOR, "v16i16") if is_bf16(base) else (VECTOR, "v16f32")
+    shape, name, _ = _memory_form(base)
     parts = [at, ir.Constant(INT, align), mask, ir.Constant(shape, None)]
-    loaded = emit_call(builder, f"llvm.masked.load.{name}.p0", parts, shape)
-    return emit_widen(builder, loaded) if is_bf16(base) else loaded
+    return _from_memory(builder, base, emit_call(builder, f"llvm.masked.load.{name}.p0", parts, shape))
 
 
 def emit_store_part(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Value, count: ir.Value) -> None:
     """As ``emit_store``, the first ``count`` lanes only."""
     at, align = _vector_at(builder, base, index)
-    mask = emit_lane_mask(builder, count)
-    data, name = (emit_narrow(builder, value), "v16i16") if is_bf16(base) else (value, "v16f32")
-    emit_call(builder, f"llvm.masked.store.{name}.p0", [data, at, ir.Constant(INT, align), mask], ir.VoidType())
+    parts = [_to_memory(builder, base, value), at, ir.Constant(INT, align), emit_lane_mask(builder, count)]
+    emit_call(builder, f"llvm.masked.store.{_memory_form(base)[1]}.p0", parts, ir.VoidType())
 
 
 def emit_round_like(builder: ir.IRBuilder, base: ir.Value, value: ir.Value) -> ir.Value:
     """Round every lane to the element type of ``base`` and back."""
-    return emit_widen(builder, emit_narrow(builder, value)) if is_bf16(base) else value
+    return _from_memory(builder, base, _to_memory(builder, base, value))
 
 
 def emit_any_equal(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
