@@ -81,7 +81,8 @@ def _repeats(
     for _ in range(times):
         wall_s, engine = _run(model, config, requests)
         after = measure(model)
-        work = Costs.of(model.config, model.dtype.itemsize, model.weight_bytes).work(engine.stats.to_dict())
+        costs = Costs.of(model.config, model.dtype.itemsize, model.weight_bytes, engine.config.kv_dtype)
+        work = costs.work(engine.stats.to_dict())
         yield _metrics(wall_s, requests, engine.stats, work, before.mean(after)), engine.stats, engine_sizes(engine)
         before = after
         remember(model_key(model), after.measured_by("measured by batchgen bench"))
@@ -156,7 +157,8 @@ def render(found: dict[str, Any]) -> str:
         f"{found['memory_bytes_per_s'] / 1e9:.0f} GB/s",
         f"  share of it      {found['roofline_share']:.1%}",
         f"  a step at most   {sizes['max_num_batched_tokens']:,} tokens, {sizes['max_num_seqs']:,} sequences",
-        f"  KV memory        {sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens",
+        f"  KV memory        {sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"
+        + ("" if sizes["kv_dtype"] == "auto" else f", {sizes['kv_dtype']}"),
         f"  peak memory      {found['peak_memory_bytes'] / 2**20:,.0f} MiB",
         "  time by work" + (", in a run that timed each kernel" if "host" in split_s else ""),
     ]

@@ -19,11 +19,14 @@ from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.load import load_weights
+from batchgen.engine.sizes import kept_kv_dtype
 from batchgen.kernels.reference import ReferenceKernels
 
 # Largest gap between fast and reference kernels as a share of a row's largest logit. Both round every activation to
 # the dtype, in another order, and the differences add up over the layers: 5 % in bfloat16 over the 16 of the 350M.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-3, torch.float16: 2**-6}
+# More of it where a last bit decides between two neighbouring numbers that a key or value is rounded to.
+KV_TOLERANCE = {"auto": 0.0, "bfloat16": 2**-6, "int8": 2**-6}
 _BLOCK_SIZE = 16
 _SMALL_STEP = 37  # tokens: cuts most prompts, never at the end of a block
 _MAX_TOKENS = 16  # generated per request
@@ -106,8 +109,9 @@ _VARIANTS = (
 class Check:
     """The loaded ``model`` and the ``requests`` that its proofs run."""
 
-    def __init__(self, where: ModelSpec, prompts: list[Prompt]) -> None:
+    def __init__(self, where: ModelSpec, prompts: list[Prompt], kv_dtype: str = "auto") -> None:
         self.model = load_weights(where)
+        self.kv_dtype = kept_kv_dtype(kv_dtype, self.model)
         self.requests = requests_for(prompts)
         self._where = where
         self._solo = Trace()
@@ -135,15 +139,18 @@ class Check:
             where = self._where
             reference = ReferenceKernels(device, dtype, weights=where.weights, activations=where.activations)
             self.model = load_weights(where, reference)
-            yield self._prove_scored("fast kernels ~ reference", TOLERANCE[dtype])
+            yield self._prove_scored("fast kernels ~ reference", TOLERANCE[dtype] + KV_TOLERANCE[self.kv_dtype])
 
     def _engine(self, requests: list[Request], *, is_tight: bool = False, **sizes: Any) -> Engine:
         """An engine with memory for all requests at once or, if ``is_tight``, for their prompts and little more."""
         sizes = {"block_size": _BLOCK_SIZE, "prefix_caching": False, **sizes}
         blocks = [-(-(len(r.prompt_token_ids) + r.params.max_tokens) // sizes["block_size"]) for r in requests]
         num_blocks = max(*blocks, sum(len(r.prompt_token_ids) + 2 for r in requests)) if is_tight else sum(blocks)
-        memory = num_blocks * self.model.config.kv_block_bytes(sizes["block_size"], self.model.dtype.itemsize)
-        config = EngineConfig(kv_memory=max(memory, 1), share_duplicates=False, forecast_memory=False, **sizes)
+        sizes |= {"kv_dtype": self.kv_dtype, "share_duplicates": False, "forecast_memory": False}
+        block_bytes = self.model.config.kv_block_bytes(
+            sizes["block_size"], self.model.dtype.itemsize, sizes["kv_dtype"]
+        )
+        config = EngineConfig(kv_memory=max(num_blocks * block_bytes, 1), **sizes)
         return Engine(self.model, config, sampler=LogitsRecorder)
 
     def _prove_scored(self, name: str, tolerance: float = 0.0) -> Proof:

@@ -33,16 +33,18 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
         prompts = made_up_prompts(info.config.vocab_size, info.max_model_len)
     threads = use_threads(spec.engine.threads, info.config)
     log(f"loading {spec.model.path}")
-    check = Check(spec.model, prompts)
+    check = Check(spec.model, prompts, spec.engine.kv_dtype)
     facts: dict[str, Any] = {
         "model": spec.model.path,
         **check.model.numerics,
         "backend": check.model.kernels.name,
+        "kv_dtype": check.kv_dtype,
         "threads": threads,
         "num_prompts": len(prompts),
         "num_prompt_tokens": sum(map(len, prompts)),
     }
-    named = ", ".join(filter(None, (f"{facts['dtype']} on {facts['device']}", integers_text(facts))))
+    kept = "" if check.kv_dtype == "auto" else f"{check.kv_dtype} keys and values"
+    named = ", ".join(filter(None, (f"{facts['dtype']} on {facts['device']}", integers_text(facts), kept)))
     show(f"{spec.model.path}: {named}, {counted(threads, 'thread')}")
     num_tokens = counted(facts["num_prompt_tokens"], "token")
     show(f"{counted(len(prompts), 'prompt')} of {num_tokens}, greedy and sampled by turns")

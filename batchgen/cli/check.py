@@ -14,7 +14,7 @@ from batchgen.core.errors import ExitCode, GateFailed, UsageError
 from batchgen.core.machine import require_address_space
 from batchgen.core.units import counted
 
-_SIZES = tuple(name for name in KEYS["engine"] if name != "threads")  # the proofs choose these
+_SIZES = tuple(name for name in KEYS["engine"] if name not in ("threads", "kv_dtype"))  # the proofs choose these
 _NOT_EXPECTED = tuple(name for name in KEYS["output"] if name != "expected")
 _MAX_PROMPTS, _MAX_ROWS = 16, 100  # of a file without --limit; with --against
 _AGAINST_HELP = "Compare with the model in this dtype without integers."

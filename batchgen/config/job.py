@@ -112,16 +112,19 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes and policies of the engine; None means "chosen for the machine". Only ``max_model_len`` can change outputs.
+    """Sizes and policies of the engine; None means "chosen for the machine".
 
+    Only ``max_model_len`` and ``kv_dtype`` can change outputs; of the latter a resume compares what the engine really
+    keeps. A ``kv_dtype`` of "auto" is what the model computes in.
     ``look_ahead`` is the most requests pulled from the input but not yet admitted; it is not a key of the job file.
-    Raises UsageError naming a size below 1 or above what the host has memory to keep track of.
+    Raises UsageError naming an unknown type, or a size below 1 or above what the host has memory to keep track of.
     """
 
     max_num_batched_tokens: int | None = key(integer_or_auto(1, 1 << 20), "Most tokens per step", None, outputs=False)
     max_num_seqs: int | None = key(integer_or_auto(1, 1 << 16), "Most sequences running at once", None, outputs=False)
     block_size: int | None = key(integer_or_auto(1, 1 << 16), "Tokens per KV block", None, outputs=False)
     kv_memory: int | None = key(_SIZE_OR_AUTO, "Memory for KV blocks, such as 4GiB", None, outputs=False)
+    kv_dtype: str = key(one_of("auto", "bfloat16", "int8"), "Type of cached keys and values", "auto", outputs=False)
     max_model_len: int | None = key(_POSITIVE_OR_AUTO, "Longest prompt plus output, in tokens", None)
     look_ahead: int | None = None
     threads: int | None = key(_POSITIVE_OR_AUTO, "CPU threads", None, outputs=False)
@@ -133,7 +136,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if isinstance(value, int) and not isinstance(value, bool):
+            if isinstance(value, int | str) and not isinstance(value, bool):
                 kind: Kind = item.metadata.get("kind", _POSITIVE_OR_AUTO)
                 try:
                     kind.parse(value)

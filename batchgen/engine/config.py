@@ -14,13 +14,17 @@ __all__ = ["EngineConfig", "SchedulerConfig"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Sizes the scheduler works with, all resolved and positive, and its policies; see ``EngineConfig``."""
+    """Sizes the scheduler works with, all resolved and positive, and its policies; see ``EngineConfig``.
+
+    ``kv_dtype`` is "auto" where keys and values are kept in the type in which they are computed.
+    """
 
     max_num_batched_tokens: int
     max_num_seqs: int
     block_size: int
     num_blocks: int
     max_model_len: int
+    kv_dtype: str = "auto"
     prefix_caching: bool = True
     longest_first: bool = True
     forecast_memory: bool = True

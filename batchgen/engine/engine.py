@@ -110,6 +110,12 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._stopping = False
 
+    @property
+    def numerics(self) -> dict[str, str]:
+        """What decides the tokens beside weights and requests: the model's, and ``kv_dtype`` where it is not "auto"."""
+        kv_dtype = self.config.kv_dtype
+        return self.runner.model.numerics | ({} if kv_dtype == "auto" else {"kv_dtype": kv_dtype})
+
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
         """Results in order of completion; every request gets exactly one, unless ``stop`` is called.
 

@@ -28,15 +28,15 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
     num_tokens = stats.num_prefill_tokens + stats.num_decode_tokens
     pays = sum(stats.phase_s.values()) >= _LEAST_S and _MOST_SHARE * num_tokens >= _MEASURED_TOKENS
     measured = (_measure_now(model) if pays else None) or recall(model_key(model))
-    costs = Costs.of(model.config, model.dtype.itemsize, model.weight_bytes)
+    costs = Costs.of(model.config, model.dtype.itemsize, model.weight_bytes, engine.config.kv_dtype)
     return {"sizes": engine_sizes(engine), "roofline": describe_costs(costs, measured)}
 
 
 def engine_sizes(engine: Engine) -> dict[str, Any]:
     """The sizes that the engine works with, whether given or chosen."""
     model, sizes = engine.runner.model, engine.config
-    kv_bytes = sizes.num_blocks * model.config.kv_block_bytes(sizes.block_size, model.dtype.itemsize)
-    return {**asdict(sizes), "kv_bytes": kv_bytes, "kernels": model.kernels.name}
+    block_bytes = model.config.kv_block_bytes(sizes.block_size, model.dtype.itemsize, sizes.kv_dtype)
+    return {**asdict(sizes), "kv_bytes": sizes.num_blocks * block_bytes, "kernels": model.kernels.name}
 
 
 def model_key(model: Decoder) -> str:

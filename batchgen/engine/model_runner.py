@@ -10,7 +10,7 @@ from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.replay import CudaRecorder, PaddingSlot, StepReplays, is_decode
 from batchgen.engine.sequence import Schedule
 from batchgen.model.decoder import Decoder
-from batchgen.model.state import allocate
+from batchgen.model.state import KV_DTYPES, allocate
 
 
 class ModelRunner:
@@ -29,6 +29,7 @@ class ModelRunner:
             num_slots=config.max_num_seqs + num_more,
             dtype=model.dtype,
             device=model.device,
+            kv_dtype=KV_DTYPES.get(config.kv_dtype),
         )
         recorder = model.kernels.recorder() if padding is None else CudaRecorder(model.device)
         self.replays: StepReplays | None = None

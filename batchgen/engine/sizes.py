@@ -5,6 +5,7 @@ The arithmetic needs no torch, so that a plan can do it too; asking the device f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchgen.core.errors import UsageError
@@ -30,9 +31,23 @@ def resolve(config: EngineConfig, model: Decoder) -> SchedulerConfig:
     """
     is_cuda = model.device.type == "cuda"
     free, total = _memory(model)
+    config = replace(config, kv_dtype=kept_kv_dtype(config.kv_dtype, model))
     sizes = sizes_for(config, model.config, model.dtype.itemsize, free, is_cuda=is_cuda)
     _refuse_beyond(sizes, model.config, model.dtype.itemsize, total)
     return sizes
+
+
+def kept_kv_dtype(kv_dtype: str, model: Decoder) -> str:
+    """The type that keys and values are rounded to; "auto" where that is the type in which they are computed.
+
+    Raises:
+        UsageError: the model's device has no kernels for it.
+    """
+    if kv_dtype in ("auto", model.numerics["dtype"]):
+        return "auto"
+    if model.device.type != "cpu":
+        raise UsageError(f'kv_dtype {kv_dtype}: a GPU keeps keys and values as they are computed; leave it "auto"')
+    return kv_dtype
 
 
 def sizes_for(
@@ -50,7 +65,7 @@ def sizes_for(
     max_model_len = min(config.max_model_len or trained, trained)
     if max_model_len < 2:
         raise UsageError(f"max_model_len {max_model_len}: at least 2 (one prompt token and one generated)")
-    block_bytes = model.kv_block_bytes(block_size, itemsize)
+    block_bytes = model.kv_block_bytes(block_size, itemsize, config.kv_dtype)
     slots = max_num_seqs * model.conv_slot_bytes(itemsize)
     memory = config.kv_memory or max(0, int(_MEMORY_SHARE * free_bytes) - slots)
     # Memory for every sequence at full length is all that can ever be used.
@@ -64,6 +79,7 @@ def sizes_for(
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
+        kv_dtype=config.kv_dtype,
         prefix_caching=config.prefix_caching,
         longest_first=config.longest_first,
         forecast_memory=config.forecast_memory,
@@ -73,9 +89,10 @@ def sizes_for(
 def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, total_bytes: int) -> None:
     """Refuse what could never fit: memory is backed when touched, so too much of it would end the process later."""
     tokens = min(sizes.max_num_batched_tokens, sizes.max_num_tokens)
+    block_bytes = model.kv_block_bytes(sizes.block_size, itemsize, sizes.kv_dtype)
     needs = {
         "max_num_seqs": (sizes.max_num_seqs, sizes.max_num_seqs * model.conv_slot_bytes(itemsize)),
-        "kv_memory": (sizes.num_blocks, sizes.num_blocks * model.kv_block_bytes(sizes.block_size, itemsize)),
+        "kv_memory": (sizes.num_blocks, sizes.num_blocks * block_bytes),
         "max_num_batched_tokens": (tokens, tokens * (2 * model.hidden_size + 3 * model.ff_dim) * itemsize),
     }
     units = {"max_num_seqs": "sequences", "kv_memory": "KV blocks", "max_num_batched_tokens": "tokens in a step"}

@@ -13,6 +13,7 @@ from batchgen.kernels.processor import has_matrix_unit, multiplies_bfloat16
 ATTENTION = "full_attention"
 CONV = "conv"
 LANES = 16  # values per vector of the CPU kernels: keys and head_dim are padded to whole vectors
+_KV_BYTES = {"bfloat16": (2, 0), "int8": (1, 4)}  # of a cached number, and of the scale of a position's key or value
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +92,19 @@ class ModelConfig:
         attention = 2 * h * self.head_dim * (self.num_heads + self.num_kv_heads)
         return 4 * h * h, attention, 3 * h * self.ff_dim
 
-    def kv_block_bytes(self, block_size: int, itemsize: int) -> int:
-        """Bytes of one block over all layers, its padding and the convolution state at its end included."""
-        per_layer = self.num_kv_heads * padded(self.head_dim) * (padded(block_size) + block_size)
-        return self.num_attention_layers * per_layer * itemsize + self.conv_slot_bytes(itemsize)
+    def kv_block_bytes(self, block_size: int, itemsize: int, kv_dtype: str = "auto") -> int:
+        """Bytes of one block over all layers, its padding and the convolution state at its end included.
+
+        Values have ``itemsize`` bytes; keys and values too where ``kv_dtype`` is "auto".
+        """
+        lanes, (kv_itemsize, scale_bytes) = padded(block_size), _KV_BYTES.get(kv_dtype, (itemsize, 0))
+        per_head = padded(self.head_dim) * (lanes + block_size) * kv_itemsize + 2 * lanes * scale_bytes
+        return self.num_attention_layers * self.num_kv_heads * per_head + self.conv_slot_bytes(itemsize)
+
+    def kv_position_bytes(self, itemsize: int, kv_dtype: str = "auto") -> int:
+        """Bytes of the keys and values of one position over all layers, without padding."""
+        kv_itemsize, scale_bytes = _KV_BYTES.get(kv_dtype, (itemsize, 0))
+        return 2 * self.num_attention_layers * self.num_kv_heads * (self.head_dim * kv_itemsize + scale_bytes)
 
     def conv_slot_bytes(self, itemsize: int) -> int:
         """Bytes of one sequence's convolution state over all layers."""

@@ -70,8 +70,11 @@ class Costs:
     flops_per_kv_read: int = 0  # unknown to older reports, as is "num_logits"
 
     @classmethod
-    def of(cls, config: ModelConfig, itemsize: int, weight_bytes: float) -> Costs:
-        """Costs of a model whose cache has values of ``itemsize`` bytes; a weight takes ``weight_bytes``."""
+    def of(cls, config: ModelConfig, itemsize: int, weight_bytes: float, kv_dtype: str = "auto") -> Costs:
+        """Costs of a model whose cache has values of ``itemsize`` bytes, but for another ``kv_dtype``.
+
+        A weight takes ``weight_bytes``.
+        """
         layers, tail = config.num_attention_layers, config.tail_params_per_token
         last = min(layers, 1)
         return cls(
@@ -79,7 +82,7 @@ class Costs:
             flops_per_logits=2 * (config.logits_params_per_token + tail),
             flops_per_attended=4 * config.num_heads * config.head_dim * (layers - last),
             bytes_per_step=round((config.linear_params_per_token + config.logits_params_per_token) * weight_bytes),
-            bytes_per_kv_read=2 * config.num_kv_heads * config.head_dim * layers * itemsize,
+            bytes_per_kv_read=config.kv_position_bytes(itemsize, kv_dtype),
             flops_per_kv_read=4 * config.num_heads * config.head_dim * last,
         )
 

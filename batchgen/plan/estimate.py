@@ -132,10 +132,10 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
     weights = config.model_bytes(dtype, spec.model.weights, spec.model.activations, is_cpu=not _is_cuda(spec))
     free_bytes = max(0, available_bytes() - weights)  # once they are loaded
     sizes = forecast.sizes or sizes_for(spec.engine, config, itemsize, free_bytes, is_cuda=_is_cuda(spec))
-    block_bytes = config.kv_block_bytes(sizes.block_size, itemsize)
+    block_bytes = config.kv_block_bytes(sizes.block_size, itemsize, spec.engine.kv_dtype)
     row_blocks = max(1, -(-round(mean_tokens) // sizes.block_size))
     return {
-        "dtype": dtype,
+        "dtype": dtype if spec.engine.kv_dtype == "auto" else spec.engine.kv_dtype,
         "block_size": sizes.block_size,
         "bytes_per_token": block_bytes // sizes.block_size,
         "mean_row_bytes": row_blocks * block_bytes,

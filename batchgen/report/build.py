@@ -39,7 +39,7 @@ KEYS = {
     "if not known, weights and activations if not set",
     "threads": "CPU threads; null if the last invocation loaded no model",
     "sizes": "what the engine worked with, chosen by the user or by auto: max_num_batched_tokens, max_num_seqs, "
-    "block_size, num_blocks, kv_bytes, max_model_len, kernels and its policies; null where not known",
+    "block_size, num_blocks, kv_bytes, max_model_len, kv_dtype, kernels and its policies; null where not known",
     "rows": "rows done, failed and in all (total)",
     "errors": "failed rows by code",
     "finish_reasons": "done rows by finish_reason",

@@ -152,7 +152,8 @@ class Invocation(ABC):
         begun: dict[str, str] = self.manifest.fingerprints.get("numerics", backend.numerics)
         was, now = ({key: value for key, value in n.items() if key != KERNELS} for n in (begun, backend.numerics))
         if was != now:
-            flags = " ".join(f"--{name} {value}" for name, value in was.items() if value != now.get(name))
+            others = [name for name in was | now if was.get(name) != now.get(name)]
+            flags = " ".join(f"--{name.replace('_', '-')} {was.get(name, 'auto')}" for name in others)
             raise ResumeMismatch(
                 f"{folder} was begun in {numerics_text(was)}, here the model runs in {numerics_text(now)}, "
                 f"which gives other tokens: go on with {flags}, or start anew with --overwrite"

@@ -140,6 +140,8 @@ class _Job(Invocation):
         now, numerics = self.manifest, begun.fingerprints.get("numerics")
         if numerics is not None:  # the values of "auto" are known, and compared, once the weights are loaded
             named = {"dtype": self.spec.model.dtype, "device": self.spec.model.device.partition(":")[0]}
+            if self.spec.engine.kv_dtype != numerics.get("dtype"):  # the dtype itself is what "auto" comes to
+                named["kv_dtype"] = self.spec.engine.kv_dtype
             numerics = numerics | {name: value for name, value in named.items() if value != "auto"}
             now = replace(now, fingerprints={**now.fingerprints, "numerics": numerics})
         found = compare(begun, now)

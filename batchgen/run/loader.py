@@ -58,8 +58,8 @@ class EngineLike(Protocol):
 class Backend:
     """An engine with its weights.
 
-    ``numerics`` (dtype, device, kernels) must stay the same for a run: others give other tokens. ``facts`` returns,
-    after the engine has run, its sizes and the machine's roofline for the report. ``notes`` are shown to the user.
+    ``numerics`` (``Engine.numerics``) must stay the same for a run: others give other tokens. ``facts`` returns, after
+    the engine has run, its sizes and the machine's roofline for the report. ``notes`` are shown to the user.
     ``prepare`` returns when the kernels are compiled, which the first run on a machine waits for.
     """
 
@@ -175,8 +175,8 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     require_address_space(num_params * (1 if spec.model.weights == "int8" else 2))  # in the smallest dtype
     from batchgen.kernels.cpu import build
 
-    kernels = (_kernel_dtype(spec.model, info.config), info.config.dtype, spec.model.weights, spec.model.activations)
-    build.start(*kernels)  # beside the import of torch
+    forms = (info.config.dtype, spec.model.weights, spec.model.activations, spec.engine.kv_dtype)
+    build.start(_kernel_dtype(spec.model, info.config), *forms)  # beside the import of torch
     from batchgen.engine import Engine
     from batchgen.engine.facts import engine_facts
     from batchgen.engine.load import load_weights, use_threads
@@ -187,9 +187,10 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     overlaps = False if step_by_step else None
     engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, stop_matcher=stop_matcher, overlaps=overlaps)
     facts = partial(engine_facts, engine)
-    kernels = (model.numerics["dtype"] if model.numerics["device"] == "cpu" else "", *kernels[1:])
+    numerics = engine.numerics
+    kernels = (numerics["dtype"] if numerics["device"] == "cpu" else "", *forms)
     notes = () if build.is_kept(*kernels) else (_NOT_KEPT,)
-    return Backend(engine, model.numerics, threads, facts, notes, partial(build.finish, *kernels))
+    return Backend(engine, numerics, threads, facts, notes, partial(build.finish, *kernels))
 
 
 def _kernel_dtype(model: ModelSpec, config: ModelConfig) -> str:

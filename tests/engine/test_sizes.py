@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from tiny_model import raw_config, tiny_model
+from tiny_model import DTYPES, raw_config, state_tensors, tiny_model
 
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.machine import available_bytes, total_bytes
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine import sizes as sizes_module
 from batchgen.engine.load import use_threads
-from batchgen.engine.sizes import resolve, sizes_for
+from batchgen.engine.sizes import kept_kv_dtype, resolve, sizes_for
 from batchgen.model.config import ModelConfig
 from batchgen.model.registry import dummy_config, parse_config
-from batchgen.model.state import allocate
+from batchgen.model.state import KV_DTYPES, allocate
 
 MODEL = tiny_model(max_position_embeddings=500)
 BLOCK_BYTES = MODEL.config.kv_block_bytes(16, 4)
@@ -110,18 +113,47 @@ def test_more_threads_than_could_be_of_use_are_refused(threads_as_before: None) 
     assert torch.get_num_threads() == 64
 
 
-def test_the_bytes_counted_are_the_bytes_allocated() -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", *KV_DTYPES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_bytes_counted_are_the_bytes_allocated(dtype: torch.dtype, kv_dtype: str) -> None:
     for block_size in (3, 16, 24):
         state = allocate(
-            MODEL.config, num_blocks=9, block_size=block_size, num_slots=4, dtype=torch.bfloat16, device=MODEL.device
+            MODEL.config,
+            num_blocks=9,
+            block_size=block_size,
+            num_slots=4,
+            dtype=dtype,
+            device=MODEL.device,
+            kv_dtype=KV_DTYPES.get(kv_dtype),
         )
-        spare = sum(kv.keys[0].nbytes for kv in state.kv)
-        blocks = sum(kv.keys.nbytes + kv.values.nbytes for kv in state.kv) - spare
-        blocks += sum(conv.blocks.nbytes for conv in state.conv)
-        assert blocks == 9 * MODEL.config.kv_block_bytes(block_size, 2)
-        assert sum(conv.slots.nbytes for conv in state.conv) == 4 * MODEL.config.conv_slot_bytes(2)
-        assert all(not t.any() for kv in state.kv for t in (kv.keys, kv.values))
-        assert all(not t.any() for conv in state.conv for t in (conv.slots, conv.blocks))
+        spare = sum(kv.keys[0].nbytes for kv in state.kv) + sum(conv.slots.nbytes for conv in state.conv)
+        blocks = sum(tensor.nbytes for tensor in state_tensors(state)) - spare
+        assert blocks == 9 * MODEL.config.kv_block_bytes(block_size, dtype.itemsize, kv_dtype)
+        assert sum(conv.slots.nbytes for conv in state.conv) == 4 * MODEL.config.conv_slot_bytes(dtype.itemsize)
+        assert not any(tensor.any() for tensor in state_tensors(state))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_type_in_which_keys_are_computed_is_auto_by_another_name(dtype: str) -> None:
+    model = tiny_model(DTYPES[dtype])
+    for kv_dtype in ("auto", *KV_DTYPES):
+        engine = Engine(model, EngineConfig(kv_dtype=kv_dtype, kv_memory=1 << 20))
+        is_same = kv_dtype in ("auto", dtype)
+        assert engine.config.kv_dtype == ("auto" if is_same else kv_dtype)
+        assert engine.numerics == model.numerics | ({} if is_same else {"kv_dtype": kv_dtype})
+
+
+def test_an_unknown_type_of_keys_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"^kv_dtype ['\"]fp8['\"]: must be .*auto, bfloat16, int8$"):
+        EngineConfig(kv_dtype="fp8")
+
+
+def test_a_gpu_keeps_keys_as_they_are_computed_and_says_so() -> None:
+    gpu: Any = SimpleNamespace(numerics={"dtype": "float32"}, device=torch.device("cuda"))
+    assert kept_kv_dtype("auto", gpu) == kept_kv_dtype("float32", gpu) == "auto"
+    for kv_dtype in KV_DTYPES:
+        with pytest.raises(UsageError, match=f"^kv_dtype {kv_dtype}: a GPU keeps .* leave it .auto.$"):
+            kept_kv_dtype(kv_dtype, gpu)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +163,10 @@ def test_the_bytes_counted_are_the_bytes_allocated() -> None:
 def test_the_published_shapes_take_the_published_state(name: str, kv_token_kib: int, conv_kib: int) -> None:
     config: ModelConfig = dummy_config(f"dummy:{name}")
     assert config.kv_block_bytes(32, 2) == (32 * kv_token_kib + conv_kib) * 1024
+    assert config.kv_position_bytes(2) == kv_token_kib * 1024
+    assert config.kv_block_bytes(32, 4, "bfloat16") == (32 * kv_token_kib + 2 * conv_kib) * 1024
+    scales = 2 * 4 * config.num_kv_heads * config.num_attention_layers  # float32, of keys and of values
+    assert config.kv_position_bytes(4, "int8") == kv_token_kib * 1024 // 2 + scales
     assert config.conv_slot_bytes(2) == conv_kib * 1024
 
 

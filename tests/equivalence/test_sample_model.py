@@ -44,14 +44,14 @@ def rows() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(line) for line in lines)
 
 
-def answers(params: SamplingParams, form: Decoder | None = None, **policies: Any) -> list[Result]:
+def answers(params: SamplingParams, form: Decoder | None = None, **settings: Any) -> list[Result]:
     """A result per row of the sample questions, by the model or another form of it."""
     torch.set_num_threads(1)
     spec = InputSpec(path=("questions.jsonl",), prompt="{question}")
     builder = RequestBuilder(spec, params, tokenizer(), max_model_len=512, vocab_size=model().config.vocab_size)
     requests = builder.build([Record(i, "questions.jsonl", i + 1, row, START) for i, row in enumerate(rows())])
     assert all(isinstance(request, Request) for request in requests)
-    config = EngineConfig(kv_memory=16 << 20, max_num_seqs=64, **policies)
+    config = EngineConfig(kv_memory=16 << 20, max_num_seqs=64, **settings)
     engine = Engine(
         form or model(),
         config,
@@ -94,6 +94,13 @@ def test_integers_answer_as_well(dtype: str) -> None:
         assert accuracy(found) >= 285 / 300
         different = sum(one != other for one, other in zip(found, as_stored, strict=True))
         assert different <= most_different + (4 if dtype == "bfloat16" else 0)
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("auto", "int8"), ("float32", "int8"), ("float32", "bfloat16")])
+def test_keys_and_values_of_fewer_bits_answer_as_well(dtype: str, kv_dtype: str) -> None:
+    found = [text(result) for result in answers(SamplingParams(max_tokens=64), model(dtype), kv_dtype=kv_dtype)]
+    assert accuracy(found) >= 285 / 300
+    assert sum(map(str.__ne__, found, plain())) <= 6
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "all"])

@@ -131,7 +131,7 @@ def packed_keys(keys: Tensor, pack: int | None = None) -> Tensor:
 
 def state_tensors(state: StateCache) -> list[Tensor]:
     """All that a step may write."""
-    kv = [tensor for cache in state.kv for tensor in (cache.keys, cache.values)]
+    kv = [tensor for cache in state.kv for tensor in (cache.keys, cache.values, cache.scales) if tensor is not None]
     return kv + [tensor for conv in state.conv for tensor in (conv.slots, conv.blocks)]
 
 
@@ -178,9 +178,10 @@ def engine_for(
     model: Decoder, *, num_blocks: int, block_size: int, overlaps: bool | None = None, **sizes: Any
 ) -> Engine:
     """An engine with a pool of exactly ``num_blocks`` blocks; it admits without foresight, so as to preempt."""
-    memory = num_blocks * model.config.kv_block_bytes(block_size, model.dtype.itemsize)
+    block_bytes = model.config.kv_block_bytes(block_size, model.dtype.itemsize, sizes.get("kv_dtype", "auto"))
     sizes = {"forecast_memory": False} | sizes
-    return Engine(model, EngineConfig(block_size=block_size, kv_memory=memory, **sizes), overlaps=overlaps)
+    config = EngineConfig(block_size=block_size, kv_memory=num_blocks * block_bytes, **sizes)
+    return Engine(model, config, overlaps=overlaps)
 
 
 def checked_run(engine: Engine, requests: Iterable[Request]) -> Iterator[Result]:
@@ -207,13 +208,18 @@ def tokens_of(results: Iterable[Result]) -> dict[int, tuple[int, ...]]:
     return tokens
 
 
-def solo(model: Decoder, requests: Iterable[Request]) -> dict[int, tuple[int, ...]]:
+def solo(model: Decoder, requests: Iterable[Request], kv_dtype: str = "auto") -> dict[int, tuple[int, ...]]:
     """Tokens of every request run by itself, each in an engine of its own, prompt in one piece."""
     tokens = {}
     for request in requests:
         total = len(request.prompt_token_ids) + request.params.max_tokens
         engine = engine_for(
-            model, num_blocks=-(-total // 32), block_size=32, max_num_seqs=1, max_num_batched_tokens=total
+            model,
+            num_blocks=-(-total // 32),
+            block_size=32,
+            max_num_seqs=1,
+            max_num_batched_tokens=total,
+            kv_dtype=kv_dtype,
         )
         tokens.update(tokens_of(engine.run([request])))
     return tokens

@@ -119,9 +119,10 @@ def test_without_weights_the_plan_says_how_many_tokens_and_rows_fit(job: JobMake
     assert "by what is free now" in render_plan(found)
 
 
-def test_the_kv_plan_is_what_the_engine_then_takes(job: JobMaker) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_the_kv_plan_is_what_the_engine_then_takes(job: JobMaker, kv_dtype: str) -> None:
     job.write(rows_of(5))
-    sizes = {"kv_memory": "1MiB", "block_size": 16, "max_num_seqs": 4, "threads": 1}
+    sizes = {"kv_memory": "1MiB", "block_size": 16, "max_num_seqs": 4, "threads": 1, "kv_dtype": kv_dtype}
     spec = job.spec(engine=sizes, model={"device": "cpu"})
     kv = make_plan(spec, PlanOptions())["kv"]
     outcome = run_job(spec, quiet())
@@ -129,7 +130,9 @@ def test_the_kv_plan_is_what_the_engine_then_takes(job: JobMaker) -> None:
     taken = outcome.report["sizes"]
     assert (kv["memory_bytes"], kv["max_num_seqs"], kv["block_size"]) == (taken["kv_bytes"], 4, 16)
     assert kv["tokens_that_fit"] == taken["num_blocks"] * 16
-    assert kv["dtype"] == outcome.report["numerics"]["dtype"]
+    numerics = outcome.report["numerics"]
+    assert kv["dtype"] == numerics.get("kv_dtype", numerics["dtype"])
+    assert (numerics.get("kv_dtype"), taken["kv_dtype"]) == ({"auto": None}.get(kv_dtype, kv_dtype), kv_dtype)
 
 
 def test_weights_take_their_share_of_what_is_free(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from batchgen.plan.dry_run import PlanOptions, make_plan
 from batchgen.run import job as job_module
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
-from batchgen.run.loader import Backend, ModelInfo
+from batchgen.run.loader import Backend, EngineFactory, ModelInfo
 
 STRICT = RunOptions(strict=True, progress="quiet")
 
@@ -211,6 +211,35 @@ def test_the_advice_on_other_numerics_names_the_flags_that_go_on(job: JobMaker) 
     with pytest.raises(ResumeMismatch, match="go on with --dtype float32, or start anew with --overwrite") as caught:
         run_job(job.spec(), quiet(), engine_factory=other)
     assert "\n" not in str(caught.value)
+
+
+def in_bfloat16(**numerics: str) -> EngineFactory:
+    """A stub engine that says that it computes in bfloat16, and in ``numerics``."""
+
+    def make(spec: JobSpec, model: ModelInfo) -> Backend:
+        known = {"dtype": "bfloat16", "device": "stub", **numerics}
+        return dataclasses.replace(stub_factory(fails=frozenset())(spec, model), numerics=known)
+
+    return make
+
+
+def test_another_type_of_keys_is_refused_before_the_weights_are_loaded_unless_auto_is_the_same(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    run_job(job.spec(), quiet(max_total_tokens=1), engine_factory=in_bfloat16())
+    with pytest.raises(ResumeMismatch, match=r'numerics\.kv_dtype: was \(not there\), now "int8"'):
+        job.run(job.spec(engine={"kv_dtype": "int8"}))
+    assert job.engines == []
+    spec = job.spec(engine={"kv_dtype": "bfloat16"})
+    assert run_job(spec, quiet(), engine_factory=in_bfloat16()).exit_code == ExitCode.OK
+
+
+def test_the_advice_on_another_type_of_keys_names_the_flag_that_goes_on(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    run_job(job.spec(), quiet(max_total_tokens=1), engine_factory=in_bfloat16(kv_dtype="int8"))
+    with pytest.raises(ResumeMismatch, match="go on with --kv-dtype int8, or start anew"):
+        run_job(job.spec(), quiet(), engine_factory=in_bfloat16())
+    spec = job.spec(engine={"kv_dtype": "int8"})
+    assert run_job(spec, quiet(), engine_factory=in_bfloat16(kv_dtype="int8")).exit_code == ExitCode.OK
 
 
 def test_a_run_goes_on_on_another_device_of_the_same_kind(job: JobMaker) -> None:

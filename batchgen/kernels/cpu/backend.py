@@ -15,7 +15,7 @@ from torch import Tensor
 from batchgen.kernels.cpu import layout, sources
 from batchgen.kernels.cpu import linear as linears
 from batchgen.kernels.cpu.layout import ROWS_PER_ITEM
-from batchgen.kernels.cpu.parallel import Kernel, Kind, address, empty, openmp, scratch
+from batchgen.kernels.cpu.parallel import Kernel, address, empty, openmp, scratch
 from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import GatedLinear, Linear, PlainLinear, QKNorm, SamplingRows, TwoStepGatedLinear
@@ -27,13 +27,13 @@ _TAKE_ROWS, _RMS_NORM, _SWIGLU = Kernel(sources.TAKE_ROWS), Kernel(sources.RMS_N
 _ROPE_AND_CACHE, _SHORT_CONV = Kernel(sources.ROPE_AND_CACHE), Kernel(sources.SHORT_CONV)
 _ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(sources.ARGMAX), Kernel(sources.SAMPLE), Kernel(sources.LOGSUMEXP)
 _ATTENTION = Kernel(sources.ATTENTION)
-_MIXED_KINDS: dict[tuple[torch.dtype, torch.dtype], Kind] = {  # by what is computed, and what is cached of it
-    (torch.float32, torch.bfloat16): "f32_kv_bf16",
-    (torch.float32, torch.int8): "f32_kv_int8",
-    (torch.bfloat16, torch.int8): "bf16_kv_int8",
-}
-_ROPE_KINDS = {(dtype, dtype): dtype for dtype in (torch.bfloat16, torch.float32)} | _MIXED_KINDS
-_ATTENTION_KINDS = _ROPE_KINDS | {(torch.bfloat16, torch.bfloat16): sources.paired_kind("bfloat16")}
+_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int8: "int8"}
+_CACHED = [  # what is computed, and what is cached of it
+    *((dtype, kept) for dtype in (torch.bfloat16, torch.float32) for kept in (dtype, torch.int8)),
+    (torch.float32, torch.bfloat16),
+]
+_ROPE_KINDS = {(dtype, kept): sources.cached_kind(_NAMES[dtype], _NAMES[kept]) for dtype, kept in _CACHED}
+_ATTENTION_KINDS = {(dtype, kept): sources.attention_kind(_NAMES[dtype], _NAMES[kept]) for dtype, kept in _CACHED}
 
 
 @lru_cache

@@ -31,6 +31,7 @@ from batchgen.kernels.cpu.build import work_on
 work_on(*sys.argv[2:])
 """
 _LOCK = threading.RLock()
+_asked: set[Numbers] = set()  # models for which ``start`` was called
 _builders: dict[Numbers, subprocess.Popen[bytes]] = {}  # processes that compile
 _addresses: dict[str, int] = {}  # of kernels in memory, by the names of their objects
 
@@ -38,6 +39,7 @@ _addresses: dict[str, int] = {}  # of kernels in memory, by the names of their o
 def start(*model: str) -> None:
     """Begin to compile what a model needs and no process has left on disk; ``model`` are arguments of ``needed``."""
     with _LOCK:
+        _asked.add(model)
         if model in _builders or not _missing(model) or not objects.is_writable():
             return
         folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[3]]  # it finds the modules that we find
@@ -46,6 +48,11 @@ def start(*model: str) -> None:
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         with suppress(OSError):  # a group of its own: Ctrl-C reaches only the run
             _builders[model] = subprocess.Popen(command, stdin=pipe, stdout=null, stderr=null, process_group=0)
+
+
+def is_started() -> bool:
+    """Whether this process has said which kernels it needs."""
+    return bool(_asked)
 
 
 def finish(*model: str) -> None:

@@ -20,6 +20,7 @@ from batchgen.kernels.processor import byte_products, has_bfloat16_pairs, has_fu
 
 COMPILED = "batchgen.kernels.cpu.compiled"  # where the sources of kernels are
 Kinds = Mapping[str, tuple[Any, ...]]
+_SHORT = {"bfloat16": "bf16", "float32": "f32", "int8": "int8"}
 ELEMENTS: Kinds = {"bfloat16": (BF16,), "float32": (F32,)}
 
 
@@ -70,16 +71,33 @@ def paired_kind(dtype: str) -> str:
     return "bf16_pairs" if dtype == "bfloat16" and has_bfloat16_pairs() else dtype
 
 
-def needed(dtype: str, stored: str, weights: str = "auto", activations: str = "auto") -> list[tuple[Source, str]]:
+def cached_kind(dtype: str, kv_dtype: str) -> str:
+    """The kind for a model in ``dtype`` of the kernels that write and read keys and values, kept in ``kv_dtype``."""
+    if kv_dtype in ("auto", dtype):
+        return dtype
+    return f"{_SHORT[dtype]}_kv_{_SHORT[kv_dtype]}"
+
+
+def attention_kind(dtype: str, kv_dtype: str) -> str:
+    """The kind of attention for a model in ``dtype`` that keeps keys and values in ``kv_dtype``."""
+    kind = cached_kind(dtype, kv_dtype)
+    return paired_kind(dtype) if kind == dtype else kind
+
+
+def needed(
+    dtype: str, stored: str, weights: str = "auto", activations: str = "auto", kv_dtype: str = "auto"
+) -> list[tuple[Source, str]]:
     """The kernels that each step of a model may need, and their kinds; the longest to compile first.
 
-    ``dtype`` is the one it is computed in, ``stored`` that of its weights before ``weights`` and ``activations`` apply.
+    ``dtype`` is the one it is computed in, ``stored`` that of its weights before ``weights`` and ``activations`` apply,
+    ``kv_dtype`` that of keys and values.
     """
     if dtype not in ELEMENTS:
         return []
     reading = "f32_of_bf16" if (dtype, stored) == ("float32", "bfloat16") else dtype
-    found = [(ATTENTION, paired_kind(dtype)), *_linears(dtype, reading, weights, activations)]
-    found += [(source, dtype) for source in (SHORT_CONV, ROPE_AND_CACHE, ARGMAX, RMS_NORM)]
+    found = [(ATTENTION, attention_kind(dtype, kv_dtype)), *_linears(dtype, reading, weights, activations)]
+    found += [(source, dtype) for source in (SHORT_CONV, ARGMAX, RMS_NORM)]
+    found.append((ROPE_AND_CACHE, cached_kind(dtype, kv_dtype)))
     found += [(TAKE_ROWS, kind) for kind in (reading, dtype, "float32")]  # queries are float32 in any model
     return list(dict.fromkeys([*found, (RUN_ALL, "any")]))
 
