@@ -47,18 +47,24 @@ def load(where: ModelSpec, threads: int | None) -> Decoder:
 def benchmark(model: Decoder, config: EngineConfig, requests: list[Request], times: int) -> dict[str, Any]:
     """Run the workload ``times`` times after a short warm-up, each time with a new engine.
 
-    Returns plain data: medians under the metrics' names, the metrics of each repeat under ``runs``. ``split_s`` is
-    seconds by kernel, from one more run, or by the engine's phases where kernels cannot be timed.
+    Returns plain data: medians under the metrics' names, the metrics of each repeat under ``runs``; as last measured,
+    ``product``, ``peaks``, ``read_bytes_per_s`` and ``copy_bytes_per_s`` of ``Ceilings``. ``split_s`` is seconds by
+    kernel, from one more run, or by the engine's phases where kernels cannot be timed.
     """
     _run(model, config, [Request(r.key, r.prompt_token_ids[:16], SamplingParams(max_tokens=2)) for r in requests[:8]])
     split_s = _kernel_seconds(model, config, requests)
-    runs, stats, sizes = zip(*_repeats(model, config, requests, times), strict=True)
+    runs, stats, sizes, ceilings = zip(*_repeats(model, config, requests, times), strict=True)
+    last: Ceilings = ceilings[-1]
     return {
         **model.numerics,
         "threads": torch.get_num_threads(),
         "backend": model.kernels.name,
         "num_requests_tokens": {"prompt": _num_prompt_tokens(requests), "output": stats[0].num_output_tokens},
         **_medians(runs),
+        "product": last.product,
+        "peaks": dict(last.peaks),
+        "read_bytes_per_s": last.read_bytes_per_s,
+        "copy_bytes_per_s": last.copy_bytes_per_s,
         "engine": sizes[-1],
         "num_steps": stats[0].num_steps,
         "num_preemptions": stats[0].num_preemptions,
@@ -75,15 +81,16 @@ def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _repeats(
     model: Decoder, config: EngineConfig, requests: list[Request], times: int
-) -> Iterator[tuple[dict[str, float], EngineStats, dict[str, Any]]]:
-    """Metrics, counts and engine sizes of each repeat."""
+) -> Iterator[tuple[dict[str, float], EngineStats, dict[str, Any], Ceilings]]:
+    """Metrics, counts, engine sizes and ceilings of each repeat."""
     before = measure(model)
     for _ in range(times):
         wall_s, engine = _run(model, config, requests)
         after = measure(model)
         costs = Costs.of(model.config, model.dtype.itemsize, model.weight_bytes, engine.config.kv_dtype)
         work = costs.work(engine.stats.to_dict())
-        yield _metrics(wall_s, requests, engine.stats, work, before.mean(after)), engine.stats, engine_sizes(engine)
+        mean = before.mean(after)
+        yield _metrics(wall_s, requests, engine.stats, work, mean), engine.stats, engine_sizes(engine), mean
         before = after
         remember(model_key(model), after.measured_by("measured by batchgen bench"))
 
@@ -139,6 +146,19 @@ def _run(model: Decoder, config: EngineConfig, requests: list[Request]) -> tuple
     return wall_s, engine
 
 
+def _peak_lines(found: dict[str, Any]) -> Iterator[str]:
+    """What the processor reaches where it does nothing else, beside what the linears and copies do of it."""
+    peaks, product, rate = found["peaks"], found["product"], found["roofline_flops_per_s"]
+    if not peaks:
+        return
+    by_type = ", ".join(f"{name} {peak / 1e9:.0f}" for name, peak in peaks.items())
+    yield f"  peak             {by_type} GFLOP/s in registers"
+    share = f", {rate / peaks[product]:.0%} of the {product} peak" if product in peaks else ""
+    yield f"  linears          {rate / 1e9:.0f} GFLOP/s{share}"
+    read, copied = (found[f"{name}_bytes_per_s"] / 1e9 for name in ("read", "copy"))
+    yield f"  memory           reads {read:.1f} GB/s, copies {copied:.1f} GB/s"
+
+
 def render(found: dict[str, Any]) -> str:
     """The result of a benchmark, with its ``model`` and ``lengths``, as text for a person, within 80 columns."""
     integers = integers_text(found)
@@ -156,6 +176,7 @@ def render(found: dict[str, Any]) -> str:
         f"  roofline         {found['roofline_s']:.2f} s at {found['roofline_flops_per_s'] / 1e9:.0f} GFLOP/s, "
         f"{found['memory_bytes_per_s'] / 1e9:.0f} GB/s",
         f"  share of it      {found['roofline_share']:.1%}",
+        *_peak_lines(found),
         f"  a step at most   {sizes['max_num_batched_tokens']:,} tokens, {sizes['max_num_seqs']:,} sequences",
         f"  KV memory        {sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"
         + ("" if sizes["kv_dtype"] == "auto" else f", {sizes['kv_dtype']}"),

@@ -35,8 +35,8 @@ def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
     """Measure throughput, beside this machine's roofline.
 
     The roofline is measured in the same process: the sustained rate of the model's own linears, and memory
-    bandwidth. Prints medians over the repeats, with their range. On the CPU one more run comes first, which times
-    each kernel.
+    bandwidth. Beside it stands the CPU's peak, in loops that only multiply or only read. Prints medians over the
+    repeats, with their range. On the CPU one more run comes first, which times each kernel.
 
     A real job does not know the lengths of its answers. So all rows get the largest max_tokens, and a stop that the
     engine does not know ends each at its own length; --lengths known gives each row its own max_tokens. With unknown

@@ -1,7 +1,8 @@
 """Measurement of the ceilings of ``roofline``, in the process that runs the model.
 
 The rate of floating-point operations is that of the model's own linears, all layers in turn, so that weights come from
-memory as in a real step; the bandwidth is that of large copies and sums.
+memory as in a real step; the bandwidth is that of large copies and sums. Beside them stands what the processor reaches
+in loops that only multiply or only read, which no linear can.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.model.decoder import Decoder
 from batchgen.model.roofline import Ceilings
 
@@ -36,8 +38,33 @@ QUICK = MeasureConfig((512,), repeats=2, sustained_s=0.0, buffer_bytes=1 << 27)
 
 
 def measure(model: Decoder, config: MeasureConfig = THOROUGH) -> Ceilings:
-    """Both ceilings: the median rate of passes at the best row count, and the best bandwidth."""
-    return Ceilings(max(_linear_rate(model, rows, config) for rows in config.row_counts), _bandwidth(model, config))
+    """Both ceilings: the median rate of passes at the best row count, and the best bandwidth; and a CPU's peaks."""
+    linear_rate = max(_linear_rate(model, rows, config) for rows in config.row_counts)
+    buffer = torch.ones(config.buffer_bytes // 4, dtype=torch.float32, device=model.device)
+    source, target = buffer.chunk(2)
+    copied = _rate(lambda: target.copy_(source), buffer.nbytes, model.device, config)
+    summed = _rate(buffer.sum, buffer.nbytes, model.device, config)
+    found = Ceilings(linear_rate, max(copied, summed), product=_product(model), copy_bytes_per_s=copied)
+    if model.kernels.name != "cpu":
+        return found
+    from batchgen.kernels.cpu.peaks import products, reads
+
+    peaks = {name: _rate(work, flop, model.device, config) for name, (work, flop) in products().items()}
+    return replace(found, peaks=peaks, read_bytes_per_s=_rate(*reads(buffer), model.device, config))
+
+
+def _product(model: Decoder) -> str:
+    """The type of the numbers that the model's linears multiply."""
+    dtype = model.numerics["dtype"]
+    if model.kernels.activations == "int8":
+        return "int8"
+    is_emulated = dtype == "bfloat16" and model.device.type == "cpu" and not multiplies_bfloat16()
+    return "float32" if is_emulated else dtype
+
+
+def _rate(work: Callable[[], object], amount: float, device: torch.device, config: MeasureConfig) -> float:
+    """The best rate per second of work that does ``amount`` of something."""
+    return amount / min(_times_s(work, device, config.repeats, 0.0))
 
 
 def _times_s(work: Callable[[], object], device: torch.device, repeats: int, least_s: float) -> list[float]:
@@ -66,12 +93,3 @@ def _linear_rate(model: Decoder, rows: int, config: MeasureConfig) -> float:
 
     pass_s = statistics.median(_times_s(one_pass, model.device, config.repeats, config.sustained_s))
     return 2.0 * model.config.linear_params_per_token * rows / pass_s
-
-
-def _bandwidth(model: Decoder, config: MeasureConfig) -> float:
-    """Bytes per second, the better of a large copy (bytes read and written) and a large sum (bytes read)."""
-    buffer = torch.ones(config.buffer_bytes // 4, dtype=torch.float32, device=model.device)
-    source, target = buffer.chunk(2)
-    copied = config.buffer_bytes / min(_times_s(lambda: target.copy_(source), model.device, config.repeats, 0.0))
-    summed = config.buffer_bytes / min(_times_s(buffer.sum, model.device, config.repeats, 0.0))
-    return max(copied, summed)

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,21 @@ from batchgen.model.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The highest rates that this machine was measured to sustain, by what (for a person) and when (ISO 8601)."""
+    """The highest rates that this machine was measured to sustain, by what (for a person) and when (ISO 8601).
+
+    Beside them, for comparison alone: ``peaks``, FLOP per second of loops in registers by the type of the factors (the
+    linears multiply ``product``), and bytes per second of reads by a kernel of our own and of copies; empty or 0 where
+    they are not measured.
+    """
 
     flops_per_s: float
     memory_bytes_per_s: float
     source: str = ""
     measured_at: str = ""
+    product: str = ""
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    read_bytes_per_s: float = 0.0
+    copy_bytes_per_s: float = 0.0
 
     def measured_by(self, source: str) -> Ceilings:
         """These ceilings, measured just now."""
@@ -37,7 +46,12 @@ class Ceilings:
     def mean(self, other: Ceilings) -> Ceilings:
         """The mean of two measurements, for a run between them."""
         return Ceilings(
-            (self.flops_per_s + other.flops_per_s) / 2, (self.memory_bytes_per_s + other.memory_bytes_per_s) / 2
+            (self.flops_per_s + other.flops_per_s) / 2,
+            (self.memory_bytes_per_s + other.memory_bytes_per_s) / 2,
+            product=self.product,
+            peaks={name: (peak + other.peaks.get(name, peak)) / 2 for name, peak in self.peaks.items()},
+            read_bytes_per_s=(self.read_bytes_per_s + other.read_bytes_per_s) / 2,
+            copy_bytes_per_s=(self.copy_bytes_per_s + other.copy_bytes_per_s) / 2,
         )
 
 
@@ -101,7 +115,7 @@ class Costs:
 
 def describe_costs(costs: Costs, ceilings: Ceilings | None) -> dict[str, Any]:
     """The input of ``roofline_section``, as plain data."""
-    measured = asdict(ceilings) if ceilings else dict.fromkeys(field.name for field in fields(Ceilings))
+    measured = asdict(ceilings) if ceilings else dict.fromkeys(item.name for item in fields(Ceilings))
     return {"costs": asdict(costs), **measured}
 
 
@@ -145,8 +159,8 @@ def remember(key: str, ceilings: Ceilings) -> None:
     with suppress(OSError, RuntimeError, BatchgenError):
         path = cache_file()
         path.parent.mkdir(parents=True, exist_ok=True)
-        rates = {"flops_per_s": ceilings.flops_per_s, "memory_bytes_per_s": ceilings.memory_bytes_per_s}
-        entry = {"ceilings": rates, "source": ceilings.source, "measured_at": ceilings.measured_at}
+        rates = asdict(ceilings)
+        entry = {name: rates.pop(name) for name in ("source", "measured_at")} | {"ceilings": rates}
         write_atomic(path, json.dumps({**_read(path), key: entry}, indent=2).encode() + b"\n")
 
 

@@ -66,6 +66,8 @@ KEYS = {
     "roofline": "flops and bytes the steps needed at least, the rates measured on this machine (flops_per_s, "
     "memory_bytes_per_s; source and measured_at say how and when), floor_s at those rates, and what was reached in "
     "generate_s: flops_share, bytes_share, share (the larger); costs are those of one unit of what the engine counts. "
+    "For comparison alone: peaks (FLOP/s of loops in registers, by type; product is what the linears multiply), "
+    "read_bytes_per_s and copy_bytes_per_s. "
     "Rates and shares are null where nothing was measured, all is null where the engine does not count",
     "device_hours_per_million_output_tokens": "unit cpu: threads x wall_s; unit gpu: wall_s; over completion tokens",
     "max_rss_bytes": "most memory the process held",

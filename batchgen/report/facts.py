@@ -179,6 +179,11 @@ def _tail_and_roofline(report: Report) -> Facts:
         yield "roofline", f"{roofline['flops_share']:.0%} of {roofline['flops_per_s'] / 1e9:,.0f} GFLOP/s"
         moved = f"{roofline['bytes_share']:.0%} of {roofline['memory_bytes_per_s'] / 1e9:,.0f} GB/s"
         yield "roofline", f"{moved} while generating ({source})"
+        if peak := roofline.get("peaks", {}).get(roofline.get("product")):
+            yield "peak", f"{peak / 1e9:,.0f} GFLOP/s ({roofline['product']}) in registers"
+            yield "peak", f"of which linears sustain {roofline['flops_per_s'] / peak:.0%}"
+            read, copied = (roofline[f"{name}_bytes_per_s"] / 1e9 for name in ("read", "copy"))
+            yield "peak", f"memory reads {read:,.0f} GB/s, copies {copied:,.0f} GB/s"
 
 
 def _device_hours(report: Report) -> _Cost | None:

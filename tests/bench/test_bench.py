@@ -15,6 +15,7 @@ from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine, EngineConfig, facts
 from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.cpu.peaks import kinds_of_products
 from batchgen.model import load_config, load_model, rates, roofline
 from batchgen.model.rates import MeasureConfig
 from batchgen.model.roofline import Ceilings
@@ -76,6 +77,11 @@ def test_bench_prints_one_object_with_figures_and_roofline(
     assert found["kernels"].startswith(CpuKernels().variant)
     assert found["roofline_flops_per_s"] > 0
     assert found["memory_bytes_per_s"] > 0
+    assert found["product"] == "float32"
+    assert found["peaks"].keys() == kinds_of_products().keys()
+    assert min(found["peaks"].values()) > 0
+    assert min(found["read_bytes_per_s"], found["copy_bytes_per_s"]) > 0
+    assert json.loads(ceilings_file.read_text()).popitem()[1]["ceilings"]["peaks"].keys() == found["peaks"].keys()
     assert found["split_s"].keys() >= {"linear", "attention", "short_conv", "host"}
     assert min(found["split_s"].values()) > 0
     assert found["engine"].keys() >= {"max_num_batched_tokens", "max_num_seqs", "block_size", "kv_bytes"}
@@ -174,6 +180,8 @@ def test_bench_text_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     call(["bench", "--model", SAMPLE, *lengths, "--repeats", "1"])
     lines = capsys.readouterr().out.splitlines()
     assert any("share of it" in line for line in lines)
+    assert any("GFLOP/s in registers" in line for line in lines)
+    assert any("reads" in line and "copies" in line for line in lines)
     assert all(len(line) <= 80 + len(SAMPLE) for line in lines)
 
 

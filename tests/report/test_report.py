@@ -154,6 +154,13 @@ def test_the_roofline_is_told_with_its_source_or_with_the_way_to_one(real: dict[
     totals = RowTotals()
     report = build_report(totals, {"engine": counts, "seconds": {"generate": 9.0}}, ABOUT | {"roofline": known})
     assert "measured by batchgen bench, 2026-01-02" in " ".join(render_report(report).split())
+    assert "peak" not in render_report(report), "reports of earlier builds have none"
+    beside = {"product": "bfloat16", "peaks": {"float32": 1e9, "bfloat16": 2e9}}
+    rates = {"read_bytes_per_s": 3e9, "copy_bytes_per_s": 2e9}
+    more = ABOUT | {"roofline": known | beside | rates}
+    text = render_report(build_report(totals, {"engine": counts, "seconds": {"generate": 9.0}}, more))
+    peak = "2 GFLOP/s (bfloat16) in registers, of which linears sustain 50%, memory reads 3 GB/s, copies 2 GB/s"
+    assert peak in " ".join(text.split())
     known["flops_per_s"] = None
     report = build_report(totals, {"engine": counts, "seconds": {"generate": 9.0}}, ABOUT | {"roofline": known})
     assert "batchgen bench measures it" in " ".join(render_report(report).split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,9 +126,26 @@ def test_ceilings_hold_for_one_machine_shape_dtype_and_number_of_threads() -> No
 
 def test_ceilings_of_several_machines_are_kept_side_by_side(kept: Path) -> None:
     remember("one", MEASURED)
-    remember("two", Ceilings(2.0, 3.0, "s", "t"))
-    assert recall("one") == MEASURED
+    two = Ceilings(2.0, 3.0, "s", "t", "int8", {"int8": 9.0}, read_bytes_per_s=4.0, copy_bytes_per_s=3.0)
+    remember("two", two)
+    assert (recall("one"), recall("two")) == (MEASURED, two)
     assert kept.is_file()
+
+
+def test_ceilings_of_an_earlier_build_have_no_peaks(kept: Path) -> None:
+    kept.parent.mkdir()
+    rates = {"flops_per_s": 2.0, "memory_bytes_per_s": 3.0}
+    kept.write_text(json.dumps({"key": {"ceilings": rates, "source": "s", "measured_at": "t"}}))
+    assert recall("key") == Ceilings(2.0, 3.0, "s", "t")
+
+
+def test_the_mean_of_two_measurements_is_that_of_every_rate() -> None:
+    peaks = {"float32": 5.0, "bfloat16": 8.0}
+    one = Ceilings(1.0, 2.0, product="bfloat16", peaks=peaks, read_bytes_per_s=4.0, copy_bytes_per_s=3.0)
+    double = {name: 2 * peak for name, peak in peaks.items()}
+    two = Ceilings(2.0, 4.0, product="bfloat16", peaks=double, read_bytes_per_s=8.0, copy_bytes_per_s=6.0)
+    mean = Ceilings(1.5, 3.0, product="bfloat16", peaks={"float32": 7.5, "bfloat16": 12.0})
+    assert one.mean(two) == replace(mean, read_bytes_per_s=6.0, copy_bytes_per_s=4.5)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"key": 3}', '{"key": {"ceilings": {}}}', '{"key": {"ceilings": 1}}'])

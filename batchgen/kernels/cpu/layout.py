@@ -37,6 +37,8 @@ NUM_STREAMS = 4  # places in memory that are read at once: one alone does not fi
 TILE = 256  # positions whose scores are held at once; a multiple of CHUNK * NUM_STREAMS
 SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
 
+PEAK_VECTORS = 16  # of memory for each worker of the loops that only multiply
+
 SEGMENT = 32  # tokens convolved at once: their inputs stay in the cache
 BINS = 4096  # of the histograms that find a sampling threshold
 

@@ -84,7 +84,7 @@ def emit_unpack(builder, out, strip, groups, x):
                 builder.store(vector, builder.bitcast(at, vector.type.as_pointer()), align=64)
 
 
-def _emit_dots(builder, weights, inputs, total):
+def emit_dots(builder, weights, inputs, total):
     """``total`` plus the sums of the products of 16 outputs' 8 bytes: of ``weights``, two vectors, and ``inputs``.
 
     ``inputs`` are two times four signed bytes in every lane.
@@ -119,7 +119,7 @@ def _joined(builder, a, b):
 
 
 def _emit_part(builder, features, kind, weights, inputs, total):
-    """``_emit_dots`` for the outputs that fill one register of ``kind``."""
+    """``emit_dots`` for the outputs that fill one register of ``kind``."""
     as_bytes = ir.VectorType(_BYTE, 4 * kind.count)
     if "avxvnni" in features:
         for w, x in zip(weights, inputs, strict=True):
@@ -173,7 +173,7 @@ def emit_integer_sums(builder, totals, x, first_row, strip, groups, prefetch):
                     for i in (0, 4)
                 ]
                 for v, w in enumerate(weights):
-                    builder.store(_emit_dots(builder, w, spread, builder.load(sums[r, v])), sums[r, v])
+                    builder.store(emit_dots(builder, w, spread, builder.load(sums[r, v])), sums[r, v])
         of_weights = [
             emit_load(builder, builder.bitcast(builder.gep(s, [base]), FLOAT.as_pointer()), number(0)) for s in strip
         ]

@@ -1,0 +1,110 @@
+"""Loops that do nothing but multiply, or nothing but read: the most that a processor and its memory can do.
+
+Products stay in registers, and so many totals are under way that none waits for the one before. Reads come from several
+places of a large buffer at once. Both are what a linear would be without the other half of its work.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled.matmul_int8 import emit_dots
+from batchgen.kernels.cpu.compiled.simd import ANY, BF16, F32, I64, INT8, emitted
+from batchgen.kernels.cpu.compiled.vector_ir import (
+    INT_VECTOR,
+    VECTOR,
+    emit_dot,
+    emit_fma,
+    is_bf16,
+    is_int8,
+    number,
+)
+from batchgen.kernels.cpu.compiled.work import next_item, worker_number
+from batchgen.kernels.cpu.layout import ARGS, LANES, NUM_ITEMS, NUM_STREAMS, PEAK_VECTORS
+from batchgen.kernels.processor import has_wide_registers
+
+
+def emit_products(builder, place, rounds, num_totals):
+    """Add ``rounds`` products to each of ``num_totals`` vectors at ``place``; their factors are the two that follow.
+
+    The element type of the pointer says what a product is: one of float32, pairs of bfloat16, eight bytes.
+    """
+    kind = INT_VECTOR if is_int8(place) else VECTOR
+    start = builder.bitcast(place, kind.as_pointer())
+    slots = [builder.gep(start, [number(i)]) for i in range(num_totals + 2)]
+    totals = [cgutils.alloca_once_value(builder, builder.load(slot, align=4)) for slot in slots[:num_totals]]
+    a, b = (builder.load(slot, align=4) for slot in slots[num_totals:])
+
+    def product(total):
+        if is_int8(place):
+            as_bytes = [builder.bitcast(v, ir.VectorType(ir.IntType(8), 4 * LANES)) for v in (a, b)]
+            return emit_dots(builder, as_bytes, [b, a], total)
+        return emit_dot(builder, a, b, total) if is_bf16(place) else emit_fma(builder, a, b, total)
+
+    with cgutils.for_range(builder, rounds):
+        for total in totals:
+            builder.store(product(builder.load(total)), total)
+    for slot, total in zip(slots, totals, strict=False):
+        builder.store(builder.load(total), slot, align=4)
+
+
+# Enough to hide the latency of a product at two per cycle: of 32 wide registers, or in pairs of 16 narrow ones.
+num_totals = 12 if has_wide_registers() else 6
+
+
+@emitted(types.void, ANY, I64)
+def _products(builder, place, rounds):
+    emit_products(builder, place, rounds, num_totals)
+
+
+@simd.jit
+def _multiply(words, dtype):
+    """Arguments: memory of ``PEAK_VECTORS`` vectors for each worker (address), products of each total in an item."""
+    worker = worker_number(words)
+    place = simd.pointer(words[ARGS] + worker * PEAK_VECTORS * LANES * 4, dtype)
+    item = next_item(words, worker)
+    while item < words[NUM_ITEMS]:
+        _products(place, words[ARGS + 1])
+        item = next_item(words, worker)
+
+
+@simd.jit
+def _read(words):
+    """Arguments: memory for the sum of each worker, what is read (addresses), float32 elements of an item.
+
+    An item is read from ``NUM_STREAMS`` places at once.
+    """
+    worker, size = worker_number(words), words[ARGS + 2]
+    part = size // NUM_STREAMS
+    a = simd.splat(F32(0.0))
+    b = c = d = a
+    item = next_item(words, worker)
+    while item < words[NUM_ITEMS]:
+        x = simd.pointer(words[ARGS + 1] + item * size * 4, F32)
+        for i in range(0, part, LANES):
+            a = simd.add(a, simd.load(x, i))
+            b = simd.add(b, simd.load(x, part + i))
+            c = simd.add(c, simd.load(x, 2 * part + i))
+            d = simd.add(d, simd.load(x, 3 * part + i))
+        item = next_item(words, worker)
+    sums = simd.pointer(words[ARGS] + worker * PEAK_VECTORS * LANES * 4, F32)
+    simd.store(sums, 0, simd.add(simd.add(a, b), simd.add(c, d)))
+
+
+def _multiply_f32(words):
+    _multiply(words, F32)
+
+
+def _multiply_bf16(words):
+    _multiply(words, BF16)
+
+
+def _multiply_int8(words):
+    _multiply(words, INT8)
+
+
+def _read_f32(words):
+    _read(words)
