@@ -17,6 +17,23 @@ _KV_BYTES = {"bfloat16": (2, 0), "int8": (1, 4)}  # of a cached number, and of t
 
 
 @dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the matrices of a quantized checkpoint are stored; they are read back into the dtype of the model.
+
+    ``group_sizes`` are the numbers of inputs that share a scale, None for all of an output's; ``block`` is the number
+    of outputs and of inputs that do. ``zero_offset`` is added to stored zero points. ``has_activations``: the
+    checkpoint quantizes activations too, which is not done here.
+    """
+
+    method: str
+    bits: frozenset[int]
+    group_sizes: frozenset[int | None]
+    block: tuple[int, int] | None = None
+    zero_offset: int = 0
+    has_activations: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shape of one model, all derived sizes resolved.
 
@@ -43,6 +60,7 @@ class ModelConfig:
     tensor_names: Mapping[str, str] = field(compare=False, repr=False)
     conv_l_cache: int = 1  # taps of the short convolution
     conv_bias: bool = False
+    quantization: Quantization | None = None
 
     @property
     def num_layers(self) -> int:

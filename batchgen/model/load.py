@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,7 @@ from batchgen.kernels.interface import Kernels
 from batchgen.kernels.select import select
 from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
+from batchgen.model.quantized.checkpoint import QuantizedCheckpoint
 from batchgen.model.registry import dummy_config, is_dummy, read_config
 from batchgen.model.weights import Checkpoint, RandomTensors, TensorSource
 
@@ -52,7 +54,7 @@ def load_model(
     if folder is None:
         source = RandomTensors(kind, where, saved=DTYPES.get(config.dtype))
     else:
-        source = Checkpoint(folder, kind, where)
+        source = _open(folder, config, kind, where)
     if where.type == "cpu":
         name = str(kind).removeprefix("torch.")
         _require_memory(path, config, name, weights, activations)
@@ -63,6 +65,13 @@ def load_model(
             where, kind, batch_invariant=batch_invariant, weights=weights, activations=activations
         )
         return Decoder(config, source, chosen)
+
+
+def _open(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> TensorSource:
+    """The weights in a folder. Raises ModelError if they are unusable."""
+    if config.quantization:
+        return QuantizedCheckpoint(folder, dtype, device, config.quantization)
+    return Checkpoint(folder, dtype, device)
 
 
 def _check_integers(weights: str, activations: str, device: torch.device) -> None:

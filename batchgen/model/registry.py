@@ -16,6 +16,7 @@ from batchgen.core.model_files import generation_eos_token_ids, read_object
 from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
 from batchgen.model.families import lfm2
+from batchgen.model.quantized.settings import parse_quantization
 from batchgen.model.values import ConfigValues
 
 _PREFIX = "dummy:"
@@ -37,7 +38,7 @@ FAMILIES: Mapping[str, Family] = {"lfm2": lfm2}  # by model_type
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """The shape that a parsed ``config.json`` describes; ``where`` names it in errors.
 
-    Raises ModelError for an unknown family, a quantized checkpoint, a missing or impossible value.
+    Raises ModelError for an unknown family, an unknown kind of quantization, a missing or impossible value.
     """
     values = ConfigValues(raw, where)
     model_type = raw.get("model_type")
@@ -45,9 +46,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     if family is None:
         known = ", ".join(f"{name!r} ({family.TITLE})" for name, family in FAMILIES.items())
         raise values.error(f"model_type is {shown(model_type)}; this engine runs {known} only")
-    if raw.get("quantization_config") is not None:
-        raise values.error("quantized checkpoints are not supported; use the bfloat16 release")
-    config = family.read_config(values)
+    config = replace(family.read_config(values), quantization=parse_quantization(values))
     if config.num_heads % config.num_kv_heads:
         raise values.error(f"num_attention_heads {config.num_heads} is not a multiple of {config.num_kv_heads}")
     if config.head_dim % 2:

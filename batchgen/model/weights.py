@@ -1,7 +1,7 @@
 """Sources of a model's weights: a safetensors checkpoint, or a random generator of the same shapes.
 
 A model takes each tensor by name and shape exactly once and then finishes the source, which can thus name a missing,
-misshapen or left-over tensor. Only safetensors is read: loading runs no code.
+misshapen or left-over tensor. Loading runs no code. ``quantized`` has the sources of quantized weights.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +20,7 @@ from batchgen.core.machine import is_out_of_memory
 from batchgen.core.model_files import INDEX, WEIGHTS, file_bytes, weight_map
 from batchgen.core.units import shortened, shown
 
-_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others mean nothing without scales
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others mean nothing without scales
 
 
 def stored_dtype(saved: torch.dtype, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -41,6 +41,16 @@ class Init(NamedTuple):
 
 NORM = Init(1.0, 0.1)
 TAPS = Init(0.0, 0.5)  # of a convolution
+
+
+class TensorSource(Protocol):
+    """Where a model takes its weights from."""
+
+    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+        """The tensor of that name. Raises ModelError: there is none, or it has another shape than ``shape``."""
+
+    def finish(self, optional: str = "") -> None:
+        """Raises ModelError if a tensor but ``optional`` is left over: an unknown tensor means an unknown model."""
 
 
 class Checkpoint:
@@ -88,27 +98,36 @@ class Checkpoint:
             why = shortened(" ".join(str(error).split()), 200)
             raise ModelError(f"{path}: cannot be read as safetensors ({why}); download it again") from None
 
-    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
-        """The tensor of that name on the source's device, in its dtype or as ``stored_dtype`` says.
+    def holds(self, name: str) -> bool:
+        return name in self._files
 
-        Raises ModelError: no such tensor, another shape than ``shape``, or no plain floating-point numbers.
-        """
+    def read(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
+        """The tensor of that name as it is stored. Raises ModelError: there is none, or it has none of ``shapes``."""
         if name not in self._files:
             raise ModelError(f"{self.folder}: the weights lack tensor {name!r}, which config.json asks for")
         file = self._open(self._files[name])
         found = file.get_slice(name).get_shape()
-        if tuple(found) != shape:
-            raise ModelError(
-                f"{self.folder}: tensor {name!r} has shape {shown(found)}; config.json asks for {list(shape)}"
-            )
+        if tuple(found) not in shapes:
+            asked = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            raise ModelError(f"{self.folder}: tensor {name!r} has shape {shown(found)}; config.json asks for {asked}")
         tensor: Tensor = file.get_tensor(name)
-        if tensor.dtype not in _WEIGHT_DTYPES:
-            raise ModelError(f"{self.folder}: tensor {name!r} is {tensor.dtype}; quantized weights are not supported")
         self._taken.add(name)
+        return tensor
+
+    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+        """The tensor of that name on the source's device, in its dtype or as ``stored_dtype`` says.
+
+        Raises ModelError: as ``read``, or it holds no plain floating-point numbers.
+        """
+        tensor = self.read(name, shape)
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise ModelError(
+                f"{self.folder}: tensor {name!r} is {tensor.dtype}, which means nothing without the scales and the "
+                "quantization_config of a format that is read; use the bfloat16 release"
+            )
         return tensor.to(self.device, stored_dtype(tensor.dtype, self.dtype, self.device))
 
     def finish(self, optional: str = "") -> None:
-        """Raises ModelError if a tensor but ``optional`` is left over: an unknown tensor means an unknown model."""
         left = sorted(set(self._files) - self._taken - {optional})
         if left:
             raise ModelError(f"{self.folder}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
@@ -142,9 +161,6 @@ class RandomTensors:
 
     def finish(self, optional: str = "") -> None:
         """Nothing can be left over."""
-
-
-TensorSource = Checkpoint | RandomTensors
 
 
 class NamedTensors:

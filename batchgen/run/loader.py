@@ -189,8 +189,10 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     facts = partial(engine_facts, engine)
     numerics = engine.numerics
     kernels = (numerics["dtype"] if numerics["device"] == "cpu" else "", *forms)
-    notes = () if build.is_kept(*kernels) else (_NOT_KEPT,)
-    return Backend(engine, numerics, threads, facts, notes, partial(build.finish, *kernels))
+    notes = [] if build.is_kept(*kernels) else [_NOT_KEPT]
+    if info.config.quantization is not None and info.config.quantization.has_activations:
+        notes.append("the settings for activations in the quantization_config of this checkpoint are not used")
+    return Backend(engine, numerics, threads, facts, tuple(notes), partial(build.finish, *kernels))
 
 
 def _kernel_dtype(model: ModelSpec, config: ModelConfig) -> str:

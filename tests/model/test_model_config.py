@@ -146,7 +146,7 @@ def test_aliases_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> No
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope", "'linear'"]),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, ["rope", "'llama3'"]),
         ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn"}}, ["rope", "'yarn'"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantized"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["hqq", "bfloat16"]),
         ({"num_attention_heads": 5}, ["num_attention_heads", "5", "2"]),
         ({"head_dim": 15}, ["head_dim", "15"]),
         ({"layer_types": ["conv"]}, ["layer_types", "4"]),
