@@ -63,7 +63,7 @@ class ModelSpec:
     these values; ``weights`` and ``activations`` are compared as they are written here.
     """
 
-    path: str = key(string("MODEL"), "Folder, Hub id or dummy:NAME", "", flag="model", outputs=False)
+    path: str = key(string("MODEL"), "Folder, .gguf file, Hub id or dummy:NAME", "", flag="model", outputs=False)
     revision: str = key(string(), "Branch, tag or commit on the Hub", "main", outputs=False)
     dtype: str = key(
         one_of("auto", "bfloat16", "float16", "float32"), "Data type of what is computed", "auto", outputs=False

@@ -1,4 +1,4 @@
-"""Resolves a model name to a local folder: an existing one, or a snapshot in the Hugging Face Hub's cache.
+"""Resolves a model name to a local folder or GGUF file: an existing one, or one in the Hugging Face Hub's cache.
 
 It downloads only files that match the caller's patterns, which name data formats (safetensors, JSON, jinja), so that
 neither pickles nor code of a repository reach the machine, and checks the files before any is opened.
@@ -6,41 +6,47 @@ neither pickles nor code of a repository reach the machine, and checks the files
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from batchgen.core.errors import ModelError
-from batchgen.core.model_files import check_files
+from batchgen.core.model_files import check_files, is_gguf
 from batchgen.core.units import shown
 
 _REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_GGUF_ID = re.compile(r"([\w.-]+/[\w.-]+)/([\w.-]+\.gguf)")
 
 
-def resolve_folder(path: str, revision: str, patterns: Sequence[str]) -> Path:
-    """The folder that ``path`` names: a local one, else a Hub id's files that match ``patterns``.
+def resolve_model(path: str, revision: str, patterns: Sequence[str]) -> Path:
+    """The folder or GGUF file that ``path`` names: a local one, else a Hub id's files that match ``patterns``.
 
-    The Hub's cache is used as ``huggingface_hub`` does; with ``HF_HUB_OFFLINE=1`` nothing is downloaded. Raises
-    ModelError that says how the name was read, or which file cannot belong to a model.
+    The Hub's cache is used as ``huggingface_hub`` does; with ``HF_HUB_OFFLINE=1`` nothing is downloaded. Of a
+    repository with GGUF files ORGANIZATION/NAME/FILE.gguf is one, and is fetched without the others. Raises ModelError
+    that says how the name was read, or which file cannot belong to a model.
     """
-    folder = Path(path)
+    model = Path(path)
     try:
-        is_there = folder.is_dir()
+        is_there = model.is_dir() or (is_gguf(model) and os.path.lexists(model))
     except (OSError, ValueError) as error:  # ValueError: a NUL
         why = error.strerror if isinstance(error, OSError) else error
         raise ModelError(f"model {shown(path)} cannot be looked up ({why})") from None
     if not is_there:
-        folder = _download(_repo_id(folder, path), revision, patterns)
-    check_files(folder, patterns)
-    return folder
+        model = _from_hub(model, path, revision, patterns)
+    check_files(model, patterns)
+    return model
 
 
-def _repo_id(folder: Path, path: str) -> str:
-    if folder.exists():
-        raise ModelError(f"model {path} is a file; give the folder it is in")
-    if not _REPO_ID.fullmatch(path) or path.startswith("."):
+def _from_hub(model: Path, path: str, revision: str, patterns: Sequence[str]) -> Path:
+    if model.exists():
+        raise ModelError(f"model {path} is a file; give the folder it is in, or a .gguf file")
+    if path.startswith(".") or not (_REPO_ID.fullmatch(path) or _GGUF_ID.fullmatch(path)):
         raise ModelError(f"no model folder {path} (and a Hub id is written NAME or ORGANIZATION/NAME)")
-    return path
+    if match := _GGUF_ID.fullmatch(path):
+        others = [pattern for pattern in patterns if pattern != "*.safetensors"]
+        return _download(match[1], revision, [match[2], *others]) / match[2]
+    return _download(path, revision, patterns)
 
 
 def _download(repo_id: str, revision: str, patterns: Sequence[str]) -> Path:

@@ -1,4 +1,4 @@
-"""Checks and reads the files of a model folder, whose content is hostile by default.
+"""Checks and reads the files of a model, a folder or a GGUF file, whose content is hostile by default.
 
 Reading a FIFO, a device or a sparse file of exabytes would never end, so kind and size of each file of a model or
 tokenizer are checked before any is opened. Other files in the folder are ignored. Of the contents it knows only the
@@ -32,6 +32,7 @@ _MAX_GENERATION_BYTES = 1 << 20  # published ones have 200 bytes
 _MAX_TOKEN_ID = 2**31 - 1  # the limit of the kernels' 32-bit indices
 _MAX_DATA_BYTES = 1 << 30  # of a JSON file or template; the largest tokenizers have 50 MB
 _MAX_WEIGHTS_BYTES = 1 << 40  # of one file of weights; the Hub takes none above 0.5 TB
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf")
 _REMEDY = "make it a readable file, or remove it"
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -42,24 +43,38 @@ _KINDS = {
 }
 
 
-def model_files(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """The files of ``folder`` that match one of ``patterns`` and that a model or tokenizer is read from, sorted.
+def is_gguf(model: Path) -> bool:
+    """Whether a model is a GGUF file: its own config and weights, with a tokenizer beside it or elsewhere."""
+    return model.suffix == ".gguf" and not model.is_dir()
+
+
+def tokenizer_folder(model: Path) -> Path:
+    """The folder in which a model has its tokenizer, if it has one."""
+    return model.parent if is_gguf(model) else model
+
+
+def model_files(model: Path, patterns: Iterable[str]) -> list[Path]:
+    """The files that match one of ``patterns`` and that a model or tokenizer is read from, sorted; a GGUF file always.
 
     Raises:
         ModelError: the index of the weights, if there is one, is unusable.
     """
-    names = _DATA_NAMES | set((weight_map(folder) or {"": WEIGHTS}).values())
-    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.name in names})
+    if is_gguf(model):
+        names, own = _DATA_NAMES - {_CONFIG, INDEX}, {model}
+    else:
+        names, own = _DATA_NAMES | set((weight_map(model) or {"": WEIGHTS}).values()), set()
+    found = (path for pattern in patterns for path in tokenizer_folder(model).glob(pattern))
+    return sorted(own.union(path for path in found if path.name in names))
 
 
-def check_files(folder: Path, patterns: Iterable[str]) -> None:
+def check_files(model: Path, patterns: Iterable[str]) -> None:
     """Check every file that ``model_files`` finds, without opening any but the index of the weights.
 
     Raises:
         ModelError: one is no regular file (a link to one is), or is too large to be what its name says.
     """
-    for path in model_files(folder, patterns):
-        size, most = file_bytes(path), _MAX_WEIGHTS_BYTES if path.suffix == ".safetensors" else _MAX_DATA_BYTES
+    for path in model_files(model, patterns):
+        size, most = file_bytes(path), _MAX_WEIGHTS_BYTES if path.suffix in _WEIGHT_SUFFIXES else _MAX_DATA_BYTES
         if size > most:
             raise ModelError(f"{path}: has {size:,} bytes, more than the {most:,} that a model's files have")
 
@@ -159,5 +174,5 @@ def is_token_id(value: object) -> bool:
 
 def _unreadable(path: Path, error: Exception) -> ModelError:
     why = error.strerror if isinstance(error, OSError) else error
-    is_needed = path.name == _CONFIG or path.suffix == ".safetensors"
+    is_needed = path.name == _CONFIG or path.suffix in _WEIGHT_SUFFIXES
     return ModelError(f"{path}: cannot be read ({why}); {'a model folder needs this file' if is_needed else _REMEDY}")

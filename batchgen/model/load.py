@@ -8,14 +8,16 @@ from pathlib import Path
 import torch
 
 from batchgen.core.errors import ModelError
-from batchgen.core.hub import resolve_folder
+from batchgen.core.hub import resolve_model
 from batchgen.core.machine import SMALLER_SIZES, memory_errors, physical_bytes
+from batchgen.core.model_files import is_gguf
 from batchgen.core.units import shown
 from batchgen.kernels.cpu import build
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.select import select
 from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
+from batchgen.model.quantized.blocks import GgufTensors
 from batchgen.model.quantized.checkpoint import QuantizedCheckpoint
 from batchgen.model.registry import dummy_config, is_dummy, read_config
 from batchgen.model.weights import Checkpoint, RandomTensors, TensorSource
@@ -46,15 +48,15 @@ def load_model(
     for an unusable folder, config, or weights.
     """
     where = resolve_device(device)
-    folder = None if is_dummy(path) else resolve_folder(path, revision, _PATTERNS)
-    config = dummy_config(path) if folder is None else read_config(folder)
+    model = None if is_dummy(path) else resolve_model(path, revision, _PATTERNS)
+    config = dummy_config(path) if model is None else read_config(model)
     kind = resolve_dtype(dtype, config, where)
     _check_integers(weights, activations, where)
     source: TensorSource
-    if folder is None:
+    if model is None:
         source = RandomTensors(kind, where, saved=DTYPES.get(config.dtype))
     else:
-        source = _open(folder, config, kind, where)
+        source = _open(model, config, kind, where)
     if where.type == "cpu":
         name = str(kind).removeprefix("torch.")
         _require_memory(path, config, name, weights, activations)
@@ -67,11 +69,13 @@ def load_model(
         return Decoder(config, source, chosen)
 
 
-def _open(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> TensorSource:
-    """The weights in a folder. Raises ModelError if they are unusable."""
+def _open(model: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> TensorSource:
+    """The weights in a folder or GGUF file. Raises ModelError if they are unusable."""
+    if is_gguf(model):
+        return GgufTensors(model, dtype, device)
     if config.quantization:
-        return QuantizedCheckpoint(folder, dtype, device, config.quantization)
-    return Checkpoint(folder, dtype, device)
+        return QuantizedCheckpoint(model, dtype, device, config.quantization)
+    return Checkpoint(model, dtype, device)
 
 
 def _check_integers(weights: str, activations: str, device: torch.device) -> None:

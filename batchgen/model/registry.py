@@ -1,6 +1,6 @@
 """Registry of the model families, and the shape of any model that one of them can read.
 
-A model is a folder, a Hub id, or the name of a published shape with random weights (``dummy:LFM2-350M``).
+A model is a folder, a GGUF file, a Hub id, or the name of a published shape with random weights (``dummy:LFM2-350M``).
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from batchgen.core.errors import ModelError
-from batchgen.core.hub import resolve_folder
-from batchgen.core.model_files import generation_eos_token_ids, read_object
+from batchgen.core.hub import resolve_model
+from batchgen.core.model_files import generation_eos_token_ids, is_gguf, read_object
 from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
 from batchgen.model.families import lfm2
+from batchgen.model.quantized.gguf import read_gguf_config
 from batchgen.model.quantized.settings import parse_quantization
 from batchgen.model.values import ConfigValues
 
@@ -54,14 +55,17 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     return config
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The shape of the model in a folder; the end tokens of ``generation_config.json`` are added to its own.
+def read_config(model: Path) -> ModelConfig:
+    """The shape of the model in a folder or GGUF file; to a folder's are added the end tokens of the generation config.
 
     Raises ModelError for a missing or broken file, or anything that ``parse_config`` refuses.
     """
-    path = folder / "config.json"
+    if is_gguf(model):
+        raw, tensor_names = read_gguf_config(model)
+        return replace(parse_config(raw, str(model)), tensor_names=tensor_names)
+    path = model / "config.json"
     config = parse_config(read_object(path, _MAX_BYTES), str(path))
-    eos_token_ids = dict.fromkeys((*config.eos_token_ids, *generation_eos_token_ids(folder)))
+    eos_token_ids = dict.fromkeys((*config.eos_token_ids, *generation_eos_token_ids(model)))
     return replace(config, eos_token_ids=tuple(eos_token_ids))
 
 
@@ -80,8 +84,8 @@ def dummy_config(path: str) -> ModelConfig:
 
 
 def load_config(path: str, revision: str = "main") -> ModelConfig:
-    """Shape of the model at ``path``: a folder, a Hub id or ``dummy:NAME``.
+    """Shape of the model at ``path``: a folder, a GGUF file, a Hub id or ``dummy:NAME``.
 
     Raises ModelError if it cannot be found, read, or run by this engine.
     """
-    return dummy_config(path) if is_dummy(path) else read_config(resolve_folder(path, revision, ("*.json", "*.jinja")))
+    return dummy_config(path) if is_dummy(path) else read_config(resolve_model(path, revision, ("*.json", "*.jinja")))

@@ -17,9 +17,9 @@ from batchgen.config.job import InputSpec, JobSpec, ModelSpec
 from batchgen.config.sampling import card_values
 from batchgen.core.errors import InputChanged, ModelError, UsageError
 from batchgen.core.fingerprint import Digests, FileState
-from batchgen.core.hub import resolve_folder
+from batchgen.core.hub import resolve_model
 from batchgen.core.machine import require_address_space
-from batchgen.core.model_files import model_files
+from batchgen.core.model_files import is_gguf, model_files, tokenizer_folder
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.input.requests import RequestBuilder
 from batchgen.model import ModelConfig, is_dummy, load_config
@@ -82,7 +82,7 @@ class ModelInfo:
     tokenizer: Tokenizer | None
     max_model_len: int
     path: str
-    folder: Path | None  # None for a dummy
+    folder: Path | None  # or GGUF file; None for a dummy
     tokenizer_folder: Path | None  # if it is not the model's own
     read_states: Mapping[Path, FileState]
 
@@ -141,22 +141,24 @@ def read_model(spec: JobSpec) -> ModelInfo:
     model = spec.model
     states: dict[Path, FileState] = {}
     if not is_dummy(model.path):
-        states |= _states(resolve_folder(model.path, model.revision, _TOKENIZER_PATTERNS))
+        states |= _states(resolve_model(model.path, model.revision, _TOKENIZER_PATTERNS))
     config = load_config(model.path, model.revision)
-    folder = None if is_dummy(model.path) else resolve_folder(model.path, model.revision, _MODEL_PATTERNS)
-    tokenizer_folder = folder
+    folder = None if is_dummy(model.path) else resolve_model(model.path, model.revision, _MODEL_PATTERNS)
+    tokenizer, own_tokenizer_folder = None, None
     if model.tokenizer:
         revision = "main"  # model.revision is that of the model's own repository
-        tokenizer_folder = resolve_folder(model.tokenizer, revision, _TOKENIZER_PATTERNS)
-    if tokenizer_folder is not None and tokenizer_folder != folder:
-        states |= _states(tokenizer_folder)
-    tokenizer = None
-    if tokenizer_folder is not None and (model.tokenizer or (tokenizer_folder / "tokenizer.json").is_file()):
-        tokenizer = Tokenizer.load(tokenizer_folder)
+        own_tokenizer_folder = resolve_model(model.tokenizer, revision, _TOKENIZER_PATTERNS)
+        states = _states(own_tokenizer_folder) | states
+        tokenizer = Tokenizer.load(own_tokenizer_folder)
+    elif folder is not None and (tokenizer_folder(folder) / "tokenizer.json").is_file():
+        tokenizer = Tokenizer.load(tokenizer_folder(folder))
+    elif folder is not None and is_gguf(folder) and (spec.input.prompt or spec.input.messages):
+        raise ModelError(
+            f"{folder}: there is no tokenizer.json beside it; give --tokenizer a folder or Hub id with one"
+        )
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         sizes = f"{tokenizer.vocab_size} tokens, the model {config.vocab_size}"
         raise UsageError(f"the tokenizer has {sizes}: they do not belong together")
-    own_tokenizer_folder = tokenizer_folder if model.tokenizer else None
     longest = _max_model_len(spec, config)
     return ModelInfo(config, tokenizer, longest, model.path, folder, own_tokenizer_folder, states)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from batchgen.core.errors import ModelError
-from batchgen.core.hub import resolve_folder
+from batchgen.core.hub import resolve_model
 
 COMMIT = "c" * 40
 PATTERNS = ("*.safetensors", "*.json", "*.jinja")
@@ -23,15 +23,17 @@ FILES = {
     "config.json": b'{"model_type": "lfm2"}',
     "model.safetensors": b"weights",
     "chat_template.jinja": b"{{ messages }}",
+    "tiny-Q4_0.gguf": b"GGUF of 4 bits",
+    "tiny-Q8_0.gguf": b"GGUF of 8 bits",
     "pytorch_model.bin": b"a pickle",
     "modeling_lfm2.py": b"code",
 }
 RESOLVE = """
 import sys
 from batchgen.core.errors import ModelError
-from batchgen.core.hub import resolve_folder
+from batchgen.core.hub import resolve_model
 try:
-    print(resolve_folder(sys.argv[1], sys.argv[2], sys.argv[3].split(",")))
+    print(resolve_model(sys.argv[1], sys.argv[2], sys.argv[3].split(",")))
 except ModelError as error:
     print("ModelError:", error)
 """
@@ -92,7 +94,7 @@ def endpoint() -> Iterator[str]:
 
 
 def resolve(name: str, home: Path, revision: str = "main", **environment: str) -> str:
-    """What ``resolve_folder`` says in a process of its own: huggingface_hub reads its settings when imported."""
+    """What ``resolve_model`` says in a process of its own: huggingface_hub reads its settings when imported."""
     settings = {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "*", **environment}
     command = [sys.executable, "-c", RESOLVE, name, revision, ",".join(PATTERNS)]
     done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True, cwd=home)
@@ -100,7 +102,7 @@ def resolve(name: str, home: Path, revision: str = "main", **environment: str) -
 
 
 def test_a_local_folder_is_taken_as_it_stands_whatever_the_revision(tmp_path: Path) -> None:
-    assert resolve_folder(str(tmp_path), "no-such-revision", PATTERNS) == tmp_path
+    assert resolve_model(str(tmp_path), "no-such-revision", PATTERNS) == tmp_path
 
 
 @pytest.mark.parametrize(
@@ -108,14 +110,14 @@ def test_a_local_folder_is_taken_as_it_stands_whatever_the_revision(tmp_path: Pa
 )
 def test_what_can_only_be_a_folder_and_is_not_there_is_one_line(name: str) -> None:
     with pytest.raises(ModelError, match="no model folder") as caught:
-        resolve_folder(name, "main", PATTERNS)
+        resolve_model(name, "main", PATTERNS)
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_in_place_of_a_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="is a file; give the folder"):
-        resolve_folder(str(tmp_path / "config.json"), "main", PATTERNS)
+        resolve_model(str(tmp_path / "config.json"), "main", PATTERNS)
 
 
 def test_a_hub_model_is_downloaded_once_without_pickles_or_code_and_then_found_offline(
@@ -127,6 +129,15 @@ def test_a_hub_model_is_downloaded_once_without_pickles_or_code_and_then_found_o
     }
     assert resolve("org/tiny", tmp_path, HF_HUB_OFFLINE="1") == str(folder)
     assert resolve("org/tiny", tmp_path, COMMIT, HF_HUB_OFFLINE="1") == str(folder)
+
+
+def test_of_several_gguf_files_the_one_that_is_named_is_downloaded(endpoint: str, tmp_path: Path) -> None:
+    path = Path(resolve("org/tiny/tiny-Q4_0.gguf", tmp_path, HF_ENDPOINT=endpoint))
+    assert path.read_bytes() == FILES["tiny-Q4_0.gguf"]
+    assert {file.name for file in path.parent.iterdir()} == {"tiny-Q4_0.gguf", "config.json", "chat_template.jinja"}
+    assert resolve("org/tiny/tiny-Q4_0.gguf", tmp_path, HF_HUB_OFFLINE="1") == str(path)
+    said = resolve("org/tiny/tiny-Q2_K.gguf", tmp_path, HF_ENDPOINT=endpoint)
+    assert said.startswith("ModelError: ") and "tiny-Q2_K.gguf: cannot be read (No such file" in said
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
 from batchgen.core.errors import ModelError, UsageError
 from batchgen.core.fingerprint import Digests, file_digest
-from batchgen.core.hub import resolve_folder
+from batchgen.core.hub import resolve_model
 from batchgen.core.model_files import check_files, read_object
 from batchgen.model import load_model
 from batchgen.run.loader import read_model
@@ -51,7 +51,7 @@ def test_hostile_folders_are_refused_in_one_line_or_run(tmp_path: Path, share: f
 def test_what_is_no_regular_file_of_a_sane_size_is_never_opened(tmp_path: Path, name: str, kind: str) -> None:
     ODD_FILES[kind](tmp_path / name)
     with pytest.raises(ModelError) as caught:
-        resolve_folder(str(tmp_path), "main", PATTERNS)
+        resolve_model(str(tmp_path), "main", PATTERNS)
     assert name in str(caught.value) or str(tmp_path) in str(caught.value)
 
 
@@ -83,14 +83,14 @@ def test_what_no_model_is_read_from_is_neither_refused_nor_part_of_its_fingerpri
 def test_a_file_that_a_model_may_lack_is_not_called_needed(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to("gone")
     with pytest.raises(ModelError, match=f"{name}: cannot be read .*; make it a readable file, or remove it"):
-        resolve_folder(str(tmp_path), "main", PATTERNS)
+        resolve_model(str(tmp_path), "main", PATTERNS)
 
 
 def test_shards_that_the_index_names_are_checked(tmp_path: Path) -> None:
     (tmp_path / "shard-1.safetensors").symlink_to("/dev/zero")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "shard-1.safetensors"}}')
     with pytest.raises(ModelError, match=r"shard-1.safetensors: is a device, not a regular file"):
-        resolve_folder(str(tmp_path), "main", PATTERNS)
+        resolve_model(str(tmp_path), "main", PATTERNS)
 
 
 @pytest.fixture
@@ -130,5 +130,5 @@ def test_the_digest_of_what_may_never_end_is_not_taken(tmp_path: Path, kind: str
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "/".join("y" * 300 for _ in range(3))])
 def test_a_name_that_no_folder_can_have_is_one_line(name: str) -> None:
     with pytest.raises(ModelError, match="model") as caught:
-        resolve_folder(name, "main", PATTERNS)
+        resolve_model(name, "main", PATTERNS)
     assert len(str(caught.value)) < 300

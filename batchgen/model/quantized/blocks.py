@@ -1,0 +1,102 @@
+"""The tensors of a GGUF file as a source of plain weights.
+
+Numbers are read here; the ``gguf`` package, which knows the blocks of each quantized type, turns them into float32.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.core.errors import ModelError
+from batchgen.core.model_files import file_bytes
+from batchgen.core.units import shown
+from batchgen.model.quantized.gguf import GgufTensor, read_header
+from batchgen.model.weights import Init
+
+_NUMBERS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}  # by type
+_CHUNK = 1 << 18  # values turned into float32 at once: these stay in the processor's cache, all of a row's do not
+
+
+class GgufTensors:
+    """Tensors of a GGUF file, each read back into ``dtype``."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.device = device
+        self._tensors = read_header(path).tensors
+        self._taken: set[str] = set()
+
+    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+        """The tensor of that name; axes of one element may be missing in the file, as those of convolutions are.
+
+        Raises ModelError: no such tensor, another shape, a type that is not read, data beyond the end of the file, or
+        no finite numbers.
+        """
+        found = self._tensors.get(name)
+        if found is None:
+            raise self._error(name, "is missing; convert the model again")
+        if [n for n in found.shape if n != 1] != [n for n in shape if n != 1]:
+            raise self._error(name, f"has shape {list(found.shape)}; the metadata asks for {list(shape)}")
+        if found.kind in _NUMBERS:
+            kind = _NUMBERS[found.kind]
+            tensor = torch.from_numpy(self._bytes(name, found, math.prod(shape) * kind.itemsize)).view(kind)
+        else:
+            tensor = self._from_blocks(name, found)
+        tensor = tensor.to(self.device, self.dtype).view(shape)
+        if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+            raise self._error(name, "has values that are not finite; download the file again")
+        self._taken.add(name)
+        return tensor
+
+    def finish(self, optional: str = "") -> None:
+        left = sorted(set(self._tensors) - self._taken - {optional})
+        if left:
+            raise ModelError(f"{self.path}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
+
+    def _from_blocks(self, name: str, found: GgufTensor) -> Tensor:
+        gguf = _package(self.path)
+        try:
+            kind = gguf.GGMLQuantizationType(found.kind)
+        except ValueError:
+            raise self._error(name, f"has type {found.kind}, which the installed gguf package does not know") from None
+        values_per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        width = math.prod(found.shape[-1:])
+        if width % values_per_block:
+            raise self._error(name, f"has rows of {width} values, {kind.name} blocks of {values_per_block}")
+        num_blocks = math.prod(found.shape) // values_per_block
+        data = self._bytes(name, found, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
+        tensor = torch.empty((num_blocks, values_per_block), dtype=self.dtype)
+        step = _CHUNK // values_per_block
+        with np.errstate(all="ignore"):  # of scales that are not finite, which the caller looks for
+            for start in range(0, num_blocks, step):
+                part = data[start : start + step]
+                try:
+                    wide = gguf.dequantize(part.reshape(1, -1), kind)
+                except NotImplementedError:
+                    raise self._error(name, f"has type {kind.name}, which is not read; use another file") from None
+                tensor[start : start + step] = torch.from_numpy(wide).view(len(part), -1)
+        return tensor
+
+    def _bytes(self, name: str, found: GgufTensor, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        if found.offset + count > file_bytes(self.path):
+            raise self._error(name, "lies beyond the end of the file; download it again")
+        return np.fromfile(self.path, np.uint8, count, offset=found.offset)
+
+    def _error(self, name: str, what: str) -> ModelError:
+        return ModelError(f"{self.path}: tensor {name!r} {what}")
+
+
+def _package(path: Path) -> Any:
+    """The ``gguf`` package. Raises ModelError if it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise ModelError(f"{path}: its quantized blocks need a package more: pip install 'batchgen[gguf]'") from None
+    return gguf

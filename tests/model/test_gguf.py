@@ -1,0 +1,350 @@
+"""GGUF files: the model they hold is the one that the package which defines them reads, or they are refused."""
+
+from __future__ import annotations
+
+import random
+import struct
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quantized_folders import tensor
+from run_helpers import MODEL, JobMaker, rows_of
+from safetensors.torch import load_file, save_file
+from tiny_model import CPU, DTYPES, prefix_logits, raw_config, write_checkpoint
+
+from batchgen.core.errors import ExitCode, ModelError
+from batchgen.core.fingerprint import Digests
+from batchgen.kernels.reference import ReferenceKernels
+from batchgen.model.decoder import Decoder
+from batchgen.model.load import load_model
+from batchgen.model.quantized.blocks import GgufTensors
+from batchgen.model.quantized.gguf import read_header
+from batchgen.model.registry import load_config, parse_config, read_config
+from batchgen.run.invocation import RunOptions
+from batchgen.run.job import run_job
+from batchgen.run.loader import read_model
+
+gguf = pytest.importorskip("gguf", reason="the gguf package is not installed; it writes the files")
+from gguf_files import gguf_name, write_gguf  # noqa: E402 - imports the package
+
+PROMPT = [9, 30, 77, 12, 5]
+Kind = gguf.GGMLQuantizationType
+BLOCKS = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.BF16, Kind.F16, Kind.F32]
+NOT_READ = [Kind.Q8_1, Kind.Q8_K, Kind.I8, Kind.I16, Kind.I32, Kind.I64, Kind.Q1_0, Kind.F64]
+
+
+def load(path: Path, dtype: str = "float32") -> Decoder:
+    return load_model(str(path), dtype=dtype, device="cpu", kernels=ReferenceKernels())
+
+
+def refusal(path: Path) -> str:
+    """The one line with which loading the file fails."""
+    with pytest.raises(ModelError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert "\n" not in message and len(message) < 500
+    assert message.startswith(str(path))
+    return message
+
+
+def mostly(kind: Any) -> Callable[[str], Any]:
+    """Matrices of that type; norms and convolutions float32, as converters leave them."""
+    return lambda name: Kind.F32 if "norm" in name or "conv.conv" in name else kind
+
+
+def write_both(folder: Path, kind: Any, metadata: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """A GGUF file, and ``plain`` with the values that it stands for."""
+    tensors = write_checkpoint(folder / "plain", **changes)
+    config = read_config(folder / "plain")
+    values = write_gguf(folder / "tiny.gguf", config, tensors, mostly(kind), metadata)
+    plain = {name: tensor(value, torch.float32) for name, value in values.items()}
+    save_file(plain, folder / "plain" / "model.safetensors")
+    return folder / "tiny.gguf"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_a_gguf_model_has_the_logits_of_the_values_that_it_stands_for(tmp_path: Path, kind: Any, dtype: str) -> None:
+    found, expected = load(write_both(tmp_path, kind), dtype), load(tmp_path / "plain", dtype)
+    assert torch.equal(prefix_logits(found, PROMPT), prefix_logits(expected, PROMPT))
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embedding": False}, {"head_dim": 32}, {"rope_theta": 5e5}], ids=str)
+def test_the_config_is_that_of_the_model_it_was_converted_from(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = write_both(tmp_path, Kind.F16, {"lfm2.attention.key_length": changes.get("head_dim")}, **changes)
+    assert load_config(str(path)) == parse_config(raw_config(**changes, torch_dtype="bfloat16"), "tiny")
+    found, expected = load(path), load(tmp_path / "plain")
+    assert torch.equal(prefix_logits(found, PROMPT), prefix_logits(expected, PROMPT))
+
+
+def test_the_last_norm_may_have_its_newer_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"model.embedding_norm.weight": "output_norm.weight"}
+    monkeypatch.setattr("gguf_files.gguf_name", lambda name, layers: names.get(name) or gguf_name(name, layers))
+    path = write_both(tmp_path, Kind.F32)
+    assert "output_norm.weight" in read_header(path).tensors
+    assert torch.equal(prefix_logits(load(path), PROMPT), prefix_logits(load(tmp_path / "plain"), PROMPT))
+
+
+def test_transformers_reads_the_same_model_from_the_same_file(tmp_path: Path) -> None:
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    path = write_both(tmp_path, Kind.Q8_0)
+    reference = Lfm2ForCausalLM(Lfm2Config(**load_gguf_checkpoint(path)["config"])).eval()
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=reference)["tensors"]
+    assert not reference.load_state_dict(tensors, strict=False).unexpected_keys
+    reference.tie_weights()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(prefix_logits(load(path), PROMPT), expected, rtol=1e-4, atol=1e-4)
+
+
+def one_tensor(path: Path, kind: Any, data: np.ndarray) -> GgufTensors:
+    writer = gguf.GGUFWriter(path, "lfm2")
+    writer.add_tensor("x.weight", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GgufTensors(path, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind not in NOT_READ], ids=lambda kind: kind.name)
+def test_blocks_of_every_type_are_read_as_the_package_reads_them(tmp_path: Path, kind: Any) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    rows, width = 700, 512 * -(-block // 256)  # more than one chunk
+    data = np.random.default_rng(kind).integers(0, 60, (rows, width // block * size), dtype=np.uint8)  # finite scales
+    source = one_tensor(tmp_path / "x.gguf", kind, data)
+    assert np.array_equal(source.take("x.weight", (rows, width)).numpy(), gguf.dequantize(data, kind))
+    source.finish()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in NOT_READ if kind != Kind.F64], ids=lambda kind: kind.name)
+def test_a_type_that_the_package_does_not_turn_into_numbers_is_named(tmp_path: Path, kind: Any) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    source = one_tensor(tmp_path / "x.gguf", kind, np.zeros((2, size), dtype=np.uint8))
+    with pytest.raises(ModelError, match=f"tensor 'x.weight' has type {kind.name}, which is not read"):
+        source.take("x.weight", (2, block))
+
+
+def test_numbers_of_float64_are_read(tmp_path: Path) -> None:
+    values = np.array([[0.5, -3.0]])
+    assert one_tensor(tmp_path / "x.gguf", None, values).take("x.weight", (1, 2)).tolist() == [[0.5, -3.0]]
+
+
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    data = gguf.quantize(np.ones((2, 32), dtype=np.float32), Kind.Q8_0)
+    data[1, :2] = 0, 0x7E  # a NaN of float16
+    with pytest.raises(ModelError, match=r"'x.weight' has values that are not finite"):
+        one_tensor(tmp_path / "x.gguf", Kind.Q8_0, data).take("x.weight", (2, 32))
+
+
+def test_without_the_package_plain_numbers_are_read_and_blocks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, blocks = write_both(tmp_path, Kind.BF16), write_both(tmp_path / "blocks", Kind.Q8_0)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    load(plain)
+    assert load_config(str(blocks)).hidden_size == 64
+    assert r"pip install 'batchgen[gguf]'" in refusal(blocks)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"general.architecture": "llama"}, "general.architecture is 'llama'; GGUF files of 'lfm2' are read"),
+        ({"general.architecture": None}, "general.architecture is None"),
+        ({"split.count": 3}, "is one piece of several; join them"),
+        ({"lfm2.attention.head_count_kv": 2}, "head_count_kv must be a list, not 2"),
+        ({"lfm2.embedding_length": None}, "the metadata has no 'lfm2.embedding_length'"),
+        ({"lfm2.embedding_length": 0}, "hidden_size must be a positive integer"),
+        ({"lfm2.embedding_length": "64"}, "hidden_size must be a positive integer"),
+        (
+            {"lfm2.embedding_length": 128},
+            "tensor 'token_embd.weight' has shape [128, 64]; the metadata asks for [128, 128]",
+        ),
+        ({"lfm2.embedding_length": 2**31}, "hidden_size must be at most"),
+        ({"lfm2.block_count": 5}, "layer_types must name 5 layers"),
+        ({"lfm2.block_count": 2**31}, "num_hidden_layers must be at most"),
+        ({"lfm2.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported"),
+        ({"lfm2.feed_forward_length": 2**31 - 1}, "take"),
+        ({"general.alignment": 0}, "general.alignment is 0"),
+        ({"general.alignment": "x"}, "general.alignment is 'x'"),
+    ],
+    ids=str,
+)
+def test_metadata_that_is_no_model_is_refused_by_name(tmp_path: Path, metadata: dict[str, Any], words: str) -> None:
+    assert words in refusal(write_both(tmp_path, Kind.F16, metadata))
+
+
+def test_tensors_that_are_missing_or_left_over_are_named(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path)
+    config = read_config(tmp_path)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    write_gguf(tmp_path / "less.gguf", config, {n: t for n, t in tensors.items() if n != name}, mostly(Kind.F16))
+    assert "tensor 'blk.1.attn_q.weight' is missing" in refusal(tmp_path / "less.gguf")
+    more = {name.replace("layers.1", "layers.0"): tensors[name]}
+    write_gguf(tmp_path / "more.gguf", config, tensors | more, mostly(Kind.F16))
+    assert "unknown tensor 'blk.0.attn_q.weight'" in refusal(tmp_path / "more.gguf")
+    no_embedding = {n: t for n, t in tensors.items() if "embed_tokens" not in n}
+    write_gguf(tmp_path / "none.gguf", config, no_embedding, mostly(Kind.F16))
+    assert "has no tensor 'token_embd.weight'" in refusal(tmp_path / "none.gguf")
+
+
+def header(num_tensors: int, num_values: int, rest: bytes = b"", version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_values) + rest
+
+
+def value(kind: int, rest: bytes, key: bytes = b"k") -> bytes:
+    return struct.pack("<Q", len(key)) + key + struct.pack("<I", kind) + rest
+
+
+def entry(name: bytes, *shape: int, kind: int = 0, offset: int = 0, dimensions: int | None = None) -> bytes:
+    sizes = struct.pack(f"<I{len(shape)}Q", len(shape) if dimensions is None else dimensions, *shape)
+    return struct.pack("<Q", len(name)) + name + sizes + struct.pack("<IQ", kind, offset)
+
+
+HUGE = 2**64 - 1
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "no usable GGUF file"),
+    "a safetensors file": (struct.pack("<Q", 2) + b"{}" + bytes(50), "it does not begin with GGUF"),
+    "another version": (header(0, 0, version=1), "version 1; 2 and 3 are read"),
+    "the other byte order": (b"GGUF" + struct.pack(">I", 3), "version 50331648"),
+    "values without end": (header(0, HUGE), "its header is cut short"),
+    "tensors without end": (header(HUGE, 0), "its header is cut short"),
+    "a key without end": (header(0, 1, struct.pack("<Q", HUGE)), "its header is cut short"),
+    "a text without end": (header(0, 1, value(8, struct.pack("<Q", 2**62))), "its header is cut short"),
+    "an array without end": (header(0, 1, value(9, struct.pack("<IQ", 0, HUGE))), "its header is cut short"),
+    "an array of texts without end": (header(0, 1, value(9, struct.pack("<IQ", 8, HUGE))), "its header is cut short"),
+    "an array of arrays": (header(0, 1, value(9, struct.pack("<IQ", 9, 1))), "an array of type 9"),
+    "a value of no type": (header(0, 1, value(13, b"")), "metadata of unknown type 13"),
+    "a key that is no UTF-8": (header(0, 1, value(0, b"\0", b"\xff")), "no usable GGUF file"),
+    "dimensions without end": (header(1, 0, entry(b"t", dimensions=2**31)), "more than 4 dimensions"),
+    "a tensor twice": (header(2, 0, entry(b"t", 1) + entry(b"t", 1)), "'t' is there twice"),
+    "no metadata": (header(0, 0), "general.architecture is None"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_no_gguf_file_is_refused_in_one_line_and_little_memory(tmp_path: Path, name: str) -> None:
+    content, words = HOSTILE[name]
+    (tmp_path / "x.gguf").write_bytes(content)
+    tracemalloc.start()
+    try:
+        assert words in refusal(tmp_path / "x.gguf")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_header_of_texts_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
+    with (tmp_path / "x.gguf").open("wb") as file:
+        file.write(header(0, 1, value(9, struct.pack("<IQ", 8, 2**40))))
+        file.truncate(1 << 34)  # empty strings, two thousand million of them
+    tracemalloc.start()
+    try:
+        assert "its header is cut short" in refusal(tmp_path / "x.gguf")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("shape", [(2**63, 2**63), (64, 2**40), (64,), (), (64, 128, 2)], ids=str)
+def test_shapes_are_compared_before_anything_is_read(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    (tmp_path / "x.gguf").write_bytes(header(1, 0, entry(b"x", *shape[::-1])))
+    with pytest.raises(ModelError, match=r"tensor 'x' has shape \["):
+        GgufTensors(tmp_path / "x.gguf", torch.float32, CPU).take("x", (64, 128))
+
+
+@pytest.mark.parametrize("offset", [1, 2**40, HUGE])
+def test_data_beyond_the_end_is_refused_before_it_is_allocated(tmp_path: Path, offset: int) -> None:
+    rows = 2**40  # as numbers, 4 TB
+    for kind, width in ((0, 1), (8, 32), (12, 256)):
+        (tmp_path / "x.gguf").write_bytes(header(1, 0, entry(b"x", width, rows, kind=kind, offset=offset)) + bytes(99))
+        with pytest.raises(ModelError, match="lies beyond the end of the file"):
+            GgufTensors(tmp_path / "x.gguf", torch.float32, CPU).take("x", (rows, width))
+
+
+def test_rows_of_no_whole_number_of_blocks_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(header(1, 0, entry(b"x", 48, 2, kind=8)) + bytes(999))
+    with pytest.raises(ModelError, match="rows of 48 values, Q8_0 blocks of 32"):
+        GgufTensors(tmp_path / "x.gguf", torch.float32, CPU).take("x", (2, 48))
+
+
+def test_a_type_of_no_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(header(1, 0, entry(b"x", 32, 2, kind=4)) + bytes(999))
+    with pytest.raises(ModelError, match="has type 4, which the installed gguf package does not know"):
+        GgufTensors(tmp_path / "x.gguf", torch.float32, CPU).take("x", (2, 32))
+
+
+def test_a_file_that_is_cut_or_changed_anywhere_is_refused_or_runs(tmp_path: Path) -> None:
+    whole = write_both(tmp_path, Kind.Q8_0).read_bytes()
+    end = whole.index(b"blk.3.ffn_norm.weight") + 100  # of the header, roughly
+    rng = random.Random(5)
+    path, num_refused = tmp_path / "x.gguf", 0
+    cut = [whole[: rng.randrange(len(whole))] for _ in range(40)]
+    for _ in range(160):
+        broken = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            broken[rng.randrange(min(end, len(whole)))] = rng.randrange(256)
+        cut.append(bytes(broken))
+    for content in cut:
+        path.write_bytes(content)
+        try:
+            load(path)
+        except ModelError as error:
+            num_refused += 1
+            assert "\n" not in str(error) and len(str(error)) < 500
+    assert 40 <= num_refused < len(cut)
+
+
+def write_sample(folder: Path, kind: Any) -> Path:
+    """The sample model as a GGUF file, its tokenizer beside it."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_bytes((MODEL / name).read_bytes())
+    write_gguf(folder / "sample.gguf", read_config(MODEL), load_file(MODEL / "model.safetensors"), mostly(kind))
+    return folder / "sample.gguf"
+
+
+def test_a_job_on_a_gguf_file_writes_what_it_writes_on_the_folder(job: JobMaker, tmp_path: Path) -> None:
+    path = write_sample(tmp_path / "model", Kind.BF16)
+    job.write(rows_of(4))
+    texts = {}
+    for name, model in {"folder": MODEL, "file": path}.items():
+        spec = job.spec(model={"path": str(model), "dtype": "float32"}, output={"path": str(tmp_path / name)})
+        assert run_job(spec, RunOptions(progress="quiet")).exit_code == ExitCode.OK
+        texts[name] = (tmp_path / name / "outputs.jsonl").read_text().partition('"timings"')[0]
+    assert texts["file"] == texts["folder"]
+
+
+def test_the_fingerprint_covers_the_file_and_the_tokenizer_beside_it(job: JobMaker, tmp_path: Path) -> None:
+    path = write_sample(tmp_path / "model", Kind.BF16)
+    (path.parent / "config.json").write_text("of another model")
+    spec = job.spec(model={"path": str(path)})
+    known = read_model(spec).fingerprint(Digests())
+    assert set(known) == {"sample.gguf", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    model, digests = read_model(spec), Digests()
+    model.fingerprint(digests)
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    with pytest.raises(ModelError, match=r"sample.gguf has changed while the model was loaded"):
+        model.check_unchanged(digests)
+    changed = read_model(spec).fingerprint(Digests())
+    assert {name for name in known if known[name] != changed[name]} == {"sample.gguf"}
+
+
+def test_a_gguf_file_without_a_tokenizer_says_where_one_is_given(job: JobMaker, tmp_path: Path) -> None:
+    path = write_sample(tmp_path / "model", Kind.BF16)
+    (path.parent / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"no tokenizer.json beside it; give --tokenizer a folder or Hub id with one"):
+        read_model(job.spec(model={"path": str(path)}))
+    assert read_model(job.spec(model={"path": str(path), "tokenizer": str(MODEL)})).tokenizer is not None
+    ids = {"prompt": None, "prompt_token_ids": "ids"}
+    assert read_model(job.spec(model={"path": str(path)}, input=ids)).tokenizer is None
