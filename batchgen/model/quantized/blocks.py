@@ -6,6 +6,7 @@ Numbers are read here; the ``gguf`` package, which knows the blocks of each quan
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,19 @@ class GgufTensors:
         data = self._bytes(name, found, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
         tensor = torch.empty((num_blocks, values_per_block), dtype=self.dtype)
         step = _CHUNK // values_per_block
-        with np.errstate(all="ignore"):  # of scales that are not finite, which the caller looks for
-            for start in range(0, num_blocks, step):
-                part = data[start : start + step]
-                try:
-                    wide = gguf.dequantize(part.reshape(1, -1), kind)
-                except NotImplementedError:
-                    raise self._error(name, f"has type {kind.name}, which is not read; use another file") from None
-                tensor[start : start + step] = torch.from_numpy(wide).view(len(part), -1)
+
+        @torch.inference_mode()  # a thread starts outside of the mode in which the model is loaded
+        def fill(start: int) -> None:
+            part = data[start : start + step]
+            with np.errstate(all="ignore"):  # of scales that are not finite, which the caller looks for
+                wide = gguf.dequantize(part.reshape(1, -1), kind)
+            tensor[start : start + step] = torch.from_numpy(wide).view(len(part), -1)
+
+        try:
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                list(pool.map(fill, range(0, num_blocks, step)))
+        except NotImplementedError:
+            raise self._error(name, f"has type {kind.name}, which is not read; use another file") from None
         return tensor
 
     def _bytes(self, name: str, found: GgufTensor, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -14,6 +14,7 @@ Whatever has none of these beside it is taken as it is, so lists of modules that
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ _PARTS = {  # by method: what shows that a matrix is quantized
     "awq": ("qweight",),
 }
 _OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale")  # not needed
+_CHUNK = 1 << 15  # values computed at once: in the cache, and too few for torch to wake its threads
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # output -> its place in the word
 _WORDS = (torch.int32,)
 _INDICES = (torch.int32, torch.int64)
@@ -36,12 +38,42 @@ _BYTES = (torch.int8, torch.float8_e4m3fn)
 _NUMBERS = (*WEIGHT_DTYPES, torch.int8)  # of scales and of zero points that are not packed
 
 
-class QuantizedCheckpoint(Checkpoint):
-    """Tensors of a checkpoint folder, quantized matrices read back into ``dtype``.
+class Matrix(NamedTuple):
+    """A quantized matrix [out, in], whose values are ``(values - zero) * scale``.
 
-    Reading one takes, beside its result, some 6 bytes of memory for each value, and 4 more where scales belong to
-    blocks or inputs were reordered.
+    ``scale`` and ``zero`` are [out or 1, num_groups], for groups of equal size in the order of the inputs, or by
+    ``groups`` [in], the group of each input.
     """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    groups: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """What it stands for, computed in float32 by rows that stay in the processor's cache."""
+        result = torch.empty(self.values.shape, dtype=dtype)
+        step = max(1, _CHUNK // self.values.shape[1])
+        for start in range(0, len(result), step):
+            rows = slice(start, start + step)
+            result[rows] = self._wide(rows)
+        return result
+
+    def _wide(self, rows: slice) -> Tensor:
+        wide = self.values[rows].contiguous().float()
+        split = wide.view(len(wide), self.scale.shape[1], -1) if self.groups is None else wide
+        if self.zero is not None:
+            split -= self._spread(self.zero, rows)
+        split *= self._spread(self.scale, rows)
+        return wide
+
+    def _spread(self, parts: Tensor, rows: slice) -> Tensor:
+        parts = parts if len(parts) == 1 else parts[rows]
+        return parts.unsqueeze(-1) if self.groups is None else parts[:, self.groups]
+
+
+class QuantizedCheckpoint(Checkpoint):
+    """Tensors of a checkpoint folder, quantized matrices read back into ``dtype``, in little more memory than both."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, settings: Quantization) -> None:
         super().__init__(folder, dtype, device)
@@ -56,14 +88,14 @@ class QuantizedCheckpoint(Checkpoint):
         if len(shape) != 2:
             raise self._error(f"{module}.{part}", "quantizes what is no matrix")
         if part == "weight_packed":
-            wide = self._packed(module, *shape)
+            matrix = self._packed(module, *shape)
         else:
-            wide = self._by_columns(module, *shape) if part == "qweight" else self._scaled(module, part, *shape)
-        tensor = wide.to(self.device, self.dtype)
+            matrix = self._by_columns(module, *shape) if part == "qweight" else self._scaled(module, part, *shape)
+        tensor = matrix.to(self.dtype)
         if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
             dtype = str(self.dtype).removeprefix("torch.")
             raise self._error(name, f"has values that {dtype} cannot hold, so its scales are damaged")
-        return tensor
+        return tensor.to(self.device)
 
     def finish(self, optional: str = "") -> None:
         head = optional.removesuffix("weight")
@@ -71,7 +103,7 @@ class QuantizedCheckpoint(Checkpoint):
         self._taken |= of_head | {name for name in self._files if name.endswith(_OF_ACTIVATIONS)}
         super().finish(optional)
 
-    def _packed(self, module: str, out: int, width: int) -> Tensor:
+    def _packed(self, module: str, out: int, width: int) -> Matrix:
         """Matrix [out, width] from ``weight_packed``."""
         counts = {bits: -(-width * bits // 32) for bits in sorted(self._settings.bits)}
         words = self._part(f"{module}.weight_packed", _WORDS, *((out, count) for count in counts.values()))
@@ -84,9 +116,9 @@ class QuantizedCheckpoint(Checkpoint):
             packed = self._part(name, _WORDS, (-(-out * bits // 32), scale.shape[1]))
             zero = unpack(packed.T, bits)[:, :out].T
         groups = self._groups(f"{module}.weight_g_idx", width, scale.shape[1])
-        return dequantize(unpack(words, bits)[:, :width], scale, zero, groups)
+        return Matrix(unpack(words, bits)[:, :width], scale, zero, groups)
 
-    def _scaled(self, module: str, part: str, out: int, width: int) -> Tensor:
+    def _scaled(self, module: str, part: str, out: int, width: int) -> Matrix:
         """Matrix [out, width] from a ``weight`` of 8 bits."""
         stored = self._part(f"{module}.weight", _BYTES, (out, width))
         scale = self._scale(f"{module}.{part}", out, width)
@@ -96,9 +128,9 @@ class QuantizedCheckpoint(Checkpoint):
             if zero.shape != scale.shape:
                 raise self._error(name, f"has shape {list(zero.shape)}, its scales {list(scale.shape)}")
         groups = torch.arange(width) // self._settings.block[1] if self._settings.block else None
-        return dequantize(stored, scale, zero, groups)
+        return Matrix(stored, scale, zero, groups)
 
-    def _by_columns(self, module: str, out: int, width: int) -> Tensor:
+    def _by_columns(self, module: str, out: int, width: int) -> Matrix:
         """Matrix [out, width] from ``qweight``, of which every column is an output."""
         (bits,), (size,) = self._settings.bits, self._settings.group_sizes
         is_awq, per_word = self._settings.method == "awq", 32 // bits
@@ -113,7 +145,7 @@ class QuantizedCheckpoint(Checkpoint):
         zero = unpack(self._part(f"{module}.qzeros", _WORDS, (num_groups, out // per_word)), bits, order).T
         scale = self._part(f"{module}.scales", WEIGHT_DTYPES, (num_groups, out)).T.float()
         groups = self._groups(f"{module}.g_idx", width, num_groups)
-        return dequantize(values, scale, zero.float() + self._settings.zero_offset, groups)
+        return Matrix(values, scale, zero.float() + self._settings.zero_offset, groups)
 
     def _scale(self, name: str, out: int, width: int) -> Tensor:
         """Scales or zero points, float32 [out or 1, number of groups]."""
@@ -132,13 +164,13 @@ class QuantizedCheckpoint(Checkpoint):
         return found if found.dim() == 2 else found.view(-1, 1)
 
     def _groups(self, name: str, width: int, num_groups: int) -> Tensor | None:
-        """The group of each input, where inputs were reordered."""
+        """The group of each input; None where they are in order, which is computed faster."""
         if not self.holds(name):
             return None
         groups = self._part(name, _INDICES, (width,)).long()
         if groups.min() < 0 or groups.max() >= num_groups:
             raise self._error(name, f"names groups beyond the {num_groups} that there are")
-        return groups
+        return None if torch.equal(groups, torch.arange(width) * num_groups // width) else groups
 
     def _part(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
         tensor = self.read(name, *shapes)
@@ -159,21 +191,3 @@ def unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Te
     if bits == 4:
         values = torch.stack((values & 15, values >> 4), -1).flatten(1)
     return values if order is None else values.view(len(values), -1, 8)[..., list(order)].flatten(1)
-
-
-def dequantize(values: Tensor, scale: Tensor, zero: Tensor | None = None, groups: Tensor | None = None) -> Tensor:
-    """``(values - zero) * scale`` in float32, for ``values`` [out, in].
-
-    ``scale`` and ``zero`` are [out or 1, num_groups], for groups of equal size in the order of the inputs, or by
-    ``groups`` [in], the group of each input.
-    """
-    wide = values.contiguous().float()
-    split = wide.view(len(wide), scale.shape[1], -1) if groups is None else wide
-
-    def spread(parts: Tensor) -> Tensor:
-        return parts.unsqueeze(-1) if groups is None else parts[:, groups]
-
-    if zero is not None:
-        split -= spread(zero)
-    split *= spread(scale)
-    return wide
