@@ -61,6 +61,12 @@ class ModelConfig:
     conv_l_cache: int = 1  # taps of the short convolution
     conv_bias: bool = False
     quantization: Quantization | None = None
+    is_gguf: bool = False
+
+    @property
+    def saved_dtype(self) -> str:
+        """The dtype of the checkpoint's numbers; empty if they are quantized, and read back into that of the model."""
+        return "" if self.quantization or self.is_gguf else self.dtype
 
     @property
     def num_layers(self) -> int:
@@ -139,7 +145,7 @@ class ModelConfig:
             return item_bytes(dtype)
         if weights == "int8":
             return 1 + (4 / 128 if activations == "int8" else 2 / 32)
-        return item_bytes("bfloat16" if self.dtype == "bfloat16" else dtype)
+        return item_bytes("bfloat16" if self.saved_dtype == "bfloat16" else dtype)
 
     def model_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> int:
         """Bytes of all weights in memory; an embedding table that is also the output projection counts as that."""

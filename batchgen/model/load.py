@@ -61,7 +61,7 @@ def load_model(
         name = str(kind).removeprefix("torch.")
         _require_memory(path, config, name, weights, activations)
         if not build.is_started():  # by who knows the engine's settings too
-            build.start(name, config.dtype, weights, activations)  # beside the reading of the weights
+            build.start(name, config.saved_dtype, weights, activations)  # beside the reading of the weights
     with torch.inference_mode():
         chosen = kernels or select(
             where, kind, batch_invariant=batch_invariant, weights=weights, activations=activations

@@ -62,7 +62,7 @@ def read_config(model: Path) -> ModelConfig:
     """
     if is_gguf(model):
         raw, tensor_names = read_gguf_config(model)
-        return replace(parse_config(raw, str(model)), tensor_names=tensor_names)
+        return replace(parse_config(raw, str(model)), tensor_names=tensor_names, is_gguf=True)
     path = model / "config.json"
     config = parse_config(read_object(path, _MAX_BYTES), str(path))
     eos_token_ids = dict.fromkeys((*config.eos_token_ids, *generation_eos_token_ids(model)))

@@ -44,7 +44,9 @@ TAPS = Init(0.0, 0.5)  # of a convolution
 
 
 class TensorSource(Protocol):
-    """Where a model takes its weights from."""
+    """Where a model of ``dtype`` takes its weights from."""
+
+    dtype: torch.dtype
 
     def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
         """The tensor of that name. Raises ModelError: there is none, or it has another shape than ``shape``."""

@@ -177,7 +177,7 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     require_address_space(num_params * (1 if spec.model.weights == "int8" else 2))  # in the smallest dtype
     from batchgen.kernels.cpu import build
 
-    forms = (info.config.dtype, spec.model.weights, spec.model.activations, spec.engine.kv_dtype)
+    forms = (info.config.saved_dtype, spec.model.weights, spec.model.activations, spec.engine.kv_dtype)
     build.start(_kernel_dtype(spec.model, info.config), *forms)  # beside the import of torch
     from batchgen.engine import Engine
     from batchgen.engine.facts import engine_facts

@@ -16,7 +16,13 @@ from numpy import uint8 as BYTES  # noqa: N812
 from numpy import uint16 as BF16  # noqa: N812
 from numpy import uint32 as WORDS  # noqa: N812
 
-from batchgen.kernels.processor import byte_products, has_bfloat16_pairs, has_fused_multiply_add, has_matrix_unit
+from batchgen.kernels.processor import (
+    byte_products,
+    has_bfloat16_pairs,
+    has_fused_multiply_add,
+    has_matrix_unit,
+    has_wide_registers,
+)
 
 COMPILED = "batchgen.kernels.cpu.compiled"  # where the sources of kernels are
 Kinds = Mapping[str, tuple[Any, ...]]
@@ -55,6 +61,10 @@ _ATTENDED: Kinds = {kind: (*types[:2], F32) for kind, types in _CACHED.items()} 
 ATTENTION = Source(f"{COMPILED}.attention", "attention", _ATTENDED)
 SAMPLE, LOGSUMEXP = (Source(f"{COMPILED}.sampling", name) for name in ("sample", "logsumexp"))
 RUN_ALL = Source(f"{COMPILED}.work", "run_all", {"any": ()})
+PEAK_PRODUCTS = Source(f"{COMPILED}.peaks", "multiply", {**ELEMENTS, "int8": (INT8,)})
+PEAK_READS = Source(f"{COMPILED}.peaks", "read", {"any": ()})
+# Enough to hide the latency of a product at two per cycle: of 32 wide registers, or in pairs of 16 narrow ones.
+PEAK_TOTALS = 12 if has_wide_registers() else 6
 # The element types of results and inputs, and of the weights or the table that are read.
 _STORED: Kinds = {"bfloat16": (BF16, BF16), "float32": (F32, F32), "f32_of_bf16": (F32, BF16)}
 TAKE_ROWS = Source(f"{COMPILED}.rows", "take_rows", _STORED)

@@ -12,7 +12,7 @@ from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.matmul_int8 import emit_dots
-from batchgen.kernels.cpu.compiled.simd import ANY, BF16, F32, I64, INT8, emitted
+from batchgen.kernels.cpu.compiled.simd import ANY, F32, I64, emitted
 from batchgen.kernels.cpu.compiled.vector_ir import (
     INT_VECTOR,
     VECTOR,
@@ -24,7 +24,7 @@ from batchgen.kernels.cpu.compiled.vector_ir import (
 )
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, LANES, NUM_ITEMS, NUM_STREAMS, PEAK_VECTORS
-from batchgen.kernels.processor import has_wide_registers
+from batchgen.kernels.cpu.sources import PEAK_TOTALS
 
 
 def emit_products(builder, place, rounds, num_totals):
@@ -51,17 +51,13 @@ def emit_products(builder, place, rounds, num_totals):
         builder.store(builder.load(total), slot, align=4)
 
 
-# Enough to hide the latency of a product at two per cycle: of 32 wide registers, or in pairs of 16 narrow ones.
-num_totals = 12 if has_wide_registers() else 6
-
-
 @emitted(types.void, ANY, I64)
 def _products(builder, place, rounds):
-    emit_products(builder, place, rounds, num_totals)
+    emit_products(builder, place, rounds, PEAK_TOTALS)
 
 
 @simd.jit
-def _multiply(words, dtype):
+def multiply(words, dtype):
     """Arguments: memory of ``PEAK_VECTORS`` vectors for each worker (address), products of each total in an item."""
     worker = worker_number(words)
     place = simd.pointer(words[ARGS] + worker * PEAK_VECTORS * LANES * 4, dtype)
@@ -72,7 +68,7 @@ def _multiply(words, dtype):
 
 
 @simd.jit
-def _read(words):
+def read(words):
     """Arguments: memory for the sum of each worker, what is read (addresses), float32 elements of an item.
 
     An item is read from ``NUM_STREAMS`` places at once.
@@ -92,19 +88,3 @@ def _read(words):
         item = next_item(words, worker)
     sums = simd.pointer(words[ARGS] + worker * PEAK_VECTORS * LANES * 4, F32)
     simd.store(sums, 0, simd.add(simd.add(a, b), simd.add(c, d)))
-
-
-def _multiply_f32(words):
-    _multiply(words, F32)
-
-
-def _multiply_bf16(words):
-    _multiply(words, BF16)
-
-
-def _multiply_int8(words):
-    _multiply(words, INT8)
-
-
-def _read_f32(words):
-    _read(words)
