@@ -46,7 +46,7 @@ def scale_shape(weights: dict[str, Any], out: int, width: int) -> tuple[int, ...
 
 
 @pytest.mark.parametrize(("file_format", "weights"), CASES, ids=str)
-@pytest.mark.parametrize(("out", "width"), [(64, 96), (21, 160)])
+@pytest.mark.parametrize(("out", "width"), [(64, 96), (21, 160), (330, 160)])
 def test_what_the_library_compresses_is_read_as_it_decompresses_it(
     tmp_path: Path, file_format: str, weights: dict[str, Any], out: int, width: int
 ) -> None:

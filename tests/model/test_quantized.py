@@ -210,6 +210,16 @@ def test_what_is_no_matrix_is_not_quantized(tmp_path: Path) -> None:
     assert "quantizes what is no matrix" in refusal(tmp_path)
 
 
+def test_zero_points_of_other_groups_than_their_scales_are_refused(tmp_path: Path) -> None:
+    stored = write_quantized(tmp_path, "int8 with zero points")
+    groups = [{"num_bits": 8, "group_size": 16}, {"num_bits": 8, "strategy": "channel"}]
+    set_quantization(tmp_path, compressed("naive-quantized", *groups))
+    load(tmp_path)
+    name = f"{MODULE}.weight_zero_point"
+    save_file(stored | {name: stored[name][:, :1].contiguous()}, tmp_path / "model.safetensors")
+    assert "weight_zero_point' has shape [64, 1], its scales [64, 4]" in refusal(tmp_path)
+
+
 def test_matrices_that_do_not_fill_their_words_are_refused(tmp_path: Path) -> None:
     write_quantized(tmp_path, "gptq")
     set_quantization(tmp_path, GPTQ | {"group_size": 48})
