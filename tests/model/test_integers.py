@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from tiny_model import CPU, DTYPES, prefix_logits, raw_config, tiny_model, write_checkpoint
 
 from batchgen.core.errors import ModelError
+from batchgen.core.records import Request, SamplingParams
+from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels.cpu.linear import PanelLinear
 from batchgen.kernels.quantize import quantize
 from batchgen.kernels.reference import ReferenceKernels
@@ -126,3 +128,19 @@ def test_a_model_too_large_for_this_machine_fits_as_integers(monkeypatch: pytest
     monkeypatch.setattr(loading, "physical_bytes", lambda: 1 << 20)
     with pytest.raises(ModelError, match=r"bytes in int8 under float32"):
         load_model("dummy:LFM2-350M", dtype="float32", device="cpu", weights="int8")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("settings", [{}, {"weights": "int8"}, BOTH])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_that_is_not_finite_is_told_by_every_row(
+    tmp_path: Path, dtype: str, settings: dict[str, str], value: float
+) -> None:
+    """As integers it must not become a number that looks like any other."""
+    tensors = write_checkpoint(tmp_path)
+    tensors["model.layers.0.conv.in_proj.weight"][3, 5] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_model(str(tmp_path), dtype=dtype, device="cpu", **settings)
+    (result,) = Engine(model, EngineConfig(kv_memory=1 << 20)).run([Request(0, tuple(PROMPT), SamplingParams())])
+    assert result.error is not None
+    assert "not finite" in result.error.message
