@@ -80,7 +80,7 @@ def _answers(
     texts = texts or tokens
     scored = [replace(request, params=_SCORED, choices=(texts[request.key],)) for request in requests]
     logprobs = {result.key: result.choice_logprobs[0] for result in _checked(engine.run(scored))}
-    named = {name: value for name, value in model.numerics.items() if name != "kernels"}
+    named = {name: value for name, value in engine.numerics.items() if name != "kernels"}
     return _Answers(numerics_text(named), tokens, logprobs)
 
 

@@ -12,7 +12,7 @@ from batchgen.config.job import JobSpec
 from batchgen.core.records import Request
 from batchgen.core.units import counted
 from batchgen.engine.load import use_threads
-from batchgen.report.facts import integers_text
+from batchgen.report.facts import numerics_text
 from batchgen.run.loader import read_model
 
 
@@ -43,8 +43,7 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
         "num_prompts": len(prompts),
         "num_prompt_tokens": sum(map(len, prompts)),
     }
-    kept = "" if check.kv_dtype == "auto" else f"{check.kv_dtype} keys and values"
-    named = ", ".join(filter(None, (f"{facts['dtype']} on {facts['device']}", integers_text(facts), kept)))
+    named = numerics_text({name: value for name, value in facts.items() if name != "kernels"})
     show(f"{spec.model.path}: {named}, {counted(threads, 'thread')}")
     num_tokens = counted(facts["num_prompt_tokens"], "token")
     show(f"{counted(len(prompts), 'prompt')} of {num_tokens}, greedy and sampled by turns")

@@ -196,15 +196,16 @@ def _kv_memory(sizes: Mapping[str, Any]) -> str:
 
 
 def numerics_text(numerics: Mapping[str, str]) -> str:
-    """Dtype and device, integers, then the kernels where they are known; empty where nothing is."""
+    """Dtype and device, what is kept in others, then the kernels where they are known; empty where nothing is."""
     place = " on ".join(numerics[key] for key in ("dtype", "device") if key in numerics)
     named = ", ".join(filter(None, (place, integers_text(numerics))))
     return f"{named} ({numerics['kernels']})" if "kernels" in numerics else named
 
 
 def integers_text(numerics: Mapping[str, Any]) -> str:
-    """What linears keep and take as integers, if anything."""
-    return ", ".join(f"{numerics[key]} {key}" for key in ("weights", "activations") if key in numerics)
+    """What is kept in another type than it is computed in, and what is multiplied as integers; empty if nothing is."""
+    words = {"weights": "weights", "activations": "activations", "kv_dtype": "keys and values"}
+    return ", ".join(f"{numerics[key]} {name}" for key, name in words.items() if numerics.get(key, "auto") != "auto")
 
 
 def _number(value: float | None) -> str:
