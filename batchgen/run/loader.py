@@ -178,7 +178,8 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     from batchgen.kernels.cpu import build
 
     forms = (info.config.saved_dtype, spec.model.weights, spec.model.activations, spec.engine.kv_dtype)
-    build.start(_kernel_dtype(spec.model, info.config), *forms)  # beside the import of torch
+    # Beside the import of torch.
+    build.start(_kernel_dtype(spec.model, info.config), *forms, others=not _is_plain(spec))
     from batchgen.engine import Engine
     from batchgen.engine.facts import engine_facts
     from batchgen.engine.load import load_weights, use_threads
@@ -202,6 +203,13 @@ def _kernel_dtype(model: ModelSpec, config: ModelConfig) -> str:
     is_cpu = model.device == "cpu" or (model.device == "auto" and not Path("/dev/nvidiactl").exists())
     dtype = config.auto_dtype(is_cpu=True) if model.dtype == "auto" else model.dtype
     return dtype if is_cpu else ""
+
+
+def _is_plain(spec: JobSpec) -> bool:
+    """Whether a job takes the likeliest token and tells no more of it."""
+    rows = spec.sampling
+    scores = rows.logprobs, rows.prompt_logprobs, rows.choices or None
+    return rows.is_greedy and not rows.has_penalties and scores == (None,) * 3 and not spec.sampling_columns
 
 
 def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from run_helpers import ENVIRONMENT, MODEL, rows_of
 
+from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
 from batchgen.kernels.cpu import build, objects
 from batchgen.kernels.cpu.parallel import Kernel
@@ -27,7 +28,7 @@ STARTED = """
 import sys, time
 from batchgen.kernels.cpu import build
 build.start("float32", "float32")
-print(*(process.pid for process in build._builders.values()), flush=True)
+print(*(process.pid for process, _ in build._builders.values()), flush=True)
 time.sleep(100)
 """
 # Runs a job, then tells whether numba was there at its end.
@@ -90,7 +91,7 @@ def greatest() -> list[int]:
 
 def test_a_run_compiles_what_the_others_leave_undone_when_they_are_killed() -> None:
     build.start("float32", "float32")
-    (process,) = build._builders.values()
+    ((process, _),) = build._builders.values()
     os.killpg(process.pid, signal.SIGKILL)
     assert greatest() == [1]
 
@@ -119,20 +120,44 @@ def test_nothing_is_started_where_nothing_is_missing_or_can_be_handed_over(
     assert not build._builders
     for wanted in needed("float32", "float32") + needed_by_some("float32"):
         objects.write(objects.file_name(*wanted), b"code")
-    build.start("float32", "float32")
+    build.start("float32", "float32", others=True)
     assert not build._builders
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     build.start("float32", "float32")
     assert not build._builders
+
+
+def job(**sampling: Any) -> JobSpec:
+    model, rows = {"path": str(MODEL), "device": "cpu", "dtype": "float32"}, {"path": ["rows.jsonl"], "prompt": "text"}
+    return load_job(None, {"model": model, "input": rows, "output": {"path": "out"}, "sampling": sampling})
+
+
+@pytest.mark.parametrize(
+    ("sampling", "others"),
+    [
+        ({"max_tokens": 3}, False),
+        ({"temperature": 0.5}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"logprobs": 0}, True),
+        ({"choices": ["yes", "no"]}, True),
+        ({"columns": ["temperature"]}, True),
+    ],
+)
+def test_a_job_has_compiled_beside_it_what_its_rows_need(
+    sampling: dict[str, Any], others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[tuple[str, ...], bool]] = []
+    monkeypatch.setattr(build, "start", lambda *model, others=False: started.append((model, others)))
+    load_engine(job(**sampling), read_model(job(**sampling)))
+    assert started[0] == (("float32", "bfloat16"), others), "before torch is imported"
+    assert started[1] == (("float32", "bfloat16"), False), "by whatever loads a model"
 
 
 def test_a_user_is_told_when_kernels_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    model, rows = {"path": str(MODEL), "device": "cpu", "dtype": "float32"}, {"path": ["rows.jsonl"], "prompt": "text"}
-    spec = load_job(None, {"model": model, "input": rows, "output": {"path": "out"}})
-    notes = load_engine(spec, read_model(spec)).notes
+    notes = load_engine(job(), read_model(job())).notes
     assert [note[:63] for note in notes] == ["kernels cannot be kept here, so each start compiles them anew: "]
 
 

@@ -22,32 +22,38 @@ from batchgen.kernels.cpu import objects
 from batchgen.kernels.cpu.sources import Source, needed, needed_by_some
 
 Numbers = tuple[str, ...]  # what a model stores and computes, as ``needed`` takes it
+Wanted = list[tuple[Source, str]]
 _MOST_WORKERS = 4  # the longest of the kernels takes as long as all others on three
 _LONGEST_WAIT_S = 120.0  # for one kernel: a process that needs longer hangs
 _PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from batchgen.kernels.cpu.build import work_on
-work_on(*sys.argv[2:])
+work_on(*json.loads(sys.argv[2]))
 """
 _LOCK = threading.RLock()
 _asked: set[Numbers] = set()  # models for which ``start`` was called
-_builders: dict[Numbers, subprocess.Popen[bytes]] = {}  # processes that compile
+_builders: dict[Numbers, tuple[subprocess.Popen[bytes], Wanted]] = {}  # processes that compile, and what
 _addresses: dict[str, int] = {}  # of kernels in memory, by the names of their objects
 
 
-def start(*model: str) -> None:
-    """Begin to compile what a model needs and no process has left on disk; ``model`` are arguments of ``needed``."""
+def start(*model: str, others: bool = False) -> None:
+    """Begin to compile what a model needs and no process has left on disk; ``model`` are arguments of ``needed``.
+
+    With ``others`` also what only rows need that are drawn, scored or penalized.
+    """
     with _LOCK:
         _asked.add(model)
-        if model in _builders or not _missing(model) or not objects.is_writable():
+        missing = _missing(model, others)
+        if model in _builders or not missing or not objects.is_writable():
             return
         folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[3]]  # it finds the modules that we find
-        path = json.dumps([str(folder.absolute()) for folder in folders])
-        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, path, *model]
+        arguments = [str(folder.absolute()) for folder in folders], [others, *model]
+        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, *map(json.dumps, arguments)]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         with suppress(OSError):  # a group of its own: Ctrl-C reaches only the run
-            _builders[model] = subprocess.Popen(command, stdin=pipe, stdout=null, stderr=null, process_group=0)
+            process = subprocess.Popen(command, stdin=pipe, stdout=null, stderr=null, process_group=0)
+            _builders[model] = process, missing
 
 
 def is_started() -> bool:
@@ -76,18 +82,14 @@ def address(source: Source, kind: str) -> int:
         return _addresses[name]
 
 
-def _wanted(model: Numbers) -> list[tuple[Source, str]]:
-    """In the order in which they are compiled."""
-    return needed(*model) + needed_by_some(*model)
-
-
-def _missing(model: Numbers) -> list[tuple[Source, str]]:
-    return [wanted for wanted in _wanted(model) if objects.read(objects.file_name(*wanted)) is None]
+def _missing(model: Numbers, others: bool = False) -> Wanted:
+    wanted = needed(*model) + (needed_by_some(*model) if others else [])
+    return [(source, kind) for source, kind in wanted if objects.read(objects.file_name(source, kind)) is None]
 
 
 def _awaited(source: Source, kind: str, name: str) -> bytes | None:
     """The object from a process that compiles it; None if none does or it takes too long."""
-    builders = [process for model, process in _builders.items() if (source, kind) in _wanted(model)]
+    builders = [process for process, wanted in _builders.values() if (source, kind) in wanted]
     give_up_at = time.monotonic() + _LONGEST_WAIT_S
     while any(process.poll() is None for process in builders) and time.monotonic() < give_up_at:
         if code := objects.read(name):
@@ -110,7 +112,7 @@ def _compiled(source: Source, kind: str, name: str) -> int:
 @atexit.register
 def stop() -> None:
     """End the processes that compile. If this one is killed they end too: their standard input is a pipe from it."""
-    for process in _builders.values():
+    for process, _ in _builders.values():
         assert process.stdin is not None, "it was started with a pipe"
         process.stdin.close()
         process.kill()
@@ -118,12 +120,12 @@ def stop() -> None:
     _builders.clear()
 
 
-def work_on(*model: str) -> None:
+def work_on(others: bool, *model: str) -> None:
     """Compile what is missing, on several processors; the program of the process that ``start`` starts."""
     gc.disable()  # a tenth of the time, and all memory is given back soon
     from batchgen.kernels.cpu import compiler  # imports numba
 
-    missing = _missing(model)
+    missing = _missing(model, others)
     compiler.prepare(source.module for source, _ in missing)
     jobs, end = os.pipe()
     os.write(end, bytes(range(len(missing))))
