@@ -81,7 +81,7 @@ def test_every_product_is_added(name: str, threads: int) -> None:
         memory, before = (x.view(torch.int32) for x in (memory, before))
     added = (memory - before)[:, totals].sum(0)
     assert (added == items * rounds * (2 * 63 * 63 if name == "int8" else 0.25)).all()
-    assert torch.equal(memory[:, sources.PEAK_TOTALS :], before[:, peaks.num_totals :])
+    assert torch.equal(memory[:, sources.PEAK_TOTALS :], before[:, sources.PEAK_TOTALS :])
     work, whole = peaks.products(rounds)[name]
     assert whole == flop * added.shape[0] * rounds * 16 * threads
     work()
