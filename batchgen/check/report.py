@@ -38,7 +38,7 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
         "model": spec.model.path,
         **check.model.numerics,
         "backend": check.model.kernels.name,
-        "kv_dtype": check.kv_dtype,
+        **({} if check.kv_dtype == "auto" else {"kv_dtype": check.kv_dtype}),
         "threads": threads,
         "num_prompts": len(prompts),
         "num_prompt_tokens": sum(map(len, prompts)),

@@ -36,7 +36,7 @@ KEYS = {
     "created_at": "when the first invocation began, ISO 8601",
     "finished_at": "when the report was written, ISO 8601",
     "numerics": "dtype, device and kernel set (instructions, library) the model ran in; absent: kernels "
-    "if not known, weights and activations if not set",
+    "if not known, weights, activations and kv_dtype if not set",
     "threads": "CPU threads; null if the last invocation loaded no model",
     "sizes": "what the engine worked with, chosen by the user or by auto: max_num_batched_tokens, max_num_seqs, "
     "block_size, num_blocks, kv_bytes, max_model_len, kv_dtype, kernels and its policies; null where not known",

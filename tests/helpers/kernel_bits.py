@@ -22,15 +22,15 @@ from batchgen.model.registry import parse_config
 from batchgen.model.weights import RandomTensors
 
 PAIRED = backend._ATTENTION_KINDS[torch.bfloat16, torch.bfloat16]
-# dtype, dtype of the weights, kind of the attention, weights, activations
-MODELS: list[tuple[torch.dtype, torch.dtype, Kind, str, str]] = [
-    (torch.float32, torch.float32, "float32", "auto", "auto"),
-    (torch.float32, torch.bfloat16, "float32", "int8", "auto"),
-    (torch.float32, torch.bfloat16, "float32", "auto", "int8"),
-    (torch.float32, torch.bfloat16, "float32", "auto", "auto"),
-    (torch.bfloat16, torch.bfloat16, "bfloat16", "int8", "auto"),
-    (torch.bfloat16, torch.bfloat16, PAIRED, "auto", "int8"),
-    (torch.bfloat16, torch.bfloat16, PAIRED, "auto", "auto"),
+# dtype, dtype of the weights, kind of the attention, weights, activations, type of keys and values
+MODELS: list[tuple[torch.dtype, torch.dtype, Kind, str, str, str]] = [
+    (torch.float32, torch.float32, "float32", "auto", "auto", "auto"),
+    (torch.float32, torch.bfloat16, "float32", "int8", "auto", "bfloat16"),
+    (torch.float32, torch.bfloat16, "float32", "auto", "int8", "int8"),
+    (torch.float32, torch.bfloat16, "float32", "auto", "auto", "auto"),
+    (torch.bfloat16, torch.bfloat16, "bfloat16", "int8", "auto", "auto"),
+    (torch.bfloat16, torch.bfloat16, PAIRED, "auto", "int8", "int8"),
+    (torch.bfloat16, torch.bfloat16, PAIRED, "auto", "auto", "auto"),
 ]
 PARAMS = (
     SamplingParams(logprobs=2),
@@ -65,7 +65,7 @@ def digests() -> list[str]:
     """One for each of ``MODELS``: of long and short prompts, whole and in chunks, and of each way to choose a token."""
     torch.set_num_threads(1)
     found = []
-    for dtype, stored, attention, weights, activations in MODELS:
+    for dtype, stored, attention, weights, activations, kv_dtype in MODELS:
         backend._ATTENTION_KINDS[dtype, dtype] = attention
         kernels: Any = Hashed(CpuKernels(dtype, weights=weights, activations=activations))
         with torch.inference_mode():
@@ -75,7 +75,7 @@ def digests() -> list[str]:
         requests = [replace(row, key=key) for key, row in enumerate(rows)]
         for params in PARAMS:
             chosen = [replace(row, params=replace(params, max_tokens=row.params.max_tokens)) for row in requests]
-            engine = engine_for(model, num_blocks=200, block_size=32, max_num_batched_tokens=96)
+            engine = engine_for(model, num_blocks=200, block_size=32, max_num_batched_tokens=96, kv_dtype=kv_dtype)
             kernels.digest.update(repr(sorted(tokens_of(engine.run(chosen)).items())).encode())
         found.append(kernels.digest.hexdigest())
     return found

@@ -9,7 +9,7 @@ import torch
 from llvmlite import binding, ir
 
 from batchgen.kernels.cpu import peaks, sources
-from batchgen.kernels.cpu.compiled import matmul_int8
+from batchgen.kernels.cpu.compiled import int8
 from batchgen.kernels.cpu.compiled.peaks import emit_products
 
 ELEMENTS = {"float32": ir.FloatType(), "bfloat16": ir.IntType(16), "int8": ir.IntType(8)}
@@ -51,7 +51,7 @@ def assembly(cpu: str, kind: str, num_totals: int) -> str:
 def test_the_loop_holds_one_instruction_for_each_product_and_no_memory(
     monkeypatch: pytest.MonkeyPatch, cpu: str, kind: str, instruction: str, register: str, num_totals: int
 ) -> None:
-    monkeypatch.setattr(matmul_int8, "cpu_features", lambda: {"avx512vnni"})
+    monkeypatch.setattr(int8, "cpu_features", lambda: {"avx512vnni"})
     lines = [line.strip() for line in assembly(cpu, kind, num_totals).splitlines()]
     labels = {line.rstrip(":"): i for i, line in enumerate(lines) if line.endswith(":")}
     backward = [(labels[m[1]], i) for i, line in enumerate(lines) if (m := re.match(r"j\w+\s+(\.\w+)", line))]

@@ -25,11 +25,14 @@ OTHER_ROWS = (
 )
 
 
-@pytest.mark.parametrize(("weights", "activations"), [("auto", "auto"), ("int8", "auto"), ("int8", "int8")])
+@pytest.mark.parametrize(
+    ("weights", "activations", "kv_dtype"),
+    [("auto", "auto", "auto"), ("int8", "auto", "bfloat16"), ("int8", "int8", "int8")],
+)
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_compiled_for_a_model_is_what_it_launches(
-    dtype: str, stored: str, weights: str, activations: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, stored: str, weights: str, activations: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: set[tuple[Source, str]] = {(RUN_ALL, "any")}  # which runs recorded launches, and is not launched itself
     launch = Kernel.launch
@@ -48,10 +51,10 @@ def test_what_is_compiled_for_a_model_is_what_it_launches(
         rows = [
             replace(row, params=replace(params, max_tokens=row.params.max_tokens)) for row in random_requests(8, seed=1)
         ]
-        tokens_of(engine_for(model, num_blocks=60, block_size=16).run(rows))
+        tokens_of(engine_for(model, num_blocks=60, block_size=16, kv_dtype=kv_dtype).run(rows))
 
     run(SamplingParams())
-    wanted = set(needed(dtype, stored, weights, activations))
+    wanted = set(needed(dtype, stored, weights, activations, kv_dtype))
     assert launched == wanted
     for params in OTHER_ROWS:
         run(params)

@@ -221,5 +221,7 @@ def test_the_text_names_the_kernels_where_they_are_known() -> None:
     assert "bfloat16 on cpu (" not in " ".join(render_report(report).split())
     report["numerics"] = {**report["numerics"], "kernels": "avx512"}
     assert "bfloat16 on cpu (avx512)" in " ".join(render_report(report).split())
-    report["numerics"] = {**report["numerics"], "weights": "int8", "activations": "int8"}
-    assert "bfloat16 on cpu, int8 weights, int8 activations (avx512)" in " ".join(render_report(report).split())
+    integers = {"weights": "int8", "activations": "int8", "kv_dtype": "int8"}
+    report["numerics"] = {**report["numerics"], **integers}
+    named = "bfloat16 on cpu, int8 weights, int8 activations, int8 kv_dtype (avx512)"
+    assert named in " ".join(render_report(report).split())

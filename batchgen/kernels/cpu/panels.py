@@ -1,7 +1,7 @@
 """Weights as the CPU's own linears read them: panels of 64 outputs, each of four strips of 16.
 
 Within a strip, what a vector holds lies side by side and the inputs follow each other: [pairs, 16, 2] of bfloat16,
-[inputs, 16] of float32, or groups of bytes as in ``compiled.matmul_int8``. Rows of zeros fill the last panel.
+[inputs, 16] of float32, or groups of bytes as in ``compiled.int8``. Rows of zeros fill the last panel.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from batchgen.kernels.cpu.compiled.matmul_int8 import emit_integer_sums, emit_numbers, emit_scales, emit_unpack
+from batchgen.kernels.cpu.compiled.int8 import emit_integer_sums, emit_numbers, emit_scales, emit_unpack
 from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, jit
 from batchgen.kernels.cpu.compiled.vector_ir import (
     CACHE_LINE,
@@ -125,7 +125,7 @@ def _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, pairs, pref
     """Add the products of rows of x with the neighbouring strips ``strip`` to ``totals`` {(row, strip): vector}.
 
     A strip is [pairs, 16, 2] of bfloat16: for each pair of inputs, those of 16 outputs; or [inputs, 16] of float32; or
-    bytes as in ``matmul_int8``.
+    bytes as in ``int8``.
     """
     rows = 1 + max(r for r, _ in totals)
     row = [builder.gep(x, [builder.add(x_index, builder.mul(x_stride, number(r)))]) for r in range(rows)]

@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled import simd
-from batchgen.kernels.cpu.compiled.matmul_int8 import emit_dots
+from batchgen.kernels.cpu.compiled.int8 import emit_dots
 from batchgen.kernels.cpu.compiled.simd import ANY, F32, I64, emitted
 from batchgen.kernels.cpu.compiled.vector_ir import (
     INT_VECTOR,

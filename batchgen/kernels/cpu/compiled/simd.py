@@ -30,7 +30,6 @@ intrinsic: Any = numba_intrinsic  # numba's own annotation describes the functio
 BF16 = np.uint16  # element type of a pointer to bfloat16 bits
 F32 = np.float32
 BYTES = np.uint8  # of signed or unsigned 8-bit integers, as a kernel takes them
-INT8 = np.int8
 
 
 class Vec(types.Type):
