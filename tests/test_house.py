@@ -233,7 +233,7 @@ def test_a_sound_house_has_no_fault(rule: Callable[[Tree], list[str]]) -> None:
         (heavy_imports, "run.job", "def late():\n    import torch.nn"),
         (heavy_imports, "model.decoder", "from numba import njit"),
         (large_files, "run.job", "x = 1\n" * 400),
-        (too_many_lines, "run.job", "\n" * 20_000),
+        (too_many_lines, "run.job", "\n" * MAX_LINES),
     ],
 )
 def test_a_planted_fault_is_found(rule: Callable[[Tree], list[str]], name: str, line: str) -> None:

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 SAMPLE = str(Path(__file__).parents[2] / "sample_data" / "tiny-lfm2")
 EXACT = ["batched = solo", "chunked = whole", "cached = cold", "preempted = undisturbed", "decoded = prefilled"]
+INTEGERS = ("--weights", "int8", "--activations", "int8")
 FAST = "fast kernels ~ reference"
 
 
@@ -89,9 +90,14 @@ def test_every_proof_holds_with_keys_and_values_of_fewer_bits(check: Callable[..
     assert "kv_dtype" not in check()[1]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_proof_holds_on_the_sample_model(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = call(["check", "--model", SAMPLE, "--dtype", dtype])
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [("float32", ()), ("bfloat16", ()), ("float32", INTEGERS[:2]), ("float32", INTEGERS), ("bfloat16", INTEGERS)],
+)
+def test_every_proof_holds_on_the_sample_model(
+    dtype: str, form: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = call(["check", "--model", SAMPLE, "--dtype", dtype, *form])
     captured = capsys.readouterr()
     assert code == ExitCode.OK, captured.out
     lines = captured.out.splitlines()
