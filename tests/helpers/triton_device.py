@@ -72,8 +72,9 @@ class OnDevice:
 
     name = "cuda"
 
-    def __init__(self, *, batch_invariant: bool = False) -> None:
-        self.kernels = CudaKernels(DEVICE if HAS_GPU else None, batch_invariant=batch_invariant)
+    def __init__(self, *, batch_invariant: bool = False, weights: str = "auto") -> None:
+        device = DEVICE if HAS_GPU else None
+        self.kernels = CudaKernels(device, batch_invariant=batch_invariant, weights=weights)
         self.variant = self.kernels.variant
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

@@ -31,6 +31,7 @@ from batchgen.core.records import SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels.cuda import attention as attention_kernels
 from batchgen.kernels.interface import QKNorm, SamplingRows
+from batchgen.kernels.quantize import quantize
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 
@@ -260,6 +261,18 @@ def test_batch_invariant_linear_has_the_same_bits_for_a_row_in_any_batch(dtype: 
     whole = linear(x)
     for rows in (slice(0, 1), slice(5, 9), slice(60, 129)):
         assert torch.equal(linear(x[rows]), whole[rows])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_in_8_bits_are_multiplied_as_the_numbers_that_they_stand_for(
+    dtype: torch.dtype, batch_invariant: bool
+) -> None:
+    weight, x = normal(33, 80, seed=1, dtype=dtype), normal(5, 80, seed=0, dtype=dtype)
+    numbers = quantize(weight).dequantize(dtype)
+    expected = OnDevice(batch_invariant=batch_invariant).linear(numbers)(x)
+    assert torch.equal(OnDevice(batch_invariant=batch_invariant, weights="int8").linear(weight)(x), expected)
+    assert not torch.equal(numbers, weight)
 
 
 def test_a_cuda_device_gets_these_kernels_and_the_reference_where_triton_is_missing(
