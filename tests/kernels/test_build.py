@@ -31,11 +31,12 @@ build.start("float32", "float32")
 print(*(process.pid for process, _ in build._builders.values()), flush=True)
 time.sleep(100)
 """
-# Runs a job, then tells whether numba was there at its end.
+# Runs a job, then tells whether numba was there at its end; what torch is made of is searched for garbage no more.
 RUN = """
-import sys
+import gc, sys
 from batchgen.cli.main import call
 code = call(sys.argv[1:])
+assert gc.isenabled() and gc.get_freeze_count() > 100_000
 print(code, "numba" in sys.modules)
 """
 
