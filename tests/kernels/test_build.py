@@ -150,6 +150,7 @@ def test_a_job_has_compiled_beside_it_what_its_rows_need(
 ) -> None:
     started: list[tuple[tuple[str, ...], bool]] = []
     monkeypatch.setattr(build, "start", lambda *model, others=False: started.append((model, others)))
+    monkeypatch.setattr(build, "_asked", set())
     load_engine(job(**sampling), read_model(job(**sampling)))
     assert started[0] == (("float32", "bfloat16", "auto", "auto", "auto"), others), "before torch is imported"
     assert started[1] == (("float32", "bfloat16", "auto", "auto"), False), "by whatever loads a model"
