@@ -223,5 +223,5 @@ def test_the_text_names_the_kernels_where_they_are_known() -> None:
     assert "bfloat16 on cpu (avx512)" in " ".join(render_report(report).split())
     integers = {"weights": "int8", "activations": "int8", "kv_dtype": "int8"}
     report["numerics"] = {**report["numerics"], **integers}
-    named = "bfloat16 on cpu, int8 weights, int8 activations, int8 kv_dtype (avx512)"
+    named = "bfloat16 on cpu, int8 weights, int8 activations, int8 keys and values (avx512)"
     assert named in " ".join(render_report(report).split())

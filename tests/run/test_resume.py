@@ -237,7 +237,7 @@ def test_the_advice_on_another_type_of_keys_names_the_flag_that_goes_on(job: Job
     job.write(rows_of(60))
     run_job(job.spec(), quiet(max_total_tokens=1), engine_factory=in_bfloat16(kv_dtype="int8"))
     with pytest.raises(
-        ResumeMismatch, match=r"begun in bfloat16 on stub, int8 kv_dtype, .* go on with --kv-dtype int8, or"
+        ResumeMismatch, match=r"begun in bfloat16 on stub, int8 keys and values, .* go on with --kv-dtype int8, or"
     ):
         run_job(job.spec(), quiet(), engine_factory=in_bfloat16())
     spec = job.spec(engine={"kv_dtype": "int8"})
