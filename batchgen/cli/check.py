@@ -22,7 +22,9 @@ _MOST_DIFFERENT_HELP = "With --against: exit 4 if more rows differ, such as 1%."
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--prompts", metavar="FILE", help="Rows with prompts; - for stdin [synthetic ones].")
+@click.option(
+    "--prompts", "--input", "prompts", metavar="FILE", help="Rows with prompts; - for stdin [synthetic ones]."
+)
 @click.option("--against", type=click.Choice(KEYS["model"]["dtype"].kind.choices), help=_AGAINST_HELP)
 @click.option(
     "--max-tokens", type=click.IntRange(1), metavar="N", default=256, help="With --against: tokens per answer [256]."

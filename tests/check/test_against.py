@@ -39,7 +39,7 @@ def compare(capsys: pytest.CaptureFixture[str]) -> Compare:
     """Runs the command on rows of the sample questions; the object printed."""
 
     def run(*flags: str) -> dict[str, Any]:
-        rows = ["--prompts", str(SAMPLE_DATA / "questions.jsonl"), "--prompt", "{question}", "--limit", str(NUM_ROWS)]
+        rows = ["--input", str(SAMPLE_DATA / "questions.jsonl"), "--prompt", "{question}", "--limit", str(NUM_ROWS)]
         model = ["--model", str(SAMPLE), "--dtype", "float32", "--against", "float32", "--max-tokens", "20"]
         assert call(["check", *model, *rows, "--json", *flags]) == ExitCode.OK
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
