@@ -115,6 +115,8 @@ class StepReplays:
         size = self._size(inputs)
         if size not in self.recorded:
             if self.padding is None:
+                if pending is not None:
+                    pending.into(inputs.token_ids)
                 return self._run_exact(size, inputs, last)
             self._record(size, self.padding, None, last)
         static, replay = self.recorded[size]
