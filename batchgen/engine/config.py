@@ -24,10 +24,10 @@ class SchedulerConfig:
     block_size: int
     num_blocks: int
     max_model_len: int
-    kv_dtype: str = "auto"
     prefix_caching: bool = True
     longest_first: bool = True
     forecast_memory: bool = True
+    kv_dtype: str = "auto"
 
     @property
     def max_num_tokens(self) -> int:
