@@ -160,6 +160,17 @@ def test_every_back_end_multiplies_with_the_numbers_that_the_integers_stand_for(
         assert not torch.equal(kernels.linear(weight)(x), plain.linear(weight)(x))
 
 
+@pytest.mark.parametrize("inputs", [192, 200])  # whole groups, and not
+def test_integers_of_weights_in_bfloat16_stand_for_numbers_in_float32(inputs: int) -> None:
+    """A float32 model holds such weights as they are stored; their integers times scales are not rounded to that."""
+    weight, x = randn(48, inputs).bfloat16(), randn(5, inputs, seed=1)
+    numbers = quantize(weight).dequantize(torch.float32)
+    kernels = select(CPU, torch.float32, weights="int8")
+    assert torch.equal(kernels.linear(weight)(x), select(CPU, torch.float32).linear(numbers)(x))
+    expected = select(CPU, torch.float32).gated_linear(numbers[:24], numbers[24:])(x)
+    assert torch.equal(kernels.gated_linear(weight[:24], weight[24:])(x), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_back_end_computes_products_of_integers_to_the_bit(dtype: str) -> None:
     kind = DTYPES[dtype]

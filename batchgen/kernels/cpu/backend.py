@@ -68,7 +68,7 @@ class CpuKernels:
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         dtype = self._dtype or weight.dtype
         if linears.can_multiply(weight, dtype, self.activations):
-            return linears.PanelLinear(weight, bias, self.weights, self.activations)
+            return linears.PanelLinear(weight, bias, self.weights, self.activations, dtype)
         if self.activations == "int8":
             self._library = "exact"
             return Int8Linear(quantize(weight, ACTIVATION_GROUP), bias)
@@ -80,8 +80,9 @@ class CpuKernels:
         return PlainLinear(weight, bias, linears.MIN_PLAIN_ROWS)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        if linears.can_multiply(gate, self._dtype or gate.dtype, self.activations):
-            return linears.PanelGatedLinear(gate, up, self.weights, self.activations)
+        dtype = self._dtype or gate.dtype
+        if linears.can_multiply(gate, dtype, self.activations):
+            return linears.PanelGatedLinear(gate, up, self.weights, self.activations, dtype)
         return TwoStepGatedLinear(self, gate, up)
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:

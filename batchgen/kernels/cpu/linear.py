@@ -59,23 +59,36 @@ def can_multiply(weight: Tensor, dtype: torch.dtype, activations: str = "auto") 
     return has_fused_multiply_add() and has_pairs and dtype in _TYPES
 
 
-def panels_of(weight: Tensor, weights: str, activations: str) -> Panels:
-    """A weight in panels, in 8 bits where ``weights`` or ``activations`` are "int8"."""
+def panels_of(weight: Tensor, weights: str, activations: str, dtype: torch.dtype) -> Panels:
+    """A weight in panels for products in ``dtype``, in 8 bits where ``weights`` or ``activations`` are "int8".
+
+    Where the last group of inputs is not whole, panels hold the numbers that the integers stand for.
+    """
     integers = byte_products() if activations == "int8" else None
     if integers is not None:
         return integer_panels(weight, *integers)
     if weights == "int8" and weight.shape[1] % GROUP == 0:
         return int8_panels(weight)
-    return plain_panels(quantize(weight).dequantize(weight.dtype) if weights == "int8" else weight)
+    return plain_panels(quantize(weight).dequantize(dtype) if weights == "int8" else weight)
 
 
 class PanelLinear:
-    """``Linear`` with the weight in panels: for inputs of bfloat16 or float32, an even number of them."""
+    """``Linear`` with the weight in panels: for inputs of bfloat16 or float32, an even number of them.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, weights: str = "auto", activations: str = "auto") -> None:
+    ``dtype`` is that of the inputs, if not the weight's.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        weights: str = "auto",
+        activations: str = "auto",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.out_features, self.inputs = weight.shape
         self.bias = None if bias is None else bias.contiguous()
-        self.panels = panels_of(weight, weights, activations)
+        self.panels = panels_of(weight, weights, activations, dtype or weight.dtype)
         self.most_shares = self.panels.num_panels if self.panels.panel_bytes <= _MOST_SHARED_BYTES else 1
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -139,11 +152,18 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class PanelGatedLinear:
     """``GatedLinear`` in panels, of which each holds 32 gates and their 32 ups."""
 
-    def __init__(self, gate: Tensor, up: Tensor, weights: str = "auto", activations: str = "auto") -> None:
+    def __init__(
+        self,
+        gate: Tensor,
+        up: Tensor,
+        weights: str = "auto",
+        activations: str = "auto",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.out_features = len(gate)
         rows = (0, 0, 0, -len(gate) % _HALF)
         halves = [functional.pad(part.detach(), rows).view(-1, _HALF, part.shape[1]) for part in (gate, up)]
-        self._panels = PanelLinear(torch.cat(halves, 1).flatten(0, 1), None, weights, activations)
+        self._panels = PanelLinear(torch.cat(halves, 1).flatten(0, 1), None, weights, activations, dtype)
         self.linear: Linear = self._panels
 
     def __call__(self, x: Tensor) -> Tensor:
