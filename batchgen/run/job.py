@@ -142,7 +142,8 @@ class _Job(Invocation):
             named = {"dtype": self.spec.model.dtype, "device": self.spec.model.device.partition(":")[0]}
             if self.spec.engine.kv_dtype != numerics.get("dtype"):  # the dtype itself is what "auto" comes to
                 named["kv_dtype"] = self.spec.engine.kv_dtype
-            numerics = numerics | {name: value for name, value in named.items() if value != "auto"}
+            others = {name: value for name, value in numerics.items() if name != "kv_dtype"}  # there only if not "auto"
+            numerics = others | {name: value for name, value in named.items() if value != "auto"}
             now = replace(now, fingerprints={**now.fingerprints, "numerics": numerics})
         found = compare(begun, now)
         refused = (*found.refused, *self._other_ids(begun))

@@ -233,13 +233,17 @@ def test_another_type_of_keys_is_refused_before_the_weights_are_loaded_unless_au
     assert run_job(spec, quiet(), engine_factory=in_bfloat16()).exit_code == ExitCode.OK
 
 
-def test_the_advice_on_another_type_of_keys_names_the_flag_that_goes_on(job: JobMaker) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize("limits", [{}, {"max_total_tokens": 1}])
+def test_a_run_with_keys_in_8_bits_is_not_continued_or_reported_done_as_one_without(
+    job: JobMaker, kv_dtype: str, limits: dict[str, int]
+) -> None:
+    """A finished one neither, although its weights are not loaded again."""
     job.write(rows_of(60))
-    run_job(job.spec(), quiet(max_total_tokens=1), engine_factory=in_bfloat16(kv_dtype="int8"))
-    with pytest.raises(
-        ResumeMismatch, match=r"begun in bfloat16 on stub, int8 keys and values, .* go on with --kv-dtype int8, or"
-    ):
-        run_job(job.spec(), quiet(), engine_factory=in_bfloat16())
+    run_job(job.spec(), quiet(**limits), engine_factory=in_bfloat16(kv_dtype="int8"))
+    with pytest.raises(ResumeMismatch, match=r'numerics\.kv_dtype: was "int8", now \(not there\)'):
+        job.run(job.spec(engine={"kv_dtype": kv_dtype}))
+    assert job.engines == []
     spec = job.spec(engine={"kv_dtype": "int8"})
     assert run_job(spec, quiet(), engine_factory=in_bfloat16(kv_dtype="int8")).exit_code == ExitCode.OK
 
