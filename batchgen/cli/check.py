@@ -17,6 +17,7 @@ from batchgen.core.units import counted
 _SIZES = tuple(name for name in KEYS["engine"] if name not in ("threads", "kv_dtype"))  # the proofs choose these
 _NOT_EXPECTED = tuple(name for name in KEYS["output"] if name != "expected")
 _MAX_PROMPTS, _MAX_ROWS = 16, 100  # of a file without --limit; with --against
+_MAX_TOKENS = 256  # of an answer
 _AGAINST_HELP = "Compare with the model in this dtype without integers."
 _MOST_DIFFERENT_HELP = "With --against: exit 4 if more rows differ, such as 1%."
 
@@ -27,7 +28,7 @@ _MOST_DIFFERENT_HELP = "With --against: exit 4 if more rows differ, such as 1%."
 )
 @click.option("--against", type=click.Choice(KEYS["model"]["dtype"].kind.choices), help=_AGAINST_HELP)
 @click.option(
-    "--max-tokens", type=click.IntRange(1), metavar="N", default=256, help="With --against: tokens per answer [256]."
+    "--max-tokens", type=click.IntRange(1), metavar="N", help=f"With --against: tokens per answer [{_MAX_TOKENS}]."
 )
 @click.option("--max-different-rows", "most_different", type=SHARE, help=_MOST_DIFFERENT_HELP)
 @json_option()
@@ -38,7 +39,7 @@ def check(
     prompts: str | None,
     as_json: bool,
     against: str | None,
-    max_tokens: int,
+    max_tokens: int | None,
     most_different: float | None,
     **values: Any,
 ) -> int:
@@ -69,11 +70,13 @@ def check(
     spec = load_job(None, flags, needs=("model",))
     if against is not None and prompts is None:
         raise UsageError("--against needs --prompts FILE, with rows of the kind that the model is for")
+    if against is None:
+        _refuse_unused(spec.output.expected, max_tokens, most_different)
     require_address_space()
     if against is not None:
         from batchgen.check.against import compare_forms, render
 
-        compared = compare_forms(spec, against, max_tokens, log=say)
+        compared = compare_forms(spec, against, max_tokens or _MAX_TOKENS, log=say)
         show(json.dumps(compared, indent=2) if as_json else render(compared))
         different = 1 - compared["num_same_rows"] / compared["num_rows"]
         if most_different is not None and different > most_different:
@@ -88,3 +91,11 @@ def check(
         first, more = found["failed"][0], len(found["failed"]) - 1
         raise GateFailed(first + (f" (and {counted(more, 'more proof')})" if more else ""))
     return ExitCode.OK
+
+
+def _refuse_unused(expected: str | None, max_tokens: int | None, most_different: float | None) -> None:
+    """Raises UsageError for flags of a comparison without one: a script would take its gate for passed."""
+    given = {"--expected": expected, "--max-tokens": max_tokens, "--max-different-rows": most_different}
+    for flag, value in given.items():
+        if value is not None:
+            raise UsageError(f"{flag} is for a comparison: it needs --against DTYPE")

@@ -176,3 +176,12 @@ def test_what_cannot_be_compared_is_a_usage_error(
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("flags", [["--max-different-rows", "1%"], ["--max-tokens", "9"], ["--expected", "answer"]])
+def test_a_gate_on_a_comparison_that_is_not_made_is_a_usage_error(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The proofs would hold, and a script take the gate for passed."""
+    assert call(["check", "--model", str(SAMPLE), *flags]) == ExitCode.USAGE
+    assert f"{flags[0]} is for a comparison: it needs --against DTYPE" in capsys.readouterr().err
