@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tiny_model import CPU, DTYPES
 from torch import Tensor
 
+from batchgen.kernels.cpu import layout
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.processor import most_integer
 from batchgen.kernels.quantize import ACTIVATION_GROUP, GROUP, LEAST, MOST, Int8Weight, quantize, quantize_rows
@@ -181,3 +182,7 @@ def test_every_back_end_computes_products_of_integers_to_the_bit(dtype: str) -> 
         assert torch.equal(linear(x, residual), expected), kernels.name
         for rows in range(1, 19):
             assert torch.equal(linear(x[:rows], residual[:rows]), expected[:rows]), (kernels.name, rows)
+
+
+def test_the_kernels_group_as_the_definition_says() -> None:
+    assert (layout.GROUP, layout.DOT_GROUP, layout.LEAST_QUANTIZED) == (GROUP, ACTIVATION_GROUP, LEAST)
