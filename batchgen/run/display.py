@@ -61,6 +61,7 @@ class LineDisplay(Display):
         self._shown_at = time.monotonic()
 
     def show(self, snapshot: Snapshot) -> None:
+        """A line, if one is due."""
         if self._is_due():
             self._shown_at = time.monotonic()
             self.note(describe(snapshot))
@@ -78,6 +79,7 @@ class JsonDisplay(LineDisplay):
     _phase = ""
 
     def show(self, snapshot: Snapshot) -> None:
+        """A line, if one is due or the phase is a new one."""
         if snapshot["phase"] != self._phase or self._is_due():
             self._shown_at = time.monotonic()
             self._phase = snapshot["phase"]
@@ -106,6 +108,7 @@ class BarDisplay(Display):
         self._is_running = False
 
     def show(self, snapshot: Snapshot) -> None:
+        """Redraw the bar."""
         rows, tokens = snapshot["rows"], snapshot["tokens"]
         is_running = is_generating(snapshot)
         layout = (_RUNNING if tokens["estimated"] else _NO_TOTAL) if is_running else _WAITING

@@ -51,6 +51,7 @@ class _Job(Invocation):
     stdin: StdinCopy | None = None
 
     def work(self) -> Outcome:
+        """Run what is left of the job; see ``run_job``."""
         if self.spec.input.path == ("-",):
             self.stdin = StdinCopy(self.run_dir.spool)
         begun = self._begun()

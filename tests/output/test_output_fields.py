@@ -104,7 +104,9 @@ def body(row: dict[str, Any], *, chat: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 def test_openai_rows_validate_whatever_was_asked_for(asked: dict[str, Any], chat: bool) -> None:
-    body(record(0, **asked), chat=chat)
+    found = body(record(0, **asked), chat=chat)
+    assert found["object"] == ("chat.completion" if chat else "text_completion")
+    assert len(found["choices"]) == len(record(0, **asked).get("samples") or [None])
 
 
 @pytest.mark.parametrize("chat", [True, False])

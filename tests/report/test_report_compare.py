@@ -24,12 +24,14 @@ def report(rate: float = 100.0, failed: int = 0, exact: float | None = 0.9, **mo
     }
 
 
-def gate(now: dict[str, Any], before: dict[str, Any]) -> None:
+def gate(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    """True; raises GateFailed for a regression."""
     compare_reports(now, before).check(0.05)
+    return True
 
 
 def test_alike_reports_pass() -> None:
-    gate(report(), report())
+    assert gate(report(), report())
 
 
 def test_a_rate_may_fall_by_the_share_given_and_no_more() -> None:
@@ -51,11 +53,11 @@ def test_accuracy_may_fall_by_the_share_given_and_no_more() -> None:
 
 
 def test_wall_time_and_latencies_do_not_count() -> None:
-    gate(report(wall_s=1e6, latency_s={"ttft_s": {"p50": 9.0}}), report(latency_s={"ttft_s": {"p50": 0.1}}))
+    assert gate(report(wall_s=1e6, latency_s={"ttft_s": {"p50": 9.0}}), report(latency_s={"ttft_s": {"p50": 0.1}}))
 
 
 def test_a_figure_that_one_report_lacks_is_no_regression() -> None:
-    gate(report(exact=None), report())
+    assert gate(report(exact=None), report())
 
 
 def test_another_model_is_pointed_out() -> None:

@@ -117,6 +117,7 @@ def test_kills_of_a_shard_change_no_byte(job: JobMaker, tmp_path: Path) -> None:
     job.write(hard_rows())
     reference = undisturbed(job, tmp_path / "reference", ["--shard", "2/2"])
     killed_until_done(["run", job.toml(), "--shard", "2/2"], 10, random.Random(3))
+    assert job.outputs() == without_timings(reference / "outputs.jsonl")
     same_content(reference, job.output)
 
 

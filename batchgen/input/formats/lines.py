@@ -60,6 +60,7 @@ class LinesFile(LocalFile):
         self._parse = parse
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
+        """See ``LocalFile.read``."""
         index = at.index
         if stop is not None and index >= stop:
             return index

@@ -43,6 +43,7 @@ class ParquetFile(LocalFile):
             raise UsageError(f"cannot read {self.path} as Parquet: {reason}") from error
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
+        """See ``LocalFile.read``."""
         index = at.index
         with self._open() as file:
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
