@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-GROUP = 32  # inputs that share a scale where activations are floating-point numbers
-ACTIVATION_GROUP = 128  # where they are integers too: products within a group add up exactly
+from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, LEAST_QUANTIZED
+
 MOST = 127  # the largest integer; -128 is not used, so that a weight and its negative are treated alike
-LEAST = 2.0**-119  # inputs whose largest is below it count as zeros: 127 over it would not be a float32 number
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ def stored(weight: Tensor, weights: str, dtype: torch.dtype) -> Tensor:
     return quantize(weight).dequantize(dtype) if weights == "int8" else weight.to(dtype)
 
 
-def quantize_rows(x: Tensor, group: int = ACTIVATION_GROUP, most: int = MOST) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, group: int = DOT_GROUP, most: int = MOST) -> tuple[Tensor, Tensor]:
     """Integers as float32 [rows, groups, group], zeros at the end, and their float32 scales [rows, groups].
 
     The largest of a group becomes ``most``. Of a group with an input that is not finite, neither is the scale.
@@ -64,7 +63,7 @@ def quantize_rows(x: Tensor, group: int = ACTIVATION_GROUP, most: int = MOST) ->
     groups = functional.pad(x.float(), (0, -x.shape[1] % group)).view(len(x), -(-x.shape[1] // group), group)
     largest = groups.abs().amax(2)
     reciprocals = torch.full_like(largest, most) / largest  # rounded once, which torch's ``most / x`` is not
-    reciprocals = torch.where(largest < LEAST, 0.0, reciprocals)
+    reciprocals = torch.where(largest < LEAST_QUANTIZED, 0.0, reciprocals)
     return (groups * reciprocals[:, :, None]).round().clamp(-most, most), largest / most
 
 

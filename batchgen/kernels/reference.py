@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from batchgen.kernels.cpu.layout import DOT_GROUP
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import GatedLinear, Linear, PlainLinear, QKNorm, SamplingRows, TwoStepGatedLinear
 from batchgen.kernels.processor import most_integer, processor_variant
-from batchgen.kernels.quantize import ACTIVATION_GROUP, Int8Weight, quantize, quantize_rows, stored
+from batchgen.kernels.quantize import Int8Weight, quantize, quantize_rows, stored
 
 
 def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
@@ -85,7 +86,7 @@ class ReferenceKernels:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         if self.activations == "int8":
-            return Int8Linear(quantize(weight, ACTIVATION_GROUP, most_integer()), bias)
+            return Int8Linear(quantize(weight, DOT_GROUP, most_integer()), bias)
         return PlainLinear(stored(weight, self.weights, self._dtype or weight.dtype), bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from tiny_model import CPU, DTYPES
 from torch import Tensor
 
-from batchgen.kernels.cpu import layout
+from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, LEAST_QUANTIZED
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.processor import most_integer
-from batchgen.kernels.quantize import ACTIVATION_GROUP, GROUP, LEAST, MOST, Int8Weight, quantize, quantize_rows
+from batchgen.kernels.quantize import MOST, Int8Weight, quantize, quantize_rows
 from batchgen.kernels.reference import Int8Linear, ReferenceKernels
 from batchgen.kernels.select import select
 
@@ -35,7 +35,7 @@ def largest_of_groups(weight: Tensor, group: int) -> Tensor:
 
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 300)),
-    group=st.sampled_from([GROUP, ACTIVATION_GROUP]),
+    group=st.sampled_from([GROUP, DOT_GROUP]),
     exponent=st.integers(-60, 90),
     spread=st.integers(0, 30),
     dtype=st.sampled_from(list(DTYPES)),
@@ -97,7 +97,7 @@ def product_by_numpy(
             part = rows[row, start : start + weight.group]
             largest = np.abs(part).max()
             integers = np.zeros(len(part), np.int64)
-            if largest >= LEAST:
+            if largest >= LEAST_QUANTIZED:
                 integers = np.rint(part * (np.float32(127) / largest)).clip(-127, 127).astype(np.int64)
             integer_sum = int((integers * values[output, start : start + weight.group]).sum())
             total = total + scales[output, number] * (largest / np.float32(127)) * np.float32(integer_sum)
@@ -114,7 +114,7 @@ def test_a_product_of_integers_is_what_its_definition_says(dtype: str, inputs: i
     x = (randn(5, inputs) * 10 ** randn(5, inputs, seed=1)).to(kind)
     x[1] = 0
     x[2] *= 1e-38  # below what counts
-    weight, bias, residual = quantize(randn(7, inputs, seed=2), ACTIVATION_GROUP), randn(7), randn(5, 7, seed=3)
+    weight, bias, residual = quantize(randn(7, inputs, seed=2), DOT_GROUP), randn(7), randn(5, 7, seed=3)
     for terms in ((None, None), (bias.to(kind), None), (None, residual.to(kind)), (bias.to(kind), residual.to(kind))):
         found = Int8Linear(weight, terms[0])(x, terms[1])
         assert found.dtype == kind
@@ -123,7 +123,7 @@ def test_a_product_of_integers_is_what_its_definition_says(dtype: str, inputs: i
 
 def test_the_largest_integers_of_one_sign_add_up_exactly() -> None:
     """Every product is 127 * 127, and a group has 128 of them: narrow accumulators would overflow."""
-    weight = quantize(torch.full((3, 1024), 127.0), ACTIVATION_GROUP)
+    weight = quantize(torch.full((3, 1024), 127.0), DOT_GROUP)
     expected = torch.tensor(1024 * 127.0 * 127.0).to(torch.float32)
     assert (Int8Linear(weight, None)(torch.full((2, 1024), 127.0)) == expected).all()
     assert (Int8Linear(weight, None)(torch.full((2, 1024), -127.0)) == -expected).all()
@@ -133,7 +133,7 @@ def test_the_largest_integers_of_one_sign_add_up_exactly() -> None:
 def test_inputs_that_are_not_finite_are_told_by_their_own_row_alone(value: float) -> None:
     x = randn(3, 200)
     x[1, 150] = value
-    found = Int8Linear(quantize(randn(4, 200, seed=1), ACTIVATION_GROUP), None)(x)
+    found = Int8Linear(quantize(randn(4, 200, seed=1), DOT_GROUP), None)(x)
     assert not found[1].isfinite().any()
     assert found[[0, 2]].isfinite().all()
 
@@ -142,7 +142,7 @@ def test_inputs_are_off_by_at_most_half_a_scale() -> None:
     x = randn(6, 300)
     values, scales = quantize_rows(x)
     got = (values * scales[:, :, None]).flatten(1)[:, :300]
-    assert ((got - x).abs() <= scales.repeat_interleave(ACTIVATION_GROUP, 1)[:, :300] * 0.500001).all()
+    assert ((got - x).abs() <= scales.repeat_interleave(DOT_GROUP, 1)[:, :300] * 0.500001).all()
 
 
 def back_ends(dtype: torch.dtype, **settings: str) -> list[Kernels]:
@@ -176,13 +176,9 @@ def test_integers_of_weights_in_bfloat16_stand_for_numbers_in_float32(inputs: in
 def test_every_back_end_computes_products_of_integers_to_the_bit(dtype: str) -> None:
     kind = DTYPES[dtype]
     weight, x, residual = randn(70, 200).to(kind), randn(19, 200, seed=1).to(kind), randn(19, 70, seed=2).to(kind)
-    expected = Int8Linear(quantize(weight, ACTIVATION_GROUP, most_integer()), None)(x, residual)
+    expected = Int8Linear(quantize(weight, DOT_GROUP, most_integer()), None)(x, residual)
     for kernels in back_ends(kind, weights="int8", activations="int8"):
         linear = kernels.linear(weight)
         assert torch.equal(linear(x, residual), expected), kernels.name
         for rows in range(1, 19):
             assert torch.equal(linear(x[:rows], residual[:rows]), expected[:rows]), (kernels.name, rows)
-
-
-def test_the_kernels_group_as_the_definition_says() -> None:
-    assert (layout.GROUP, layout.DOT_GROUP, layout.LEAST_QUANTIZED) == (GROUP, ACTIVATION_GROUP, LEAST)

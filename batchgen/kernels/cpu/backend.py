@@ -14,13 +14,13 @@ from torch import Tensor
 
 from batchgen.kernels.cpu import layout, sources
 from batchgen.kernels.cpu import linear as linears
-from batchgen.kernels.cpu.layout import ROWS_PER_ITEM
+from batchgen.kernels.cpu.layout import DOT_GROUP, ROWS_PER_ITEM
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, openmp, scratch
 from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import GatedLinear, Linear, PlainLinear, QKNorm, SamplingRows, TwoStepGatedLinear
 from batchgen.kernels.processor import processor_variant
-from batchgen.kernels.quantize import ACTIVATION_GROUP, quantize, stored
+from batchgen.kernels.quantize import quantize, stored
 from batchgen.kernels.reference import Int8Linear
 
 _TAKE_ROWS, _RMS_NORM, _SWIGLU = Kernel(sources.TAKE_ROWS), Kernel(sources.RMS_NORM), Kernel(sources.SWIGLU)
@@ -71,7 +71,7 @@ class CpuKernels:
             return linears.PanelLinear(weight, bias, self.weights, self.activations, dtype)
         if self.activations == "int8":
             self._library = "exact"
-            return Int8Linear(quantize(weight, ACTIVATION_GROUP), bias)
+            return Int8Linear(quantize(weight, DOT_GROUP), bias)
         weight = stored(weight, self.weights, dtype)
         if linears.can_pack(dtype):
             self._library = "onednn"

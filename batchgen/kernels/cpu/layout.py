@@ -13,9 +13,7 @@ LANES = 16  # float32 in a vector
 COUNTER, NUMBERING, NUM_ITEMS, NUM_WORKERS, NUM_RANGES, RANGES = range(6)
 ARGS = 6  # index of a kernel's first own argument
 
-ROWS_PER_ITEM = (
-    8  # of the kernels that treat rows: small enough to balance the threads, large enough to hide the atomic
-)
+ROWS_PER_ITEM = 8  # of kernels that treat rows: few enough to balance the threads, enough to hide the atomic
 
 # Linears: a tile is up to MAX_ROWS rows by STRIPS vectors of outputs, as many streams of weights side by side.
 STRIPS = 4
@@ -23,7 +21,7 @@ MAX_ROWS = 6  # 24 accumulators, 4 vectors of weights and one of inputs: 29 of 3
 TILE_COLUMNS = STRIPS * LANES
 
 # Weights of 8 bits: bytes of 16 outputs and a group of inputs that share a scale, scales included.
-GROUP, DOT_GROUP = 32, 128  # multiplied as numbers, and as integers
+GROUP, DOT_GROUP = 32, 128  # where activations are floating-point numbers, and where they are integers too
 GROUP_BYTES = LANES * (GROUP + 2)
 DOT_GROUP_BYTES = LANES * (DOT_GROUP + 4)
 LEAST_QUANTIZED = 2.0**-119  # inputs whose largest is below count as zeros: 127 over it would not be a float32 number

@@ -9,7 +9,7 @@ import torch
 from batchgen.kernels.cpu import sources
 from batchgen.kernels.cpu.layout import LANES, PEAK_VECTORS
 from batchgen.kernels.cpu.parallel import Kernel, Kind, address
-from batchgen.kernels.processor import cpu_features, has_bfloat16_pairs, has_matrix_unit
+from batchgen.kernels.processor import byte_products, cpu_features, has_bfloat16_pairs, has_matrix_unit
 
 MULTIPLY, READ = Kernel(sources.PEAK_PRODUCTS), Kernel(sources.PEAK_READS)
 _ITEMS_PER_THREAD = 16  # so that a thread that was interrupted is helped
@@ -26,7 +26,7 @@ def kinds_of_products() -> dict[str, tuple[Kind, int]]:
     kinds: dict[str, tuple[Kind, int]] = {"float32": (torch.float32, 2 * LANES)}
     if has_bfloat16_pairs() and not has_matrix_unit():
         kinds["bfloat16"] = torch.bfloat16, 4 * LANES
-    if {"avx512vnni", "avxvnni", "dotprod"} & cpu_features() and "amx-int8" not in cpu_features():
+    if byte_products() is not None and "amx-int8" not in cpu_features():
         kinds["int8"] = "int8", 16 * LANES  # two instructions of four bytes
     return kinds
 
