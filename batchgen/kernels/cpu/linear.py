@@ -47,12 +47,14 @@ _KINDS: dict[tuple[str, str], Kind] = {  # by the types of inputs and of stored 
 _MATMUL, _UNPACKED = Kernel(sources.MATMUL), Kernel(sources.MATMUL_UNPACKED)
 _INTEGERS, _QUANTIZE = Kernel(sources.MATMUL_INTEGERS), Kernel(sources.QUANTIZE)
 _UNPACKED_KINDS = {torch.bfloat16: sources.paired_kind("bfloat16"), torch.float32: "float32"}
+_NUMBER_BYTES = {torch.bfloat16: 2 if has_bfloat16_pairs() else 4, torch.float32: 4}  # of unpacked numbers
+_BYTE_PRODUCTS = byte_products()
 
 
 def can_multiply(weight: Tensor, dtype: torch.dtype, activations: str = "auto") -> bool:
     """Whether ``PanelLinear`` suits this machine and a product of this weight in ``dtype``."""
     if activations == "int8":
-        return byte_products() is not None and weight.numel() > 0
+        return _BYTE_PRODUCTS is not None and weight.numel() > 0
     if dtype == torch.bfloat16 and has_matrix_unit():
         return False
     has_pairs = weight.numel() > 0 and weight.shape[1] % 2 == 0
@@ -64,9 +66,8 @@ def panels_of(weight: Tensor, weights: str, activations: str, dtype: torch.dtype
 
     Where the last group of inputs is not whole, panels hold the numbers that the integers stand for.
     """
-    integers = byte_products() if activations == "int8" else None
-    if integers is not None:
-        return integer_panels(weight, *integers)
+    if activations == "int8" and _BYTE_PRODUCTS is not None:
+        return integer_panels(weight, *_BYTE_PRODUCTS)
     if weights == "int8" and weight.shape[1] % GROUP == 0:
         return int8_panels(weight)
     return plain_panels(quantize(weight).dequantize(dtype) if weights == "int8" else weight)
@@ -89,7 +90,10 @@ class PanelLinear:
         self.out_features, self.inputs = weight.shape
         self.bias = None if bias is None else bias.contiguous()
         self.panels = panels_of(weight, weights, activations, dtype or weight.dtype)
-        self.most_shares = self.panels.num_panels if self.panels.panel_bytes <= _MOST_SHARED_BYTES else 1
+        # Asked of a tensor each time, these cost a launch microseconds.
+        self._num_panels, self._strips_at = self.panels.num_panels, self.panels.strips.data_ptr()
+        self._sizes = self.panels.strip_size, self.panels.panel_bytes
+        self._most_shares = self._num_panels if self.panels.panel_bytes <= _MOST_SHARED_BYTES else 1
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.multiply(x, self.out_features, residual)
@@ -111,9 +115,9 @@ class PanelLinear:
         return out
 
     def _launch(self, x: Tensor, addresses: tuple[int, int, int], width: int, gated: bool) -> None:
-        rows, inputs, kind, panels = len(x), self.inputs, self.panels.kind, self.panels
+        rows, inputs, kind = len(x), self.inputs, self.panels.kind
         threads = torch.get_num_threads()
-        shares = max(1, min(-(-rows // MAX_ROWS) // _FEWEST_TILES, threads, self.most_shares))
+        shares = max(1, min(-(-rows // MAX_ROWS) // _FEWEST_TILES, threads, self._most_shares))
         kernel, key, floats = _MATMUL, _KINDS.get((_TYPES[x.dtype], kind), x.dtype), _SUMS
         steps, more = inputs // 2, (0, 0)
         if kind == "integers":
@@ -123,12 +127,12 @@ class PanelLinear:
         elif kind == "int8" and rows > 2:
             kernel, key, shares = _UNPACKED, _UNPACKED_KINDS[x.dtype], 1
             floats = _SUMS * UNPACKED_TILES + UNPACKED_BYTES // 4
-            more = (2 if x.dtype == torch.bfloat16 and has_bfloat16_pairs() else 4, 0)
-        sizes = (rows, inputs, width, int(gated), shares, -(-threads // shares), panels.strip_size, panels.panel_bytes)
+            more = (_NUMBER_BYTES[x.dtype], 0)
+        sizes = (rows, inputs, width, int(gated), shares, -(-threads // shares), *self._sizes)
         kernel.launch(
             key,
-            panels.num_panels * shares,
-            *(address(x), *addresses, panels.strips.data_ptr(), scratch(floats * threads)),
+            self._num_panels * shares,
+            *(address(x), *addresses, self._strips_at, scratch(floats * threads)),
             *(*sizes, steps, *more),
             num_ranges=shares,
         )
@@ -140,12 +144,12 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     The scales are those of ``quantize.quantize_rows`` for as large integers as this machine multiplies.
     """
     rows, width = x.shape
-    groups, found = -(-width // DOT_GROUP), byte_products()
-    assert found is not None, "panels of integers are made where they can be multiplied"
+    groups = -(-width // DOT_GROUP)
+    assert _BYTE_PRODUCTS is not None, "panels of integers are made where they can be multiplied"
     values = empty((rows, groups * DOT_GROUP), torch.int8)
     scales, shifts = empty((rows, groups), torch.float32), empty((rows, groups), torch.int32)
     results = (values.data_ptr(), scales.data_ptr(), shifts.data_ptr())
-    _QUANTIZE.launch(x.dtype, rows * groups, address(x), *results, width, groups, *found)
+    _QUANTIZE.launch(x.dtype, rows * groups, address(x), *results, width, groups, *_BYTE_PRODUCTS)
     return values, scales, shifts
 
 
