@@ -74,27 +74,37 @@ class Kernels(Protocol):
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """``x[rows]`` for int64 indices [num_rows], which are not checked; in float32 of bfloat16 if ``dtype`` asks."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Rows of x [rows, width] over their root mean square, times weight [width]."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+        """Rows of x [rows, width] over their root mean square, times weight [width], rounded; plus ``residual``."""
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up [rows, 2 * width]; [rows, width]."""
 
-    def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
-        """Normalize and rotate queries and keys; write keys and values into ``cache`` (in place), rounded to its type.
+    def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
+        """Norm and rotate queries and keys; write keys and values into ``cache`` (in place), rounded to its type.
 
         The type int8 stands for an integer from -127 to 127 times a scale: a 127th of the largest magnitude of the
         position's key (or value) in that head, NaN where one is not finite; ``round(x / scale)`` is kept.
 
-        qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; rotary is float32
-        [2, positions, head_dim / 2], cosines then sines. Returns the queries times head_dim**-0.5 as float32
+        qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], or wider: what follows is not read. rotary is
+        float32 [2, positions, head_dim / 2], cosines then sines. Returns the queries times head_dim**-0.5 as float32
         [num_tokens, num_heads, width], zero from head_dim to the cache's width.
         """
 
-    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int, dtype: torch.dtype) -> Tensor:
-        """Causal attention of every token over its sequence's cached positions.
+    def attention(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        inputs: ModelInput,
+        head_dim: int,
+        dtype: torch.dtype,
+        window: int = 0,
+        gates: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of every token over its sequence's cached positions, the last ``window`` of them if not 0.
 
-        Returns [num_tokens, num_heads * head_dim] of ``dtype``, whatever the type of the cache.
+        The last num_heads columns of ``gates`` [num_tokens, columns] are logits: a head's output is multiplied by
+        their sigmoid. Returns [num_tokens, num_heads * head_dim] of ``dtype``, whatever the type of the cache.
         """
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
@@ -163,10 +173,11 @@ class SamplingRows:
 
 
 @dataclass(frozen=True, slots=True)
-class QKNorm:
-    """Per-head RMS norm weights of queries and keys, [head_dim] each, with their eps."""
+class Heads:
+    """Query heads of attention, and the RMS norm weights [head_dim] of its queries and keys if it norms them."""
 
-    q_weight: Tensor
-    k_weight: Tensor
-    eps: float
     num_heads: int
+    head_dim: int
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float

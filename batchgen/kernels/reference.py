@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from batchgen.kernels.cpu.layout import DOT_GROUP
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import GatedLinear, Linear, PlainLinear, QKNorm, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels.interface import GatedLinear, Heads, Linear, PlainLinear, SamplingRows, TwoStepGatedLinear
 from batchgen.kernels.processor import most_integer, processor_variant
 from batchgen.kernels.quantize import Int8Weight, quantize, quantize_rows, stored
 
@@ -98,26 +98,28 @@ class ReferenceKernels:
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return x.index_select(0, rows).to(dtype or x.dtype)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (wide * scale).to(x.dtype) * weight
+        normed = (wide * scale).to(x.dtype) * weight
+        return normed if residual is None else normed + residual
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, -1)
         return (functional.silu(gate) * up).to(gate_up.dtype)
 
-    def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
-        head_dim, num_kv_heads, pack = norms.q_weight.numel(), cache.keys.shape[1], cache.keys.shape[4]
-        heads = qkv.view(len(qkv), -1, head_dim)
-        q, k, v = torch.split(heads, [norms.num_heads, num_kv_heads, num_kv_heads], dim=1)
+    def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
+        head_dim, num_kv_heads, pack = heads.head_dim, cache.keys.shape[1], cache.keys.shape[4]
+        counts = [heads.num_heads, num_kv_heads, num_kv_heads]
+        q, k, v = torch.split(qkv[:, : sum(counts) * head_dim].view(len(qkv), -1, head_dim), counts, dim=1)
         cosine, sine = rotary[:, inputs.positions.long(), None, :]
 
-        def normed_and_rotated(x: Tensor, weight: Tensor) -> Tensor:
-            a, b = self.rms_norm(x, weight, norms.eps).float().chunk(2, -1)
+        def normed_and_rotated(x: Tensor, weight: Tensor | None) -> Tensor:
+            normed = x if weight is None else self.rms_norm(x, weight, heads.eps)
+            a, b = normed.float().chunk(2, -1)
             return torch.cat((a * cosine - b * sine, b * cosine + a * sine), -1)
 
-        q, k = normed_and_rotated(q, norms.q_weight), normed_and_rotated(k, norms.k_weight)
+        q, k = normed_and_rotated(q, heads.q_norm), normed_and_rotated(k, heads.k_norm)
         block, offset = inputs.slot_mapping // cache.block_size, inputs.slot_mapping % cache.block_size
         if cache.scales is not None:
             (k, key_scales), (v, value_scales) = to_int8(k), to_int8(v.float())
@@ -126,7 +128,16 @@ class ReferenceKernels:
         cache.values[block, :, offset, :head_dim] = v.to(cache.values.dtype)
         return functional.pad(q * head_dim**-0.5, (0, cache.width - head_dim))
 
-    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int, dtype: torch.dtype) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        inputs: ModelInput,
+        head_dim: int,
+        dtype: torch.dtype,
+        window: int = 0,
+        gates: Tensor | None = None,
+    ) -> Tensor:
         num_tokens, num_heads, _ = q.shape
         group = num_heads // cache.keys.shape[1]
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=q.device)
@@ -141,10 +152,14 @@ class ReferenceKernels:
             keys = keys[..., : cache.block_size].permute(1, 2, 0, 3).flatten(2)[..., :context]
             values = values.transpose(0, 1).flatten(1, 2)[:, :context]
             scores = q[tokens].transpose(0, 1) @ keys.repeat_interleave(group, 0)
-            visible = torch.arange(context, device=q.device) <= positions[:, None]
+            distances = positions[:, None] - torch.arange(context, device=q.device)
+            visible = (distances >= 0) & (distances < (window or context))
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             mixed = weights @ values.repeat_interleave(group, 0)
-            out[tokens] = mixed.transpose(0, 1)[..., :head_dim].to(out.dtype)
+            mixed = mixed.transpose(0, 1)[..., :head_dim]
+            if gates is not None:
+                mixed = mixed * gates[tokens, -num_heads:, None].float().sigmoid()
+            out[tokens] = mixed.to(out.dtype)
         return out.flatten(1)
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:

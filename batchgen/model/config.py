@@ -1,6 +1,7 @@
 """Shape of a decoder-only language model of any family, and the sizes and costs that follow from it.
 
-The module of a family makes it from the checkpoint's ``config.json``. Imports no torch, so that planning can use it.
+The module of a family makes it from the checkpoint's ``config.json``: what families differ in are values here. Imports
+no torch, so that planning can use it.
 """
 
 from __future__ import annotations
@@ -34,30 +35,83 @@ class Quantization:
 
 
 @dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding of some layers; ``model.rope`` has the formula of each ``kind``.
+
+    ``theta`` is the base. "llama3" stretches the wavelengths of a context of ``original_positions`` by ``factor``,
+    those beyond it over ``low_freq_factor`` wholly, those below it over ``high_freq_factor`` not at all. "proportional"
+    rotates only ``rotated_share`` of the head, from its first pair on.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_positions: int = 0
+    rotated_share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A feed-forward of ``num_experts``, of which each token meets the ``num_active`` with the highest scores.
+
+    Scores are ``sigmoid`` or ``softmax`` of the router's logits, in float32; where ``has_bias``, a float32 bias is
+    added to choose by, not to weigh by. Weights of the chosen are their scores, divided by (their sum +
+    ``normalizer_eps``) where ``is_normalized``, times ``scale``. ``ff_dim`` is the width of one expert.
+    """
+
+    num_experts: int
+    num_active: int
+    ff_dim: int
+    scores: str
+    has_bias: bool = False
+    is_normalized: bool = True
+    normalizer_eps: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer: its mixer, ``"conv"`` or ``"full_attention"``, and its feed-forward, dense of ``ff_dim`` or experts.
+
+    With a ``window``, a position attends to itself and the ``window - 1`` before it; 0 is none.
+    """
+
+    mixer: str
+    ff_dim: int
+    rope: Rope | None = None
+    window: int = 0
+    experts: Experts | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shape of one model, all derived sizes resolved.
 
-    ``layer_types`` holds ``"conv"`` or ``"full_attention"`` per layer; ``ff_dim`` is the feed-forward width of the
-    weights; ``eos_token_ids`` end a generation. ``tensor_names`` maps the role of each tensor to its name in the
-    checkpoint, without ``.weight`` and with ``{layer}`` for the layer's index. Families without convolutions leave
-    the fields ``conv_*`` as they are.
+    ``eos_token_ids`` end a generation. ``has_qk_norm``: queries and keys are normed per head; ``has_attention_gate``:
+    a head's output is multiplied by the sigmoid of a gate; ``has_post_norms``: what mixers and feed-forwards give is
+    normed before it is added. ``tensor_names`` maps the role of each tensor to its name in the checkpoint, without
+    ``.weight``, with ``{layer}`` for the layer's index and ``{expert}`` for that of an expert. Families without
+    convolutions leave the fields ``conv_*`` as they are.
     """
 
     vocab_size: int
     hidden_size: int
-    layer_types: tuple[str, ...]
+    layers: tuple[LayerShape, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ff_dim: int
     norm_eps: float
-    rope_theta: float
     max_position_embeddings: int
     tie_embedding: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str
     tensor_names: Mapping[str, str] = field(compare=False, repr=False)
+    has_qk_norm: bool = True
+    has_attention_gate: bool = False
+    has_post_norms: bool = False
     conv_l_cache: int = 1  # taps of the short convolution
     conv_bias: bool = False
     quantization: Quantization | None = None
@@ -70,7 +124,22 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        return len(self.layer_types)
+        return len(self.layers)
+
+    @property
+    def layer_types(self) -> tuple[str, ...]:
+        """The mixer of each layer."""
+        return tuple(layer.mixer for layer in self.layers)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embeddings of all layers, each once."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
+
+    @property
+    def ff_dim(self) -> int:
+        """The feed-forward width that a token meets in one layer, at most."""
+        return max(map(_active_width, self.layers))
 
     @property
     def num_attention_layers(self) -> int:
@@ -92,29 +161,37 @@ class ModelConfig:
 
     @property
     def linear_params_per_token(self) -> int:
-        """Weights of all linears but the output projection; multiplying one token by one weight costs 2 FLOP."""
-        conv, attention, feed_forward = self._layer_params()
-        return self.num_conv_layers * conv + self.num_attention_layers * attention + self.num_layers * feed_forward
+        """Weights of the linears that one token meets, but the output projection; each costs it 2 FLOP."""
+        return sum(map(self._params_per_token, self.layers))
+
+    @property
+    def linear_params(self) -> int:
+        """Weights of all linears but the output projection."""
+        experts = [layer.experts for layer in self.layers if layer.experts]
+        idle = sum((some.num_experts - some.num_active) * some.ff_dim for some in experts)
+        return self.linear_params_per_token + 3 * self.hidden_size * idle
 
     @property
     def tail_params_per_token(self) -> int:
         """Those of them after the last attention's keys and values, which only some tokens need."""
         if self.num_tail_layers is None:
             return 0
-        conv, _, feed_forward = self._layer_params()
-        query_and_output = 2 * self.hidden_size * self.head_dim * self.num_heads
-        return query_and_output + self.num_tail_layers * conv + (self.num_tail_layers + 1) * feed_forward
+        tail = self.layers[self.num_layers - self.num_tail_layers - 1 :]
+        keys_and_values = 2 * self.hidden_size * self.head_dim * self.num_kv_heads
+        return sum(map(self._params_per_token, tail)) - keys_and_values
 
     @property
     def logits_params_per_token(self) -> int:
         """Weights of the output projection, which only tokens with logits need."""
         return self.vocab_size * self.hidden_size
 
-    def _layer_params(self) -> tuple[int, int, int]:
-        """Weights of one short convolution, one attention, one feed-forward."""
-        h = self.hidden_size
-        attention = 2 * h * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return 4 * h * h, attention, 3 * h * self.ff_dim
+    def _params_per_token(self, layer: LayerShape) -> int:
+        """Weights of the linears of a layer that one token meets: with experts the router and the active ones."""
+        heads = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
+        gates = self.num_heads if self.has_attention_gate else 0
+        mixer = 4 * self.hidden_size if layer.mixer == CONV else heads + gates
+        num_experts = layer.experts.num_experts if layer.experts else 0
+        return self.hidden_size * (mixer + 3 * _active_width(layer) + num_experts)
 
     def kv_block_bytes(self, block_size: int, itemsize: int, kv_dtype: str = "auto") -> int:
         """Bytes of one block over all layers, its padding and the convolution state at its end included.
@@ -149,7 +226,7 @@ class ModelConfig:
 
     def model_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> int:
         """Bytes of all weights in memory; an embedding table that is also the output projection counts as that."""
-        params = self.linear_params_per_token + self.logits_params_per_token
+        params = self.linear_params + self.logits_params_per_token
         table = 0 if self.tie_embedding else self.logits_params_per_token * item_bytes(dtype)
         return round(params * self.weight_bytes(dtype, weights, activations, is_cpu=is_cpu)) + table
 
@@ -158,6 +235,11 @@ class ModelConfig:
         if is_cpu:
             return "bfloat16" if multiplies_bfloat16() else "float32"
         return self.dtype
+
+
+def _active_width(layer: LayerShape) -> int:
+    """The feed-forward width of one layer that a token meets."""
+    return layer.experts.num_active * layer.experts.ff_dim if layer.experts else layer.ff_dim
 
 
 def item_bytes(dtype: str) -> int:

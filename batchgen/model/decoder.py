@@ -2,8 +2,9 @@
 
     h += mix(norm(h));  h += feed_forward(norm(h))   per layer, then the last norm and the output projection
 
-where ``mix`` is attention or a short convolution. Registered families differ only in data,
-``ModelConfig`` and tensor names; ``families`` lists the parts that there are.
+where ``mix`` is attention or a short convolution, ``feed_forward`` is dense or of experts, and what is added may be
+normed once more. Families differ only in data, ``ModelConfig`` and tensor names; ``families`` lists the parts that
+there are.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from batchgen.kernels.inputs import ModelInput
 from batchgen.kernels.interface import Kernels, Linear
-from batchgen.model.config import ATTENTION, ModelConfig
-from batchgen.model.layers import Attention, FeedForward, Rotary, ShortConv
+from batchgen.model.config import CONV, LayerShape, ModelConfig
+from batchgen.model.layers import Attention, FeedForward, ShortConv
+from batchgen.model.rope import Rotary
 from batchgen.model.state import StateCache
 from batchgen.model.weights import NamedTensors, TensorSource
 
@@ -22,13 +24,18 @@ from batchgen.model.weights import NamedTensors, TensorSource
 class Layer:
     """A mixer and a feed-forward, each behind a norm, each added to the residual stream."""
 
-    def __init__(self, tensors: NamedTensors, kind: str, config: ModelConfig, kernels: Kernels) -> None:
+    def __init__(self, tensors: NamedTensors, shape: LayerShape, config: ModelConfig, kernels: Kernels) -> None:
         self.kernels = kernels
         self.eps = config.norm_eps
-        self.mixer = (Attention if kind == ATTENTION else ShortConv)(tensors, config, kernels)
-        self.feed_forward = FeedForward(tensors, config, kernels)
+        self.mixer: Attention | ShortConv
+        if shape.mixer == CONV:
+            self.mixer = ShortConv(tensors, config, kernels)
+        else:
+            self.mixer = Attention(tensors, shape, config, kernels)
+        self.feed_forward = FeedForward(tensors, shape, config, kernels)
         self.mixer_norm = tensors.norm("mixer_norm", config.hidden_size)
         self.feed_forward_norm = tensors.norm("feed_forward_norm", config.hidden_size)
+        self.rope = config.ropes.index(shape.rope) if shape.rope else 0
 
     def feed(self, h: Tensor) -> Tensor:
         """The second half of the layer."""
@@ -49,7 +56,7 @@ class Decoder:
         self.kernels = kernels
         self.dtype = source.dtype  # of activations
         self.embedding = tensors.take("embedding", config.vocab_size, config.hidden_size)
-        self.layers = [Layer(tensors.of_layer(i), k, config, kernels) for i, k in enumerate(config.layer_types)]
+        self.layers = [Layer(tensors.of(layer=i), shape, config, kernels) for i, shape in enumerate(config.layers)]
         self.last_attention = next((layer for layer in self.layers[::-1] if isinstance(layer.mixer, Attention)), None)
         self.final_norm = tensors.norm("final_norm", config.hidden_size)
         is_tied = config.tie_embedding
@@ -87,18 +94,19 @@ class Decoder:
         all of them up to the last attention's keys and values, then those of ``inputs.subset``, and in the last
         feed-forward those whose logits are wanted.
         """
-        rotary = self.rotary.upto(max_position + 1)
+        tables = self.rotary.upto(max_position + 1)
         kv, conv = iter(state.kv), iter(state.conv)
         h = self.kernels.take_rows(self.embedding, inputs.token_ids, self.dtype)
         for layer in self.layers:
             x = self.kernels.rms_norm(h, layer.mixer_norm, layer.eps)
             if isinstance(layer.mixer, Attention):
                 cache = next(kv)
-                q = layer.mixer.queries(x, cache, inputs, rotary)
+                q, gates = layer.mixer.queries(x, cache, inputs, tables[layer.rope])
                 if layer is self.last_attention and inputs.subset is not None:
                     q, h = (self.kernels.take_rows(part, inputs.subset.rows) for part in (q, h))
+                    gates = None if gates is None else self.kernels.take_rows(gates, inputs.subset.rows)
                     inputs = inputs.subset.inputs
-                h = layer.mixer.attend(q, h, cache, inputs)
+                h = layer.mixer.attend(q, gates, h, cache, inputs)
             else:
                 h = layer.mixer(x, h, next(conv), inputs)
             if layer is self.layers[-1]:

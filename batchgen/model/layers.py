@@ -1,4 +1,4 @@
-"""Parts of a decoder layer: attention, short convolution, feed-forward, and the rotary embedding's table.
+"""Parts of a decoder layer: attention, short convolution, feed-forward.
 
 Each part takes its weights by role and calls kernels; state comes in as an argument, and no batch is remembered. All
 activations are [num_tokens, hidden_size]. ``linears`` lists a part's linears, each with the width of its input.
@@ -6,25 +6,45 @@ activations are [num_tokens, hidden_size]. ``linears`` lists a part's linears, e
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import Kernels, Linear, QKNorm
-from batchgen.model.config import ModelConfig
+from batchgen.kernels.interface import Heads, Kernels, Linear
+from batchgen.model.config import LayerShape, ModelConfig
 from batchgen.model.weights import TAPS, NamedTensors
+
+
+class NormedLinear:
+    """``Linear`` whose product is normed before the residual is added, which it must have."""
+
+    def __init__(self, linear: Linear, weight: Tensor, eps: float, kernels: Kernels) -> None:
+        self.linear = linear
+        self.weight = weight
+        self.eps = eps
+        self.kernels = kernels
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.kernels.rms_norm(self.linear(x), self.weight, self.eps, residual)
+
+
+def added(linear: Linear, norm: str, tensors: NamedTensors, config: ModelConfig, kernels: Kernels) -> Linear:
+    """The last linear of a mixer or feed-forward, with the ``norm`` behind it if the family has such norms."""
+    if not config.has_post_norms:
+        return linear
+    return NormedLinear(linear, tensors.norm(norm, config.hidden_size), config.norm_eps, kernels)
 
 
 class FeedForward:
     """SwiGLU: ``down(silu(gate x) * up x)``."""
 
-    def __init__(self, tensors: NamedTensors, config: ModelConfig, kernels: Kernels) -> None:
-        width, inner = config.hidden_size, config.ff_dim
+    def __init__(self, tensors: NamedTensors, shape: LayerShape, config: ModelConfig, kernels: Kernels) -> None:
+        width, inner = config.hidden_size, shape.ff_dim
         gate, up = tensors.take("gate", inner, width), tensors.take("up", inner, width)
         self.gate_up = kernels.gated_linear(gate, up)
-        self.down = kernels.linear(tensors.take("down", width, inner))
-        self.linears = [(self.gate_up.linear, width), (self.down, inner)]
+        down = kernels.linear(tensors.take("down", width, inner))
+        self.down = added(down, "feed_forward_post_norm", tensors, config, kernels)
+        self.linears = [(self.gate_up.linear, width), (down, inner)]
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.down(self.gate_up(x), residual)
@@ -45,8 +65,9 @@ class ShortConv:
 
         self.kernels = kernels
         self.in_proj = projection("conv_in", 3 * width)
-        self.out_proj = projection("conv_out", width)
-        self.linears = [(self.in_proj, width), (self.out_proj, width)]
+        out_proj = projection("conv_out", width)
+        self.out_proj = added(out_proj, "mixer_post_norm", tensors, config, kernels)
+        self.linears = [(self.in_proj, width), (out_proj, width)]
         weight = tensors.take("conv", width, 1, config.conv_l_cache, init=TAPS)
         self.weight = weight.squeeze(1).T.float().contiguous()
         bias = tensors.take("conv", width, part="bias") if config.conv_bias else torch.zeros(width)
@@ -59,48 +80,33 @@ class ShortConv:
 
 
 class Attention:
-    """Grouped-query attention with a norm per head on queries and keys, before the rotary embedding."""
+    """Grouped-query attention.
 
-    def __init__(self, tensors: NamedTensors, config: ModelConfig, kernels: Kernels) -> None:
-        width, d, kv_width = config.hidden_size, config.head_dim, config.num_kv_heads * config.head_dim
-        q = tensors.take("q", config.num_heads * d, width)
-        k, v = tensors.take("k", kv_width, width), tensors.take("v", kv_width, width)
-        self.kernels = kernels
-        self.head_dim = d
-        self.qkv = kernels.linear(torch.cat((q, k, v)))
-        self.out_proj = kernels.linear(tensors.take("attention_out", width, config.num_heads * d))
-        self.linears = [(self.qkv, width), (self.out_proj, config.num_heads * d)]
-        self.norms = QKNorm(tensors.norm("q_norm", d), tensors.norm("k_norm", d), config.norm_eps, config.num_heads)
-
-    def queries(self, x: Tensor, cache: KVCache, inputs: ModelInput, rotary: Tensor) -> Tensor:
-        """The queries that ``attend`` takes; writes keys and values to ``cache``."""
-        return self.kernels.rope_and_cache(self.qkv(x), self.norms, rotary, inputs, cache)
-
-    def attend(self, q: Tensor, residual: Tensor, cache: KVCache, inputs: ModelInput) -> Tensor:
-        mixed = self.kernels.attention(q, cache, inputs, self.head_dim, residual.dtype)
-        return self.out_proj(mixed, residual)
-
-
-class Rotary:
-    """Cosines and sines of every position needed so far, float32 [2, positions, head_dim / 2].
-
-    Angles are float32 (position times theta**(-2i / head_dim)), as in the reference; their cosine is taken in
-    float64, so that an entry never depends on how many were computed with it.
+    Depending on the family with a norm per head on queries and keys, before the rotary embedding; with a gate on each
+    head's output; over a window of positions.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-        self.frequencies = (1.0 / config.rope_theta**exponents).numpy()
-        self.device = device
-        self.limit = config.max_position_embeddings
-        self.table = torch.empty(2, 0, config.head_dim // 2)
+    def __init__(self, tensors: NamedTensors, shape: LayerShape, config: ModelConfig, kernels: Kernels) -> None:
+        width, d, kv_width = config.hidden_size, config.head_dim, config.num_kv_heads * config.head_dim
+        parts = [("q", config.num_heads * d), ("k", kv_width), ("v", kv_width)]
+        if config.has_attention_gate:
+            parts.append(("attention_gate", config.num_heads))
+        q_norm, k_norm = (tensors.norm(role, d) if config.has_qk_norm else None for role in ("q_norm", "k_norm"))
+        self.kernels = kernels
+        self.heads = Heads(config.num_heads, d, q_norm, k_norm, config.norm_eps)
+        self.window = shape.window
+        self.is_gated = config.has_attention_gate
+        self.dtype = tensors.dtype  # of activations
+        self.qkv = kernels.linear(torch.cat([tensors.take(role, rows, width) for role, rows in parts]))
+        out_proj = kernels.linear(tensors.take("attention_out", width, config.num_heads * d))
+        self.out_proj = added(out_proj, "mixer_post_norm", tensors, config, kernels)
+        self.linears = [(self.qkv, width), (out_proj, config.num_heads * d)]
 
-    def upto(self, num_positions: int) -> Tensor:
-        """The table with at least ``num_positions`` positions."""
-        if num_positions > self.table.shape[1]:
-            size = max(num_positions, min(self.limit, max(1024, 2 * num_positions)))
-            angles = np.arange(size, dtype=np.float32)[:, None] * self.frequencies
-            wide = angles.astype(np.float64)
-            table = np.stack((np.cos(wide), np.sin(wide))).astype(np.float32)
-            self.table = torch.from_numpy(table).to(self.device)
-        return self.table
+    def queries(self, x: Tensor, cache: KVCache, inputs: ModelInput, rotary: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The queries and gates that ``attend`` takes; writes keys and values to ``cache``."""
+        qkv = self.qkv(x)
+        return self.kernels.rope_and_cache(qkv, self.heads, rotary, inputs, cache), qkv if self.is_gated else None
+
+    def attend(self, q: Tensor, gates: Tensor | None, residual: Tensor, cache: KVCache, inputs: ModelInput) -> Tensor:
+        mixed = self.kernels.attention(q, cache, inputs, self.heads.head_dim, self.dtype, self.window, gates)
+        return self.out_proj(mixed, residual)

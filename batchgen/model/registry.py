@@ -15,7 +15,7 @@ from batchgen.core.hub import resolve_model
 from batchgen.core.model_files import generation_eos_token_ids, is_gguf, read_object
 from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
-from batchgen.model.families import lfm2
+from batchgen.model.families import lfm2, llama, mistral, qwen3
 from batchgen.model.quantized.gguf import read_gguf_config
 from batchgen.model.quantized.settings import parse_quantization
 from batchgen.model.values import ConfigValues
@@ -33,7 +33,12 @@ class Family(Protocol):
     def read_config(self, values: ConfigValues) -> ModelConfig: ...
 
 
-FAMILIES: Mapping[str, Family] = {"lfm2": lfm2}  # by model_type
+FAMILIES: Mapping[str, Family] = {  # by model_type
+    "lfm2": lfm2,
+    "llama": llama,
+    "mistral": mistral,
+    "qwen3": qwen3,
+}
 
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:

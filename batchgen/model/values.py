@@ -12,8 +12,11 @@ from typing import Any, TypeVar
 from batchgen.core.errors import ModelError
 from batchgen.core.model_files import is_token_id, token_ids
 from batchgen.core.units import shown
+from batchgen.model.config import Rope
 
 T = TypeVar("T")
+MAX_LAYERS = 128  # more than any release has; a larger number only delays the error
+ROPE_KINDS = ("default", "llama3", "proportional")
 _MAX_INT = 2**31 - 1  # the limit of the kernels' 32-bit indices
 _MAX_FLOAT = 3.4e38  # the limit of float32
 
@@ -44,7 +47,7 @@ class ConfigValues:
             raise self.error(f"{names[0]} must be at most {most}, not {shown(value)}")
         return value
 
-    def number(self, *names: str, default: float) -> float:
+    def number(self, *names: str, default: Any = ...) -> float:
         value = self.get(*names, default=default)
         if type(value) not in (int, float) or not 0 < value <= _MAX_FLOAT:
             raise self.error(f"{names[0]} must be a positive number that float32 can hold, not {shown(value)}")
@@ -63,19 +66,60 @@ class ConfigValues:
             raise self.error(f"{names[0]} must be {kind}, not {shown(value)}")
         return value
 
-    def rope_theta(self, default: float) -> float:
-        """Base of the rotary embedding, ``default`` if the config has none; any scaling of it is refused."""
-        empty: dict[str, Any] = {}
-        ropes = [self._typed("an object", (name,), empty) for name in ("rope_parameters", "rope_scaling")]
-        for rope in ropes:
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            if kind != "default":
-                raise self.error(f"rope scaling {shown(kind)} is not supported")
-        plain = self.number("rope_theta", "theta", default=default)
-        theta = ConfigValues(ropes[0], self.where).number("rope_theta", default=plain)
+    def rope(self, default_theta: float, layers: str = "") -> Rope:
+        """The rotary embedding, of base ``default_theta`` if the config has none.
+
+        transformers 5 writes ``rope_parameters``, some families for each type of ``layers``; older files have
+        ``rope_theta`` and ``rope_scaling``. A kind that is not known is refused.
+        """
+        names = ("rope_parameters", "rope_scaling")
+        new, old = (ConfigValues(self.object(name), f"{self.where}: {name}") for name in names)
+        if layers in new.raw:
+            new = ConfigValues(new.object(layers), f"{new.where}.{layers}")
+        kinds = [values.text("rope_type", "type", default="default") for values in (new, old)]
+        for kind in kinds:
+            if kind not in ROPE_KINDS:
+                raise self.error(f"rope scaling {shown(kind)} is not supported (known: {', '.join(ROPE_KINDS)})")
+        theta = new.number("rope_theta", default=self.number("rope_theta", "theta", default=default_theta))
         if theta < 1:
             raise self.error(f"rope_theta must be at least 1, or angles exceed float32, not {theta}")
-        return theta
+        values, kind = (old, kinds[1]) if kinds[0] == "default" else (new, kinds[0])
+        return values._scaled(theta, kind)
+
+    def _scaled(self, theta: float, kind: str) -> Rope:
+        """The rotary embedding of a kind that these values scale."""
+        if kind == "llama3":
+            low, high = self.number("low_freq_factor"), self.number("high_freq_factor")
+            if low >= high:
+                raise self.error(f"low_freq_factor {low:g} must be below high_freq_factor {high:g}")
+            positions = self.integer("original_max_position_embeddings")
+            return Rope(theta, kind, self.number("factor"), low, high, positions)
+        if kind == "proportional":
+            share = self.number("partial_rotary_factor", default=1.0)
+            if share > 1:
+                raise self.error(f"partial_rotary_factor must be at most 1, not {share:g}")
+            return Rope(theta, kind, rotated_share=share)
+        return Rope(theta)
+
+    def object(self, name: str) -> dict[str, Any]:
+        """A nested object, empty if there is none."""
+        empty: dict[str, Any] = {}
+        return self._typed("an object", (name,), empty)
+
+    def expect(self, name: str, value: str) -> None:
+        """Refuse any other value than the one that is computed here, which is the default."""
+        if (found := self.get(name, default=value)) != value:
+            raise self.error(f"{name} is {shown(found)}; only {value!r} is supported")
+
+    def dtype(self) -> str:
+        """The dtype of the checkpoint."""
+        return self.text("torch_dtype", "dtype", default="bfloat16")
+
+    def refuse(self, *names: str) -> None:
+        """Refuse what a flag switches on."""
+        for name in names:
+            if self.flag(name, default=False):
+                raise self.error(f"{name} true is not supported: no model of this family was published with it")
 
     def bos_token_id(self) -> int | None:
         value: int | None = self.get("bos_token_id", default=None)

@@ -166,23 +166,24 @@ class RandomTensors:
 
 
 class NamedTensors:
-    """The tensors of a source by role, under the names that the model's family gives them, outside or in one layer."""
+    """The tensors of a source by role, under the names that the model's family gives them."""
 
-    def __init__(self, source: TensorSource, names: Mapping[str, str], layer: int | None = None) -> None:
+    def __init__(self, source: TensorSource, names: Mapping[str, str], **indices: int) -> None:
         self._source = source
         self._names = names
-        self._layer = layer
+        self._indices = indices
 
     @property
     def dtype(self) -> torch.dtype:
         """The model's."""
         return self._source.dtype
 
-    def of_layer(self, layer: int) -> NamedTensors:
-        return NamedTensors(self._source, self._names, layer)
+    def of(self, **indices: int) -> NamedTensors:
+        """Those of one layer, or of one expert of it."""
+        return NamedTensors(self._source, self._names, **self._indices, **indices)
 
     def name(self, role: str, part: str = "weight") -> str:
-        return f"{self._names[role].format(layer=self._layer)}.{part}"
+        return f"{self._names[role].format(**self._indices)}.{part}"
 
     def take(self, role: str, *shape: int, part: str = "weight", init: Init | None = None) -> Tensor:
         return self._source.take(self.name(role, part), shape, init)

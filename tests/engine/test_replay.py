@@ -72,7 +72,7 @@ def test_a_longer_rotary_table_makes_recordings_anew(model: Decoder) -> None:
     assert len(long.prompt_token_ids) < 1024 < len(long.prompt_token_ids) + 40, "the first table has 1,024 positions"
     counted = check(model, [long], num_blocks=40, block_size=32, max_num_seqs=2, max_num_batched_tokens=512)
     assert len(counted.replays.recorded) == 1
-    assert counted.replays.rotary is model.rotary.table
+    assert counted.replays.rotary is model.rotary.tables
 
 
 def test_only_so_many_recordings_are_kept(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from triton.runtime import driver, jit
 
 from batchgen.kernels.cuda.backend import CudaKernels
 from batchgen.kernels.inputs import ConvState, KVCache
-from batchgen.kernels.interface import QKNorm, SamplingRows
+from batchgen.kernels.interface import Heads, SamplingRows
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FF, VOCAB, BLOCK_SIZE = 16, 8, 64, 1024, 4608, 65536, 32  # LFM2-350M
@@ -72,9 +72,9 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
         linear(zeros(tokens, HIDDEN), zeros(tokens, HIDDEN))
     keys = zeros(num_blocks + 1, KV_HEADS, HEAD_DIM, BLOCK_SIZE, 1)
     cache = KVCache(keys, zeros(num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM), BLOCK_SIZE)
-    norms = QKNorm(zeros(HEAD_DIM), zeros(HEAD_DIM), 1e-5, HEADS)
+    shape = Heads(HEADS, HEAD_DIM, zeros(HEAD_DIM), zeros(HEAD_DIM), 1e-5)
     rotary = zeros(2, 1024, HEAD_DIM // 2, dtype=torch.float32)
-    q = kernels.rope_and_cache(zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM), norms, rotary, inputs, cache)
+    q = kernels.rope_and_cache(zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM), shape, rotary, inputs, cache)
     kernels.attention(q, cache, inputs, HEAD_DIM, keys.dtype)
     state = ConvState(zeros(slots, 2, HIDDEN), zeros(num_blocks, 2, HIDDEN), BLOCK_SIZE)
     weight, bias = zeros(3, HIDDEN, dtype=torch.float32), zeros(HIDDEN, dtype=torch.float32)

@@ -30,7 +30,7 @@ def add_metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_feed_forward_length(config.ff_dim)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(heads)
-    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_freq_base(config.ropes[0].theta if config.ropes else 1e6)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_shortconv_l_cache(config.conv_l_cache)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import raw_config
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -36,7 +37,6 @@ from batchgen.model.weights import Init, RandomTensors
 CPU = torch.device("cpu")
 BACK_ENDS: dict[str, type[Kernels]] = {"cpu": CpuKernels, "reference": ReferenceKernels}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-EOS = 7
 STD = 0.3
 
 
@@ -47,32 +47,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def raw_config(**changes: Any) -> dict[str, Any]:
-    """A ``config.json`` as the Hub has it: 2 conv and 2 attention layers, 4 heads of 16 on 2 KV heads."""
-    return {
-        "model_type": "lfm2",
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "num_hidden_layers": 4,
-        "full_attn_idxs": [1, 3],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "block_ff_dim": 96,
-        "block_multiple_of": 16,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": True,
-        "conv_L_cache": 3,
-        "conv_bias": False,
-        "norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 1,
-        "eos_token_id": EOS,
-        "torch_dtype": "float32",
-        **changes,
-    }
 
 
 def tiny_model(

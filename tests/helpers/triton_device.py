@@ -38,7 +38,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa:
 from batchgen.kernels.cuda import rows as _kernels  # noqa: E402
 from batchgen.kernels.cuda.backend import CudaKernels  # noqa: E402
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput  # noqa: E402
-from batchgen.kernels.interface import Linear, QKNorm, SamplingRows  # noqa: E402
+from batchgen.kernels.interface import Heads, Linear, SamplingRows  # noqa: E402
 
 assert HAS_GPU or type(_kernels.rms_norm).__name__ == "InterpretedFunction", "Triton was imported by another test"
 
@@ -85,16 +85,21 @@ class OnDevice:
 
         return call
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self.kernels.rms_norm(x.to(DEVICE), weight.to(DEVICE), eps).cpu()
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+        added = None if residual is None else residual.to(DEVICE)
+        return self.kernels.rms_norm(x.to(DEVICE), weight.to(DEVICE), eps, added).cpu()
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return self.kernels.swiglu(gate_up.to(DEVICE)).cpu()
 
-    def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
+    def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
         moved = self._moved(cache)
-        weights = QKNorm(norms.q_weight.to(DEVICE), norms.k_weight.to(DEVICE), norms.eps, norms.num_heads)
-        q = self.kernels.rope_and_cache(qkv.to(DEVICE), weights, rotary.to(DEVICE), inputs.to(DEVICE), moved)
+        norms = {
+            name: weight.to(DEVICE) for name in ("q_norm", "k_norm") if (weight := getattr(heads, name)) is not None
+        }
+        q = self.kernels.rope_and_cache(
+            qkv.to(DEVICE), replace(heads, **norms), rotary.to(DEVICE), inputs.to(DEVICE), moved
+        )
         cache.keys.copy_(packed_keys(moved.keys[..., 0], cache.keys.shape[4]))
         cache.values.copy_(moved.values)
         return q.cpu()

@@ -162,10 +162,10 @@ def test_the_rotary_table_stays_where_recordings_found_it() -> None:
     model = tiny_model()
     state, spare = state_for(model, LONGEST // BLOCK_SIZE + 2)
     graphs, _ = graphs_for(model, state, spare)
-    table = model.rotary.table
+    table = model.rotary.tables
     graphs.run(ragged_input([(LONGEST - 1, 1)], BLOCK_SIZE)[0])
     model.forward(ragged_input([(LONGEST - 9, 9)], BLOCK_SIZE)[0], state, LONGEST - 1)
-    assert model.rotary.table is table
+    assert model.rotary.tables is table
 
 
 def test_only_steps_of_one_token_each_with_all_logits_are_taken() -> None:

@@ -30,7 +30,7 @@ from triton_device import HAS_GPU, OnDevice
 from batchgen.core.records import SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels.cuda import attention as attention_kernels
-from batchgen.kernels.interface import QKNorm, SamplingRows
+from batchgen.kernels.interface import Heads, SamplingRows
 from batchgen.kernels.quantize import quantize
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
@@ -89,11 +89,11 @@ def test_rope_and_cache_equals_the_reference(heads: tuple[int, int, int], block_
     inputs, num_blocks = ragged_input([(0, 1), (300, 1), (0, 5), (31, 3)], block_size)
     qkv = normal(inputs.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, seed=1, dtype=dtype)
     weights = [1 + normal(head_dim, seed=s, dtype=dtype) for s in (2, 3)]
-    norms = QKNorm(weights[0], weights[1], 1e-5, num_heads)
+    shape = Heads(num_heads, head_dim, weights[0], weights[1], 1e-5)
     results = []
     for kernels in (OnDevice(), REFERENCE):
         cache = empty_cache(inputs, num_blocks, block_size, num_kv_heads, head_dim, dtype)
-        q = kernels.rope_and_cache(qkv, norms, rotary_table(400, head_dim), inputs, cache)
+        q = kernels.rope_and_cache(qkv, shape, rotary_table(400, head_dim), inputs, cache)
         assert q.dtype == torch.float32
         results.append((q, cache.keys, cache.values))
     (q, keys, values), (expected_q, expected_keys, expected_values) = results

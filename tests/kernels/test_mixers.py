@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.inputs import KVCache, ModelInput
-from batchgen.kernels.interface import Kernels, QKNorm
+from batchgen.kernels.interface import Heads, Kernels
 from batchgen.kernels.reference import to_int8
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -30,12 +30,12 @@ def test_rope_and_cache_equals_the_reference(heads: tuple[int, int, int], block_
     inputs, num_blocks = ragged_input(PIECES, block_size)
     qkv = normal(inputs.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, seed=1, dtype=dtype)
     weights = [1 + normal(head_dim, seed=s, dtype=dtype) for s in (2, 3)]
-    norms = QKNorm(weights[0], weights[1], 1e-5, num_heads)
+    shape = Heads(num_heads, head_dim, weights[0], weights[1], 1e-5)
     rotary = rotary_table(400, head_dim)
     results = {}
     for name, kernels in BACK_ENDS.items():
         cache = empty_cache(inputs, num_blocks, block_size, num_kv_heads, head_dim, dtype)
-        q = kernels().rope_and_cache(qkv, norms, rotary, inputs, cache)
+        q = kernels().rope_and_cache(qkv, shape, rotary, inputs, cache)
         assert q.dtype == torch.float32
         results[name] = (q, cache.keys, cache.values)
     tolerance = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
@@ -48,14 +48,14 @@ def test_rope_and_cache_equals_the_reference(heads: tuple[int, int, int], block_
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rope_and_cache_has_the_same_bits_for_a_token_in_any_batch(dtype: torch.dtype) -> None:
     heads, kv, dim = 4, 2, 24
-    norms = QKNorm(*(1 + normal(dim, seed=s, dtype=dtype) for s in (2, 3)), 1e-5, heads)
+    shape = Heads(heads, dim, *(1 + normal(dim, seed=s, dtype=dtype) for s in (2, 3)), 1e-5)
     rotary = rotary_table(64, dim)
     qkv = normal(40, (heads + 2 * kv) * dim, seed=1, dtype=dtype)
     whole, _ = ragged_input([(0, 40)], 16, spare_blocks=0)
 
     def rows(inputs: ModelInput, x: Tensor, positions: int) -> tuple[Tensor, Tensor]:
         cache = empty_cache(inputs, 3, 16, kv, dim, dtype)
-        q = CpuKernels().rope_and_cache(x, norms, rotary, inputs, cache)
+        q = CpuKernels().rope_and_cache(x, shape, rotary, inputs, cache)
         keys = (
             cache.key_columns(inputs.block_tables[0].long()).permute(0, 3, 1, 2).flatten(0, 1)
         )  # [positions, kv, width]
@@ -109,8 +109,8 @@ def test_what_is_cached_is_what_was_computed_rounded_once(
     weight = 1 + normal(head_dim, seed=seed, dtype=dtype)
     for kernels in BACK_ENDS.values():
         cache = empty_cache(inputs, num_blocks, block_size, heads, head_dim, kv_dtype)
-        norms = QKNorm(weight, weight, 1e-5, heads)
-        q = kernels().rope_and_cache(qkv, norms, rotary_table(64, head_dim), inputs, cache)
+        shape = Heads(heads, head_dim, weight, weight, 1e-5)
+        q = kernels().rope_and_cache(qkv, shape, rotary_table(64, head_dim), inputs, cache)
         k, v = q[..., :head_dim] * head_dim**0.5, qkv[:, 2 * heads * head_dim :].view(-1, heads, head_dim).float()
         if kv_dtype is torch.int8:
             (k, key_scales), (v, value_scales) = to_int8(k), to_int8(v)
@@ -144,10 +144,10 @@ def test_extreme_values_become_the_integers_of_the_definition(name: str) -> None
     inputs, num_blocks = ragged_input([(0, 1)], 16)
     value = some.repeat(head_dim)[:head_dim]
     qkv = torch.cat((torch.ones(2 * head_dim), value))[None]
-    norms = QKNorm(torch.ones(head_dim), torch.ones(head_dim), 1e-5, 1)
+    shape = Heads(1, head_dim, torch.ones(head_dim), torch.ones(head_dim), 1e-5)
     for kernels in BACK_ENDS.values():
         cache = empty_cache(inputs, num_blocks, 16, 1, head_dim, torch.int8)
-        kernels().rope_and_cache(qkv, norms, rotary_table(8, head_dim), inputs, cache)
+        kernels().rope_and_cache(qkv, shape, rotary_table(8, head_dim), inputs, cache)
         _, integers, _, scale = cached_heads(cache, inputs, head_dim)
         expected, expected_scale = to_int8(value)
         assert torch.equal(integers[0, 0], expected)

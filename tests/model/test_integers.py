@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from families import raw_config
 from safetensors.torch import save_file
-from tiny_model import CPU, DTYPES, prefix_logits, raw_config, tiny_model, write_checkpoint
+from tiny_model import CPU, DTYPES, prefix_logits, tiny_model, write_checkpoint
 
 from batchgen.core.errors import ModelError
 from batchgen.core.records import Request, SamplingParams

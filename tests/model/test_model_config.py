@@ -139,12 +139,11 @@ def test_aliases_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "llama"}, ["'llama'", "'lfm2'"]),
-        ({"model_type": "lfm2_moe"}, ["'lfm2_moe'", "dense"]),
+        ({"model_type": "gemma3"}, ["'gemma3'", "'lfm2'", "'llama'"]),
         ({"model_type": ...}, ["model_type"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope", "'yarn'"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope", "'linear'"]),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, ["rope", "'llama3'"]),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, ["rope_parameters", "low_freq_factor"]),
         ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn"}}, ["rope", "'yarn'"]),
         ({"quantization_config": {"quant_method": "hqq"}}, ["hqq", "bfloat16"]),
         ({"num_attention_heads": 5}, ["num_attention_heads", "5", "2"]),

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from families import raw_config, reference_model
 from safetensors.torch import save_file
-from tiny_model import BACK_ENDS, CPU, DTYPES, prefix_logits, raw_config
+from tiny_model import BACK_ENDS, CPU, DTYPES, prefix_logits
 from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
@@ -58,22 +59,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "conv_L_cache": 2,
     },
 }
-
-
-def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Weights wide enough that layers matter, norms near one but all different: a swapped norm must show."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + 0.2 * noise if "norm" in name else 0.5 * noise if "conv.conv" in name else 0.15 * noise
-
-
-def reference_model(raw: dict[str, Any], seed: int) -> Any:
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-
-    model = Lfm2ForCausalLM(Lfm2Config(**raw, attn_implementation="eager")).eval()
-    randomize(model, seed)
-    return model
 
 
 def save(model: Any, raw: dict[str, Any], folder: Path) -> None:

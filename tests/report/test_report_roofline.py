@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from batchgen.model import roofline
+from batchgen.model.config import LayerShape
 from batchgen.model.registry import dummy_config
 from batchgen.model.roofline import (
     Ceilings,
@@ -61,7 +62,7 @@ def test_counts_of_older_reports_are_still_understood() -> None:
 
 
 def test_a_model_without_attention_computes_every_token_to_the_end() -> None:
-    plain = replace(CONFIG, layer_types=("conv",) * 4)
+    plain = replace(CONFIG, layers=(LayerShape("conv", 4608),) * 4)
     work = Costs.of(plain, itemsize=2, weight_bytes=2).work(counts(num_prefill_tokens=10))
     assert work.flops == 2 * plain.linear_params_per_token * 10
 

@@ -18,7 +18,7 @@ from batchgen.kernels.cpu.layout import DOT_GROUP, ROWS_PER_ITEM
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, openmp, scratch
 from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import GatedLinear, Linear, PlainLinear, QKNorm, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels.interface import GatedLinear, Heads, Linear, PlainLinear, SamplingRows, TwoStepGatedLinear
 from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.quantize import quantize, stored
 from batchgen.kernels.reference import Int8Linear
@@ -42,9 +42,9 @@ def _bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
 
 
-def _scales_of(cache: KVCache) -> int:
-    """Address of the scales of integers, 0 without any."""
-    return 0 if cache.scales is None else address(cache.scales)
+def _address_of(tensor: Tensor | None) -> int:
+    """Address of a tensor, 0 if there is none."""
+    return 0 if tensor is None else address(tensor)
 
 
 class CpuKernels:
@@ -92,11 +92,12 @@ class CpuKernels:
         _TAKE_ROWS.launch(kind, len(rows), address(x), address(rows), address(out), width)
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         num_rows, width = x.shape
         out = empty(x.shape, x.dtype)
         items = -(-num_rows // ROWS_PER_ITEM)
-        _RMS_NORM.launch(x.dtype, items, address(x), address(weight), address(out), num_rows, width, _bits(eps))
+        places = (address(x), address(weight), address(out))
+        _RMS_NORM.launch(x.dtype, items, *places, num_rows, width, _bits(eps), _address_of(residual))
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -106,20 +107,29 @@ class CpuKernels:
         _SWIGLU.launch(gate_up.dtype, items, address(gate_up), address(out), num_rows, width)
         return out
 
-    def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
-        num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, norms.q_weight.numel()
-        q = empty((len(qkv), norms.num_heads, width), torch.float32)
+    def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
+        num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, heads.head_dim
+        q = empty((len(qkv), heads.num_heads, width), torch.float32)
         arguments = (
-            *map(address, (qkv, norms.q_weight, norms.k_weight, rotary[0], rotary[1])),
+            *(address(qkv), _address_of(heads.q_norm), _address_of(heads.k_norm), *map(address, rotary)),
             *map(address, (inputs.positions, inputs.slot_mapping, q, cache.keys, cache.values)),
             scratch(2 * width * torch.get_num_threads()),
-            *(norms.num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes),
-            *(_bits(norms.eps), _bits(head_dim**-0.5), cache.keys.shape[4], _scales_of(cache)),
+            *(heads.num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes),
+            *(_bits(heads.eps), _bits(head_dim**-0.5), cache.keys.shape[4], _address_of(cache.scales), qkv.shape[1]),
         )
         _ROPE_AND_CACHE.launch(_ROPE_KINDS[qkv.dtype, cache.keys.dtype], len(qkv), *arguments)
         return q
 
-    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int, dtype: torch.dtype) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        inputs: ModelInput,
+        head_dim: int,
+        dtype: torch.dtype,
+        window: int = 0,
+        gates: Tensor | None = None,
+    ) -> Tensor:
         num_tokens, num_heads, width = q.shape
         num_kv_heads = cache.keys.shape[1]
         out = empty((num_tokens, num_heads * head_dim), dtype)
@@ -130,7 +140,7 @@ class CpuKernels:
             *map(address, (inputs.positions, out)),
             scratch(floats * torch.get_num_threads()),
             *(num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes, inputs.block_tables.shape[1]),
-            *(cache.keys.element_size(), most_rows, _scales_of(cache)),
+            *(cache.keys.element_size(), most_rows, _address_of(cache.scales)),
         )
         items = len(inputs.query_blocks) * num_kv_heads
         _ATTENTION.launch(_ATTENTION_KINDS[dtype, cache.keys.dtype], items, *arguments)

@@ -15,7 +15,7 @@ from batchgen.kernels.cuda.attention import PagedAttention
 from batchgen.kernels.cuda.linear import CublasLinear, FixedOrderLinear
 from batchgen.kernels.cuda.tiles import num_tiles, power_of_two
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import GatedLinear, Linear, QKNorm, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels.interface import GatedLinear, Heads, Linear, SamplingRows, TwoStepGatedLinear
 from batchgen.kernels.quantize import stored
 
 _FUSED = {"enable_fp_fusion": True}  # as compilers do by default; Triton 3.9 warns where it is not said
@@ -63,10 +63,10 @@ class CudaKernels:
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return x.index_select(0, rows).to(dtype or x.dtype)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         out = torch.empty_like(x)
         num_rows, width = x.shape
-        rows.rms_norm[(num_rows,)](x, weight, out, width, eps, BLOCK=power_of_two(width), **_FUSED)
+        rows.rms_norm[(num_rows,)](x, weight, residual, out, width, eps, BLOCK=power_of_two(width), **_FUSED)
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -76,24 +76,33 @@ class CudaKernels:
         rows.swiglu[grid](gate_up, out, width, BLOCK=rows.SWIGLU_BLOCK, **_FUSED)
         return out
 
-    def rope_and_cache(self, qkv: Tensor, norms: QKNorm, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
-        num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, norms.q_weight.numel()
+    def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
+        num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, heads.head_dim
         new = torch.empty if width == head_dim else torch.zeros
-        q = new(len(qkv), norms.num_heads, width, dtype=torch.float32, device=qkv.device)
+        q = new(len(qkv), heads.num_heads, width, dtype=torch.float32, device=qkv.device)
         tensors = (
-            *(qkv, norms.q_weight, norms.k_weight, rotary[0], rotary[1], inputs.positions, inputs.slot_mapping),
+            *(qkv, heads.q_norm, heads.k_norm, rotary[0], rotary[1], inputs.positions, inputs.slot_mapping),
             *(q, cache.keys, cache.values),
         )
         mixers.rope_and_cache[(len(qkv),)](
-            *(tensors, norms.eps, head_dim**-0.5, norms.num_heads, num_kv_heads),
+            *(tensors, heads.eps, head_dim**-0.5, heads.num_heads, num_kv_heads, qkv.shape[1]),
             HALF=head_dim // 2,
             CACHE=(width, cache.block_size, cache.lanes),
-            POWERS=tuple(map(power_of_two, (norms.num_heads, num_kv_heads, head_dim // 2))),
+            POWERS=tuple(map(power_of_two, (heads.num_heads, num_kv_heads, head_dim // 2))),
             **_FUSED,
         )
         return q
 
-    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int, dtype: torch.dtype) -> Tensor:
+    def attention(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        inputs: ModelInput,
+        head_dim: int,
+        dtype: torch.dtype,
+        window: int = 0,
+        gates: Tensor | None = None,
+    ) -> Tensor:
         out = torch.empty(len(q), q.shape[1] * head_dim, dtype=dtype, device=q.device)
         paged = PagedAttention(q, cache, inputs, head_dim, self.batch_invariant)
         paged.single_tokens(out)

@@ -13,18 +13,22 @@ CONV_CHANNELS = tl.constexpr(256)
 
 @triton.jit
 def _normed_and_rotated(x, weight, eps, cosine, sine, head, num_heads, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
-    """RMS norm and half-split rotation of heads x [num_heads, 2 * HALF]; float32 halves [heads, HALF_BLOCK]."""
+    """RMS norm, if there is a ``weight``, and half-split rotation of heads x [num_heads, 2 * HALF].
+
+    Returns float32 halves [heads, HALF_BLOCK].
+    """
     dtype = x.dtype.element_ty
     i = tl.arange(0, HALF_BLOCK)
     inside = (head[:, None] < num_heads) & (i < HALF)[None, :]
     at = x + head[:, None] * (2 * HALF) + i[None, :]
     a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-    weight_a = tl.load(weight + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
-    weight_b = tl.load(weight + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
-    a = ((a * scale).to(dtype).to(tl.float32) * weight_a).to(dtype).to(tl.float32)
-    b = ((b * scale).to(dtype).to(tl.float32) * weight_b).to(dtype).to(tl.float32)
+    if weight is not None:
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        weight_a = tl.load(weight + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+        weight_b = tl.load(weight + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
+        a = ((a * scale).to(dtype).to(tl.float32) * weight_a).to(dtype).to(tl.float32)
+        b = ((b * scale).to(dtype).to(tl.float32) * weight_b).to(dtype).to(tl.float32)
     c = tl.load(cosine + i, mask=i < HALF, other=0.0)[None, :]
     s = tl.load(sine + i, mask=i < HALF, other=0.0)[None, :]
     return a * c - b * s, b * c + a * s
@@ -32,7 +36,7 @@ def _normed_and_rotated(x, weight, eps, cosine, sine, head, num_heads, HALF: tl.
 
 @triton.jit
 def rope_and_cache(
-    tensors, eps, scale, num_heads, num_kv_heads, HALF: tl.constexpr, CACHE: tl.constexpr, POWERS: tl.constexpr
+    tensors, eps, scale, num_heads, num_kv_heads, columns, HALF: tl.constexpr, CACHE: tl.constexpr, POWERS: tl.constexpr
 ):
     """One program per token. CACHE: width, block_size, lanes. POWERS: of two, holding num_heads, num_kv_heads, HALF."""
     WIDTH: tl.constexpr = CACHE[0]
@@ -42,7 +46,7 @@ def rope_and_cache(
     qkv, q_weight, k_weight, cosine, sine, positions, slots, q_out, keys, values = tensors
     token = tl.program_id(0).to(tl.int64)
     angle = tl.load(positions + token) * HALF
-    row = qkv + token * (num_heads + 2 * num_kv_heads) * (2 * HALF)
+    row = qkv + token * columns
     i = tl.arange(0, HALF_BLOCK)
     head = tl.arange(0, POWERS[0])
     a, b = _normed_and_rotated(row, q_weight, eps, cosine + angle, sine + angle, head, num_heads, HALF, HALF_BLOCK)

@@ -13,14 +13,20 @@ ARGMAX_BLOCK = 8192  # logits of one program; a row's parts are then compared by
 
 
 @triton.jit
-def rms_norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
-    """One program per row; the normed value is rounded before it meets the weight, as the model was trained."""
+def rms_norm(x, weight, residual, out, width, eps, BLOCK: tl.constexpr):
+    """One program per row; the normed value is rounded before it meets the weight, as the model was trained.
+
+    Their product is rounded before ``residual``, if there is one, is added.
+    """
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
     v = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
     v = (v * tl.rsqrt(tl.sum(v * v) / width + eps)).to(out.dtype.element_ty)
     v = v.to(tl.float32) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        v = v.to(out.dtype.element_ty).to(tl.float32)
+        v += tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + start + column, v.to(out.dtype.element_ty), mask=inside)
 
 

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.core.units import shown
-from batchgen.model.config import ATTENTION, CONV, ModelConfig
-from batchgen.model.values import ConfigValues
+from batchgen.model.config import ATTENTION, CONV, LayerShape, ModelConfig
+from batchgen.model.values import MAX_LAYERS, ConfigValues
 
 TITLE = "dense LFM2"
-_MAX_LAYERS = 128  # four times those of the largest release; a larger number only delays the error
 _LAYER = "model.layers.{layer}"
 _TENSOR_NAMES = {
     "embedding": "model.embed_tokens",
@@ -68,29 +67,28 @@ def read_config(values: ConfigValues) -> ModelConfig:
     """The shape of the model that has this ``config.json``. Raises ModelError."""
     num_heads = values.integer("num_attention_heads", "num_heads")
     hidden_size = values.integer("hidden_size", "block_dim")
+    rope, ff_dim = values.rope(default_theta=1e6), _ff_dim(values)
     return ModelConfig(
         vocab_size=values.integer("vocab_size"),
         hidden_size=hidden_size,
-        layer_types=_layer_types(values),
+        layers=tuple(LayerShape(mixer, ff_dim, rope if mixer == ATTENTION else None) for mixer in _mixers(values)),
         num_heads=num_heads,
         num_kv_heads=values.integer("num_key_value_heads", default=num_heads),
         head_dim=values.integer("head_dim", default=hidden_size // num_heads),
-        ff_dim=_ff_dim(values),
         norm_eps=values.number("norm_eps", "block_norm_eps", default=1e-5),
-        rope_theta=values.rope_theta(default=1e6),
         max_position_embeddings=values.integer("max_position_embeddings"),
         tie_embedding=values.flag("tie_embedding", "tie_word_embeddings", default=True),
         bos_token_id=values.bos_token_id(),
         eos_token_ids=values.eos_token_ids(),
-        dtype=values.text("torch_dtype", "dtype", default="bfloat16"),
+        dtype=values.dtype(),
         tensor_names=_TENSOR_NAMES,
         conv_l_cache=values.integer("conv_L_cache"),
         conv_bias=values.flag("conv_bias", default=False),
     )
 
 
-def _layer_types(values: ConfigValues) -> tuple[str, ...]:
-    num_layers = values.integer("num_hidden_layers", most=_MAX_LAYERS)
+def _mixers(values: ConfigValues) -> tuple[str, ...]:
+    num_layers = values.integer("num_hidden_layers", most=MAX_LAYERS)
     listed = values.get("layer_types", default=None)
     if listed is None:
         attention = values.get("full_attn_idxs")

@@ -20,13 +20,16 @@ conv_scratch_floats = simd.jit(layout.conv_scratch_floats)
 
 
 @simd.inline
-def _norm_and_rotate(x, start, weight, eps, cosine, sine, angle, head_dim, head):
-    """RMS norm of one head, then half-split rotation, into float32 ``head`` [head_dim]."""
+def _norm_and_rotate(x, start, weight, is_normed, eps, cosine, sine, angle, head_dim, head):
+    """RMS norm of one head, if ``is_normed``, then half-split rotation, into float32 ``head`` [head_dim]."""
     scale = simd.splat(F32(1.0) / F32(math.sqrt(mean_square(x, start, head_dim) + eps)))
     for i in range(0, head_dim, LANES):
         count = head_dim - i
-        v = simd.round_like(x, simd.mul(simd.load_some(x, start + i, count), scale))
-        simd.store_some(head, i, simd.round_like(x, simd.mul(v, simd.load_some(weight, i, count))), count)
+        v = simd.load_some(x, start + i, count)
+        if is_normed:
+            v = simd.round_like(x, simd.mul(v, scale))
+            v = simd.round_like(x, simd.mul(v, simd.load_some(weight, i, count)))
+        simd.store_some(head, i, v, count)
     half = head_dim // 2
     for i in range(half):
         c, s = cosine[angle + i], sine[angle + i]
@@ -77,6 +80,7 @@ def rope_and_cache(words, dtype, cached, unit):
     num_heads, num_kv_heads, head_dim, width = words[ARGS + 11], words[ARGS + 12], words[ARGS + 13], words[ARGS + 14]
     block_size, lanes = words[ARGS + 15], words[ARGS + 16]
     eps, scale = simd.float_of_bits(words[ARGS + 17]), simd.float_of_bits(words[ARGS + 18])
+    is_normed, columns = words[ARGS + 1] != 0, words[ARGS + 21]
     worker = worker_number(words)
     mine = words[ARGS + 10] + worker * 8 * width
     head, rounded = simd.pointer(mine, F32), simd.pointer(mine + 4 * width, cached)
@@ -85,9 +89,9 @@ def rope_and_cache(words, dtype, cached, unit):
     while token < words[NUM_ITEMS]:
         angle = positions[token] * (head_dim // 2)
         block, offset = slots[token] // block_size, slots[token] % block_size
-        row = token * (num_heads + 2 * num_kv_heads) * head_dim
+        row = token * columns
         for h in range(num_heads):
-            _norm_and_rotate(qkv, row + h * head_dim, q_weight, eps, cosine, sine, angle, head_dim, head)
+            _norm_and_rotate(qkv, row + h * head_dim, q_weight, is_normed, eps, cosine, sine, angle, head_dim, head)
             to = (token * num_heads + h) * width
             for i in range(head_dim):
                 q_out[to + i] = head[i] * scale
@@ -95,7 +99,7 @@ def rope_and_cache(words, dtype, cached, unit):
                 q_out[to + i] = F32(0.0)
         for h in range(num_kv_heads):
             start = row + (num_heads + h) * head_dim
-            _norm_and_rotate(qkv, start, k_weight, eps, cosine, sine, angle, head_dim, head)
+            _norm_and_rotate(qkv, start, k_weight, is_normed, eps, cosine, sine, angle, head_dim, head)
             place = block * num_kv_heads + h
             scale_at = 2 * place * lanes + offset
             _keep(head, head_dim, rounded, 0, scales, scale_at)

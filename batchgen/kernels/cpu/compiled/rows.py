@@ -31,10 +31,12 @@ def mean_square(x, start, width):
 
 @simd.jit
 def rms_norm(words, dtype):
-    """Arguments: x [rows, width], weight [width], out [rows, width] (addresses), rows, width, bits of eps."""
+    """Arguments: x [rows, width], weight [width], out [rows, width] (addresses), rows, width, bits of eps, residual
+    [rows, width] (address or 0).
+    """
     x, weight = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], dtype)
     out, rows, width = simd.pointer(words[ARGS + 2], dtype), words[ARGS + 3], words[ARGS + 4]
-    eps = simd.float_of_bits(words[ARGS + 5])
+    eps, added, residual = simd.float_of_bits(words[ARGS + 5]), words[ARGS + 6], simd.pointer(words[ARGS + 6], dtype)
     worker = worker_number(words)
     item = next_item(words, worker)
     while item < words[NUM_ITEMS]:
@@ -44,7 +46,10 @@ def rms_norm(words, dtype):
             for i in range(0, width, LANES):
                 rest = width - i
                 v = simd.round_like(x, simd.mul(simd.load_some(x, start + i, rest), scale))
-                simd.store_some(out, start + i, simd.mul(v, simd.load_some(weight, i, rest)), rest)
+                v = simd.mul(v, simd.load_some(weight, i, rest))
+                if added:
+                    v = simd.add(simd.round_like(x, v), simd.load_some(residual, start + i, rest))
+                simd.store_some(out, start + i, v, rest)
         item = next_item(words, worker)
 
 

@@ -1,0 +1,71 @@
+"""What the families share whose layers are attention and a feed-forward, with Llama's keys and tensor names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchgen.model.config import ATTENTION, LayerShape, ModelConfig
+from batchgen.model.values import MAX_LAYERS, ConfigValues
+
+_LAYER = "model.layers.{layer}"
+TENSOR_NAMES = {
+    "embedding": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+    "mixer_norm": f"{_LAYER}.input_layernorm",
+    "feed_forward_norm": f"{_LAYER}.post_attention_layernorm",
+    "q": f"{_LAYER}.self_attn.q_proj",
+    "k": f"{_LAYER}.self_attn.k_proj",
+    "v": f"{_LAYER}.self_attn.v_proj",
+    "q_norm": f"{_LAYER}.self_attn.q_norm",
+    "k_norm": f"{_LAYER}.self_attn.k_norm",
+    "attention_out": f"{_LAYER}.self_attn.o_proj",
+    "gate": f"{_LAYER}.mlp.gate_proj",
+    "up": f"{_LAYER}.mlp.up_proj",
+    "down": f"{_LAYER}.mlp.down_proj",
+}
+
+
+def published(widths: tuple[int, int, int], heads: tuple[int, int], num_layers: int, **more: Any) -> dict[str, Any]:
+    """A published ``config.json``.
+
+    ``widths`` are those of the residual stream, a head and the feed-forward; ``heads`` count those of queries and keys.
+    """
+    return {
+        "hidden_size": widths[0],
+        "head_dim": widths[1],
+        "intermediate_size": widths[2],
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "num_hidden_layers": num_layers,
+        **more,
+    }
+
+
+def read_dense(values: ConfigValues, default_theta: float, **more: Any) -> ModelConfig:
+    """The shape of the model that has this ``config.json``; ``more`` are fields of its ``ModelConfig``.
+
+    Raises ModelError, for biases, sliding windows and other activations too: no release has them.
+    """
+    values.refuse("attention_bias", "mlp_bias", "use_sliding_window")
+    values.expect("hidden_act", "silu")
+    num_heads, hidden_size = values.integer("num_attention_heads"), values.integer("hidden_size")
+    layer = LayerShape(ATTENTION, values.integer("intermediate_size"), values.rope(default_theta))
+    fields: dict[str, Any] = {
+        "layers": (layer,) * values.integer("num_hidden_layers", most=MAX_LAYERS),
+        "tensor_names": TENSOR_NAMES,
+    }
+    return ModelConfig(
+        vocab_size=values.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=values.integer("num_key_value_heads", default=num_heads),
+        head_dim=values.integer("head_dim", default=hidden_size // num_heads),
+        norm_eps=values.number("rms_norm_eps", default=1e-6),
+        max_position_embeddings=values.integer("max_position_embeddings"),
+        tie_embedding=values.flag("tie_word_embeddings", default=False),
+        bos_token_id=values.bos_token_id(),
+        eos_token_ids=values.eos_token_ids(),
+        dtype=values.dtype(),
+        **{**fields, **more},
+    )

@@ -1,0 +1,62 @@
+"""Rotary embeddings: the frequencies of each kind, and the tables of cosines and sines that kernels read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.model.config import ModelConfig, Rope
+
+
+def frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Angle per position of each pair (i, i + head_dim / 2), float32 [head_dim / 2]; in the reference's order.
+
+    default: ``theta ** (-2i / head_dim)``. "llama3" (Llama 3.1): a frequency whose wavelength 2 pi / f exceeds
+    ``original_positions / low_freq_factor`` is divided by ``factor``, one below ``original_positions /
+    high_freq_factor`` stays, those between are blended. "proportional" (LFM3): 0 from the share of pairs on that are
+    not rotated.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "proportional":
+        plain[int(rope.rotated_share * head_dim // 2) :] = 0.0
+    if rope.kind != "llama3":
+        return plain
+    wavelengths = 2 * math.pi / plain
+    low, high = (rope.original_positions / by for by in (rope.low_freq_factor, rope.high_freq_factor))
+    stretched = torch.where(wavelengths > low, plain / rope.factor, plain)
+    share = (rope.original_positions / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - share) * stretched / rope.factor + share * stretched
+    return torch.where((wavelengths >= high) & (wavelengths <= low), blended, stretched)
+
+
+class Rotary:
+    """Per rope the cosines and sines of every position needed so far, float32 [2, positions, head_dim / 2].
+
+    Angles are float32 (position times frequency), as in the reference; their cosine is taken in float64, so that an
+    entry never depends on how many were computed with it.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self.frequencies = [frequencies(rope, config.head_dim).numpy() for rope in config.ropes]
+        self.device = device
+        self.limit = config.max_position_embeddings
+        self.tables: Sequence[Tensor] = [torch.empty(2, 0, config.head_dim // 2) for _ in config.ropes]
+        self._num_positions = 0
+
+    def upto(self, num_positions: int) -> Sequence[Tensor]:
+        """The tables with at least ``num_positions`` positions, in the order of ``ModelConfig.ropes``."""
+        if num_positions > self._num_positions:
+            self._num_positions = max(num_positions, min(self.limit, max(1024, 2 * num_positions)))
+            self.tables = [self._table(part) for part in self.frequencies]
+        return self.tables
+
+    def _table(self, part: np.ndarray) -> Tensor:
+        wide = (np.arange(self._num_positions, dtype=np.float32)[:, None] * part).astype(np.float64)
+        return torch.from_numpy(np.stack((np.cos(wide), np.sin(wide))).astype(np.float32)).to(self.device)

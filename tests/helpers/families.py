@@ -1,0 +1,83 @@
+"""A tiny ``config.json`` of every model family, and transformers' own model of it with random weights.
+
+Every test that holds for all families is parametrized over ``RAW``: a new family is an entry here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+EOS = 7
+_COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+    "torch_dtype": "float32",
+}
+_DENSE = {
+    **_COMMON,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+RAW: dict[str, dict[str, Any]] = {
+    "lfm2": {  # 2 conv and 2 attention layers, 4 heads of 16 on 2 KV heads
+        **_COMMON,
+        "model_type": "lfm2",
+        "num_hidden_layers": 4,
+        "full_attn_idxs": [1, 3],
+        "block_ff_dim": 96,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    # 64 positions of old context: wavelengths on both sides of the bounds and between them
+    "llama": {**_DENSE, "model_type": "llama", "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 64}},
+    "mistral": {**_DENSE, "model_type": "mistral", "sliding_window": None, "head_dim": 24},
+    "qwen3": {**_DENSE, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
+}
+
+
+def raw_config(model_type: str = "lfm2", **changes: Any) -> dict[str, Any]:
+    """A ``config.json`` as the Hub has it."""
+    return {**RAW[model_type], **changes}
+
+
+def randomize(model: torch.nn.Module, seed: int) -> None:
+    """Weights wide enough that layers matter, norms near one but all different: a swapped norm must show."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 1 + 0.2 * noise if "norm" in name else 0.5 * noise if "conv.conv" in name else 0.15 * noise
+
+
+def reference_model(raw: dict[str, Any], seed: int = 0) -> Any:
+    """Transformers' model of a ``config.json``, in float32 with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**raw)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    randomize(model, seed)
+    return model
+
+
+def saved_by_transformers(raw: dict[str, Any], folder: Path, seed: int = 0) -> Any:
+    """The reference model, saved to ``folder`` as transformers saves it."""
+    model = reference_model(raw, seed)
+    model.save_pretrained(folder)
+    return model
