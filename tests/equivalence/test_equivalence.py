@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from families import EOS, RAW
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import (
     CPU,
     DTYPES,
-    EOS,
     checked_run,
     engine_for,
     prefix_logits,
@@ -59,6 +59,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "full_attn_idxs": [1],  # two convolutions follow it
     },
 }
+FAMILIES = [family for family in RAW if family != "lfm2"]
+SHAPES |= {family: {"model_type": family} for family in FAMILIES}
 INTEGERS = {
     "": {},
     "int8": {"weights": "int8"},
@@ -139,18 +141,19 @@ def test_batched_equals_solo(name: str, dtype: str, params: str) -> None:
     assert engine.stats.num_preemptions == 0
 
 
-@pytest.mark.parametrize("budget", [1, 2, 5, 16, 17, 100])
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [("even", budget) for budget in (1, 2, 5, 16, 17, 100)] + [(name, b) for name in FAMILIES for b in (2, 17)],
+)
 @pytest.mark.parametrize("params", ["greedy", "filtered"])
 @every_dtype
-def test_chunked_equals_whole(budget: int, params: str, dtype: str) -> None:
+def test_chunked_equals_whole(name: str, budget: int, params: str, dtype: str) -> None:
     watched = Watched(
-        engine_for(
-            model_of("even", dtype), num_blocks=400, block_size=16, max_num_batched_tokens=budget, max_num_seqs=7
-        )
+        engine_for(model_of(name, dtype), num_blocks=400, block_size=16, max_num_batched_tokens=budget, max_num_seqs=7)
     )
     # Half of them where a step has room for one or two tokens: steps are what takes time.
     asked = requests_of(params)[: NUM_REQUESTS // 2 if budget <= 2 else None]
-    tokens = expected("even", dtype, params)
+    tokens = expected(name, dtype, params)
     assert batched(watched.engine, asked) == {request.key: tokens[request.key] for request in asked}
     assert watched.num_cut > (10 if budget < 100 else 0)
 
@@ -203,7 +206,9 @@ def test_any_order_of_arrival_gives_the_same(seed: int, dtype: str) -> None:
     assert batched(engine, requests) == expected("even", dtype, "sampled")
 
 
-@pytest.mark.parametrize(("name", "params"), [("odd", "filtered"), ("trained", "greedy")])
+@pytest.mark.parametrize(
+    ("name", "params"), [("odd", "filtered"), ("trained", "greedy"), *((name, "greedy") for name in FAMILIES)]
+)
 @every_dtype
 def test_two_threads_give_the_same_as_one(name: str, dtype: str, params: str) -> None:
     reference = expected(name, dtype, params)  # on one thread
@@ -238,7 +243,8 @@ def logits_of_every_token(engine: Engine, requests: Iterable[Request]) -> dict[t
 
 @pytest.mark.parametrize(
     ("name", "threads"),
-    [("even", 1), ("trained", 1), ("odd", 2), ("odd int8", 2), ("trained int8", 1), ("trained int8 by int8", 2)],
+    [("even", 1), ("trained", 1), ("odd", 2), ("odd int8", 2), ("trained int8", 1), ("trained int8 by int8", 2)]
+    + [(name, 2) for name in FAMILIES],
 )
 @every_dtype
 def test_logits_are_the_same_bit_for_bit(name: str, dtype: str, threads: int) -> None:
@@ -257,10 +263,11 @@ def test_logits_are_the_same_bit_for_bit(name: str, dtype: str, threads: int) ->
             assert torch.equal(seen[request.key, position], row), (request.key, position)
 
 
+@pytest.mark.parametrize("name", ["even", *FAMILIES])
 @every_dtype
-def test_contexts_beyond_one_attention_tile_stay_the_same(dtype: str) -> None:
+def test_contexts_beyond_one_attention_tile_stay_the_same(name: str, dtype: str) -> None:
     """Contexts of 240 to 560 tokens cross the CPU kernel's tile of 256 once or twice, some while decoding."""
-    model = model_of("even", dtype)
+    model = model_of(name, dtype)
     requests = random_requests(8, seed=4, prompt=(240, 500), output=(20, 60))
     engine = engine_for(model, num_blocks=380, block_size=2, max_num_batched_tokens=50, max_num_seqs=5)
     assert batched(engine, requests) == solo(model, requests)

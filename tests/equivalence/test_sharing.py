@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from families import RAW
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import DTYPES, checked_run, engine_for, tiny_model
@@ -27,8 +28,9 @@ VOCAB = 128
 
 
 @cache
-def model(dtype: str) -> Decoder:
-    return tiny_model(DTYPES[dtype], conv_L_cache=4, conv_bias=True)
+def model(dtype: str, family: str = "lfm2") -> Decoder:
+    changes = {"conv_L_cache": 4, "conv_bias": True} if family == "lfm2" else {}
+    return tiny_model(DTYPES[dtype], model_type=family, **changes)
 
 
 def params_of(rng: random.Random) -> SamplingParams:
@@ -85,40 +87,43 @@ def run(engine: Engine, asked: Iterable[Request]) -> dict[int, Result]:
 
 
 @cache
-def alone(dtype: str) -> dict[int, Result]:
+def alone(dtype: str, family: str = "lfm2") -> dict[int, Result]:
     """Every request in an engine of its own, nothing shared and nothing cut."""
     off = {"prefix_caching": False, "share_duplicates": False}
     sizes: dict[str, Any] = {"num_blocks": 40, "block_size": 8, "max_num_seqs": 1, "max_num_batched_tokens": 100}
     found: dict[int, Result] = {}
     for request in requests():
-        found |= run(engine_for(model(dtype), **sizes, **off), [request])
+        found |= run(engine_for(model(dtype, family), **sizes, **off), [request])
     return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_cached_equals_cold(block_size: int, dtype: str) -> None:
-    engine = engine_for(model(dtype), num_blocks=1200 // block_size, block_size=block_size, max_num_seqs=6)
-    assert run(engine, requests()) == alone(dtype)
+@pytest.mark.parametrize("family", RAW)
+def test_cached_equals_cold(family: str, block_size: int, dtype: str) -> None:
+    sizes = {"num_blocks": 1200 // block_size, "block_size": block_size, "max_num_seqs": 6}
+    engine = engine_for(model(dtype, family), **sizes)
+    assert run(engine, requests()) == alone(dtype, family)
     assert engine.stats.num_cached_tokens > 300
     assert engine.stats.num_shared_requests > 0
     assert engine.stats.num_preemptions == 0
 
 
+@pytest.mark.parametrize("family", RAW)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_preempted_sequence_finds_its_blocks_again_and_goes_on_as_if_nothing_had_been(dtype: str) -> None:
-    engine = engine_for(model(dtype), num_blocks=21, block_size=4, max_num_seqs=8, max_num_batched_tokens=13)
-    assert run(engine, requests()) == alone(dtype)
+def test_a_preempted_sequence_finds_its_blocks_again_and_goes_on_undisturbed(dtype: str, family: str) -> None:
+    engine = engine_for(model(dtype, family), num_blocks=21, block_size=4, max_num_seqs=8, max_num_batched_tokens=13)
+    assert run(engine, requests()) == alone(dtype, family)
     assert engine.stats.num_preemptions > 0
     cold = engine_for(
-        model(dtype),
+        model(dtype, family),
         num_blocks=21,
         block_size=4,
         max_num_seqs=8,
         max_num_batched_tokens=13,
         prefix_caching=False,
     )
-    assert run(cold, requests()) == alone(dtype)
+    assert run(cold, requests()) == alone(dtype, family)
     assert cold.stats.num_recomputed_tokens > engine.stats.num_recomputed_tokens
     assert cold.stats.num_cached_tokens == 0
 
