@@ -32,7 +32,7 @@ LONGEST_CHAINS = {
     "kernels": 8,
     "config": 3,
     "text": 3,
-    "model": 6,
+    "model": 7,
     "engine": 7,
     "input": 5,
     "output": 4,
