@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from batchgen.kernels.interface import GatedLinear, Kernels, Linear, Recorder
+from batchgen.kernels.interface import Embedding, GatedLinear, Kernels, Linear, Recorder
 
 
 class TimedKernels:
@@ -30,6 +31,10 @@ class TimedKernels:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._timed("linear", self._kernels.linear(weight, bias))
+
+    def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
+        embedding, head = self._kernels.tied_embedding(table, dtype)
+        return self._timed("take_rows", embedding), self._timed("linear", head)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
         gated = self._kernels.gated_linear(gate, up)

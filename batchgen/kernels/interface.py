@@ -33,6 +33,13 @@ class GatedLinear(Protocol):
         """``silu(x @ gate.T) * (x @ up.T)`` for x [rows, in_features]; [rows, out_features]."""
 
 
+class Embedding(Protocol):
+    """A table [vocab_size, width] of which rows are looked up."""
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Its rows for int64 ids [num_tokens], which are not checked; [num_tokens, width] in the model's dtype."""
+
+
 class Recorder(Protocol):
     """Records launches of kernels, to repeat work in which only the contents of memory change."""
 
@@ -67,6 +74,9 @@ class Kernels(Protocol):
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
         """The gated product with two weights of one shape; the originals may be dropped."""
+
+    def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
+        """A table with rows in ``dtype``, and the product with it; in memory once where that is possible."""
 
     def recorder(self) -> Recorder | None:
         """A recorder that repeats launches without Python; None if there is none. Valid after all linears."""
@@ -127,6 +137,18 @@ class Kernels(Protocol):
 def pad_rows(x: Tensor, least: int) -> Tensor:
     """X with rows of zeros added where it has fewer than ``least``."""
     return x if len(x) >= least else functional.pad(x, (0, 0, 0, least - len(x)))
+
+
+class TableEmbedding:
+    """``Embedding`` of a table as it is."""
+
+    def __init__(self, kernels: Kernels, table: Tensor, dtype: torch.dtype) -> None:
+        self.table = table
+        self._take_rows = kernels.take_rows
+        self._dtype = dtype
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self._take_rows(self.table, token_ids, self._dtype)
 
 
 class PlainLinear:

@@ -15,7 +15,16 @@ from torch.nn import functional
 
 from batchgen.kernels.cpu.layout import DOT_GROUP
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import GatedLinear, Heads, Linear, PlainLinear, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels.interface import (
+    Embedding,
+    GatedLinear,
+    Heads,
+    Linear,
+    PlainLinear,
+    SamplingRows,
+    TableEmbedding,
+    TwoStepGatedLinear,
+)
 from batchgen.kernels.processor import most_integer, processor_variant
 from batchgen.kernels.quantize import Int8Weight, quantize, quantize_rows, stored
 
@@ -91,6 +100,9 @@ class ReferenceKernels:
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
         return TwoStepGatedLinear(self, gate, up)
+
+    def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
+        return TableEmbedding(self, table, dtype), self.linear(table)
 
     def recorder(self) -> None:
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.inputs import ModelInput
-from batchgen.kernels.interface import Kernels, Linear
+from batchgen.kernels.interface import Embedding, Kernels, Linear, TableEmbedding
 from batchgen.model.config import CONV, LayerShape, ModelConfig
 from batchgen.model.layers import Attention, FeedForward, ShortConv
 from batchgen.model.rope import Rotary
@@ -55,19 +55,20 @@ class Decoder:
         self.config = config
         self.kernels = kernels
         self.dtype = source.dtype  # of activations
-        self.embedding = tensors.take("embedding", config.vocab_size, config.hidden_size)
+        table = tensors.take("embedding", config.vocab_size, config.hidden_size)
+        self.device = table.device
+        self.embedding: Embedding
+        self.lm_head: Linear
+        if config.tie_embedding:
+            self.embedding, self.lm_head = kernels.tied_embedding(table, self.dtype)
+        else:
+            self.embedding = TableEmbedding(kernels, table, self.dtype)
+            self.lm_head = kernels.linear(tensors.take("head", config.vocab_size, config.hidden_size))
         self.layers = [Layer(tensors.of(layer=i), shape, config, kernels) for i, shape in enumerate(config.layers)]
         self.last_attention = next((layer for layer in self.layers[::-1] if isinstance(layer.mixer, Attention)), None)
         self.final_norm = tensors.norm("final_norm", config.hidden_size)
-        is_tied = config.tie_embedding
-        head = self.embedding if is_tied else tensors.take("head", config.vocab_size, config.hidden_size)
-        self.lm_head = kernels.linear(head)
-        self.rotary = Rotary(config, self.embedding.device)
+        self.rotary = Rotary(config, self.device)
         source.finish(tensors.name("head"))  # checkpoints may hold a copy of the tied embedding
-
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.device
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -96,7 +97,7 @@ class Decoder:
         """
         tables = self.rotary.upto(max_position + 1)
         kv, conv = iter(state.kv), iter(state.conv)
-        h = self.kernels.take_rows(self.embedding, inputs.token_ids, self.dtype)
+        h = self.embedding(inputs.token_ids)
         for layer in self.layers:
             x = self.kernels.rms_norm(h, layer.mixer_norm, layer.eps)
             if isinstance(layer.mixer, Attention):

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_model import EOS, checked_run, engine_for, random_requests, solo, tiny_model, tokens_of
+from families import EOS
+from tiny_model import checked_run, engine_for, random_requests, solo, spoil, tiny_model, tokens_of
 
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
@@ -282,8 +283,7 @@ BAD = 100  # a token whose embedding is not finite
 
 def spoiled_model(value: float, dtype: torch.dtype) -> Decoder:
     model = tiny_model(dtype, tie_embedding=False)
-    model.embedding = model.embedding.clone()  # of an inference tensor, outside inference mode: may be written
-    model.embedding[BAD] = value
+    spoil(model, BAD, value)
     return model
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_model import checked_run, engine_for, random_requests, sequence_at, tiny_model, tokens_of
+from tiny_model import checked_run, engine_for, random_requests, sequence_at, spoil, tiny_model, tokens_of
 from torch import Tensor
 
 from batchgen.core.errors import RowErrorCode
@@ -210,8 +210,7 @@ def test_a_choice_whose_last_token_comes_after_its_scores_is_answered() -> None:
 def test_a_row_gone_wrong_is_an_error_row_and_harms_no_other() -> None:
     """Wrong from its prompt on, or from a token it generates: others begin in its memory a step later."""
     model, bad = tiny_model(tie_embedding=False), 100
-    model.embedding = model.embedding.clone()  # of an inference tensor, outside inference mode: may be written
-    model.embedding[bad] = torch.nan
+    spoil(model, bad, torch.nan)
     requests = [Request(99, (9, bad), PLAIN), *random_requests(20, seed=2, params=PLAIN)]
     engine = overlapping(Device(), model, num_blocks=66, max_num_seqs=3)
     results = untimed(checked_run(engine, requests))

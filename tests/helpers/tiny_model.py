@@ -26,7 +26,7 @@ from batchgen.engine.sequence import Group, Schedule
 from batchgen.engine.sequence import Sequence as EngineSequence
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.inputs import ModelInput
-from batchgen.kernels.interface import Kernels
+from batchgen.kernels.interface import Kernels, TableEmbedding
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model.decoder import Decoder
@@ -56,6 +56,14 @@ def tiny_model(
     config = parse_config(raw_config(**changes), "tiny")
     with torch.inference_mode():
         return Decoder(config, RandomTensors(dtype, CPU, seed, STD), kernels or select(CPU, dtype))
+
+
+def spoil(model: Decoder, token: int, value: float) -> None:
+    """Make every number of a token's embedding ``value``, in a model whose head is another table."""
+    assert isinstance(model.embedding, TableEmbedding)
+    table = model.embedding.table.clone()  # of an inference tensor, outside inference mode: may be written
+    table[token] = value
+    model.embedding.table = table
 
 
 class RecordedTensors(RandomTensors):

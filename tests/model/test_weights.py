@@ -82,7 +82,7 @@ def test_weights_are_cast_to_the_dtype_asked_for(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path)
     model = load_folder(tmp_path, torch.bfloat16)
     assert model.dtype == torch.bfloat16
-    assert torch.equal(model.embedding, tensors["model.embed_tokens.weight"].bfloat16())
+    assert torch.equal(model.embedding(torch.arange(128)), tensors["model.embed_tokens.weight"].bfloat16())
 
 
 def test_tensors_are_found_under_the_names_of_their_family(tmp_path: Path) -> None:

@@ -18,12 +18,22 @@ from batchgen.kernels.cpu.layout import DOT_GROUP, ROWS_PER_ITEM
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, openmp, scratch
 from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import GatedLinear, Heads, Linear, PlainLinear, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels.interface import (
+    Embedding,
+    GatedLinear,
+    Heads,
+    Linear,
+    PlainLinear,
+    SamplingRows,
+    TableEmbedding,
+    TwoStepGatedLinear,
+)
 from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.quantize import quantize, stored
 from batchgen.kernels.reference import Int8Linear
 
-_TAKE_ROWS, _RMS_NORM, _SWIGLU = Kernel(sources.TAKE_ROWS), Kernel(sources.RMS_NORM), Kernel(sources.SWIGLU)
+_TAKE_ROWS, _TAKE_PANEL_ROWS = Kernel(sources.TAKE_ROWS), Kernel(sources.TAKE_PANEL_ROWS)
+_RMS_NORM, _SWIGLU = Kernel(sources.RMS_NORM), Kernel(sources.SWIGLU)
 _ROPE_AND_CACHE, _SHORT_CONV = Kernel(sources.ROPE_AND_CACHE), Kernel(sources.SHORT_CONV)
 _ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(sources.ARGMAX), Kernel(sources.SAMPLE), Kernel(sources.LOGSUMEXP)
 _ATTENTION = Kernel(sources.ATTENTION)
@@ -45,6 +55,25 @@ def _bits(value: float) -> int:
 def _address_of(tensor: Tensor | None) -> int:
     """Address of a tensor, 0 if there is none."""
     return 0 if tensor is None else address(tensor)
+
+
+class PanelEmbedding:
+    """``Embedding`` of the table that is the weight of a linear, read where that has it.
+
+    A row lies in as many places as there are pairs of inputs, so it takes as many cache lines: a few microseconds.
+    """
+
+    def __init__(self, head: linears.PanelLinear, dtype: torch.dtype) -> None:
+        self.head = head
+        self._dtype = dtype
+        self._kind = dtype if head.panels.strips.dtype is dtype else "f32_of_bf16"
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        out = empty((len(token_ids), self.head.inputs), self._dtype)
+        places = (address(self.head.panels.strips), address(token_ids), address(out))
+        side_by_side = 4 // self.head.panels.strips.element_size()
+        _TAKE_PANEL_ROWS.launch(self._kind, len(token_ids), *places, self.head.inputs, side_by_side)
+        return out
 
 
 class CpuKernels:
@@ -84,6 +113,12 @@ class CpuKernels:
         if linears.can_multiply(gate, dtype, self.activations):
             return linears.PanelGatedLinear(gate, up, self.weights, self.activations, dtype)
         return TwoStepGatedLinear(self, gate, up)
+
+    def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
+        head = self.linear(table)
+        if isinstance(head, linears.PanelLinear) and head.panels.kind in ("bf16", "f32"):
+            return PanelEmbedding(head, dtype), head
+        return TableEmbedding(self, table, dtype), head
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         out = empty((len(rows), *x.shape[1:]), dtype or x.dtype)

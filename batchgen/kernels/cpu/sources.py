@@ -68,6 +68,7 @@ PEAK_TOTALS = 12 if has_wide_registers() else 6
 # The element types of results and inputs, and of the weights or the table that are read.
 _STORED: Kinds = {"bfloat16": (BF16, BF16), "float32": (F32, F32), "f32_of_bf16": (F32, BF16)}
 TAKE_ROWS = Source(f"{COMPILED}.rows", "take_rows", _STORED)
+TAKE_PANEL_ROWS = Source(f"{COMPILED}.rows", "take_panel_rows", _STORED)
 _INT8: Kinds = {"bf16_of_int8": (BF16, BYTES), "f32_of_int8": (F32, BYTES)}
 MATMUL = Source(f"{COMPILED}.matmul", "matmul", {**_STORED, **_INT8})
 MATMUL_INTEGERS = Source(f"{COMPILED}.matmul", "matmul_integers")
@@ -108,7 +109,9 @@ def needed(
     found = [(ATTENTION, attention_kind(dtype, kv_dtype)), *_linears(dtype, reading, weights, activations)]
     found += [(source, dtype) for source in (SHORT_CONV, ARGMAX, RMS_NORM)]
     found.append((ROPE_AND_CACHE, cached_kind(dtype, kv_dtype)))
-    found += [(TAKE_ROWS, kind) for kind in (reading, dtype, "float32")]  # queries are float32 in any model
+    # Embeddings are read from the panels of a tied head if they hold its numbers; queries are float32 in any model.
+    found.append((TAKE_PANEL_ROWS if (MATMUL, reading) in found else TAKE_ROWS, reading))
+    found += [(TAKE_ROWS, kind) for kind in (dtype, "float32")]
     return list(dict.fromkeys([*found, (RUN_ALL, "any")]))
 
 

@@ -15,7 +15,15 @@ from batchgen.kernels.cuda.attention import PagedAttention
 from batchgen.kernels.cuda.linear import CublasLinear, FixedOrderLinear
 from batchgen.kernels.cuda.tiles import num_tiles, power_of_two
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import GatedLinear, Heads, Linear, SamplingRows, TwoStepGatedLinear
+from batchgen.kernels.interface import (
+    Embedding,
+    GatedLinear,
+    Heads,
+    Linear,
+    SamplingRows,
+    TableEmbedding,
+    TwoStepGatedLinear,
+)
 from batchgen.kernels.quantize import stored
 
 _FUSED = {"enable_fp_fusion": True}  # as compilers do by default; Triton 3.9 warns where it is not said
@@ -56,6 +64,9 @@ class CudaKernels:
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
         return TwoStepGatedLinear(self, gate, up)
+
+    def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
+        return TableEmbedding(self, table, dtype), self.linear(table)
 
     def recorder(self) -> None:
         return None

@@ -68,6 +68,25 @@ def take_rows(words, dtype, stored):
 
 
 @simd.jit
+def take_panel_rows(words, dtype, stored):
+    """Arguments: panels, int64 rows to take, out [taken, width] (addresses), width, inputs that lie side by side.
+
+    Where the number of a row and an input is: see ``panels``. One item is a row.
+    """
+    panels, out = simd.pointer(words[ARGS], stored), simd.pointer(words[ARGS + 2], dtype)
+    taken, width, unit = simd.pointer(words[ARGS + 1], np.int64), words[ARGS + 3], words[ARGS + 4]
+    worker = worker_number(words)
+    item = next_item(words, worker)
+    while item < words[NUM_ITEMS]:
+        row, target = taken[item], item * width
+        first = row // LANES * LANES * width + row % LANES * unit
+        for i in range(0, width, unit):
+            for j in range(unit):
+                simd.copy_element(out, target + i + j, panels, first + i * LANES + j)
+        item = next_item(words, worker)
+
+
+@simd.jit
 def quantize(words, dtype):
     """Arguments: x [rows, width], bytes out [rows, groups * DOT_GROUP], float32 scales and int32 shifts [rows, groups]
     (addresses), width, groups, the largest integer, what weights are shifted by; see ``quantize.quantize_rows``.
