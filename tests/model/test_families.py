@@ -6,6 +6,9 @@ and behind a cached prefix.
 
 from __future__ import annotations
 
+import math
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,14 +16,21 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from families import RAW, raw_config, saved_by_transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tiny_model import BACK_ENDS, CPU, prefix_logits
 from torch import Tensor
 
+from batchgen.core.errors import ModelError
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig
+from batchgen.kernels.interface import Linear, PlainLinear
+from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
-from batchgen.model.registry import FAMILIES, read_config
-from batchgen.model.weights import Checkpoint
+from batchgen.model.registry import FAMILIES, parse_config, read_config
+from batchgen.model.rope import frequencies
+from batchgen.model.weights import Checkpoint, Init, RandomTensors
 
 LENGTHS = (1, 2, 5, 33, 300)  # 300 crosses the CPU kernel's tile of 256 positions
 
@@ -76,3 +86,126 @@ def test_greedy_tokens_of_ragged_chunks_behind_cached_prefixes_equal_those_of_tr
         tokens = prompts[result.key] + list(result.token_ids)
         greedy = pair.logits(tokens)[len(prompts[result.key]) - 1 : -1].argmax(-1)
         assert list(result.token_ids) == greedy.tolist()
+
+
+SHAPES = {name: raw for family in FAMILIES.values() for name, raw in family.SHAPES.items()}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_published_shapes_have_the_parameters_that_transformers_gives_them(name: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]))
+    source = CountedTensors()
+    config = parse_config(SHAPES[name], name)
+    linears = config.linear_params + config.logits_params_per_token * (1 if config.tie_embedding else 2)
+    Decoder(config, source, NoKernels())
+    assert source.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
+    assert 0 < source.num_parameters - linears < 0.001 * source.num_parameters  # norms and taps
+
+
+class CountedTensors(RandomTensors):
+    """Tensors without memory, counted."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16, torch.device("meta"))
+        self.num_parameters = 0
+
+    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+        self.num_parameters += math.prod(shape)
+        return torch.empty(shape, device="meta")
+
+
+class NoKernels(ReferenceKernels):
+    """Kernels that keep no weights."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return PlainLinear(torch.empty(0), None)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_theta": 1e6},
+        *(
+            {"rope_theta": 5e5, "rope_scaling": SHAPES[name]["rope_scaling"]}
+            for name in ("Llama-3.2-1B", "Llama-3.1-8B")
+        ),
+    ],
+    ids=["plain", "factor 32", "factor 8"],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rotary_frequencies_have_the_bits_of_transformers(values: dict[str, Any], head_dim: int) -> None:
+    from transformers import AutoConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    raw = raw_config("llama", rope_scaling=None) | values | {"head_dim": head_dim}
+    (rope,) = parse_config(raw, "tiny").ropes
+    expected = LlamaRotaryEmbedding(AutoConfig.for_model(**raw)).inv_freq
+    assert torch.equal(frequencies(rope, head_dim), expected)
+
+
+def scaled(**changes: Any) -> dict[str, Any]:
+    return {"rope_scaling": {**RAW["llama"]["rope_scaling"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"attention_bias": True}, ["attention_bias"]),
+        ("llama", {"mlp_bias": True}, ["mlp_bias"]),
+        ("llama", {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
+        ("llama", {"intermediate_size": None}, ["intermediate_size"]),
+        ("llama", {"num_hidden_layers": 10**6}, ["num_hidden_layers", "128"]),
+        ("llama", scaled(factor=0), ["rope_scaling", "factor", "0"]),
+        ("llama", scaled(high_freq_factor=1.0), ["low_freq_factor", "high_freq_factor"]),
+        ("llama", scaled(original_max_position_embeddings=None), ["original_max_position_embeddings"]),
+        ("llama", scaled(rope_type="yarn"), ["rope", "'yarn'", "llama3"]),
+        ("mistral", {"sliding_window": 4096}, ["sliding_window"]),
+        ("qwen3", {"use_sliding_window": True}, ["use_sliding_window"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_what_a_family_has_no_part_for_is_refused_by_name(
+    family: str, changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        parse_config(raw_config(family, **changes), "config.json")
+    assert all(word in str(caught.value) for word in ["config.json", *words]), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-2, 2**40), st.floats(), st.text(max_size=3)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=2)),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+@pytest.mark.parametrize("family", RAW)
+def test_any_json_in_a_config_is_either_understood_or_refused_in_one_line(family: str, data: st.DataObject) -> None:
+    changes = data.draw(st.dictionaries(st.sampled_from(sorted(RAW[family].keys() - {"model_type"})), VALUES))
+    try:
+        config = parse_config(raw_config(family, **changes), "config.json")
+    except ModelError as error:
+        assert "\n" not in str(error)
+    else:
+        assert config.num_layers > 0
+        assert config.linear_params >= config.linear_params_per_token > 0
+
+
+@pytest.mark.parametrize("change", ["missing", "left over"])
+def test_a_tensor_too_few_or_too_many_is_named(pair: Pair, tmp_path: Path, change: str) -> None:
+    tensors = load_file(pair.folder / "model.safetensors")
+    odd = sorted(tensors)[-1] if change == "missing" else "model.odd.weight"
+    if change == "missing":
+        del tensors[odd]
+    else:
+        tensors[odd] = torch.zeros(3)
+    shutil.copy(pair.folder / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=re.escape(odd)):
+        Decoder(read_config(tmp_path), Checkpoint(tmp_path, torch.float32, CPU), ReferenceKernels())
