@@ -1,0 +1,63 @@
+"""A job with a model of every family: plan, run, an orderly stop and resume, preemption, report; all the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from families import RAW, raw_config
+from run_helpers import MODEL, JobMaker, quiet, rows_of, without_timings
+from tiny_model import write_checkpoint
+
+from batchgen.cli.main import cli
+from batchgen.config.job import JobSpec
+from batchgen.run.job import run_job
+
+VOCAB_SIZE = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
+COUNT = 12
+
+
+@pytest.fixture(params=RAW)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model folder of the family, with random weights and the sample model's tokenizer."""
+    folder = tmp_path / request.param
+    write_checkpoint(folder, **raw_config(request.param, vocab_size=VOCAB_SIZE))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder)
+    return folder
+
+
+def spec(job: JobMaker, folder: Path, output: str, **engine: int) -> JobSpec:
+    return job.spec(
+        model={"path": str(folder), "dtype": "float32"},
+        output={"path": str(job.folder / output)},
+        sampling={"max_tokens": 24, "ignore_eos": True},
+        engine=engine,
+    )
+
+
+def test_a_job_is_planned_stopped_resumed_and_reported(folder: Path, job: JobMaker) -> None:
+    job.write(rows_of(COUNT))
+    whole = run_job(spec(job, folder, "whole"), quiet())
+    assert whole.exit_code == 0
+    expected = without_timings(job.folder / "whole" / "outputs.jsonl")
+    assert len(expected) == COUNT
+    assert all(record["usage"]["completion_tokens"] == 24 for record in expected)
+
+    stopped = spec(job, folder, "stopped", max_num_seqs=3, max_num_batched_tokens=19, block_size=8)
+    codes = []
+    while not codes or codes[-1] == 75:
+        codes.append(run_job(stopped, quiet(max_total_tokens=170)).exit_code)
+    assert codes[:2] == [75, 75]
+    assert codes[-1] == 0
+    assert without_timings(job.folder / "stopped" / "outputs.jsonl") == expected
+
+    report = json.loads((job.folder / "whole" / "report.json").read_bytes())
+    assert report["roofline"]["flops"] > 0
+    flags = ["--model", folder, "--input", job.input, "--prompt", "{question}", "--max-tokens", "24", "--json"]
+    planned = CliRunner().invoke(cli, ["plan", *map(str, flags)])
+    assert planned.exit_code == 0, planned.output
+    assert json.loads(planned.stdout)["rows"]["good"] == COUNT
