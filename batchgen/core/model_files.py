@@ -19,6 +19,7 @@ from batchgen.core.units import one_line, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _DATA_NAMES = frozenset(
@@ -56,9 +57,13 @@ def tokenizer_folder(model: Path) -> Path:
 def model_files(model: Path, patterns: Iterable[str]) -> list[Path]:
     """The files that match one of ``patterns`` and that a model or tokenizer is read from, sorted; a GGUF file always.
 
+    Of an adapter, whose patterns are ``ADAPTER_FILES``, both, whether they are there or not.
+
     Raises:
         ModelError: the index of the weights, if there is one, is unusable.
     """
+    if patterns == ADAPTER_FILES:
+        return [model / name for name in ADAPTER_FILES]
     if is_gguf(model):
         names, own = _DATA_NAMES - {_CONFIG, INDEX}, {model}
     else:
@@ -174,5 +179,9 @@ def is_token_id(value: object) -> bool:
 
 def _unreadable(path: Path, error: Exception) -> ModelError:
     why = error.strerror if isinstance(error, OSError) else error
-    is_needed = path.name == _CONFIG or path.suffix in _WEIGHT_SUFFIXES
-    return ModelError(f"{path}: cannot be read ({why}); {'a model folder needs this file' if is_needed else _REMEDY}")
+    remedy = _REMEDY
+    if path.name in ADAPTER_FILES:
+        remedy = f"an adapter is a folder with {' and '.join(ADAPTER_FILES)} (no pickle is read)"
+    elif path.name == _CONFIG or path.suffix in _WEIGHT_SUFFIXES:
+        remedy = "a model folder needs this file"
+    return ModelError(f"{path}: cannot be read ({why}); {remedy}")

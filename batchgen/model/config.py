@@ -116,11 +116,12 @@ class ModelConfig:
     conv_bias: bool = False
     quantization: Quantization | None = None
     is_gguf: bool = False
+    has_adapter: bool = False
 
     @property
     def saved_dtype(self) -> str:
-        """The dtype of the checkpoint's numbers; empty if they are quantized, and read back into that of the model."""
-        return "" if self.quantization or self.is_gguf else self.dtype
+        """The dtype of the checkpoint's numbers; empty if they are quantized or added to: then they get the model's."""
+        return "" if self.quantization or self.is_gguf or self.has_adapter else self.dtype
 
     @property
     def num_layers(self) -> int:

@@ -15,6 +15,8 @@ from batchgen.core.units import shown
 from batchgen.kernels.cpu import build
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.select import select
+from batchgen.model.adapter.settings import read_lora, resolve_adapter
+from batchgen.model.adapter.source import LoraTensors
 from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
 from batchgen.model.quantized.blocks import GgufTensors
@@ -27,13 +29,14 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 @memory_errors("loading the weights", SMALLER_SIZES)
-def load_model(
+def load_model(  # noqa: PLR0913 - the keys of [model]
     path: str,
     revision: str = "main",
     *,
     dtype: str = "auto",
     weights: str = "auto",
     activations: str = "auto",
+    adapter: str = "",
     device: str = "auto",
     batch_invariant: bool = False,
     kernels: Kernels | None = None,
@@ -42,7 +45,8 @@ def load_model(
 
     ``dtype`` "auto" is the checkpoint's own on CUDA, and on the CPU bfloat16 if the machine multiplies it natively,
     else float32. ``weights`` "int8" rounds those of linears to 8-bit integers with a scale per 32 inputs (128 with
-    ``activations`` "int8", which rounds their inputs too, on the CPU only); "auto" leaves both as they are. ``device``
+    ``activations`` "int8", which rounds their inputs too, on the CPU only); "auto" leaves both as they are. ``adapter``
+    is the folder or Hub id of a LoRA whose matrices are added to the weights before they are rounded. ``device``
     "auto" is CUDA if there is one. ``batch_invariant`` makes matrix products on a GPU add up in one order whatever
     shares the batch, as they always do on the CPU. ``kernels`` replaces the back end of the device. Raises ModelError
     for an unusable folder, config, or weights.
@@ -50,6 +54,8 @@ def load_model(
     where = resolve_device(device)
     model = None if is_dummy(path) else resolve_model(path, revision, _PATTERNS)
     config = dummy_config(path) if model is None else read_config(model)
+    lora = read_lora(resolve_adapter(adapter)) if adapter else None
+    config = lora.added_to(config) if lora else config
     kind = resolve_dtype(dtype, config, where)
     _check_integers(weights, activations, where)
     source: TensorSource
@@ -57,6 +63,8 @@ def load_model(
         source = RandomTensors(kind, where, saved=DTYPES.get(config.dtype))
     else:
         source = _open(model, config, kind, where)
+    if lora is not None:
+        source = LoraTensors(source, lora, config)
     if where.type == "cpu":
         name = str(kind).removeprefix("torch.")
         _require_memory(path, config, name, weights, activations)

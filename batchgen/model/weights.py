@@ -55,6 +55,18 @@ class TensorSource(Protocol):
         """Raises ModelError if a tensor but ``optional`` is left over: an unknown tensor means an unknown model."""
 
 
+def open_weights(path: Path) -> Any:
+    """A safetensors file, memory-mapped. Raises ModelError."""
+    file_bytes(path)  # refuses pipes and devices, which would be read for ever
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
+        why = shortened(" ".join(str(error).split()), 200)
+        raise ModelError(f"{path}: cannot be read as safetensors ({why}); download it again") from None
+
+
 class Checkpoint:
     """Tensors of a checkpoint folder, memory-mapped: only what is taken is read.
 
@@ -90,15 +102,7 @@ class Checkpoint:
                 raise ModelError(f"{self.folder / INDEX}: the index and {file} disagree about tensor {shown(odd)}")
 
     def _open(self, file: str) -> Any:
-        path = self.folder / file
-        file_bytes(path)  # refuses pipes and devices, which would be read for ever
-        try:
-            return safe_open(path, framework="pt")
-        except (OSError, SafetensorError) as error:
-            if is_out_of_memory(error):
-                raise
-            why = shortened(" ".join(str(error).split()), 200)
-            raise ModelError(f"{path}: cannot be read as safetensors ({why}); download it again") from None
+        return open_weights(self.folder / file)
 
     def holds(self, name: str) -> bool:
         return name in self._files

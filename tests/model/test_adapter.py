@@ -1,0 +1,307 @@
+"""LoRA adapters: the model is the one merged beforehand, to the bit and in every form; or the adapter is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from adapters import ALPHA, CONFIG, RANK, WEIGHTS, added, matrices, merged, settings_for, write_adapter
+from gguf_files import write_gguf
+from quantized_folders import write_quantized
+from safetensors.torch import load_file, save_file
+from tiny_model import CPU, prefix_logits, write_checkpoint
+from torch import Tensor
+
+from batchgen.core.errors import ModelError
+from batchgen.model import ModelConfig, load_model
+from batchgen.model.adapter.settings import read_lora
+from batchgen.model.adapter.source import LoraTensors
+from batchgen.model.registry import read_config
+from batchgen.model.weights import Checkpoint, RandomTensors
+
+SCALE = ALPHA / RANK
+PROMPT = [1, 9, 10, 11, 12, 40, 41]
+SHAPE: dict[str, Any] = {"tie_embedding": False, "hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1}
+INT8 = {"weights": "int8"}
+FORMS: dict[str, dict[str, str]] = {
+    "float32": {},
+    "bfloat16": {},
+    "float32 of int8": INT8,
+    "bfloat16 of int8": INT8,
+    "float32 by int8": {**INT8, "activations": "int8"},
+}
+Q = "model.layers.1.self_attn.q_proj"
+W1 = "model.layers.0.feed_forward.w1"
+
+
+def linears(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of all linears, the untied head's too, by module."""
+    found = {name.removesuffix(".weight"): weight for name, weight in tensors.items() if weight.dim() == 2}
+    return {module: weight for module, weight in found.items() if "embed" not in module}
+
+
+def logits(model: Path, adapter: Path | None = None, form: str = "float32") -> Tensor:
+    settings = {"dtype": form.partition(" ")[0], "adapter": str(adapter or ""), "device": "cpu", **FORMS[form]}
+    return prefix_logits(load_model(str(model), **settings), PROMPT)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["of float32", "of bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_with_an_adapter_is_the_model_merged_beforehand(tmp_path: Path, form: str, stored: torch.dtype) -> None:
+    tensors = {name: weight.to(stored) for name, weight in write_checkpoint(tmp_path / "base", **SHAPE).items()}
+    save_file(tensors, tmp_path / "base" / "model.safetensors")
+    adapter = write_adapter(tmp_path / "lora", linears(tensors))
+    write_checkpoint(tmp_path / "merged", **SHAPE)
+    save_file(merged(tensors, adapter, SCALE), tmp_path / "merged" / "model.safetensors")
+    found = logits(tmp_path / "base", tmp_path / "lora", form)
+    assert torch.equal(found, logits(tmp_path / "merged", form=form))
+    assert not torch.equal(found, logits(tmp_path / "base", form=form))
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["int8", "float8 of blocks", "gptq out of order", "awq"])
+def test_matrices_are_added_to_the_exact_values_of_quantized_weights(tmp_path: Path, kind: str, form: str) -> None:
+    write_quantized(tmp_path / "base", kind)
+    plain = tmp_path / "base" / "plain" / "model.safetensors"
+    tensors = load_file(plain)
+    chosen = {module: weight for module, weight in linears(tensors).items() if "q_proj" in module or "w2" in module}
+    adapter = write_adapter(tmp_path / "lora", chosen)
+    found = logits(tmp_path / "base", tmp_path / "lora", form)
+    save_file(merged(tensors, adapter, SCALE), plain)
+    assert torch.equal(found, logits(tmp_path / "base" / "plain", form=form))
+
+
+def source(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[LoraTensors, ModelConfig]:
+    """The tensors of the model in ``base`` with the adapter in ``lora``."""
+    config = read_config(folder / "base")
+    return LoraTensors(Checkpoint(folder / "base", dtype, CPU), read_lora(folder / "lora"), config), config
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_is_the_same_to_the_bit_in_any_number_of_threads_and_rounded_once(
+    tmp_path: Path, threads: int, dtype: torch.dtype
+) -> None:
+    torch.set_num_threads(threads)  # one again after each test
+    tensors = write_checkpoint(tmp_path / "base", hidden_size=720, num_attention_heads=4, block_ff_dim=1000)
+    weight = tensors[f"{W1}.weight"].bfloat16()
+    save_file({**tensors, f"{W1}.weight": weight}, tmp_path / "base" / "model.safetensors")
+    adapter = write_adapter(tmp_path / "lora", {W1: weight}, infix=".default", r=33)
+    a, b = matrices(weight, 0, 33)
+    save_file({name: (a if "_A" in name else b) for name in adapter}, tmp_path / "lora" / WEIGHTS)
+    found, _ = source(tmp_path, dtype)
+    tensor = found.take(f"{W1}.weight", tuple(weight.shape))
+    assert weight.numel() > 1 << 18  # more than is added up at once
+    assert tensor.dtype == dtype
+    assert torch.equal(tensor, added(weight, a, b, ALPHA / 33).to(dtype))
+
+
+def test_under_float32_all_weights_are_float32(tmp_path: Path) -> None:
+    """A sum is no bfloat16 number, and the memory and speed of a model are those of one type of weights."""
+    tensors = {name: weight.bfloat16() for name, weight in write_checkpoint(tmp_path / "base").items()}
+    save_file(tensors, tmp_path / "base" / "model.safetensors")
+    write_adapter(tmp_path / "lora", {Q: tensors[f"{Q}.weight"]})
+    found, config = source(tmp_path)
+    assert {found.take(name, tuple(weight.shape)).dtype for name, weight in tensors.items()} == {torch.float32}
+    assert (config.saved_dtype, read_lora(tmp_path / "lora").added_to(config).saved_dtype) == ("float32", "")
+
+
+def test_adapters_are_stored_in_any_floating_point_type(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path / "base")
+    weight = tensors[f"{Q}.weight"]
+    for dtype in (torch.bfloat16, torch.float16):
+        a, b = write_adapter(tmp_path / "lora", {Q: weight}, dtype).values()
+        found, _ = source(tmp_path)
+        assert torch.equal(found.take(f"{Q}.weight", tuple(weight.shape)), added(weight, a, b, SCALE))
+
+
+def test_random_weights_are_added_to_as_well(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "base")
+    plain = RandomTensors(torch.bfloat16, CPU, saved=torch.bfloat16)
+    weight = plain.take(f"{Q}.weight", (64, 64))
+    a, b = write_adapter(tmp_path / "lora", {Q: weight}).values()
+    found = LoraTensors(plain, read_lora(tmp_path / "lora"), read_config(tmp_path / "base"))
+    assert torch.equal(found.take(f"{Q}.weight", (64, 64)), added(weight, a, b, SCALE).bfloat16())
+    assert torch.equal(found.take(f"{W1}.weight", (64, 64)), plain.take(f"{W1}.weight", (64, 64)))
+
+
+# ---------------------------------------------------------------- refusals
+
+MODULES = {Q: torch.empty(64, 64), W1: torch.empty(64, 64)}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    write_checkpoint(folder)
+    return folder
+
+
+def refusal(model: Path, adapter: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_model(str(model), adapter=str(adapter), dtype="float32", device="cpu")
+    said = str(caught.value)
+    assert "\n" not in said
+    assert len(said) < 600
+    return said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only a plain LoRA is added here: merge it by what"),
+        ({"peft_type": None}, "has no 'peft_type'"),
+        ({"peft_type": ["LORA"]}, "peft_type is ['LORA']"),
+        ({"use_dora": True}, "use_dora is True; only a plain LoRA"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'; only a plain LoRA"),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save is ['embed_tokens']; only a plain LoRA"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True; only a plain LoRA"),
+        ({"lora_bias": True}, "lora_bias is True; only a plain LoRA"),
+        ({"target_parameters": ["experts.w1"]}, "target_parameters is ['experts.w1']; only a plain LoRA"),
+        ({"trainable_token_indices": [5]}, "trainable_token_indices is [5]; only a plain LoRA"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication is [[0, 2]]; only a plain LoRA"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is [1]; only a plain LoRA"),
+        ({"use_qalora": True}, "use_qalora is True; only a plain LoRA"),
+        ({"something_new": 3}, "something_new is 3; only a plain LoRA"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the weights of the model too; only"),
+        ({"r": 0}, "r must be a positive integer, not 0"),
+        ({"r": 4.0}, "r must be a positive integer, not 4.0"),
+        ({"r": 5}, "lora_A.weight' has shape [4, 64], but rank and model make it [5, 64]"),
+        ({"lora_alpha": -1}, "lora_alpha must be a positive number that float32 can hold, not -1"),
+        ({"use_rslora": 1}, "use_rslora must be true or false, not 1"),
+        ({"rank_pattern": {"w1": 0}}, "rank_pattern: w1 must be a positive integer, not 0"),
+        ({"rank_pattern": {"w1": 3}}, "lora_A.weight' has shape [4, 64], but rank and model make it [3, 64]"),
+        ({"rank_pattern": {str(i): 4 for i in range(1001)}}, "rank_pattern must be an object of at most 1000 keys"),
+        ({"rank_pattern": [4]}, "rank_pattern must be an object of at most 1000 keys, not [4]"),
+        ({"alpha_pattern": {"w1": "2"}}, "alpha_pattern: w1 must be a positive number"),
+        ({"rank_pattern": {"(": 4}}, "the regular expression '(.*\\\\.)?(()' is not read (Invalid"),
+        ({"target_modules": None}, "has no 'target_modules'"),
+        ({"target_modules": 7}, "target_modules must be a string or a list of strings, not 7"),
+        ({"target_modules": ["w1", 7]}, "target_modules must be a string or a list of strings, not ['w1', 7]"),
+        ({"target_modules": ["w1"]}, f"the adapter has weights for {Q!r}, which is not among its targets (1 such"),
+        ({"target_modules": ["1", "j_proj"]}, "which is not among its targets (2 such modules); save it again"),
+        ({"target_modules": "w1|.*q_proj"}, f"the adapter has weights for {W1!r}, which is not among its targets"),
+        ({"target_modules": "(?=.*)w1"}, "is not read (Invalid regular expression: invalid perl operator: (?=); give"),
+        ({"target_modules": "w1)|(.*"}, "the regular expression 'w1)|(.*' is not read"),
+        ({"target_modules": "\ud800"}, "the regular expression '\\ud800' is not read"),
+        ({"target_modules": "(a+)+" * 50 + "$"}, "which is not among its targets (2 such modules)"),
+        ({"exclude_modules": ["w1"]}, f"the adapter has weights for {W1!r}, which is not among its targets"),
+        ({"exclude_modules": ".*1.*"}, "which is not among its targets (2 such modules)"),
+        ({"layers_to_transform": [1]}, f"the adapter has weights for {W1!r}, which is not among its targets"),
+        ({"layers_to_transform": "1"}, "layers_to_transform must be a number or a list of them, not '1'"),
+        ({"layers_to_transform": [True]}, "layers_to_transform must be a number or a list of them, not [True]"),
+        ({"layers_to_transform": 0, "target_modules": ".*"}, "layers_to_transform needs target_modules to be a list"),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "h"}, "layers_pattern is 'h', not 'layers'; only a plain"),
+    ],
+)
+def test_settings_of_anything_but_a_plain_lora_are_refused(
+    base: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    write_adapter(tmp_path, MODULES, **changes)
+    assert said in refusal(base, tmp_path)
+
+
+PREFIX = "base_model.model."
+HUGE = {f"{Q}.lora_{part}.weight": torch.full(shape, 1e30) for part, shape in {"A": (4, 64), "B": (64, 4)}.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({f"{Q}.lora_B.weight": None}, f"tensor '{PREFIX}{Q}.lora_A.weight' has no partner for {Q!r}; save it again"),
+        ({f"{Q}.lora_A.weight": None}, f"tensor '{PREFIX}{Q}.lora_B.weight' has no partner"),
+        ({f"{Q}.lora_A.default.weight": torch.zeros(4, 64)}, "weight' is there twice; only a plain LoRA"),
+        ({f"{Q}.lora_magnitude_vector": torch.ones(64)}, "lora_magnitude_vector' is no lora_A or lora_B of a linear"),
+        ({"model.embed_tokens.lora_embedding_A": torch.ones(4, 9)}, "lora_embedding_A' is no lora_A or lora_B of a"),
+        ({f"{Q}.lora_B.bias": torch.ones(64)}, "lora_B.bias' is no lora_A or lora_B of a linear"),
+        ({"x" * 600 + ".lora_A.weight": torch.ones(4, 64)}, "is no lora_A or lora_B of a linear"),
+        ({f"{Q}.lora_A.weight": torch.ones(64, 4)}, "has shape [64, 4], but rank and model make it [4, 64]"),
+        ({f"{Q}.lora_B.weight": torch.ones(64)}, "has shape [64], but rank and model make it [64, 4]"),
+        ({f"{Q}.lora_A.weight": torch.ones(4, 64).double()}, "is torch.float64; save it in float32, bfloat16 or"),
+        ({f"{Q}.lora_A.weight": torch.ones(4, 64).char()}, "is torch.int8; save it in float32, bfloat16 or float16"),
+        ({f"{Q}.lora_A.weight": torch.full((4, 64), torch.nan)}, f"gives {Q!r} values that float32 cannot hold"),
+        ({f"{Q}.lora_B.weight": torch.full((64, 4), -torch.inf)}, f"gives {Q!r} values that float32 cannot hold"),
+        (HUGE, f"gives {Q!r} values that float32 cannot hold; it is damaged: download it again"),
+    ],
+)
+def test_damaged_or_other_matrices_are_refused(
+    base: Path, tmp_path: Path, changes: dict[str, Tensor | None], said: str
+) -> None:
+    tensors = write_adapter(tmp_path, MODULES) | {f"{PREFIX}{name}": tensor for name, tensor in changes.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / WEIGHTS)
+    assert said in refusal(base, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (
+            "model.layers.9.feed_forward.w1",
+            "layers.9.feed_forward.w1', which is no linear of this model",
+        ),
+        ("model.layers.0.self_attn.q_proj", "which is no linear of this model; its own model is 'some/other'; give a"),
+        ("lm_head", "changes 'lm_head', which is the embedding table of this model too"),
+        ("model.embed_tokens", "changes 'model.embed_tokens', which is no linear; train the adapter without it"),
+        ("model.layers.1.operator_norm", "changes 'model.layers.1.operator_norm', which is no linear"),
+        ("model.layers.0.conv.conv", "changes 'model.layers.0.conv.conv', which is no linear"),
+    ],
+)
+def test_what_the_model_has_no_linear_for_is_refused_by_name(
+    base: Path, tmp_path: Path, module: str, said: str
+) -> None:
+    write_adapter(tmp_path, {**MODULES, module: torch.empty(64, 64)}, base_model_name_or_path="some/other")
+    assert said in refusal(base, tmp_path)
+
+
+def test_an_untied_head_is_a_linear_but_not_of_all_linear(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path / "base", tie_embedding=False)
+    write_adapter(tmp_path / "lora", linears(tensors), target_modules="all-linear")
+    assert "weights for 'lm_head', which is not among its targets" in refusal(tmp_path / "base", tmp_path / "lora")
+    write_adapter(tmp_path / "lora", linears(tensors), target_modules=["lm_head", *"qkv", "w1", "w2", "w3"])
+    assert "not among its targets" in refusal(tmp_path / "base", tmp_path / "lora")
+
+
+def test_an_adapter_without_matrices_is_refused(base: Path, tmp_path: Path) -> None:
+    write_adapter(tmp_path, {})
+    assert "holds no tensors; save it again" in refusal(base, tmp_path)
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_a_folder_without_either_file_is_refused_pickles_or_not(base: Path, tmp_path: Path, name: str) -> None:
+    write_adapter(tmp_path, MODULES)
+    (tmp_path / name).rename(tmp_path / "adapter_model.bin")
+    said = f"{name}: cannot be read (No such file or directory); an adapter is a folder with {CONFIG} and {WEIGHTS}"
+    assert f"adapter: {tmp_path}/{said} (no pickle is read)" in refusal(base, tmp_path)
+
+
+def test_an_adapter_that_is_nowhere_is_refused_as_such(base: Path, tmp_path: Path) -> None:
+    assert refusal(base, tmp_path / "gone").startswith(f"adapter: no model folder {tmp_path}/gone")
+
+
+def test_a_gguf_file_takes_no_adapter(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path / "base")
+    kind = gguf.GGMLQuantizationType.F32
+    write_gguf(tmp_path / "model.gguf", read_config(tmp_path / "base"), tensors, lambda name: kind)
+    write_adapter(tmp_path / "lora", MODULES)
+    said = refusal(tmp_path / "model.gguf", tmp_path / "lora")
+    assert "an adapter is not added to a .gguf file; give the safetensors of the model" in said
+
+
+def test_settings_without_effect_are_not_looked_at(base: Path, tmp_path: Path) -> None:
+    more = {"peft_version": "9", "task_type": "CAUSAL_LM", "lora_dropout": 0.5, "loftq_config": {"x": 1}, "new": None}
+    write_adapter(tmp_path, MODULES, **more, init_lora_weights="gaussian", exclude_modules=None, rank_pattern=None)
+    assert torch.isfinite(logits(base, tmp_path)).all()
+
+
+def test_what_an_adapter_was_trained_on_is_known_by_its_last_part(tmp_path: Path) -> None:
+    write_adapter(tmp_path, MODULES, base_model_name_or_path="LiquidAI/LFM2-350M")
+    lora = read_lora(tmp_path)
+    assert lora.is_for("/models/lfm2-350m/")
+    assert lora.is_for("LiquidAI/LFM2-350M")
+    assert not lora.is_for("LiquidAI/LFM2-700M")
+    (tmp_path / CONFIG).write_text(json.dumps(settings_for(MODULES)))
+    assert read_lora(tmp_path).is_for("anything")

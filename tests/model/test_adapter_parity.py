@@ -1,0 +1,83 @@
+"""Adapters that peft saves: the weights are those of its ``merge_and_unload``, the tokens those of its own model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_parity import continuations, prompt, randomize, reference_continuation, reference_model, save
+from tiny_model import CPU, raw_config
+
+from batchgen.model import load_model
+from batchgen.model.adapter.settings import read_lora
+from batchgen.model.adapter.source import LoraTensors
+from batchgen.model.registry import read_config
+from batchgen.model.weights import Checkpoint
+
+ALL = ["q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "a list": {"target_modules": ["q_proj", "v_proj", "gate_proj"]},
+    "all that recipes name": {"target_modules": ALL, "lora_alpha": 16, "use_rslora": True},
+    "a regular expression": {"target_modules": r"model\.layers\.[13]\..*?(?:k_proj|w[12])"},
+    "all linears": {"target_modules": "all-linear", "r": 3},
+    "whole names": {"target_modules": ["model.layers.0.conv.in_proj", "layers.1.self_attn.q_proj"]},
+    "an untied head": {"target_modules": ["lm_head", "w3"]},
+    "some layers": {"target_modules": ALL, "layers_to_transform": [0, 3], "layers_pattern": "layers"},
+    "one layer": {"target_modules": ["w1"], "layers_to_transform": 2},
+    "all but some": {"target_modules": ALL, "exclude_modules": ["model.layers.0.conv.out_proj", "w2"]},
+    "all but a regular expression": {"target_modules": ALL, "exclude_modules": r".*layers\.1\..*"},
+    "ranks": {"target_modules": ALL, "rank_pattern": {"^k_proj": 5, "layers.[01].feed_forward.w[13]": 7, "w1": 2}},
+    "alphas": {
+        "target_modules": ALL,
+        "alpha_pattern": {r"^model\.layers\.1.self_attn.q_proj": 1.5, "q_proj|w2": 30, "w2": 4, "2.feed_forward.w1": 2},
+        "rank_pattern": {"w2": 6},
+        "use_rslora": True,
+    },
+}
+SHAPE = raw_config(tie_embedding=False)
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    """What peft makes of a random adapter that it has saved, and the folder with ``base`` and ``lora``."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "base").mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft, about other packages
+        from peft import LoraConfig, PeftModel, get_peft_model
+
+        model = reference_model(SHAPE, seed=3)
+        save(model, SHAPE, folder / "base")
+        settings = {"r": 4, "lora_alpha": 6, "init_lora_weights": False, **SETTINGS[request.param]}
+        adapted = get_peft_model(model, LoraConfig(**settings))
+        lora = {name.replace(".", "/"): values for name, values in adapted.named_parameters() if "lora_" in name}
+        randomize(torch.nn.ParameterDict(lora), seed=4)
+        adapted.save_pretrained(folder / "lora", save_embedding_layers=False)
+        adapted = PeftModel.from_pretrained(reference_model(SHAPE, seed=3), str(folder / "lora")).eval()
+    yield adapted, folder
+
+
+def test_tokens_and_weights_are_those_of_peft(trained: tuple[Any, Path]) -> None:
+    adapted, folder = trained
+    model = load_model(str(folder / "base"), adapter=str(folder / "lora"), dtype="float32", device="cpu")
+    prompts = [prompt(length, seed=length, vocab_size=128) for length in (3, 20)]
+    wanted = [reference_continuation(adapted, tokens, 12) for tokens in prompts]  # with the adapter beside the weights
+    assert continuations(model, prompts, 12) == wanted
+    plain = load_model(str(folder / "base"), dtype="float32", device="cpu")
+    assert continuations(plain, prompts, 12) != wanted
+
+    before = Checkpoint(folder / "base", torch.float32, CPU)
+    found = LoraTensors(
+        Checkpoint(folder / "base", torch.float32, CPU), read_lora(folder / "lora"), read_config(folder / "base")
+    )
+    num_changed = 0
+    for name, weight in adapted.merge_and_unload().state_dict().items():
+        tensor = found.take(name, tuple(weight.shape))
+        assert (tensor - weight).abs().max() <= 1e-6 * weight.abs().max(), name
+        num_changed += not torch.equal(tensor, before.take(name, tuple(weight.shape)))
+    found.finish()
+    assert num_changed == len(found._names) > 0
