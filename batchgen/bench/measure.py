@@ -161,11 +161,11 @@ def _peak_lines(found: dict[str, Any]) -> Iterator[str]:
 
 def render(found: dict[str, Any]) -> str:
     """The result of a benchmark, with its ``model`` and ``lengths``, as text for a person, within 80 columns."""
-    integers = integers_text(found)
+    integers, name = integers_text(found), " + ".join(found[key] for key in ("model", "adapter") if key in found)
     walls = [run["wall_s"] for run in found["runs"]]
     tokens, sizes, split_s = found["num_requests_tokens"], found["engine"], found["split_s"]
     lines = [
-        f"{found['model']}  {found['dtype']} on {found['device']}, "
+        f"{name}  {found['dtype']} on {found['device']}, "
         f"{counted(found['threads'], 'thread')}, {found['backend']} kernels",
         *([f"  linears          {integers}"] if integers else []),
         f"  tokens           {tokens['prompt']:,} in, {tokens['output']:,} out, {found['num_steps']:,} steps",

@@ -64,7 +64,7 @@ def compare_forms(spec: JobSpec, dtype: str, max_tokens: int, *, log: Write) -> 
     texts = texts or dict(baseline.tokens)
     log("running them with the other form")
     other = _answers(spec.model, spec.engine, requests, texts, info)
-    found = {"model": spec.model.path, "scored": column, **_compared(requests, baseline, other, texts)}
+    found = {**spec.model.named, "scored": column, **_compared(requests, baseline, other, texts)}
     if column:
         found["exact_match"] = [_num_right(expected, answers.tokens, info) for answers in (baseline, other)]
     return found

@@ -32,10 +32,11 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     else:
         prompts = made_up_prompts(info.config.vocab_size, info.max_model_len)
     threads = use_threads(spec.engine.threads, info.config)
-    log(f"loading {spec.model.path}")
+    title = " + ".join(spec.model.named.values())
+    log(f"loading {title}")
     check = Check(spec.model, prompts, spec.engine.kv_dtype)
     facts: dict[str, Any] = {
-        "model": spec.model.path,
+        **spec.model.named,
         **check.model.numerics,
         "backend": check.model.kernels.name,
         **({} if check.kv_dtype == "auto" else {"kv_dtype": check.kv_dtype}),
@@ -44,7 +45,7 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
         "num_prompt_tokens": sum(map(len, prompts)),
     }
     named = numerics_text({name: value for name, value in facts.items() if name != "kernels"})
-    show(f"{spec.model.path}: {named}, {counted(threads, 'thread')}")
+    show(f"{title}: {named}, {counted(threads, 'thread')}")
     num_tokens = counted(facts["num_prompt_tokens"], "token")
     show(f"{counted(len(prompts), 'prompt')} of {num_tokens}, greedy and sampled by turns")
     proofs = []

@@ -60,7 +60,7 @@ def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
     requests = _requests(values, model.config.vocab_size)
     if lengths == "unknown":
         requests = hide_lengths(requests)
-    found = {"model": where.path, "lengths": lengths, **measure.benchmark(model, config, requests, repeats)}
+    found = {**where.named, "lengths": lengths, **measure.benchmark(model, config, requests, repeats)}
     show(json.dumps(found, indent=2) if as_json else measure.render(found))
     return ExitCode.OK
 

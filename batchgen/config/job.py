@@ -59,8 +59,8 @@ _POSITIVE_OR_AUTO = integer_or_auto(1)
 class ModelSpec:
     """Which model, and in what form it runs.
 
-    A resume compares the content that ``path`` leads to and the dtype and device that the model really runs in, not
-    these values; ``weights`` and ``activations`` are compared as they are written here.
+    A resume compares the content that ``path`` and ``adapter`` lead to and the dtype and device that the model really
+    runs in, not these values; ``weights`` and ``activations`` are compared as they are written here.
     """
 
     path: str = key(string("MODEL"), "Folder, .gguf file, Hub id or dummy:NAME", "", flag="model", outputs=False)
@@ -70,9 +70,15 @@ class ModelSpec:
     )
     weights: str = key(_AS_IT_IS_OR_INT8, "Weights in memory: as stored, or in 8 bits", "auto")
     activations: str = key(_AS_IT_IS_OR_INT8, "Inputs of products: as they are, or in 8 bits", "auto")
+    adapter: str = key(string(empty=True), "LoRA folder or Hub id, added to the weights", "", outputs=False)
     device: str = key(_DEVICE, "Where the model runs", "auto", outputs=False)
     tokenizer: str = key(string(empty=True), "Folder or Hub id [the model's own]", "", outputs=False)
     batch_invariant: bool = key(BOOL, "On a GPU: no row depends on its batch (slower)", False)
+
+    @property
+    def named(self) -> dict[str, str]:
+        """``model`` and, if there is one, ``adapter``, as reports name them."""
+        return {"model": self.path} | ({"adapter": self.adapter} if self.adapter else {})
 
 
 @dataclass(frozen=True)

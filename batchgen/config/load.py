@@ -234,7 +234,7 @@ def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
         return tuple(_input(base, item) for item in value)
     if (section, key) == ("output", "path"):
         return _absolute(base, value)
-    if section == "model" and key in ("path", "tokenizer") and value and not value.startswith("dummy:"):
+    if section == "model" and key in ("path", "adapter", "tokenizer") and value and not value.startswith("dummy:"):
         check_path(value)
         looks_like_path = value.startswith((".", "/", "~"))
         return _absolute(base, value) if looks_like_path or (base / value).exists() else value

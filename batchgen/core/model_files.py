@@ -62,7 +62,7 @@ def model_files(model: Path, patterns: Iterable[str]) -> list[Path]:
     Raises:
         ModelError: the index of the weights, if there is one, is unusable.
     """
-    if patterns == ADAPTER_FILES:
+    if (patterns := tuple(patterns)) == ADAPTER_FILES:
         return [model / name for name in ADAPTER_FILES]
     if is_gguf(model):
         names, own = _DATA_NAMES - {_CONFIG, INDEX}, {model}

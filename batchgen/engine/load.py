@@ -32,6 +32,7 @@ def load_weights(where: ModelSpec, kernels: Kernels | None = None) -> Decoder:
         dtype=where.dtype,
         weights=where.weights,
         activations=where.activations,
+        adapter=where.adapter,
         device=where.device,
         batch_invariant=where.batch_invariant,
         kernels=kernels,

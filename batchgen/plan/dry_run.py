@@ -94,7 +94,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
     mean_tokens = (survey.prompt_tokens + output_tokens) / max(num_good, 1)
     return {
         "version": PLAN_VERSION,
-        "model": spec.model.path,
+        **spec.model.named,
         "input": list(spec.input.path),
         "rows": {"total": num_good + num_bad, "good": num_good, "bad": num_bad},
         "errors": dict(sorted(survey.errors.items())),

@@ -96,9 +96,10 @@ class Forecast:
 
 
 def comparable(report: Mapping[str, Any], model: ModelSpec, processor: str) -> bool:
-    """Whether an earlier run's report is of this model, with such integers, on this machine and has a rate."""
+    """Whether an earlier run's report is of this model and adapter, with such integers, here, and has a rate."""
     integers = [report["numerics"].get(name, "auto") for name in ("weights", "activations")]
-    is_model = report["model"] == model.path and integers == [model.weights, model.activations]
+    named = {name: report[name] for name in ("model", "adapter") if name in report}
+    is_model = named == model.named and integers == [model.weights, model.activations]
     is_same = is_model and report["machine"]["processor"] == processor
     return bool(is_same and report["tokens"]["completion"] > 0 and report["generate_s"] > 0)
 

@@ -31,6 +31,7 @@ _PACKAGES = ("torch", "numpy", "numba", "tokenizers", "pyarrow")
 KEYS = {
     "version": "of this format",
     "model": "model.path of the job",
+    "adapter": "model.adapter of the job, where there is one",
     "input": "input.path of the job",
     "shard": 'which part of the rows, as "i/n"',
     "created_at": "when the first invocation began, ISO 8601",
@@ -77,7 +78,7 @@ KEYS = {
     "versions": "of batchgen and what it stands on",
     "accuracy": "with output.expected: rows compared (total), correct ones, and their share (exact_match)",
 }
-_OPTIONAL_KEYS = {"accuracy"}
+_OPTIONAL_KEYS = {"accuracy", "adapter"}
 _OCCUPANCY = (
     "sequences",
     "tokens_per_step",

@@ -15,7 +15,7 @@ from batchgen.core.units import format_duration, printable, shortened
 from batchgen.report.facts import Report, at
 
 _WIDTH = 80
-_JOB = ("model", "numerics", "threads", "input")  # what should be alike for figures to be comparable
+_JOB = ("model", "adapter", "numerics", "threads", "input")  # what should be alike for figures to be comparable
 _MAY_FALL, _MAY_NOT_RISE, _SHOWN = "may fall by the share given", "may not rise", "does not count"
 _FIGURES = (
     ("output tokens/s", "tokens_per_s.completion", _MAY_FALL, ",.1f"),

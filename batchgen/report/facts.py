@@ -120,6 +120,8 @@ def resources(report: Report) -> Facts:
         yield "ran on", counted(report["threads"], "thread")
     if report["numerics"]:
         yield "ran on", numerics_text(report["numerics"])
+    if "adapter" in report:
+        yield "adapter", report["adapter"]
     if sizes:
         yield "ran on", f"{sizes['kernels']} kernels"
 
@@ -131,6 +133,8 @@ def run_and_machine(report: Report) -> Facts:
     yield "platform", f"{machine['platform']}, Python {machine['python']}"
     yield "threads", str(report["threads"] or "not known")
     yield "numerics", numerics_text(report["numerics"]) or "not known"
+    if "adapter" in report:
+        yield "adapter", report["adapter"]
     yield "versions", ", ".join(f"{name} {found}" for name, found in report["versions"].items())
     yield "invocations", str(report["sessions"])
     yield "most memory", f"{report['max_rss_bytes'] / 2**20:,.0f} MiB"

@@ -212,7 +212,7 @@ class _Job(Invocation):
 
     def _refuse_model_folder(self) -> None:
         """Raises UsageError if the run would write into the folder of its model or tokenizer."""
-        for folder in filter(None, (self.model.folder, self.model.tokenizer_folder)):
+        for _, folder, _ in self.model.parts:
             if folder.resolve() == self.run_dir.path.resolve():
                 raise UsageError(f"output.path = {self.run_dir.path} is the model's own folder; choose another one")
             if self.run_dir.owns(folder):

@@ -21,10 +21,12 @@ from batchgen.core.errors import InputChanged, ModelError, UsageError
 from batchgen.core.fingerprint import Digests, FileState
 from batchgen.core.hub import resolve_model
 from batchgen.core.machine import require_address_space
-from batchgen.core.model_files import is_gguf, model_files, tokenizer_folder
+from batchgen.core.model_files import ADAPTER_FILES, is_gguf, model_files, tokenizer_folder
 from batchgen.core.records import Request, Result, SamplingParams
+from batchgen.core.units import shown
 from batchgen.input.requests import RequestBuilder
 from batchgen.model import ModelConfig, is_dummy, load_config
+from batchgen.model.adapter.settings import Lora, read_lora, resolve_adapter
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
 
@@ -77,7 +79,7 @@ class Backend:
 class ModelInfo:
     """A model without its weights. Without a ``tokenizer``, rows must hold token ids.
 
-    ``read_states`` are the states of the config and tokenizer files just before they were read.
+    ``read_states`` are the states of the config, tokenizer and adapter files just before they were read.
     """
 
     config: ModelConfig
@@ -87,6 +89,17 @@ class ModelInfo:
     folder: Path | None  # or GGUF file; None for a dummy
     tokenizer_folder: Path | None  # if it is not the model's own
     read_states: Mapping[Path, FileState]
+    lora: Lora | None = None
+
+    @property
+    def parts(self) -> list[tuple[str, Path, tuple[str, ...]]]:
+        """What is read, from which folder, and the patterns of its files; what is the model's own has no name."""
+        parts = [
+            ("", self.folder, _MODEL_PATTERNS),
+            ("tokenizer", self.tokenizer_folder, _TOKENIZER_PATTERNS),
+            ("adapter", self.lora.folder if self.lora else None, ADAPTER_FILES),
+        ]
+        return [(name, folder, patterns) for name, folder, patterns in parts if folder is not None]
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
         """Digests of the model's files, so that the same files elsewhere are the same model.
@@ -94,12 +107,10 @@ class ModelInfo:
         Reads every file of unknown digest from end to end. Raises UsageError if one cannot be read, ModelError if one
         has changed since this model was read.
         """
-        found: dict[str, Any] = {"weights": self.path}
-        if self.folder is not None:
-            found = {path.name: digests.digest(path) for path in model_files(self.folder, _MODEL_PATTERNS)}
-        if self.tokenizer_folder is not None:
-            files = model_files(self.tokenizer_folder, _TOKENIZER_PATTERNS)
-            found["tokenizer"] = {path.name: digests.digest(path) for path in files}
+        found: dict[str, Any] = {"weights": self.path} if self.folder is None else {}
+        for name, folder, patterns in self.parts:
+            files = {path.name: digests.digest(path) for path in model_files(folder, patterns)}
+            found |= {name: files} if name else files
         for path, state in self.read_states.items():
             if digests.state(path) != state:
                 raise _changed(path)
@@ -107,8 +118,8 @@ class ModelInfo:
 
     def check_unchanged(self, digests: Digests) -> None:
         """Raises ModelError if a file may have changed since its digest was taken: it may have been loaded changed."""
-        for folder, patterns in ((self.folder, _MODEL_PATTERNS), (self.tokenizer_folder, _TOKENIZER_PATTERNS)):
-            for path in model_files(folder, patterns) if folder else ():
+        for _, folder, patterns in self.parts:
+            for path in model_files(folder, patterns):
                 with suppress(InputChanged):
                     if digests.state(path) is not None and digests.verify(path):
                         continue
@@ -144,7 +155,12 @@ def read_model(spec: JobSpec) -> ModelInfo:
     states: dict[Path, FileState] = {}
     if not is_dummy(model.path):
         states |= _states(resolve_model(model.path, model.revision, _TOKENIZER_PATTERNS))
-    config = load_config(model.path, model.revision)
+    config, lora = load_config(model.path, model.revision), None
+    if model.adapter:
+        adapter = resolve_adapter(model.adapter)
+        states |= _states(adapter, ADAPTER_FILES)
+        lora = read_lora(adapter)
+        config = lora.added_to(config)
     folder = None if is_dummy(model.path) else resolve_model(model.path, model.revision, _MODEL_PATTERNS)
     tokenizer, own_tokenizer_folder = None, None
     if model.tokenizer:
@@ -162,7 +178,7 @@ def read_model(spec: JobSpec) -> ModelInfo:
         sizes = f"{tokenizer.vocab_size} tokens, the model {config.vocab_size}"
         raise UsageError(f"the tokenizer has {sizes}: they do not belong together")
     longest = _max_model_len(spec, config)
-    return ModelInfo(config, tokenizer, longest, model.path, folder, own_tokenizer_folder, states)
+    return ModelInfo(config, tokenizer, longest, model.path, folder, own_tokenizer_folder, states, lora)
 
 
 def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -> Backend:
@@ -198,6 +214,8 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     notes = [] if build.is_kept(*kernels) else [_NOT_KEPT]
     if info.config.quantization is not None and info.config.quantization.has_activations:
         notes.append("the settings for activations in the quantization_config of this checkpoint are not used")
+    if info.lora is not None and not info.lora.is_for(info.path):
+        notes.append(f"the adapter was trained on {shown(info.lora.base)}, and is added to {info.path}")
     return Backend(engine, numerics, threads, facts, tuple(notes), partial(build.finish, *kernels))
 
 
@@ -243,9 +261,9 @@ def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:
     return wanted
 
 
-def _states(folder: Path) -> dict[Path, FileState]:
-    """The states of the config and tokenizer files. Raises UsageError if one cannot be read."""
-    files = model_files(folder, _TOKENIZER_PATTERNS)
+def _states(folder: Path, patterns: tuple[str, ...] = _TOKENIZER_PATTERNS) -> dict[Path, FileState]:
+    """The states of the config and tokenizer files, or others. Raises UsageError if one cannot be read."""
+    files = model_files(folder, patterns)
     try:
         return {path: FileState.of(path) for path in files}
     except OSError as error:

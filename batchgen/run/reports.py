@@ -46,7 +46,7 @@ def output_totals(run_dir: RunDir, output: OutputSpec) -> RowTotals:
 def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dict[str, Any]:
     """The part of a report that describes the job: model, input, shard, numerics, threads, engine sizes, roofline."""
     return {
-        "model": spec.model.path,
+        **spec.model.named,
         "input": list(spec.input.path),
         "shard": str(manifest.shard),
         "created_at": manifest.created_at,

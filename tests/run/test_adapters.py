@@ -1,0 +1,245 @@
+"""Jobs with a LoRA adapter: it is part of the model that a run is held against, and its tokens are those of a merge."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters import ALPHA, CONFIG, RANK, WEIGHTS, merged, write_adapter
+from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of, until_rows_are_done
+from safetensors.torch import load_file, save_file
+from stub_engine import stub_factory
+from torch import Tensor
+
+from batchgen.cli.main import call
+from batchgen.config.job import JobSpec
+from batchgen.config.load import load_job
+from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
+from batchgen.output.rundir import RunDir
+from batchgen.run.invocation import Outcome, RunOptions
+from batchgen.run.job import run_job
+from batchgen.run.loader import Backend, ModelInfo
+from batchgen.run.reports import read_report
+from batchgen.run.retry import retry_job
+
+DIGEST = r'"[0-9a-f]{8}\.\.\."'
+
+
+def projections() -> dict[str, Tensor]:
+    """Some weights of the sample model, by module."""
+    tensors = load_file(MODEL / "model.safetensors")
+    return {name.removesuffix(".weight"): weight for name, weight in tensors.items() if "_proj.w" in name}
+
+
+@pytest.fixture
+def lora(job: JobMaker) -> Path:
+    write_adapter(job.folder / "lora", projections(), base_model_name_or_path="org/another")
+    return job.folder / "lora"
+
+
+def run_with(job: JobMaker, adapter: Path | str, options: RunOptions | None = None, **stub: Any) -> Outcome:
+    return job.run(job.spec(model={"adapter": str(adapter)}), options, **stub)
+
+
+def change(lora: Path, name: str) -> None:
+    """Another adapter that can be read."""
+    if name == CONFIG:
+        (lora / name).write_bytes((lora / name).read_bytes() + b"\n")
+    else:
+        content = (lora / name).read_bytes()
+        (lora / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_without_an_adapter_a_run_is_what_it_was(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    outcome = job.run()
+    manifest = json.loads((job.output / "job.json").read_bytes())
+    assert "adapter" not in manifest["fingerprints"]["model"]
+    assert "model.adapter" not in manifest["output_keys"]
+    assert outcome.report is not None
+    assert "adapter" not in outcome.report
+
+
+def test_a_run_of_a_build_without_adapters_goes_on_and_with_none(job: JobMaker, lora: Path) -> None:
+    job.write(rows_of(60))
+    job.run(options=quiet(max_total_tokens=100))
+    path = job.output / "job.json"
+    manifest = json.loads(path.read_bytes())
+    del manifest["job"]["model"]["adapter"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ResumeMismatch, match=rf"\n  model\.adapter\.{CONFIG}: was \(not there\), now {DIGEST}\n"):
+        run_with(job, lora)
+    assert job.run().exit_code == 0
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_another_adapter_is_refused_by_file(job: JobMaker, lora: Path, name: str, is_done: bool) -> None:
+    job.write(rows_of(60))
+    run_with(job, lora, quiet() if is_done else quiet(max_total_tokens=200))
+    content = (lora / name).read_bytes()
+    change(lora, name)
+    with pytest.raises(ResumeMismatch, match=rf"\n  model\.adapter\.{name}: was {DIGEST}, now {DIGEST}\n") as caught:
+        run_with(job, lora)
+    assert str(caught.value).count("was ") == 2  # "was begun with another job", and one file
+    with pytest.raises(ResumeMismatch, match=rf"model\.adapter\.{WEIGHTS}: was {DIGEST}, now \(not there\)"):
+        job.run()
+    (lora / name).write_bytes(content)
+    elsewhere = shutil.copytree(lora, job.folder / "elsewhere")
+    assert run_with(job, elsewhere).exit_code == 0
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_an_adapter_that_changes_while_it_is_loaded_begins_nothing(job: JobMaker, lora: Path, name: str) -> None:
+    job.write(rows_of(3))
+
+    def changing(spec: JobSpec, info: ModelInfo) -> Backend:
+        change(lora, name)
+        return stub_factory()(spec, info)
+
+    with pytest.raises(ModelError, match=rf"{name} has changed while the model was loaded; run again"):
+        run_job(job.spec(model={"adapter": str(lora)}), quiet(), engine_factory=changing)
+    assert not job.output.exists()
+
+
+def test_a_retry_takes_the_adapter_of_the_run_and_no_other(job: JobMaker, lora: Path) -> None:
+    job.write(rows_of(20))
+    run_with(job, lora, fails=frozenset({3}))
+    content = (lora / WEIGHTS).read_bytes()
+    change(lora, WEIGHTS)
+    with pytest.raises(ResumeMismatch, match=rf"a run has one model:\n  adapter\.{WEIGHTS}: was {DIGEST}"):
+        retry_job(job.output, quiet(), {}, engine_factory=stub_factory())
+    (lora / WEIGHTS).write_bytes(content)
+    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    assert read_report(RunDir(job.output))["adapter"] == str(lora)
+
+
+def test_a_report_and_a_plan_name_it_and_one_model_is_no_basis_for_the_other(
+    job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(5))
+    toml = str(job.toml())
+    run_with(job, lora, step_s=0.001)
+    capsys.readouterr()
+    call(["plan", toml, "--json"])
+    without = json.loads(capsys.readouterr().out)
+    call(["plan", toml, "--json", "--adapter", str(lora)])
+    found = json.loads(capsys.readouterr().out)
+    assert without["estimate"] is None
+    assert "adapter" not in without
+    assert found["estimate"] is not None
+    assert found["adapter"] == str(lora)
+    call(["report", str(job.output)])
+    assert f"adapter      {lora}"[:80] in capsys.readouterr().out
+
+
+def test_plan_refuses_what_a_run_would(job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(2))
+    (lora / CONFIG).write_text(json.dumps({"peft_type": "IA3"}))
+    for command in ("plan", "run"):
+        assert call([command, str(job.toml()), "--adapter", str(lora)]) == 2
+        assert "adapter_config.json: peft_type is 'IA3'" in capsys.readouterr().err
+    assert not job.output.exists()
+
+
+def test_a_path_in_a_job_file_is_relative_to_it_and_a_hub_id_stays(job: JobMaker, lora: Path) -> None:
+    path = job.toml()
+    for written, adapter in {"lora": str(lora), "./gone": str(job.folder / "gone"), "org/lora": "org/lora"}.items():
+        path.write_text(f'[model]\npath = "dummy:LFM2-350M"\nadapter = "{written}"\n')
+        assert load_job(path, needs=("model",)).model.adapter == adapter
+
+
+def test_a_run_does_not_write_into_its_adapter(job: JobMaker, lora: Path) -> None:
+    job.write(rows_of(2))
+    with pytest.raises(UsageError, match="is the model's own folder"):
+        job.run(job.spec(model={"adapter": str(lora)}, output={"path": str(lora)}))
+
+
+def test_of_a_hub_adapter_its_two_files_are_fetched(job: JobMaker, lora: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def snapshot(repo_id: str, *, revision: str, allow_patterns: list[str]) -> str:
+        asked.append((repo_id, revision, allow_patterns))
+        return str(lora)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    job.write(rows_of(2))
+    assert run_with(job, "org/lora").exit_code == 0
+    assert set(map(str, asked)) == {str(("org/lora", "main", [CONFIG, WEIGHTS]))}
+
+
+# ---------------------------------------------------------------- with the sample model
+
+
+def command(job: JobMaker, name: str, model: Path, *flags: str) -> list[str]:
+    where = ["--input", str(job.input), "--model", str(model), "--output", str(job.folder / name)]
+    return ["run", *where, "--prompt", "{question}", "--max-tokens", "24", "--ignore-eos", *flags]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        ("--dtype", "float32"),
+        ("--dtype", "bfloat16", "--temperature", "1", "--seed", "3"),
+        pytest.param(("--dtype", "float32", "--weights", "int8"), marks=pytest.mark.slow),
+        pytest.param(("--dtype", "bfloat16", "--weights", "int8", "--activations", "int8"), marks=pytest.mark.slow),
+    ],
+    ids=lambda form: " ".join(form[1::2]),
+)
+def test_a_stopped_and_resumed_job_writes_what_the_merged_model_writes(
+    job: JobMaker, lora: Path, form: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(8))
+    whole = shutil.copytree(MODEL, job.folder / "merged")
+    sums = merged(load_file(MODEL / "model.safetensors"), load_file(lora / WEIGHTS), ALPHA / RANK)
+    save_file(sums, whole / "model.safetensors")
+    assert call(command(job, "wanted", whole, *form)) == 0
+    assert call(command(job, "plain", MODEL, *form)) == 0
+    capsys.readouterr()
+    with_lora = command(job, "out", MODEL, *form, "--adapter", str(lora))
+    assert call([*with_lora, "--max-total-tokens", "60", "--max-num-seqs", "2"]) == 75
+    assert "the adapter was trained on 'org/another', and is added to" in capsys.readouterr().err
+    assert call(with_lora) == 0
+    texts = {name: texts_of(job.folder / name) for name in ("wanted", "plain", "out")}
+    assert texts["out"] == texts["wanted"] != texts["plain"]
+
+
+def texts_of(folder: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in (folder / "outputs.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_killed_job_goes_on_with_its_adapter(job: JobMaker, lora: Path) -> None:
+    job.write(rows_of(40))
+    arguments = command(job, "out", MODEL, "--adapter", str(lora), "--max-num-seqs", "1", "--max-tokens", "60")
+    program = [sys.executable, "-m", "batchgen", *arguments]
+    process = subprocess.Popen(program, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until_rows_are_done(process, job.output, 2)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (job.output / "outputs.jsonl").exists()
+    assert call(arguments) == 0
+    assert call([item if item != str(job.output) else str(job.folder / "whole") for item in arguments]) == 0
+    assert texts_of(job.output) == texts_of(job.folder / "whole")
+    assert len(texts_of(job.output)) == 40
+
+
+@pytest.mark.slow
+def test_check_and_bench_take_an_adapter_and_name_it(
+    job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = job.folder / "prompts.jsonl"
+    path.write_text('{"prompt_token_ids": [9, 10, 11]}\n')
+    where = ["--model", str(MODEL), "--adapter", str(lora), "--dtype", "float32"]
+    assert call(["check", *where, "--prompts", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["adapter"]) == (True, str(lora))
+    lengths = ["--num-requests", "2", "--input-len", "5", "--output-len", "2", "--repeats", "1"]
+    assert call(["bench", *where, *lengths]) == 0
+    assert f"{MODEL} + {lora}  float32 on cpu" in capsys.readouterr().out
