@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity import continuations, prompt, randomize, reference_continuation, reference_model, save
-from tiny_model import CPU, raw_config
+from families import RAW, randomize, raw_config, reference_model, saved_by_transformers
+from test_parity import continuations, prompt, reference_continuation
+from tiny_model import CPU
 
 from batchgen.model import load_model
 from batchgen.model.adapter.settings import read_lora
@@ -38,26 +39,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "use_rslora": True,
     },
 }
-SHAPE = raw_config(tie_embedding=False)
+MODELS = {
+    **{name: (raw_config(tie_word_embeddings=False), settings) for name, settings in SETTINGS.items()},
+    **{name: (raw, {"target_modules": "all-linear"}) for name, raw in RAW.items()},
+}
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(scope="module", params=MODELS)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     """What peft makes of a random adapter that it has saved, and the folder with ``base`` and ``lora``."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "base").mkdir()
+    raw, settings = MODELS[request.param]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of peft, about other packages
         from peft import LoraConfig, PeftModel, get_peft_model
 
-        model = reference_model(SHAPE, seed=3)
-        save(model, SHAPE, folder / "base")
-        settings = {"r": 4, "lora_alpha": 6, "init_lora_weights": False, **SETTINGS[request.param]}
-        adapted = get_peft_model(model, LoraConfig(**settings))
+        settings = {"r": 4, "lora_alpha": 6, "init_lora_weights": False, **settings}
+        adapted = get_peft_model(saved_by_transformers(raw, folder / "base"), LoraConfig(**settings))
         lora = {name.replace(".", "/"): values for name, values in adapted.named_parameters() if "lora_" in name}
         randomize(torch.nn.ParameterDict(lora), seed=4)
         adapted.save_pretrained(folder / "lora", save_embedding_layers=False)
-        adapted = PeftModel.from_pretrained(reference_model(SHAPE, seed=3), str(folder / "lora")).eval()
+        adapted = PeftModel.from_pretrained(reference_model(raw), str(folder / "lora")).eval()
     yield adapted, folder
 
 
@@ -75,7 +77,7 @@ def test_tokens_and_weights_are_those_of_peft(trained: tuple[Any, Path]) -> None
         Checkpoint(folder / "base", torch.float32, CPU), read_lora(folder / "lora"), read_config(folder / "base")
     )
     num_changed = 0
-    for name, weight in adapted.merge_and_unload().state_dict().items():
+    for name, weight in adapted.merge_and_unload().named_parameters():
         tensor = found.take(name, tuple(weight.shape))
         assert (tensor - weight).abs().max() <= 1e-6 * weight.abs().max(), name
         num_changed += not torch.equal(tensor, before.take(name, tuple(weight.shape)))
