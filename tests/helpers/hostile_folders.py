@@ -1,8 +1,8 @@
 """Model folders that no release would have, and a process that takes one after the other as ``batchgen run`` would.
 
-Usage: ``python hostile_folders.py SCRATCH SEED SHARE``: one JSON object per line on stdout, with the case, how it ended
-("refused", "ran", or the error's type), the message, and the largest resident size so far. A case that takes longer
-than ``MAX_S`` seconds ends with ``TimeoutError``.
+Usage: ``python hostile_folders.py SCRATCH SEED SHARE [adapter]``: one JSON object per line on stdout, with the case,
+how it ended ("refused", "ran", or the error's type), the message, and the largest resident size so far. A case that
+takes longer than ``MAX_S`` seconds ends with ``TimeoutError``. With "adapter" the cases are those of an adapter.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 SAMPLE = Path(__file__).resolve().parents[2] / "sample_data" / "tiny-lfm2"
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
+ADAPTER, MATRICES = "adapter_config.json", "adapter_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 NAMES = [CONFIG, GENERATION, WEIGHTS, INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 MAX_S = 120  # a guard against a case that never ends
@@ -95,6 +96,17 @@ FOUND: dict[str, Any] = {  # values that were an internal error, or never ended
     "rope_theta": [10**400, 1e300],
     "head_dim": [10**400],
 }
+BOMB = "(.*a|.*b|(x+x+)+y)*"
+PATTERNS: list[Any] = [
+    BOMB,
+    "(?:a{1000}){1000}",
+    "(" * 10_000,
+    "(?=x)",
+    {BOMB: 8},
+    {BOMB + str(i): 8 for i in range(999)},
+]
+ADAPTER_KEYS = ["peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"]
+ADAPTER_KEYS += ["exclude_modules", "layers_to_transform", "layers_pattern", "base_model_name_or_path", "use_dora"]
 WEIGHT_FILES = ["../x.safetensors", "/dev/zero", "/x.safetensors", INDEX, ".", "", "a\0.safetensors"]
 WEIGHT_FILES += ["\ud800.safetensors", "x" * 5000 + ".safetensors", "gone.safetensors", f"./{WEIGHTS}"]
 
@@ -118,15 +130,20 @@ def framed(header: Any, data: bytes, length: int | None = None) -> bytes:
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-def weights(rng: random.Random, count: int) -> Iterator[tuple[str, str, Change]]:
-    whole = (SAMPLE / WEIGHTS).read_bytes()
+def weights(rng: random.Random, count: int, good: Path = SAMPLE / WEIGHTS) -> Iterator[tuple[str, str, Change]]:
+    """Changes of a file of weights, ``good``."""
+    for what, change in changed_weights(rng, count, good.read_bytes()):
+        yield good.name, what, change
+
+
+def changed_weights(rng: random.Random, count: int, whole: bytes) -> Iterator[tuple[str, Change]]:
     end = 8 + struct.unpack("<Q", whole[:8])[0]
     text, data = whole[8:end], whole[end:]
     header = json.loads(text)
     name = next(name for name in header if name != "__metadata__")
     entry = header[name]
     for length in (0, 1, end, len(whole), 2**31, 2**60, 2**64 - 1):
-        yield WEIGHTS, f"a header of {length} bytes", content(framed(text, data, length))
+        yield f"a header of {length} bytes", content(framed(text, data, length))
     changes: list[dict[str, Any]] = [{key: value} for key in entry for value in (None, -1, [], "x", [2**70], [-1])]
     changes += [{"dtype": dtype} for dtype in ("F64", "I64", "BOOL", "F4", "F8_E8M0", "Q4", "C64", 7, "x" * 10_000)]
     changes += [{"shape": shape} for shape in ([0], [0, 2**63], [2**63, 2**63], [1], entry["shape"][::-1], [1.5])]
@@ -134,18 +151,18 @@ def weights(rng: random.Random, count: int) -> Iterator[tuple[str, str, Change]]
     pairs = [[last, first], [0, 0], [first, last + 1], [first, 2**63], [-1, last], [0, len(data) + 4], [1e300, 2]]
     changes += [{"data_offsets": offsets} for offsets in pairs]
     for change in changes:
-        yield WEIGHTS, f"{name}: {str(change)[:40]}", content(framed(header | {name: entry | change}, data))
+        yield f"{name}: {str(change)[:40]}", content(framed(header | {name: entry | change}, data))
     for other in ({"x": entry}, {"\n\x1b[2J": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}, {name: 5}):
-        yield WEIGHTS, f"with {str(other)[:40]}", content(framed(header | other, data))
-    yield WEIGHTS, "nested header", content(framed(b"[" * 100_000, data))
+        yield f"with {str(other)[:40]}", content(framed(header | other, data))
+    yield "nested header", content(framed(b"[" * 100_000, data))
     many = {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(30_000)}
-    yield WEIGHTS, "30,000 tensors more", content(framed(header | many, data))
+    yield "30,000 tensors more", content(framed(header | many, data))
     for _ in range(count):
         broken = bytearray(whole)
         for _ in range(rng.randint(1, 4)):
             broken[rng.randrange(end)] = rng.randrange(256)
-        yield WEIGHTS, "bytes changed in the header", content(bytes(broken))
-        yield WEIGHTS, "cut short", content(whole[: rng.randrange(len(whole))])
+        yield "bytes changed in the header", content(bytes(broken))
+        yield "cut short", content(whole[: rng.randrange(len(whole))])
 
 
 def indexes(rng: random.Random) -> Iterator[tuple[str, str, Change]]:
@@ -173,17 +190,33 @@ def cases(seed: int) -> Iterator[tuple[str, str, Change]]:
     yield from indexes(rng)
 
 
+def adapters(seed: int, good: Path) -> Iterator[tuple[str, str, Change]]:
+    """As ``cases``, of the files of an adapter."""
+    rng = random.Random(seed)
+    for name, (what, change) in itertools.product((ADAPTER, MATRICES), ODD_FILES.items()):
+        yield name, what, change
+    yield from ((ADAPTER, what, content(text)) for what, text in TEXTS.items())
+    raw = json.loads((good / ADAPTER).read_text())
+    for key in ADAPTER_KEYS:
+        for value in [*rng.sample(VALUES, 6), *PATTERNS]:
+            yield ADAPTER, f"{key} = {json.dumps(value)[:40]}", content(json.dumps(raw | {key: value}))
+        less = {name: value for name, value in raw.items() if name != key}
+        yield ADAPTER, f"no {key}", content(json.dumps(less))
+    yield from weights(rng, 10, good / MATRICES)
+
+
 def use(folder: Path) -> None:
-    """What a run does with a model, up to two tokens."""
+    """What a run does with a model, and with the adapter in its folder if there is one, up to two tokens."""
     from batchgen.config.load import load_job
     from batchgen.core.fingerprint import Digests
     from batchgen.core.records import Request, SamplingParams
     from batchgen.run.loader import load_engine, read_model
 
+    adapter = str(folder) if os.path.lexists(folder / ADAPTER) or os.path.lexists(folder / MATRICES) else ""
     spec = load_job(
         None,
         {
-            "model": {"path": str(folder), "device": "cpu", "dtype": "float32"},
+            "model": {"path": str(folder), "adapter": adapter, "device": "cpu", "dtype": "float32"},
             "input": {"path": ["-"], "prompt_token_ids": "ids"},
             "engine": {"max_num_seqs": 2, "threads": 1},
             "output": {"path": str(folder / "out")},
@@ -214,22 +247,38 @@ def outcome(folder: Path, max_s: int) -> tuple[str, str]:
     return "ran", ""
 
 
-def main(scratch: Path, seed: int, share: float) -> None:
+def write_adapter(folder: Path) -> Path:
+    """An adapter of the sample model."""
+    from adapters import write_adapter
+    from safetensors.torch import load_file
+
+    tensors = load_file(SAMPLE / WEIGHTS).items()
+    write_adapter(folder, {name.removesuffix(".weight"): weight for name, weight in tensors if "q_proj" in name})
+    return folder
+
+
+def main(scratch: Path, seed: int, share: float, kind: str = "model") -> None:
     rng = random.Random(seed)
-    chosen = [case for case in cases(seed) if rng.random() < share]
+    good = [*SAMPLE.iterdir()]
+    all_cases = cases(seed)
+    if kind == "adapter":
+        adapter = write_adapter(scratch / "good")
+        good += adapter.iterdir()
+        all_cases = adapters(seed, adapter)
+    chosen = [case for case in all_cases if rng.random() < share]
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     for number, (name, what, change) in enumerate([("", "nothing", None), *chosen]):
         folder = scratch / f"model-{number}"
         folder.mkdir(parents=True)
-        for file in SAMPLE.iterdir():
+        for file in good:
             if file.name != name:
                 (folder / file.name).symlink_to(file)
         if change is not None:
             change(folder / name)
-        kind, message = outcome(folder, MAX_S if number else 0)  # the first compiles kernels: no limit
+        ended, message = outcome(folder, MAX_S if number else 0)  # the first compiles kernels: no limit
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({"case": f"{name}: {what}", "ended": kind, "said": message, "peak_bytes": peak}), flush=True)
+        print(json.dumps({"case": f"{name}: {what}", "ended": ended, "said": message, "peak_bytes": peak}), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:])

@@ -45,7 +45,12 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+QUICK = ("a regular expression", "alphas", "qwen3")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MODELS]
+)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     """What peft makes of a random adapter that it has saved, and the folder with ``base`` and ``lora``."""
     folder = tmp_path_factory.mktemp("trained")

@@ -27,18 +27,24 @@ PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 MAX_GROWTH = 600 << 20  # bytes, over what a good folder takes; nested JSON of the size allowed takes half of it
 
 
-def outcomes(scratch: Path, seed: int, share: float) -> list[dict[str, Any]]:
-    command = [sys.executable, str(SCRIPT), str(scratch), str(seed), str(share)]
+def outcomes(scratch: Path, seed: int, share: float, what: str) -> list[dict[str, Any]]:
+    command = [sys.executable, str(SCRIPT), str(scratch), str(seed), str(share), what]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize(
-    ("share", "least"), [(0.4, 80), pytest.param(1.0, 200, marks=pytest.mark.slow)], ids=["some", "all"]
+    ("what", "share", "least"),
+    [
+        ("model", 0.4, 80),
+        ("adapter", 0.1, 15),
+        pytest.param("model", 1.0, 200, marks=pytest.mark.slow),
+        pytest.param("adapter", 1.0, 200, marks=pytest.mark.slow),
+    ],
 )
-def test_hostile_folders_are_refused_in_one_line_or_run(tmp_path: Path, share: float, least: int) -> None:
-    good, *hostile = outcomes(tmp_path, 13, share)
+def test_hostile_folders_are_refused_in_one_line_or_run(tmp_path: Path, what: str, share: float, least: int) -> None:
+    good, *hostile = outcomes(tmp_path, 13, share, what)
     assert good["ended"] == "ran", good
     assert len(hostile) > least
     assert [case for case in hostile if case["ended"] not in ("refused", "ran")] == []
