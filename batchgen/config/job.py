@@ -101,6 +101,9 @@ class InputSpec:
     prompt_token_ids: str | None = key(_COLUMN, "Column with token ids, used unchanged", None)
     system: str | None = key(string(empty=True), "System prompt", None)
     chat: bool = key(BOOL, "Wrap prompts in the model's chat template", True)
+    chat_template_kwargs: Mapping[str, Any] | None = key(
+        keys.TEMPLATE_KWARGS, "Variables of the chat template, such as '{\"enable_thinking\": false}'", None
+    )
     keep_columns: tuple[str, ...] = key(COLUMNS, "Columns copied to the output", ())
     limit: int | None = key(integer(1), "Take the first N rows only", None)
 

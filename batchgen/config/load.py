@@ -169,6 +169,9 @@ def _read_text(path: Path) -> str:
 def _expand(settings: RawSettings, section: str, key: str, value: object) -> object:
     if isinstance(value, list):
         return [_expand(settings, section, key, item) for item in value]
+    if isinstance(value, dict):
+        texts = {name: _expand(settings, section, key, item) for name, item in value.items() if isinstance(item, str)}
+        return value | texts
     if not isinstance(value, str):
         return value
 
@@ -265,8 +268,9 @@ def _check_together(spec: JobSpec) -> None:
     named = [name for name in _PROMPT_KEYS if getattr(spec.input, name) is not None]
     if len(named) > 1:
         raise UsageError(f"input.{named[0]} and input.{named[1]} exclude each other: a row has one prompt")
-    if spec.input.system is not None and not spec.input.chat:
-        raise UsageError("input.system needs input.chat = true: a raw completion has no system prompt")
+    for name in ("system", "chat_template_kwargs"):
+        if getattr(spec.input, name) is not None and not spec.input.chat:
+            raise UsageError(f"input.{name} needs input.chat = true: a raw completion has no chat template")
     if "-" in spec.input.path and len(spec.input.path) > 1:
         raise UsageError('input.path = "-" (stdin) cannot be combined with other inputs')
     if Path(spec.output.path).is_file():

@@ -7,11 +7,14 @@ Names, ranges and meanings of sampling values are vLLM's. Nothing here knows a f
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 from difflib import get_close_matches
 from typing import Any, NamedTuple
+
+from batchgen.core.units import shown
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -20,6 +23,8 @@ MAX_STOP_CHARS = 1000
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20  # the limit of OpenAI's API and vLLM's default
 MAX_CHOICES = 1000
+# Variables of a chat template that something else sets, beside all that end in "_token".
+_SET_ELSEWHERE = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception")
 _MIN_TEMPERATURE = 0.01  # vLLM raises smaller positive ones to this: dividing logits by less overflows float16
 
 
@@ -165,7 +170,21 @@ def _strings(value: object) -> tuple[str, ...]:
     return tuple(items)
 
 
+def _template_kwargs(value: object) -> dict[str, Any] | None:
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        found = None  # a date of TOML, NaN, a lone surrogate
+    if not isinstance(found, dict):
+        raise ValueError('must be an object of JSON values, such as {"enable_thinking": false}')
+    if taken := [name for name in found if name in _SET_ELSEWHERE or name.endswith("_token")]:
+        raise ValueError(f"sets {shown(taken[0])}, which is not for it to set")
+    return found or None
+
+
 BOOL = Kind(_bool)
+TEMPLATE_KWARGS = Kind(_template_kwargs, "JSON")
 STRINGS = Kind(_strings, "TEXT", repeats=True)  # a list of strings that are not empty, or one such string
 
 

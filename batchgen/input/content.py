@@ -5,14 +5,16 @@ It checks the rows' content and the job's [input] section; it counts no tokens a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from batchgen.config.job import InputSpec
 from batchgen.config.sampling import PARAM_KEYS
 from batchgen.core.errors import RowErrorCode, UsageError
-from batchgen.core.units import shortened
+from batchgen.core.keys import TEMPLATE_KWARGS, resembling
+from batchgen.core.units import shortened, shown
 from batchgen.input.openai_batch import parse_batch_line
 from batchgen.input.rows import RowProblem, type_name, wrong_type
 from batchgen.input.template import Template
@@ -32,12 +34,13 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages yet to be rendered by the model's chat template."""
+    """A chat yet to be rendered by the model's chat template: its variables, ``messages`` among them."""
 
-    messages: Sequence[Message]
+    variables: Mapping[str, Any]
 
 
 Prompt = PlainText | Chat | list[int]
+_Reader = Callable[[str, Mapping[str, Any]], Prompt]  # of a column, by its name, of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,11 @@ class ContentFinder:
 
     ``param_columns`` is the job's ``sampling.columns``; ``("*",)`` stands for all of ``all_param_columns``: the
     sampling keys except the names of columns that the prompt or the id is made of. ``prompt_columns`` are the columns
-    a prompt may be in, the first choice first; ``template`` takes their place where the job has one. Raises UsageError
-    when [input] cannot work with this tokenizer (None: the model has none).
+    a prompt may be in, the first choice first; ``template`` takes their place where the job has one.
+    A column ``chat_template_kwargs`` is taken where a row is rendered as a chat, and wins key by key over the job's; a
+    column ``tools`` (a list of objects, or that as JSON text) where the row brings its messages. A name that the chat
+    template never mentions is refused, since it would change nothing. Raises UsageError when [input] cannot work with
+    this tokenizer (None: the model has none).
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class ContentFinder:
         _check_spec(spec, tokenizer)
         self._spec = spec
         self._has_tokenizer = tokenizer is not None
+        self._names = tokenizer.chat_template.names if tokenizer and tokenizer.chat_template else frozenset[str]()
         self._vocab_size = vocab_size
         template = Template.parse(spec.prompt) if spec.prompt and set(spec.prompt) & set("{}") else None
         self.template = None if spec.format == "openai-batch" else template
@@ -94,7 +101,7 @@ class ContentFinder:
             return Content(self._prompt(columns), self._overrides(columns))
         request = parse_batch_line(columns)
         if request.is_chat:
-            return Content(self._from_messages("body.messages", request.content), request.sampling)
+            return Content(self._from_messages("body.messages", request.content, request.variables), request.sampling)
         if isinstance(request.content, list):
             return Content(self._from_ids("body.prompt", request.content), request.sampling)
         # A completion is raw whatever the job's ``chat`` says.
@@ -111,31 +118,32 @@ class ContentFinder:
             raise wrong_type("column 'sampling'", given, "an object")
         return overrides | given
 
-    def _column_readers(self) -> dict[str, Callable[[str, Any], Prompt]]:
+    def _column_readers(self) -> dict[str, _Reader]:
         """The columns a prompt may be in, each with what reads it."""
-        readers: dict[str, Callable[[str, Any], Prompt]] = {
-            "prompt_token_ids": self._from_ids,
-            "messages": self._from_messages,
-            "prompt": lambda name, value: self._from_text(f"column {name!r}", value),
+        readers: dict[str, _Reader] = {
+            "prompt_token_ids": lambda name, columns: self._from_ids(name, columns[name]),
+            "messages": lambda name, columns: self._from_messages(name, columns[name], columns),
+            "prompt": lambda name, columns: self._from_text(f"column {name!r}", columns[name], columns),
         }
         for key, read in readers.items():
             if name := getattr(self._spec, key):
                 return {name: read}
         if not self._has_tokenizer:
-            return {"prompt_token_ids": self._from_ids}
+            return {"prompt_token_ids": readers["prompt_token_ids"]}
         if not self._spec.chat:
             del readers["messages"]
         return readers
 
     def _prompt(self, columns: Mapping[str, Any]) -> Prompt:
         if self.template is not None:
-            shown = shortened(self._spec.prompt or "", _MAX_SHOWN_CHARS)
-            return self._from_text(f"the prompt that the template {shown!r} makes", self.template.render(columns))
+            template = shortened(self._spec.prompt or "", _MAX_SHOWN_CHARS)
+            text = self.template.render(columns)
+            return self._from_text(f"the prompt that the template {template!r} makes", text, columns)
         for name, read in self.prompt_columns.items():
             if name in columns and (self._spec.is_mapped or columns[name] is not None):
-                return read(name, columns[name])
+                return read(name, columns)
         if self._is_only_text(columns):
-            return self._from_text("column 'text'", columns["text"])
+            return self._from_text("column 'text'", columns["text"], columns)
         wanted = " or ".join(map(repr, self.prompt_columns))
         has = ", ".join(repr(name) for name in list(columns)[:8]) or "none"
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {wanted} for the prompt; the row's columns: {has}")
@@ -144,20 +152,26 @@ class ContentFinder:
         """Whether a row's only column is ``text``, which is its prompt where the job names none."""
         return not self._spec.is_mapped and self._has_tokenizer and columns.keys() == {"text"}
 
-    def _from_text(self, what: str, value: object) -> Prompt:
+    def _from_text(self, what: str, value: object, columns: Mapping[str, Any]) -> Prompt:
         text = _checked_text(what, value)
-        return self._chat([{"role": "user", "content": text}]) if self._spec.chat else PlainText(text, True)
+        if not self._spec.chat:
+            return PlainText(text, True)
+        return self._chat([{"role": "user", "content": text}], columns.get("chat_template_kwargs"), None)
 
-    def _from_messages(self, name: str, value: object) -> Chat:
+    def _from_messages(self, name: str, value: object, columns: Mapping[str, Any]) -> Chat:
         if not self._spec.chat:
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, f"{name!r} is a chat, but the job says chat = false")
-        return self._chat(_checked_messages(name, value))
+        return self._chat(_checked_messages(name, value), columns.get("chat_template_kwargs"), columns.get("tools"))
 
-    def _chat(self, messages: Sequence[Message]) -> Chat:
+    def _chat(self, messages: Sequence[Message], kwargs: object, tools: object) -> Chat:
         self._require_tokenizer()
         if self._spec.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._spec.system}, *messages]
-        return Chat(messages)
+        variables = {**(self._spec.chat_template_kwargs or {}), **_checked_kwargs(kwargs), **_checked_tools(tools)}
+        if unused := [name for name in variables if name not in self._names]:
+            what = "tools" if unused[0] == "tools" else f"chat_template_kwargs: {shown(unused[0], 60)}"
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"{what}: the model's chat template has no such variable")
+        return Chat({**variables, "messages": messages})
 
     def _require_tokenizer(self) -> None:
         if not self._has_tokenizer:
@@ -175,6 +189,30 @@ class ContentFinder:
         return value
 
 
+def _checked_kwargs(value: object) -> dict[str, Any]:
+    """A row's own variables of the chat template; null means "not given"."""
+    if value is None:
+        return {}
+    try:
+        found = TEMPLATE_KWARGS.parse(value) or {}
+    except ValueError as error:
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"chat_template_kwargs = {shown(value, 80)} {error}") from None
+    return {name: item for name, item in found.items() if item is not None}
+
+
+def _checked_tools(value: object) -> dict[str, Any]:
+    """The variable ``tools``, if there are any; datasets often hold such objects as JSON text."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value else value
+    except (ValueError, RecursionError):
+        tools = value
+    if not tools and isinstance(tools, list | str | None):
+        return {}
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise wrong_type("'tools'", tools, "a list of objects")
+    return {"tools": tools}
+
+
 def _checked_text(what: str, value: object) -> str:
     if not isinstance(value, str):
         raise wrong_type(what, value, "a string")
@@ -186,8 +224,9 @@ def _checked_text(what: str, value: object) -> str:
 def _checked_messages(name: str, value: object) -> list[Message]:
     """The messages in column ``name``: objects with a ``role`` and a ``content`` that is text.
 
-    Content given as OpenAI's list of ``{"type": "text", "text": ...}`` parts is joined; other fields go to the
-    chat template untouched.
+    Content given as OpenAI's list of ``{"type": "text", "text": ...}`` parts is joined, and may be absent beside
+    ``tool_calls``, whose arguments become objects where they are JSON text, as in vLLM: a template would quote them
+    twice. Other fields go to the chat template untouched.
     """
     if not isinstance(value, list):
         raise wrong_type(f"column {name!r}", value, "a list of messages")
@@ -205,9 +244,22 @@ def _checked_message(where: str, message: object) -> Message:
         raise wrong_type(f"{where}.role", role, "a string")
     if isinstance(content, list):
         content = "".join(_part_text(f"{where}.content[{number}]", part) for number, part in enumerate(content))
+    calls = message.get("tool_calls")
+    if calls and content is None:
+        content = ""
     if not isinstance(content, str):
         raise wrong_type(f"{where}.content", content, "a string")
-    return {**message, "content": content}
+    parsed = {"tool_calls": [_parsed_call(call) for call in calls]} if calls and isinstance(calls, list) else {}
+    return {**message, "content": content, **parsed}
+
+
+def _parsed_call(call: Any) -> Any:
+    """A call of a tool with its arguments as an object, where they are one in JSON."""
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (LookupError, TypeError, ValueError, RecursionError):
+        return call
+    return {**call, "function": {**call["function"], "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _part_text(where: str, part: object) -> str:
@@ -226,13 +278,22 @@ def _check_spec(spec: InputSpec, tokenizer: Tokenizer | None) -> None:
     if spec.prompt_token_ids:
         return
     if tokenizer is None:
-        for key in ("prompt", "messages", "system"):
+        for key in ("prompt", "messages", "system", "chat_template_kwargs"):
             if getattr(spec, key):
                 remedy = "name one in model.tokenizer, or give rows prompt_token_ids"
                 raise UsageError(f"input.{key} needs a tokenizer and this model has none; {remedy}")
     elif not spec.chat:
-        for key in ("messages", "system"):
+        for key in ("messages", "system", "chat_template_kwargs"):
             if getattr(spec, key):
                 raise UsageError(f"input.{key} needs a chat: drop it, or drop input.chat = false")
-    elif not tokenizer.has_chat_template:
+    elif tokenizer.chat_template is None:
         raise UsageError("the model has no chat template; set input.chat = false (--no-chat) for raw completion")
+    else:
+        _check_names(spec.chat_template_kwargs or (), tokenizer.chat_template.names)
+
+
+def _check_names(kwargs: Iterable[str], names: Collection[str]) -> None:
+    for name in kwargs:
+        if name not in names:
+            what = f"the model's chat template has no variable {shown(name)}{resembling(name, sorted(names))}"
+            raise UsageError(f"input.chat_template_kwargs: {what}")

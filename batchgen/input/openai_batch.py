@@ -27,8 +27,8 @@ _IGNORED = frozenset(
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
+    "tools": ([],),  # of a completion: a chat's are read
+    "tool_choice": ("none", "auto"),  # others would have to be enforced
     "functions": ([],),
     "function_call": ("none", "auto"),
     "logit_bias": ({},),
@@ -38,13 +38,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+_OF_CHATS = ("top_logprobs", "tools", "chat_template_kwargs")
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """The parts of a request, not yet checked: its messages (a chat) or its prompt, and its sampling values."""
+    """The parts of a request, not yet checked: its messages (a chat) or its prompt, and its sampling values.
+
+    ``variables`` are what else a chat passes to its template. With ``tool_choice`` "none" its tools stay out of the
+    prompt: a model that knows of none calls none.
+    """
 
     is_chat: bool
     content: Any
     sampling: Mapping[str, Any]
+    variables: Mapping[str, Any]
 
 
 def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
@@ -68,10 +76,11 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
     content_field = "messages" if is_chat else "prompt"
     if content_field not in body:
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no {content_field!r} in the body of this request to {url}")
-    sampling = _sampling(body, {content_field, "max_completion_tokens", *(["top_logprobs"] if is_chat else [])})
+    sampling = _sampling(body, {content_field, "max_completion_tokens", *(_OF_CHATS if is_chat else ())})
     if is_chat:
         sampling |= _chat_logprobs(body)
-    return BatchRequest(is_chat, body[content_field], sampling)
+    taken = ["chat_template_kwargs", *(["tools"] if body.get("tool_choice") != "none" else [])]
+    return BatchRequest(is_chat, body[content_field], sampling, {name: body.get(name) for name in taken})
 
 
 def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class RequestBuilder:
     def _drafts(self, rows: Sequence[Record]) -> Iterator[_Draft | BadRow]:
         contents = [self._attempt(record, self.finder.find, record.columns) for record in rows]
         prompts = [content.prompt for content in contents if isinstance(content, Content)]
-        chats = [prompt.messages for prompt in prompts if isinstance(prompt, Chat)]
+        chats = [prompt.variables for prompt in prompts if isinstance(prompt, Chat)]
         rendered = self._tokenizer.render_chats(chats) if self._tokenizer else iter(())
         for record, content in zip(rows, contents, strict=True):
             if isinstance(content, BadRow):

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from datetime import datetime
 from typing import Any
 
 from batchgen.config.job import SAMPLING_COLUMNS, OutputSpec, is_default
@@ -33,8 +34,9 @@ class Manifest:
 
     ``job`` is ``JobSpec.to_dict()``, ``output_keys`` is ``JobSpec.output_keys()``; ``fingerprints`` identify the
     input, the model and the code (keys ``input``, ``model``, ``code``). ``num_rows`` is the number of input rows over
-    all shards, known once the input was read to its end. ``file_states`` is ``Digests.to_plain()``, which lets the next
-    invocation skip reading unchanged files; it identifies nothing.
+    all shards, known once the input was read to its end. ``created_at`` is when the run was begun, in ISO 8601 with the
+    offset of its place: the time that a chat template prints, however often the run is resumed. ``file_states`` is
+    ``Digests.to_plain()``, which lets the next invocation skip reading unchanged files; it identifies nothing.
     """
 
     job: dict[str, Any]
@@ -44,6 +46,11 @@ class Manifest:
     num_rows: int | None = None
     created_at: str = ""
     file_states: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def begun_at(self) -> datetime | None:
+        """``created_at``, if it is known."""
+        return datetime.fromisoformat(self.created_at) if self.created_at else None
 
     def to_bytes(self) -> bytes:
         """The content of ``job.json``."""
@@ -83,6 +90,10 @@ class Manifest:
                 raise ValueError(f"job.output.{item.name} must be one of {item.metadata['kind'].metavar}")
         if self.num_rows is not None and not _is_count(self.num_rows):
             raise ValueError("num_rows is no number of rows")
+        try:
+            datetime.fromisoformat(self.created_at or "2026-01-01")
+        except (TypeError, ValueError):
+            raise ValueError("created_at is no date and time") from None
 
 
 def _check_object(key: str, value: object) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,11 @@ from batchgen.run.invocation import Invocation, Outcome, RunOptions, short
 from batchgen.run.loader import EngineFactory, read_model
 from batchgen.run.reports import has_failed_rows, job_facts, journal_totals
 from batchgen.run.stdin import StdinCopy
+
+_SHARDS_DATE = (
+    "the chat template may print a date, here that on which this shard was begun: begin all shards on one day, or fix "
+    "the date where the template takes one, such as by chat_template_kwargs = { date_string = '1 May 2026' }"
+)
 
 
 def run_job(
@@ -114,8 +119,9 @@ class _Job(Invocation):
 
     def _identify(self, source: Source | None, begun: Manifest | None) -> None:
         """Find the model and set the manifest, which a resume is compared with. Raises UsageError."""
+        begun_at = (begun and begun.begun_at) or datetime.now().astimezone().replace(microsecond=0)
         with self.progress.phase("finding the model", "load"):
-            self.model = read_model(self.spec)
+            self.model = read_model(self.spec, begun_at)
         with self.progress.phase("checking the input", "read"):
             rows: dict[str, Any] = begun.fingerprints["input"] if begun is not None and source is None else {}
             if source is not None:
@@ -129,7 +135,7 @@ class _Job(Invocation):
             output_keys=self.spec.output_keys(),
             fingerprints={"input": rows, "model": model, "code": {"batchgen": __version__}},
             shard=self.options.shard,
-            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            created_at=begun_at.isoformat(),
             file_states=self.digests.to_plain(),
         )
 
@@ -209,6 +215,9 @@ class _Job(Invocation):
         if self.stdin is not None:
             self.stdin.keep()
         self.run_dir.write_manifest(self.manifest)
+        template = self.model.tokenizer and self.model.tokenizer.chat_template
+        if self.options.shard != WHOLE and template and "strftime_now" in template.names:
+            self.progress.display.note(_SHARDS_DATE)
 
     def _refuse_model_folder(self) -> None:
         """Raises UsageError if the run would write into the folder of its model or tokenizer."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -149,8 +150,11 @@ class ModelInfo:
 EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
 
 
-def read_model(spec: JobSpec) -> ModelInfo:
-    """Find the model and read all but its weights. Raises ModelError, or UsageError for an impossible length."""
+def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
+    """Find the model and read all but its weights; its chat template takes ``now`` for the time of day.
+
+    Raises ModelError, or UsageError for an impossible length.
+    """
     model = spec.model
     states: dict[Path, FileState] = {}
     if not is_dummy(model.path):
@@ -167,9 +171,9 @@ def read_model(spec: JobSpec) -> ModelInfo:
         revision = "main"  # model.revision is that of the model's own repository
         own_tokenizer_folder = resolve_model(model.tokenizer, revision, _TOKENIZER_PATTERNS)
         states = _states(own_tokenizer_folder) | states
-        tokenizer = Tokenizer.load(own_tokenizer_folder)
+        tokenizer = Tokenizer.load(own_tokenizer_folder, now)
     elif folder is not None and (tokenizer_folder(folder) / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.load(tokenizer_folder(folder))
+        tokenizer = Tokenizer.load(tokenizer_folder(folder), now)
     elif folder is not None and is_gguf(folder) and (spec.input.prompt or spec.input.messages):
         raise ModelError(
             f"{folder}: there is no tokenizer.json beside it; give --tokenizer a folder or Hub id with one"

@@ -114,7 +114,7 @@ class _Retry(Invocation):
     def _find_model(self) -> None:
         """Find the model. Raises ResumeMismatch if it is not the one that the run was made with."""
         with self.progress.phase("checking the model", "load"):
-            self.model = read_model(self.spec)
+            self.model = read_model(self.spec, self.manifest.begun_at)
             found = differences(self.manifest.fingerprints.get("model", {}), self.model.fingerprint(self.digests))
         if found:
             raise ResumeMismatch(

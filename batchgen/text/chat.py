@@ -40,7 +40,7 @@ else:
     main({_OUT_OF_MEMORY})
 """
 
-Chat = Sequence[Mapping[str, Any]]
+Chat = Sequence[Mapping[str, Any]] | Mapping[str, Any]  # its messages, or all of its variables, ``messages`` among them
 
 
 class ChatTemplateError(Exception):
@@ -50,15 +50,18 @@ class ChatTemplateError(Exception):
 class ChatTemplate:
     """A compiled template in a child process, which is started again when a chat has ended it; for one thread.
 
-    ``special_tokens`` are the names that a template expects, such as ``bos_token``. Raises ChatTemplateError when the
-    source does not compile within the limits of a prompt.
+    ``special_tokens`` are the names that a template expects, such as ``bos_token``. ``now`` is the local time that it
+    may print, one for all prompts of a run. ``names`` are the variables that the template mentions. Raises
+    ChatTemplateError when the source does not compile within the limits of a prompt.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
+        self.source = source
+        self.names: frozenset[str] = frozenset()
         setup = {
             "source": source,
             "special_tokens": dict(special_tokens),
-            "now": datetime.now().isoformat(),  # one instant for the whole run: prompts must not depend on their time
+            "now": (now or datetime.now()).replace(tzinfo=None).isoformat(),
             "max_chars": MAX_CHARS,
             "max_cpu_s": MAX_CPU_S,
             "max_bytes": MAX_BYTES,
@@ -109,7 +112,7 @@ class ChatTemplate:
         while True:
             process = _Process()
             try:
-                problem = process.start(self._setup)
+                names, problem = process.start(self._setup)
             except EOFError:
                 problem = self._cause_of_death(process)
                 if not problem:
@@ -117,6 +120,7 @@ class ChatTemplate:
             if problem:
                 process.end()
                 raise ChatTemplateError(f"the chat template does not compile: {problem}")
+            self.names = frozenset(names.split())
             return process
 
     def _restart(self) -> _Process:
@@ -158,14 +162,14 @@ class _Process:
         self.num_rendered = 0
         self.num_owed = 0  # chats without an answer yet
 
-    def start(self, setup: bytes) -> str:
-        """What is wrong with the template, if anything. Raises BatchgenError if the program cannot be imported."""
+    def start(self, setup: bytes) -> tuple[str, str]:
+        """The template's names, and what is wrong with it. Raises BatchgenError if the program cannot be imported."""
         if problem := self._receive()[1]:
             self.end()
             raise _no_start(problem)
         self.is_started = True
         self._send([setup])
-        return self._receive()[1]
+        return self._receive()
 
     def render(self, chats: Sequence[bytes]) -> Iterator[str | ChatTemplateError]:
         """An answer per chat, in order; ``num_rendered`` counts them."""
@@ -227,9 +231,10 @@ def _failed(problem: str) -> ChatTemplateError:
 
 
 def _encode(chat: Chat) -> bytes | ChatTemplateError:
-    """A chat as one line of JSON; a value without a JSON type, such as a date, becomes its ``str()``."""
+    """A chat's variables as one line of JSON; a value without a JSON type, such as a date, becomes its ``str()``."""
+    variables = chat if isinstance(chat, Mapping) else {"messages": chat}
     try:
-        encoded = json.dumps(chat, ensure_ascii=False, default=str).encode(errors="surrogatepass")
+        encoded = json.dumps(variables, ensure_ascii=False, default=str).encode(errors="surrogatepass")
     except (TypeError, ValueError, RecursionError) as error:
         return _failed(f"the messages cannot be passed to it: {error}")
     if len(encoded) > _MAX_CHAT_BYTES:

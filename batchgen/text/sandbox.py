@@ -4,8 +4,9 @@ A template is code from a stranger. The sandbox of jinja2 keeps it from files, m
 bound its time or memory: filters, operators and ``join`` run in C. So the kernel bounds both, and a template that
 exceeds a limit ends this process, not the run. Of batchgen it imports ``core.units`` alone.
 
-Each message is one line of JSON. In: the setup, an object; then, repeatedly, a number and as many chats. Out: an answer
-``[text, problem]`` when the program has started, after the setup, and per chat; one of the two is empty.
+Each message is one line of JSON. In: the setup, an object; then, repeatedly, a number and as many chats, each the
+template's variables. Out: an answer ``[text, problem]`` when the program has started, after the setup, where the text
+holds all names that the template mentions, and per chat; where there is a problem, the text is empty.
 """
 
 from __future__ import annotations
@@ -66,14 +67,16 @@ class _Renderer:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = datetime.fromisoformat(now).strftime
         self._max_chars = max_chars
-        self._template = environment.from_string(source)
+        tree = environment.parse(source)
+        self.names = " ".join(sorted({node.name for node in tree.find_all(nodes.Name)}))
+        self._template = environment.from_string(tree)
         constant = {"tools": None, "documents": None, "add_generation_prompt": True, **special_tokens}
         self._template.globals = {**self._template.globals, **constant}  # a plain dict: jinja copies it per prompt
 
     def render(self, chat: bytes) -> str:
-        """The prompt for a list of messages in JSON."""
+        """The prompt for the variables of one chat, a JSON object."""
         pieces, size = [], 0
-        for piece in self._template.generate(messages=json.loads(chat.decode(errors="surrogatepass"))):
+        for piece in self._template.generate(json.loads(chat.decode(errors="surrogatepass"))):
             pieces.append(piece)
             size += len(piece)
             if size > self._max_chars:
@@ -109,7 +112,7 @@ def _serve(setup: dict[str, Any]) -> None:
 
     def compile_template() -> str:
         compiled.append(_Renderer(**setup))
-        return ""
+        return compiled[0].names
 
     _answer(compile_template, max_cpu_s)
     read = sys.stdin.buffer.readline

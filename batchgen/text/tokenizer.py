@@ -7,6 +7,7 @@ It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.jso
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ class Tokenizer:
         backend.no_truncation()  # a tokenizer.json may ask for either, which would change prompts silently
         backend.no_padding()
         self._backend = backend
-        self._chat_template = chat_template
+        self.chat_template = chat_template
         self.eos_token_ids = eos_token_ids
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
@@ -52,13 +53,16 @@ class Tokenizer:
         backend.encode("")  # fails here rather than on each row if it adds special tokens that it does not have
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """Load the files of ``folder``. Raises ModelError naming the file that is missing or unusable."""
+    def load(cls, folder: Path, now: datetime | None = None) -> Tokenizer:
+        """Load the files of ``folder``; ``now`` is the local time that its chat template may print.
+
+        Raises ModelError naming the file that is missing or unusable.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"no tokenizer.json in {folder}; give model.tokenizer a folder or Hub id that has one")
         special = _special_tokens(folder)
-        chat_template = _load_chat_template(folder, special)
+        chat_template = _load_chat_template(folder, special, now)
         eos_token_ids = set(generation_eos_token_ids(folder))
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
@@ -68,10 +72,6 @@ class Tokenizer:
             return cls(backend, chat_template=chat_template, eos_token_ids=tuple(sorted(eos_token_ids)))
         except BaseException as error:
             raise ModelError(f"{path} is no usable tokenizer: {_reason(error)}") from error
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int] | TokenizerError]:
         """Token ids per text, or what is wrong; ``add_special_tokens`` puts the tokenizer's own bos in front."""
@@ -97,9 +97,9 @@ class Tokenizer:
 
         Encode it with ``add_special_tokens=False``.
         """
-        if self._chat_template is None:
+        if self.chat_template is None:
             return repeat(ChatTemplateError("the model has no chat template"), len(chats))
-        return self._chat_template.render(chats)
+        return self.chat_template.render(chats)
 
 
 def _reason(error: BaseException) -> str:
@@ -140,7 +140,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     return found
 
 
-def _load_chat_template(folder: Path, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
+def _load_chat_template(folder: Path, special_tokens: Mapping[str, str], now: datetime | None) -> ChatTemplate | None:
     """Template of ``chat_template.jinja``, else of ``tokenizer_config.json``: a text, or the named text "default"."""
     path = folder / "chat_template.jinja"
     source: object = read_text(path, _MAX_FILE_BYTES) if path.exists() else None
@@ -155,6 +155,6 @@ def _load_chat_template(folder: Path, special_tokens: Mapping[str, str]) -> Chat
     if not isinstance(source, str):
         raise ModelError(f"{path}: chat_template is neither a text nor a list of named texts")
     try:
-        return ChatTemplate(source, special_tokens)
+        return ChatTemplate(source, special_tokens, now)
     except ChatTemplateError as error:
         raise ModelError(f"{path}: {error}") from error

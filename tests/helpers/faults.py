@@ -123,7 +123,7 @@ def prepare_other_run(path: Path) -> None:
     run_job(path, "parquet")
     run_dir = RunDir(path)
     run_dir.report.write_bytes(b"{}")
-    run_dir.write_manifest(replace(run_dir.read_manifest() or Manifest({}, {}), created_at="long ago"))
+    run_dir.write_manifest(replace(run_dir.read_manifest() or Manifest({}, {}), created_at="2026-01-01"))
 
 
 SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {

@@ -158,7 +158,7 @@ def use(folder: Path) -> None:
                 _decode(tokenizer, answer)
     _decode(tokenizer, [0, 1, 2])
     _decode(tokenizer, [min(tokenizer.vocab_size, 2**32) - 1] if tokenizer.vocab_size else [])
-    if tokenizer.has_chat_template:
+    if tokenizer.chat_template:
         list(tokenizer.render_chats([[{"role": "user", "content": "hi"}]]))
 
 

@@ -271,8 +271,8 @@ def test_a_change_between_reading_a_model_and_hashing_it_is_noticed(
     job.write(rows_of(20))
     load = Tokenizer.load.__func__  # type: ignore[attr-defined]  # of a class method
 
-    def loading(cls: type[Tokenizer], folder: Path) -> Tokenizer:
-        tokenizer: Tokenizer = load(cls, folder)
+    def loading(cls: type[Tokenizer], *args: Any) -> Tokenizer:
+        tokenizer: Tokenizer = load(cls, *args)
         change(model, name)
         return tokenizer
 

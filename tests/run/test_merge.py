@@ -372,7 +372,7 @@ def test_another_runs_folder_is_not_taken(tmp_path: Path) -> None:
     target.create()
     manifest = RunDir(folders[0]).read_manifest()
     assert manifest is not None
-    target.write_manifest(replace(manifest, created_at="yesterday"))
+    target.write_manifest(replace(manifest, created_at="2026-01-01"))
     with pytest.raises(UsageError, match="holds a run already"):
         merge(folders, target.path)
 

@@ -236,7 +236,7 @@ def test_a_template_that_compiles_no_more_is_one_line_that_says_how_to_go_on(mon
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template._process is not None
     template._process._popen.kill()
-    monkeypatch.setattr(chat._Process, "start", lambda self, setup: "it takes more than 5 s")
+    monkeypatch.setattr(chat._Process, "start", lambda self, setup: ("", "it takes more than 5 s"))
     with pytest.raises(BatchgenError, match=r"does not compile: it takes .* \(it compiled .*; run again to resume"):
         list(template.render([user("hi")]))
 

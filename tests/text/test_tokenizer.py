@@ -168,7 +168,7 @@ def test_a_template_file_wins_over_the_config(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_template_says_so(tmp_path: Path) -> None:
     loaded = Tokenizer.load(write_tokenizer(tmp_path, chat_template=None))
-    assert not loaded.has_chat_template
+    assert loaded.chat_template is None
     with pytest.raises(ChatTemplateError, match="no chat template"):
         prompt_of(loaded, USER_TURN)
 

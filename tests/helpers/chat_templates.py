@@ -1,0 +1,141 @@
+"""Chat templates in the manner of published ones: what they branch on and print, in words of our own."""
+
+from __future__ import annotations
+
+# As Qwen3's: tools in the system turn, thinking on unless it is switched off, earlier thoughts left out.
+THINKING = r"""
+{%- set at = namespace(last_user=-1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{%- set at.last_user = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
+    {{- '## Functions\nEach line is one:\n<tools>' }}
+    {%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\n</tools>\nTo call one, write <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call><|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set thoughts = '' %}
+        {%- set content = message.content %}
+        {%- if message.reasoning_content is defined and message.reasoning_content is string %}
+            {%- set thoughts = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thoughts = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\n' }}
+        {%- if loop.index0 > at.last_user and thoughts %}
+            {{- '<think>\n' + thoughts.strip('\n') + '\n</think>\n\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- set call = call.function if call.function else call %}
+            {{- '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
+            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
+{%- endif %}
+"""
+
+# As Llama 3.2's: bos, a date in the system turn, tools in the first user turn unless asked otherwise.
+DATED = r"""
+{{- bos_token }}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{%- if not tools_in_user_message is defined %}{%- set tools_in_user_message = true %}{%- endif %}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 2024" %}
+{%- endif %}
+{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = "" %}
+{%- endif %}
+{{- "<|im_start|>system\n" }}
+{%- if tools is not none %}{{- "Environment: ipython\n" }}{%- endif %}
+{{- "Known until: December 2023\nThe date: " + date_string + "\n\n" }}
+{%- if tools is not none and not tools_in_user_message %}
+    {{- "Functions at hand:\n\n" }}
+    {%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- "\n\n" }}{%- endfor %}
+{%- endif %}
+{{- system + "<|im_end|>" }}
+{%- if tools_in_user_message and tools is not none %}
+    {%- if messages | length == 0 %}{{- raise_exception("No user turn to put the functions in") }}{%- endif %}
+    {%- set first = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+    {{- "<|im_start|>user\nAnswer with a call of one of these, as JSON:\n\n" }}
+    {%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- "\n\n" }}{%- endfor %}
+    {{- first + "<|im_end|>" }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
+        {{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' }}
+    {%- elif 'tool_calls' in message %}
+        {%- if not message.tool_calls | length == 1 %}{{- raise_exception("One call at a time") }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|im_start|>assistant\n{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson }}
+        {{- '}<|im_end|>' }}
+    {%- else %}
+        {{- "<|im_start|>ipython\n" }}
+        {%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}
+        {%- else %}{{- message.content }}{%- endif %}
+        {{- "<|im_end|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+"""
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather in a city, é < 2 & more",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    },
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}},
+]
+
+_CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}}}
+CHATS = [
+    [{"role": "user", "content": "Hi 東京 🙂"}],
+    [{"role": "system", "content": " Be terse. "}, {"role": "user", "content": "  Hi\n"}],
+    [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "<think>\nFour.\n</think>\n\n4"},
+        {"role": "user", "content": "And 3 + 3?"},
+    ],
+    [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "reasoning_content": "A call.", "tool_calls": [_CALL]},
+        {"role": "tool", "content": '{"sky": "blue"}'},
+        {"role": "tool", "content": "12°"},
+    ],
+]
+VARIABLES = [
+    {},
+    {"tools": TOOLS},
+    {"tools": TOOLS[:1], "enable_thinking": False, "date_string": "1 May 2025"},
+    {"enable_thinking": False},
+    {"enable_thinking": True, "tools_in_user_message": False, "tools": TOOLS},
+    {"custom_tools": TOOLS, "date_string": "today"},
+]

@@ -1,0 +1,172 @@
+"""What a row passes to the chat template beside its messages: variables of its own and tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import THINKING, TOOLS
+from input_helpers import VOCAB_SIZE, write_tokenizer
+
+from batchgen.config.job import InputSpec
+from batchgen.core.errors import UsageError
+from batchgen.core.records import BadRow, Cursor, Record, SamplingParams
+from batchgen.input.requests import RequestBuilder
+from batchgen.text.tokenizer import Tokenizer
+
+OFF = {"enable_thinking": False}
+NO_THOUGHTS = "<think>\n\n</think>\n\n"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+HEAD = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=THINKING))
+
+
+def answer(tokenizer: Tokenizer, columns: Mapping[str, Any], **keys: Any) -> str:
+    """The prompt that a row becomes, or the code and message of its error."""
+    builder = RequestBuilder(
+        InputSpec(path=("rows.jsonl",), **keys), SamplingParams(), tokenizer, max_model_len=9999, vocab_size=VOCAB_SIZE
+    )
+    [found] = builder.build([Record(0, "rows.jsonl", 1, dict(columns), Cursor(0, 0, 1, 1))])
+    if isinstance(found, BadRow):
+        return f"{found.error.code}: {found.error.message}"
+    return tokenizer.decode(found.prompt_token_ids, skip_special_tokens=False)
+
+
+def batch_line(**body: Any) -> dict[str, Any]:
+    return {**HEAD, "body": {"messages": MESSAGES, **body}}
+
+
+@pytest.mark.parametrize(
+    ("job", "row", "has_thoughts"),
+    [
+        (None, {}, True),
+        (OFF, {}, False),
+        (None, OFF, False),
+        (OFF, {"enable_thinking": True}, True),
+        (OFF, {"add_vision_id": None}, False),
+        (OFF, {"enable_thinking": None}, False),  # as Parquet fills in what other rows have
+        (OFF, None, False),
+        (OFF, json.dumps({"enable_thinking": True}), True),
+    ],
+)
+@pytest.mark.parametrize("shape", ["prompt", "messages", "batch", "template"])
+def test_a_row_wins_key_by_key_over_the_job(
+    tokenizer: Tokenizer, shape: str, job: Any, row: Any, has_thoughts: bool
+) -> None:
+    shapes = {
+        "prompt": {"prompt": "Hi", "chat_template_kwargs": row},
+        "template": {"q": "Hi", "chat_template_kwargs": row},
+        "messages": {"messages": MESSAGES, "chat_template_kwargs": row},
+        "batch": batch_line(chat_template_kwargs=row),
+    }
+    prompt = "{q}" if shape == "template" else None
+    found = answer(tokenizer, shapes[shape], chat_template_kwargs=job, prompt=prompt)
+    assert found == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n" + ("" if has_thoughts else NO_THOUGHTS)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"messages": []}, "sets 'messages', which is not for it to set"),
+        ({"add_generation_prompt": False}, "sets 'add_generation_prompt'"),
+        ({"bos_token": ""}, "sets 'bos_token'"),
+        ({"tools": []}, "sets 'tools'"),
+        ({"enable_thinkin": False}, "'enable_thinkin': the model's chat template has no such variable"),
+        ([["enable_thinking", False]], "must be an object of JSON values"),
+        ("enable_thinking", "must be an object of JSON values"),
+        ({"enable_thinking": float("nan")}, "must be an object of JSON values"),
+        ({"enable_thinking": "\ud800"}, "must be an object of JSON values"),
+        (7, "must be an object of JSON values"),
+    ],
+)
+def test_a_rows_impossible_variables_make_it_an_error_row(tokenizer: Tokenizer, value: Any, message: str) -> None:
+    for row in ({"prompt": "Hi", "chat_template_kwargs": value}, batch_line(chat_template_kwargs=value)):
+        found = answer(tokenizer, row)
+        assert found.startswith("bad_param: chat_template_kwargs") and message in found, found
+
+
+def test_variables_are_not_looked_at_where_no_chat_is_rendered(tokenizer: Tokenizer) -> None:
+    columns = {"chat_template_kwargs": 7, "tools": 7}
+    assert answer(tokenizer, {"prompt": "Hi", **columns}, chat=False) == "<|startoftext|>Hi"
+    assert answer(tokenizer, {"prompt_token_ids": [1], **columns}) == "<|startoftext|>"
+    assert NO_THOUGHTS not in answer(tokenizer, {"prompt": "Hi", "tools": 7})  # tools belong to a row's messages
+
+
+def test_a_completion_takes_neither_variables_nor_tools(tokenizer: Tokenizer) -> None:
+    line = {"custom_id": "a", "url": "/v1/completions"}
+    for field, value in (("chat_template_kwargs", OFF), ("tools", TOOLS)):
+        found = answer(tokenizer, {**line, "body": {"prompt": "Hi", field: value}})
+        assert found.startswith("bad_param") and field in found
+
+
+def test_a_job_may_name_only_variables_that_the_template_has(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no variable 'enable_thinkin' \(did you mean \"enable_thinking\"\?\)$"):
+        answer(tokenizer, {"prompt": "Hi"}, chat_template_kwargs={"enable_thinkin": False})
+    plain = Tokenizer.load(write_tokenizer(tmp_path))
+    with pytest.raises(UsageError, match="the model's chat template has no variable 'enable_thinking'"):
+        answer(plain, {"prompt": "Hi"}, chat_template_kwargs=OFF)
+
+
+# ---------------------------------------------------------------- tools
+
+
+@pytest.mark.parametrize("value", [TOOLS, json.dumps(TOOLS)], ids=["objects", "text"])
+def test_a_rows_tools_stand_in_its_prompt(tokenizer: Tokenizer, value: Any) -> None:
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in TOOLS)
+    rows = [
+        {"messages": MESSAGES, "tools": value},
+        batch_line(tools=value),
+        batch_line(tools=value, tool_choice="auto"),
+    ]
+    for row in rows:
+        assert f"<tools>\n{lines}\n</tools>" in answer(tokenizer, row)
+
+
+@pytest.mark.parametrize("tools", [None, [], ""])
+def test_no_tools_are_none(tokenizer: Tokenizer, tools: Any) -> None:
+    for row in ({"messages": MESSAGES, "tools": tools}, batch_line(tools=tools or None)):
+        assert answer(tokenizer, row) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("tools", [{}, 7, "x", "{}", ["weather"], [TOOLS], [*TOOLS, None], "[" * 100_000])
+def test_tools_of_another_kind_are_of_a_bad_type(tokenizer: Tokenizer, tools: Any) -> None:
+    for row in ({"messages": MESSAGES, "tools": tools}, batch_line(tools=tools)):
+        assert answer(tokenizer, row).startswith("bad_type: 'tools' is ")
+
+
+def test_tools_that_the_template_would_leave_out_are_refused(tmp_path: Path) -> None:
+    plain = Tokenizer.load(write_tokenizer(tmp_path))
+    for row in ({"messages": MESSAGES, "tools": TOOLS}, batch_line(tools=TOOLS)):
+        assert answer(plain, row) == "bad_param: tools: the model's chat template has no such variable"
+
+
+def test_a_choice_of_tools_that_would_have_to_be_enforced_is_refused_by_name(tokenizer: Tokenizer) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "now"}}, 7):
+        found = answer(tokenizer, batch_line(tools=TOOLS, tool_choice=choice))
+        assert found == "bad_param: body field 'tool_choice' is not supported with this value"
+
+
+def test_a_model_that_may_call_no_tool_is_told_of_none(tokenizer: Tokenizer) -> None:
+    assert answer(tokenizer, batch_line(tools=TOOLS, tool_choice="none")) == answer(tokenizer, batch_line())
+
+
+def test_a_call_without_a_text_is_a_message_and_its_arguments_may_be_json_text(tokenizer: Tokenizer) -> None:
+    def chat(content: Any, arguments: Any) -> dict[str, Any]:
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        return {"messages": [*MESSAGES, {"role": "assistant", "content": content, "tool_calls": [call]}]}
+
+    found = answer(tokenizer, chat("", {"city": "Zürich", "n": [1]}))
+    assert '"arguments": {"city": "Zürich", "n": [1]}}' in found
+    assert answer(tokenizer, chat(None, '{"city":"Z\\u00fcrich","n":[1]}')) == found
+    assert '"arguments": not json}' in answer(tokenizer, chat("", "not json"))
+    assert answer(tokenizer, {"messages": [*MESSAGES, {"role": "assistant", "content": None}]}).startswith("bad_type")
+    for calls in (7, [7], [{"function": 7}], [{"function": {"arguments": 7}}], {"a": 1}):
+        row = {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}]}
+        assert answer(tokenizer, row)  # whatever the template makes of it

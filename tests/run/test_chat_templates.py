@@ -1,0 +1,182 @@
+"""Runs whose chat template prints the date or takes variables: a resume has the prompts of the run's beginning."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, tzinfo
+from pathlib import Path
+
+import pytest
+from chat_templates import DATED, THINKING
+from input_helpers import write_tokenizer
+from run_helpers import JobMaker, quiet, rows_of
+from stub_engine import stub_factory
+
+from batchgen.cli.main import call
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.core.records import Shard
+from batchgen.output.rundir import RunDir
+from batchgen.plan.dry_run import PlanOptions, make_plan
+from batchgen.run import job as job_module
+from batchgen.run.invocation import RunOptions
+from batchgen.run.retry import retry_job
+from batchgen.text import chat as chat_module
+
+OFF = {"enable_thinking": False}
+
+
+class Calendar:
+    """The clock as the run and the templates see it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = datetime(2026, 5, 1, 23, 59, 58, 999_999).astimezone()
+        calendar = self
+
+        class Clock(datetime):
+            @classmethod
+            def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+                return calendar.now.astimezone(tz) if tz else calendar.now.astimezone().replace(tzinfo=None)
+
+        monkeypatch.setattr(job_module, "datetime", Clock)
+        monkeypatch.setattr(chat_module, "datetime", Clock)
+
+
+@pytest.fixture
+def calendar(monkeypatch: pytest.MonkeyPatch) -> Calendar:
+    return Calendar(monkeypatch)
+
+
+def spec_with(job: JobMaker, template: str, name: str = "out", **keys: object) -> JobSpec:
+    """A job whose chats that template renders; the stub's answers depend on every token of a prompt."""
+    job.output = job.folder / name
+    tokenizer = write_tokenizer(job.folder / "tokenizer", chat_template=template)
+    return job.spec(
+        model={"tokenizer": str(tokenizer)}, output={"path": str(job.output)}, input={"prompt": "{question}", **keys}
+    )
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Puts the process into another time zone."""
+
+    def move(zone: str) -> None:
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+
+    yield move
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_a_run_resumed_tomorrow_has_the_prompts_of_today(job: JobMaker, calendar: Calendar) -> None:
+    job.write(rows_of(60))
+    job.run(spec_with(job, DATED, "whole"))
+    expected = job.outputs()
+    spec = spec_with(job, DATED)
+    assert job.run(spec, quiet(max_total_tokens=4000)).exit_code == 75
+    calendar.now += timedelta(days=1)
+    assert job.run(spec).exit_code == 0
+    assert job.outputs() == expected
+    job.run(spec_with(job, DATED, "tomorrow"))
+    assert job.outputs() != expected  # the clock would have been noticed
+
+
+def test_a_retry_tomorrow_has_the_prompts_of_today(job: JobMaker, calendar: Calendar) -> None:
+    job.write(rows_of(20))
+    job.run(spec_with(job, DATED, "whole"))
+    expected = job.outputs()
+    job.run(spec_with(job, DATED), fails=frozenset({3, 4}))
+    calendar.now += timedelta(days=1)
+    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    assert job.outputs() == expected
+
+
+def test_a_run_keeps_the_time_of_the_place_where_it_was_begun(
+    job: JobMaker, calendar: Calendar, places: Callable[[str], None]
+) -> None:
+    job.write(rows_of(60))
+    job.run(spec_with(job, DATED, "fixed", chat_template_kwargs={"date_string": "02 May 2026"}))
+    expected = job.outputs()
+    spec = spec_with(job, DATED)
+    places("EAST-14")
+    calendar.now = datetime.fromisoformat("2026-05-01T12:00:00+00:00")
+    assert job.run(spec, quiet(max_total_tokens=4000)).exit_code == 75
+    places("WEST11")
+    assert job.run(spec).exit_code == 0
+    assert job.outputs() == expected
+    manifest = RunDir(job.output).read_manifest()
+    assert manifest is not None and manifest.created_at == "2026-05-02T02:00:00+14:00"
+
+
+@pytest.mark.parametrize("value", ["yesterday", 7, None, ["2026-05-01"]])
+def test_a_manifest_without_a_time_is_named(job: JobMaker, value: object) -> None:
+    job.write(rows_of(2))
+    job.run()
+    path = job.output / "job.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), "created_at": value}), encoding="utf-8")
+    if value is None:
+        assert job.run().exit_code == 0
+        return
+    with pytest.raises(UsageError, match=r"created_at is no date and time"):
+        job.run()
+
+
+@pytest.mark.parametrize(("template", "says"), [(DATED, True), (THINKING, False)])
+def test_a_shard_says_that_its_prompts_hold_its_own_date(
+    job: JobMaker, template: str, says: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(4))
+    job.run(spec_with(job, template), RunOptions(shard=Shard(1, 2), heartbeat_s=1e9))
+    assert ("begin all shards on one day" in " ".join(capsys.readouterr().err.split())) == says
+
+
+# ---------------------------------------------------------------- variables
+
+
+def test_other_variables_are_another_job(job: JobMaker) -> None:
+    job.write(rows_of(40))
+    template = THINKING + "{{ tools_in_user_message }}"
+    spec = spec_with(job, template, chat_template_kwargs=OFF)
+    assert job.run(spec, quiet(max_total_tokens=600)).exit_code == 75
+    for other in (None, {"enable_thinking": True}, {**OFF, "tools_in_user_message": True}):
+        with pytest.raises(ResumeMismatch, match=r"input\.chat_template_kwargs"):
+            job.run(spec_with(job, template, chat_template_kwargs=other))
+    assert job.run(spec).exit_code == 0
+
+
+def test_the_variables_of_a_run_are_those_of_its_retry_and_its_plan(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    plain = make_plan(spec_with(job, THINKING), PlanOptions())
+    spec = spec_with(job, THINKING, "whole", chat_template_kwargs=OFF)
+    assert make_plan(spec, PlanOptions())["prompt_tokens"]["total"] > plain["prompt_tokens"]["total"]
+    job.run(spec)
+    expected = job.outputs()
+    job.run(spec_with(job, THINKING, chat_template_kwargs=OFF), fails=frozenset({3}))
+    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    assert job.outputs() == expected
+
+
+def test_a_flag_and_a_job_file_take_variables_alike(
+    job: JobMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write([{"question": "Hi"}])
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", chat_template=THINKING + DATED)
+    monkeypatch.setenv("DAY", "today")
+    text = f'[model]\npath = "{job.spec().model.path}"\ntokenizer = "{tokenizer}"\n[input]\npath = "{job.input}"\n'
+    text += 'prompt = "{question}"\n'
+    totals = []
+    for extra, flags in [
+        ('chat_template_kwargs = { enable_thinking = false, date_string = "${DAY}" }\n', []),
+        ("", ["--chat-template-kwargs", '{"enable_thinking": false, "date_string": "today"}']),
+        ("chat_template_kwargs = { enable_thinking = false }\n", ["--chat-template-kwargs", "{}"]),
+        ("", []),
+    ]:
+        (tmp_path / "job.toml").write_text(text + extra, encoding="utf-8")
+        assert call(["plan", str(tmp_path / "job.toml"), "--json", *flags]) == 0
+        totals.append(json.loads(capsys.readouterr().out)["prompt_tokens"]["total"])
+    assert totals[0] == totals[1] != totals[2] == totals[3]
+    assert call(["plan", str(tmp_path / "job.toml"), "--chat-template-kwargs", "{enable_thinking: false}"]) == 2
+    assert "must be an object of JSON values" in " ".join(capsys.readouterr().err.split())
