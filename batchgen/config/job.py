@@ -188,6 +188,7 @@ class JobSpec:
     sampling: SamplingParams = SamplingParams()
     engine: EngineConfig = EngineConfig()
     sampling_columns: tuple[str, ...] = ()  # ``sampling.columns``: see ``SAMPLING_COLUMNS``
+    over_preset: tuple[str, ...] | None = None  # keys given over ``preset = "model"``, until the model is found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data as in the job file, every default filled in; ``load.job_from_dict`` reads it back."""

@@ -216,16 +216,22 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
     card = card_values(merged["model"].get("path", ""))
     sampling = SamplingParams()
     columns: tuple[str, ...] = ()
+    over_preset: tuple[str, ...] | None = None
     for origin in origins:
         given = dict(origin.values.get("sampling", {}))
         if given.pop("columns", None) is not None:
             columns = origin.parsed("sampling", "columns")
+        if given.get("preset") is not None:
+            over_preset = () if given["preset"] == "model" else None
+        if over_preset is not None:
+            given.pop("preset", None)
+            over_preset += tuple(name for name, value in given.items() if value is not None)
         try:
-            sampling = merge_params(sampling, given, card)
+            sampling = merge_params(sampling, given, {"card": card})
         except ParamError as error:
             raise UsageError(f"{origin.place('sampling', error.key)}: {error}") from error
     parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}
-    return JobSpec(sampling=sampling, sampling_columns=columns, **parts)
+    return JobSpec(sampling=sampling, sampling_columns=columns, over_preset=over_preset, **parts)
 
 
 def _resolve(base: Path, section: str, key: str, value: Any) -> Any:

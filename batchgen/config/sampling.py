@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from batchgen.core.errors import ModelError
 from batchgen.core.keys import STRINGS, Key, keys_of, nearest, one_of
+from batchgen.core.model_files import GENERATION_CONFIG, generation_config
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import shown
 
 # The values on the model cards of the instruct models at huggingface.co/LiquidAI.
 _LFM2: Mapping[str, float] = {"temperature": 0.3, "min_p": 0.15, "repetition_penalty": 1.05}
 _LFM2_5: Mapping[str, float] = {"temperature": 0.1, "top_k": 50, "repetition_penalty": 1.05}
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # keys of generation_config.json
+_UNKNOWN = {
+    "card": 'only the cards of LFM2 and LFM2.5 are known here, by name; "model" takes generation_config.json',
+    "model": "the model has no generation_config.json",
+}
 
 
 class ParamError(ValueError):
@@ -44,34 +52,62 @@ def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+_PRESET_HELP = "What generation_config.json (model), or an LFM2 model's card, recommends"
 _COLUMNS_HELP = "Columns that hold a row's own sampling values; * for all so named"
 COLUMNS = STRINGS.then(_column_names, metavar="A,B|*", from_text=_listed, repeats=False)
 SAMPLING_KEYS = {
     **keys_of(SamplingParams),
-    "preset": Key("preset", None, one_of("card"), "card: values that the model's card recommends", "preset", True),
+    "preset": Key("preset", None, one_of(*_UNKNOWN), _PRESET_HELP, "preset", True),
     "columns": Key("columns", (), COLUMNS.then(_sampling_columns), _COLUMNS_HELP, "sampling-columns", True),
 }
 PARAM_KEYS: tuple[str, ...] = tuple(name for name in SAMPLING_KEYS if name != "columns")  # a row may give these
 _PARSE = {name: SAMPLING_KEYS[name].kind.parse for name in PARAM_KEYS}
 
 
-def card_values(model: str) -> Mapping[str, float]:
-    """What ``preset = "card"`` stands for with ``model``, a name or path: LFM2.5's values by its name, else LFM2's."""
-    return _LFM2_5 if "lfm2.5" in model.lower() else _LFM2
+def card_values(model: str) -> Mapping[str, float] | None:
+    """What ``preset = "card"`` stands for with ``model``, a name or path: LFM2.5's or LFM2's values, by its name."""
+    name = Path(model).name.lower()
+    return _LFM2_5 if "lfm2.5" in name else _LFM2 if "lfm2" in name else None
+
+
+def recommended_values(folder: Path) -> Mapping[str, Any] | None:
+    """What ``preset = "model"`` stands for: the sampling values of a model's ``generation_config.json``, if it has one.
+
+    ``do_sample = false`` is greedy, as in transformers, and so is a file that has neither that key nor a temperature.
+    Raises ModelError naming the file and a key whose value is impossible.
+    """
+    raw = generation_config(folder)
+    if raw is None:
+        return None
+    found: dict[str, Any] = {}
+    for name in _RECOMMENDED:
+        try:
+            found |= {} if raw.get(name) is None else {name: _PARSE[name](raw[name])}
+        except ValueError as error:
+            raise ModelError(f"{folder / GENERATION_CONFIG}: {name} = {shown(raw[name], 80)} {error}") from None
+    samples = raw.get("do_sample")
+    if not isinstance(samples, bool | None):
+        raise ModelError(f"{folder / GENERATION_CONFIG}: do_sample = {shown(samples, 80)} must be true or false")
+    if samples or (samples is None and "temperature" in found):
+        return {"temperature": 1.0, **found}
+    return {name: value for name, value in found.items() if name == "repetition_penalty"} | {"temperature": 0.0}
 
 
 def merge_params(
-    base: SamplingParams, overrides: Mapping[str, Any], card: Mapping[str, Any] | None = None
+    base: SamplingParams, overrides: Mapping[str, Any], presets: Mapping[str, Mapping[str, Any] | None] | None = None
 ) -> SamplingParams:
     """``base`` with the values of ``overrides`` in place of its own; null means "not given".
 
-    ``preset = "card"`` stands for the values of ``card``, by default LFM2's: they replace the base's, and other values
-    of ``overrides`` replace them. Raises ParamError on an unknown key, a wrong type, a value out of range, or values
-    that contradict each other.
+    A ``preset`` stands for its values in ``presets``: they replace the base's, and other values of ``overrides``
+    replace them. Raises ParamError on an unknown key, a wrong type, a value out of range, a preset that this model does
+    not have, or values that contradict each other.
     """
     given = {key: _parsed(key, value) for key, value in overrides.items() if value is not None}
-    if given.pop("preset", None) is not None:
-        given = {**(card or _LFM2), **given}
+    if (preset := given.pop("preset", None)) is not None:
+        values = (presets or {}).get(preset)
+        if values is None:
+            raise ParamError("preset", f'preset = "{preset}": {_UNKNOWN[preset]}')
+        given = {**values, **given}
     if not given:
         return base
     merged = replace(base, **given)

@@ -21,10 +21,10 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG = "config.json"
-_GENERATION_CONFIG = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 _DATA_NAMES = frozenset(
     (
-        *(_CONFIG, _GENERATION_CONFIG, INDEX),
+        *(_CONFIG, GENERATION_CONFIG, INDEX),
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     )
 )
@@ -157,10 +157,15 @@ def read_object(path: Path, max_bytes: int) -> dict[str, Any]:
     return raw
 
 
+def generation_config(folder: Path) -> dict[str, Any] | None:
+    """What ``generation_config.json`` of ``folder`` holds, None without such a file. Raises ModelError."""
+    path = folder / GENERATION_CONFIG
+    return read_object(path, _MAX_GENERATION_BYTES) if path.exists() else None
+
+
 def generation_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """End tokens that ``generation_config.json`` of ``folder`` names; empty without such a file. Raises ModelError."""
-    path = folder / _GENERATION_CONFIG
-    return token_ids(read_object(path, _MAX_GENERATION_BYTES), "eos_token_id", str(path)) if path.exists() else ()
+    return token_ids(generation_config(folder) or {}, "eos_token_id", str(folder / GENERATION_CONFIG))
 
 
 def token_ids(values: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:

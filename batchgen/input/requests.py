@@ -44,8 +44,8 @@ class RequestBuilder:
     not null of ``prompt_token_ids``, ``messages`` and ``prompt``, or a row's only column ``text``, or the body of
     an OpenAI Batch line. A row whose messages begin with a system message keeps it in place of the job's.
     Sampling values come from the job, then from those of its ``sampling.columns`` that the row has, then from the
-    row's ``sampling`` object; ``card`` is what ``preset = "card"`` stands for in a row. A choice is tokenized by itself
-    and its tokens follow the prompt's, white space included: "yes" and " yes" are two choices.
+    row's ``sampling`` object; ``presets`` are what ``preset`` stands for in a row. A choice is tokenized by itself and
+    its tokens follow the prompt's, white space included: "yes" and " yes" are two choices.
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
     ``max_model_len - 1`` tokens, which leaves room to generate one; the longest choice needs its own room, and a row
@@ -61,13 +61,13 @@ class RequestBuilder:
         *,
         max_model_len: int,
         vocab_size: int,
-        card: Mapping[str, Any] | None = None,
+        presets: Mapping[str, Mapping[str, Any] | None] | None = None,
         columns: Sequence[str] = (),
     ) -> None:
         self.finder = ContentFinder(spec, tokenizer, vocab_size, columns)
         self._spec = spec
         self._sampling = sampling
-        self._card = card
+        self._presets = presets
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         if missing := self._needs_tokenizer(sampling):
@@ -116,7 +116,7 @@ class RequestBuilder:
                 raise RowProblem(RowErrorCode.TEMPLATE_ERROR, str(text))
             prompt = PlainText(text, add_special_tokens=False)
         try:
-            params = merge_params(self._sampling, content.overrides, self._card)
+            params = merge_params(self._sampling, content.overrides, self._presets)
         except ParamError as error:
             raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
         if missing := self._needs_tokenizer(params):

@@ -49,6 +49,7 @@ def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
     """
     with stdin_as_file(spec.input) as where:
         model = read_model(spec)
+        spec = model.with_preset(spec)
         source = open_source(where, RunDir(Path(spec.output.path)).owns)
         rows = RowRange(source, options.shard, has_ids=may_have_ids(where))
         ids = UniqueIds(None, as_text=spec.output.has_text_ids)

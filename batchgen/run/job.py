@@ -122,6 +122,9 @@ class _Job(Invocation):
         begun_at = (begun and begun.begun_at) or datetime.now().astimezone().replace(microsecond=0)
         with self.progress.phase("finding the model", "load"):
             self.model = read_model(self.spec, begun_at)
+        if begun is None:
+            self._note_recommended()
+        self.spec = self.model.with_preset(self.spec)
         with self.progress.phase("checking the input", "read"):
             rows: dict[str, Any] = begun.fingerprints["input"] if begun is not None and source is None else {}
             if source is not None:
@@ -138,6 +141,14 @@ class _Job(Invocation):
             created_at=begun_at.isoformat(),
             file_states=self.digests.to_plain(),
         )
+
+    def _note_recommended(self) -> None:
+        """Say that the model recommends sampling where the job does not ask for any."""
+        values = self.model.recommended or {}
+        if values.get("temperature") and self.spec.sampling.is_greedy and self.spec.over_preset is None:
+            text = ", ".join(f"{name} = {value:g}" for name, value in values.items())
+            said = f"the model's generation_config.json recommends {text}; rows are greedy"
+            self.progress.display.note(f"{said} unless they ask for more: --preset model takes these values")
 
     def _agree_with(self, begun: Manifest) -> None:
         """Go on with the run that was begun. Raises ResumeMismatch if its outputs would differ from this job's."""

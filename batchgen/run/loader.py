@@ -10,14 +10,14 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec
-from batchgen.config.sampling import card_values
+from batchgen.config.sampling import ParamError, card_values, merge_params, recommended_values
 from batchgen.core.errors import InputChanged, ModelError, UsageError
 from batchgen.core.fingerprint import Digests, FileState
 from batchgen.core.hub import resolve_model
@@ -81,6 +81,7 @@ class ModelInfo:
     """A model without its weights. Without a ``tokenizer``, rows must hold token ids.
 
     ``read_states`` are the states of the config, tokenizer and adapter files just before they were read.
+    ``recommended`` are the sampling values of its generation_config.json, None without one.
     """
 
     config: ModelConfig
@@ -90,6 +91,7 @@ class ModelInfo:
     folder: Path | None  # or GGUF file; None for a dummy
     tokenizer_folder: Path | None  # if it is not the model's own
     read_states: Mapping[Path, FileState]
+    recommended: Mapping[str, Any] | None = None
     lora: Lora | None = None
 
     @property
@@ -131,6 +133,17 @@ class ModelInfo:
         """End-of-sequence token ids from the model config and the tokenizer."""
         return frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())
 
+    def with_preset(self, spec: JobSpec) -> JobSpec:
+        """The job with the values of ``preset = "model"``, if it asks for them. Raises UsageError without any."""
+        if spec.over_preset is None:
+            return spec
+        values = self.recommended and {k: v for k, v in self.recommended.items() if k not in spec.over_preset}
+        try:
+            sampling = merge_params(spec.sampling, {"preset": "model"}, {"model": values})
+        except ParamError as error:
+            raise UsageError(f"sampling.{error}") from None
+        return replace(spec, sampling=sampling, over_preset=None)
+
     def builder(self, where: InputSpec, sampling: SamplingParams, columns: Sequence[str] = ()) -> RequestBuilder:
         """The builder of requests for this model; ``columns`` are the job's ``sampling.columns``.
 
@@ -142,7 +155,7 @@ class ModelInfo:
             self.tokenizer,
             max_model_len=self.max_model_len,
             vocab_size=self.config.vocab_size,
-            card=card_values(self.path),
+            presets={"card": card_values(self.path), "model": self.recommended},
             columns=columns,
         )
 
@@ -182,7 +195,9 @@ def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
         sizes = f"{tokenizer.vocab_size} tokens, the model {config.vocab_size}"
         raise UsageError(f"the tokenizer has {sizes}: they do not belong together")
     longest = _max_model_len(spec, config)
-    return ModelInfo(config, tokenizer, longest, model.path, folder, own_tokenizer_folder, states, lora)
+    recommended = None if folder is None else recommended_values(tokenizer_folder(folder))
+    parts = (config, tokenizer, longest, model.path, folder, own_tokenizer_folder, states)
+    return ModelInfo(*parts, recommended, lora)
 
 
 def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -> Backend:

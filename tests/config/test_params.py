@@ -157,13 +157,13 @@ CARD = {"temperature": 0.1, "top_k": 50, "repetition_penalty": 1.05}
 
 def test_a_preset_is_a_base_that_values_beside_it_win_over() -> None:
     base = merge_params(BASE, {"temperature": 1.5, "max_tokens": 9, "min_p": 0.5})
-    merged = merge_params(base, {"top_k": 3, "preset": "card", "temperature": None}, CARD)
+    merged = merge_params(base, {"top_k": 3, "preset": "card", "temperature": None}, {"card": CARD})
     assert merged == replace(base, temperature=0.1, top_k=3, repetition_penalty=1.05)
 
 
 @pytest.mark.parametrize("values", [{"temperature": 0}, {"top_k": 0}, {"repetition_penalty": 1.0}])
 def test_a_later_layer_wins_over_a_preset(values: dict[str, Any]) -> None:
-    base = merge_params(BASE, {"preset": "card"}, CARD)
+    base = merge_params(BASE, {"preset": "card"}, {"card": CARD})
     assert merge_params(base, values) == replace(base, **values)
 
 
@@ -177,11 +177,11 @@ def test_a_later_layer_wins_over_a_preset(values: dict[str, Any]) -> None:
     ],
 )
 def test_the_card_is_that_of_the_models_generation(model: str, values: dict[str, Any]) -> None:
-    assert merge_params(BASE, {"preset": "card"}, card_values(model)) == replace(BASE, **values)
+    assert merge_params(BASE, {"preset": "card"}, {"card": card_values(model)}) == replace(BASE, **values)
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ParamError, match=r"^preset = 'best' must be one of card$"):
+    with pytest.raises(ParamError, match=r"^preset = 'best' must be one of card, model$"):
         merge_params(BASE, {"preset": "best"})
 
 

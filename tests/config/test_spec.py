@@ -132,7 +132,7 @@ def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch:
         ("[sampling]\ntemperature = nan\n", r"sampling\.temperature"),
         (
             '[sampling]\npreset = "best"\n',
-            r"job\.toml:8: sampling\.preset: preset = 'best' must be one of card",
+            r"job\.toml:8: sampling\.preset: preset = 'best' must be one of card, model",
         ),
         ('[sampling]\nprset = "card"\n', r'sampling\.prset: unknown key \(did you mean "preset"'),
         ('preset = "card"\n', r"input\.preset: unknown key \(it belongs in \[sampling\]\)"),
@@ -378,11 +378,11 @@ def test_the_model_that_a_flag_names_says_which_card(tmp_path: Path) -> None:
 
 
 def test_what_stands_beside_a_preset_or_comes_later_wins_and_what_came_before_does_not(tmp_path: Path) -> None:
-    text = minimal('[sampling]\npreset = "card"\ntemperature = 0.9\nmin_p = 0.2\n')
+    text = minimal('[sampling]\npreset = "card"\ntemperature = 0.9\nmin_p = 0.2\n').replace("m/n", "o/LFM2")
     flags = {"sampling": {"min_p": 0.5}}
     sampling = from_text(tmp_path, text, flags).sampling
     assert (sampling.temperature, sampling.min_p, sampling.repetition_penalty) == (0.9, 0.5, 1.05)
-    text = minimal("[sampling]\ntemperature = 0.9\nmax_tokens = 7\n")
+    text = minimal("[sampling]\ntemperature = 0.9\nmax_tokens = 7\n").replace("m/n", "o/LFM2")
     sampling = from_text(tmp_path, text, {"sampling": {"preset": "card"}}).sampling
     assert (sampling.temperature, sampling.max_tokens) == (0.3, 7)
 
