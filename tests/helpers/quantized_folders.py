@@ -177,13 +177,13 @@ KINDS: dict[str, tuple[dict[str, Any], Writer]] = {
 }
 
 
-def write_quantized(folder: Path, kind: str) -> dict[str, Tensor]:
+def write_quantized(folder: Path, kind: str, **changes: Any) -> dict[str, Tensor]:
     """Write a tiny checkpoint whose linears are quantized; its tensors by name, and those it stands for beside it.
 
     The folder ``plain`` in ``folder`` holds the same model with the values that the quantized tensors stand for.
     """
     settings, writer = KINDS[kind]
-    tensors = write_checkpoint(folder)
+    tensors = write_checkpoint(folder, **changes)
     plain, stored = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
         if weight.dim() == 2 and "embed" not in name:
@@ -192,7 +192,7 @@ def write_quantized(folder: Path, kind: str) -> dict[str, Tensor]:
             del stored[name]
             stored |= {f"{name.removesuffix('.weight')}.{part}": values for part, values in parts.items()}
     save_file(stored, folder / "model.safetensors")
-    write_checkpoint(folder / "plain")
+    write_checkpoint(folder / "plain", **changes)
     save_file(plain, folder / "plain" / "model.safetensors")
     set_quantization(folder, settings)
     return stored

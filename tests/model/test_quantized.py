@@ -39,6 +39,13 @@ def test_a_quantized_model_has_the_logits_of_the_values_that_it_stands_for(
     assert torch.equal(prefix_logits(found, PROMPT), prefix_logits(expected, PROMPT))
 
 
+@pytest.mark.parametrize("kind", ["packed int4", "fp8", "gptq", "awq"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_quantized_models_of_other_families_are_read_alike(tmp_path: Path, family: str, kind: str) -> None:
+    write_quantized(tmp_path, kind, model_type=family)
+    assert torch.equal(prefix_logits(load(tmp_path), PROMPT), prefix_logits(load(tmp_path / "plain"), PROMPT))
+
+
 def refusal(folder: Path, dtype: str = "float32") -> str:
     """The one line with which loading the folder fails."""
     with pytest.raises(ModelError) as caught:
