@@ -20,7 +20,7 @@ from batchgen.core.units import parse_size, shown
 
 SAMPLING_COLUMNS = "sampling.columns"  # "*" stands for every column named like a sampling key that no prompt uses
 RECORD_KEYS = frozenset(
-    {"id", "index", "text", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
+    {"id", "index", "text", "reasoning", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
     | {"choices", "prompt_logprobs", "perplexity"}
 )  # fields of an output record; a kept column of such a name is written as input_<name>
 
@@ -166,6 +166,7 @@ class OutputSpec:
     )
     order: str = key(one_of("input", "completion"), "Order of the output rows", "input", outputs=False)
     token_ids: bool = key(BOOL, "Add the generated token ids", False)
+    split_reasoning: bool = key(BOOL, "Put what a model thinks first into a field of its own", False)
     expected: str | None = key(_COLUMN, "Column to compare the text with", None)
 
     @property

@@ -16,17 +16,22 @@ from batchgen.core.units import counted
 from batchgen.input.ids import UniqueIds
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import RowProblem, bad_row, chunked, row_id
+from batchgen.text.reasoning import PROMPT_END
 
 _SHOWN_BAD_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A row whose request is in the engine: its id, None where it has none, and the choices to score."""
+    """A row whose request is in the engine: its id, None where it has none, and the choices to score.
+
+    ``prompt_end`` are the last tokens of its prompt, which say whether the answer begins inside reasoning.
+    """
 
     record: Record
     id: str | int | None
     choices: tuple[str, ...] = ()
+    prompt_end: tuple[int, ...] = ()
 
     @property
     def index(self) -> int:
@@ -85,7 +90,9 @@ class RowValidator:
 
 
 def _answer(row: Pending, built: Request | BadRow) -> tuple[Pending, Request] | BadRow:
-    return built if isinstance(built, BadRow) else (replace(row, choices=built.params.choices), built)
+    if isinstance(built, BadRow):
+        return built
+    return replace(row, choices=built.params.choices, prompt_end=built.prompt_token_ids[-PROMPT_END:]), built
 
 
 def rebuild_ids(rows: Iterable[Record | BadRow], last: int, validator: RowValidator) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from batchgen.config.job import RECORD_KEYS, JobSpec
 from batchgen.core.records import BadRow, FinishReason, Record, Result, Sample, Timings, TokenLogprob, url_of
+from batchgen.text.reasoning import Reasoning
 from batchgen.text.stop_strings import cut_text
 
 RowId = str | int | None
@@ -27,29 +28,42 @@ class Decode(Protocol):
 
 
 class Payloads:
-    """Makes the payloads of one job. ``decode`` is None for a model without a tokenizer: ids then replace the text."""
+    """Makes the payloads of one job. ``decode`` is None for a model without a tokenizer: ids then replace the text.
 
-    def __init__(self, spec: JobSpec, decode: Decode | None) -> None:
+    ``reasoning`` splits the texts of a job that asks for it; a text without reasoning has null in that field.
+    """
+
+    def __init__(self, spec: JobSpec, decode: Decode | None, reasoning: Reasoning | None = None) -> None:
         self._spec = spec
         self._decode = decode
+        self._reasoning = reasoning
 
-    def result(self, record: Record, row_id: RowId, result: Result, choices: tuple[str, ...] = ()) -> dict[str, Any]:
+    def result(
+        self,
+        record: Record,
+        row_id: RowId,
+        result: Result,
+        choices: tuple[str, ...] = (),
+        prompt_end: Sequence[int] = (),
+    ) -> dict[str, Any]:
         """The output record of a row; the index is the id of a row without one.
 
-        The order is fixed and fields that were not asked for are left out: id, index, text, finish_reason, usage,
-        timings, token_ids, logprobs, samples, choices, prompt_logprobs, perplexity, kept columns. The text, reason, ids
-        and log-probabilities are those of the first sample; ``samples`` holds all of several. A row whose ``choices``
-        were scored has the likeliest of them as its text. A kept column with the name of a field of the record is
-        written as ``input_<name>``.
+        The order is fixed and fields that were not asked for are left out: id, index, text, reasoning, finish_reason,
+        usage, timings, token_ids, logprobs, samples, choices, prompt_logprobs, perplexity, kept columns. The text,
+        reason, ids and log-probabilities are those of the first sample; ``samples`` holds all of several. A row whose
+        ``choices`` were scored has the likeliest of them as its text. A kept column with the name of a field of the
+        record is written as ``input_<name>``. ``prompt_end`` are the last tokens of the prompt.
         """
-        samples = [self._sample(sample) for sample in result.samples]
+        is_open = self._reasoning is not None and not choices and self._reasoning.is_open(prompt_end)
+        samples = [self._sample(sample, is_open=is_open) for sample in result.samples]
         first = samples[0]
         scored = [*zip(choices, result.choice_logprobs, strict=True)] if choices else []
         if scored:
             likeliest, _ = max(scored, key=lambda choice: choice[1])  # the first of equals
             first |= {"text": likeliest, "finish_reason": str(FinishReason.STOP)}
+            first |= {"reasoning": None} if self._reasoning is not None else {}
         payload: dict[str, Any] = {"id": record.index if row_id is None else row_id, "index": record.index}
-        payload |= {name: first[name] for name in ("text", "finish_reason") if name in first}
+        payload |= {name: first[name] for name in ("text", "reasoning", "finish_reason") if name in first}
         payload["usage"] = {
             "prompt_tokens": result.num_prompt_tokens,
             "completion_tokens": result.num_completion_tokens,
@@ -96,14 +110,17 @@ class Payloads:
             names = [name for name in wanted if name in columns]
         return {kept_name(name, columns): columns[name] for name in names}
 
-    def _sample(self, sample: Sample) -> dict[str, Any]:
+    def _sample(self, sample: Sample, *, is_open: bool) -> dict[str, Any]:
         shaped: dict[str, Any] = {}
         if self._decode is not None:
-            shaped["text"] = (
+            shaped["text"] = text = (
                 cut_text(self._decode, sample.token_ids, sample.stop)
                 if sample.stop is not None
                 else self._decode(sample.token_ids)
             )
+            if self._reasoning is not None:
+                reasoning, text = self._reasoning.split(sample.token_ids, text, is_open=is_open)
+                shaped |= {"text": text, "reasoning": reasoning}
         shaped["finish_reason"] = str(sample.finish_reason)
         if self._spec.output.token_ids or self._decode is None:
             shaped["token_ids"] = list(sample.token_ids)

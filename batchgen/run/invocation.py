@@ -32,6 +32,7 @@ from batchgen.run.progress import GENERATING, Progress
 from batchgen.run.requests import RequestStream
 from batchgen.run.results import ResultSink
 from batchgen.run.stop import Limits, Stopper, StopRequested
+from batchgen.text.reasoning import Reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,9 @@ class Invocation(ABC):
 
         The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved.
         """
-        payloads = Payloads(self.spec, self.model.tokenizer.decode if self.model.tokenizer else None)
+        tokenizer = self.model.tokenizer
+        reasoning = Reasoning(tokenizer) if tokenizer and self.spec.output.split_reasoning else None
+        payloads = Payloads(self.spec, tokenizer.decode if tokenizer else None, reasoning)
         charge = self.progress.clock.on
         sink = self.progress.sink = ResultSink(journal, payloads, self.options.max_error_rate, charge)
         stream = RequestStream(sink, validator, self.stopper, charge)

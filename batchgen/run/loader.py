@@ -191,6 +191,10 @@ def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
         raise ModelError(
             f"{folder}: there is no tokenizer.json beside it; give --tokenizer a folder or Hub id with one"
         )
+    if tokenizer is None and spec.output.split_reasoning:
+        raise UsageError(
+            "output.split_reasoning needs a tokenizer and this model has none; name one in model.tokenizer"
+        )
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         sizes = f"{tokenizer.vocab_size} tokens, the model {config.vocab_size}"
         raise UsageError(f"the tokenizer has {sizes}: they do not belong together")

@@ -85,6 +85,10 @@ class Tokenizer:
             return [problem]
         return [answer for text in texts for answer in self.encode_batch([text], add_special_tokens)]
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token of the vocabulary; None for a text that is none."""
+        return self._backend.token_to_id(token)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of generated ids; bytes that form no whole character become U+FFFD. Raises TokenizerError."""
         try:

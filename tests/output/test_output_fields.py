@@ -30,13 +30,14 @@ LOGPROBS = [
     token(9, "\ufffd", -1.5, (8, "b", -0.25), (9, "\ufffd", -1.5), (10, "\ufffd", -2.5)),
 ]
 SAMPLES = [
-    {"text": " é", "finish_reason": "stop", "token_ids": [5, 9], "logprobs": LOGPROBS},
-    {"text": "", "finish_reason": "repetition", "token_ids": [], "logprobs": []},
-    {"text": "x", "finish_reason": "length", "token_ids": [11], "logprobs": [token(11, "x", -1.0)]},
+    {"text": " é", "reasoning": "so", "finish_reason": "stop", "token_ids": [5, 9], "logprobs": LOGPROBS},
+    {"text": "", "reasoning": "", "finish_reason": "repetition", "token_ids": [], "logprobs": []},
+    {"text": "x", "reasoning": None, "finish_reason": "length", "token_ids": [11], "logprobs": [token(11, "x", -1.0)]},
 ]
 ASKED: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": LOGPROBS},
     "samples": {"token_ids": [5, 9], "logprobs": LOGPROBS, "samples": SAMPLES},
+    "reasoning": {"reasoning": "so"},
     "choices": {"choices": [{"text": "yes", "logprob": -0.5}, {"text": " no", "logprob": -3.25}]},
     "scoring": {"prompt_logprobs": LOGPROBS, "perplexity": 2.718282},
     "short": {"logprobs": [], "prompt_logprobs": [], "perplexity": None},
@@ -82,7 +83,7 @@ def test_parquet_has_columns_only_for_what_some_row_asked_for() -> None:
 def test_parquet_fills_in_what_some_samples_lack() -> None:
     samples = [{"text": "a", "finish_reason": "stop"}, {"text": "b", "finish_reason": "length"}]
     (row,) = pq.read_table(io.BytesIO(written(ParquetFormat(), [record(0, samples=samples)]))).to_pylist()
-    assert row["samples"] == [{**sample, "token_ids": None, "logprobs": None} for sample in samples]
+    assert row["samples"] == [{**sample, "reasoning": None, "token_ids": None, "logprobs": None} for sample in samples]
 
 
 def test_every_field_of_the_record_but_the_id_has_a_fixed_type() -> None:

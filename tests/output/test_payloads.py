@@ -16,7 +16,19 @@ from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor, FinishReason, Record, Result, Sample, TokenLogprob
 from batchgen.output.payloads import Payloads
 
-ORDER = ["id", "index", "text", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples", "choices"]
+ORDER = [
+    "id",
+    "index",
+    "text",
+    "reasoning",
+    "finish_reason",
+    "usage",
+    "timings",
+    "token_ids",
+    "logprobs",
+    "samples",
+    "choices",
+]
 ORDER += ["prompt_logprobs", "perplexity"]
 SPEC = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("out"))
 ROW = Record(3, "in.jsonl", 4, {"prompt": "Hi"}, Cursor(0, 9, 0, 4))

@@ -4,8 +4,9 @@ Shapes: https://platform.openai.com/docs/guides/batch. Everything but ``timings`
 run writes the same bytes: ids come from the row's index and ``created`` is 0. A kept ``url`` says per row whether a
 chat or a text completion was asked for. Fields that OpenAI lacks are added beside its own, where readers of its format
 ignore them: ``timings`` and ``kept_columns`` in the line; ``prompt_logprobs`` and ``perplexity`` in the body;
-``token_ids``, scored ``choices`` (here ``scored_choices``) and, where OpenAI has no such reason, ``stop_reason`` in a
-choice. Files of earlier versions, without ``timings`` and ``kept_columns``, can be read.
+``reasoning_content`` in the message of a chat, where vLLM has it, or the choice of a completion; ``token_ids``, scored
+``choices`` (here ``scored_choices``) and, where OpenAI has no such reason, ``stop_reason`` in a choice. Files of
+earlier versions, without ``timings`` and ``kept_columns``, can be read.
 """
 
 from __future__ import annotations
@@ -95,10 +96,11 @@ def _choice(index: int, sample: Mapping[str, Any], chat: bool) -> dict[str, Any]
     """A choice of the body, from a sample, or from the record of a row with a single one."""
     text, reason = sample.get("text"), sample["finish_reason"]
     choice: dict[str, Any] = {"index": index}
+    thoughts = {} if sample.get("reasoning") is None else {"reasoning_content": sample["reasoning"]}
     if chat:
-        choice["message"] = {"role": "assistant", "content": text}
+        choice["message"] = {"role": "assistant", "content": text, **thoughts}
     else:
-        choice["text"] = text or ""
+        choice |= {"text": text or "", **thoughts}
     logprobs = sample.get("logprobs")
     shape = _chat_logprobs if chat else _completion_logprobs
     choice |= {

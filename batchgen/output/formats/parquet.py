@@ -32,11 +32,13 @@ _TOP_LOGPROB = pa.struct([("token_id", pa.int32()), ("token", pa.string()), ("lo
 _LOGPROBS = pa.list_(pa.struct([*_TOP_LOGPROB, ("top_logprobs", pa.list_(_TOP_LOGPROB))]))
 _TOKEN_IDS = pa.list_(pa.int32())
 _SAMPLE = pa.struct(
-    [("text", pa.string()), ("finish_reason", pa.string()), ("token_ids", _TOKEN_IDS), ("logprobs", _LOGPROBS)]
+    [(name, pa.string()) for name in ("text", "reasoning", "finish_reason")]
+    + [("token_ids", _TOKEN_IDS), ("logprobs", _LOGPROBS)]
 )
 FIXED_TYPES: dict[str, Any] = {
     "index": pa.int64(),
     "text": pa.string(),
+    "reasoning": pa.string(),
     "finish_reason": pa.string(),
     "usage": pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())]),
     "timings": pa.struct([(name, pa.float64()) for name in _SECONDS] + [(name, pa.int64()) for name in _COUNTS]),

@@ -1,0 +1,142 @@
+"""Reasoning: which markers a model has, and where an answer is split by them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+from chat_templates import DATED, THINKING
+from hypothesis import given
+from hypothesis import strategies as st
+from input_helpers import write_tokenizer
+from tokenizers import AddedToken
+
+from batchgen.text.reasoning import PROMPT_END, Reasoning
+from batchgen.text.tokenizer import Tokenizer
+
+MARKERS = ("<think>", "</think>")
+
+
+def tokenizer_with(folder: Path, special: bool | None = None, template: str = THINKING) -> Tokenizer:
+    """A tokenizer of bytes; the markers are tokens of their own, special or not, or (None) no tokens."""
+    path = write_tokenizer(folder, chat_template=template) / "tokenizer.json"
+    if special is not None:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        tokens = [AddedToken(marker, special=special, normalized=False) for marker in MARKERS]
+        backend.add_special_tokens(tokens) if special else backend.add_tokens(tokens)
+        backend.save(str(path))
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module", params=[None, False, True], ids=["text", "token", "special"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer_with(tmp_path_factory.mktemp("tokenizer"), request.param)
+
+
+def split(tokenizer: Tokenizer, answer: str, *, is_open: bool = False) -> tuple[str | None, str]:
+    [ids] = tokenizer.encode_batch([answer + "<|im_end|>"], False)
+    assert not isinstance(ids, Exception)
+    return Reasoning(tokenizer).split(ids, tokenizer.decode(ids), is_open=is_open)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reasoning", "text"),
+    [
+        ("<think>\nA, é.\n</think>\n\n  Yes.\n", "A, é.", "  Yes.\n"),
+        ("<think>A</think>B", "A", "B"),
+        (" \n<think>A</think>B", "A", "B"),
+        ("<think></think>B", "", "B"),
+        ("<think>\n\n</think>\n\n", "", ""),
+        ("<think>\nA and", "A and", ""),
+        ("<think>", "", ""),
+        ("<think>A</think>B</think>C<think>", "A", "B</think>C<think>"),
+        ("<think>A <think> B</think>C", "A <think> B", "C"),
+    ],
+)
+def test_an_answer_that_begins_with_reasoning_is_split_after_it(
+    tokenizer: Tokenizer, answer: str, reasoning: str, text: str
+) -> None:
+    is_special = bool({tokenizer.token_id(marker) for marker in MARKERS} & tokenizer.silent_token_ids)
+    if is_special:  # decoding leaves the later ones out
+        reasoning, text = (part.replace("<think>", "").replace("</think>", "") for part in (reasoning, text))
+    for is_open in (False, True):  # some models write the marker that the prompt has given them
+        assert split(tokenizer, answer, is_open=is_open) == (reasoning, text)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reasoning", "text"),
+    [
+        ("\nA\n</think>\n\nB\n", "A", "B\n"),
+        ("</think>B", "", "B"),
+        ("A", "A", ""),
+        ("", "", ""),
+        ("A</think>", "A", ""),
+    ],
+)
+def test_an_answer_whose_prompt_opened_the_reasoning_begins_inside(
+    tokenizer: Tokenizer, answer: str, reasoning: str, text: str
+) -> None:
+    assert split(tokenizer, answer, is_open=True) == (reasoning, text)
+
+
+@pytest.mark.parametrize("answer", ["", "\n\nB\n", "B", "Use <b> and <i>.", "A thinks: B"])
+def test_an_answer_without_reasoning_is_left_as_it_stands(tokenizer: Tokenizer, answer: str) -> None:
+    assert split(tokenizer, answer) == (None, answer)
+
+
+def test_a_marker_that_a_text_quotes_splits_nothing(tmp_path: Path) -> None:
+    for special in (None, False):
+        loaded = tokenizer_with(tmp_path, special)
+        for answer in ("Write <think>so</think> to think.", "B</think>C"):
+            assert split(loaded, answer) == (None, answer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open"),
+    [
+        ("<|im_start|>assistant\n<think>", True),
+        ("<|im_start|>assistant\n<think>\n\n", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("<|im_start|>assistant\n", False),
+        ("<think> is a tag", False),
+    ],
+)
+def test_whether_a_prompt_opens_the_reasoning_is_read_from_its_end(
+    tokenizer: Tokenizer, prompt: str, is_open: bool
+) -> None:
+    [ids] = tokenizer.encode_batch(["x" * 99 + prompt], False)
+    assert not isinstance(ids, Exception)
+    assert Reasoning(tokenizer).is_open(ids) == Reasoning(tokenizer).is_open(ids[-PROMPT_END:]) == is_open
+
+
+@pytest.mark.parametrize(
+    ("template", "opening", "closing"),
+    [
+        (THINKING, *MARKERS),
+        (DATED, *MARKERS),  # which names none
+        ("{{ x.split('[/THINK]') }}", "[THINK]", "[/THINK]"),
+        ("{{ x }}<|START_THINKING|>{{ y }}<|END_THINKING|>", "<|START_THINKING|>", "<|END_THINKING|>"),
+        ("{{ x.split('</seed:think>') }}", "<seed:think>", "</seed:think>"),
+        ("<reasoning>{{ y }}</reasoning>", "<reasoning>", "</reasoning>"),
+        ("</thought>{{ x.split('</think>') }}", *MARKERS),
+        ("</b>{{ think }}</i>", *MARKERS),
+        ("</" + "a" * 100_000 + "{{ x }}" + "</" * 100_000, *MARKERS),
+    ],
+)
+def test_the_markers_are_those_that_the_template_names(
+    tmp_path: Path, template: str, opening: str, closing: str
+) -> None:
+    found = Reasoning(tokenizer_with(tmp_path, template=template))
+    assert (found.opening, found.closing) == (opening, closing)
+
+
+@given(
+    st.text(st.characters(codec="utf-8"), max_size=8), st.text(st.characters(codec="utf-8"), max_size=8), st.booleans()
+)
+def test_both_parts_come_back_whatever_they_hold(
+    tokenizer: Tokenizer, reasoning: str, text: str, is_open: bool
+) -> None:
+    opening = "" if is_open else "<think>"
+    expected = (reasoning.strip("\n"), text.lstrip("\n"))
+    assert split(tokenizer, f"{opening}{reasoning}</think>{text}", is_open=is_open) == expected
