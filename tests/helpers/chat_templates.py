@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import datetime, tzinfo
+
+import pytest
+
 # As Qwen3's: tools in the system turn, thinking on unless it is switched off, earlier thoughts left out.
 THINKING = r"""
 {%- set at = namespace(last_user=-1) %}
@@ -139,3 +143,15 @@ VARIABLES = [
     {"enable_thinking": True, "tools_in_user_message": False, "tools": TOOLS},
     {"custom_tools": TOOLS, "date_string": "today"},
 ]
+
+
+def fix_date(date: datetime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make it that date in the templates of transformers."""
+    from transformers.utils import chat_template_utils
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            return date
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Clock)

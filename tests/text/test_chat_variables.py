@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import CHATS, DATED, THINKING, TOOLS, VARIABLES
+from chat_templates import CHATS, DATED, THINKING, TOOLS, VARIABLES, fix_date
 from input_helpers import write_tokenizer
 
 from batchgen.text.chat import ChatTemplate, ChatTemplateError
@@ -15,10 +15,14 @@ from batchgen.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("template", [THINKING, DATED], ids=["thinking", "dated"])
-def test_tools_and_variables_render_as_in_transformers(template: str, tmp_path: Path) -> None:
+def test_tools_and_variables_render_as_in_transformers(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transformers = pytest.importorskip("transformers")
+    now = datetime(2026, 5, 1)
+    fix_date(now, monkeypatch)
     folder = write_tokenizer(tmp_path, chat_template=template)
-    ours, theirs = Tokenizer.load(folder, datetime.now()), transformers.AutoTokenizer.from_pretrained(folder)
+    ours, theirs = Tokenizer.load(folder, now), transformers.AutoTokenizer.from_pretrained(folder)
     asked = [(chat, variables) for chat in CHATS for variables in VARIABLES]
     expected = [
         theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **variables)
