@@ -156,15 +156,16 @@ class ReferenceKernels:
         for sequence, tokens in _sequences(inputs):
             positions = inputs.positions[tokens]
             context = int(positions[-1]) + 1
+            first = max(int(positions[0]) + 1 - window, 0) if window else 0
             blocks = inputs.block_tables[sequence, : -(-context // cache.block_size)].long()
             keys, values = cache.key_columns(blocks).float(), cache.values[blocks].float()
             if cache.scales is not None:
                 key_scales, value_scales = cache.scales[blocks].unbind(2)
                 keys, values = keys * key_scales[:, :, None], values * value_scales[..., : cache.block_size, None]
-            keys = keys[..., : cache.block_size].permute(1, 2, 0, 3).flatten(2)[..., :context]
-            values = values.transpose(0, 1).flatten(1, 2)[:, :context]
+            keys = keys[..., : cache.block_size].permute(1, 2, 0, 3).flatten(2)[..., first:context]
+            values = values.transpose(0, 1).flatten(1, 2)[:, first:context]
             scores = q[tokens].transpose(0, 1) @ keys.repeat_interleave(group, 0)
-            distances = positions[:, None] - torch.arange(context, device=q.device)
+            distances = positions[:, None] - torch.arange(first, context, device=q.device)
             visible = (distances >= 0) & (distances < (window or context))
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             mixed = weights @ values.repeat_interleave(group, 0)

@@ -64,7 +64,8 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    kernels.rms_norm(zeros(tokens, HIDDEN), zeros(HIDDEN), 1e-5)
+    for residual in (None, zeros(tokens, HIDDEN)):
+        kernels.rms_norm(zeros(tokens, HIDDEN), zeros(HIDDEN), 1e-5, residual)
     kernels.swiglu(zeros(tokens, 2 * FF))
     for bias in (None, zeros(HIDDEN)):
         linear = kernels.linear(zeros(HIDDEN, HIDDEN), bias)
@@ -72,10 +73,11 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
         linear(zeros(tokens, HIDDEN), zeros(tokens, HIDDEN))
     keys = zeros(num_blocks + 1, KV_HEADS, HEAD_DIM, BLOCK_SIZE, 1)
     cache = KVCache(keys, zeros(num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM), BLOCK_SIZE)
-    shape = Heads(HEADS, HEAD_DIM, zeros(HEAD_DIM), zeros(HEAD_DIM), 1e-5)
     rotary = zeros(2, 1024, HEAD_DIM // 2, dtype=torch.float32)
-    q = kernels.rope_and_cache(zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM), shape, rotary, inputs, cache)
-    kernels.attention(q, cache, inputs, HEAD_DIM, keys.dtype)
+    for norm, window, gates in ((zeros(HEAD_DIM), 0, 0), (None, 256, HEADS)):
+        qkv = zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM + gates)
+        q = kernels.rope_and_cache(qkv, Heads(HEADS, HEAD_DIM, norm, norm, 1e-5), rotary, inputs, cache)
+        kernels.attention(q, cache, inputs, HEAD_DIM, keys.dtype, window, qkv if gates else None)
     state = ConvState(zeros(slots, 2, HIDDEN), zeros(num_blocks, 2, HIDDEN), BLOCK_SIZE)
     weight, bias = zeros(3, HIDDEN, dtype=torch.float32), zeros(HIDDEN, dtype=torch.float32)
     kernels.short_conv(zeros(tokens, 3 * HIDDEN), weight, bias, state, inputs)

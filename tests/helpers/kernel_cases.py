@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -27,6 +27,15 @@ else:
 INTERPRETED = pytest.mark.filterwarnings("ignore:(invalid|overflow|divide|All-NaN).*:RuntimeWarning")
 # Back ends of tests that are small enough for the interpreter; larger ones take ``BACK_ENDS``.
 EVERY_NAME = [pytest.param(name, marks=INTERPRETED) if name == "cuda" else name for name in EVERY_BACK_END]
+# (what is computed, what is cached of it: None for the same)
+DTYPES: list[tuple[torch.dtype, torch.dtype | None]] = [
+    (torch.float32, None),
+    (torch.bfloat16, None),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.int8),
+    (torch.bfloat16, torch.int8),
+]
+every_dtype = pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,23 @@ class Case:
     keys: list[Tensor]  # [past + count, num_kv_heads, head_dim]
     values: list[Tensor]
     kv_dtype: torch.dtype | None = None  # of the cache, if it is not that of ``keys`` and ``values``
+    window: int = 0
+    gates: list[Tensor] | None = None  # logits [count, num_heads] in the model's dtype
+
+    def only(self, row: int) -> Case:
+        """One sequence by itself."""
+        lists = (self.pieces, self.queries, self.keys, self.values, self.gates or [])
+        pieces, queries, keys, values, gates = (found[row : row + 1] for found in lists)
+        return replace(self, pieces=pieces, queries=queries, keys=keys, values=values, gates=gates or None)
+
+    def chunk(self, past: int, count: int) -> Case:
+        """``count`` tokens from ``past`` on of a case of one whole prompt."""
+        end = past + count
+        gates = self.gates and [self.gates[0][past:end]]
+        keys, values = [self.keys[0][:end]], [self.values[0][:end]]
+        return replace(
+            self, pieces=[(past, count)], queries=[self.queries[0][past:end]], keys=keys, values=values, gates=gates
+        )
 
     def cached(self, x: Tensor) -> Tensor:
         """What is left of keys or values in the cache, as the numbers that they stand for."""
@@ -54,6 +80,8 @@ def make_case(
     dtype: torch.dtype,
     seed: int,
     kv_dtype: torch.dtype | None = None,
+    window: int = 0,
+    is_gated: bool = False,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     num_heads, num_kv_heads, head_dim = heads
@@ -68,11 +96,16 @@ def make_case(
         [2 * random(past + count, num_kv_heads, head_dim).to(dtype) for past, count in pieces],
         [random(past + count, num_kv_heads, head_dim).to(dtype) for past, count in pieces],
         kv_dtype,
+        window,
+        [3 * random(count, num_heads).to(dtype) for _, count in pieces] if is_gated else None,
     )
 
 
 def poisoned_cache(case: Case, inputs: ModelInput, num_blocks: int, block_size: int) -> KVCache:
-    """The case's keys and values in their blocks; NaN, inf and -inf wherever a sequence could have left them."""
+    """The case's keys and values in their blocks; NaN, inf and -inf wherever a sequence could have left them.
+
+    Of positions before a window, which kernels may read up to a multiple of 64 positions, only those are right.
+    """
     _, num_kv_heads, head_dim = case.heads
     width = -(-head_dim // LANES) * LANES
     lanes = -(-block_size // LANES) * LANES
@@ -86,8 +119,10 @@ def poisoned_cache(case: Case, inputs: ModelInput, num_blocks: int, block_size: 
     scales = bad.repeat(-(-num_blocks * num_kv_heads * 2 * lanes // 3))[: num_blocks * num_kv_heads * 2 * lanes]
     scales = scales.view(num_blocks, num_kv_heads, 2, lanes).contiguous()
     for row, heads in enumerate(zip(case.keys, case.values, strict=True)):
-        k, v = heads
-        position = torch.arange(len(k))
+        past = case.pieces[row][0]
+        first = max(past + 1 - case.window, 0) // 64 * 64 if case.window else 0
+        k, v = (x[first:] for x in heads)
+        position = torch.arange(first, first + len(k))
         block, offset = inputs.block_tables[row].long()[position // block_size], position % block_size
         if dtype is torch.int8:
             (k, scales[block, :, 0, offset]), (v, scales[block, :, 1, offset]) = to_int8(k.float()), to_int8(v.float())
@@ -103,7 +138,11 @@ def attend(kernels: Kernels, case: Case, block_size: int, seed: int = 0) -> list
     num_heads, _, head_dim = case.heads
     q = torch.zeros(inputs.num_tokens, num_heads, cache.width)
     q[..., :head_dim] = torch.cat(case.queries) * head_dim**-0.5
-    out = kernels.attention(q, cache, inputs, head_dim, case.keys[0].dtype)
+    dtype = case.keys[0].dtype
+    gates = None
+    if case.gates:  # behind columns of something else
+        gates = torch.cat((torch.full((inputs.num_tokens, 5), torch.nan, dtype=dtype), torch.cat(case.gates)), 1)
+    out = kernels.attention(q, cache, inputs, head_dim, dtype, case.window, gates)
     return list(out.split([count for _, count in case.pieces]))
 
 
@@ -112,12 +151,15 @@ def dense(case: Case) -> list[Tensor]:
     num_heads, num_kv_heads, head_dim = case.heads
     group = num_heads // num_kv_heads
     out = []
-    for (past, count), q, k, v in zip(case.pieces, case.queries, case.keys, case.values, strict=True):
+    for row, ((past, count), q, k, v) in enumerate(zip(case.pieces, case.queries, case.keys, case.values, strict=True)):
         wide_k, wide_v = (case.cached(x).double().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
         scores = q.double().transpose(0, 1) @ wide_k.transpose(1, 2) * head_dim**-0.5
-        hidden = torch.arange(past + count) > past + torch.arange(count)[:, None]
-        mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide_v
-        out.append(mixed.transpose(0, 1).flatten(1))
+        distances = past + torch.arange(count)[:, None] - torch.arange(past + count)
+        hidden = (distances < 0) | (distances >= (case.window or past + count))
+        mixed = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ wide_v).transpose(0, 1)
+        if case.gates:
+            mixed = mixed * case.gates[row].double().sigmoid()[..., None]
+        out.append(mixed.flatten(1))
     return out
 
 

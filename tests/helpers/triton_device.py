@@ -110,9 +110,18 @@ class OnDevice:
         keys = cache.key_columns(torch.arange(len(cache.keys)))
         return replace(cache, keys=keys[..., None].contiguous().to(DEVICE), values=cache.values.to(DEVICE))
 
-    def attention(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int, dtype: torch.dtype) -> Tensor:
-        moved = self._moved(cache)
-        return self.kernels.attention(q.to(DEVICE), moved, inputs.to(DEVICE), head_dim, dtype).cpu()
+    def attention(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        inputs: ModelInput,
+        head_dim: int,
+        dtype: torch.dtype,
+        window: int = 0,
+        gates: Tensor | None = None,
+    ) -> Tensor:
+        moved, gates = self._moved(cache), None if gates is None else gates.to(DEVICE)
+        return self.kernels.attention(q.to(DEVICE), moved, inputs.to(DEVICE), head_dim, dtype, window, gates).cpu()
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         moved = replace(state, slots=state.slots.to(DEVICE), blocks=state.blocks.to(DEVICE))

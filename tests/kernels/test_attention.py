@@ -11,22 +11,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import EVERY_BACK_END, EVERY_NAME, Case, attend, dense, make_case
+from kernel_cases import EVERY_BACK_END, EVERY_NAME, Case, attend, dense, every_dtype, make_case
 from tiny_model import BACK_ENDS
 from torch import Tensor
 
 from batchgen.kernels.cpu.backend import CpuKernels
 
 BLOCK_SIZES = [1, 3, 16, 24, 32, 64, 96, 300]
-# (what is computed, what is cached of it: None for the same)
-DTYPES: list[tuple[torch.dtype, torch.dtype | None]] = [
-    (torch.float32, None),
-    (torch.bfloat16, None),
-    (torch.float32, torch.bfloat16),
-    (torch.float32, torch.int8),
-    (torch.bfloat16, torch.int8),
-]
-every_dtype = pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
 # (num_heads, num_kv_heads, head_dim)
 HEADS = [(3, 3, 16), (5, 5, 8), (4, 2, 64), (6, 2, 24), (4, 1, 40), (12, 1, 16), (1, 1, 128)]
 # (positions cached before, tokens of this step): whole prompts, chunks, single tokens, across the tile of 256
@@ -80,15 +71,8 @@ def test_bits_do_not_depend_on_the_other_sequences_or_the_threads(
     expected = attend(CpuKernels(), case, 24)
     torch.set_num_threads(2)
     assert all(map(torch.equal, attend(CpuKernels(), case, 24), expected))
-    for i, piece in enumerate(PIECES):
-        alone = replace(
-            case,
-            pieces=[piece],
-            queries=case.queries[i : i + 1],
-            keys=case.keys[i : i + 1],
-            values=case.values[i : i + 1],
-        )
-        assert torch.equal(attend(CpuKernels(), alone, 24)[0], expected[i])
+    for row in range(len(PIECES)):
+        assert torch.equal(attend(CpuKernels(), case.only(row), 24)[0], expected[row])
 
 
 @every_dtype
@@ -103,16 +87,8 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(
     expected = attend(CpuKernels(), whole, 32)[0]
     got, past = [], 0
     for count in cuts:
-        end = past + count
-        chunk = replace(
-            whole,
-            pieces=[(past, count)],
-            queries=[whole.queries[0][past:end]],
-            keys=[whole.keys[0][:end]],
-            values=[whole.values[0][:end]],
-        )
-        got += attend(CpuKernels(), chunk, 32)
-        past = end
+        got += attend(CpuKernels(), whole.chunk(past, count), 32)
+        past += count
     assert torch.equal(torch.cat(got), expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -54,8 +55,10 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 def test_rms_norm_and_swiglu_equal_the_reference(width: int, dtype: torch.dtype) -> None:
     x, weight = normal(3, width, seed=0, dtype=dtype), 1 + normal(width, seed=1, dtype=dtype)
     for scale in (1e-4, 1.0, 1e4):
-        expected = REFERENCE.rms_norm(scale * x, weight, 1e-5)
-        torch.testing.assert_close(OnDevice().rms_norm(scale * x, weight, 1e-5), expected, **tolerance(dtype))
+        for residual in (None, normal(3, width, seed=3, dtype=dtype)):
+            expected = REFERENCE.rms_norm(scale * x, weight, 1e-5, residual)
+            got = OnDevice().rms_norm(scale * x, weight, 1e-5, residual)
+            torch.testing.assert_close(got, expected, **tolerance(dtype))
     gate_up = 8 * normal(3, 2 * width, seed=2, dtype=dtype)
     torch.testing.assert_close(OnDevice().swiglu(gate_up), REFERENCE.swiglu(gate_up), **tolerance(dtype))
 
@@ -84,11 +87,15 @@ def test_argmax_and_logsumexp_equal_the_reference(width: int, dtype: torch.dtype
     [((3, 3, 16), 16), ((5, 1, 8), 3), ((4, 2, 24), 24), ((4, 2, 12), 1), ((2, 2, 64), 32)],
     ids=str,
 )
-def test_rope_and_cache_equals_the_reference(heads: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_plain", [False, True], ids=["normed", "plain"])
+def test_rope_and_cache_equals_the_reference(
+    is_plain: bool, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
     num_heads, num_kv_heads, head_dim = heads
     inputs, num_blocks = ragged_input([(0, 1), (300, 1), (0, 5), (31, 3)], block_size)
-    qkv = normal(inputs.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, seed=1, dtype=dtype)
-    weights = [1 + normal(head_dim, seed=s, dtype=dtype) for s in (2, 3)]
+    gates = num_heads if is_plain else 0  # columns behind the values, which are not read
+    qkv = normal(inputs.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim + gates, seed=1, dtype=dtype)
+    weights = [None if is_plain else 1 + normal(head_dim, seed=s, dtype=dtype) for s in (2, 3)]
     shape = Heads(num_heads, head_dim, weights[0], weights[1], 1e-5)
     results = []
     for kernels in (OnDevice(), REFERENCE):
@@ -115,17 +122,6 @@ HEADS = [(3, 3, 16), (6, 2, 24), (12, 1, 16)]
 def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of 64 positions, so that contexts the interpreter can cope with have several."""
     monkeypatch.setattr(attention_kernels, "SPAN", 64)
-
-
-def only(case: Case, row: int) -> Case:
-    """One sequence of a case by itself."""
-    return replace(
-        case,
-        pieces=case.pieces[row : row + 1],
-        queries=case.queries[row : row + 1],
-        keys=case.keys[row : row + 1],
-        values=case.values[row : row + 1],
-    )
 
 
 def assert_attends(case: Case, block_size: int) -> None:
@@ -155,7 +151,7 @@ def test_attention_has_the_same_bits_whatever_shares_the_batch(dtype: torch.dtyp
     together = attend(OnDevice(), case, 16)
     assert all(map(torch.equal, attend(OnDevice(), case, 32, seed=1), together)), "other blocks, other block size"
     for row, expected in enumerate(together):
-        assert torch.equal(attend(OnDevice(), only(case, row), 16)[0], expected)
+        assert torch.equal(attend(OnDevice(), case.only(row), 16)[0], expected)
 
 
 @pytest.mark.usefixtures("short_spans")
@@ -165,17 +161,30 @@ def test_batch_invariant_attention_has_the_same_bits_however_a_prompt_is_cut(dty
     expected = attend(OnDevice(batch_invariant=True), whole, 16)[0]
     got, past = [], 0
     for count in (63, 1, 1, 10, 1, 4):
-        end = past + count
-        chunk = Case(
-            [(past, count)],
-            whole.heads,
-            [whole.queries[0][past:end]],
-            [whole.keys[0][:end]],
-            [whole.values[0][:end]],
-        )
-        got += attend(OnDevice(batch_invariant=True), chunk, 16)
-        past = end
+        got += attend(OnDevice(batch_invariant=True), whole.chunk(past, count), 16)
+        past += count
     assert torch.equal(torch.cat(got), expected)
+
+
+@pytest.mark.usefixtures("short_spans")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("window", "heads", "block_size"), [(3, (6, 2, 24), 3), (100, (4, 1, 16), 32)], ids=str)
+def test_attention_over_a_window_with_gates_equals_dense_attention(
+    window: int, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    pieces = [(0, 1), (0, 7), (127, 1), (128, 1), (200, 1), (125, 9)]
+    assert_attends(make_case(pieces, heads, dtype, window, window=window, is_gated=True), block_size)
+
+
+@pytest.mark.usefixtures("short_spans")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [3, 50])
+def test_attention_over_a_window_has_the_same_bits_however_a_prompt_is_cut(window: int, dtype: torch.dtype) -> None:
+    whole = make_case([(0, 140)], (2, 1, 16), dtype, 3, window=window, is_gated=True)
+    expected = attend(OnDevice(batch_invariant=True), whole, 16)[0]
+    starts = [0, 63, 64, 65, 128, 129, 136, 140]
+    cuts = [whole.chunk(start, end - start) for start, end in pairwise(starts)]
+    assert torch.equal(torch.cat([attend(OnDevice(batch_invariant=True), cut, 32)[0] for cut in cuts]), expected)
 
 
 CONV_PIECES = {
@@ -186,7 +195,7 @@ CONV_PIECES = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pieces", CONV_PIECES)
-@pytest.mark.parametrize(("width", "taps"), [(16, 3), (300, 3), (7, 5)])
+@pytest.mark.parametrize(("width", "taps"), [(16, 3), (300, 3), (7, 7)])
 def test_short_conv_equals_the_reference(width: int, taps: int, pieces: str, dtype: torch.dtype) -> None:
     weight, bias = normal(taps, width, seed=1), normal(width, seed=2)
     inputs, num_blocks = ragged_input(CONV_PIECES[pieces], 16)

@@ -25,11 +25,15 @@ PIECES = [(0, 1), (0, 2), (0, 9), (1, 1), (2, 1), (3, 40), (300, 5), (31, 1)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [1, 3, 16, 24, 256])
 @pytest.mark.parametrize("heads", [(3, 3, 16), (5, 1, 8), (4, 2, 24), (2, 2, 64), (4, 2, 12)], ids=str)
-def test_rope_and_cache_equals_the_reference(heads: tuple[int, int, int], block_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_plain", [False, True], ids=["normed", "plain"])
+def test_rope_and_cache_equals_the_reference(
+    is_plain: bool, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
     num_heads, num_kv_heads, head_dim = heads
     inputs, num_blocks = ragged_input(PIECES, block_size)
-    qkv = normal(inputs.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, seed=1, dtype=dtype)
-    weights = [1 + normal(head_dim, seed=s, dtype=dtype) for s in (2, 3)]
+    gates = num_heads if is_plain else 0  # columns behind the values, which are not read
+    qkv = normal(inputs.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim + gates, seed=1, dtype=dtype)
+    weights = [None if is_plain else 1 + normal(head_dim, seed=s, dtype=dtype) for s in (2, 3)]
     shape = Heads(num_heads, head_dim, weights[0], weights[1], 1e-5)
     rotary = rotary_table(400, head_dim)
     results = {}
@@ -202,7 +206,7 @@ CONV_CUTS = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cuts", CONV_CUTS)
-@pytest.mark.parametrize(("width", "taps"), [(16, 3), (40, 4), (24, 2), (100, 3), (300, 3), (5, 5)])
+@pytest.mark.parametrize(("width", "taps"), [(16, 3), (40, 4), (24, 7), (100, 3), (300, 3), (5, 5)])
 @pytest.mark.parametrize("name", BACK_ENDS)
 def test_chunks_of_a_convolution_equal_the_whole(
     name: str, width: int, taps: int, cuts: str, dtype: torch.dtype
@@ -217,7 +221,7 @@ def test_chunks_of_a_convolution_equal_the_whole(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("width", "taps"), [(16, 3), (300, 3), (40, 4), (7, 2)])
+@pytest.mark.parametrize(("width", "taps"), [(16, 3), (300, 3), (40, 7), (7, 2)])
 def test_convolution_has_the_same_bits_however_a_sequence_is_cut(width: int, taps: int, dtype: torch.dtype) -> None:
     weight, bias = normal(taps, width, seed=1), normal(width, seed=2)
     columns = [normal(20, 3 * width, seed=3 + i, dtype=dtype) for i in range(3)]

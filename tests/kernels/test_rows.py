@@ -55,6 +55,18 @@ def test_rows_of_a_tied_table_are_the_table_s(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
+def test_rms_norm_rounds_before_it_adds_the_residual(width: int, dtype: torch.dtype) -> None:
+    weight = 1 + random(width, dtype=dtype, scale=0.2)
+    for rows in ROWS:
+        x, residual = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype, seed=1)
+        expected = FAST.rms_norm(x, weight, 1e-5) + residual
+        assert torch.equal(FAST.rms_norm(x, weight, 1e-5, residual), expected)
+        near = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 2e-6, "atol": 2e-6}
+        torch.testing.assert_close(SLOW.rms_norm(x, weight, 1e-5, residual), expected, **near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
 def test_swiglu_equals_the_reference(width: int, dtype: torch.dtype) -> None:
     for rows in ROWS:
         for scale in (0.01, 1.0, 20.0):

@@ -176,6 +176,7 @@ class CpuKernels:
             scratch(floats * torch.get_num_threads()),
             *(num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes, inputs.block_tables.shape[1]),
             *(cache.keys.element_size(), most_rows, _address_of(cache.scales)),
+            *(window, _address_of(gates), 0 if gates is None else gates.shape[1]),
         )
         items = len(inputs.query_blocks) * num_kv_heads
         _ATTENTION.launch(_ATTENTION_KINDS[dtype, cache.keys.dtype], items, *arguments)

@@ -3,7 +3,8 @@
 A sequence's positions fall into spans of ``SPAN``, whatever the batch. Each span is summed by itself and the spans
 are then merged in order; a token in decode has one program per span and KV head, a tile of a prompt walks over its
 spans in one program. Both call the same two functions below, so with tiles of the same height they sum in the same
-order, and nothing that shares the batch takes part in a row's arithmetic.
+order, and nothing that shares the batch takes part in a row's arithmetic. With a window, spans and steps of the loop
+that no row sees are left out; those that some row does not see add nothing to it.
 
 Rows of a tile are (token, head of the group that shares a KV head), so that grouped heads read keys once and a
 single token still fills part of a matrix instruction. Scratch of split decode is float32
@@ -31,9 +32,26 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 # Places in LAYOUT, the sizes that the kernels here are compiled for: positions per span and per step of the loop; heads
 # per KV head; head_dim and the power of two that holds it; width, block_size and lanes of ``KVCache``; the positions,
-# aligned to as many, that are neighbours in memory, which the compiler cannot see through the block table.
+# aligned to as many, that are neighbours in memory, which the compiler cannot see through the block table; the window.
 SPAN_AT, TILE_AT, GROUP_AT, HEAD_DIM_AT, DIMS_AT = (tl.constexpr(i) for i in range(5))
-WIDTH_AT, BLOCK_SIZE_AT, LANES_AT, RUN_AT = (tl.constexpr(i) for i in range(5, 9))
+WIDTH_AT, BLOCK_SIZE_AT, LANES_AT, RUN_AT, WINDOW_AT = (tl.constexpr(i) for i in range(5, 10))
+
+
+@triton.jit
+def _lowest(position, LAYOUT: tl.constexpr):
+    """The first position that the one at ``position`` attends to."""
+    WINDOW: tl.constexpr = LAYOUT[WINDOW_AT]
+    return tl.maximum(position + 1 - WINDOW, 0) if WINDOW else position * 0
+
+
+@triton.jit
+def _gated(mixed, gates, token, head, valid, num_heads):
+    """Rows of heads times the sigmoid of their gate; ``gates`` are logits, whose row ends with one per head."""
+    logits, columns = gates
+    if logits is not None:
+        at = logits + token.to(tl.int64) * columns + columns - num_heads + head
+        mixed *= tl.sigmoid(tl.load(at, mask=valid, other=0.0).to(tl.float32))[:, None]
+    return mixed
 
 
 @triton.jit
@@ -75,7 +93,10 @@ def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAY
         key = keys + (place * (WIDTH * LANES) + offset)[None, :] + dim[:, None] * LANES
         k = tl.load(key, mask=(dim < HEAD_DIM)[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * LOG2_E
-        scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
+        visible = at[None, :] <= position[:, None]
+        if LAYOUT[WINDOW_AT]:
+            visible &= at[None, :] >= _lowest(position, LAYOUT)[:, None]
+        scores = tl.where(visible, scores, float("-inf"))
         largest = tl.maximum(best, tl.max(scores, 1))
         base = tl.where(largest == float("-inf"), 0.0, largest)
         weights = tl.exp2(scores - base[:, None])
@@ -101,16 +122,18 @@ def _queries(q, token, head, valid, num_heads, dtype: tl.constexpr, LAYOUT: tl.c
 def attend_one_token(
     tensors, spans, num_heads, num_kv_heads, max_blocks, num_spans, ROWS: tl.constexpr, LAYOUT: tl.constexpr
 ):
-    """One program per sequence, KV head and span, for sequences that have one token in this step."""
+    """One program per sequence, KV head and span with visible positions, for sequences with one token in this step."""
     q, keys, values, tables, positions, cu_seqlens = tensors
     best_out, total_out, mixed_out = spans
     SPAN: tl.constexpr = LAYOUT[SPAN_AT]
     GROUP: tl.constexpr = LAYOUT[GROUP_AT]
     HEAD_DIM: tl.constexpr = LAYOUT[HEAD_DIM_AT]
+    TILE: tl.constexpr = LAYOUT[TILE_AT]
     sequence, kv_head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(cu_seqlens + sequence)
     context = tl.load(positions + token) + 1
-    first = span * SPAN
+    lowest = _lowest(context - 1, LAYOUT)
+    first = (lowest // SPAN + span) * SPAN
     if (tl.load(cu_seqlens + sequence + 1) - token != 1) | (first >= context):
         return
     row = tl.arange(0, ROWS)
@@ -120,6 +143,8 @@ def attend_one_token(
     end = tl.minimum(first + SPAN, context)
     cache = (keys, values, num_kv_heads)
     position = context - 1 + row * 0
+    if LAYOUT[WINDOW_AT]:
+        first = tl.maximum(first, lowest // TILE * TILE)
     best, total, mixed = _attend_span(rows, position, cache, table, kv_head, first, end, max_blocks, LAYOUT)
     to = (sequence.to(tl.int64) * num_heads + head) * num_spans + span
     dim = tl.arange(0, LAYOUT[DIMS_AT])
@@ -130,7 +155,9 @@ def attend_one_token(
 
 
 @triton.jit(do_not_specialize=["num_spans"])
-def merge_spans(spans, positions, cu_seqlens, out, num_heads, num_spans, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
+def merge_spans(
+    spans, positions, cu_seqlens, gates, out, num_heads, num_spans, ROWS: tl.constexpr, LAYOUT: tl.constexpr
+):
     """One program per sequence and ``ROWS`` heads: the spans of ``attend_one_token`` in order."""
     best_in, total_in, mixed_in = spans
     SPAN: tl.constexpr = LAYOUT[SPAN_AT]
@@ -147,24 +174,29 @@ def merge_spans(spans, positions, cu_seqlens, out, num_heads, num_spans, ROWS: t
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
-    for span in range(0, tl.load(positions + token) // SPAN + 1):
+    position = tl.load(positions + token)
+    for span in range(0, position // SPAN - _lowest(position, LAYOUT) // SPAN + 1):
         at = (sequence * num_heads + head) * num_spans + span
         best2 = tl.load(best_in + at, mask=valid, other=0.0)
         total2 = tl.load(total_in + at, mask=valid, other=1.0)
         mixed2 = tl.load(mixed_in + at[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
         best, total, mixed = _merge(best, total, mixed, best2, total2, mixed2)
     to = out + (token.to(tl.int64) * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(to, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    mixed = _gated(mixed / total[:, None], gates, token, head, valid, num_heads)
+    tl.store(to, mixed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "max_blocks"])
-def attend_tile(tensors, out, num_seqs, num_heads, num_kv_heads, max_blocks, ROWS: tl.constexpr, LAYOUT: tl.constexpr):
+def attend_tile(
+    tensors, gates, out, num_seqs, num_heads, num_kv_heads, max_blocks, ROWS: tl.constexpr, LAYOUT: tl.constexpr
+):
     """One program per tile of ``ROWS // GROUP`` tokens and KV head, for sequences with several tokens in this step."""
     q, keys, values, tables, positions, cu_seqlens = tensors
     GROUP: tl.constexpr = LAYOUT[GROUP_AT]
     HEAD_DIM: tl.constexpr = LAYOUT[HEAD_DIM_AT]
     DIMS: tl.constexpr = LAYOUT[DIMS_AT]
     SPAN: tl.constexpr = LAYOUT[SPAN_AT]
+    TILE: tl.constexpr = LAYOUT[TILE_AT]
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(1)
     sequence, first_token, end_token = tile_of(tl.program_id(0), cu_seqlens, num_seqs, TOKENS, False)
@@ -181,30 +213,48 @@ def attend_tile(tensors, out, num_seqs, num_heads, num_kv_heads, max_blocks, ROW
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
     cache = (keys, values, num_kv_heads)
-    for first in range(0, context, SPAN):
-        end = tl.minimum(first + SPAN, context)
+    lowest = _lowest(tl.load(positions + first_token), LAYOUT)
+    for span in range(lowest // SPAN * SPAN, context, SPAN):
+        first, end = span, tl.minimum(span + SPAN, context)
+        if LAYOUT[WINDOW_AT]:
+            first = tl.maximum(span, lowest // TILE * TILE)
         best2, total2, mixed2 = _attend_span(rows, position, cache, table, kv_head, first, end, max_blocks, LAYOUT)
         best, total, mixed = _merge(best, total, mixed, best2, total2, mixed2)
     dim = tl.arange(0, DIMS)
     to = out + (token.to(tl.int64) * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
     inside = valid[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(to, (mixed / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    mixed = _gated(mixed / total[:, None], gates, token, head, valid, num_heads)
+    tl.store(to, mixed.to(out.dtype.element_ty), mask=inside)
 
 
 class PagedAttention:
     """Launches the kernels of one layer's attention in one step; q is [num_tokens, num_heads, width].
 
+    ``window`` and ``gates`` as in ``Kernels.attention``.
+
     ``one_order``: prompts in tiles as high as a single token's, and no rounding left to the compiler's choice, so
     that a token's bits do not depend on whether it is computed by itself.
     """
 
-    def __init__(self, q: Tensor, cache: KVCache, inputs: ModelInput, head_dim: int, one_order: bool) -> None:
+    def __init__(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        inputs: ModelInput,
+        head_dim: int,
+        window: int,
+        gates: Tensor | None,
+        one_order: bool,
+    ) -> None:
         self.inputs = inputs
+        self.gates = (gates, 0 if gates is None else gates.shape[1])
         self.head_dim = head_dim
         self.num_tokens, self.num_heads, width = q.shape
         self.num_kv_heads = cache.keys.shape[1]
         self.num_seqs, self.max_blocks = inputs.block_tables.shape
         self.num_spans = -(-self.max_blocks * cache.block_size // SPAN)
+        if window:
+            self.num_spans = min(self.num_spans, (window - 2) // SPAN + 2)
         self.tensors = (q, cache.keys, cache.values, inputs.block_tables, inputs.positions, inputs.cu_seqlens)
         group = self.num_heads // self.num_kv_heads
         is_wide = cache.keys.element_size() == 4
@@ -215,7 +265,7 @@ class PagedAttention:
         tile = 32 if is_wide else 64
         run = min(cache.block_size & -cache.block_size, 16)  # the largest power of two in it, as far as it helps
         dims = max(16, power_of_two(head_dim))
-        layout = (SPAN, tile, group, head_dim, dims, width, cache.block_size, cache.lanes, run)
+        layout = (SPAN, tile, group, head_dim, dims, width, cache.block_size, cache.lanes, run, window)
         self.options = {"LAYOUT": layout, "num_stages": _STAGES, "enable_fp_fusion": not one_order}
 
     def single_tokens(self, out: Tensor) -> None:
@@ -231,7 +281,7 @@ class PagedAttention:
             num_warps=4,
         )
         merge_spans[(self.num_seqs, -(-self.num_heads // _MERGED_HEADS))](
-            *(spans, self.inputs.positions, self.inputs.cu_seqlens, out, self.num_heads, self.num_spans),
+            *(spans, self.inputs.positions, self.inputs.cu_seqlens, self.gates, out, self.num_heads, self.num_spans),
             ROWS=_MERGED_HEADS,
             **self.options,
             num_warps=2,
@@ -241,7 +291,7 @@ class PagedAttention:
         """Into ``out``, the sequences with several tokens in this step, in tiles of (token, head)."""
         grid = (num_tiles(self.num_tokens, self.num_seqs, self.prompt_tokens), self.num_kv_heads)
         attend_tile[grid](
-            *(self.tensors, out, self.num_seqs, self.num_heads, self.num_kv_heads, self.max_blocks),
+            *(self.tensors, self.gates, out, self.num_seqs, self.num_heads, self.num_kv_heads, self.max_blocks),
             ROWS=self.prompt_rows,
             **self.options,
             num_warps=4 if self.prompt_rows < 128 else 8,

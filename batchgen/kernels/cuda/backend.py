@@ -115,7 +115,7 @@ class CudaKernels:
         gates: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty(len(q), q.shape[1] * head_dim, dtype=dtype, device=q.device)
-        paged = PagedAttention(q, cache, inputs, head_dim, self.batch_invariant)
+        paged = PagedAttention(q, cache, inputs, head_dim, window, gates, self.batch_invariant)
         paged.single_tokens(out)
         if inputs.num_tokens > inputs.num_seqs:
             paged.prompts(out)

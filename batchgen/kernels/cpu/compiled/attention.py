@@ -10,7 +10,8 @@ score is multiplied by the scale of its key, and a probability by that of its va
 Why a row's result never depends on its batch, chunk or block size: a score is a sum over head_dim in order; the
 softmax runs over tiles of ``TILE`` positions that start at multiples of ``TILE`` of the *sequence*, adds
 probabilities per lane = position mod 16, and adds values two positions at a time, in turn from each of four chunks of
-32 positions. Rows that share an item share loads, never a sum.
+32 positions. Rows that share an item share loads, never a sum. With a window, what no row of an item sees is left out
+by whole tiles, groups and chunks, and what is left out would have added zeros.
 
 Memory is the bound where contexts are long: a core gets its share of the bandwidth only if it reads from several
 places at once, and works on what is near while it does. So four chunks are scored side by side while their values are
@@ -25,41 +26,13 @@ from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.attention_tiles import accumulate, score, score_chunks
 from batchgen.kernels.cpu.compiled.simd import F32
+from batchgen.kernels.cpu.compiled.softmax import softmax_row
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, CHUNK, LANES, MAX_QUERIES, NUM_ITEMS, NUM_STREAMS, SCORE_STRIDE, TILE
 
+GROUP = NUM_STREAMS * CHUNK  # positions whose values are added side by side
+
 scratch_floats = simd.jit(layout.attention_scratch_floats)
-
-
-@simd.inline
-def _softmax_row(scores, weights, start, visible, count, peak):
-    """Turn ``count`` scores (base-2 logarithms) into unnormalized probabilities ``weights``, zero from ``visible`` on.
-
-    Returns the new running maximum, the factor by which earlier sums shrink, and this tile's sum.
-    """
-    lowest, zero = simd.splat(F32(-np.inf)), simd.splat(F32(0.0))
-    best, total = lowest, zero
-    whole = visible - visible % LANES
-    for j in range(0, whole, LANES):
-        best = simd.maximum(best, simd.load(scores, start + j))
-    if whole < visible:
-        best = simd.maximum(best, simd.keep_lanes(simd.load(scores, start + whole), lowest, visible - whole))
-    new_peak = max(peak, simd.max_lanes(best))
-    shrink = simd.lane(simd.exp2(scores, simd.splat(peak - new_peak)), 0)
-    offset = simd.splat(new_peak)
-    for j in range(0, whole, LANES):
-        p = simd.exp2(weights, simd.sub(simd.load(scores, start + j), offset))
-        total = simd.add(total, p)
-        simd.store(weights, start + j, p)
-    if whole < visible:
-        p = simd.exp2(weights, simd.sub(simd.load(scores, start + whole), offset))
-        p = simd.keep_lanes(p, zero, visible - whole)
-        total = simd.add(total, p)
-        simd.store(weights, start + whole, p)
-        whole += LANES
-    for j in range(whole, count, LANES):
-        simd.store(weights, start + j, zero)
-    return new_peak, shrink, simd.sum_lanes(total)
 
 
 @simd.jit
@@ -118,25 +91,25 @@ def _chunk(table, position, head, cache, sizes):
 
 
 @simd.jit
-def _score_tile(padded, q, tile, tile_end, table, head, cache, sizes, scores):
-    """Scores of ``padded`` query rows against the positions from ``tile`` to ``tile_end``.
+def _score_tile(padded, q, tile, begin, tile_end, table, head, cache, sizes, scores):
+    """Scores of ``padded`` query rows against the positions from ``begin`` to ``tile_end``, a chunk's start and any.
 
-    What is prefetched meanwhile are the values of the same positions. Few rows take several chunks at once, to read
-    from several places of memory; beyond the end the last chunk is scored again, and those scores are masked.
+    What is prefetched meanwhile are the values of the same positions. Few rows take a group of chunks at once, to read
+    from several places of memory; for one outside these positions the nearest is scored, and those scores are masked.
     """
     keys, itemsize = cache[0], cache[4]
     _, width, block_size, lanes = sizes
-    pack, position = _pack(itemsize), tile
+    pack, position = _pack(itemsize), begin
     while position < tile_end:
         if padded <= 2 and block_size % CHUNK == 0 and tile_end - position > CHUNK:
-            last = (tile_end - 1) // CHUNK * CHUNK
+            group, last = position - position % GROUP, (tile_end - 1) // CHUNK * CHUNK
             at0, ahead0 = _chunk(table, position, head, cache, sizes)
-            at1, ahead1 = _chunk(table, position + CHUNK, head, cache, sizes)
-            at2, ahead2 = _chunk(table, min(position + 2 * CHUNK, last), head, cache, sizes)
-            at3, ahead3 = _chunk(table, min(position + 3 * CHUNK, last), head, cache, sizes)
+            at1, ahead1 = _chunk(table, max(group + CHUNK, position), head, cache, sizes)
+            at2, ahead2 = _chunk(table, min(max(group + 2 * CHUNK, position), last), head, cache, sizes)
+            at3, ahead3 = _chunk(table, min(max(group + 3 * CHUNK, position), last), head, cache, sizes)
             starts, ahead = (at0, at1, at2, at3), (ahead0, ahead1, ahead2, ahead3)
-            score_chunks(padded, q, width, keys, starts, lanes, scores, position - tile, ahead)
-            position += NUM_STREAMS * CHUNK
+            score_chunks(padded, q, width, keys, starts, lanes, scores, group - tile, ahead)
+            position = group + GROUP
         else:
             count = min(tile_end - position, block_size - position % block_size)
             at, near = _chunk(table, position, head, cache, sizes)
@@ -168,34 +141,35 @@ def _values_of(stream, group, tile_end, table, head, cache, sizes, copies):
 
 
 @simd.jit
-def _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, sums, copies, after):
-    """Add the values of the positions from ``tile`` to ``tile_end``, weighted by ``weights``, to ``sums``.
+def _value_tile(padded, tile, begin, tile_end, table, head, cache, sizes, weights, sums, copies, after):
+    """Add the values of the positions from ``begin`` to ``tile_end``, weighted by ``weights``, to ``sums``.
 
-    Chunks go in groups of ``NUM_STREAMS``; in place of a chunk beyond the end the first is read again, with the zero
-    weights of those positions. Meanwhile the keys that are scored next are prefetched: ``after`` is (block table, its
-    end, first position, head).
+    In place of a chunk of a group outside these positions the first inside is read again, with the zero weights of
+    those positions. Meanwhile the keys that are scored next are prefetched: ``after`` is (block table, its end, first
+    position, head).
     """
     values, itemsize = cache[1], cache[4]
     width = sizes[1]
     next_table, next_end, next_first, next_head = after
-    for group in range(tile, tile_end, NUM_STREAMS * CHUNK):
-        a = _values_of(0, group, tile_end, table, head, cache, sizes, copies)
+    for group in range(begin - begin % GROUP, tile_end, GROUP):
+        first = max(begin - group, 0) // CHUNK
+        a = _values_of(first, group, tile_end, table, head, cache, sizes, copies)
         b = c = d = a
-        if group + CHUNK < tile_end:
+        if first < 1 and group + CHUNK < tile_end:
             b = _values_of(1, group, tile_end, table, head, cache, sizes, copies)
-        if group + 2 * CHUNK < tile_end:
+        if first < 2 and group + 2 * CHUNK < tile_end:
             c = _values_of(2, group, tile_end, table, head, cache, sizes, copies)
-        if group + 3 * CHUNK < tile_end:
+        if first < 3 and group + 3 * CHUNK < tile_end:
             d = _values_of(3, group, tile_end, table, head, cache, sizes, copies)
-        ahead = _key_streams(next_table, next_end, next_first + group - tile, next_head, cache, sizes)
+        ahead = _key_streams(next_table, next_end, next_first + max(group - begin, 0), next_head, cache, sizes)
         accumulate(padded, weights, group - tile, values, itemsize, (a, b, c, d), width, sums, ahead)
 
 
 @simd.jit
-def _gather_scales(tile, tile_end, table, head, scales_at, sizes, scales):
-    """Copy the scales from position ``tile`` on: those of keys, and ``TILE`` elements further those of values."""
+def _gather_scales(tile, begin, tile_end, table, head, scales_at, sizes, scales):
+    """Copy the scales from position ``begin`` on: those of keys, and ``TILE`` elements further those of values."""
     _, _, block_size, lanes = sizes
-    source, position = simd.pointer(scales_at, F32), tile
+    source, position = simd.pointer(scales_at, F32), begin
     while position < tile_end:
         offset = position % block_size
         count = min(tile_end - position, block_size - offset)
@@ -206,58 +180,94 @@ def _gather_scales(tile, tile_end, table, head, scales_at, sizes, scales):
         position += count
 
 
+@simd.inline
+def _lowest(position, window):
+    """The first position that the one at ``position`` attends to."""
+    return max(position + 1 - window, 0) if window else 0
+
+
+@simd.inline
+def _chunk_of(position):
+    return position - position % CHUNK
+
+
 @simd.jit
-def _attend(num_rows, group, start, table, head, cache, sizes, scratch, coming):
+def _weigh_rows(first, rows, group, start, window, tile, begin, tile_end, width, scratch, has_scales):
+    """Turn the scores of ``rows`` query rows from ``first`` on into probabilities, and shrink their sums as is due."""
+    _, sums, scores, weights, _, scales, peak, total = scratch
+    cleared = max(begin - begin % GROUP - tile, 0)
+    weighted = -(-(tile_end - tile) // GROUP) * GROUP
+    for r in range(first, first + rows):
+        position = start + r // group
+        visible = max(min(position + 1, tile_end) - tile, 0)
+        seen = min(max(_lowest(position, window) - tile, 0), visible)
+        at, whole = (r - first) * SCORE_STRIDE, seen - seen % LANES
+        if has_scales:
+            simd.multiply_row(scores, at + whole, visible - whole, scales, whole)
+        peak[r], shrink, added = softmax_row(scores, weights, at, cleared, seen, visible, weighted, peak[r])
+        if has_scales:
+            simd.multiply_row(weights, at + whole, visible - whole, scales, TILE + whole)
+        total[r] = total[r] * shrink + added
+        if shrink != F32(1.0):
+            by = simd.splat(shrink)
+            for i in range(r * width, (r + 1) * width, LANES):
+                simd.store(sums, i, simd.mul(simd.load(sums, i), by))
+
+
+@simd.jit
+def _attend(num_rows, group, start, window, table, head, cache, sizes, scratch, coming):
     """Query rows (see ``_gather_queries``) against all visible positions; leaves sums and totals in ``scratch``.
 
     ``start`` is the position of the block's first token. Tiles are the outer loop, so that all rows of the block
     meet a tile's keys and values while they are near. ``coming`` says what is read after all of these: see
     ``_value_tile``.
     """
-    rows_q, sums, scores, weights, copies, scales, peak, total = scratch
+    rows_q, sums, scores, weights, copies, scales, _, _ = scratch
     width, scales_at = sizes[1], cache[5]
-    end = start + (num_rows - 1) // group + 1
-    for tile in range(0, end, TILE):
+    end, lowest = start + (num_rows - 1) // group + 1, _chunk_of(_lowest(start, window))
+    for tile in range(lowest - lowest % TILE, end, TILE):
         after = (table, end, tile + TILE, head) if tile + TILE < end else coming
         if scales_at:
-            _gather_scales(tile, min(tile + TILE, end), table, head, scales_at, sizes, scales)
+            _gather_scales(tile, max(tile, lowest), min(tile + TILE, end), table, head, scales_at, sizes, scales)
         for first in range(0, num_rows, MAX_QUERIES):
             rows = min(MAX_QUERIES, num_rows - first)
             tile_end = min(tile + TILE, start + (first + rows - 1) // group + 1)
-            if tile_end <= tile:
+            begin = max(tile, _chunk_of(_lowest(start + first // group, window)))
+            if tile_end <= begin:
                 continue
             padded = 1
             while padded < rows:
                 padded *= 2
-            _score_tile(padded, simd.shifted(rows_q, first * width), tile, tile_end, table, head, cache, sizes, scores)
-            weighted = -(-(tile_end - tile) // (NUM_STREAMS * CHUNK)) * NUM_STREAMS * CHUNK
-            for r in range(first, first + rows):
-                visible = max(min(start + r // group + 1, tile_end) - tile, 0)
-                at = (r - first) * SCORE_STRIDE
-                if scales_at:
-                    simd.multiply_row(scores, at, visible, scales, 0)
-                peak[r], shrink, added = _softmax_row(scores, weights, at, visible, weighted, peak[r])
-                if scales_at:
-                    simd.multiply_row(weights, at, visible, scales, TILE)
-                total[r] = total[r] * shrink + added
-                if shrink != F32(1.0):
-                    by = simd.splat(shrink)
-                    for i in range(r * width, (r + 1) * width, LANES):
-                        simd.store(sums, i, simd.mul(simd.load(sums, i), by))
-            mine = simd.shifted(sums, first * width)
-            _value_tile(padded, tile, tile_end, table, head, cache, sizes, weights, mine, copies, after)
+            q, mine = simd.shifted(rows_q, first * width), simd.shifted(sums, first * width)
+            _score_tile(padded, q, tile, begin, tile_end, table, head, cache, sizes, scores)
+            _weigh_rows(first, rows, group, start, window, tile, begin, tile_end, width, scratch, scales_at != 0)
+            _value_tile(padded, tile, begin, tile_end, table, head, cache, sizes, weights, mine, copies, after)
+
+
+@simd.inline
+def _sigmoid(scratch, logit):
+    x = simd.splat(-logit)
+    return F32(1.0) / (F32(1.0) + simd.lane(simd.exp(scratch, x), 0))
 
 
 @simd.jit
-def _write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, out):
-    """Divide sums by totals, round, and write the rows to ``out`` [tokens, num_heads, head_dim]."""
-    _, sums, _, _, _, _, _, total = scratch
+def _write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, gates, out):
+    """Divide sums by totals, gate, round, and write the rows to ``out`` [tokens, num_heads, head_dim].
+
+    ``gates`` are (their address or 0, logits whose row ends with one per head, columns).
+    """
+    _, sums, scores, _, _, _, _, total = scratch
+    has_gates, logits, columns = gates
     for r in range(num_rows):
-        to = (target + (r // group) * num_heads + r % group) * head_dim
-        by = simd.splat(F32(1.0) / total[r])
+        place = target + (r // group) * num_heads + r % group
+        scale = F32(1.0) / total[r]
+        if has_gates:
+            token, head = place // num_heads, place % num_heads
+            scale *= _sigmoid(scores, simd.lane(simd.load_part(logits, (token + 1) * columns - num_heads + head, 1), 0))
+        by = simd.splat(scale)
         for i in range(0, head_dim, LANES):
             v = simd.mul(simd.load(sums, r * width + i), by)
-            simd.store_some(out, to + i, v, head_dim - i)
+            simd.store_some(out, place * head_dim + i, v, head_dim - i)
 
 
 @simd.jit
@@ -303,7 +313,8 @@ def attention(words, result, dtype, inner):
     block_size, lanes, max_blocks = words[ARGS + 12], words[ARGS + 13], words[ARGS + 14]
     sizes = num_kv_heads, width, block_size, lanes
     group = num_heads // num_kv_heads
-    tables, most_rows = words[ARGS + 3], words[ARGS + 16]
+    tables, most_rows, window = words[ARGS + 3], words[ARGS + 16], words[ARGS + 18]
+    gates = words[ARGS + 19], simd.pointer(words[ARGS + 19], result), words[ARGS + 20]
     worker = worker_number(words)
     mine = words[ARGS + 7] + worker * 4 * scratch_floats(width, most_rows)
     scratch = _divide_scratch(mine, most_rows, width, dtype, inner)
@@ -317,8 +328,8 @@ def attention(words, result, dtype, inner):
         coming = min(item + 1, words[NUM_ITEMS] - 1)  # most likely this worker's next item
         next_block = 3 * (coming // num_kv_heads)
         next_table = simd.pointer(tables + query_blocks[next_block] * max_blocks * 4, np.int32)
-        next_end = positions[query_blocks[next_block + 1]] + 1
-        after = next_table, next_end, 0, coming % num_kv_heads
-        _attend(count * group, group, positions[token], table, head, cache, sizes, scratch, after)
-        _write_rows(count * group, group, first_head, num_heads, head_dim, width, scratch, out)
+        position = positions[query_blocks[next_block + 1]]
+        after = next_table, position + 1, _chunk_of(_lowest(position, window)), coming % num_kv_heads
+        _attend(count * group, group, positions[token], window, table, head, cache, sizes, scratch, after)
+        _write_rows(count * group, group, first_head, num_heads, head_dim, width, scratch, gates, out)
         item = next_item(words, worker)

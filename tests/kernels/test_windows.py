@@ -1,0 +1,77 @@
+"""Attention over a window of positions, with gated heads: as dense attention, and nothing before the window is read.
+
+Keys and values there are poisoned. Bits depend on the position and the window alone, wherever the work is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from kernel_cases import EVERY_BACK_END, EVERY_NAME, attend, dense, every_dtype, make_case
+from tiny_model import BACK_ENDS
+
+from batchgen.kernels.cpu.backend import CpuKernels
+
+# (positions cached before, tokens of this step): windows end and begin in every part of a tile of 256
+PIECES = [(0, 1), (0, 40), (254, 1), (255, 1), (275, 1), (350, 1), (511, 1), (250, 13), (512, 40), (700, 3), (895, 1)]
+WINDOWS = [3, 20, 97, 256]
+HEADS = [(3, 3, 16), (4, 1, 40), (8, 4, 128)]  # one, four and two query heads on each key
+
+
+@every_dtype
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_windowed_attention_equals_dense_attention(
+    name: str, window: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    for block_size, heads in zip((24, 32, 128), HEADS, strict=True):
+        case = make_case(PIECES, heads, dtype, window, kv_dtype, window, is_gated=True)
+        tolerance = {"rtol": 2**-7, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
+        for got, expected in zip(attend(BACK_ENDS[name](), case, block_size), dense(case), strict=True):
+            torch.testing.assert_close(got.double(), expected, **tolerance)
+
+
+@every_dtype
+@pytest.mark.parametrize("window", WINDOWS)
+def test_bits_do_not_depend_on_blocks_or_other_sequences_or_how_a_prompt_is_cut(
+    window: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    for heads in HEADS:
+        batch = make_case(PIECES, heads, dtype, 1, kv_dtype, window, is_gated=True)
+        expected = attend(CpuKernels(), batch, 32)
+        for row in range(len(PIECES)):
+            assert torch.equal(attend(CpuKernels(), batch.only(row), (3, 16, 64)[row % 3])[0], expected[row])
+        whole = make_case([(0, 430)], heads, dtype, 2, kv_dtype, window, is_gated=True)
+        expected = attend(CpuKernels(), whole, 32)
+        starts = [0, 5, 12, 21, *range(240, 300), 316, 429, 430]
+        cuts = [whole.chunk(a, b - a) for a, b in pairwise(starts)]
+        assert torch.equal(torch.cat([attend(CpuKernels(), chunk, 32)[0] for chunk in cuts]), expected[0])
+
+
+@every_dtype
+def test_a_window_that_holds_all_positions_changes_no_bit(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    pieces = [(0, 20), (290, 1), (280, 20)]
+    for heads in HEADS:
+        expected = attend(CpuKernels(), make_case(pieces, heads, dtype, 3, kv_dtype), 32)
+        for window in (300, 10_000):
+            windowed = make_case(pieces, heads, dtype, 3, kv_dtype, window)
+            assert all(map(torch.equal, attend(CpuKernels(), windowed, 32), expected))
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_open_and_close_each_head_by_itself(dtype: torch.dtype, name: str) -> None:
+    case = make_case([(20, 3), (0, 5), (70, 1)], (4, 2, 16), dtype, 4)
+    whole = attend(EVERY_BACK_END[name](), case, 16)
+    logits = torch.tensor([200.0, -200.0, 0.0, torch.nan], dtype=dtype)
+    gated = replace(case, gates=[logits.repeat(count, 1) for _, count in case.pieces])
+    for got, expected in zip(attend(EVERY_BACK_END[name](), gated, 16), whole, strict=True):
+        opened, closed, half, unknown = got.unflatten(1, (4, 16)).unbind(1)
+        parts = expected.unflatten(1, (4, 16))
+        torch.testing.assert_close(opened, parts[:, 0], rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0)
+        assert closed.abs().max() < 1e-30
+        torch.testing.assert_close(half, parts[:, 2] / 2, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0)
+        assert unknown.isnan().all(), "what is not finite stays so"
