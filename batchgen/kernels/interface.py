@@ -6,7 +6,7 @@ model calls a ``Kernels`` and does not know which back end it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,25 @@ class Embedding(Protocol):
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Its rows for int64 ids [num_tokens], which are not checked; [num_tokens, width] in the model's dtype."""
+
+
+class SparseFeedForward(Protocol):
+    """Feed-forwards of which each row meets a few, the experts."""
+
+    @property
+    def linears(self) -> list[tuple[Linear, Linear]]:
+        """Those of each expert: of its gated product, and the last one."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+        """``residual`` plus a row's experts ``down(silu(gate x) * up x)`` times their weights; [rows, width].
+
+        ids and weights [rows, num_active] are from a ``Router``. Each expert's output is rounded as any linear's; they
+        are added in float32, in the order of ascending ids, then the residual, and the sum is rounded once.
+        """
+
+
+Router = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Takes x [rows, width]; gives int32 ids and float32 weights [rows, num_active] as ``Routing`` says."""
 
 
 class Recorder(Protocol):
@@ -77,6 +96,12 @@ class Kernels(Protocol):
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         """A table with rows in ``dtype``, and the product with it; in memory once where that is possible."""
+
+    def router(self, routing: Routing) -> Router:
+        """The choice among experts."""
+
+    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> SparseFeedForward:
+        """A feed-forward of experts with these weights (gate, up, down), laid out one after the other."""
 
     def recorder(self) -> Recorder | None:
         """A recorder that repeats launches without Python; None if there is none. Valid after all linears."""
@@ -203,3 +228,22 @@ class Heads:
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which ``num_active`` experts a row meets, and what their outputs are multiplied by; all of it in float32.
+
+    Scores are softmax or sigmoid of the product with ``weight`` [num_experts, width]. The experts with the largest
+    scores plus ``bias`` [num_experts] are chosen, of equals that with the lowest id, one whose score is NaN last; their
+    ids are given in ascending order. Weights are the scores, divided by (their sum + ``normalizer_eps``) if
+    ``is_normalized``, times ``scale``.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    num_active: int
+    is_softmax: bool
+    is_normalized: bool = True
+    normalizer_eps: float = 0.0
+    scale: float = 1.0

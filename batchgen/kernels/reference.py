@@ -6,7 +6,7 @@ after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels.cpu.layout import DOT_GROUP
+from batchgen.kernels.experts import ExpertLoop, TorchRouter
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import (
     Embedding,
@@ -21,7 +22,10 @@ from batchgen.kernels.interface import (
     Heads,
     Linear,
     PlainLinear,
+    Router,
+    Routing,
     SamplingRows,
+    SparseFeedForward,
     TableEmbedding,
     TwoStepGatedLinear,
 )
@@ -103,6 +107,12 @@ class ReferenceKernels:
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         return TableEmbedding(self, table, dtype), self.linear(table)
+
+    def router(self, routing: Routing) -> Router:
+        return TorchRouter(routing, PlainLinear(routing.weight, None))
+
+    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> SparseFeedForward:
+        return ExpertLoop([(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights])
 
     def recorder(self) -> None:
         return None

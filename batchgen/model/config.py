@@ -124,6 +124,11 @@ class ModelConfig:
         return "" if self.quantization or self.is_gguf or self.has_adapter else self.dtype
 
     @property
+    def feed_forward(self) -> str:
+        """The kind of the feed-forwards of all layers but the first ones: "dense" or "experts"."""
+        return "experts" if any(layer.experts for layer in self.layers) else "dense"
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from batchgen.kernels.inputs import ModelInput
 from batchgen.kernels.interface import Embedding, Kernels, Linear, TableEmbedding
 from batchgen.model.config import CONV, LayerShape, ModelConfig
-from batchgen.model.layers import Attention, FeedForward, ShortConv
+from batchgen.model.layers import Attention, ExpertFeedForward, FeedForward, ShortConv
 from batchgen.model.rope import Rotary
 from batchgen.model.state import StateCache
 from batchgen.model.weights import NamedTensors, TensorSource
@@ -32,7 +32,11 @@ class Layer:
             self.mixer = ShortConv(tensors, config, kernels)
         else:
             self.mixer = Attention(tensors, shape, config, kernels)
-        self.feed_forward = FeedForward(tensors, shape, config, kernels)
+        self.feed_forward: FeedForward | ExpertFeedForward
+        if shape.experts is None:
+            self.feed_forward = FeedForward(tensors, shape, config, kernels)
+        else:
+            self.feed_forward = ExpertFeedForward(tensors, shape.experts, config, kernels)
         self.mixer_norm = tensors.norm("mixer_norm", config.hidden_size)
         self.feed_forward_norm = tensors.norm("feed_forward_norm", config.hidden_size)
         self.rope = config.ropes.index(shape.rope) if shape.rope else 0
@@ -43,7 +47,7 @@ class Layer:
 
     @property
     def linears(self) -> list[tuple[Linear, int]]:
-        """All linears, each with the width of its input."""
+        """All linears that a token meets, each with the width of its input."""
         return self.mixer.linears + self.feed_forward.linears
 
 

@@ -1,18 +1,21 @@
 """Parts of a decoder layer: attention, short convolution, feed-forward.
 
 Each part takes its weights by role and calls kernels; state comes in as an argument, and no batch is remembered. All
-activations are [num_tokens, hidden_size]. ``linears`` lists a part's linears, each with the width of its input.
+activations are [num_tokens, hidden_size]. ``linears`` lists the linears of a part that a token meets (of experts as
+many as it meets), each with the width of its input.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import Heads, Kernels, Linear
-from batchgen.model.config import LayerShape, ModelConfig
-from batchgen.model.weights import TAPS, NamedTensors
+from batchgen.kernels.interface import Heads, Kernels, Linear, Routing
+from batchgen.model.config import Experts, LayerShape, ModelConfig
+from batchgen.model.weights import ROUTER_BIAS, TAPS, NamedTensors
 
 
 class NormedLinear:
@@ -48,6 +51,42 @@ class FeedForward:
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.down(self.gate_up(x), residual)
+
+
+class ExpertFeedForward:
+    """Experts, of which a router chooses a few for each token."""
+
+    def __init__(self, tensors: NamedTensors, experts: Experts, config: ModelConfig, kernels: Kernels) -> None:
+        assert not config.has_post_norms, "the residual is added with the experts"
+        width, count, exact = config.hidden_size, experts.num_experts, torch.float32
+        weight = tensors.take("router", count, width, dtype=exact)
+        bias = None
+        if experts.has_bias:  # whose last bits decide between experts
+            bias = tensors.take("router_bias", count, part="", init=ROUTER_BIAS, dtype=exact).clone()
+        is_softmax, weighing = experts.scores == "softmax", (experts.normalizer_eps, experts.scale)
+        routing = Routing(weight, bias, experts.num_active, is_softmax, experts.is_normalized, *weighing)
+        self.route = kernels.router(routing)
+        self.experts = kernels.experts(_expert_weights(tensors, experts, width))
+        met = self.experts.linears[: experts.num_active]
+        self.linears = [pair for gate_up, down in met for pair in ((gate_up, width), (down, experts.ff_dim))]
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.experts(x, *self.route(x), residual)
+
+
+def _expert_weights(tensors: NamedTensors, experts: Experts, width: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Gate, up and down of each expert, which checkpoints hold one by one, or all together, gates before ups."""
+    count, inner = experts.num_experts, experts.ff_dim
+    if tensors.holds("experts_gate_up", part=""):
+        gates_and_ups = tensors.take("experts_gate_up", count, 2 * inner, width, part="")
+        downs = tensors.take("experts_down", count, width, inner, part="")
+        for gate_up, down in zip(gates_and_ups, downs, strict=True):
+            yield gate_up[:inner], gate_up[inner:], down
+        return
+    for expert in range(count):
+        of = tensors.of(expert=expert)
+        gate, up = (of.take(role, inner, width) for role in ("expert_gate", "expert_up"))
+        yield gate, up, of.take("expert_down", width, inner)
 
 
 class ShortConv:

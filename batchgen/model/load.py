@@ -69,7 +69,8 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
         name = str(kind).removeprefix("torch.")
         _require_memory(path, config, name, weights, activations)
         if not build.is_started():  # by who knows the engine's settings too
-            build.start(name, config.saved_dtype, weights, activations)  # beside the reading of the weights
+            # Beside the reading of the weights.
+            build.start(name, config.saved_dtype, weights, activations, "auto", config.feed_forward)
     with torch.inference_mode():
         chosen = kernels or select(
             where, kind, batch_invariant=batch_invariant, weights=weights, activations=activations

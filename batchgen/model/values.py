@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from batchgen.core.errors import ModelError
 from batchgen.core.model_files import is_token_id, token_ids
 from batchgen.core.units import shown
-from batchgen.model.config import Rope
+from batchgen.model.config import Experts, Rope
 
 T = TypeVar("T")
 MAX_LAYERS = 128  # more than any release has; a larger number only delays the error
@@ -39,10 +39,11 @@ class ConfigValues:
             raise self.error(f"has no {names[0]!r}")
         return default
 
-    def integer(self, *names: str, default: Any = ..., most: int = _MAX_INT) -> int:
+    def integer(self, *names: str, default: Any = ..., least: int = 1, most: int = _MAX_INT) -> int:
         value = self.get(*names, default=default)
-        if type(value) is not int or value < 1:
-            raise self.error(f"{names[0]} must be a positive integer, not {shown(value)}")
+        if type(value) is not int or value < least:
+            kind = "a positive integer" if least else "an integer from 0 up"
+            raise self.error(f"{names[0]} must be {kind}, not {shown(value)}")
         if value > most:
             raise self.error(f"{names[0]} must be at most {most}, not {shown(value)}")
         return value
@@ -100,6 +101,17 @@ class ConfigValues:
                 raise self.error(f"partial_rotary_factor must be at most 1, not {share:g}")
             return Rope(theta, kind, rotated_share=share)
         return Rope(theta)
+
+    def experts(self, scores: str, *, is_normalized: bool, **more: Any) -> Experts:
+        """Experts whose scores are ``scores``; ``is_normalized`` where the config says nothing; ``more`` are fields."""
+        for name in ("num_shared_experts", "n_shared_experts", "shared_expert_intermediate_size"):
+            if (found := self.get(name, default=0)) != 0:
+                raise self.error(f"{name} is {shown(found)}; experts that every token meets are not supported")
+        num_experts = self.integer("num_experts", "num_local_experts")
+        num_active = self.integer("num_experts_per_tok", most=num_experts)
+        is_normalized = self.flag("norm_topk_prob", default=is_normalized)
+        ff_dim = self.integer("moe_intermediate_size")
+        return Experts(num_experts, num_active, ff_dim, scores, is_normalized=is_normalized, **more)
 
     def object(self, name: str) -> dict[str, Any]:
         """A nested object, empty if there is none."""

@@ -41,6 +41,7 @@ class Init(NamedTuple):
 
 NORM = Init(1.0, 0.1)
 TAPS = Init(0.0, 0.5)  # of a convolution
+ROUTER_BIAS = Init(0.0, 0.1)  # beside scores from 0 to 1
 
 
 class TensorSource(Protocol):
@@ -48,8 +49,16 @@ class TensorSource(Protocol):
 
     dtype: torch.dtype
 
-    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
-        """The tensor of that name. Raises ModelError: there is none, or it has another shape than ``shape``."""
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name, of those that not every checkpoint has."""
+
+    def take(
+        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The tensor of that name, in ``dtype`` if not the model's.
+
+        Raises ModelError: there is none, or it has another shape than ``shape``.
+        """
 
     def finish(self, optional: str = "") -> None:
         """Raises ModelError if a tensor but ``optional`` is left over: an unknown tensor means an unknown model."""
@@ -120,7 +129,9 @@ class Checkpoint:
         self._taken.add(name)
         return tensor
 
-    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """The tensor of that name on the source's device, in its dtype or as ``stored_dtype`` says.
 
         Raises ModelError: as ``read``, or it holds no plain floating-point numbers.
@@ -131,7 +142,7 @@ class Checkpoint:
                 f"{self.folder}: tensor {name!r} is {tensor.dtype}, which means nothing without the scales and the "
                 "quantization_config of a format that is read; use the bfloat16 release"
             )
-        return tensor.to(self.device, stored_dtype(tensor.dtype, self.dtype, self.device))
+        return tensor.to(self.device, dtype or stored_dtype(tensor.dtype, self.dtype, self.device))
 
     def finish(self, optional: str = "") -> None:
         left = sorted(set(self._files) - self._taken - {optional})
@@ -160,10 +171,16 @@ class RandomTensors:
         self.seed = seed
         self.std = std
 
-    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+    def holds(self, name: str) -> bool:
+        return False
+
+    def take(
+        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         mean, std = init or (0.0, self.std)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self.seed)
-        return torch.empty(shape, dtype=self.stored, device=self.device).normal_(mean, std, generator=generator)
+        tensor = torch.empty(shape, dtype=dtype or self.stored, device=self.device)
+        return tensor.normal_(mean, std, generator=generator)
 
     def finish(self, optional: str = "") -> None:
         """Nothing can be left over."""
@@ -187,10 +204,22 @@ class NamedTensors:
         return NamedTensors(self._source, self._names, **self._indices, **indices)
 
     def name(self, role: str, part: str = "weight") -> str:
-        return f"{self._names[role].format(**self._indices)}.{part}"
+        """The name of a tensor of a module, or of a module that is itself a tensor if ``part`` is empty."""
+        module = self._names[role].format(**self._indices)
+        return f"{module}.{part}" if part else module
 
-    def take(self, role: str, *shape: int, part: str = "weight", init: Init | None = None) -> Tensor:
-        return self._source.take(self.name(role, part), shape, init)
+    def holds(self, role: str, part: str = "weight") -> bool:
+        return role in self._names and self._source.holds(self.name(role, part))
+
+    def take(
+        self,
+        role: str,
+        *shape: int,
+        part: str = "weight",
+        init: Init | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return self._source.take(self.name(role, part), shape, init, dtype)
 
     def norm(self, role: str, width: int) -> Tensor:
         """Weights [width] of a norm, in memory of their own and the model's dtype."""

@@ -214,11 +214,12 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
         UsageError: sizes or threads that this machine cannot provide.
         OutOfMemory: weights and state do not fit.
     """
-    num_params = info.config.linear_params_per_token + info.config.logits_params_per_token
+    num_params = info.config.linear_params + info.config.logits_params_per_token
     require_address_space(num_params * (1 if spec.model.weights == "int8" else 2))  # in the smallest dtype
     from batchgen.kernels.cpu import build
 
-    forms = (info.config.saved_dtype, spec.model.weights, spec.model.activations, spec.engine.kv_dtype)
+    settings = (spec.model.weights, spec.model.activations, spec.engine.kv_dtype)
+    forms = (info.config.saved_dtype, *settings, info.config.feed_forward)
     # Beside the import of torch.
     build.start(_kernel_dtype(spec.model, info.config), *forms, others=not _is_plain(spec))
     with _lasting_imports():

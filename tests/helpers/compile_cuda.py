@@ -22,7 +22,7 @@ from triton.runtime import driver, jit
 
 from batchgen.kernels.cuda.backend import CudaKernels
 from batchgen.kernels.inputs import ConvState, KVCache
-from batchgen.kernels.interface import Heads, SamplingRows
+from batchgen.kernels.interface import Heads, Routing, SamplingRows
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FF, VOCAB, BLOCK_SIZE = 16, 8, 64, 1024, 4608, 65536, 32  # LFM2-350M
@@ -71,6 +71,10 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
         linear = kernels.linear(zeros(HIDDEN, HIDDEN), bias)
         linear(zeros(tokens, HIDDEN))
         linear(zeros(tokens, HIDDEN), zeros(tokens, HIDDEN))
+    experts = kernels.experts((zeros(64, HIDDEN), zeros(64, HIDDEN), zeros(HIDDEN, 64)) for _ in range(4))
+    route = kernels.router(Routing(zeros(4, HIDDEN, dtype=torch.float32), None, 2, is_softmax=True))
+    x = zeros(tokens, HIDDEN)
+    experts(x, *route(x), x)
     keys = zeros(num_blocks + 1, KV_HEADS, HEAD_DIM, BLOCK_SIZE, 1)
     cache = KVCache(keys, zeros(num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM), BLOCK_SIZE)
     rotary = zeros(2, 1024, HEAD_DIM // 2, dtype=torch.float32)

@@ -30,6 +30,7 @@ _DENSE = {
     "rope_theta": 1e4,
     "tie_word_embeddings": False,
 }
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 RAW: dict[str, dict[str, Any]] = {
     "lfm2": {  # 2 conv and 2 attention layers, 4 heads of 16 on 2 KV heads
@@ -46,10 +47,24 @@ RAW: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-5,
         "rope_theta": 1e6,
     },
+    "lfm2_moe": {  # its first layer is dense
+        **_COMMON,
+        **_EXPERTS,
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention"] * 2,
+        "intermediate_size": 96,
+        "num_dense_layers": 1,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
     # 64 positions of old context: wavelengths on both sides of the bounds and between them
     "llama": {**_DENSE, "model_type": "llama", "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 64}},
     "mistral": {**_DENSE, "model_type": "mistral", "sliding_window": None, "head_dim": 24},
     "qwen3": {**_DENSE, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
+    "qwen3_moe": {**_DENSE, **_EXPERTS, "model_type": "qwen3_moe", "norm_topk_prob": True},
 }
 
 
@@ -61,7 +76,8 @@ def raw_config(model_type: str = "lfm2", **changes: Any) -> dict[str, Any]:
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Weights wide enough that layers matter, norms near one but all different: a swapped norm must show."""
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    of_routers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("expert_bias"))
+    for name, parameter in [*model.named_parameters(), *of_routers]:
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.data = 1 + 0.2 * noise if "norm" in name else 0.5 * noise if "conv.conv" in name else 0.15 * noise
 

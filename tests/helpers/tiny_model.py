@@ -73,8 +73,10 @@ class RecordedTensors(RandomTensors):
         super().__init__(torch.float32, CPU, std=STD)
         self.tensors: dict[str, Tensor] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
-        self.tensors[name] = super().take(name, shape, init).clone()
+    def take(
+        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        self.tensors[name] = super().take(name, shape, init, dtype).clone()
         return self.tensors[name]
 
 

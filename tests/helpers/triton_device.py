@@ -10,6 +10,7 @@ in the tile it stands. Here all rows of a tile add up alike, so what is left of 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa:
 from batchgen.kernels.cuda import rows as _kernels  # noqa: E402
 from batchgen.kernels.cuda.backend import CudaKernels  # noqa: E402
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput  # noqa: E402
-from batchgen.kernels.interface import Heads, Linear, SamplingRows  # noqa: E402
+from batchgen.kernels.interface import Heads, Linear, Router, Routing, SamplingRows  # noqa: E402
 
 assert HAS_GPU or type(_kernels.rms_norm).__name__ == "InterpretedFunction", "Triton was imported by another test"
 
@@ -84,6 +85,20 @@ class OnDevice:
             return linear(x.to(DEVICE), None if residual is None else residual.to(DEVICE)).cpu()
 
         return call
+
+    def router(self, routing: Routing) -> Router:
+        bias = None if routing.bias is None else routing.bias.to(DEVICE)
+        choose = self.kernels.router(replace(routing, weight=routing.weight.to(DEVICE), bias=bias))
+
+        def call(x: Tensor) -> tuple[Tensor, Tensor]:
+            ids, weights = choose(x.to(DEVICE))
+            return ids.cpu(), weights.cpu()
+
+        return call
+
+    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Callable[..., Tensor]:
+        experts = self.kernels.experts(tuple(part.to(DEVICE) for part in parts) for parts in weights)
+        return lambda *inputs: experts(*(part.to(DEVICE) for part in inputs)).cpu()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         added = None if residual is None else residual.to(DEVICE)

@@ -40,8 +40,10 @@ class MovedTensors(RandomTensors):
         super().__init__(dtype, CPU, std=STD / 2)
         self.target = device
 
-    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
-        return super().take(name, shape, init).to(self.target)
+    def take(
+        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return super().take(name, shape, init, dtype).to(self.target)
 
 
 def model_on(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> Decoder:

@@ -31,8 +31,15 @@ OTHER_ROWS = (
 )
 @pytest.mark.parametrize("stored", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", ["lfm2", "lfm2_moe"])
 def test_what_is_compiled_for_a_model_is_what_it_launches(
-    dtype: str, stored: str, weights: str, activations: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+    model_type: str,
+    dtype: str,
+    stored: str,
+    weights: str,
+    activations: str,
+    kv_dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launched: set[tuple[Source, str]] = {(RUN_ALL, "any")}  # which runs recorded launches, and is not launched itself
     launch = Kernel.launch
@@ -44,8 +51,9 @@ def test_what_is_compiled_for_a_model_is_what_it_launches(
     monkeypatch.setattr(Kernel, "launch", noted)
     tensors = RandomTensors(DTYPES[dtype], CPU, std=STD, saved=DTYPES[stored])
     kernels = CpuKernels(DTYPES[dtype], weights=weights, activations=activations)
+    raw = raw_config(model_type, moe_intermediate_size=64)  # whole groups of 8-bit weights, as in any other width
     with torch.inference_mode():
-        model = Decoder(parse_config(raw_config(), "tiny"), tensors, kernels)
+        model = Decoder(parse_config(raw, "tiny"), tensors, kernels)
 
     def run(params: SamplingParams) -> None:
         rows = [
@@ -54,7 +62,7 @@ def test_what_is_compiled_for_a_model_is_what_it_launches(
         tokens_of(engine_for(model, num_blocks=60, block_size=16, kv_dtype=kv_dtype).run(rows))
 
     run(SamplingParams())
-    wanted = set(needed(dtype, stored, weights, activations, kv_dtype))
+    wanted = set(needed(dtype, stored, weights, activations, kv_dtype, model.config.feed_forward))
     assert launched == wanted
     for params in OTHER_ROWS:
         run(params)

@@ -95,13 +95,16 @@ SHAPES = {name: raw for family in FAMILIES.values() for name, raw in family.SHAP
 def test_published_shapes_have_the_parameters_that_transformers_gives_them(name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
-        reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[name]))
     source = CountedTensors()
     config = parse_config(SHAPES[name], name)
+    layers = {"layer_types": list(config.layer_types)} if config.num_conv_layers else {}
+    with torch.device("meta"):
+        reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**layers | dict(SHAPES[name])))
     linears = config.linear_params + config.logits_params_per_token * (1 if config.tie_embedding else 2)
     Decoder(config, source, NoKernels())
-    assert source.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
+    saved = reference.state_dict().keys()
+    biases = [buffer for name, buffer in reference.named_buffers() if name in saved]  # of routers
+    assert source.num_parameters == sum(parameter.numel() for parameter in [*reference.parameters(), *biases])
     assert 0 < source.num_parameters - linears < 0.001 * source.num_parameters  # norms and taps
 
 
@@ -112,7 +115,9 @@ class CountedTensors(RandomTensors):
         super().__init__(torch.bfloat16, torch.device("meta"))
         self.num_parameters = 0
 
-    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         self.num_parameters += math.prod(shape)
         return torch.empty(shape, device="meta")
 

@@ -6,6 +6,7 @@ asserts the first, and the callers' signatures fix the second.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from batchgen.kernels.cpu import layout, sources
 from batchgen.kernels.cpu import linear as linears
+from batchgen.kernels.cpu.experts import PanelRouter, in_panels
 from batchgen.kernels.cpu.layout import DOT_GROUP, ROWS_PER_ITEM
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, openmp, scratch
 from batchgen.kernels.cpu.recording import Recorder
+from batchgen.kernels.experts import ExpertLoop, TorchRouter
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import (
     Embedding,
@@ -24,7 +27,10 @@ from batchgen.kernels.interface import (
     Heads,
     Linear,
     PlainLinear,
+    Router,
+    Routing,
     SamplingRows,
+    SparseFeedForward,
     TableEmbedding,
     TwoStepGatedLinear,
 )
@@ -119,6 +125,19 @@ class CpuKernels:
         if isinstance(head, linears.PanelLinear) and head.panels.kind in ("bf16", "f32"):
             return PanelEmbedding(head, dtype), head
         return TableEmbedding(self, table, dtype), head
+
+    def router(self, routing: Routing) -> Router:
+        if linears.can_multiply(routing.weight, torch.float32):
+            return PanelRouter(routing)
+        self._library = self._library or "blas"
+        return TorchRouter(routing, PlainLinear(routing.weight, None, linears.MIN_PLAIN_ROWS))
+
+    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> SparseFeedForward:
+        laid_out = [(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights]
+        if found := in_panels(laid_out):
+            return found
+        self._library = self._library or "loop"
+        return ExpertLoop(laid_out)
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         out = empty((len(rows), *x.shape[1:]), dtype or x.dtype)

@@ -19,6 +19,7 @@ ROWS_PER_ITEM = 8  # of kernels that treat rows: few enough to balance the threa
 STRIPS = 4
 MAX_ROWS = 6  # 24 accumulators, 4 vectors of weights and one of inputs: 29 of 32 registers
 TILE_COLUMNS = STRIPS * LANES
+SEGMENT_WORDS = 3  # int64 words about the rows that meet one expert; see ``linear.Experts``
 
 # Weights of 8 bits: bytes of 16 outputs and a group of inputs that share a scale, scales included.
 GROUP, DOT_GROUP = 32, 128  # where activations are floating-point numbers, and where they are integers too
@@ -49,6 +50,11 @@ def attention_scratch_floats(width: int, most_rows: int) -> int:
 def conv_scratch_floats(taps: int, width: int) -> int:
     """Float32 words one worker of ``short_conv`` needs; a multiple of 16."""
     return ((SEGMENT + taps - 1) * width + LANES - 1) // LANES * LANES
+
+
+def routing_scratch_floats(num_experts: int) -> int:
+    """Float32 words one worker of ``route`` needs: sums of a tile, scores and ranks of a row."""
+    return -(-num_experts // TILE_COLUMNS) * TILE_COLUMNS * (MAX_ROWS + 2)
 
 
 def sampling_scratch_bytes(width: int) -> int:

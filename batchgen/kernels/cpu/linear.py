@@ -17,6 +17,7 @@ rows replaces them: smaller products take other code paths in the usual BLAS.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +74,18 @@ def panels_of(weight: Tensor, weights: str, activations: str, dtype: torch.dtype
     return plain_panels(quantize(weight).dequantize(dtype) if weights == "int8" else weight)
 
 
+class Experts(NamedTuple):
+    """Which rows of a product meet which of several weights of one shape and kind.
+
+    ``weights`` int64 [num_experts] are the addresses of the weights' strips. ``segments`` int64 has the number of
+    experts that are met, then for each its id, its first row and where they end.
+    """
+
+    num_experts: int
+    segments: Tensor
+    weights: Tensor
+
+
 class PanelLinear:
     """``Linear`` with the weight in panels: for inputs of bfloat16 or float32, an even number of them.
 
@@ -91,15 +104,23 @@ class PanelLinear:
         self.bias = None if bias is None else bias.contiguous()
         self.panels = panels_of(weight, weights, activations, dtype or weight.dtype)
         # Asked of a tensor each time, these cost a launch microseconds.
-        self._num_panels, self._strips_at = self.panels.num_panels, self.panels.strips.data_ptr()
+        self._num_panels, self.strips_at = self.panels.num_panels, self.panels.strips.data_ptr()
         self._sizes = self.panels.strip_size, self.panels.panel_bytes
         self._most_shares = self._num_panels if self.panels.panel_bytes <= _MOST_SHARED_BYTES else 1
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.multiply(x, self.out_features, residual)
 
-    def multiply(self, x: Tensor, width: int, residual: Tensor | None = None, *, gated: bool = False) -> Tensor:
-        """The product [rows, width] of x [rows, inputs] with all panels."""
+    def multiply(
+        self,
+        x: Tensor,
+        width: int,
+        residual: Tensor | None = None,
+        *,
+        gated: bool = False,
+        experts: Experts | None = None,
+    ) -> Tensor:
+        """The product [rows, width] of x [rows, inputs] with all panels, or each row's with those of its expert."""
         assert x.shape[1:] == (self.inputs,), f"x is {tuple(x.shape)}, the weight takes {self.inputs} inputs"
         assert x.dtype in _TYPES, "kernels read bits"
         out, residual_at, bias_at = empty((len(x), width), x.dtype), 0, 0
@@ -111,29 +132,37 @@ class PanelLinear:
             if self.bias.dtype is not x.dtype:
                 self.bias = self.bias.to(x.dtype)
             bias_at = address(self.bias)
-        self._launch(x, (bias_at, residual_at, out.data_ptr()), width, gated)
+        self._launch(x, (bias_at, residual_at, out.data_ptr()), width, gated, experts)
         return out
 
-    def _launch(self, x: Tensor, addresses: tuple[int, int, int], width: int, gated: bool) -> None:
+    def _launch(
+        self, x: Tensor, addresses: tuple[int, int, int], width: int, gated: bool, experts: Experts | None
+    ) -> None:
         rows, inputs, kind = len(x), self.inputs, self.panels.kind
         threads = torch.get_num_threads()
         shares = max(1, min(-(-rows // MAX_ROWS) // _FEWEST_TILES, threads, self._most_shares))
+        unpacks = kind == "int8" and (rows > 2 or experts is not None)
+        if unpacks or experts is not None:
+            shares = 1
+        groups, weights_at, segments_at = shares, self.strips_at, 0
+        if experts is not None:
+            groups, weights_at, segments_at = experts.num_experts, address(experts.weights), address(experts.segments)
         kernel, key, floats = _MATMUL, _KINDS.get((_TYPES[x.dtype], kind), x.dtype), _SUMS
         steps, more = inputs // 2, (0, 0)
         if kind == "integers":
             kernel, (x, scales, shifts) = _INTEGERS, quantize_rows(x)
             inputs, more = x.shape[1], (address(scales), address(shifts))
             steps = inputs // 8
-        elif kind == "int8" and rows > 2:
-            kernel, key, shares = _UNPACKED, _UNPACKED_KINDS[x.dtype], 1
+        elif unpacks:
+            kernel, key = _UNPACKED, _UNPACKED_KINDS[x.dtype]
             floats = _SUMS * UNPACKED_TILES + UNPACKED_BYTES // 4
             more = (_NUMBER_BYTES[x.dtype], 0)
-        sizes = (rows, inputs, width, int(gated), shares, -(-threads // shares), *self._sizes)
+        sizes = (rows, inputs, width, int(gated), groups, -(-threads // shares), *self._sizes)
         kernel.launch(
             key,
-            self._num_panels * shares,
-            *(address(x), *addresses, self._strips_at, scratch(floats * threads)),
-            *(*sizes, steps, *more),
+            self._num_panels * groups,
+            *(address(x), *addresses, weights_at, scratch(floats * threads)),
+            *(*sizes, steps, *more, segments_at),
             num_ranges=shares,
         )
 
@@ -167,11 +196,11 @@ class PanelGatedLinear:
         self.out_features = len(gate)
         rows = (0, 0, 0, -len(gate) % _HALF)
         halves = [functional.pad(part.detach(), rows).view(-1, _HALF, part.shape[1]) for part in (gate, up)]
-        self._panels = PanelLinear(torch.cat(halves, 1).flatten(0, 1), None, weights, activations, dtype)
-        self.linear: Linear = self._panels
+        self.product = PanelLinear(torch.cat(halves, 1).flatten(0, 1), None, weights, activations, dtype)
+        self.linear: Linear = self.product
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._panels.multiply(x, self.out_features, gated=True)
+    def __call__(self, x: Tensor, experts: Experts | None = None) -> Tensor:
+        return self.product.multiply(x, self.out_features, gated=True, experts=experts)
 
 
 class PackedLinear:

@@ -59,6 +59,8 @@ ROPE_AND_CACHE = Source(f"{COMPILED}.mixers", "rope_and_cache", _CACHED)
 # The element types of the model, of the cache, and in which both are multiplied.
 _ATTENDED: Kinds = {kind: (*types[:2], F32) for kind, types in _CACHED.items()} | {"bf16_pairs": (BF16, BF16, BF16)}
 ATTENTION = Source(f"{COMPILED}.attention", "attention", _ATTENDED)
+ROUTE, ADD_UP = (Source(f"{COMPILED}.experts", name) for name in ("route", "add_up"))
+SORT = Source(f"{COMPILED}.experts", "sort", {"any": ()})
 SAMPLE, LOGSUMEXP = (Source(f"{COMPILED}.sampling", name) for name in ("sample", "logsumexp"))
 RUN_ALL = Source(f"{COMPILED}.work", "run_all", {"any": ()})
 PEAK_PRODUCTS = Source(f"{COMPILED}.peaks", "multiply", {**ELEMENTS, "int8": (INT8,)})
@@ -96,17 +98,26 @@ def attention_kind(dtype: str, kv_dtype: str) -> str:
 
 
 def needed(
-    dtype: str, stored: str, weights: str = "auto", activations: str = "auto", kv_dtype: str = "auto"
+    dtype: str,
+    stored: str,
+    weights: str = "auto",
+    activations: str = "auto",
+    kv_dtype: str = "auto",
+    feed_forward: str = "dense",
 ) -> list[tuple[Source, str]]:
     """The kernels that each step of a model may need, and their kinds; the longest to compile first.
 
     ``dtype`` is the one it is computed in, ``stored`` that of its weights before ``weights`` and ``activations`` apply,
-    ``kv_dtype`` that of keys and values.
+    ``kv_dtype`` that of keys and values; ``feed_forward`` is "dense" or "experts".
     """
     if dtype not in ELEMENTS:
         return []
     reading = "f32_of_bf16" if (dtype, stored) == ("float32", "bfloat16") else dtype
-    found = [(ATTENTION, attention_kind(dtype, kv_dtype)), *_linears(dtype, reading, weights, activations)]
+    linears = _linears(dtype, reading, weights, activations)
+    found = [(ATTENTION, attention_kind(dtype, kv_dtype)), *linears]
+    if feed_forward == "experts":
+        found += [(ROUTE, dtype)] if has_fused_multiply_add() else []
+        found += [] if (SWIGLU, dtype) in linears else [(SORT, "any"), (ADD_UP, dtype)]
     found += [(source, dtype) for source in (SHORT_CONV, ARGMAX, RMS_NORM)]
     found.append((ROPE_AND_CACHE, cached_kind(dtype, kv_dtype)))
     # Embeddings are read from the panels of a tied head if they hold its numbers; queries are float32 in any model.

@@ -6,21 +6,28 @@ step can be captured in a CUDA graph. Kernels are compiled when first launched a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 from torch import Tensor
 
 from batchgen.kernels.cuda import mixers, rows, sampling
 from batchgen.kernels.cuda.attention import PagedAttention
+from batchgen.kernels.cuda.experts import StackedExperts
 from batchgen.kernels.cuda.linear import CublasLinear, FixedOrderLinear
 from batchgen.kernels.cuda.tiles import num_tiles, power_of_two
+from batchgen.kernels.experts import TorchRouter
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import (
     Embedding,
     GatedLinear,
     Heads,
     Linear,
+    Router,
+    Routing,
     SamplingRows,
+    SparseFeedForward,
     TableEmbedding,
     TwoStepGatedLinear,
 )
@@ -67,6 +74,12 @@ class CudaKernels:
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         return TableEmbedding(self, table, dtype), self.linear(table)
+
+    def router(self, routing: Routing) -> Router:
+        return TorchRouter(routing, FixedOrderLinear(routing.weight, None))
+
+    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> SparseFeedForward:
+        return StackedExperts(weights, self)
 
     def recorder(self) -> None:
         return None

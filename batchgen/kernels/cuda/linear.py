@@ -8,6 +8,8 @@ too tall for a few rows and too small for thousands.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -45,15 +47,15 @@ class FixedOrderLinear:
         out_features = len(self.weight)
         out = x.new_empty(rows, out_features)
         grid = (triton.cdiv(rows, BLOCK_M.value) * triton.cdiv(out_features, BLOCK_N.value),)
-        is_wide = x.element_size() == 4
-        matmul[grid](
-            *(x, self.weight, self.bias, residual, out, rows, out_features, width),
-            BLOCK_K=32 if is_wide else 64,
-            enable_fp_fusion=True,
-            num_warps=8 if is_wide else 4,
-            num_stages=3 if is_wide else 4,
-        )
+        matmul[grid](x, self.weight, self.bias, residual, out, rows, out_features, width, **block_sizes(x))
         return out
+
+
+def block_sizes(x: Tensor) -> dict[str, Any]:
+    """How a product of x in tiles of ``BLOCK_M`` by ``BLOCK_N`` is launched."""
+    is_wide = x.element_size() == 4
+    stages = {"num_warps": 8, "num_stages": 3} if is_wide else {"num_warps": 4, "num_stages": 4}
+    return {"BLOCK_K": 32 if is_wide else 64, "enable_fp_fusion": True, **stages}
 
 
 @triton.jit(do_not_specialize=["rows"])

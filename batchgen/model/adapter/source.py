@@ -63,20 +63,25 @@ class LoraTensors:
             raise self._error("holds no tensors", "save it again")
         return found
 
-    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+    def holds(self, name: str) -> bool:
+        return self._plain.holds(name)
+
+    def take(
+        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """As of the model alone. Raises ModelError also if the adapter has no such matrices, or no finite sums."""
         module = name.removesuffix(".weight")
         if module == name or module not in self._names:
-            tensor = self._plain.take(name, shape, init)
+            tensor = self._plain.take(name, shape, init, dtype)
             return tensor.to(torch.promote_types(tensor.dtype, self.dtype))
         if len(shape) != 2:
             raise self._error(f"changes {module!r}, which is no linear", "train the adapter without it")
         rank, scale = self._scales[module]
         a, b = self._read(module, "A", rank, shape[1]), self._read(module, "B", shape[0], rank)
-        tensor = _sum(self._exact.take(name, shape, init), a, b, scale, self.dtype)
+        tensor = _sum(self._exact.take(name, shape, init), a, b, scale, dtype or self.dtype)
         if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
-            dtype = str(self.dtype).removeprefix("torch.")
-            raise self._error(f"gives {module!r} values that {dtype} cannot hold", "it is damaged: download it again")
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise self._error(f"gives {module!r} values that {kind} cannot hold", "it is damaged: download it again")
         self._added.add(module)
         return tensor
 

@@ -14,7 +14,7 @@ from batchgen.model.values import MAX_LAYERS, ConfigValues
 
 TITLE = "dense LFM2"
 _LAYER = "model.layers.{layer}"
-_TENSOR_NAMES = {
+TENSOR_NAMES = {
     "embedding": "model.embed_tokens",
     "final_norm": "model.embedding_norm",
     "head": "lm_head",
@@ -35,7 +35,7 @@ _TENSOR_NAMES = {
 }
 
 
-def _published(hidden_size: int, num_heads: int, ff_dim: int, attention: list[int], **more: Any) -> dict[str, Any]:
+def published(hidden_size: int, num_heads: int, attention: list[int], **more: Any) -> dict[str, Any]:
     """A published ``config.json`` without the values that are the defaults of ``read_config``."""
     return {
         "model_type": "lfm2",
@@ -43,7 +43,6 @@ def _published(hidden_size: int, num_heads: int, ff_dim: int, attention: list[in
         "hidden_size": hidden_size,
         "num_attention_heads": num_heads,
         "num_key_value_heads": 8,
-        "block_ff_dim": ff_dim,
         "full_attn_idxs": attention,
         "conv_L_cache": 3,
         "max_position_embeddings": 128_000,
@@ -56,18 +55,23 @@ def _published(hidden_size: int, num_heads: int, ff_dim: int, attention: list[in
 _SIXTEEN: dict[str, Any] = {"attention": [2, 5, 8, 10, 12, 14], "num_hidden_layers": 16}
 _THIRTY: dict[str, Any] = {"attention": [2, 5, 9, 13, 17, 21, 24, 27], "num_hidden_layers": 30}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "LFM2-350M": _published(1024, 16, 6656, **_SIXTEEN),
-    "LFM2-700M": _published(1536, 24, 10240, **_SIXTEEN),
-    "LFM2-1.2B": _published(2048, 32, 12288, **_SIXTEEN),
-    "LFM2-2.6B": _published(2048, 32, 10752, **_THIRTY, block_auto_adjust_ff_dim=False),
+    "LFM2-350M": published(1024, 16, **_SIXTEEN, block_ff_dim=6656),
+    "LFM2-700M": published(1536, 24, **_SIXTEEN, block_ff_dim=10240),
+    "LFM2-1.2B": published(2048, 32, **_SIXTEEN, block_ff_dim=12288),
+    "LFM2-2.6B": published(2048, 32, **_THIRTY, block_ff_dim=10752, block_auto_adjust_ff_dim=False),
 }
 
 
 def read_config(values: ConfigValues) -> ModelConfig:
     """The shape of the model that has this ``config.json``. Raises ModelError."""
+    return read_lfm2(values, _ff_dim(values))
+
+
+def read_lfm2(values: ConfigValues, ff_dim: int) -> ModelConfig:
+    """``read_config`` for feed-forwards of that width. Raises ModelError."""
     num_heads = values.integer("num_attention_heads", "num_heads")
     hidden_size = values.integer("hidden_size", "block_dim")
-    rope, ff_dim = values.rope(default_theta=1e6), _ff_dim(values)
+    rope = values.rope(default_theta=1e6)
     return ModelConfig(
         vocab_size=values.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -81,7 +85,7 @@ def read_config(values: ConfigValues) -> ModelConfig:
         bos_token_id=values.bos_token_id(),
         eos_token_ids=values.eos_token_ids(),
         dtype=values.dtype(),
-        tensor_names=_TENSOR_NAMES,
+        tensor_names=TENSOR_NAMES,
         conv_l_cache=values.integer("conv_L_cache"),
         conv_bias=values.flag("conv_bias", default=False),
     )

@@ -34,7 +34,12 @@ class GgufTensors:
         self._tensors = read_header(path).tensors
         self._taken: set[str] = set()
 
-    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+    def holds(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(
+        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """The tensor of that name; axes of one element may be missing in the file, as those of convolutions are.
 
         Raises ModelError: no such tensor, another shape, a type that is not read, data beyond the end of the file, or
@@ -50,7 +55,7 @@ class GgufTensors:
             tensor = torch.from_numpy(self._bytes(name, found, math.prod(shape) * kind.itemsize)).view(kind)
         else:
             tensor = self._from_blocks(name, found)
-        tensor = tensor.to(self.device, self.dtype).view(shape)
+        tensor = tensor.to(self.device, dtype or self.dtype).view(shape)
         if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
             raise self._error(name, "has values that are not finite; download the file again")
         self._taken.add(name)

@@ -79,22 +79,24 @@ class QuantizedCheckpoint(Checkpoint):
         super().__init__(folder, dtype, device)
         self._settings = settings
 
-    def take(self, name: str, shape: tuple[int, ...], init: Init | None = None) -> Tensor:
+    def take(
+        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """As of a plain checkpoint. Raises ModelError also for parts that do not fit, and for no finite value."""
         module = name.removesuffix(".weight")
         part = next((part for part in _PARTS[self._settings.method] if self.holds(f"{module}.{part}")), None)
         if part is None or module == name:
-            return super().take(name, shape, init)
+            return super().take(name, shape, init, dtype)
         if len(shape) != 2:
             raise self._error(f"{module}.{part}", "quantizes what is no matrix")
         if part == "weight_packed":
             matrix = self._packed(module, *shape)
         else:
             matrix = self._by_columns(module, *shape) if part == "qweight" else self._scaled(module, part, *shape)
-        tensor = matrix.to(self.dtype)
+        tensor = matrix.to(dtype or self.dtype)
         if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
-            dtype = str(self.dtype).removeprefix("torch.")
-            raise self._error(name, f"has values that {dtype} cannot hold, so its scales are damaged")
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise self._error(name, f"has values that {kind} cannot hold, so its scales are damaged")
         return tensor.to(self.device)
 
     def finish(self, optional: str = "") -> None:

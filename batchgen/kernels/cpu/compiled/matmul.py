@@ -23,6 +23,7 @@ from batchgen.kernels.cpu.layout import (
     LANES,
     MAX_ROWS,
     NUM_ITEMS,
+    SEGMENT_WORDS,
     STRIPS,
     TILE_COLUMNS,
     UNPACKED_BYTES,
@@ -74,33 +75,60 @@ def _fetching(turn, num_fetching, here, following, panel_bytes, steps):
 
 
 @simd.jit
+def _num_groups(words):
+    """How many groups of rows there are that read the same weights one after the other: see ``_group``."""
+    return simd.pointer(words[ARGS + 17], np.int64)[0] if words[ARGS + 17] else words[ARGS + 10]
+
+
+@simd.jit
+def _group(words, number):
+    """(first row, end, address of the weights) of a group: a share of all rows, or those that meet one expert."""
+    num_rows, shares = words[ARGS + 6], words[ARGS + 10]
+    if words[ARGS + 17]:
+        segments, weights = simd.pointer(words[ARGS + 17], np.int64), simd.pointer(words[ARGS + 4], np.int64)
+        at = 1 + SEGMENT_WORDS * number
+        return segments[at + 1], segments[at + 2], weights[segments[at]]
+    num_tiles = -(-num_rows // MAX_ROWS)
+    first, end = number * num_tiles // shares, (number + 1) * num_tiles // shares
+    return first * num_rows // num_tiles, end * num_rows // num_tiles, words[ARGS + 4]
+
+
+@simd.jit
+def _following(words, item, num_panels):
+    """The address of the panel that this worker most likely multiplies next."""
+    last = _num_groups(words) if words[ARGS + 17] else item // num_panels + 1  # shares have workers of their own
+    item = min(item + words[ARGS + 11], last * num_panels - 1)
+    _, _, weight = _group(words, item // num_panels)
+    return weight + item % num_panels * words[ARGS + 13]
+
+
+@simd.jit
 def _multiply_panels(words, x, dtype, stored):
-    """Arguments (addresses or 0, then sizes) as in ``PanelLinear``; an item is a share of the rows by one panel.
+    """Arguments (addresses or 0, then sizes) as in ``PanelLinear``; an item is a group of rows by one panel.
 
     ``stored`` is the element type of the weights, ``dtype`` that of the result; x is what ``multiply`` takes.
     """
     out, residual_at, bias_at = simd.pointer(words[ARGS + 3], dtype), words[ARGS + 2], words[ARGS + 1]
-    residual, weight = simd.pointer(residual_at, dtype), words[ARGS + 4]
-    num_rows, x_stride, width, gated = words[ARGS + 6], words[ARGS + 7], words[ARGS + 8], words[ARGS + 9]
-    shares, stride, strip_size, panel_bytes = words[ARGS + 10], words[ARGS + 11], words[ARGS + 12], words[ARGS + 13]
-    steps = words[ARGS + 14]
+    residual, x_stride = simd.pointer(residual_at, dtype), words[ARGS + 7]
+    width, gated = words[ARGS + 8], words[ARGS + 9]
+    strip_size, panel_bytes, steps = words[ARGS + 12], words[ARGS + 13], words[ARGS + 14]
     worker = worker_number(words)
     sums = simd.pointer(words[ARGS + 5] + worker * 4 * SUMS, F32)
-    num_tiles, num_panels = -(-num_rows // MAX_ROWS), words[NUM_ITEMS] // shares
-    columns = HALF if gated else TILE_COLUMNS
+    num_panels = words[NUM_ITEMS] // words[ARGS + 10]
+    num_items, columns = _num_groups(words) * num_panels, HALF if gated else TILE_COLUMNS
     item = next_item(words, worker)
-    while item < words[NUM_ITEMS]:
-        share, panel = item // num_panels, item % num_panels
+    while item < num_items:
+        first_row, end_row, weight = _group(words, item // num_panels)
+        panel, num_rows = item % num_panels, end_row - first_row
         here, column = weight + panel * panel_bytes, panel * columns
-        first_tile, end_tile = share * num_tiles // shares, (share + 1) * num_tiles // shares
-        following = weight + min(panel + stride, num_panels - 1) * panel_bytes
-        num_fetching = min(end_tile - first_tile, STRIPS) if end_tile - first_tile > 1 else 0
+        following, num_tiles = _following(words, item, num_panels), -(-num_rows // MAX_ROWS)
+        num_fetching = min(num_tiles, STRIPS) if num_tiles > 1 else 0
         finish = GATE if gated else (ADD if residual_at else STORE)
         if width - column < columns or bias_at or not ALL_STRIPS:
             finish = TO_SUMS
-        for tile in range(first_tile, end_tile):
-            first, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
-            ahead, step = _fetching(tile - end_tile + num_fetching, num_fetching, here, following, panel_bytes, steps)
+        for tile in range(num_tiles):
+            first, end = first_row + tile * num_rows // num_tiles, first_row + (tile + 1) * num_rows // num_tiles
+            ahead, step = _fetching(tile - num_tiles + num_fetching, num_fetching, here, following, panel_bytes, steps)
             w, at = simd.pointer(here, stored), first * width + column
             how = (finish, sums, residual)
             multiply(end - first, x, first * x_stride, x_stride, w, strip_size, steps, out, at, width, how, ahead, step)
@@ -141,19 +169,21 @@ def matmul_unpacked(words, dtype, number):
     That costs as much as to multiply them with a few rows, so it is done once for many, part by part of a panel.
     """
     x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 3], dtype)
-    residual, weight = simd.pointer(words[ARGS + 2], dtype), words[ARGS + 4]
-    num_rows, inputs, width, gated = words[ARGS + 6], words[ARGS + 7], words[ARGS + 8], words[ARGS + 9]
+    residual, inputs = simd.pointer(words[ARGS + 2], dtype), words[ARGS + 7]
+    width, gated = words[ARGS + 8], words[ARGS + 9]
     strip_size, panel_bytes, number_bytes = words[ARGS + 12], words[ARGS + 13], words[ARGS + 15]
     worker = worker_number(words)
     mine = words[ARGS + 5] + worker * (4 * SUMS * UNPACKED_TILES + UNPACKED_BYTES)
     sums, numbers = simd.pointer(mine, F32), simd.pointer(mine + 4 * SUMS * UNPACKED_TILES, number)
-    num_tiles, groups = -(-num_rows // MAX_ROWS), inputs // GROUP
+    groups, num_panels = inputs // GROUP, words[NUM_ITEMS] // words[ARGS + 10]
     most_groups = UNPACKED_BYTES // (TILE_COLUMNS * GROUP * number_bytes)
-    columns = HALF if gated else TILE_COLUMNS
-    panel = next_item(words, worker)
-    while panel < words[NUM_ITEMS]:
-        here, column = weight + panel * panel_bytes, panel * columns
-        following = here if panel + 1 == words[NUM_ITEMS] else here + panel_bytes
+    num_items, columns = _num_groups(words) * num_panels, HALF if gated else TILE_COLUMNS
+    item = next_item(words, worker)
+    while item < num_items:
+        first_row, end_row, weight = _group(words, item // num_panels)
+        panel, num_rows = item % num_panels, end_row - first_row
+        here, column, num_tiles = weight + panel * panel_bytes, panel * columns, -(-num_rows // MAX_ROWS)
+        following = _following(words, item, num_panels)
         for first_tile in range(0, num_tiles, UNPACKED_TILES):
             end_tile = min(first_tile + UNPACKED_TILES, num_tiles)
             for group in range(0, groups, most_groups):
@@ -163,13 +193,15 @@ def matmul_unpacked(words, dtype, number):
                 is_last = end_tile == num_tiles and group + count == groups
                 num_fetching = min(end_tile - first_tile, STRIPS) if is_last else 0
                 for tile in range(first_tile, end_tile):
-                    first, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+                    first = first_row + tile * num_rows // num_tiles
+                    end = first_row + (tile + 1) * num_rows // num_tiles
                     at, of_tile = first * inputs + group * GROUP, simd.shifted(sums, (tile - first_tile) * SUMS)
                     how = (MORE_SUMS if group else TO_SUMS, of_tile, residual)
                     turn = tile - end_tile + num_fetching
                     ahead, step = _fetching(turn, num_fetching, mine, following, panel_bytes, steps)
                     multiply(end - first, x, at, inputs, numbers, size, steps, out, 0, width, how, ahead, step)
             for tile in range(first_tile, end_tile):
-                first, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+                first = first_row + tile * num_rows // num_tiles
+                end = first_row + (tile + 1) * num_rows // num_tiles
                 _finish_tile(words, simd.shifted(sums, (tile - first_tile) * SUMS), first, end, column, dtype)
-        panel = next_item(words, worker)
+        item = next_item(words, worker)

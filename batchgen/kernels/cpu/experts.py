@@ -1,0 +1,88 @@
+"""Experts of the CPU: panels of all of them behind one launch, which reads from memory whose rows each multiplies.
+
+A token's rows are copied to where those of the same expert lie, so that tiles of rows meet a panel as in any linear,
+and added up from there. Nothing depends on what Python knows beside the number of rows, so launches can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.kernels.cpu import sources
+from batchgen.kernels.cpu.layout import MAX_ROWS, ROWS_PER_ITEM, SEGMENT_WORDS, routing_scratch_floats
+from batchgen.kernels.cpu.linear import Experts, PanelGatedLinear, PanelLinear
+from batchgen.kernels.cpu.panels import plain_panels
+from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch
+from batchgen.kernels.interface import GatedLinear, Linear, Routing
+
+_ROUTE, _SORT, _ADD_UP = Kernel(sources.ROUTE), Kernel(sources.SORT), Kernel(sources.ADD_UP)
+_TAKE_ROWS = Kernel(sources.TAKE_ROWS)
+
+
+class PanelRouter:
+    """``Router`` by a kernel that multiplies in float32 whatever the type of x."""
+
+    def __init__(self, routing: Routing) -> None:
+        self._panels, self._bias, self._active = plain_panels(routing.weight), routing.bias, routing.num_active
+        self._num_experts, self._inputs = routing.weight.shape
+        eps, scale = (int(np.float32(value).view(np.int32)) for value in (routing.normalizer_eps, routing.scale))
+        self._numbers = (int(routing.is_softmax), int(routing.is_normalized), eps, scale, self._panels.strip_size)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows, width = x.shape
+        assert width == self._inputs, f"x is {tuple(x.shape)}, the router takes {self._inputs} inputs"
+        ids, weights = empty((rows, self._active), torch.int32), empty((rows, self._active), torch.float32)
+        bias = 0 if self._bias is None else address(self._bias)
+        memory = scratch(routing_scratch_floats(self._num_experts) * torch.get_num_threads())
+        places = (address(x), address(self._panels.strips), bias, ids.data_ptr(), weights.data_ptr(), memory)
+        sizes = (rows, width, self._num_experts, self._active)
+        _ROUTE.launch(x.dtype, -(-rows // MAX_ROWS), *places, *sizes, *self._numbers)
+        return ids, weights
+
+
+class PanelExperts:
+    """``SparseFeedForward`` of experts that all have panels of one kind."""
+
+    def __init__(self, gated: list[PanelGatedLinear], down: list[PanelLinear]) -> None:
+        self._gated, self._down = gated, down
+        products = [part.product for part in gated]
+        self._weights = [torch.tensor([part.strips_at for part in parts]) for parts in (products, down)]
+
+    @property
+    def linears(self) -> list[tuple[Linear, Linear]]:
+        return [(gated.linear, down) for gated, down in zip(self._gated, self._down, strict=True)]
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+        (rows, width), (_, active), num_experts = x.shape, ids.shape, len(self._down)
+        assert residual.shape == x.shape, "a residual has the shape of the result"
+        out, pairs = empty(x.shape, x.dtype), rows * active
+        if not rows:
+            return out
+        segments = empty((1 + SEGMENT_WORDS * num_experts,), torch.int64)
+        source, place = empty((pairs,), torch.int64), empty((pairs,), torch.int64)
+        results = (segments.data_ptr(), source.data_ptr(), place.data_ptr(), scratch(2 * num_experts))
+        _SORT.launch("any", 1, address(ids), *results, rows, active, num_experts)
+        taken = empty((pairs, width), x.dtype)
+        _TAKE_ROWS.launch(x.dtype, pairs, address(x), source.data_ptr(), taken.data_ptr(), width)
+        of_gated, of_down = (Experts(num_experts, segments, weights) for weights in self._weights)
+        parts = self._down[0].multiply(self._gated[0](taken, of_gated), width, experts=of_down)
+        places = (address(parts), place.data_ptr(), address(weights), address(residual), out.data_ptr())
+        _ADD_UP.launch(x.dtype, -(-rows // ROWS_PER_ITEM), *places, rows, width, active)
+        return out
+
+
+def in_panels(experts: Iterable[tuple[GatedLinear, Linear]]) -> PanelExperts | None:
+    """The experts behind one launch; None if they do not all have panels of one kind."""
+    gated: list[PanelGatedLinear] = []
+    down: list[PanelLinear] = []
+    for first, last in experts:
+        if not isinstance(first, PanelGatedLinear) or not isinstance(last, PanelLinear):
+            return None
+        gated.append(first)
+        down.append(last)
+    kinds = {(first.product.panels.kind, last.panels.kind) for first, last in zip(gated, down, strict=True)}
+    return PanelExperts(gated, down) if len(kinds) == 1 else None
