@@ -186,6 +186,7 @@ def refusal(model: Path, adapter: Path) -> str:
         ({"target_modules": ["1", "j_proj"]}, "which is not among its targets (2 such modules); save it again"),
         ({"target_modules": "w1|.*q_proj"}, f"the adapter has weights for {W1!r}, which is not among its targets"),
         ({"target_modules": "(?=.*)w1"}, "is not read (Invalid regular expression: invalid perl operator: (?=); give"),
+        ({"target_modules": ".*(w|q_pro)"}, "which is not among its targets (2 such modules)"),
         ({"target_modules": "w1)|(.*"}, "the regular expression 'w1)|(.*' is not read"),
         ({"target_modules": "\ud800"}, "the regular expression '\\ud800' is not read"),
         ({"target_modules": "(a+)+" * 50 + "$"}, "which is not among its targets (2 such modules)"),
@@ -255,6 +256,13 @@ def test_what_the_model_has_no_linear_for_is_refused_by_name(
 ) -> None:
     write_adapter(tmp_path, {**MODULES, module: torch.empty(64, 64)}, base_model_name_or_path="some/other")
     assert said in refusal(base, tmp_path)
+
+
+def test_a_tensor_that_the_model_has_no_place_for_is_refused_with_an_adapter_too(tmp_path: Path) -> None:
+    tensors = write_checkpoint(tmp_path / "base")
+    save_file({**tensors, f"{Q}.bias": torch.ones(64)}, tmp_path / "base" / "model.safetensors")
+    write_adapter(tmp_path / "lora", MODULES)
+    assert f"unknown tensor '{Q}.bias'" in refusal(tmp_path / "base", tmp_path / "lora")
 
 
 def test_an_untied_head_is_a_linear_but_not_of_all_linear(tmp_path: Path) -> None:

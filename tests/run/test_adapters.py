@@ -21,6 +21,7 @@ from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
+from batchgen.model.adapter.settings import Lora, read_lora
 from batchgen.output.rundir import RunDir
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.job import run_job
@@ -105,6 +106,22 @@ def test_an_adapter_that_changes_while_it_is_loaded_begins_nothing(job: JobMaker
 
     with pytest.raises(ModelError, match=rf"{name} has changed while the model was loaded; run again"):
         run_job(job.spec(model={"adapter": str(lora)}), quiet(), engine_factory=changing)
+    assert not job.output.exists()
+
+
+def test_a_change_between_reading_settings_and_hashing_them_is_noticed(
+    job: JobMaker, lora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(3))
+
+    def reading(folder: Path) -> Lora:
+        found = read_lora(folder)
+        change(lora, CONFIG)
+        return found
+
+    monkeypatch.setattr("batchgen.run.loader.read_lora", reading)
+    with pytest.raises(ModelError, match=rf"{CONFIG} has changed while the model was loaded"):
+        run_with(job, lora)
     assert not job.output.exists()
 
 
