@@ -95,7 +95,7 @@ def test_a_sum_is_the_same_to_the_bit_in_any_number_of_threads_and_rounded_once(
     save_file({name: (a if "_A" in name else b) for name in adapter}, tmp_path / "lora" / WEIGHTS)
     found, _ = source(tmp_path, dtype)
     tensor = found.take(f"{W1}.weight", tuple(weight.shape))
-    assert weight.numel() > 1 << 18  # more than is added up at once
+    assert weight.numel() > 1 << 15  # more than is added up at once
     assert tensor.dtype == dtype
     assert torch.equal(tensor, added(weight, a, b, ALPHA / 33).to(dtype))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from batchgen.model.weights import Init, TensorSource, open_weights
 
 _NAME = re.compile(r"base_model\.model\.(.{1,500})\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
 _NUMBERS = (torch.bfloat16, torch.float16, torch.float32)  # whose products float64 holds
-_CHUNK = 1 << 18  # values added up at once: in the second cache, and enough for several threads
+_CHUNK = 1 << 15  # values added up at once: in the cache, and too few for torch to wake its threads
 
 
 class LoraTensors:
@@ -116,10 +117,15 @@ def _sum(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype)
     a, b = (part.to(weight.device, torch.float64) for part in (a, b))
     result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     step = max(1, _CHUNK // weight.shape[1])
-    for start in range(0, len(result), step):
+
+    @torch.inference_mode()  # a thread starts outside of the mode in which the model is loaded
+    def fill(start: int) -> None:
         rows = slice(start, start + step)
         total = torch.zeros(weight[rows].shape, dtype=torch.float64, device=weight.device)
         for left, right in zip(b[rows].T, a, strict=True):
             total.addr_(left, right)
         result[rows] = total.mul_(scale).add_(weight[rows]).float()
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(fill, range(0, len(result), step)))
     return result
