@@ -54,7 +54,7 @@ class Payloads:
         ``choices`` were scored has the likeliest of them as its text. A kept column with the name of a field of the
         record is written as ``input_<name>``. ``prompt_end`` are the last tokens of the prompt.
         """
-        is_open = self._reasoning is not None and not choices and self._reasoning.is_open(prompt_end)
+        is_open = self._reasoning is not None and self._reasoning.is_open(prompt_end)
         samples = [self._sample(sample, is_open=is_open) for sample in result.samples]
         first = samples[0]
         scored = [*zip(choices, result.choice_logprobs, strict=True)] if choices else []

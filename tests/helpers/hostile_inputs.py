@@ -478,7 +478,8 @@ _FLAGS = (
         "--block-size",
         "--keep-columns",
     ),
-    *("--prompt", "--id", "--input-format", "--order", "--dtype", "--device", "--preset", "--revision", "--tokenizer"),
+    *("--prompt", "--id", "--input-format", "--order", "--dtype", "--device", "--preset", "--revision"),
+    *("--tokenizer", "--chat-template-kwargs"),
 )
 
 

@@ -103,10 +103,10 @@ def test_each_sample_has_its_own(job: JobMaker) -> None:
 
 @pytest.mark.usefixtures("spec")
 def test_a_scored_row_has_no_reasoning(job: JobMaker) -> None:
-    job.write([{"id": "x", "question": "a", "sampling": {"choices": ["<think>yes", "no"]}}])
+    job.write([{"id": "x", "question": "a", "sampling": {"choices": ["<think>yes", "<think>no"]}}])
     job.run(spec_of(job))
     [row] = job.outputs()
-    assert row["text"] in ("<think>yes", "no") and row["reasoning"] is None
+    assert row["text"] in ("<think>yes", "<think>no") and row["reasoning"] is None
 
 
 @pytest.mark.usefixtures("spec")
