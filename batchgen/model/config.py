@@ -92,8 +92,9 @@ class ModelConfig:
     ``eos_token_ids`` end a generation. ``has_qk_norm``: queries and keys are normed per head; ``has_attention_gate``:
     a head's output is multiplied by the sigmoid of a gate; ``has_post_norms``: what mixers and feed-forwards give is
     normed before it is added. ``tensor_names`` maps the role of each tensor to its name in the checkpoint, without
-    ``.weight``, with ``{layer}`` for the layer's index and ``{expert}`` for that of an expert. Families without
-    convolutions leave the fields ``conv_*`` as they are.
+    ``.weight``, with ``{layer}`` for the layer's index and ``{expert}`` for that of an expert; ``module_names`` maps
+    what transformers calls parts of a module otherwise, and so adapters. Families without convolutions leave the fields
+    ``conv_*`` as they are.
     """
 
     vocab_size: int
@@ -109,6 +110,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     tensor_names: Mapping[str, str] = field(compare=False, repr=False)
+    module_names: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     has_qk_norm: bool = True
     has_attention_gate: bool = False
     has_post_norms: bool = False
@@ -122,6 +124,12 @@ class ModelConfig:
     def saved_dtype(self) -> str:
         """The dtype of the checkpoint's numbers; empty if they are quantized or added to: then they get the model's."""
         return "" if self.quantization or self.is_gguf or self.has_adapter else self.dtype
+
+    def stored_name(self, module: str) -> str:
+        """What checkpoints call a module of this name."""
+        for other, name in self.module_names.items():
+            module = module.replace(other, name)
+        return module
 
     @property
     def feed_forward(self) -> str:

@@ -15,7 +15,7 @@ from batchgen.core.hub import resolve_model
 from batchgen.core.model_files import generation_eos_token_ids, is_gguf, read_object
 from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
-from batchgen.model.families import lfm2, lfm2_moe, llama, mistral, qwen3, qwen3_moe
+from batchgen.model.families import lfm2, lfm2_moe, lfm3, llama, mistral, qwen3, qwen3_moe
 from batchgen.model.quantized.gguf import read_gguf_config
 from batchgen.model.quantized.settings import parse_quantization
 from batchgen.model.values import ConfigValues
@@ -36,6 +36,7 @@ class Family(Protocol):
 FAMILIES: Mapping[str, Family] = {  # by model_type
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
+    "lfm3": lfm3,
     "llama": llama,
     "mistral": mistral,
     "qwen3": qwen3,

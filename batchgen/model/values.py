@@ -113,9 +113,18 @@ class ConfigValues:
         ff_dim = self.integer("moe_intermediate_size")
         return Experts(num_experts, num_active, ff_dim, scores, is_normalized=is_normalized, **more)
 
-    def object(self, name: str) -> dict[str, Any]:
-        """A nested object, empty if there is none."""
+    def layer_types(self, *known: str) -> tuple[str, ...]:
+        """The kind of each layer, as ``layer_types`` lists them."""
+        num_layers, listed = self.integer("num_hidden_layers", most=MAX_LAYERS), self.get("layer_types")
+        if not isinstance(listed, list) or len(listed) != num_layers or not all(kind in known for kind in listed):
+            raise self.error(f"layer_types must name {num_layers} layers as {' or '.join(map(repr, known))}")
+        return tuple(listed)
+
+    def object(self, name: str, *, is_needed: bool = False) -> dict[str, Any]:
+        """A nested object, empty if there is none, unless it ``is_needed``."""
         empty: dict[str, Any] = {}
+        if is_needed:
+            self.get(name)
         return self._typed("an object", (name,), empty)
 
     def expect(self, name: str, value: str) -> None:

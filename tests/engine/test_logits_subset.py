@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,17 @@ from tiny_model import BACK_ENDS, DTYPES, ragged_input, random_state, state_tens
 from batchgen.engine.batch import build_subset
 from batchgen.kernels.inputs import QUERY_BLOCK, LogitsSubset, ModelInput
 
-TAILS = {"none": [1, 3], "one": [0, 2], "two": [1]}  # convolutions behind the last attention of four layers
+TAILS: dict[str, dict[str, Any]] = {  # convolutions behind the last attention
+    "none": {"full_attn_idxs": [1, 3]},
+    "one": {"full_attn_idxs": [0, 2]},
+    "two": {"full_attn_idxs": [1]},
+    "one of 7 taps": {"model_type": "lfm3"},
+    "two of 7 taps": {
+        "model_type": "lfm3",
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv", "conv"],
+        "num_hidden_layers": 5,
+    },
+}
 EXACT = {"rtol": 0, "atol": 0}
 NEAR = {"rtol": 5e-2, "atol": 5e-2}  # torch's products round otherwise for other numbers of rows
 
@@ -48,7 +59,7 @@ def needed(inputs: ModelInput, block_size: int, taps: int, convolutions: int) ->
 
 
 @settings(max_examples=200, deadline=None)
-@given(steps(), st.sampled_from([2, 3, 4]), st.integers(0, 3))
+@given(steps(), st.sampled_from([2, 3, 4, 7]), st.integers(0, 3))
 def test_what_is_kept_is_what_something_depends_on(
     step: tuple[ModelInput, int, int], taps: int, convolutions: int
 ) -> None:
@@ -89,7 +100,7 @@ def check_inputs_of_the_rows(inputs: ModelInput, subset: LogitsSubset) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layers", TAILS)
 def test_logits_and_states_are_those_of_computing_everything(layers: str, dtype: str, back_end: str) -> None:
-    model = tiny_model(DTYPES[dtype], BACK_ENDS[back_end](), full_attn_idxs=TAILS[layers])
+    model = tiny_model(DTYPES[dtype], BACK_ENDS[back_end](), **TAILS[layers])
     reach = model.config.tail_reach
     num_kept = []
 

@@ -60,6 +60,22 @@ RAW: dict[str, dict[str, Any]] = {
         "norm_eps": 1e-5,
         "rope_theta": 1e6,
     },
+    "lfm3": {  # windows that prompts of 50 tokens cross; half of the head is rotated in full attention
+        **_COMMON,
+        "model_type": "lfm3",
+        "num_hidden_layers": 6,
+        "layer_types": ["conv", "sliding_attention", "conv", "full_attention", "sliding_attention", "conv"],
+        "intermediate_size": 96,
+        "head_dim": 16,
+        "sliding_window": 20,
+        "conv_L_cache": 7,
+        "norm_eps": 1e-5,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "pad_token_id": 0,
+    },
     # 64 positions of old context: wavelengths on both sides of the bounds and between them
     "llama": {**_DENSE, "model_type": "llama", "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 64}},
     "mistral": {**_DENSE, "model_type": "mistral", "sliding_window": None, "head_dim": 24},

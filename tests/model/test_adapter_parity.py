@@ -78,11 +78,11 @@ def test_tokens_and_weights_are_those_of_peft(trained: tuple[Any, Path]) -> None
     assert continuations(plain, prompts, 12) != wanted
 
     before = Checkpoint(folder / "base", torch.float32, CPU)
-    found = LoraTensors(
-        Checkpoint(folder / "base", torch.float32, CPU), read_lora(folder / "lora"), read_config(folder / "base")
-    )
+    config = read_config(folder / "base")
+    found = LoraTensors(Checkpoint(folder / "base", torch.float32, CPU), read_lora(folder / "lora"), config)
     num_changed = 0
-    for name, weight in adapted.merge_and_unload().named_parameters():
+    for module, weight in adapted.merge_and_unload().named_parameters():
+        name = config.stored_name(module)
         tensor = found.take(name, tuple(weight.shape))
         assert (tensor - weight).abs().max() <= 1e-6 * weight.abs().max(), name
         num_changed += not torch.equal(tensor, before.take(name, tuple(weight.shape)))

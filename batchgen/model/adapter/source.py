@@ -40,8 +40,10 @@ class LoraTensors:
         self._lora = lora
         self._path = lora.folder / ADAPTER_WEIGHTS
         self._file = open_weights(self._path)
-        self._names = self._located(self._file.keys())
-        self._scales = lora.scales([*self._names], config.tensor_names["head"])
+        names = self._located(self._file.keys())
+        scales = lora.scales([*names], config.tensor_names["head"])
+        self._names = {config.stored_name(module): parts for module, parts in names.items()}
+        self._scales = {config.stored_name(module): found for module, found in scales.items()}
         self._added: set[str] = set()
         if (embedding := config.tensor_names["embedding"]) in self._names:
             raise self._error(f"changes {embedding!r}, which is no linear", "train the adapter without it")

@@ -93,15 +93,12 @@ def read_lfm2(values: ConfigValues, ff_dim: int) -> ModelConfig:
 
 def _mixers(values: ConfigValues) -> tuple[str, ...]:
     num_layers = values.integer("num_hidden_layers", most=MAX_LAYERS)
-    listed = values.get("layer_types", default=None)
-    if listed is None:
+    if values.get("layer_types", default=None) is None:
         attention = values.get("full_attn_idxs")
         if not isinstance(attention, list) or not all(type(i) is int and 0 <= i < num_layers for i in attention):
             raise values.error(f"full_attn_idxs must list layers from 0 to {num_layers - 1}, not {shown(attention)}")
         return tuple(ATTENTION if i in attention else CONV for i in range(num_layers))
-    if not isinstance(listed, list) or len(listed) != num_layers or not all(k in (ATTENTION, CONV) for k in listed):
-        raise values.error(f"layer_types must name {num_layers} layers as {ATTENTION!r} or {CONV!r}")
-    return tuple(listed)
+    return values.layer_types(ATTENTION, CONV)
 
 
 def _ff_dim(values: ConfigValues) -> int:

@@ -1,0 +1,98 @@
+"""LFM3: LFM2's layers with gated attention, partly over a sliding window, and a norm on what each adds.
+
+Facts of the architecture: the published checkpoint's ``config.json`` and transformers' model of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.model.config import ATTENTION, CONV, LayerShape, ModelConfig, Rope
+from batchgen.model.families import lfm2
+from batchgen.model.values import ConfigValues
+
+TITLE = "LFM3"
+_LAYER = "model.layers.{layer}"
+_TENSOR_NAMES = {
+    **lfm2.TENSOR_NAMES,
+    "mixer_post_norm": f"{_LAYER}.post_operator_norm",
+    "feed_forward_post_norm": f"{_LAYER}.post_ffn_norm",
+    "attention_out": f"{_LAYER}.self_attn.o_proj",
+    "q_norm": f"{_LAYER}.self_attn.q_norm",
+    "k_norm": f"{_LAYER}.self_attn.k_norm",
+    "attention_gate": f"{_LAYER}.self_attn.gate_proj",
+}
+_SLIDING = "sliding_attention"
+_ROPES: dict[str, dict[str, Any]] = {
+    ATTENTION: {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+_KINDS = {2: ATTENTION, 0: _SLIDING}
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "LFM3-1.7B": {
+        "model_type": "lfm3",
+        "vocab_size": 128_000,
+        "hidden_size": 2048,
+        "intermediate_size": 7680,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "layer_types": [_KINDS.get(i % 4, CONV) if i else CONV for i in range(24)],
+        "sliding_window": 256,
+        "conv_L_cache": 7,
+        "rope_parameters": _ROPES,
+        "max_position_embeddings": 262_144,
+        "bos_token_id": 124_894,
+        "eos_token_id": 124_900,
+    }
+}
+
+
+def read_config(values: ConfigValues) -> ModelConfig:
+    """The shape of the model that has this ``config.json``. Raises ModelError."""
+    values.refuse("attention_bias")
+    kinds, ff_dim = values.layer_types(ATTENTION, _SLIDING, CONV), values.integer("intermediate_size")
+    shapes = {kind: _layer(values, kind, ff_dim) for kind in dict.fromkeys(kinds)}
+    return ModelConfig(
+        vocab_size=values.integer("vocab_size"),
+        hidden_size=values.integer("hidden_size"),
+        layers=tuple(shapes[kind] for kind in kinds),
+        num_heads=values.integer("num_attention_heads"),
+        num_kv_heads=values.integer("num_key_value_heads"),
+        head_dim=values.integer("head_dim", default=128),
+        norm_eps=values.number("norm_eps", default=1e-5),
+        max_position_embeddings=values.integer("max_position_embeddings"),
+        tie_embedding=values.flag("tie_word_embeddings", default=True),
+        bos_token_id=values.bos_token_id(),
+        eos_token_ids=values.eos_token_ids(),
+        dtype=values.dtype(),
+        tensor_names=_TENSOR_NAMES,
+        module_names={"self_attn.g_proj": "self_attn.gate_proj"},
+        has_attention_gate=values.flag("use_attention_gate", default=True),
+        has_post_norms=values.flag("use_sandwich_norm", default=True),
+        conv_l_cache=values.integer("conv_L_cache", default=7),
+        conv_bias=values.flag("conv_bias", default=False),
+    )
+
+
+def _layer(values: ConfigValues, kind: str, ff_dim: int) -> LayerShape:
+    if kind == CONV:
+        return LayerShape(CONV, ff_dim)
+    window = values.integer("sliding_window") if kind == _SLIDING else 0
+    return LayerShape(ATTENTION, ff_dim, _rope(values, kind), window)
+
+
+def _rope(values: ConfigValues, kind: str) -> Rope:
+    """The rotary embedding of one kind of attention.
+
+    The released config calls that of full attention "default" with a ``partial_rotary_factor`` of 0.5. The publisher's
+    code then leaves the other pairs as they are and spaces the angles over the whole head, as transformers does for
+    "proportional"; for "default", transformers rotates all pairs, which is not how the model was trained.
+    """
+    ropes = values.object("rope_parameters") or _ROPES
+    part = dict(ConfigValues(ropes, f"{values.where}: rope_parameters").object(kind, is_needed=True))
+    if part.get("partial_rotary_factor") is not None and part.get("rope_type", "default") == "default":
+        part["rope_type"] = "proportional"
+    return ConfigValues({"rope_parameters": part}, f"{values.where}: {kind}").rope(_ROPES[kind]["rope_theta"])

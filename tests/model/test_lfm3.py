@@ -1,0 +1,159 @@
+"""What LFM3 alone has: each part makes a difference that the comparison with transformers would notice.
+
+``test_families`` holds the family to transformers' model; here parts of ours are changed one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import RAW, raw_config, saved_by_transformers
+from tiny_model import CPU, prefix_logits
+from torch import Tensor
+
+from batchgen.core.errors import ModelError
+from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.model.config import LayerShape, ModelConfig
+from batchgen.model.decoder import Decoder
+from batchgen.model.layers import Attention, NormedLinear
+from batchgen.model.registry import dummy_config, parse_config, read_config
+from batchgen.model.rope import frequencies
+from batchgen.model.weights import Checkpoint
+
+TOLERANCE = 2e-5  # of the comparison with transformers
+PROMPT = torch.randint(8, 128, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@torch.no_grad()
+def reference_logits(folder: Path, **changes: Any) -> Tensor:
+    """Of transformers' model of these changes, which it saves to ``folder``."""
+    return saved_by_transformers(raw_config("lfm3", **changes), folder)(torch.tensor([PROMPT]), use_cache=False).logits[
+        0
+    ]
+
+
+def gap(expected: Tensor, folder: Path, config: ModelConfig | None = None) -> float:
+    """The largest difference from what the folder's model computes, over the largest logit."""
+    model = Decoder(config or read_config(folder), Checkpoint(folder, torch.float32, CPU), CpuKernels())
+    return float((prefix_logits(model, PROMPT) - expected).abs().max() / expected.abs().max())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, Path]:
+    folder = tmp_path_factory.mktemp("lfm3")
+    return reference_logits(folder), folder
+
+
+def in_attention(change: Callable[[LayerShape, LayerShape], LayerShape]) -> Callable[[ModelConfig], ModelConfig]:
+    """A change of each layer with attention, given one of the other kind too."""
+
+    def changed(config: ModelConfig) -> ModelConfig:
+        attention = [layer for layer in config.layers if layer.rope]
+        other = {bool(layer.window): layer for layer in attention}
+        layers = [change(layer, other[not layer.window]) if layer.rope else layer for layer in config.layers]
+        return replace(config, layers=tuple(layers))
+
+    return changed
+
+
+WRONG = {
+    "no window": in_attention(lambda layer, _: replace(layer, window=0)),
+    "a window too wide by one": in_attention(lambda layer, _: replace(layer, window=layer.window and layer.window + 1)),
+    "all pairs rotated": in_attention(lambda layer, _: replace(layer, rope=replace(layer.rope, rotated_share=1.0))),
+    "the other layers' base": in_attention(
+        lambda layer, other: replace(layer, rope=replace(layer.rope, theta=other.rope.theta))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_window_or_rotation_is_noticed(name: str, saved: tuple[Tensor, Path]) -> None:
+    expected, folder = saved
+    assert gap(expected, folder) <= TOLERANCE
+    assert gap(expected, folder, WRONG[name](read_config(folder))) > 10 * TOLERANCE
+
+
+def test_gates_that_are_left_out_are_noticed(saved: tuple[Tensor, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    queries = Attention.queries
+    monkeypatch.setattr(Attention, "queries", lambda *arguments: (queries(*arguments)[0], None))
+    assert gap(*saved) > 10 * TOLERANCE
+
+
+def test_norms_behind_a_layer_that_are_left_out_are_noticed(
+    saved: tuple[Tensor, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NormedLinear, "__call__", lambda self, x, residual: self.linear(x, residual))
+    assert gap(*saved) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("flag", ["use_sandwich_norm", "use_attention_gate"])
+def test_models_without_norms_behind_a_layer_or_without_gates_equal_those_of_transformers(
+    flag: str, tmp_path: Path
+) -> None:
+    assert gap(reference_logits(tmp_path, **{flag: False}), tmp_path) <= TOLERANCE
+
+
+def test_the_half_rotation_that_the_released_config_calls_default_is_the_proportional_one(
+    saved: tuple[Tensor, Path], tmp_path: Path
+) -> None:
+    expected, folder = saved
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    raw = json.loads((folder / "config.json").read_text())
+    raw["rope_parameters"]["full_attention"]["rope_type"] = "default"
+    for name in ("use_attention_gate", "use_sandwich_norm"):  # which it leaves out
+        del raw[name]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert read_config(tmp_path) == read_config(folder)
+    assert gap(expected, tmp_path) <= TOLERANCE
+    del raw["rope_parameters"]
+    assert parse_config(raw, "config.json") == read_config(folder), "both libraries take these for the default"
+
+
+def test_rotary_frequencies_have_the_bits_of_transformers() -> None:
+    from transformers import AutoConfig
+    from transformers.models.lfm3.modeling_lfm3 import Lfm3RotaryEmbedding
+
+    config = dummy_config("dummy:LFM3-1.7B")
+    full, sliding = config.layers[2].rope, config.layers[4].rope
+    assert full
+    assert sliding
+    expected = Lfm3RotaryEmbedding(AutoConfig.for_model("lfm3"))
+    assert torch.equal(frequencies(sliding, 128), expected.sliding_attention_inv_freq)
+    assert torch.equal(frequencies(full, 128), expected.full_attention_inv_freq)
+    assert expected.full_attention_inv_freq.count_nonzero() == 32
+
+
+def test_the_published_shape_has_its_layers() -> None:
+    config = dummy_config("dummy:LFM3-1.7B")
+    windows = {i: layer.window for i, layer in enumerate(config.layers) if layer.rope}
+    assert windows == dict.fromkeys((2, 6, 10, 14, 18, 22), 0) | dict.fromkeys((4, 8, 12, 16, 20), 256)
+    assert config.num_conv_layers == 13
+    assert config.kv_position_bytes(2) == 22_528
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"layer_types": ["conv"] * 5 + ["linear_attention"]}, "layer_types"),
+        ({"layer_types": ["conv"] * 5}, "layer_types"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, "full_attention"),
+        ({"rope_parameters": {**RAW["lfm3"]["rope_parameters"], "full_attention": {"rope_type": "yarn"}}}, "yarn"),
+        (
+            {"rope_parameters": {**RAW["lfm3"]["rope_parameters"], "full_attention": {"partial_rotary_factor": 2}}},
+            "partial_rotary_factor",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_it_has_no_part_for_is_refused_by_name(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(ModelError, match=word):
+        parse_config(raw_config("lfm3", **changes), "config.json")
