@@ -246,7 +246,10 @@ class Engine:
     def _count(self, schedule: Schedule, num_logits: int) -> None:
         stats = self.stats
         stats.num_logits += num_logits
-        stats.num_attended += schedule.num_attended
+        stats.num_attended += schedule.num_attended()
+        if window := self.runner.model.config.window:
+            stats.num_window_attended += schedule.num_attended(window)
+            stats.num_window_read += sum(min(s.num_computed_tokens + n, window) for s, n in schedule.entries)
         decode = 0
         for sequence, count in schedule.entries:
             decode += sequence.num_owed == 1 and sequence.num_output_tokens > 0

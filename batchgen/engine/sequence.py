@@ -238,6 +238,12 @@ class Group:
         )
 
 
+def _attended(count: int, window: int) -> int:
+    """Positions that the first ``count`` tokens of a sequence attend to."""
+    growing = min(count, window or count)
+    return growing * (growing + 1) // 2 + (count - growing) * window
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """One step's work.
@@ -255,10 +261,13 @@ class Schedule:
         """Tokens computed in the step."""
         return sum(count for _, count in self.entries)
 
-    @property
-    def num_attended(self) -> int:
-        """Positions that the step's tokens attend to: each token to itself and all before it. Ask before booking."""
-        return sum(n * s.num_computed_tokens + n * (n + 1) // 2 for s, n in self.entries)
+    def num_attended(self, window: int = 0) -> int:
+        """Positions that the step's tokens attend to: each to itself and all before it, or ``window`` of these.
+
+        Ask before booking.
+        """
+        spans = [(s.num_computed_tokens, s.num_computed_tokens + n) for s, n in self.entries]
+        return sum(_attended(end, window) - _attended(start, window) for start, end in spans)
 
     @property
     def completing(self) -> list[Sequence]:

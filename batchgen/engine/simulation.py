@@ -27,7 +27,7 @@ class StepWork:
     @classmethod
     def of(cls, schedule: Schedule) -> StepWork:
         """The work of a schedule that is not booked yet."""
-        return cls(schedule.num_tokens, len(schedule.completing), schedule.num_attended)
+        return cls(schedule.num_tokens, len(schedule.completing), schedule.num_attended())
 
 
 def simulate(

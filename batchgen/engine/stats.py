@@ -69,6 +69,8 @@ class EngineStats:
         num_logits: tokens whose logits were computed.
         num_attended: sum over computed tokens of the positions they attended to.
         num_kv_read: sum over steps of their sequences' cached positions, each read at least once.
+        num_window_attended, num_window_read: the same with no more positions per token, or sequence and step, than the
+            model's window has; 0 without one.
         num_cached_tokens: of ``num_queried_tokens`` of admitted prompts, those taken from the prefix cache.
         num_recomputed_tokens: computed again after a preemption.
         num_shared_requests: answered with the result of an identical request.
@@ -86,6 +88,8 @@ class EngineStats:
     num_logits: int = 0
     num_attended: int = 0
     num_kv_read: int = 0
+    num_window_attended: int = 0
+    num_window_read: int = 0
     num_preemptions: int = 0
     num_queried_tokens: int = 0
     num_cached_tokens: int = 0

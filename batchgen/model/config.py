@@ -160,6 +160,11 @@ class ModelConfig:
         return self.layer_types.count(ATTENTION)
 
     @property
+    def window(self) -> int:
+        """The window of the layers that have one, the smallest if they differ; 0 if none has."""
+        return min((layer.window for layer in self.layers if layer.window), default=0)
+
+    @property
     def num_conv_layers(self) -> int:
         return self.layer_types.count(CONV)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from batchgen.core.errors import BatchgenError
 from batchgen.core.storage import write_atomic
-from batchgen.model.config import ModelConfig
+from batchgen.model.config import ATTENTION, ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,7 @@ class Costs:
     FLOP: two per weight that a token meets, four per head dimension and position that it attends to. After the last
     attention's keys and values only the tokens with logits need be computed, so that part counts with the logits, and
     there one token per sequence and step attends. Bytes: per step every weight, and each sequence's keys and values.
+    Layers with a window have counts of their own, in which no token attends to more positions, and no more are read.
     """
 
     flops_per_token: int
@@ -81,7 +82,10 @@ class Costs:
     flops_per_attended: int
     bytes_per_step: int
     bytes_per_kv_read: int
-    flops_per_kv_read: int = 0  # unknown to older reports, as is "num_logits"
+    flops_per_kv_read: int = 0  # unknown to older reports, as are "num_logits" and windows
+    flops_per_window_attended: int = 0
+    flops_per_window_read: int = 0
+    bytes_per_window_read: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int, weight_bytes: float, kv_dtype: str = "auto") -> Costs:
@@ -89,27 +93,36 @@ class Costs:
 
         A weight takes ``weight_bytes``.
         """
-        layers, tail = config.num_attention_layers, config.tail_params_per_token
-        last = min(layers, 1)
+        tail, windows = config.tail_params_per_token, [bool(s.window) for s in config.layers if s.mixer == ATTENTION]
+        attended, read = 4 * config.num_heads * config.head_dim, config.kv_position_bytes(itemsize, kv_dtype)
+        read //= max(len(windows), 1)  # in one layer
+        inner, last = windows[:-1], windows[-1:]
         return cls(
             flops_per_token=2 * (config.linear_params_per_token - tail),
             flops_per_logits=2 * (config.logits_params_per_token + tail),
-            flops_per_attended=4 * config.num_heads * config.head_dim * (layers - last),
+            flops_per_attended=attended * inner.count(False),
             bytes_per_step=round((config.linear_params_per_token + config.logits_params_per_token) * weight_bytes),
-            bytes_per_kv_read=config.kv_position_bytes(itemsize, kv_dtype),
-            flops_per_kv_read=4 * config.num_heads * config.head_dim * last,
+            bytes_per_kv_read=read * windows.count(False),
+            flops_per_kv_read=attended * last.count(False),
+            flops_per_window_attended=attended * inner.count(True),
+            flops_per_window_read=attended * last.count(True),
+            bytes_per_window_read=read * windows.count(True),
         )
 
     def work(self, counts: Mapping[str, Any]) -> Work:
         """The work behind the counts of ``EngineStats``."""
         tokens = counts["num_prefill_tokens"] + counts["num_decode_tokens"]
+        attended, read = counts.get("num_window_attended", 0), counts.get("num_window_read", 0)
         flops = (
             self.flops_per_token * tokens
             + self.flops_per_logits * counts.get("num_logits", counts["num_output_tokens"])
             + self.flops_per_attended * counts["num_attended"]
             + self.flops_per_kv_read * counts["num_kv_read"]
+            + self.flops_per_window_attended * attended
+            + self.flops_per_window_read * read
         )
         num_bytes = self.bytes_per_step * counts["num_steps"] + self.bytes_per_kv_read * counts["num_kv_read"]
+        num_bytes += self.bytes_per_window_read * read
         return Work(float(flops), float(num_bytes))
 
 

@@ -267,6 +267,18 @@ def test_what_is_counted_adds_up() -> None:
     assert set(stats.phase_s) == {"schedule", "forward", "sample", "update"}
     lengths = [r.num_prompt_tokens + len(r.token_ids) - 1 for r in results]
     assert stats.num_attended == sum(n * (n + 1) // 2 for n in lengths)
+    assert stats.num_window_attended == stats.num_window_read == 0
+
+
+def test_what_is_attended_and_read_through_a_window_is_counted_by_itself() -> None:
+    model = tiny_model(model_type="lfm3")
+    assert model.config.window == 20
+    engine = engine_for(model, num_blocks=20, block_size=8, max_num_seqs=1, max_num_batched_tokens=9)
+    list(engine.run([Request(0, tuple(range(10, 33)), SamplingParams(max_tokens=10, ignore_eos=True))]))
+    steps = [9, 18, 23, *range(24, 33)]  # tokens computed at the end of each: chunks of the prompt, then one by one
+    assert engine.stats.num_window_attended == sum(min(position + 1, 20) for position in range(32))
+    assert engine.stats.num_window_read == sum(min(end, 20) for end in steps)
+    assert engine.stats.num_kv_read == sum(steps)
 
 
 def test_logits_of_scored_tokens_are_counted_too() -> None:

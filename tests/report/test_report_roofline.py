@@ -53,9 +53,21 @@ def test_attended_positions_and_read_kv_are_counted_from_the_steps() -> None:
     assert integers.num_bytes == 6 * 8 * 2 * (64 + 4) * 100  # of each head in each layer 64 integers and their scale
 
 
+def test_layers_with_a_window_attend_to_and_read_no_more_than_it_holds() -> None:
+    config = dummy_config("dummy:LFM3-1.7B")  # 6 layers attend to all positions, the last of them too, 5 to 256
+    costs = Costs.of(config, itemsize=2, weight_bytes=2)
+    work = costs.work(counts(num_attended=1000, num_kv_read=100, num_window_attended=400, num_window_read=30))
+    assert work.flops == 4 * 16 * 128 * (5 * 1000 + 100 + 5 * 400)
+    assert work.num_bytes == 2 * 4 * 128 * 2 * (6 * 100 + 5 * 30)
+    reverse = replace(config, layers=config.layers[:21])  # the last attention has a window
+    work = Costs.of(reverse, itemsize=2, weight_bytes=2).work(counts(num_window_attended=400, num_window_read=30))
+    assert work.flops == 4 * 16 * 128 * (4 * 400 + 30)
+
+
 def test_counts_of_older_reports_are_still_understood() -> None:
     known = describe_costs(Costs.of(CONFIG, itemsize=2, weight_bytes=2), MEASURED)
-    del known["costs"]["flops_per_kv_read"]
+    for name in ("flops_per_kv_read", "flops_per_window_attended", "flops_per_window_read", "bytes_per_window_read"):
+        del known["costs"][name]
     old = counts(num_decode_tokens=10, num_output_tokens=10, num_kv_read=50)
     del old["num_logits"]
     assert roofline_section(known, old, 1.0)["flops"] == pytest.approx(2 * (287.4e6 + 67.1e6) * 10, rel=1e-3)
