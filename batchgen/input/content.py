@@ -21,6 +21,7 @@ from batchgen.input.template import Template
 from batchgen.text.tokenizer import Tokenizer
 
 _MAX_SHOWN_CHARS = 60  # of a template, in messages
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # of a message; templates read the first two
 Message = dict[str, Any]
 
 
@@ -226,7 +227,7 @@ def _checked_messages(name: str, value: object) -> list[Message]:
 
     Content given as OpenAI's list of ``{"type": "text", "text": ...}`` parts is joined, and may be absent beside
     ``tool_calls``, whose arguments become objects where they are JSON text, as in vLLM: a template would quote them
-    twice. Other fields go to the chat template untouched.
+    twice. Earlier reasoning goes by any of its names, as in transformers. Other fields go to the template untouched.
     """
     if not isinstance(value, list):
         raise wrong_type(f"column {name!r}", value, "a list of messages")
@@ -250,6 +251,9 @@ def _checked_message(where: str, message: object) -> Message:
     if not isinstance(content, str):
         raise wrong_type(f"{where}.content", content, "a string")
     parsed = {"tool_calls": [_parsed_call(call) for call in calls]} if calls and isinstance(calls, list) else {}
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
     return {**message, "content": content, **parsed}
 
 

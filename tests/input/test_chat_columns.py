@@ -170,3 +170,17 @@ def test_a_call_without_a_text_is_a_message_and_its_arguments_may_be_json_text(t
     for calls in (7, [7], [{"function": 7}], [{"function": {"arguments": 7}}], {"a": 1}):
         row = {"messages": [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": calls}]}
         assert answer(tokenizer, row)  # whatever the template makes of it
+
+
+def test_earlier_reasoning_is_known_by_any_of_its_names(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    def chat(**fields: Any) -> dict[str, Any]:
+        return {"messages": [*MESSAGES, {"role": "assistant", "content": "Yes.", **fields}]}
+
+    expected = answer(tokenizer, chat(content="<think>\nSo.\n</think>\n\nYes."))
+    assert "<think>\nSo.\n</think>" in expected
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        assert answer(tokenizer, chat(**{name: "So."})) == expected
+    assert answer(tokenizer, chat(reasoning="other", reasoning_content="So.")) == expected
+    assert answer(tokenizer, chat(reasoning=None)) == answer(tokenizer, chat())
+    older = Tokenizer.load(write_tokenizer(tmp_path, chat_template="{{ messages[1].thinking }}"))
+    assert answer(older, chat(reasoning="So.")) == "So."
