@@ -46,9 +46,9 @@ class MovedTensors(RandomTensors):
         return super().take(name, shape, init, dtype).to(self.target)
 
 
-def model_on(device: torch.device, dtype: torch.dtype, kernels: Kernels) -> Decoder:
+def model_on(device: torch.device, dtype: torch.dtype, kernels: Kernels, family: str = "lfm2") -> Decoder:
     with torch.inference_mode():
-        return Decoder(parse_config(raw_config(**SHAPE), "tiny"), MovedTensors(dtype, device), kernels)
+        return Decoder(parse_config(raw_config(family, **SHAPE), "tiny"), MovedTensors(dtype, device), kernels)
 
 
 def state_for(model: Decoder, num_blocks: int) -> StateCache:
@@ -77,17 +77,18 @@ def test_replayed_logits_equal_launched_ones_in_every_bucket(batch_invariant: bo
                 assert (got - expected).norm() / expected.norm() < most, f"{num_seqs} rows, a bucket: {is_bucket}"
 
 
-def test_float32_tokens_equal_those_of_the_cpu_reference() -> None:
+@pytest.mark.parametrize("family", ["lfm2", "lfm3"])
+def test_float32_tokens_equal_those_of_the_cpu_reference(family: str) -> None:
     requests = random_requests(40, seed=0, prompt=(1, 90), output=(1, 60), vocab_size=1000)
     drawn = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.01)
     requests += [replace(r, key=100 + r.key, params=replace(drawn, max_tokens=9)) for r in requests[:10]]
-    model = model_on(DEVICE, torch.float32, CudaKernels(DEVICE))
+    model = model_on(DEVICE, torch.float32, CudaKernels(DEVICE), family)
     engine = engine_for(
         model, num_blocks=60, block_size=BLOCK_SIZE, max_num_seqs=16, max_num_batched_tokens=64, **NO_FORECAST
     )
     got = tokens_of(engine.run(requests))
     assert engine.stats.num_preemptions
-    assert got == solo(model_on(CPU, torch.float32, ReferenceKernels()), requests)
+    assert got == solo(model_on(CPU, torch.float32, ReferenceKernels(), family), requests)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 5e-2), (torch.float16, 1e-2)], ids=str)

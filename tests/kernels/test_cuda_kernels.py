@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -297,11 +298,19 @@ def test_a_cuda_device_gets_these_kernels_and_the_reference_where_triton_is_miss
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this is for a model whose weights are on the CPU; test_cuda_device has the other")
-def test_a_model_generates_what_the_reference_generates() -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"num_hidden_layers": 2, "full_attn_idxs": [1]},
+        pytest.param({"model_type": "lfm3", "sliding_window": 6}, marks=pytest.mark.slow),
+    ],
+    ids=["lfm2", "lfm3"],
+)
+def test_a_model_generates_what_the_reference_generates(shape: dict[str, Any]) -> None:
     greedy = random_requests(3, seed=1, prompt=(1, 20), output=(2, 4))
     drawn = random_requests(2, seed=2, prompt=(3, 9), output=(3, 3), params=SamplingParams(temperature=0.8, top_k=20))
     requests = [*greedy, *(replace(r, key=10 + r.key) for r in drawn)]
-    model = tiny_model(kernels=OnDevice().kernels, num_hidden_layers=2, full_attn_idxs=[1])
+    model = tiny_model(kernels=OnDevice().kernels, **shape)
     engine = Engine(model, EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, block_size=8, kv_memory=1 << 20))
-    reference = tiny_model(kernels=REFERENCE, num_hidden_layers=2, full_attn_idxs=[1])
+    reference = tiny_model(kernels=REFERENCE, **shape)
     assert tokens_of(engine.run(requests)) == solo(reference, requests)

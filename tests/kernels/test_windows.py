@@ -34,6 +34,15 @@ def test_windowed_attention_equals_dense_attention(
             torch.testing.assert_close(got.double(), expected, **tolerance)
 
 
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_what_lies_just_before_a_window_does_not_count_however_high_it_scores(name: str) -> None:
+    case = make_case([(280, 1), (90, 3)], (4, 2, 16), torch.float32, 5, window=20)
+    for keys, (past, _) in zip(case.keys, case.pieces, strict=True):
+        keys[: past - 19] *= 1e4
+    for got, expected in zip(attend(EVERY_BACK_END[name](), case, 16), dense(case), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-6)
+
+
 @every_dtype
 @pytest.mark.parametrize("window", WINDOWS)
 def test_bits_do_not_depend_on_blocks_or_other_sequences_or_how_a_prompt_is_cut(
