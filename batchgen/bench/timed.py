@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from batchgen.kernels.interface import Embedding, GatedLinear, Kernels, Linear, Recorder
+from batchgen.kernels.interface import (
+    Embedding,
+    GatedLinear,
+    Kernels,
+    Linear,
+    Recorder,
+    Router,
+    Routing,
+    SparseFeedForward,
+)
 
 
 class TimedKernels:
@@ -40,6 +49,13 @@ class TimedKernels:
         gated = self._kernels.gated_linear(gate, up)
         return _TimedGatedLinear(gated.linear, self._timed("gated_linear", gated))
 
+    def router(self, routing: Routing) -> Router:
+        return self._timed("router", self._kernels.router(routing))
+
+    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> SparseFeedForward:
+        experts = self._kernels.experts(weights)
+        return _TimedExperts(experts.linears, self._timed("experts", experts))
+
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._kernels, name)
         return self._timed(name, value) if callable(value) else value
@@ -63,3 +79,14 @@ class _TimedGatedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.call(x)
+
+
+@dataclass(slots=True)
+class _TimedExperts:
+    """A ``SparseFeedForward`` whose calls are timed; its plain ``linears`` are not."""
+
+    linears: list[tuple[Linear, Linear]]
+    call: Callable[..., Tensor]
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+        return self.call(x, ids, weights, residual)

@@ -250,6 +250,7 @@ class Engine:
         if window := self.runner.model.config.window:
             stats.num_window_attended += schedule.num_attended(window)
             stats.num_window_read += sum(min(s.num_computed_tokens + n, window) for s, n in schedule.entries)
+        stats.sum_experts += self.runner.model.config.expected_experts(schedule.num_tokens)
         decode = 0
         for sequence, count in schedule.entries:
             decode += sequence.num_owed == 1 and sequence.num_output_tokens > 0

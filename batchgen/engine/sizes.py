@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # CPU: a linear runs at its best rate from 128 rows up, so wider steps gain nothing and cost latency.
 _CPU = {"max_num_batched_tokens": 256, "max_num_seqs": 128, "block_size": 32}
+# An expert meets a share of the rows: with twice as many it still has rows for several tiles.
+_CPU_EXPERTS = {**_CPU, "max_num_batched_tokens": 512, "max_num_seqs": 256}
 _CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 512, "block_size": 32}
 _MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input and other processes
 _MAX_NUM_BLOCKS = 1 << 22  # the block pool takes 50 bytes of host memory per block
@@ -58,7 +60,7 @@ def sizes_for(
     Raises:
         UsageError: a value that cannot work, or memory for not even one block.
     """
-    defaults = _CUDA if is_cuda else _CPU
+    defaults = _CUDA if is_cuda else {"dense": _CPU, "experts": _CPU_EXPERTS}[model.feed_forward]
     max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"]
     block_size = config.block_size or defaults["block_size"]
     trained = model.max_position_embeddings

@@ -75,6 +75,7 @@ class EngineStats:
         num_recomputed_tokens: computed again after a preemption.
         num_shared_requests: answered with the result of an identical request.
         sum_sequences, sum_kv_use: sums over steps; ``kv_use`` is the share of blocks held.
+        sum_experts: sum over steps of the share of experts that their tokens are expected to meet.
         forward_prefill_s: part of phase "forward" for prefill tokens, if a step's time is divided evenly by tokens.
         phase_s: seconds per phase of a step.
     """
@@ -98,6 +99,7 @@ class EngineStats:
     max_running: int = 0
     sum_sequences: int = 0
     sum_kv_use: float = 0.0
+    sum_experts: float = 0.0
     max_kv_use: float = 0.0
     forward_prefill_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=dict)

@@ -186,9 +186,22 @@ class ModelConfig:
     @property
     def linear_params(self) -> int:
         """Weights of all linears but the output projection."""
+        met = sum(layer.experts.num_active * layer.experts.ff_dim for layer in self.layers if layer.experts)
+        return self.linear_params_per_token + self.expert_params - 3 * self.hidden_size * met
+
+    @property
+    def expert_params(self) -> int:
+        """Those of experts, which a step reads only where one of its tokens meets them."""
         experts = [layer.experts for layer in self.layers if layer.experts]
-        idle = sum((some.num_experts - some.num_active) * some.ff_dim for some in experts)
-        return self.linear_params_per_token + 3 * self.hidden_size * idle
+        return 3 * self.hidden_size * sum(some.num_experts * some.ff_dim for some in experts)
+
+    def expected_experts(self, num_tokens: int) -> float:
+        """The share of a layer's experts that so many tokens meet, if each is as likely for every token.
+
+        That is the most to expect: tokens that choose alike meet fewer. 0 for a model without experts.
+        """
+        shares = (some.num_active / some.num_experts for layer in self.layers if (some := layer.experts))
+        return 1.0 - (1.0 - next(shares, 0.0)) ** num_tokens
 
     @property
     def tail_params_per_token(self) -> int:

@@ -73,8 +73,9 @@ class Costs:
 
     FLOP: two per weight that a token meets, four per head dimension and position that it attends to. After the last
     attention's keys and values only the tokens with logits need be computed, so that part counts with the logits, and
-    there one token per sequence and step attends. Bytes: per step every weight, and each sequence's keys and values.
-    Layers with a window have counts of their own, in which no token attends to more positions, and no more are read.
+    there one token per sequence and step attends. Bytes: per step every weight (of experts the share that its tokens
+    are expected to meet) and each sequence's keys and values. Layers with a window have counts of their own, in which
+    no token attends to more positions, and no more are read.
     """
 
     flops_per_token: int
@@ -86,6 +87,7 @@ class Costs:
     flops_per_window_attended: int = 0
     flops_per_window_read: int = 0
     bytes_per_window_read: int = 0
+    bytes_of_experts: int = 0  # and "sum_experts"
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int, weight_bytes: float, kv_dtype: str = "auto") -> Costs:
@@ -101,12 +103,15 @@ class Costs:
             flops_per_token=2 * (config.linear_params_per_token - tail),
             flops_per_logits=2 * (config.logits_params_per_token + tail),
             flops_per_attended=attended * inner.count(False),
-            bytes_per_step=round((config.linear_params_per_token + config.logits_params_per_token) * weight_bytes),
+            bytes_per_step=round(
+                (config.linear_params - config.expert_params + config.logits_params_per_token) * weight_bytes
+            ),
             bytes_per_kv_read=read * windows.count(False),
             flops_per_kv_read=attended * last.count(False),
             flops_per_window_attended=attended * inner.count(True),
             flops_per_window_read=attended * last.count(True),
             bytes_per_window_read=read * windows.count(True),
+            bytes_of_experts=round(config.expert_params * weight_bytes),
         )
 
     def work(self, counts: Mapping[str, Any]) -> Work:
@@ -121,8 +126,12 @@ class Costs:
             + self.flops_per_window_attended * attended
             + self.flops_per_window_read * read
         )
-        num_bytes = self.bytes_per_step * counts["num_steps"] + self.bytes_per_kv_read * counts["num_kv_read"]
-        num_bytes += self.bytes_per_window_read * read
+        num_bytes = (
+            self.bytes_per_step * counts["num_steps"]
+            + self.bytes_of_experts * counts.get("sum_experts", 0.0)
+            + self.bytes_per_kv_read * counts["num_kv_read"]
+            + self.bytes_per_window_read * read
+        )
         return Work(float(flops), float(num_bytes))
 
 

@@ -22,7 +22,15 @@ from batchgen.input.ids import UniqueIds, may_have_ids
 from batchgen.input.source import RowRange, open_source
 from batchgen.input.validator import RowValidator
 from batchgen.output.rundir import RunDir
-from batchgen.plan.estimate import Estimate, Forecast, OutputLengths, comparable, forecast_from_report, kv_plan
+from batchgen.plan.estimate import (
+    Estimate,
+    Forecast,
+    OutputLengths,
+    comparable,
+    experts_plan,
+    forecast_from_report,
+    kv_plan,
+)
 from batchgen.plan.survey import PREFIX_BLOCK, Survey
 from batchgen.report.distribution import PERCENTS, percentile
 from batchgen.run.loader import ModelInfo, read_model
@@ -92,7 +100,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
     rows_per_s = (num_good + num_bad) / survey.read_s if survey.read_s else 0.0
     lengths, estimate = forecast.lengths, forecast.estimate
     output_tokens = lengths.total(survey)
-    mean_tokens = (survey.prompt_tokens + output_tokens) / max(num_good, 1)
+    kv = kv_plan(spec, model.config, (survey.prompt_tokens + output_tokens) / max(num_good, 1), forecast)
     return {
         "version": PLAN_VERSION,
         **spec.model.named,
@@ -112,7 +120,8 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
             "basis": lengths.basis,
         },
         "repeats": _repeats(survey),
-        "kv": kv_plan(spec, model.config, mean_tokens, forecast),
+        "kv": kv,
+        "experts": experts_plan(spec, model.config, num_good, kv),
         "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),
         "no_estimate": None if estimate else _NO_RATE if num_good else "no row can run",
         "read": {"wall_s": round(survey.read_s, 3), "rows_per_s": round(rows_per_s, 1)},

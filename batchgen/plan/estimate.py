@@ -17,6 +17,7 @@ from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.sizes import sizes_for
 from batchgen.model import ModelConfig
 from batchgen.model.config import item_bytes
+from batchgen.model.roofline import Costs
 from batchgen.plan.survey import Survey
 
 _NUM_QUANTILES = 64
@@ -137,6 +138,7 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
     row_blocks = max(1, -(-round(mean_tokens) // sizes.block_size))
     return {
         "dtype": dtype if spec.engine.kv_dtype == "auto" else spec.engine.kv_dtype,
+        "computed_in": dtype,
         "block_size": sizes.block_size,
         "bytes_per_token": block_bytes // sizes.block_size,
         "mean_row_bytes": row_blocks * block_bytes,
@@ -145,6 +147,28 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
         "memory_bytes": sizes.num_blocks * block_bytes if is_known else None,
         "tokens_that_fit": sizes.max_num_tokens if is_known else None,
         "rows_that_fit": sizes.num_blocks // row_blocks if is_known else None,
+    }
+
+
+def experts_plan(spec: JobSpec, config: ModelConfig, num_rows: int, kv: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a step reads that gives each of so many rows a token, as far as ``kv`` lets them run at once.
+
+    ``met`` is the number of a layer's experts that it is expected to meet. None for a model without experts.
+    """
+    experts = next((layer.experts for layer in config.layers if layer.experts), None)
+    if experts is None:
+        return None
+    kinds = (spec.model.weights, spec.model.activations)
+    weight_bytes = config.weight_bytes(kv["computed_in"], *kinds, is_cpu=not _is_cuda(spec))
+    costs = Costs.of(config, item_bytes(kv["computed_in"]), weight_bytes)
+    rows = max(1, min(num_rows, kv["max_num_seqs"]))
+    share = config.expected_experts(rows)
+    return {
+        "per_layer": experts.num_experts,
+        "met": round(share * experts.num_experts, 2),
+        "rows": rows,
+        "bytes_per_step": round(costs.bytes_per_step + share * costs.bytes_of_experts),
+        "weight_bytes": config.model_bytes(kv["computed_in"], *kinds, is_cpu=not _is_cuda(spec)),
     }
 
 

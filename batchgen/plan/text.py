@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from batchgen.core.units import format_duration, printable, shortened
+from batchgen.core.units import counted, format_duration, printable, shortened
 
 _SHOWN_BAD_ROWS = 5
 _SHOWN_LONGEST = 3
@@ -53,6 +53,13 @@ def _tokens(plan: Plan) -> Lines:
         yield "tokens out", f"{outputs['expected']:,} expected ({outputs['basis']}), {outputs['at_most']:,} at most"
     yield from _repeats(plan["repeats"], prompts["total"])
     yield from _kv(plan["kv"])
+    if experts := plan["experts"]:
+        yield (
+            "experts",
+            f"{experts['met']:,.1f} of {experts['per_layer']:,} in a layer meet {counted(experts['rows'], 'row')}",
+        )
+        read, held = _size(experts["bytes_per_step"]), _size(experts["weight_bytes"])
+        yield "", f"a step reads {read} of {held} of weights for a token of each"
 
 
 def _repeats(repeats: Mapping[str, Any], num_tokens: int) -> Lines:

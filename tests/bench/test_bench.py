@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from tiny_model import tiny_model, write_checkpoint
 
 from batchgen.bench import measure as bench
 from batchgen.bench.workload import PRESETS, EndAfter, LengthRange, Shape, from_file, hide_lengths
@@ -86,6 +87,23 @@ def test_bench_prints_one_object_with_figures_and_roofline(
     assert min(found["split_s"].values()) > 0
     assert found["engine"].keys() >= {"max_num_batched_tokens", "max_num_seqs", "block_size", "kv_bytes"}
     assert found["peak_memory_bytes"] > 0
+
+
+@pytest.mark.usefixtures("ceilings_file")
+def test_experts_are_timed_and_their_linears_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path / "model", model_type="lfm2_moe")
+    lengths = ["--num-requests", "2", "--input-len", "5", "--output-len", "2"]
+    code = call(["bench", "--model", str(tmp_path / "model"), *lengths, "--repeats", "1", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == ExitCode.OK
+    assert min(found["split_s"][kind] for kind in ("router", "experts", "gated_linear")) > 0
+    assert found["roofline_flops_per_s"] > 0
+
+
+def test_ceilings_are_measured_with_as_many_experts_as_a_token_meets() -> None:
+    model = tiny_model(model_type="lfm2_moe")
+    dense, sparse = (layer.linears for layer in model.layers[:2])
+    assert (len(dense), len(sparse)) == (2 + 2, 2 + 2 * 2)
 
 
 LENGTHS = [3, 1, 7, 4, 7]

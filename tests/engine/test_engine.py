@@ -267,6 +267,7 @@ def test_what_is_counted_adds_up() -> None:
     assert set(stats.phase_s) == {"schedule", "forward", "sample", "update"}
     lengths = [r.num_prompt_tokens + len(r.token_ids) - 1 for r in results]
     assert stats.num_attended == sum(n * (n + 1) // 2 for n in lengths)
+    assert stats.sum_experts == 0
     assert stats.num_window_attended == stats.num_window_read == 0
 
 
@@ -279,6 +280,14 @@ def test_what_is_attended_and_read_through_a_window_is_counted_by_itself() -> No
     assert engine.stats.num_window_attended == sum(min(position + 1, 20) for position in range(32))
     assert engine.stats.num_window_read == sum(min(end, 20) for end in steps)
     assert engine.stats.num_kv_read == sum(steps)
+
+
+def test_the_experts_of_every_step_are_counted_by_its_tokens() -> None:
+    engine = engine_for(tiny_model(model_type="lfm2_moe"), num_blocks=20, block_size=4, max_num_seqs=2)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    list(engine.run(Request(key, (9, 10 + key, 11), params) for key in range(2)))
+    assert engine.stats.num_steps == 3  # of six prompt tokens, then two and two of output, and 2 of 6 experts a token
+    assert engine.stats.sum_experts == pytest.approx(sum(1 - (4 / 6) ** tokens for tokens in (6, 2, 2)))
 
 
 def test_logits_of_scored_tokens_are_counted_too() -> None:

@@ -146,6 +146,21 @@ def test_weights_take_their_share_of_what_is_free(job: JobMaker, monkeypatch: py
     assert kv["memory_bytes"] == pytest.approx(((2 << 30) - 1.0625 * 354.5e6) / 2, rel=0.02)
 
 
+def test_a_plan_knows_how_many_experts_a_step_reads(job: JobMaker) -> None:
+    job.write([{"id": i, "prompt_token_ids": [5] * 10} for i in range(8)])
+    model = {"path": "dummy:LFM2-8B-A1B", "dtype": "bfloat16", "device": "cpu"}
+    for max_num_seqs, rows in ((256, 8), (1, 1)):
+        plan = plan_of_ids(job, model=model, engine={"kv_memory": "1GiB", "max_num_seqs": max_num_seqs})
+        experts, met = plan["experts"], 32 * (1 - (7 / 8) ** rows)
+        assert (experts["per_layer"], experts["rows"]) == (32, rows)
+        assert experts["met"] == pytest.approx(met, abs=0.01)
+        idle = 2 * 22 * 3 * 1792 * 2048 * (32 - met)
+        assert experts["bytes_per_step"] == pytest.approx(2 * 8.34e9 - idle, rel=1e-3)
+        assert experts["weight_bytes"] == pytest.approx(2 * 8.34e9, rel=1e-3)
+        assert f"{met:.1f} of 32 in a layer meet {rows} row" in render_plan(plan)
+    assert plan_of_ids(job)["experts"] is None
+
+
 def test_a_gpus_memory_is_not_guessed(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     job.write(rows_of(5))
     named = plan_of(job, model={"device": "cuda"})

@@ -64,10 +64,23 @@ def test_layers_with_a_window_attend_to_and_read_no_more_than_it_holds() -> None
     assert work.flops == 4 * 16 * 128 * (4 * 400 + 30)
 
 
+def test_of_experts_a_step_reads_those_that_its_tokens_are_expected_to_meet() -> None:
+    mixture = dummy_config("dummy:LFM2-8B-A1B")
+    others = mixture.linear_params_per_token + 65536 * 2048 - 22 * 4 * 3 * 1792 * 2048
+    of_experts = 22 * 32 * 3 * 1792 * 2048
+    costs = Costs.of(mixture, itemsize=2, weight_bytes=2)
+    for tokens, met in ((1, 4.0), (2, 32 * (1 - (7 / 8) ** 2)), (256, 32.0)):
+        found = counts(num_steps=1) | {"sum_experts": mixture.expected_experts(tokens)}
+        assert costs.work(found).num_bytes == pytest.approx(2 * (others + of_experts * met / 32))
+    assert costs.work(counts(num_decode_tokens=1)).flops < 2 * 1.6e9  # of the experts only those that a token meets
+    assert CONFIG.expected_experts(100) == 0.0
+
+
 def test_counts_of_older_reports_are_still_understood() -> None:
     known = describe_costs(Costs.of(CONFIG, itemsize=2, weight_bytes=2), MEASURED)
     for name in ("flops_per_kv_read", "flops_per_window_attended", "flops_per_window_read", "bytes_per_window_read"):
         del known["costs"][name]
+    del known["costs"]["bytes_of_experts"]
     old = counts(num_decode_tokens=10, num_output_tokens=10, num_kv_read=50)
     del old["num_logits"]
     assert roofline_section(known, old, 1.0)["flops"] == pytest.approx(2 * (287.4e6 + 67.1e6) * 10, rel=1e-3)
