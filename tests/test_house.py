@@ -32,7 +32,7 @@ LONGEST_CHAINS = {
     "kernels": 9,
     "config": 3,
     "text": 3,
-    "model": 7,
+    "model": 8,
     "engine": 7,
     "input": 5,
     "output": 4,

@@ -1,4 +1,4 @@
-"""Registry of the model families, and the shape of any model that one of them can read.
+"""The shape of any model that one of the families can read.
 
 A model is a folder, a GGUF file, a Hub id, or the name of a published shape with random weights (``dummy:LFM2-350M``).
 """
@@ -8,40 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from batchgen.core.errors import ModelError
 from batchgen.core.hub import resolve_model
 from batchgen.core.model_files import generation_eos_token_ids, is_gguf, read_object
 from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
-from batchgen.model.families import lfm2, lfm2_moe, lfm3, llama, mistral, qwen3, qwen3_moe
+from batchgen.model.families import FAMILIES
 from batchgen.model.quantized.gguf import read_gguf_config
 from batchgen.model.quantized.settings import parse_quantization
 from batchgen.model.values import ConfigValues
 
 _PREFIX = "dummy:"
 _MAX_BYTES = 1 << 20  # of a config file; published ones have 1 to 2 kB
-
-
-class Family(Protocol):
-    """What the module of a family defines; ``SHAPES`` are the published ``config.json`` values by model name."""
-
-    TITLE: str
-    SHAPES: Mapping[str, Mapping[str, Any]]
-
-    def read_config(self, values: ConfigValues) -> ModelConfig: ...
-
-
-FAMILIES: Mapping[str, Family] = {  # by model_type
-    "lfm2": lfm2,
-    "lfm2_moe": lfm2_moe,
-    "lfm3": lfm3,
-    "llama": llama,
-    "mistral": mistral,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-}
 
 
 def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:

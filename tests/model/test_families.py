@@ -28,7 +28,8 @@ from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels.interface import Linear, PlainLinear
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
-from batchgen.model.registry import FAMILIES, parse_config, read_config
+from batchgen.model.families import FAMILIES
+from batchgen.model.registry import parse_config, read_config
 from batchgen.model.rope import frequencies
 from batchgen.model.weights import Checkpoint, Init, RandomTensors
 

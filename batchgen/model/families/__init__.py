@@ -1,7 +1,36 @@
 """Model families, one module each: the parser of ``config.json``, tensor names and published shapes.
 
-To add a family, write a module with the names of ``registry.Family``, enter it in ``registry.FAMILIES`` and add a tiny
-config to ``tests/helpers/families.py``: all tests that hold for every family then run for it. The decoder has SwiGLU,
+To add a family, write a module with the names of ``Family``, enter it in ``FAMILIES`` and add a tiny config to
+``tests/helpers/families.py``: all tests that hold for every family then run for it. The decoder has SwiGLU,
 grouped-query attention without bias, optionally with norms per head of queries and keys, and short convolutions; what
 else there is, the fields of ``ModelConfig`` and ``LayerShape`` tell. ``dense`` reads what looks like Llama.
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from batchgen.model.config import ModelConfig
+from batchgen.model.families import lfm2, lfm2_moe, lfm3, llama, mistral, qwen3, qwen3_moe
+from batchgen.model.values import ConfigValues
+
+
+class Family(Protocol):
+    """What the module of a family defines; ``SHAPES`` are the published ``config.json`` values by model name."""
+
+    TITLE: str
+    SHAPES: Mapping[str, Mapping[str, Any]]
+
+    def read_config(self, values: ConfigValues) -> ModelConfig: ...
+
+
+FAMILIES: Mapping[str, Family] = {  # by model_type
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
+    "lfm3": lfm3,
+    "llama": llama,
+    "mistral": mistral,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
