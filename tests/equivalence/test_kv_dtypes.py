@@ -1,6 +1,7 @@
 """Keys and values of fewer bits than are computed with: the same tokens in any batch, and nearly those of more bits.
 
-One shape for each type of cache; ``test_equivalence`` has every shape in the type that is computed.
+One shape for each type of cache, and of every other family chunks with preemption; ``test_equivalence`` has every shape
+in the type that is computed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from functools import cache
 
 import pytest
 import torch
+from families import RAW
 from tiny_model import DTYPES, checked_run, engine_for, random_requests, solo, tiny_model, tokens_of, whole_input
 from torch import Tensor
 
@@ -24,8 +26,8 @@ every_kind = pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS)
 
 
 @cache
-def model_of(dtype: str) -> Decoder:
-    return tiny_model(DTYPES[dtype], num_attention_heads=8, num_key_value_heads=2, head_dim=24)
+def model_of(dtype: str, family: str = "lfm2") -> Decoder:
+    return tiny_model(DTYPES[dtype], model_type=family, num_attention_heads=8, num_key_value_heads=2, head_dim=24)
 
 
 @cache
@@ -41,8 +43,8 @@ def requests() -> tuple[Request, ...]:
 
 
 @cache
-def expected(dtype: str, kv_dtype: str) -> dict[int, tuple[int, ...]]:
-    return solo(model_of(dtype), requests(), kv_dtype)
+def expected(dtype: str, kv_dtype: str, family: str = "lfm2") -> dict[int, tuple[int, ...]]:
+    return solo(model_of(dtype, family), requests() if family == "lfm2" else requests()[:12], kv_dtype)
 
 
 def run(engine: Engine, asked: tuple[Request, ...]) -> dict[int, tuple[int, ...]]:
@@ -74,6 +76,15 @@ def test_preempted_equals_undisturbed(dtype: str, kv_dtype: str, block_size: int
     engine = engine_for(model_of(dtype), num_blocks=num_blocks, block_size=block_size, **sizes)
     found = run(engine, requests()[:12])
     assert found == {key: expected(dtype, kv_dtype)[key] for key in found}
+    assert engine.stats.num_preemptions > 0
+
+
+@every_kind
+@pytest.mark.parametrize("family", [family for family in RAW if family != "lfm2"])
+def test_every_family_keeps_its_tokens_in_chunks_and_after_preemption(dtype: str, kv_dtype: str, family: str) -> None:
+    sizes = {"max_num_batched_tokens": 20, "max_num_seqs": 12, "kv_dtype": kv_dtype}
+    engine = engine_for(model_of(dtype, family), num_blocks=28, block_size=3, **sizes)
+    assert run(engine, requests()[:12]) == expected(dtype, kv_dtype, family)
     assert engine.stats.num_preemptions > 0
 
 
