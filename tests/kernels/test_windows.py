@@ -17,21 +17,29 @@ from batchgen.kernels.cpu.backend import CpuKernels
 
 # (positions cached before, tokens of this step): windows end and begin in every part of a tile of 256
 PIECES = [(0, 1), (0, 40), (254, 1), (255, 1), (275, 1), (350, 1), (511, 1), (250, 13), (512, 40), (700, 3), (895, 1)]
-WINDOWS = [3, 20, 97, 256]
 HEADS = [(3, 3, 16), (4, 1, 40), (8, 4, 128)]  # one, four and two query heads on each key
+every_window = pytest.mark.parametrize(
+    ("window", "heads", "block_size"),
+    [(3, HEADS[0], 24), (20, HEADS[1], 32), (97, HEADS[2], 128), (256, HEADS[1], 3), (256, HEADS[2], 32)],
+    ids=str,
+)
 
 
 @every_dtype
-@pytest.mark.parametrize("window", WINDOWS)
+@every_window
 @pytest.mark.parametrize("name", BACK_ENDS)
 def test_windowed_attention_equals_dense_attention(
-    name: str, window: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    name: str,
+    window: int,
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
 ) -> None:
-    for block_size, heads in zip((24, 32, 128), HEADS, strict=True):
-        case = make_case(PIECES, heads, dtype, window, kv_dtype, window, is_gated=True)
-        tolerance = {"rtol": 2**-7, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
-        for got, expected in zip(attend(BACK_ENDS[name](), case, block_size), dense(case), strict=True):
-            torch.testing.assert_close(got.double(), expected, **tolerance)
+    case = make_case(PIECES, heads, dtype, window, kv_dtype, window, is_gated=True)
+    tolerance = {"rtol": 2**-7, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
+    for got, expected in zip(attend(BACK_ENDS[name](), case, block_size), dense(case), strict=True):
+        torch.testing.assert_close(got.double(), expected, **tolerance)
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)
@@ -44,20 +52,19 @@ def test_what_lies_just_before_a_window_does_not_count_however_high_it_scores(na
 
 
 @every_dtype
-@pytest.mark.parametrize("window", WINDOWS)
+@every_window
 def test_bits_do_not_depend_on_blocks_or_other_sequences_or_how_a_prompt_is_cut(
-    window: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    window: int, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
-    for heads in HEADS:
-        batch = make_case(PIECES, heads, dtype, 1, kv_dtype, window, is_gated=True)
-        expected = attend(CpuKernels(), batch, 32)
-        for row in range(len(PIECES)):
-            assert torch.equal(attend(CpuKernels(), batch.only(row), (3, 16, 64)[row % 3])[0], expected[row])
-        whole = make_case([(0, 430)], heads, dtype, 2, kv_dtype, window, is_gated=True)
-        expected = attend(CpuKernels(), whole, 32)
-        starts = [0, 5, 12, 21, *range(240, 300), 316, 429, 430]
-        cuts = [whole.chunk(a, b - a) for a, b in pairwise(starts)]
-        assert torch.equal(torch.cat([attend(CpuKernels(), chunk, 32)[0] for chunk in cuts]), expected[0])
+    batch = make_case(PIECES, heads, dtype, 1, kv_dtype, window, is_gated=True)
+    expected = attend(CpuKernels(), batch, block_size)
+    for row in range(len(PIECES)):
+        assert torch.equal(attend(CpuKernels(), batch.only(row), (3, 16, 64)[row % 3])[0], expected[row])
+    whole = make_case([(0, 430)], heads, dtype, 2, kv_dtype, window, is_gated=True)
+    expected = attend(CpuKernels(), whole, block_size)
+    starts = [0, 5, 12, 21, 240, *range(250, 262), 279, 280, 316, 429, 430]
+    cuts = [whole.chunk(start, end - start) for start, end in pairwise(starts)]
+    assert torch.equal(torch.cat([attend(CpuKernels(), chunk, 32)[0] for chunk in cuts]), expected[0])
 
 
 @every_dtype
