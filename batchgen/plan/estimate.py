@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec, ModelSpec
+from batchgen.core.errors import UsageError
 from batchgen.core.machine import available_bytes
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.sizes import sizes_for
@@ -133,6 +134,11 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
     is_known = forecast.sizes is not None or not is_auto or not _is_cuda(spec)
     weights = config.model_bytes(dtype, spec.model.weights, spec.model.activations, is_cpu=not _is_cuda(spec))
     free_bytes = max(0, available_bytes() - weights)  # once they are loaded
+    if is_auto and forecast.sizes is None and not _is_cuda(spec) and not free_bytes:
+        has = f"the weights take {weights / 1e9:,.1f} GB, this machine has {available_bytes() / 1e9:,.1f} GB free"
+        raise UsageError(
+            f"{spec.model.path}: {has}; run a smaller model, or give kv_memory to plan for another machine"
+        )
     sizes = forecast.sizes or sizes_for(spec.engine, config, itemsize, free_bytes, is_cuda=_is_cuda(spec))
     block_bytes = config.kv_block_bytes(sizes.block_size, itemsize, spec.engine.kv_dtype)
     row_blocks = max(1, -(-round(mean_tokens) // sizes.block_size))

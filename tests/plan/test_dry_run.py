@@ -146,6 +146,19 @@ def test_weights_take_their_share_of_what_is_free(job: JobMaker, monkeypatch: py
     assert kv["memory_bytes"] == pytest.approx(((2 << 30) - 1.0625 * 354.5e6) / 2, rel=0.02)
 
 
+def test_weights_that_do_not_fit_are_named_unless_another_machine_is_planned_for(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write([{"id": 1, "prompt_token_ids": [5] * 50}])
+    monkeypatch.setattr(estimate, "available_bytes", lambda: 2 << 30)
+    model = {"path": "dummy:Qwen3-8B", "dtype": "bfloat16", "device": "cpu"}
+    with pytest.raises(
+        UsageError, match=r"dummy:Qwen3-8B: the weights take 1[56]\.\d GB, this machine has 2.1 GB free"
+    ):
+        plan_of_ids(job, model=model)
+    assert plan_of_ids(job, model=model, engine={"kv_memory": "1GiB"})["kv"]["rows_that_fit"] > 0
+
+
 def test_a_plan_knows_how_many_experts_a_step_reads(job: JobMaker) -> None:
     job.write([{"id": i, "prompt_token_ids": [5] * 10} for i in range(8)])
     model = {"path": "dummy:LFM2-8B-A1B", "dtype": "bfloat16", "device": "cpu"}
