@@ -24,6 +24,7 @@ KERNELS = {
     "argmax_parts",
     "attend_one_token",
     "attend_tile",
+    "grouped_matmul",
     "logsumexp",
     "matmul",
     "merge_spans",
@@ -51,7 +52,7 @@ def test_every_kernel_compiles_for_hopper_into_matrix_instructions_and_wide_copi
     assert {b["name"] for b in binaries} == KERNELS
     assert max(b["shared_bytes"] for b in binaries) <= HOPPER_SHARED_BYTES
     assert max(b["stack_bytes"] for b in binaries) <= 32, "registers are not spilled, but for a few"
-    heavy = [b for b in binaries if b["name"] in ("attend_one_token", "attend_tile", "matmul")]
+    heavy = [b for b in binaries if b["name"] in ("attend_one_token", "attend_tile", "grouped_matmul", "matmul")]
     assert all(b["matrix"] and b["wide_copies"] for b in heavy)
 
 
