@@ -40,9 +40,9 @@ def test_a_quantized_model_has_the_logits_of_the_values_that_it_stands_for(
 
 
 @pytest.mark.parametrize("kind", ["packed int4", "fp8", "gptq", "awq"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "lfm2_moe", "qwen3_moe"])
 def test_quantized_models_of_other_families_are_read_alike(tmp_path: Path, family: str, kind: str) -> None:
-    write_quantized(tmp_path, kind, model_type=family)
+    write_quantized(tmp_path, kind, model_type=family, num_experts=8, moe_intermediate_size=64)
     assert torch.equal(prefix_logits(load(tmp_path), PROMPT), prefix_logits(load(tmp_path / "plain"), PROMPT))
 
 
