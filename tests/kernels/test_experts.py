@@ -63,6 +63,16 @@ def test_of_equal_experts_those_with_the_lowest_ids_are_chosen(name: str) -> Non
     assert weights.sum(-1).tolist() == pytest.approx([1.0, 1.0])
 
 
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_an_expert_whose_score_is_nan_is_chosen_last(name: str) -> None:
+    bias = torch.tensor([0.0, torch.nan, 2.0, torch.nan])
+    for active, chosen in ((2, [0, 2]), (3, [0, 1, 2]), (4, [0, 1, 2, 3])):
+        ids, _ = EVERY_BACK_END[name]().router(Routing(torch.zeros(4, 32), bias, active, is_softmax=False))(
+            torch.ones(3, 32)
+        )
+        assert ids.tolist() == [chosen] * 3
+
+
 @pytest.mark.parametrize("is_softmax", [False, True])
 @pytest.mark.parametrize("name", EVERY_NAME)
 def test_a_row_that_is_not_finite_meets_experts_that_exist_and_stays_alone(name: str, is_softmax: bool) -> None:
