@@ -6,6 +6,7 @@ Each key is declared once, as a dataclass field (see ``core.keys``). Nothing her
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -202,9 +203,12 @@ class JobSpec:
         return data
 
     def output_keys(self) -> dict[str, Any]:
-        """The dotted keys whose values change outputs: a resume requires them unchanged."""
+        """The dotted keys whose values change outputs: a resume requires them unchanged.
+
+        An object is written as JSON text: a template may print the order of its keys, and 1 as another text than true.
+        """
         return {
-            f"{section}.{name}": value
+            f"{section}.{name}": json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
             for section, values in self.to_dict().items()
             for name, value in values.items()
             if KEYS[section][name].outputs

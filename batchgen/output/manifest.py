@@ -137,12 +137,11 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
         known = {key: value for key, value in manifest.output_keys.items() if key not in implied | unjudged}
         return {"": known, **manifest.fingerprints, "shard": str(manifest.shard)}
 
-    def loose(manifest: Manifest) -> dict[str, Any]:
-        bound = (old.output_keys.keys() | new.output_keys.keys()) - unjudged
-        values = {key: ["*"] for key in unjudged} | _flat(manifest.job)
-        return {key: value for key, value in values.items() if key not in bound}
-
-    return Comparison(differences(binding(old), binding(new)), differences(loose(old), loose(new)))
+    jobs = [{key: ["*"] for key in unjudged} | _flat(manifest.job) for manifest in (old, new)]
+    bound = (old.output_keys.keys() | new.output_keys.keys()) - unjudged
+    bound |= {key for key in jobs[0].keys() ^ jobs[1].keys() if is_default(key, (jobs[0] | jobs[1])[key])}
+    loose = [{key: value for key, value in job.items() if key not in bound} for job in jobs]
+    return Comparison(differences(binding(old), binding(new)), differences(*loose))
 
 
 def kernels_of(manifest: Manifest) -> str | None:

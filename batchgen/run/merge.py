@@ -42,7 +42,7 @@ from batchgen.run.reports import output_totals, read_report
 
 _NAMED_ROWS = 5  # of many missing rows
 _CLAIMED_AT_ONCE = 4096  # ids
-_SHARED_FACTS = ("model", "input", "created_at", "numerics", "threads", "sizes", "roofline")
+_SHARED_FACTS = ("input", "created_at", "numerics", "threads", "sizes", "roofline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,9 @@ def _joined_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> dict[s
         usage = follow(usage, usage_of(report))
     facts = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _SHARED_FACTS}
     facts["numerics"] = manifest.fingerprints.get("numerics", facts["numerics"])  # with the kernels of all shards
-    totals = output_totals(run_dir, job_from_dict(manifest.job, run_dir.manifest).output)
-    return build_report(totals, usage, facts | {"shard": "1/1"})
+    job = job_from_dict(manifest.job, run_dir.manifest)
+    totals = output_totals(run_dir, job.output)
+    return build_report(totals, usage, facts | job.model.named | {"shard": "1/1"})
 
 
 def _refuse_inside(shards: Sequence[_Shard], target: Path) -> None:

@@ -21,11 +21,13 @@ from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
+from batchgen.core.records import Shard
 from batchgen.model.adapter.settings import Lora, read_lora
 from batchgen.output.rundir import RunDir
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import Backend, ModelInfo
+from batchgen.run.merge import merge, write_merged_report
 from batchgen.run.reports import read_report
 from batchgen.run.retry import retry_job
 
@@ -67,7 +69,9 @@ def test_without_an_adapter_a_run_is_what_it_was(job: JobMaker) -> None:
     assert "adapter" not in outcome.report
 
 
-def test_a_run_of_a_build_without_adapters_goes_on_and_with_none(job: JobMaker, lora: Path) -> None:
+def test_a_run_of_a_build_without_adapters_goes_on_and_with_none(
+    job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job.write(rows_of(60))
     job.run(options=quiet(max_total_tokens=100))
     path = job.output / "job.json"
@@ -76,7 +80,8 @@ def test_a_run_of_a_build_without_adapters_goes_on_and_with_none(job: JobMaker, 
     path.write_text(json.dumps(manifest))
     with pytest.raises(ResumeMismatch, match=rf"\n  model\.adapter\.{CONFIG}: was \(not there\), now {DIGEST}\n"):
         run_with(job, lora)
-    assert job.run().exit_code == 0
+    assert job.run(options=RunOptions(heartbeat_s=1e9)).exit_code == 0
+    assert "resuming with" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_done", [True, False])
@@ -154,6 +159,18 @@ def test_a_report_and_a_plan_name_it_and_one_model_is_no_basis_for_the_other(
     assert found["adapter"] == str(lora)
     call(["report", str(job.output)])
     assert f"adapter      {lora}"[:80] in capsys.readouterr().out
+
+
+def test_a_merged_run_names_it(job: JobMaker, lora: Path) -> None:
+    job.write(rows_of(6))
+    shards = [job.folder / name for name in "ab"]
+    for number, folder in enumerate(shards, 1):
+        spec = job.spec(model={"adapter": str(lora)}, output={"path": str(folder)})
+        job.run(spec, RunOptions(shard=Shard(number, 2), progress="quiet"))
+    whole = job.folder / "whole"
+    merge(shards, whole)
+    assert write_merged_report(shards, whole) == []
+    assert read_report(RunDir(whole))["adapter"] == str(lora)
 
 
 def test_plan_refuses_what_a_run_would(job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,9 +139,11 @@ def test_a_shard_says_that_its_prompts_hold_its_own_date(
 def test_other_variables_are_another_job(job: JobMaker) -> None:
     job.write(rows_of(40))
     template = THINKING + "{{ tools_in_user_message }}"
-    spec = spec_with(job, template, chat_template_kwargs=OFF)
+    variables = {**OFF, "tools_in_user_message": {"a": 1, "b": 2}}
+    spec = spec_with(job, template, chat_template_kwargs=variables)
     assert job.run(spec, quiet(max_total_tokens=600)).exit_code == 75
-    for other in (None, {"enable_thinking": True}, {**OFF, "tools_in_user_message": True}):
+    printed_otherwise = [{"b": 2, "a": 1}, {"a": 1.0, "b": 2}, {"a": True, "b": 2}]
+    for other in (None, OFF, *({**OFF, "tools_in_user_message": value} for value in printed_otherwise)):
         with pytest.raises(ResumeMismatch, match=r"input\.chat_template_kwargs"):
             job.run(spec_with(job, template, chat_template_kwargs=other))
     assert job.run(spec).exit_code == 0
