@@ -152,8 +152,8 @@ def test_a_job_has_compiled_beside_it_what_its_rows_need(
     monkeypatch.setattr(build, "start", lambda *model, others=False: started.append((model, others)))
     monkeypatch.setattr(build, "_asked", set())
     load_engine(job(**sampling), read_model(job(**sampling)))
-    assert started[0] == (("float32", "bfloat16", "auto", "auto", "auto"), others), "before torch is imported"
-    assert started[1] == (("float32", "bfloat16", "auto", "auto"), False), "by whatever loads a model"
+    forms = ("float32", "bfloat16", "auto", "auto", "auto", "dense")
+    assert started == [(forms, others), (forms, False)], "before torch is imported, and by whatever loads a model"
 
 
 def test_a_user_is_told_when_kernels_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
