@@ -123,6 +123,13 @@ def test_one_launch_has_the_bits_of_each_experts_own_linears(dtype: str, form: s
     together = kernels.experts(weights)
     assert isinstance(together, PanelExperts)
     assert kernels.variant == CpuKernels(DTYPES[dtype], **FORMS[form]).variant
+    places = [
+        {linear.panels.strips.untyped_storage().data_ptr() for linear in parts}
+        for parts in zip(*together.linears, strict=True)
+    ]
+    assert [len(of_all) for of_all in places] == [1, 1], (
+        "pieces of their own leave holes when the memory between is freed"
+    )
     alone = ExpertLoop([(kernels.gated_linear(gate, up), kernels.linear(down)) for gate, up, down in weights])
     x, one = normal(60, width, seed=4).to(DTYPES[dtype]), torch.ones(60, 1)
     ids = torch.randint(5, (60, 1), dtype=torch.int32, generator=torch.Generator().manual_seed(0))

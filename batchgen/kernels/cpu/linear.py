@@ -16,6 +16,7 @@ rows replaces them: smaller products take other code paths in the usual BLAS.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -107,6 +108,10 @@ class PanelLinear:
         self._num_panels, self.strips_at = self.panels.num_panels, self.panels.strips.data_ptr()
         self._sizes = self.panels.strip_size, self.panels.panel_bytes
         self._most_shares = self._num_panels if self.panels.panel_bytes <= _MOST_SHARED_BYTES else 1
+
+    def move_to(self, strips: Tensor) -> None:
+        """Read the panels from another place, where they have been copied."""
+        self.panels, self.strips_at = replace(self.panels, strips=strips), strips.data_ptr()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.multiply(x, self.out_features, residual)
