@@ -24,7 +24,7 @@ import numpy as np
 
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
-from batchgen.kernels.cpu.compiled.attention_tiles import accumulate, score, score_chunks
+from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER, accumulate, score, score_chunks
 from batchgen.kernels.cpu.compiled.simd import F32
 from batchgen.kernels.cpu.compiled.softmax import softmax_row
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
@@ -101,7 +101,7 @@ def _score_tile(padded, q, tile, begin, tile_end, table, head, cache, sizes, sco
     _, width, block_size, lanes = sizes
     pack, position = _pack(itemsize), begin
     while position < tile_end:
-        if padded <= 2 and block_size % CHUNK == 0 and tile_end - position > CHUNK:
+        if padded <= MOST_TOGETHER and block_size % CHUNK == 0 and tile_end - position > CHUNK:
             group, last = position - position % GROUP, (tile_end - 1) // CHUNK * CHUNK
             at0, ahead0 = _chunk(table, position, head, cache, sizes)
             at1, ahead1 = _chunk(table, max(group + CHUNK, position), head, cache, sizes)

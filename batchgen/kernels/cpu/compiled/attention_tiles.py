@@ -35,6 +35,7 @@ from batchgen.kernels.cpu.compiled.vector_ir import (
 )
 from batchgen.kernels.cpu.layout import CHUNK, LANES, MAX_QUERIES, SCORE_STRIDE
 
+MOST_TOGETHER = 4  # query rows that are scored against several chunks at once
 ROW_COUNTS = (1, 2, 4, MAX_QUERIES)  # of query rows, for each of which there are tiles that fit 32 vector registers
 
 
@@ -183,14 +184,22 @@ def _values(is_wide):
     return values
 
 
-_scores_wide, _scores_thin, _scores_of_chunks = _scores(2, ROW_COUNTS), _scores(1, ROW_COUNTS), _scores(2, (1, 2))
+_scores_wide, _scores_thin = _scores(2, ROW_COUNTS), _scores(1, ROW_COUNTS)
+_scores_of_four_chunks, _scores_of_two = _scores(2, (1, 2)), _scores(2, (4,))
 _values_wide, _values_thin = _values(True), _values(False)
 
 
 @jit
 def score_chunks(rows, q, width, keys, starts, stride, out, to, ahead):
-    """Scores of one or two queries against ``NUM_STREAMS`` chunks of ``CHUNK`` positions; tuples of as many."""
-    _scores_of_chunks(rows, q, width, keys, starts, stride, out, to, ahead)
+    """Scores of up to ``MOST_TOGETHER`` queries against ``NUM_STREAMS`` chunks of ``CHUNK`` positions.
+
+    ``starts`` and ``ahead`` are tuples of as many. Four queries meet two chunks at a time: the registers hold the sums.
+    """
+    if rows <= 2:
+        _scores_of_four_chunks(rows, q, width, keys, starts, stride, out, to, ahead)
+    else:
+        _scores_of_two(rows, q, width, keys, starts[:2], stride, out, to, ahead[:2])
+        _scores_of_two(rows, q, width, keys, starts[2:], stride, out, to + 2 * CHUNK, ahead[2:])
 
 
 @jit
