@@ -204,7 +204,10 @@ def _parse_section(settings: RawSettings, section: str) -> dict[str, Any]:
 
 
 def _merge(origins: Sequence[RawSettings]) -> JobSpec:
-    """The job of all origins; later ones win. Single values are checked, combinations of sections are not."""
+    """The job of all origins; later ones win, and of presets only the last counts.
+
+    Single values are checked, combinations of sections are not.
+    """
     merged: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for origin in origins:
         for section in SECTIONS:
@@ -217,6 +220,7 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
     sampling = SamplingParams()
     columns: tuple[str, ...] = ()
     over_preset: tuple[str, ...] | None = None
+    with_preset = [origin for origin in origins if origin.values.get("sampling", {}).get("preset") is not None]
     for origin in origins:
         given = dict(origin.values.get("sampling", {}))
         if given.pop("columns", None) is not None:
@@ -227,7 +231,7 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
             given.pop("preset", None)
             over_preset += tuple(name for name, value in given.items() if value is not None)
         try:
-            sampling = merge_params(sampling, given, {"card": card})
+            sampling = merge_params(sampling, given, {"card": card if [origin] == with_preset[-1:] else {}})
         except ParamError as error:
             raise UsageError(f"{origin.place('sampling', error.key)}: {error}") from error
     parts = {section: cls(**merged[section]) for section, cls in SECTIONS.items()}

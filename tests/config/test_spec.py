@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from batchgen.config.job import KEYS, EngineConfig, JobSpec, is_default
 from batchgen.config.load import job_from_dict, load_job, override
 from batchgen.core.errors import UsageError
-from batchgen.core.records import Shard
+from batchgen.core.records import SamplingParams, Shard
 from batchgen.core.units import (
     format_duration,
     parse_clock,
@@ -385,6 +385,18 @@ def test_what_stands_beside_a_preset_or_comes_later_wins_and_what_came_before_do
     text = minimal("[sampling]\ntemperature = 0.9\nmax_tokens = 7\n").replace("m/n", "o/LFM2")
     sampling = from_text(tmp_path, text, {"sampling": {"preset": "card"}}).sampling
     assert (sampling.temperature, sampling.max_tokens) == (0.3, 7)
+
+
+@pytest.mark.parametrize("model", ["o/LFM2", "o/without-a-card"])
+def test_of_two_presets_only_the_later_counts(tmp_path: Path, model: str) -> None:
+    text = minimal('[sampling]\npreset = "card"\ntop_k = 7\n').replace("m/n", model)
+    spec = from_text(tmp_path, text, {"sampling": {"preset": "model", "min_p": 0.5}})
+    assert (spec.sampling, spec.over_preset) == (SamplingParams(top_k=7, min_p=0.5), ("min_p",))
+    text = minimal('[sampling]\npreset = "model"\ntop_k = 7\n')
+    spec = from_text(tmp_path, text, {"model": {"path": "o/LFM2"}, "sampling": {"preset": "card"}})
+    assert (spec.sampling.temperature, spec.sampling.top_k, spec.over_preset) == (0.3, 7, None)
+    with pytest.raises(UsageError, match=r"sampling\.preset: preset = 'best' must be one of card, model"):
+        from_text(tmp_path, minimal('[sampling]\npreset = "best"\n'), {"sampling": {"preset": "model"}})
 
 
 def test_engine_sizes_and_output_order_do_not_count_as_changing_outputs() -> None:
