@@ -43,15 +43,16 @@ class ConfigValues:
         value = self.get(*names, default=default)
         if type(value) is not int or value < least:
             kind = "a positive integer" if least else "an integer from 0 up"
-            raise self.error(f"{names[0]} must be {kind}, not {shown(value)}")
+            raise self.error(f"{self._found(names)} must be {kind}, not {shown(value)}")
         if value > most:
-            raise self.error(f"{names[0]} must be at most {most}, not {shown(value)}")
+            raise self.error(f"{self._found(names)} must be at most {most}, not {shown(value)}")
         return value
 
     def number(self, *names: str, default: Any = ...) -> float:
         value = self.get(*names, default=default)
         if type(value) not in (int, float) or not 0 < value <= _MAX_FLOAT:
-            raise self.error(f"{names[0]} must be a positive number that float32 can hold, not {shown(value)}")
+            what = "a positive number that float32 can hold"
+            raise self.error(f"{self._found(names)} must be {what}, not {shown(value)}")
         return float(value)
 
     def flag(self, *names: str, default: bool) -> bool:
@@ -64,19 +65,21 @@ class ConfigValues:
         """A value of the type of ``default``, which ``kind`` names in errors."""
         value = self.get(*names, default=default)
         if not isinstance(value, type(default)):
-            raise self.error(f"{names[0]} must be {kind}, not {shown(value)}")
+            raise self.error(f"{self._found(names)} must be {kind}, not {shown(value)}")
         return value
 
-    def rope(self, default_theta: float, layers: str = "") -> Rope:
+    def _found(self, names: tuple[str, ...]) -> str:
+        """Which of the names the file has, for errors; the first if it has none."""
+        return next((name for name in names if self.raw.get(name) is not None), names[0])
+
+    def rope(self, default_theta: float) -> Rope:
         """The rotary embedding, of base ``default_theta`` if the config has none.
 
-        transformers 5 writes ``rope_parameters``, some families for each type of ``layers``; older files have
-        ``rope_theta`` and ``rope_scaling``. A kind that is not known is refused.
+        transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``. A kind that is
+        not known is refused.
         """
         names = ("rope_parameters", "rope_scaling")
         new, old = (ConfigValues(self.object(name), f"{self.where}: {name}") for name in names)
-        if layers in new.raw:
-            new = ConfigValues(new.object(layers), f"{new.where}.{layers}")
         kinds = [values.text("rope_type", "type", default="default") for values in (new, old)]
         for kind in kinds:
             if kind not in ROPE_KINDS:

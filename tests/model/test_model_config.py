@@ -166,6 +166,8 @@ def test_aliases_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> No
         ({"rope_parameters": "default"}, ["rope_parameters"]),
         ({"conv_bias": "false"}, ["conv_bias", "'false'"]),
         ({"tie_embedding": 1}, ["tie_embedding", "1"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings", "1"]),
+        ({"hidden_size": ..., "block_dim": 0}, ["block_dim", "0"]),
         ({"block_auto_adjust_ff_dim": "yes"}, ["block_auto_adjust_ff_dim"]),
         ({"block_ffn_dim_multiplier": "1"}, ["block_ffn_dim_multiplier"]),
         ({"bos_token_id": "1"}, ["bos_token_id"]),
