@@ -42,7 +42,7 @@ class ConfigValues:
     def integer(self, *names: str, default: Any = ..., least: int = 1, most: int = _MAX_INT) -> int:
         value = self.get(*names, default=default)
         if type(value) is not int or value < least:
-            kind = "a positive integer" if least else "an integer from 0 up"
+            kind = "a positive integer" if least == 1 else f"an integer from {least} up"
             raise self.error(f"{self._found(names)} must be {kind}, not {shown(value)}")
         if value > most:
             raise self.error(f"{self._found(names)} must be at most {most}, not {shown(value)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +108,8 @@ def test_a_size_that_needs_more_memory_than_there_is_is_refused_by_name(
 
 
 def test_no_more_blocks_are_made_than_the_host_can_keep_books_on() -> None:
-    model = parse_config(raw_config(full_attn_idxs=[], conv_L_cache=1, max_position_embeddings=2**31 - 1), "")
+    config = parse_config(raw_config(full_attn_idxs=[], max_position_embeddings=2**31 - 1), "")
+    model = replace(config, conv_l_cache=1)
     assert sizes_for(EngineConfig(), model, 4, 1 << 40).num_blocks <= 1 << 22
 
 

@@ -158,6 +158,11 @@ def test_aliases_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> No
         ({"hidden_size": 64.5}, ["hidden_size", "64.5"]),
         ({"num_hidden_layers": -1}, ["num_hidden_layers", "-1"]),
         ({"conv_L_cache": ...}, ["conv_L_cache"]),
+        ({"conv_L_cache": 1}, ["conv_L_cache must be an integer from 2 up, not 1"]),
+        (
+            {"model_type": "lfm3", "layer_types": ["conv"] * 4, "intermediate_size": 96, "conv_L_cache": 1},
+            ["conv_L_cache must be an integer from 2 up, not 1"],
+        ),
         ({"eos_token_id": "7"}, ["eos_token_id", "'7'"]),
         ({"eos_token_id": [7, None]}, ["eos_token_id"]),
         ({"norm_eps": "small"}, ["norm_eps", "'small'"]),

@@ -86,7 +86,7 @@ def read_lfm2(values: ConfigValues, ff_dim: int) -> ModelConfig:
         eos_token_ids=values.eos_token_ids(),
         dtype=values.dtype(),
         tensor_names=TENSOR_NAMES,
-        conv_l_cache=values.integer("conv_L_cache"),
+        conv_l_cache=values.integer("conv_L_cache", least=2),
         conv_bias=values.flag("conv_bias", default=False),
     )
 
