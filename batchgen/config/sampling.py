@@ -23,7 +23,7 @@ _LFM2_5: Mapping[str, float] = {"temperature": 0.1, "top_k": 50, "repetition_pen
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # keys of generation_config.json
 _UNKNOWN = {
     "card": 'only the cards of LFM2 and LFM2.5 are known here, by name; "model" takes generation_config.json',
-    "model": "the model has no generation_config.json",
+    "model": "the model has no generation_config.json with possible values",
 }
 
 
@@ -84,7 +84,8 @@ def recommended_values(folder: Path) -> Mapping[str, Any] | None:
         try:
             found |= {} if raw.get(name) is None else {name: _PARSE[name](raw[name])}
         except ValueError as error:
-            raise ModelError(f"{folder / GENERATION_CONFIG}: {name} = {shown(raw[name], 80)} {error}") from None
+            wrong = f"{name} = {shown(raw[name], 80)} {error}"
+            raise ModelError(f"{folder / GENERATION_CONFIG}: {wrong}; mend it, or leave out the preset") from None
     samples = raw.get("do_sample")
     if not isinstance(samples, bool | None):
         raise ModelError(f"{folder / GENERATION_CONFIG}: do_sample = {shown(samples, 80)} must be true or false")

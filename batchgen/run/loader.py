@@ -199,9 +199,22 @@ def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
         sizes = f"{tokenizer.vocab_size} tokens, the model {config.vocab_size}"
         raise UsageError(f"the tokenizer has {sizes}: they do not belong together")
     longest = _max_model_len(spec, config)
-    recommended = None if folder is None else recommended_values(tokenizer_folder(folder))
+    recommended = None if folder is None else _recommended(spec, tokenizer_folder(folder))
     parts = (config, tokenizer, longest, model.path, folder, own_tokenizer_folder, states)
     return ModelInfo(*parts, recommended, lora)
+
+
+def _recommended(spec: JobSpec, folder: Path) -> Mapping[str, Any] | None:
+    """``recommended_values``; none where they are impossible and the job does not ask for them.
+
+    Raises ModelError where it does ask.
+    """
+    try:
+        return recommended_values(folder)
+    except ModelError:
+        if spec.over_preset is not None:
+            raise
+        return None
 
 
 def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -> Backend:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_model import write_checkpoint
 from torch import Tensor
 
 from batchgen.check import proofs
@@ -46,6 +47,13 @@ def prompts(tmp_path: Path) -> list[str]:
 def no_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recording leaves out what a test puts around a kernel, and its results last for one step only."""
     monkeypatch.setattr(CpuKernels, "recorder", lambda self: None)
+
+
+@pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_moe"])
+def test_near_ties_between_experts_fail_no_proof(family: str, tmp_path: Path, prompts: list[str]) -> None:
+    write_checkpoint(tmp_path / "model", model_type=family)
+    for dtype in ("bfloat16", "float32"):
+        assert call(["check", "--model", str(tmp_path / "model"), "--dtype", dtype, *prompts, "--json"]) == 0
 
 
 Found = tuple[int, dict[str, Any], str]

@@ -84,8 +84,16 @@ def test_a_models_values_are_those_of_its_generation_config(tmp_path: Path, gene
 def test_an_impossible_generation_config_is_named_with_its_key(job: JobMaker, generation: Any, message: str) -> None:
     job.write(rows_of(1))
     with pytest.raises(ModelError, match=message):
-        job.run(spec_with(job, generation))
+        job.run(spec_with(job, generation, preset="model"))
     assert not job.output.exists()
+
+
+def test_impossible_values_stop_no_job_that_does_not_ask_for_them(job: JobMaker) -> None:
+    job.write([{"id": 1, "question": "a"}, {"id": 2, "question": "b", "sampling": {"preset": "model"}}])
+    assert job.run(spec_with(job, {"top_p": 0, "temperature": 1.0})).exit_code == 3
+    assert [record["id"] for record in job.outputs()] == [1]
+    (error,) = job.errors()
+    assert "generation_config.json with possible values" in error["message"]
 
 
 @given(
@@ -162,7 +170,9 @@ def test_a_row_may_ask_for_what_the_model_recommends(job: JobMaker) -> None:
 
 def test_a_preset_that_a_model_does_not_have_is_refused(job: JobMaker) -> None:
     job.write(rows_of(1))
-    with pytest.raises(UsageError, match=r'^sampling\.preset = "model": the model has no generation_config\.json$'):
+    with pytest.raises(
+        UsageError, match=r'^sampling\.preset = "model": the model has no generation_config\.json with '
+    ):
         job.run(spec_with(job, None, preset="model"))
     with pytest.raises(UsageError, match=r'^--preset: preset = "card": only the cards of LFM2 .* "model" takes'):
         spec_with(job, QWEN3, preset="card")
