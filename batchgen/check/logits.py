@@ -14,6 +14,7 @@ from torch import Tensor
 from batchgen.core.errors import GateFailed
 from batchgen.core.records import Request
 from batchgen.engine import Engine
+from batchgen.engine.constraints import TokenMask
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.sequence import Sequence as Sequence_
 from batchgen.kernels.interface import Kernels
@@ -29,10 +30,10 @@ class LogitsRecorder(Sampler):
         super().__init__(kernels, eos_token_ids)
         self.logits: dict[tuple[int, int], Tensor] = {}
 
-    def sample(self, logits: Tensor, sequences: Sequence[Sequence_]) -> Tensor:
+    def sample(self, logits: Tensor, sequences: Sequence[Sequence_], mask: TokenMask | None = None) -> Tensor:
         for sequence, row in zip(sequences, logits.to("cpu", copy=True), strict=True):
             self.logits[sequence.request.key, sequence.num_output_tokens] = row
-        return super().sample(logits, sequences)
+        return super().sample(logits, sequences, mask)
 
     def score(self, logits: Tensor, scored: Sequence[tuple[Sequence_, range]]) -> None:
         rows = iter(logits.to("cpu", copy=True))

@@ -135,6 +135,13 @@ def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], s
         for key in [key for key, is_asked in asked.items() if is_asked]:
             value = shown(getattr(p, key), 80)
             yield (key, "choices"), f"{key} = {value} does not go with choices: they are scored, nothing is generated"
+    if p.structured_outputs:
+        refused = {"ignore_eos": p.ignore_eos, "min_tokens": p.min_tokens, "max_tokens": p.max_tokens == 0}
+        for key in [key for key, is_asked in {"choices": p.choices, **refused}.items() if is_asked]:
+            yield (
+                (key, "structured_outputs"),
+                f"{key} = {shown(getattr(p, key), 80)} does not go with structured_outputs",
+            )
     if p.max_tokens == 0:
         keys = ("max_tokens", "prompt_logprobs", "choices")
         if p.prompt_logprobs is None:

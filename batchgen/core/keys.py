@@ -14,6 +14,7 @@ from dataclasses import field, fields
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from batchgen.core.structured import canonical
 from batchgen.core.units import shown
 
 INT32_MAX = 2**31 - 1
@@ -240,4 +241,5 @@ LOGPROBS = Kind(_num_logprobs, "K", _number_in)
 MAX_REPEATS = integer(0, INT32_MAX).then(_max_repeats)
 STOP = STRINGS.then(_stop)
 CHOICES = STRINGS.then(_choices)
+STRUCTURED = Kind(canonical, "JSON|FILE")
 TOKEN_IDS = Kind(_token_ids, "IDS", lambda text: [_number_in(part) for part in text.split(",")])

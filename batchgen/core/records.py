@@ -112,8 +112,9 @@ class SamplingParams:
     position, so tokens never depend on the batch. ``logprobs`` and ``prompt_logprobs`` ask for that many most likely
     tokens beside the chosen or given one (0: none but that one; None: no log-probabilities at all), before any
     penalty or temperature. ``stop`` strings are not part of the text. ``max_repeats`` ends a row whose newest tokens
-    repeat one run of up to 64 tokens this many times (0: never). ``choices`` are texts to be scored as
-    continuations instead of generating. ``config.sampling.merge_params`` checks values; this class does not.
+    repeat one run of up to 64 tokens this many times (0: never). ``structured_outputs`` is the canonical text of
+    ``core.structured``, "" for free text. ``choices`` are texts to be scored as continuations instead of generating.
+    ``config.sampling.merge_params`` checks values; this class does not.
     """
 
     max_tokens: int = key(integer(0, INT32_MAX), "Most tokens to generate", 256)
@@ -136,6 +137,7 @@ class SamplingParams:
     logprobs: int | None = key(keys.LOGPROBS, "Add each token's log-probability and the K likeliest tokens", None)
     prompt_logprobs: int | None = key(keys.LOGPROBS, "Add the prompt's log-probabilities and perplexity", None)
     max_repeats: int = key(keys.MAX_REPEATS, "End a row whose last tokens repeat N times; 0: never", 0)
+    structured_outputs: str = key(keys.STRUCTURED, "JSON schema, regex, choice or grammar that the text must fit", "")
     choices: tuple[str, ...] = key(keys.CHOICES, "Text to score instead of generating; repeat it per choice", ())
 
     @property
@@ -184,12 +186,14 @@ class Sample:
     """One generated sequence: all its token ids, the end token included.
 
     ``stop`` is the stop string that ended it, completed by its last token. ``logprobs`` has one entry per token.
+    ``is_complete`` is whether the text fits its ``structured_outputs``, None without any.
     """
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop: str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    is_complete: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,9 +219,9 @@ class Timings:
 class Result:
     """Outcome of a request: one sample or ``n`` of them, scores of choices, or an error.
 
-    ``token_ids``, ``finish_reason``, ``stop`` and ``logprobs`` are those of the first sample (see ``Sample``),
-    ``more_samples`` holds the others. ``choice_logprobs`` sums the log-probabilities of each choice's tokens; then
-    ``token_ids`` are the best choice's. ``prompt_logprobs`` has one entry per prompt token except the first.
+    ``token_ids``, ``finish_reason``, ``stop``, ``logprobs`` and ``is_complete`` are those of the first sample (see
+    ``Sample``), ``more_samples`` holds the others. ``choice_logprobs`` sums the log-probabilities of each choice's
+    tokens; then ``token_ids`` are the best choice's. ``prompt_logprobs`` has one entry per prompt token but the first.
     """
 
     key: int
@@ -231,6 +235,7 @@ class Result:
     more_samples: tuple[Sample, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     choice_logprobs: tuple[float, ...] = ()
+    is_complete: bool | None = None
 
     @property
     def num_completion_tokens(self) -> int:
@@ -240,7 +245,8 @@ class Result:
     @property
     def samples(self) -> tuple[Sample, ...]:
         """All samples, the first one first."""
-        return (Sample(self.token_ids, self.finish_reason, self.stop, self.logprobs), *self.more_samples)
+        first = Sample(self.token_ids, self.finish_reason, self.stop, self.logprobs, self.is_complete)
+        return (first, *self.more_samples)
 
 
 CHAT_URL = "/v1/chat/completions"

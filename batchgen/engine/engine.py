@@ -22,6 +22,7 @@ from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.core.records import FinishReason, Request, Result
 from batchgen.engine.batch import build_pending
 from batchgen.engine.config import EngineConfig
+from batchgen.engine.constraints import Constraints, build_mask
 from batchgen.engine.duplicates import Duplicates
 from batchgen.engine.load import use_threads
 from batchgen.engine.model_runner import ModelRunner
@@ -80,11 +81,13 @@ class Engine:
         *,
         eos_token_ids: Iterable[int] | None = None,
         stop_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None,
+        constraints: Constraints | None = None,
         sampler: Callable[[Kernels, frozenset[int]], Sampler] = Sampler,
         overlaps: bool | None = None,
         fetch: Callable[[Tensor], Wait] = fetch_ids,
     ) -> None:
-        """``stop_matcher`` makes the matcher of some stop strings, ``sampler`` the sampler for these end tokens.
+        """``stop_matcher`` makes the matcher of some stop strings, ``sampler`` the sampler for these end tokens;
+        ``constraints`` makes what ``structured_outputs`` asks for.
 
         ``eos_token_ids`` default to the model config's. ``overlaps``: whether a step is launched before the last one is
         waited for, by default on a GPU alone, as a CPU has nothing to overlap with. ``fetch`` copies ids to the host.
@@ -106,6 +109,7 @@ class Engine:
         self.duplicates = Duplicates()
         self._shares_duplicates = config.share_duplicates
         self._stop_matcher = stop_matcher
+        self._constraints = constraints
         self._fetch = fetch
         self._in_flight: InFlight | None = None
         self._stopping = False
@@ -163,21 +167,26 @@ class Engine:
             for token in (min(tokens), max(tokens)):
                 if not 0 <= token < known:
                     return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {known}")
-        if request.params.stop and self._stop_matcher is None:
-            return RowError(RowErrorCode.BAD_PARAM, "stop strings need a tokenizer, and this model has none")
+        for name, maker in (("stop", self._stop_matcher), ("structured_outputs", self._constraints)):
+            if getattr(request.params, name) and maker is None:
+                return RowError(RowErrorCode.BAD_PARAM, f"{name} needs a tokenizer, and this model has none")
         return None
 
     def _prepare(self, sequence: Sequence) -> None:
-        """Set up the observers, and show them the tokens that an earlier run generated."""
+        """Set up what watches the sequence, and show it the tokens that an earlier run generated."""
         request = sequence.request
         sequence.observers = observers_for(request.params, self._stop_matcher)
         if request.params.has_penalties:
             sequence.counts = TokenCounts(request.prompt_token_ids)
             sequence.observers.append(sequence.counts)
+        if request.params.structured_outputs and self._constraints is not None:
+            asked = request.params.structured_outputs
+            sequence.constraint = self._constraints.begin(asked, request.prompt_token_ids)
         sequence.token_ids = sequence.token_ids[: len(sequence.token_ids) - len(request.output_token_ids)]
         for token_id in request.output_token_ids:
             sequence.token_ids.append(token_id)
             self._judge(sequence)
+        self._append_forced(sequence)
 
     def step(self) -> list[Result]:
         """Advance every scheduled sequence; the results that are complete.
@@ -203,10 +212,12 @@ class Engine:
         with self.stats.phase("forward"):
             pending = build_pending(schedule, before.sampled, before.token_ids) if before is not None else None
             logits = self.runner.run(schedule, pending)
+        with self.stats.phase("mask"):  # on a GPU the forward pass runs meanwhile
+            mask = build_mask(self._constraints, sampled, logits.shape[1], logits.device)
         with self.stats.phase("sample"):
             if len(logits) > len(sampled):  # first: given tokens stand before the new ones
                 self.sampler.score(logits[len(sampled) :], schedule.scored)
-            token_ids = self.sampler.sample(logits[: len(sampled)], sampled)
+            token_ids = self.sampler.sample(logits[: len(sampled)], sampled, mask)
             wait = self._fetch(token_ids)
         with self.stats.phase("update"):
             self._count(schedule, len(logits))
@@ -277,6 +288,7 @@ class Engine:
             self.stats.num_output_tokens += 1
             sequence.append(token_id, now)
             self._judge(sequence)
+            self._append_forced(sequence)
             if sequence.is_finished:
                 ended.append(sequence)
         return ended
@@ -288,6 +300,17 @@ class Engine:
         except TokenizerError as error:  # no text to look for stop strings in
             self._fail(sequence, str(error))
             sequence.finish_reason = FinishReason.STOP
+        if sequence.constraint is not None and sequence.constraint.error:
+            self._fail(sequence, f"structured_outputs: {sequence.constraint.error}", RowErrorCode.BAD_PARAM)
+            sequence.finish_reason = FinishReason.STOP
+
+    def _append_forced(self, sequence: Sequence) -> None:
+        """Append the tokens that the constraint leaves no choice about; they are owed like any others."""
+        while (token_id := sequence.next_forced) is not None:
+            self.stats.num_output_tokens += 1
+            self.stats.num_forced_tokens += 1
+            sequence.token_ids.append(token_id)
+            self._judge(sequence)
 
     def _end(self, sequence: Sequence) -> list[Result]:
         """Remove a sequence that has ended; the results that are complete with it."""
@@ -307,8 +330,8 @@ class Engine:
         return answers
 
     @staticmethod
-    def _fail(sequence: Sequence, message: str) -> None:
-        sequence.group.error = RowError(RowErrorCode.INTERNAL, message)
+    def _fail(sequence: Sequence, message: str, code: RowErrorCode = RowErrorCode.INTERNAL) -> None:
+        sequence.group.error = RowError(code, message)
 
 
 def _unfinished(schedule: Schedule) -> Schedule:
@@ -320,6 +343,10 @@ def _unfinished(schedule: Schedule) -> Schedule:
 def _needs_host(schedule: Schedule) -> bool:
     """Whether a row needs tokens of the step before on the host, or gives more than a token id in this one."""
     return any(
-        s.counts is not None or s.request.params.logprobs is not None or s.next_scored < s.end_scored or not s.generates
+        s.counts is not None
+        or s.constraint is not None
+        or s.request.params.logprobs is not None
+        or s.next_scored < s.end_scored
+        or not s.generates
         for s, _ in schedule.entries
     )

@@ -2,7 +2,7 @@
 
 Randomness is counter-based: one uniform number per (seed, request key, sample, position), so a token never depends on
 batch slot, order, preemption or resume. The order is vLLM's: log-probabilities of the raw logits, then
-``min_tokens``, penalties, temperature, min_p, top_k, top_p.
+the mask of constraints, ``min_tokens``, penalties, temperature, min_p, top_k, top_p.
 
 A new filter of tokens is a field of ``kernels.interface.SamplingRows``, filled in ``_rows`` and applied by the
 ``sample`` of each back end; those of the CPU and CUDA keep the tokens above a threshold of probability.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.records import SamplingParams, TokenLogprob
+from batchgen.engine.constraints import TokenMask
 from batchgen.engine.observers import TokenCounts
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import upload
@@ -50,14 +51,16 @@ class Sampler:
         self._wide = torch.empty(0)  # kept between steps: fresh memory would cost more than its use
 
     @torch.inference_mode()  # logits come from inference mode and may be written only inside it
-    def sample(self, logits: Tensor, sequences: Sequence_[Sequence]) -> Tensor:
+    def sample(self, logits: Tensor, sequences: Sequence_[Sequence], mask: TokenMask | None = None) -> Tensor:
         """Next token ids, int64 [num_seqs] on the logits' device; -1 where a row is not finite.
 
-        Logits [num_seqs, vocab_size] may be overwritten. Books the log-probabilities asked for; without these and
-        penalties the host does not wait for the device.
+        Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens of some rows. Books the
+        log-probabilities asked for; without these and penalties the host does not wait for the device.
         """
         reported = [i for i, s in enumerate(sequences) if s.request.params.logprobs is not None]
         raw = logits[reported] if reported else None
+        if mask is not None:
+            self.kernels.mask(logits, mask.rows, mask.bits)
         token_ids = self._choose(logits, sequences)
         if raw is not None:
             wanted = [sequences[i].request.params.logprobs or 0 for i in reported]

@@ -14,6 +14,7 @@ from batchgen.core.errors import RowError
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
 
 if TYPE_CHECKING:
+    from batchgen.engine.constraints import Constraint
     from batchgen.engine.observers import Observer, TokenCounts
 
 
@@ -46,6 +47,7 @@ class Sequence:
     # What watches the generated tokens; ``counts`` is one of the observers, which the sampler reads.
     observers: list[Observer] = field(default_factory=list)
     counts: TokenCounts | None = None
+    constraint: Constraint | None = None
     finish_reason: FinishReason | None = None
     matched_stop: str | None = None
     first_token_at: float | None = None
@@ -127,6 +129,16 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def next_forced(self) -> int | None:
+        """The token that the constraint forces next, to be appended without sampling.
+
+        Where log-probabilities are asked for it is sampled from a mask of one token, which gives its own.
+        """
+        if self.constraint is None or self.is_finished or self.request.params.logprobs is not None:
+            return None
+        return self.constraint.forced
+
     def append(self, token_id: int, at: float) -> None:
         """Add a generated token, at an instant of the engine's clock."""
         self.token_ids.append(token_id)
@@ -137,6 +149,8 @@ class Sequence:
         """Why the newest token ends the sequence, or None; to be called once per token, with none pending."""
         params = self.request.params
         newest = self.token_ids[-1]
+        if self.constraint is not None and newest not in eos_token_ids:
+            self.constraint.push(newest)
         ending = None
         for observer in self.observers:  # each sees every token; the first has precedence
             asked = observer.push(newest)
@@ -147,6 +161,8 @@ class Sequence:
             if ending is not None:
                 self.matched_stop = ending.stop
                 return ending.reason
+        if self.constraint is not None and self.constraint.is_over:
+            return FinishReason.STOP
         if self.max_new_tokens <= 0 or self.num_tokens >= max_model_len:
             return FinishReason.LENGTH
         return None
@@ -154,7 +170,8 @@ class Sequence:
     def to_sample(self) -> Sample:
         logprobs = tuple(self.logprobs) if self.request.params.logprobs is not None else None
         tokens = tuple(self.token_ids[self.num_prompt_tokens :])
-        return Sample(tokens, self.finish_reason, self.matched_stop, logprobs)
+        is_complete = self.matched_stop is None and self.constraint.is_complete if self.constraint else None
+        return Sample(tokens, self.finish_reason, self.matched_stop, logprobs, is_complete)
 
 
 class Group:
@@ -212,6 +229,7 @@ class Group:
             finish_reason=samples[0].finish_reason,
             stop=samples[0].stop,
             logprobs=samples[0].logprobs,
+            is_complete=samples[0].is_complete,
             more_samples=tuple(samples[1:]),
             prompt_logprobs=tuple(first.scores) if params.prompt_logprobs is not None else None,
         )

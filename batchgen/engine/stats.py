@@ -65,7 +65,8 @@ class EngineStats:
     """Totals since the engine was made, and its limits ``max_num_seqs`` and ``max_num_batched_tokens``.
 
     Attributes:
-        num_prefill_tokens: prompt tokens and recomputed ones; ``num_decode_tokens``: of sequences that owed just one.
+        num_prefill_tokens: prompt, forced and recomputed tokens; ``num_decode_tokens``: of sequences that owed one.
+        num_forced_tokens: of ``num_output_tokens``, those that were not sampled, since a constraint left no choice.
         num_logits: tokens whose logits were computed.
         num_attended: sum over computed tokens of the positions they attended to.
         num_kv_read: sum over steps of their sequences' cached positions, each read at least once.
@@ -86,6 +87,7 @@ class EngineStats:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_output_tokens: int = 0
+    num_forced_tokens: int = 0
     num_logits: int = 0
     num_attended: int = 0
     num_kv_read: int = 0

@@ -17,11 +17,12 @@ from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.input.content import Chat, Content, ContentFinder, PlainText
 from batchgen.input.rows import RowProblem, bad_row
 from batchgen.text.chat import ChatTemplateError
+from batchgen.text.grammar import GrammarError, Grammars
 from batchgen.text.tokenizer import Tokenizer
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each
 _MAX_DRAFTED_CHARS = 1 << 24  # characters held at once: a chat template can make much text out of a short row
-_NEEDS_TOKENIZER = ("stop", "choices")  # sampling keys that are about text
+_NEEDS_TOKENIZER = ("stop", "choices", "structured_outputs")  # sampling keys that are about text
 
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
@@ -61,6 +62,7 @@ class RequestBuilder:
         *,
         max_model_len: int,
         vocab_size: int,
+        grammars: Grammars | None = None,
         presets: Mapping[str, Mapping[str, Any] | None] | None = None,
         columns: Sequence[str] = (),
     ) -> None:
@@ -69,9 +71,14 @@ class RequestBuilder:
         self._sampling = sampling
         self._presets = presets
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._max_model_len = max_model_len
         if missing := self._needs_tokenizer(sampling):
             raise UsageError(f"sampling.{missing}; name one in model.tokenizer")
+        try:
+            self._check_grammar(sampling)
+        except GrammarError as error:
+            raise UsageError(f"sampling.structured_outputs: {error}") from None
 
     def build(self, rows: Sequence[Record]) -> list[Request | BadRow]:
         """One answer per row, in the order of ``rows``."""
@@ -121,6 +128,10 @@ class RequestBuilder:
             raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
         if missing := self._needs_tokenizer(params):
             raise RowProblem(RowErrorCode.BAD_PARAM, missing)
+        try:
+            self._check_grammar(params)
+        except GrammarError as error:
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"structured_outputs: {error}") from error
         draft = _Draft(record, params, prompt)
         longest = self._min_tokens(max(params.choices, key=len, default=""))
         num_tokens = self._min_tokens(prompt.text) if isinstance(prompt, PlainText) else len(prompt)
@@ -133,6 +144,11 @@ class RequestBuilder:
             return ""
         named = next((key for key in _NEEDS_TOKENIZER if getattr(params, key)), "")
         return f"{named} needs a tokenizer and this model has none" if named else ""
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        """Raises GrammarError for ``structured_outputs`` that cannot be compiled."""
+        if params.structured_outputs and self._grammars is not None:
+            self._grammars.check(params.structured_outputs)
 
     def _min_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens in ``text``, so that a book is refused without being tokenized."""

@@ -28,6 +28,7 @@ from batchgen.core.units import shown
 from batchgen.input.requests import RequestBuilder
 from batchgen.model import ModelConfig, is_dummy, load_config
 from batchgen.model.adapter.settings import Lora, read_lora, resolve_adapter
+from batchgen.text.grammar import Grammars
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
 
@@ -93,6 +94,7 @@ class ModelInfo:
     read_states: Mapping[Path, FileState]
     recommended: Mapping[str, Any] | None = None
     lora: Lora | None = None
+    grammars: Grammars | None = None
 
     @property
     def parts(self) -> list[tuple[str, Path, tuple[str, ...]]]:
@@ -153,6 +155,7 @@ class ModelInfo:
             where,
             sampling,
             self.tokenizer,
+            grammars=self.grammars,
             max_model_len=self.max_model_len,
             vocab_size=self.config.vocab_size,
             presets={"card": card_values(self.path), "model": self.recommended},
@@ -201,7 +204,10 @@ def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
     longest = _max_model_len(spec, config)
     recommended = None if folder is None else _recommended(spec, tokenizer_folder(folder))
     parts = (config, tokenizer, longest, model.path, folder, own_tokenizer_folder, states)
-    return ModelInfo(*parts, recommended, lora)
+    info = ModelInfo(*parts, recommended, lora)
+    if tokenizer is None:
+        return info
+    return replace(info, grammars=Grammars(tokenizer, config.vocab_size, sorted(info.eos_token_ids)))
 
 
 def _recommended(spec: JobSpec, folder: Path) -> Mapping[str, Any] | None:
@@ -244,7 +250,13 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     model = load_weights(spec.model)
     stop_matcher = partial(StopStrings, info.tokenizer) if info.tokenizer else None
     overlaps = False if step_by_step else None
-    engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, stop_matcher=stop_matcher, overlaps=overlaps)
+    engine = Engine(
+        *(model, spec.engine),
+        eos_token_ids=info.eos_token_ids,
+        stop_matcher=stop_matcher,
+        constraints=info.grammars,
+        overlaps=overlaps,
+    )
     facts = partial(engine_facts, engine)
     numerics = engine.numerics
     kernels = (numerics["dtype"] if numerics["device"] == "cpu" else "", *forms)
@@ -284,7 +296,7 @@ def _lasting_imports() -> Iterator[None]:
 def _is_plain(spec: JobSpec) -> bool:
     """Whether a job takes the likeliest token and tells no more of it."""
     rows = spec.sampling
-    scores = rows.logprobs, rows.prompt_logprobs, rows.choices or None
+    scores = rows.logprobs, rows.prompt_logprobs, rows.choices or rows.structured_outputs or None
     return rows.is_greedy and not rows.has_penalties and scores == (None,) * 3 and not spec.sampling_columns
 
 

@@ -71,19 +71,23 @@ class Tokenizer:
                 eos_token_ids.add(token_id)
             return cls(backend, chat_template=chat_template, eos_token_ids=tuple(sorted(eos_token_ids)))
         except BaseException as error:
-            raise ModelError(f"{path} is no usable tokenizer: {_reason(error)}") from error
+            raise ModelError(f"{path} is no usable tokenizer: {reason(error)}") from error
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int] | TokenizerError]:
         """Token ids per text, or what is wrong; ``add_special_tokens`` puts the tokenizer's own bos in front."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except BaseException as error:
-            problem = TokenizerError(f"the tokenizer cannot encode the text: {_reason(error)}")
+            problem = TokenizerError(f"the tokenizer cannot encode the text: {reason(error)}")
         else:
             return [encoding.ids for encoding in encodings]
         if len(texts) == 1:
             return [problem]
         return [answer for text in texts for answer in self.encode_batch([text], add_special_tokens)]
+
+    def to_json(self) -> str:
+        """The tokenizer as the text of a ``tokenizer.json``, without truncation and padding."""
+        return self._backend.to_str()
 
     def token_id(self, token: str) -> int | None:
         """The id of a token of the vocabulary; None for a text that is none."""
@@ -94,7 +98,7 @@ class Tokenizer:
         try:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except BaseException as error:
-            raise TokenizerError(f"the tokenizer cannot decode the tokens: {_reason(error)}") from error
+            raise TokenizerError(f"the tokenizer cannot decode the tokens: {reason(error)}") from error
 
     def render_chats(self, chats: Sequence[Chat]) -> Iterator[str | ChatTemplateError]:
         """Per chat, in order, its prompt text, bos included, or what is wrong; see ``ChatTemplate.render``.
@@ -106,7 +110,7 @@ class Tokenizer:
         return self.chat_template.render(chats)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """The message of an error of the Rust library, which raises plain ``Exception`` and, as panics, BaseException.
 
     Raises ``error`` itself if it has another origin: the handler of a signal, or memory that has run out.

@@ -1,0 +1,140 @@
+"""Structured outputs: what a text must look like, as vLLM's and OpenAI's users write it, in one canonical form.
+
+The canonical form is JSON text, so that sampling parameters stay hashable, comparable and printable. Nothing here knows
+a grammar library or a tokenizer: whether a schema can be compiled is found out in ``text.grammar``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.core.units import shown
+
+MAX_BYTES = 1 << 16  # of the canonical text; llguidance's own limits bound what it may cost to compile
+FORMS = ("json", "json_object", "regex", "choice", "grammar")  # exactly one of them
+OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "after")
+_OF_JSON = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+_IGNORED = ("_backend", "_backend_was_auto", "disable_fallback", "backend")  # of vLLM: which library, not which text
+# Names of vLLM before 0.12, as sampling keys of their own.
+ALIASES = {
+    "guided_json": "json",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_whitespace_pattern": "whitespace_pattern",
+}
+
+
+def canonical(value: object) -> str:
+    """The canonical text of ``structured_outputs``, an object or the JSON text of one; "" where nothing is asked.
+
+    Raises ValueError, which completes "structured_outputs = ...".
+    """
+    given = _object(value)
+    given = {name: item for name, item in given.items() if item is not None and name not in _IGNORED}
+    if "structural_tag" in given:
+        raise ValueError("asks for a structural_tag, which is not supported; a Lark grammar can say the same")
+    if unknown := [name for name in given if name not in (*FORMS, *OPTIONS)]:
+        raise ValueError(f"has an unknown key {shown(unknown[0], 40)} (known: {', '.join((*FORMS, *OPTIONS))})")
+    if given.get("json_object") is False:
+        del given["json_object"]
+    forms = [name for name in FORMS if name in given]
+    if not forms and not given:
+        return ""
+    if len(forms) != 1:
+        raise ValueError(f"must have exactly one of {', '.join(FORMS)}, not {' and '.join(forms) or 'none'}")
+    parsed = {name: _PARSE[name](given[name]) for name in (*FORMS, *OPTIONS) if name in given}
+    if misplaced := [name for name in _OF_JSON if name in parsed and not forms[0].startswith("json")]:
+        raise ValueError(f"has {misplaced[0]}, which only goes with json and json_object")
+    try:
+        text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+        size = len(text.encode())
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError("holds what is no JSON value: a date, NaN, a lone surrogate, or too deep a nesting") from None
+    if size > MAX_BYTES:
+        raise ValueError(f"has {size:,} bytes of JSON text; at most {MAX_BYTES:,} are taken")
+    return text
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """The object that a canonical text stands for: one of ``FORMS`` and any of ``OPTIONS``."""
+    return dict(json.loads(text)) if text else {}
+
+
+def schema_of(text: str) -> Any:
+    """The JSON schema of a canonical text; None if it asks for something else than JSON."""
+    found = parsed(text)
+    return found.get("json", {"type": "object"} if "json_object" in found else None)
+
+
+def from_response_format(value: object) -> dict[str, Any]:
+    """``structured_outputs`` for OpenAI's ``response_format``. Raises ValueError, which completes its name."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema" and isinstance(value, Mapping):
+        inner = value.get("json_schema")
+        if isinstance(inner, Mapping) and inner.get("schema") is not None:
+            return {"json": inner["schema"]}
+        raise ValueError("of type json_schema must hold json_schema.schema")
+    raise ValueError('must be an object whose type is "text", "json_object" or "json_schema"')
+
+
+def _object(value: object) -> dict[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value else {}
+        except (ValueError, RecursionError):
+            value = None
+    if not isinstance(value, Mapping):
+        raise ValueError('must be an object, such as {"json": {"type": "object"}} or {"choice": ["yes", "no"]}')
+    return dict(value)
+
+
+def _schema(value: object) -> object:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValueError("has a json that is a string, but no JSON text") from None
+    if not isinstance(value, Mapping | bool):
+        raise ValueError("must have a JSON schema as its json: an object, or the JSON text of one")
+    return value
+
+
+def _text(name: str) -> Any:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"must have a string that is not empty as its {name}")
+        return value
+
+    return parse
+
+
+def _flag(name: str) -> Any:
+    def parse(value: object) -> bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"must have true or false as its {name}")
+        return value
+
+    return parse
+
+
+def _choice(value: object) -> list[str]:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(item, str) and item for item in value):
+        raise ValueError("must have a list of strings that are not empty as its choice")
+    return list(dict.fromkeys(value))
+
+
+_PARSE = {
+    "json": _schema,
+    "json_object": _flag("json_object"),
+    "choice": _choice,
+    **{name: _text(name) for name in ("regex", "grammar", "whitespace_pattern", "after")},
+    **{name: _flag(name) for name in ("disable_any_whitespace", "disable_additional_properties")},
+}

@@ -1,0 +1,250 @@
+"""Grammars: keeps generated text inside a JSON schema, a regex, a list of choices or a Lark grammar, with llguidance.
+
+The only module that knows the library, which is an extra. A ``Guide`` follows one text. Which tokens may come next, and
+which one must, depends on the grammar and on the text so far alone, so guided tokens are as independent of the batch
+as free ones. Copies of one compiled grammar share its lexer, which makes masks cheap, but also share its limits: a
+guide that meets one goes on with a compiled grammar of its own, so that its limits are met by its own text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from batchgen.core.structured import parsed, schema_of
+from batchgen.core.units import shortened
+from batchgen.text.reasoning import PROMPT_END
+from batchgen.text.stop_strings import StopStrings
+from batchgen.text.tokenizer import Tokenizer, reason
+
+_MAX_COMPILED = 512  # grammars kept: more than the rows that are checked at once
+_MAX_REASON = 300  # characters of the library's message
+# What one mask may cost; see ``LLParserLimits``: about 50 ms of lexing and 10 ms of parsing, 40 MB of lexer states.
+_LIMITS = {"step_lexer_fuel": 500_000, "step_max_items": 20_000, "max_lexer_states": 20_000}
+_SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
+_Found = TypeVar("_Found")
+
+
+class GrammarError(Exception):
+    """A grammar cannot be used; ``str()`` says why, and completes "structured_outputs: ..."."""
+
+
+class Grammars:
+    """The compiled grammars of one model, made when first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._vocabulary: Any = None
+        self._executor: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+
+    def check(self, text: str) -> None:
+        """Compile what a canonical text (see ``core.structured``) asks for. Raises GrammarError."""
+        self._prototype(text)
+
+    def begin(self, text: str, prompt_token_ids: Sequence[int]) -> Guide:
+        """A guide for the answer to a prompt; with ``after`` it waits for that marker, unless the prompt ends in it."""
+        marker = parsed(text).get("after", "")
+        prompt_end = self.tokenizer.decode(prompt_token_ids[-PROMPT_END:], skip_special_tokens=False) if marker else ""
+        return Guide(self, text, "" if prompt_end.rstrip().endswith(marker) else marker)
+
+    def fill(self, guides: Sequence[Guide], bits: np.ndarray) -> None:
+        """Write which tokens may come next into ``bits`` (int32 [num_guides, words]), a bit per token.
+
+        A guide that fails here has an ``error``, and all its bits set.
+        """
+        at, width = bits.ctypes.data, bits.strides[0]
+        waiting = [(guide, row) for row, guide in enumerate(guides) if guide.forced is None]
+        if waiting:
+            self._fill_together([(guide.matcher, row) for guide, row in waiting], at, width, len(guides))
+        for row, guide in enumerate(guides):
+            if guide.forced is not None:
+                bits[row] = 0
+                bits[row].view(np.uint32)[guide.forced // 32] = np.uint32(1) << np.uint32(guide.forced % 32)
+            elif guide.matcher.is_error():
+                guide.attempt(lambda matcher, at=at + row * width: matcher.unsafe_compute_mask_ptr(at, width))  # type: ignore[misc]
+                if guide.error:
+                    bits[row] = -1
+
+    def _fill_together(self, matchers: list[tuple[Any, int]], at: int, width: int, num_rows: int) -> None:
+        if self._executor is None:
+            self._executor = _library().LLExecutor(min(32, len(os.sched_getaffinity(0))))
+        self._executor.unsafe_compute_mask_ptr(matchers, at, width, num_rows)
+
+    def copy(self, text: str) -> Any:
+        """A matcher at its beginning that shares its lexer with others of the same text. Raises GrammarError."""
+        return self._prototype(text).deep_copy()
+
+    def compile(self, text: str) -> Any:
+        """A matcher of its own; later copies are not of one that has reached a limit. Raises GrammarError."""
+        library = _library()
+        if self._vocabulary is None:
+            self._vocabulary = self._load_vocabulary(library)
+        try:
+            limits = library.LLParserLimits(verbose_errors=False, **_LIMITS)
+            matcher = library.LLMatcher(self._vocabulary, _grammar(library, text), log_level=0, limits=limits)
+        except BaseException as error:
+            raise GrammarError(_shortened(reason(error))) from error
+        if matcher.is_error():
+            raise GrammarError(_shortened(matcher.get_error()))
+        self._compiled.pop(text, None)
+        return matcher
+
+    def _prototype(self, text: str) -> Any:
+        found = self._compiled.get(text) or self.compile(text)
+        self._compiled[text] = found
+        self._compiled.move_to_end(text)
+        if len(self._compiled) > _MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return found
+
+    def _load_vocabulary(self, library: Any) -> Any:
+        try:
+            return library.LLTokenizer(
+                self.tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
+            )
+        except BaseException as error:
+            raise GrammarError(f"this tokenizer cannot be used with a grammar: {reason(error)}") from error
+
+
+class Guide:
+    """Follows one text token by token, and knows what may come next.
+
+    ``forced`` is the only token that may come next, None if there are several. ``error`` says why the guide has failed;
+    it is of no use any more then. Until the marker of ``after`` has been seen the guide is not active: any token may
+    come.
+    """
+
+    __slots__ = (
+        "_consumed",
+        "_forced",
+        "_grammars",
+        "_is_shared",
+        "_marker",
+        "_marker_id",
+        "_text",
+        "error",
+        "matcher",
+    )
+
+    def __init__(self, grammars: Grammars, text: str, marker: str) -> None:
+        self.error = ""
+        self.matcher: Any = None
+        self._grammars = grammars
+        self._text = text
+        self._consumed: list[int] = []
+        self._forced: deque[int] = deque()
+        self._is_shared = True
+        self._marker = StopStrings(grammars.tokenizer, (marker,)) if marker else None
+        self._marker_id = grammars.tokenizer.token_id(marker) if marker else None
+        if not marker:
+            self._start()
+
+    @property
+    def is_active(self) -> bool:
+        return self._marker is None and not self.error
+
+    @property
+    def forced(self) -> int | None:
+        return self._forced[0] if self._forced else None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text so far fits the grammar as it is."""
+        return self.is_active and not self._forced and bool(self.matcher.is_accepting())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the text is complete and nothing may follow."""
+        return self.is_complete and bool(self.matcher.is_stopped())
+
+    def push(self, token_id: int) -> None:
+        """Take in the next token. May raise TokenizerError while a marker is looked for."""
+        if self.error:
+            return
+        if self._marker is not None:
+            found = self._marker.push(token_id)
+            if found is not None or token_id == self._marker_id:
+                self._marker = None
+                self._start()
+            return
+        if self._forced:
+            if token_id != self._forced.popleft():
+                self.error = f"token {token_id} came where the grammar allows another one only"
+        else:
+            self._consume([token_id])
+        if not self._forced and not self.error:
+            self._find_forced()
+
+    def attempt(self, act: Callable[[Any], _Found]) -> _Found | None:
+        """What ``act`` makes of the matcher, or of one of its own if that has failed; None with an ``error``."""
+        found = act(self.matcher)
+        if self.matcher.is_error() and self._is_shared:
+            self._is_shared = False
+            self.matcher = self._grammars.compile(self._text)
+            self.matcher.consume_tokens(self._consumed)
+            found = act(self.matcher)
+        if self.matcher.is_error():
+            self.error = _shortened(self.matcher.get_error())
+            return None
+        return found
+
+    def _start(self) -> None:
+        try:
+            self.matcher = self._grammars.copy(self._text)
+        except GrammarError as error:
+            self.error = str(error)
+            return
+        self._find_forced()
+
+    def _find_forced(self) -> None:
+        """Find the tokens that must come next. The library gives them without those that what follows may change."""
+        forced = self.attempt(lambda matcher: matcher.compute_ff_tokens())
+        if forced:
+            self._consume(forced)
+            self._forced.extend(forced)
+
+    def _consume(self, tokens: list[int]) -> None:
+        self.attempt(lambda matcher: matcher.consume_tokens(tokens))
+        self._consumed += tokens
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise GrammarError("needs the package llguidance: pip install 'batchgen[structured]'") from error
+    return llguidance
+
+
+def _grammar(library: Any, text: str) -> str:
+    """The library's own grammar for what a canonical text asks for."""
+    asked = parsed(text)
+    matcher = library.LLMatcher
+    schema = schema_of(text)
+    if schema is not None:
+        return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked)))
+    if "regex" in asked:
+        return str(matcher.grammar_from_regex(asked["regex"]))
+    if "choice" in asked:
+        return str(matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked["choice"]))))
+    return str(matcher.grammar_from_lark(asked["grammar"]))
+
+
+def _json_options(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Fixed white space unless asked otherwise: models waste tokens in it, and hardly any token is forced without."""
+    if pattern := asked.get("whitespace_pattern"):
+        return {"whitespace_flexible": True, "whitespace_pattern": pattern, "lenient": False}
+    separators = {"item_separator": ",", "key_separator": ":"} if asked.get("disable_any_whitespace") else _SEPARATORS
+    return {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False, **separators}
+
+
+def _shortened(message: str) -> str:
+    return shortened(" ".join(message.split()), _MAX_REASON)
