@@ -14,7 +14,7 @@ from torch import Tensor
 from batchgen.core.errors import GateFailed
 from batchgen.core.records import Request
 from batchgen.engine import Engine
-from batchgen.engine.constraints import TokenMask
+from batchgen.engine.masks import TokenMask
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.sequence import Sequence as Sequence_
 from batchgen.kernels.interface import Kernels

@@ -10,8 +10,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from batchgen.core.units import shown
-
 MAX_BYTES = 1 << 16  # of the canonical text; llguidance's own limits bound what it may cost to compile
 FORMS = ("json", "json_object", "regex", "choice", "grammar")  # exactly one of them
 OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties", "after")
@@ -38,7 +36,7 @@ def canonical(value: object) -> str:
     if "structural_tag" in given:
         raise ValueError("asks for a structural_tag, which is not supported; a Lark grammar can say the same")
     if unknown := [name for name in given if name not in (*FORMS, *OPTIONS)]:
-        raise ValueError(f"has an unknown key {shown(unknown[0], 40)} (known: {', '.join((*FORMS, *OPTIONS))})")
+        raise ValueError(f"has an unknown key {str(unknown[0])[:40]!r} (known: {', '.join((*FORMS, *OPTIONS))})")
     if given.get("json_object") is False:
         del given["json_object"]
     forms = [name for name in FORMS if name in given]

@@ -22,11 +22,11 @@ from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.core.records import FinishReason, Request, Result
 from batchgen.engine.batch import build_pending
 from batchgen.engine.config import EngineConfig
-from batchgen.engine.constraints import Constraints, build_mask
 from batchgen.engine.duplicates import Duplicates
 from batchgen.engine.load import use_threads
+from batchgen.engine.masks import build_mask
 from batchgen.engine.model_runner import ModelRunner
-from batchgen.engine.observers import StopMatcher, TokenCounts, observers_for
+from batchgen.engine.observers import Constraints, StopMatcher, TokenCounts, observers_for
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Group, Schedule, Sequence
@@ -195,7 +195,7 @@ class Engine:
         """
         with self.stats.phase("schedule"):
             schedule = self.scheduler.schedule()
-        if self.overlaps and not _needs_host(schedule):
+        if self.overlaps and not any(s.needs_host for s, _ in schedule.entries):
             launched = self._launch(schedule)
             results = self._collect()
             self._book(launched)
@@ -212,8 +212,10 @@ class Engine:
         with self.stats.phase("forward"):
             pending = build_pending(schedule, before.sampled, before.token_ids) if before is not None else None
             logits = self.runner.run(schedule, pending)
-        with self.stats.phase("mask"):  # on a GPU the forward pass runs meanwhile
-            mask = build_mask(self._constraints, sampled, logits.shape[1], logits.device)
+        mask = None
+        if self._constraints is not None and any(s.constraint is not None for s in sampled):
+            with self.stats.phase("mask"):  # on a GPU the forward pass runs meanwhile
+                mask = build_mask(self._constraints, sampled, logits.shape[1], logits.device)
         with self.stats.phase("sample"):
             if len(logits) > len(sampled):  # first: given tokens stand before the new ones
                 self.sampler.score(logits[len(sampled) :], schedule.scored)
@@ -338,15 +340,3 @@ def _unfinished(schedule: Schedule) -> Schedule:
     """The schedule without the sequences that have ended since it was made."""
     entries = tuple([entry for entry in schedule.entries if entry[0].finished_at is None])
     return schedule if len(entries) == len(schedule.entries) else replace(schedule, entries=entries)
-
-
-def _needs_host(schedule: Schedule) -> bool:
-    """Whether a row needs tokens of the step before on the host, or gives more than a token id in this one."""
-    return any(
-        s.counts is not None
-        or s.constraint is not None
-        or s.request.params.logprobs is not None
-        or s.next_scored < s.end_scored
-        or not s.generates
-        for s, _ in schedule.entries
-    )

@@ -1,13 +1,16 @@
 """Observers of one sequence: each takes every generated token in turn, and may end the sequence with it.
 
 A new kind of observer is a class here and a line in ``observers_for``. What they ask for counts from ``min_tokens`` on.
+A constraint also says which tokens may come next. The engine knows no grammar: whoever makes it brings ``Constraints``.
+Tokens that a constraint forces are part of its definition, not a shortcut, since a model may spell the same text in
+other tokens: they are appended whatever the batch, as soon as they are known, and computed with the next step.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,6 +38,48 @@ class StopMatcher(Protocol):
 
     def push(self, token_id: int) -> str | None:
         """Take in the next generated token; the stop string that it completes, if any."""
+
+
+class Constraint(Protocol):
+    """Follows the generated text of one sequence.
+
+    Attributes:
+        is_active: whether it restricts the next token.
+        forced: the only token that may come next, None if there are several.
+        is_complete: whether the text so far fits.
+        is_over: whether it fits and nothing may follow.
+        error: why the constraint cannot be followed any further; empty while it can.
+    """
+
+    error: str
+
+    @property
+    def is_active(self) -> bool: ...
+
+    @property
+    def forced(self) -> int | None: ...
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def push(self, token_id: int) -> None:
+        """Take in the next token, which is no end token. May raise TokenizerError."""
+
+
+class Constraints(Protocol):
+    """Makes the constraints of a model, and their masks."""
+
+    def begin(self, text: str, prompt_token_ids: Sequence[int]) -> Constraint:
+        """The constraint that ``SamplingParams.structured_outputs`` asks for behind a prompt."""
+
+    def fill(self, constraints: Sequence[Any], bits: np.ndarray) -> None:
+        """Write which tokens may come next into ``bits`` (int32 [num_constraints, words]), a bit per token.
+
+        All constraints are of ``begin``.
+        """
 
 
 def observers_for(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.records import SamplingParams, TokenLogprob
-from batchgen.engine.constraints import TokenMask
+from batchgen.engine.masks import TokenMask
 from batchgen.engine.observers import TokenCounts
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import upload

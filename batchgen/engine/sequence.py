@@ -14,8 +14,7 @@ from batchgen.core.errors import RowError
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
 
 if TYPE_CHECKING:
-    from batchgen.engine.constraints import Constraint
-    from batchgen.engine.observers import Observer, TokenCounts
+    from batchgen.engine.observers import Constraint, Observer, TokenCounts
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -128,6 +127,13 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether it needs tokens of the step before on the host, or gives more than a token id in the next one."""
+        if self.counts is not None or self.constraint is not None or not self.generates:
+            return True
+        return self.request.params.logprobs is not None or self.next_scored < self.end_scored
 
     @property
     def next_forced(self) -> int | None:

@@ -77,7 +77,7 @@ NONSENSE: list[Any] = [
     [{}],
 ]
 NONSENSE += [[None], b"\xff", "nonsense", "\x00"]
-FITTING = [("stop", "nonsense"), ("stop", "\x00")]
+FITTING = [("stop", "nonsense"), ("stop", "\x00"), ("structured_outputs", {})]
 
 REFUSED: list[tuple[str, Any]] = [
     *((key, value) for key in FIELDS for value in NONSENSE if (key, value) not in FITTING),
