@@ -155,6 +155,14 @@ class Kernels(Protocol):
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """One token id per row drawn as ``SamplingRows`` says, int64 [rows]; -1 for a row that is not finite."""
 
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Set forbidden logits [num_rows, vocab_size] to -inf in place, in ``rows`` (int64 [num_masked], no row twice).
+
+        A token is forbidden where its bit in ``bits`` (int32 [num_masked, words], words = ceil(vocab_size / 32) or
+        more) is 0: bit ``token % 32`` of word ``token // 32``. A NaN stays, so that a row that is not finite is still
+        seen as such.
+        """
+
     def logsumexp(self, logits: Tensor) -> Tensor:
         """The logarithm of the sum of each row's exponentials, float32 [rows]; NaN or inf for a row not finite."""
 

@@ -207,6 +207,12 @@ class ReferenceKernels:
         best = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
         return best.masked_fill(logits.isnan().all(-1), -1)
 
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        tokens = torch.arange(logits.shape[1], device=logits.device)
+        is_allowed = (bits[:, tokens // 32] >> (tokens % 32)) & 1 == 1
+        masked = logits[rows]
+        logits[rows] = masked.masked_fill(~(is_allowed | masked.isnan()), -torch.inf)
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         scaled = logits.float()
         scaled = (scaled - scaled.amax(-1, keepdim=True)) / rows.temperature[:, None]

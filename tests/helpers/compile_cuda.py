@@ -88,6 +88,7 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
     logits = zeros(2, VOCAB)
     kernels.argmax(logits)
     kernels.logsumexp(logits)
+    kernels.mask(logits, zeros(2, dtype=torch.int64), zeros(2, VOCAB // 32, dtype=torch.int32))
     types = (torch.float32, torch.float32, torch.int64, torch.float64, torch.float64)
     kernels.sample(logits, SamplingRows(*(zeros(2, dtype=t) for t in types)))
 

@@ -151,6 +151,11 @@ class OnDevice:
     def logsumexp(self, logits: Tensor) -> Tensor:
         return self.kernels.logsumexp(logits.to(DEVICE)).cpu()
 
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        moved = logits.to(DEVICE)
+        self.kernels.mask(moved, rows.to(DEVICE), bits.to(DEVICE))
+        logits.copy_(moved)
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         columns = {name: getattr(rows, name).to(DEVICE) for name in rows.__slots__}
         return self.kernels.sample(logits.to(DEVICE), SamplingRows(**columns)).cpu()

@@ -26,6 +26,7 @@ KERNELS = {
     "attend_tile",
     "grouped_matmul",
     "logsumexp",
+    "mask",
     "matmul",
     "merge_spans",
     "rms_norm",

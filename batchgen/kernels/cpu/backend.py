@@ -42,7 +42,7 @@ _TAKE_ROWS, _TAKE_PANEL_ROWS = Kernel(sources.TAKE_ROWS), Kernel(sources.TAKE_PA
 _RMS_NORM, _SWIGLU = Kernel(sources.RMS_NORM), Kernel(sources.SWIGLU)
 _ROPE_AND_CACHE, _SHORT_CONV = Kernel(sources.ROPE_AND_CACHE), Kernel(sources.SHORT_CONV)
 _ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(sources.ARGMAX), Kernel(sources.SAMPLE), Kernel(sources.LOGSUMEXP)
-_ATTENTION = Kernel(sources.ATTENTION)
+_ATTENTION, _MASK = Kernel(sources.ATTENTION), Kernel(sources.MASK)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int8: "int8"}
 _CACHED = [  # what is computed, and what is cached of it
     *((dtype, kept) for dtype in (torch.bfloat16, torch.float32) for kept in (dtype, torch.int8)),
@@ -223,6 +223,10 @@ class CpuKernels:
         out = torch.empty(len(logits), dtype=torch.float32)
         _LOGSUMEXP.launch(logits.dtype, len(logits), address(logits), address(out), logits.shape[1])
         return out
+
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        places = (address(logits), address(rows), address(bits))
+        _MASK.launch(logits.dtype, len(rows), *places, logits.shape[1], bits.shape[1])
 
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         out = torch.empty(len(logits), dtype=torch.int64)

@@ -40,7 +40,7 @@ _addresses: dict[str, int] = {}  # of kernels in memory, by the names of their o
 def start(*model: str, others: bool = False) -> None:
     """Begin to compile what a model needs and no process has left on disk; ``model`` are arguments of ``needed``.
 
-    With ``others`` also what only rows need that are drawn, scored or penalized.
+    With ``others`` also what only rows need that are drawn, scored, constrained or penalized.
     """
     with _LOCK:
         _asked.add(model)

@@ -43,8 +43,8 @@ class Source:
     kinds: Kinds = field(default_factory=lambda: ELEMENTS, compare=False)
 
 
-RMS_NORM, SWIGLU, ARGMAX, QUANTIZE = (
-    Source(f"{COMPILED}.rows", name) for name in ("rms_norm", "swiglu", "argmax", "quantize")
+RMS_NORM, SWIGLU, ARGMAX, MASK, QUANTIZE = (
+    Source(f"{COMPILED}.rows", name) for name in ("rms_norm", "swiglu", "argmax", "mask", "quantize")
 )
 SHORT_CONV = Source(f"{COMPILED}.mixers", "short_conv")
 # The element types of the model, of the cache, and of what holds the dimensions of a key that lie side by side.
@@ -140,7 +140,8 @@ def _linears(dtype: str, reading: str, weights: str, activations: str) -> list[t
 
 
 def needed_by_some(dtype: str, *_: str) -> list[tuple[Source, str]]:
-    """The kernels that only rows need which are drawn, scored or penalized (in float32)."""
+    """The kernels that only rows need which are drawn, scored, constrained or penalized (in float32)."""
     if dtype not in ELEMENTS:
         return []
-    return list(dict.fromkeys([(SAMPLE, dtype), (LOGSUMEXP, dtype), (SAMPLE, "float32"), (ARGMAX, "float32")]))
+    found = [(source, dtype) for source in (SAMPLE, LOGSUMEXP, MASK)]
+    return list(dict.fromkeys([*found, (SAMPLE, "float32"), (ARGMAX, "float32")]))

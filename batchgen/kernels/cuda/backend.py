@@ -165,6 +165,10 @@ class CudaKernels:
         rows.argmax_of_parts[(num_rows,)](largest, first, out, parts, BLOCK=power_of_two(parts), **_FUSED)
         return out
 
+    def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        grid = (len(rows), -(-logits.shape[1] // sampling.BLOCK.value))
+        sampling.mask[grid](logits, rows, bits, logits.shape[1], bits.shape[1], **_FUSED)
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         sampling.sample[(len(logits),)](

@@ -143,3 +143,15 @@ def logsumexp(logits, out, width):
     row = tl.program_id(0).to(tl.int64)
     peak = _peak(logits + row * width, width)
     tl.store(out + row, peak + tl.log(_total(logits + row * width, width, peak, 1.0)))
+
+
+@triton.jit
+def mask(logits, rows, bits, width, num_words):
+    """One program per row to mask and ``BLOCK`` of its tokens; those allowed are not read."""
+    item = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(bits + item * num_words + column // 32, mask=column < width, other=-1)
+    is_forbidden = (word >> (column % 32)) & 1 == 0
+    at = logits + tl.load(rows + item) * width + column
+    v = tl.load(at, mask=is_forbidden, other=0.0).to(tl.float32)
+    tl.store(at, float("-inf"), mask=is_forbidden & (v == v))

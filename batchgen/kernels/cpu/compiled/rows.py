@@ -1,4 +1,4 @@
-"""Kernels that treat each token by itself: RMS norm, SwiGLU, greedy argmax.
+"""Kernels that treat each token by itself: RMS norm, SwiGLU, masks, greedy argmax.
 
 A row's result depends on that row alone and on a fixed order of additions, so it does not change with the batch.
 """
@@ -13,6 +13,8 @@ from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.simd import BYTES, F32
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, DOT_GROUP, LANES, LEAST_QUANTIZED, NUM_ITEMS, ROWS_PER_ITEM
+
+ALL_LANES = (1 << LANES) - 1
 
 
 @simd.inline
@@ -176,3 +178,22 @@ def argmax(words, dtype):
     while row < words[NUM_ITEMS]:
         out[row] = _first_equal(x, row * width, width, row_max(x, row * width, width))
         row = next_item(words, worker)
+
+
+@simd.jit
+def mask(words, dtype):
+    """Arguments: x [rows, width], int64 rows to mask, int32 bits [masked, words] (addresses), width, words of bits.
+
+    One item is a row to mask; 16 tokens that are all allowed are not read.
+    """
+    x, masked = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], np.int64)
+    bits, width, halves = simd.pointer(words[ARGS + 2], np.uint16), words[ARGS + 3], 2 * words[ARGS + 4]
+    worker = worker_number(words)
+    item = next_item(words, worker)
+    while item < words[NUM_ITEMS]:
+        start = masked[item] * width
+        for i in range(0, width, LANES):
+            allowed = np.int64(bits[item * halves + i // LANES])
+            if allowed != ALL_LANES:
+                simd.forbid(x, start + i, allowed, width - i)
+        item = next_item(words, worker)

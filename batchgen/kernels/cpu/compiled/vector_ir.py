@@ -146,20 +146,50 @@ def emit_store(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir
     builder.store(_to_memory(builder, base, value), at, align=align)
 
 
+def _emit_copy_in(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, count: ir.Value) -> ir.Value:
+    """The first ``count`` (up to 16) elements from ``base[index]`` on as they are; zero in the other lanes."""
+    at, align = _vector_at(builder, base, index)
+    shape, name, _ = _memory_form(base)
+    parts = [at, ir.Constant(INT, align), emit_lane_mask(builder, count), ir.Constant(shape, None)]
+    return emit_call(builder, f"llvm.masked.load.{name}.p0", parts, shape)
+
+
+def _emit_copy_out(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, elements: ir.Value, count: ir.Value) -> None:
+    """Write the first ``count`` (up to 16) of ``elements`` as they are from ``base[index]`` on."""
+    at, align = _vector_at(builder, base, index)
+    parts = [elements, at, ir.Constant(INT, align), emit_lane_mask(builder, count)]
+    emit_call(builder, f"llvm.masked.store.{_memory_form(base)[1]}.p0", parts, ir.VoidType())
+
+
 def emit_load_part(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, count: ir.Value) -> ir.Value:
     """The first ``count`` (up to 16) elements from ``base[index]`` on; zero in the other lanes."""
-    at, align = _vector_at(builder, base, index)
-    mask = emit_lane_mask(builder, count)
-    shape, name, _ = _memory_form(base)
-    parts = [at, ir.Constant(INT, align), mask, ir.Constant(shape, None)]
-    return _from_memory(builder, base, emit_call(builder, f"llvm.masked.load.{name}.p0", parts, shape))
+    return _from_memory(builder, base, _emit_copy_in(builder, base, index, count))
 
 
 def emit_store_part(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: ir.Value, count: ir.Value) -> None:
     """As ``emit_store``, the first ``count`` lanes only."""
-    at, align = _vector_at(builder, base, index)
-    parts = [_to_memory(builder, base, value), at, ir.Constant(INT, align), emit_lane_mask(builder, count)]
-    emit_call(builder, f"llvm.masked.store.{_memory_form(base)[1]}.p0", parts, ir.VoidType())
+    _emit_copy_out(builder, base, index, _to_memory(builder, base, value), count)
+
+
+def emit_forbid(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, allowed: ir.Value, count: ir.Value) -> None:
+    """-inf in those of the first ``count`` elements from ``base[index]`` on whose bit in ``allowed`` is 0; NaN stays.
+
+    The others keep their bits: a conversion to float32 and back would not leave the smallest numbers as they are.
+    """
+    shape, _, _ = _memory_form(base)
+    lowest = ir.Constant(shape, [ir.Constant(shape.element, 0xFF80 if is_bf16(base) else -float("inf"))] * LANES)
+    bits = builder.bitcast(builder.trunc(allowed, ir.IntType(LANES)), ir.VectorType(ir.IntType(1), LANES))
+
+    def forbidden(elements: ir.Value) -> ir.Value:
+        value = _from_memory(builder, base, elements)
+        return builder.select(builder.or_(bits, builder.fcmp_unordered("uno", value, value)), elements, lowest)
+
+    with builder.if_else(builder.icmp_signed(">=", count, number(LANES))) as (whole, part):
+        with whole:
+            at, align = _vector_at(builder, base, index)
+            builder.store(forbidden(builder.load(at, align=align)), at, align=align)
+        with part:
+            _emit_copy_out(builder, base, index, forbidden(_emit_copy_in(builder, base, index, count)), count)
 
 
 def emit_round_like(builder: ir.IRBuilder, base: ir.Value, value: ir.Value) -> ir.Value:
