@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from batchgen.config.grammar_files import FileError, with_files
 from batchgen.config.job import KEYS, SECTIONS, JobSpec
 from batchgen.config.sampling import ParamError, card_values, merge_params
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import nearest, resembling
 from batchgen.core.records import SamplingParams
-from batchgen.core.storage import absolute, check_path
+from batchgen.core.storage import absolute, check_path, read_text
+from batchgen.core.structured import ALIASES, canonical
 from batchgen.core.units import shown
 
 _ENV = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -45,8 +47,9 @@ class RawSettings:
     def place(self, section: str, key: str) -> str:
         """Where a value was written: ``job.toml:12: model.dtype`` or ``--dtype``."""
         if not self.file:
-            return f"--{KEYS[section][key].flag if key in KEYS[section] else key}"
-        line = _line_of(self.text, section, key)
+            name = key.partition(".")[0]
+            return f"--{KEYS[section][name].flag if name in KEYS[section] else key}"
+        line = _line_of(self.text, f"{section}.{key}")
         return f"{self.file}{f':{line}' if line else ''}: {section}.{key}"
 
     def error(self, section: str, key: str, value: object, why: object) -> UsageError:
@@ -62,6 +65,19 @@ class RawSettings:
         except ValueError as error:
             hint = resembling(value, kind.choices) if isinstance(value, str) else ""
             raise self.error(section, key, value, f"{error}{hint}") from None
+
+    def structured(self) -> dict[str, str]:
+        """``structured_outputs``, if it is given, as a canonical text with the contents of files. Raises UsageError."""
+        section, key = "sampling", "structured_outputs"
+        value = self.values.get(section, {}).get(key)
+        if value is None:
+            return {}
+        try:
+            return {key: canonical(value if self.base is None else with_files(value, partial(_absolute, self.base)))}
+        except FileError as error:
+            raise self.error(section, f"{key}.{error.part}", error.value, error) from None
+        except ValueError as error:
+            raise self.error(section, key, value, error) from None
 
 
 def load_job(
@@ -120,12 +136,15 @@ def read_settings(path: Path) -> RawSettings:
     Raises ``UsageError`` where the file cannot be read, is not TOML, or holds unknown sections or keys.
     """
     try:
-        text = _read_text(path)
-        table = tomllib.loads(text)
+        text = read_text(path, _MAX_BYTES)
     except OSError as error:
         raise UsageError(f"cannot read the job file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not a text file in UTF-8 (byte {error.start})") from error
+    except ValueError as error:
+        raise UsageError(f"the job file {path} {error}: give a TOML file, and rows in an input file") from None
+    try:
+        table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from error
     except ValueError as error:  # tomllib leaves integers to int()
@@ -136,7 +155,10 @@ def read_settings(path: Path) -> RawSettings:
     _check_names(settings)
     for section, values in table.items():
         for key, value in values.items():
-            values[key] = _expand(settings, section, key, value)
+            try:
+                values[key] = _expand(settings, section, key, value)
+            except RecursionError as error:  # dotted keys nest without brackets
+                raise UsageError(f"{settings.place(section, key)}: nested too deeply for a job file") from error
     return settings
 
 
@@ -150,28 +172,22 @@ def _check_names(settings: RawSettings) -> None:
         for key in values:
             if key not in KEYS[section]:
                 elsewhere = [name for name, keys in KEYS.items() if key in keys]
-                hint = f" (it belongs in [{elsewhere[0]}])" if elsewhere else nearest(key, [*KEYS[section]])
+                hint = f" (it belongs in [{elsewhere[0]}])" if elsewhere else _hint(section, key)
                 raise UsageError(f"{settings.place(section, key)}: unknown key{hint}")
 
 
-def _read_text(path: Path) -> str:
-    """The text of a job file, line ends as ``\\n``. Raises UsageError for a device or one that is too large."""
-    mode = path.stat().st_mode
-    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise UsageError(f"the job file {path} is a device: give a TOML file")
-    with path.open("rb") as file:
-        content = file.read(_MAX_BYTES + 1)
-    if len(content) > _MAX_BYTES:
-        raise UsageError(f"the job file {path} is larger than {_MAX_BYTES >> 20} MiB: rows belong in an input file")
-    return content.decode().replace("\r\n", "\n").replace("\r", "\n")
+def _hint(section: str, key: str) -> str:
+    """A hint at what to write in place of an unknown key."""
+    if section == "sampling" and key in ("response_format", *ALIASES):
+        return f" (in a job it is structured_outputs = {{ {ALIASES.get(key, 'json')} = ... }})"
+    return nearest(key, [*KEYS[section]])
 
 
 def _expand(settings: RawSettings, section: str, key: str, value: object) -> object:
     if isinstance(value, list):
         return [_expand(settings, section, key, item) for item in value]
     if isinstance(value, dict):
-        texts = {name: _expand(settings, section, key, item) for name, item in value.items() if isinstance(item, str)}
-        return value | texts
+        return {name: _expand(settings, section, key, item) for name, item in value.items()}
     if not isinstance(value, str):
         return value
 
@@ -187,15 +203,31 @@ def _expand(settings: RawSettings, section: str, key: str, value: object) -> obj
     return _ENV.sub(substitute, value)
 
 
-def _line_of(text: str, section: str, key: str) -> int | None:
-    """The 1-based line of ``key =`` under ``[section]``; None where the file writes it in another way."""
-    current = ""
+def _line_of(text: str, dotted: str) -> int | None:
+    """The 1-based line where a key ``a.b.c`` begins, under whatever ``[table]``, or else the one that holds it.
+
+    None where the file writes it in another way.
+    """
+    lines: list[tuple[str, int]] = []
+    table = ""
     for number, line in enumerate(text.splitlines(), 1):
+        name, is_assigned, _ = line.partition("=")
         if match := re.match(r"\s*\[([^\[\]]+)\]", line):
-            current = match[1].strip()
-        elif current == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line):
-            return number
+            table = _plain(match[1])
+            lines.append((f"{table}.", number))
+        elif is_assigned:
+            lines.append((f"{table}.{_plain(name)}.".lstrip("."), number))
+    while "." in dotted:
+        for name, number in lines:
+            if name.startswith(f"{dotted}."):
+                return number
+        dotted = dotted.rpartition(".")[0]
     return None
+
+
+def _plain(name: str) -> str:
+    """A dotted name without the blanks and quotes that TOML allows in it."""
+    return ".".join(part.strip().strip("\"'") for part in name.split("."))
 
 
 def _parse_section(settings: RawSettings, section: str) -> dict[str, Any]:
@@ -222,7 +254,7 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
     over_preset: tuple[str, ...] | None = None
     with_preset = [origin for origin in origins if origin.values.get("sampling", {}).get("preset") is not None]
     for origin in origins:
-        given = dict(origin.values.get("sampling", {}))
+        given = {**origin.values.get("sampling", {}), **origin.structured()}
         if given.pop("columns", None) is not None:
             columns = origin.parsed("sampling", "columns")
         if given.get("preset") is not None:

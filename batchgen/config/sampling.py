@@ -6,15 +6,16 @@ values that contradict each other. Nothing here knows a file format or the engin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from batchgen.core.errors import ModelError
 from batchgen.core.keys import STRINGS, Key, keys_of, nearest, one_of
 from batchgen.core.model_files import GENERATION_CONFIG, generation_config
 from batchgen.core.records import SamplingParams
+from batchgen.core.structured import ALIASES, FORMS, canonical, from_response_format, object_of
 from batchgen.core.units import shown
 
 # The values on the model cards of the instruct models at huggingface.co/LiquidAI.
@@ -43,7 +44,7 @@ def _column_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _sampling_columns(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
-        if name not in ("*", *PARAM_KEYS):
+        if name not in ("*", *ROW_KEYS):
             raise ValueError(f"{name!r} is not a sampling key{nearest(name, PARAM_KEYS)}")
     return names
 
@@ -60,7 +61,16 @@ SAMPLING_KEYS = {
     "preset": Key("preset", None, one_of(*_UNKNOWN), _PRESET_HELP, "preset", True),
     "columns": Key("columns", (), COLUMNS.then(_sampling_columns), _COLUMNS_HELP, "sampling-columns", True),
 }
-PARAM_KEYS: tuple[str, ...] = tuple(name for name in SAMPLING_KEYS if name != "columns")  # a row may give these
+PARAM_KEYS: tuple[str, ...] = tuple(name for name in SAMPLING_KEYS if name != "columns")
+# What asks for structured outputs in a row, under whatever name, and how it says so in the words of the first.
+_WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "structured_outputs": object_of,
+    "response_format": from_response_format,
+    **{name: lambda value, part=part: {part: value} for name, part in ALIASES.items()},  # type: ignore[misc]
+}
+_IGNORED = "guided_decoding_backend"  # vLLM's: which library, not which text
+ROW_KEYS = tuple(dict.fromkeys((*PARAM_KEYS, *_WAYS, _IGNORED)))
+_Made = TypeVar("_Made")
 _PARSE = {name: SAMPLING_KEYS[name].kind.parse for name in PARAM_KEYS}
 
 
@@ -100,10 +110,11 @@ def merge_params(
     """``base`` with the values of ``overrides`` in place of its own; null means "not given".
 
     A ``preset`` stands for its values in ``presets``: they replace the base's, and other values of ``overrides``
-    replace them. Raises ParamError on an unknown key, a wrong type, a value out of range, a preset that this model does
-    not have, or values that contradict each other.
+    replace them. All ``ROW_KEYS`` may be given. Raises ParamError on an unknown key, a wrong type, a value out of
+    range, a preset that this model does not have, or values that contradict each other.
     """
-    given = {key: _parsed(key, value) for key, value in overrides.items() if value is not None}
+    said = {key: value for key, value in overrides.items() if value is not None and key != _IGNORED}
+    given = {key: _parsed(key, value) for key, value in _translated(said).items()}
     if (preset := given.pop("preset", None)) is not None:
         values = (presets or {}).get(preset)
         if values is None:
@@ -120,10 +131,36 @@ def merge_params(
 def _parsed(key: str, value: Any) -> Any:
     if key not in _PARSE:
         raise ParamError(key, f"not a sampling key: {shown(key, 80)}{nearest(key, PARAM_KEYS)}")
+    return _checked(key, value, _PARSE[key])
+
+
+def _checked(key: str, value: object, parse: Callable[[Any], _Made]) -> _Made:
+    """What ``parse`` makes of the value of a key; its ValueError becomes a ParamError that names both."""
     try:
-        return _PARSE[key](value)
+        return parse(value)
     except ValueError as error:
         raise ParamError(key, f"{key} = {shown(value, 80)} {error}") from None
+
+
+def _translated(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``overrides`` with all that asks for structured outputs under that one name; what vLLM's old names say adds up.
+
+    Raises ParamError where two of them ask for a form each.
+    """
+    names = [name for name in _WAYS if name in overrides]
+    if not names:
+        return overrides
+    asked: dict[str, Any] = {}
+    asking = ""
+    for name in names:
+        parts = _checked(name, overrides[name], _WAYS[name])
+        if any(parts.get(form) not in (None, False) for form in FORMS):
+            if asking:
+                raise ParamError(name, f"{asking} and {name} both say what the text must look like: give one of them")
+            asking = name
+        asked |= parts
+    text = _checked(asking or names[0], overrides[asking or names[0]], lambda _: canonical(asked))
+    return {**{key: value for key, value in overrides.items() if key not in _WAYS}, "structured_outputs": text}
 
 
 def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -136,12 +173,15 @@ def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], s
             value = shown(getattr(p, key), 80)
             yield (key, "choices"), f"{key} = {value} does not go with choices: they are scored, nothing is generated"
     if p.structured_outputs:
-        refused = {"ignore_eos": p.ignore_eos, "min_tokens": p.min_tokens, "max_tokens": p.max_tokens == 0}
-        for key in [key for key, is_asked in {"choices": p.choices, **refused}.items() if is_asked]:
-            yield (
-                (key, "structured_outputs"),
-                f"{key} = {shown(getattr(p, key), 80)} does not go with structured_outputs",
-            )
+        asked = {
+            "choices": p.choices,
+            "ignore_eos": p.ignore_eos,
+            "min_tokens": p.min_tokens,
+            "max_tokens": p.max_tokens == 0,
+        }
+        for key in [key for key, is_asked in asked.items() if is_asked]:
+            why = f"{key} = {shown(getattr(p, key), 80)} does not go with structured_outputs"
+            yield (key, "structured_outputs"), f"{why}: change {key}, or give structured_outputs = {{}} for free text"
     if p.max_tokens == 0:
         keys = ("max_tokens", "prompt_logprobs", "choices")
         if p.prompt_logprobs is None:

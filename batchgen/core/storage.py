@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,6 +34,21 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
         else:
             advice = "fix that, then run again: finished rows are kept"
         raise StorageError(f"cannot {doing} {path}: {error.strerror or error}; {advice}") from error
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text of a small file or pipe that a user names, line ends as ``\\n``.
+
+    Raises OSError, UnicodeDecodeError, or ValueError for a device and for a larger file, which completes its name.
+    """
+    mode = path.stat().st_mode
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise ValueError("is a device, not a file")
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"is larger than {max_bytes >> 20} MiB")
+    return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def sync_folder(folder: Path) -> None:

@@ -31,7 +31,7 @@ def canonical(value: object) -> str:
 
     Raises ValueError, which completes "structured_outputs = ...".
     """
-    given = _object(value)
+    given = object_of(value)
     given = {name: item for name, item in given.items() if item is not None and name not in _IGNORED}
     if "structural_tag" in given:
         raise ValueError("asks for a structural_tag, which is not supported; a Lark grammar can say the same")
@@ -69,21 +69,29 @@ def schema_of(text: str) -> Any:
 
 
 def from_response_format(value: object) -> dict[str, Any]:
-    """``structured_outputs`` for OpenAI's ``response_format``. Raises ValueError, which completes its name."""
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind == "text":
+    """``structured_outputs`` for OpenAI's ``response_format``, an object or the JSON text of one.
+
+    Its name and "strict" say nothing about the text. Raises ValueError, which completes its name.
+    """
+    try:
+        given = object_of(value)
+    except ValueError:
+        given = {"type": None}
+    kind = given.get("type")
+    if kind == "text" or not given:
         return {}
     if kind == "json_object":
         return {"json_object": True}
-    if kind == "json_schema" and isinstance(value, Mapping):
-        inner = value.get("json_schema")
+    if kind == "json_schema":
+        inner = given.get("json_schema")
         if isinstance(inner, Mapping) and inner.get("schema") is not None:
             return {"json": inner["schema"]}
         raise ValueError("of type json_schema must hold json_schema.schema")
     raise ValueError('must be an object whose type is "text", "json_object" or "json_schema"')
 
 
-def _object(value: object) -> dict[str, Any]:
+def object_of(value: object) -> dict[str, Any]:
+    """An object, or what the JSON text of one holds. Raises ValueError, which completes its name."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value else {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.config.job import InputSpec
-from batchgen.config.sampling import PARAM_KEYS
+from batchgen.config.sampling import ROW_KEYS
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import TEMPLATE_KWARGS, resembling
 from batchgen.core.units import shortened, shown
@@ -76,7 +76,7 @@ class ContentFinder:
         self.template = None if spec.format == "openai-batch" else template
         self.prompt_columns = self._column_readers()
         named = {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids, *(template.columns if template else ())}
-        self.all_param_columns = set(PARAM_KEYS) - named
+        self.all_param_columns = set(ROW_KEYS) - named
         self._param_columns = self.all_param_columns if tuple(param_columns) == ("*",) else set(param_columns)
 
     def named_columns(self) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from batchgen.config.sampling import PARAM_KEYS
+from batchgen.config.sampling import ROW_KEYS
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import CHAT_URL, COMPLETION_URL, url_of
 from batchgen.input.rows import RowProblem, type_name, wrong_type
@@ -26,7 +26,6 @@ _IGNORED = frozenset(
 # Fields that ask for something other than plain text, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "response_format": ({"type": "text"},),
     "tools": ([],),  # of a completion: a chat's are read
     "tool_choice": ("none", "auto"),  # others would have to be enforced
     "functions": ([],),
@@ -89,7 +88,7 @@ def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
     neutral = _NEUTRAL | {"best_of": (body.get("n") or 1,)}  # the best n of n are all of them
     neutral["top_logprobs"] = ()  # read from a chat only
     for name, value in body.items():
-        if name in PARAM_KEYS:
+        if name in ROW_KEYS:
             sampling[name] = value
         elif value is None or name in read or name in _IGNORED:
             continue

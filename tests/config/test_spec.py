@@ -243,7 +243,7 @@ LONG = "x" * 300
     ("text", "words"),
     [
         ("[input]\npath = " + "[" * 5000 + "]" * 5000, "nested too deeply"),
-        ("[input.path" + ".a" * 5000 + "]\nb = 1", "must be a string or a list of strings"),
+        ("[input.path" + ".a" * 5000 + "]\nb = 1", "input.path: nested too deeply"),
         ("[input]\nlimit = " + "9" * 5000, "a number of too many digits"),
         ("[input]\nlimit = 0x" + "f" * 5000, r"limit = \(a huge int\): must be an integer of at least 1 and at most"),
         ("[sampling]\nstop = [0x" + "f" * 5000 + "]", r"stop = \(a huge list\) must be a string or a list"),

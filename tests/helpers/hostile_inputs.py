@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.config.job import KEYS
-from batchgen.config.sampling import PARAM_KEYS
+from batchgen.config.sampling import ROW_KEYS
 
 SOUND = {
     "id": "sound",
@@ -221,7 +221,7 @@ def sampling_case(rng: random.Random) -> Case:
     """Sampling values of any type and size, by row."""
     lines = [_sound_row()]
     for number in range(30):
-        given = {rng.choice((*PARAM_KEYS, "temprature", "")): _value(rng) for _ in range(rng.randrange(1, 4))}
+        given = {rng.choice((*ROW_KEYS, "temprature", "")): _value(rng) for _ in range(rng.randrange(1, 4))}
         row = {"id": str(number), "question": '"Why?"', "sampling": rng.choice([_object(given), _value(rng)])}
         lines.append(_object(row).encode(errors="surrogatepass").replace(b"\n", b" "))
     content = _lines(rng, lines)
@@ -235,7 +235,7 @@ def batch_case(rng: random.Random) -> Case:
     sound = {"custom_id": "sound", "method": "POST", "url": completion, "body": {"prompt": "Once"}}
     lines = [json.dumps(sound).encode()]
     names = (
-        *PARAM_KEYS,
+        *ROW_KEYS,
         "tools",
         "response_format",
         "stream",

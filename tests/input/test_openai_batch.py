@@ -41,6 +41,15 @@ def asked(url: str, **body: Any) -> Mapping[str, Any]:
         (COMPLETION_URL, {"best_of": 1, "echo": False}, {}),
         (COMPLETION_URL, {"repetition_penalty": 1.1, "min_p": 0.5}, {"repetition_penalty": 1.1, "min_p": 0.5}),
         (COMPLETION_URL, {"choices": ["a", "b"]}, {"choices": ("a", "b")}),
+        (CHAT_URL, {"response_format": {"type": "text"}, "guided_decoding_backend": "x"}, {}),
+        (CHAT_URL, {"response_format": {"type": "json_object"}}, {"structured_outputs": '{"json_object": true}'}),
+        (CHAT_URL, {"structured_outputs": {"regex": "a"}}, {"structured_outputs": '{"regex": "a"}'}),
+        (COMPLETION_URL, {"guided_choice": ["a"]}, {"structured_outputs": '{"choice": ["a"]}'}),
+        (
+            CHAT_URL,
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {}}}},
+            {"structured_outputs": '{"json": {}}'},
+        ),
     ],
 )
 def test_an_openai_body_asks_in_openais_words(url: str, body: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -61,6 +70,12 @@ def test_an_openai_body_asks_in_openais_words(url: str, body: dict[str, Any], ex
         (COMPLETION_URL, {"best_of": 2}, "body field 'best_of' is not supported with this value"),
         (COMPLETION_URL, {"n": 3, "best_of": 4}, "body field 'best_of' is not supported with this value"),
         (COMPLETION_URL, {"foo": 1}, "unknown field 'foo' in the body"),
+        (CHAT_URL, {"tool_choice": "required"}, "body field 'tool_choice' is not supported with this value"),
+        (
+            CHAT_URL,
+            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+            "response_format and guided_regex both say what the text must look like: give one of them",
+        ),
         (COMPLETION_URL, {"n": 0}, "n = 0 must be an integer from 1 to 128"),
     ],
 )

@@ -1,0 +1,75 @@
+"""Files that a job names in ``sampling.structured_outputs``: a JSON schema, or a grammar.
+
+Their content becomes part of the job, so that a run can only be resumed with what they held when it was begun. Rows
+name no files: a dataset must not decide what is read on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.storage import read_text
+from batchgen.core.structured import object_of
+
+_MAX_BYTES = 1 << 20  # of a file; without its white space a schema must be far smaller
+
+
+class FileError(ValueError):
+    """The file that ``part`` names as ``value`` cannot be used; ``str()`` completes "<part> = <value>: ..."."""
+
+    def __init__(self, part: str, value: str, message: str) -> None:
+        super().__init__(message)
+        self.part = part
+        self.value = value
+
+
+def with_files(given: object, resolve: Callable[[str], str]) -> dict[str, Any]:
+    """``structured_outputs`` as a job gives it, with the contents of files in place of their paths.
+
+    A text is that of a JSON object where it begins with ``{``, else the path of a JSON schema; so is a text as
+    ``json``. A text as ``grammar`` is a grammar where it holds a colon or a newline, else the path of one. ``resolve``
+    makes a path absolute, or raises ValueError. Raises FileError, or ValueError for what is no object.
+    """
+    if isinstance(given, str) and given and not _is_json(given):
+        given = {"json": given}
+    asked = object_of(given)
+    for part, is_content, read in (("json", _is_json, _read_schema), ("grammar", _is_grammar, _read)):
+        value = asked.get(part)
+        if isinstance(value, str) and value and not is_content(value):
+            try:
+                asked[part] = read(Path(resolve(value)))
+            except ValueError as error:
+                raise FileError(part, value, str(error)) from None
+    return asked
+
+
+def _is_json(text: str) -> bool:
+    return text.lstrip().startswith("{")
+
+
+def _is_grammar(text: str) -> bool:
+    return ":" in text or "\n" in text
+
+
+def _read(path: Path) -> str:
+    """The text of a file. Raises ValueError, which names it."""
+    try:
+        return read_text(path, _MAX_BYTES)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file in UTF-8 (byte {error.start})") from None
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from None
+
+
+def _read_schema(path: Path) -> Any:
+    try:
+        return json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
