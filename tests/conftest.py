@@ -16,6 +16,12 @@ from run_helpers import ENVIRONMENT, JobMaker
 for variables in (os.environ, ENVIRONMENT):
     variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import torch  # noqa: E402
+
+# Before Triton is imported, which transformers does too: its mode is settled then, for all tests of the process.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # The same examples everywhere, however slow the machine is; --hypothesis-profile=explore looks at others in each run.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -47,8 +53,6 @@ def job(tmp_path: Path) -> JobMaker:
 @pytest.fixture
 def threads_as_before() -> Iterator[None]:
     """For what sets the threads of its process, which tests share."""
-    import torch
-
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

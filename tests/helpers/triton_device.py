@@ -1,15 +1,15 @@
 """The CUDA kernels wherever tests run: on a GPU if there is one, else on Triton's interpreter over CPU tensors.
 
 ``OnDevice`` takes and gives CPU tensors, so that what tests the other back ends tests this one too. The interpreter
-runs each program in Python, a few hundred a second: shapes are kept tiny. Three things it does unlike any device are
-mended here: it cuts a float32 to bfloat16 instead of rounding it, multiplies matrices of bfloat16 by their bits, and
-leaves products to the machine's BLAS, of which some (OpenBLAS for AVX2) add up a row in an order that depends on where
-in the tile it stands. Here all rows of a tile add up alike, so what is left of a difference is the kernels' own.
+(``tests/conftest.py`` asks for it) runs each program in Python, a few hundred a second: shapes are kept tiny. Three
+things it does unlike any device are mended here: it cuts a float32 to bfloat16 instead of rounding it, multiplies
+matrices of bfloat16 by their bits, and leaves products to the machine's BLAS, of which some (OpenBLAS for AVX2) add up
+a row in an order that depends on where in the tile it stands. Here all rows of a tile add up alike, so what is left of
+a difference is the kernels' own.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -21,9 +21,6 @@ from torch import Tensor
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported, by the kernels or by another library
 
 # Interpreters before 3.7 loop over no range that is known at run time only, with numpy 2.4 and later.
 pytest.importorskip(
