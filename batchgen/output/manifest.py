@@ -7,6 +7,7 @@ fingerprints of an input or a model are made where those are read.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
@@ -24,6 +25,7 @@ _MAX_COUNT = 2**62
 _MISSING = "(not there)"
 _UNSET = "(not set)"
 _SHOWN_CHARS = 60
+_SHOWN_BEFORE = 16  # characters before the first difference
 _SHOWN_LINES = 20
 _DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")  # a SHA-256; its first digits are shown
 
@@ -169,10 +171,10 @@ def differences(old_tree: Mapping[str, Any], new_tree: Mapping[str, Any]) -> tup
     old, new = _flat(old_tree), _flat(new_tree)
     keys = [*old, *(key for key in new if key not in old)]
     changed = [key for key in keys if key not in old or key not in new or old[key] != new[key]]
-    lines = [
-        f"{key}{_file_of(key, old, new)}: was {_shown(old, key)}, now {_shown(new, key)}"
-        for key in changed[:_SHOWN_LINES]
-    ]
+    lines = []
+    for key in changed[:_SHOWN_LINES]:
+        was, now = _shown(_text(old, key), _text(new, key))
+        lines.append(f"{key}{_file_of(key, old, new)}: was {was}, now {now}")
     more = [f"and {len(changed) - len(lines):,} more"] if len(changed) > len(lines) else []
     return (*lines, *more)
 
@@ -201,10 +203,16 @@ def _file_of(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     return f" ({shortened(str(old[name_key]), _SHOWN_CHARS)})"
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    if key not in values:
-        return _MISSING
-    if values[key] is None:
-        return _UNSET
-    text = json.dumps(values[key], ensure_ascii=False)
-    return shortened(_DIGEST.sub(r"\1...", text), _SHOWN_CHARS)
+def _text(values: Mapping[str, Any], key: str) -> str:
+    value = values.get(key)
+    if value is None:
+        return _UNSET if key in values else _MISSING
+    is_json = isinstance(value, str) and value.startswith('{"')
+    return _DIGEST.sub(r"\1...", value if is_json else json.dumps(value, ensure_ascii=False))
+
+
+def _shown(*texts: str) -> list[str]:
+    """Texts that differ, briefly: long ones that begin alike from a little before the difference on."""
+    common = os.path.commonprefix(texts)  # noqa: RUF071 - of characters is what is wanted, of any text
+    start = len(common) - _SHOWN_BEFORE if max(map(len, texts)) > _SHOWN_CHARS else 0
+    return [shortened(f"…{text[start:]}" if start > 0 else text, _SHOWN_CHARS) for text in texts]

@@ -233,6 +233,13 @@ def test_a_long_difference_stays_on_one_line() -> None:
     assert len(compare(old, new).refused[0]) < 200
 
 
+def test_long_values_that_begin_alike_are_shown_where_they_differ() -> None:
+    texts = (f'{{"json": {{"enum": ["{"é" * 9000}{end}"]}}}}' for end in "ab")
+    old, new = (replace(MANIFEST, output_keys={"sampling.structured_outputs": text}) for text in texts)
+    (said,) = compare(old, new).refused
+    assert said == f'sampling.structured_outputs: was …{"é" * 16}a"]}}}}, now …{"é" * 16}b"]}}}}'
+
+
 def test_a_folder_with_outputs_of_someone_else_is_refused(run_dir: RunDir) -> None:
     (run_dir.path / "outputs.jsonl").write_text("precious")
     with pytest.raises(UsageError, match=r"holds outputs\.jsonl but no job\.json"):

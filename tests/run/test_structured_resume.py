@@ -1,0 +1,46 @@
+"""A run is resumed only with the schema it was begun with, whatever file that came from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import JobMaker, quiet, rows_of
+
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import ResumeMismatch
+
+SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}
+
+
+def spec_of(job: JobMaker, schema: Any, name: str = "schema.json") -> JobSpec:
+    path = job.folder / name
+    path.write_text(json.dumps(schema, indent=1), encoding="utf-8")
+    return job.spec(sampling={"structured_outputs": str(path)})
+
+
+def test_a_changed_schema_refuses_the_resume_and_shows_where_it_differs(job: JobMaker) -> None:
+    job.write(rows_of(30))
+    assert job.run(spec_of(job, SCHEMA), quiet(max_total_tokens=300)).exit_code == 75
+    with pytest.raises(ResumeMismatch) as refusal:
+        job.run(spec_of(job, {**SCHEMA, "required": ["p1"]}))
+    [line] = [line for line in str(refusal.value).splitlines() if "sampling" in line]
+    assert line == (
+        '  sampling.structured_outputs: was …ype": "string"}}}}, now …ype": "string"}}, "required": ["p1"]}}'
+    )
+    turned = dict(reversed(SCHEMA["properties"].items()))  # type: ignore[attr-defined]
+    with pytest.raises(ResumeMismatch, match=r'was …properties": {"p0": .*…, now …properties": {"p499": '):
+        job.run(spec_of(job, {**SCHEMA, "properties": turned}))
+    with pytest.raises(ResumeMismatch, match=r'structured_outputs: was {"json": .*…, now ""'):
+        job.run(job.spec())
+
+
+def test_the_same_schema_from_another_file_goes_on_and_is_done(job: JobMaker) -> None:
+    job.write(rows_of(30))
+    assert job.run(spec_of(job, SCHEMA), quiet(max_total_tokens=300)).exit_code == 75
+    assert job.run(spec_of(job, SCHEMA, "moved.json")).exit_code == 0
+    Path(job.folder / "moved.json").unlink()
+    again = job.run(job.spec(sampling={"structured_outputs": {"json": SCHEMA}}))
+    assert again.exit_code == 0 and again.lines[0].startswith("already done")
