@@ -130,7 +130,7 @@ class Engine:
         more = True
         while not self._stopping:
             while more and len(self.scheduler.waiting) + self.duplicates.num_waiting < self.look_ahead:
-                request = next(source, None)
+                request = None if self._stopping else next(source, None)
                 if request is None:
                     more = False
                     break
@@ -155,11 +155,13 @@ class Engine:
                 return answer
         for sequence in group.sequences:
             self._prepare(sequence)
-        if group.sequences[0].is_finished:  # by what an earlier run generated
-            return self._end(group.sequences[0])[0]
+        answers = []
         for sequence in group.sequences:
-            self.scheduler.add(sequence)
-        return None
+            if sequence.is_finished:  # by what an earlier run generated, or by forced tokens alone
+                answers += self._end(sequence)
+            else:
+                self.scheduler.add(sequence)
+        return answers[0] if answers else None
 
     def _unusable(self, request: Request) -> RowError | None:
         known = self.runner.model.config.vocab_size
@@ -182,6 +184,7 @@ class Engine:
         if request.params.structured_outputs and self._constraints is not None:
             asked = request.params.structured_outputs
             sequence.constraint = self._constraints.begin(asked, request.prompt_token_ids)
+            self._check_constraint(sequence)
         sequence.token_ids = sequence.token_ids[: len(sequence.token_ids) - len(request.output_token_ids)]
         for token_id in request.output_token_ids:
             sequence.token_ids.append(token_id)
@@ -266,7 +269,7 @@ class Engine:
         stats.sum_experts += self.runner.model.config.expected_experts(schedule.num_tokens)
         decode = 0
         for sequence, count in schedule.entries:
-            decode += sequence.num_owed == 1 and sequence.num_output_tokens > 0
+            decode += sequence.num_decoded_in(count)
             stats.num_kv_read += sequence.num_computed_tokens + count
         pool = self.scheduler.pool
         kv_use = 1 - pool.num_free / pool.num_blocks
@@ -301,10 +304,11 @@ class Engine:
             sequence.finish_reason = sequence.stop_reason(self.eos_token_ids, self.config.max_model_len)
         except TokenizerError as error:  # no text to look for stop strings in
             self._fail(sequence, str(error))
-            sequence.finish_reason = FinishReason.STOP
+        self._check_constraint(sequence)
+
+    def _check_constraint(self, sequence: Sequence) -> None:
         if sequence.constraint is not None and sequence.constraint.error:
             self._fail(sequence, f"structured_outputs: {sequence.constraint.error}", RowErrorCode.BAD_PARAM)
-            sequence.finish_reason = FinishReason.STOP
 
     def _append_forced(self, sequence: Sequence) -> None:
         """Append the tokens that the constraint leaves no choice about; they are owed like any others."""
@@ -333,7 +337,9 @@ class Engine:
 
     @staticmethod
     def _fail(sequence: Sequence, message: str, code: RowErrorCode = RowErrorCode.INTERNAL) -> None:
+        """End a sequence, and its request with an error."""
         sequence.group.error = RowError(code, message)
+        sequence.finish_reason = FinishReason.STOP
 
 
 def _unfinished(schedule: Schedule) -> Schedule:

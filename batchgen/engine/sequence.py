@@ -124,6 +124,12 @@ class Sequence:
         done = self.num_computed_tokens
         return range(max(self.next_scored, done + 1), min(self.end_scored, done + count + 1))
 
+    def num_decoded_in(self, count: int) -> int:
+        """How many of the next ``count`` computed tokens this run generated and has not computed before."""
+        known = max(self.num_prompt_tokens + len(self.request.output_token_ids), self.max_computed_tokens)
+        end = self.num_computed_tokens + count
+        return max(0, end - max(known, self.num_computed_tokens)) if self.generates else 0
+
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
@@ -139,9 +145,11 @@ class Sequence:
     def next_forced(self) -> int | None:
         """The token that the constraint forces next, to be appended without sampling.
 
-        Where log-probabilities are asked for it is sampled from a mask of one token, which gives its own.
+        Where log-probabilities are asked for it is sampled from a mask of one token, which gives its own. So it is
+        while a prompt is to be scored, as the sequence must not end before.
         """
-        if self.constraint is None or self.is_finished or self.request.params.logprobs is not None:
+        is_sampled = self.request.params.logprobs is not None or self.next_scored < self.end_scored
+        if self.constraint is None or self.is_finished or is_sampled:
             return None
         return self.constraint.forced
 

@@ -65,7 +65,8 @@ class EngineStats:
     """Totals since the engine was made, and its limits ``max_num_seqs`` and ``max_num_batched_tokens``.
 
     Attributes:
-        num_prefill_tokens: prompt, forced and recomputed tokens; ``num_decode_tokens``: of sequences that owed one.
+        num_prefill_tokens: computed tokens of prompts, of earlier runs and after preemptions.
+        num_decode_tokens: the other computed ones, which this run generated, sampled or forced.
         num_forced_tokens: of ``num_output_tokens``, those that were not sampled, since a constraint left no choice.
         num_logits: tokens whose logits were computed.
         num_attended: sum over computed tokens of the positions they attended to.

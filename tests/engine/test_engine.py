@@ -161,7 +161,7 @@ def test_stopped_and_resumed_gives_the_tokens_of_an_undisturbed_run(
             max_num_seqs=5,
             max_num_batched_tokens=11,
             look_ahead=3,
-            overlaps=overlaps,
+            parts={"overlaps": overlaps},
         )
         steps = iter(range(stop_after))
         plain_step = engine.step

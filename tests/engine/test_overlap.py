@@ -11,14 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from late_device import Device, SomeTokens
 from tiny_model import checked_run, engine_for, random_requests, sequence_at, spoil, tiny_model, tokens_of
-from torch import Tensor
 
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.batch import PendingTokens, build_pending
-from batchgen.engine.engine import Wait
 from batchgen.engine.sequence import Schedule, Sequence
 from batchgen.model.decoder import Decoder
 
@@ -37,37 +36,6 @@ KINDS = (
     SamplingParams(prompt_logprobs=1),
 )
 LONGEST = 46  # tokens of a prompt and its output
-
-
-class Device:
-    """Gives a step's ids once, in order, and never has more than two steps: one that runs and the one behind it."""
-
-    def __init__(self) -> None:
-        self.num_launched = 0
-        self.num_waits = 0
-        self.num_ahead = 0  # waits during which another step was under way
-
-    def __call__(self, token_ids: Tensor) -> Wait:
-        """See ``fetch_ids``."""
-        assert self.num_launched - self.num_waits <= 1, "a third step was launched"
-        step, ids = self.num_launched, token_ids.tolist()
-        self.num_launched += 1
-
-        def wait() -> list[int]:
-            assert step == self.num_waits, "waited for twice, or in another order"
-            self.num_waits += 1
-            self.num_ahead += self.num_launched > self.num_waits
-            return ids
-
-        return wait
-
-
-class SomeTokens:
-    """Takes some tokens to complete a stop string."""
-
-    def push(self, token_id: int) -> str | None:
-        """See ``StopMatcher``."""
-        return "any" if token_id % 8 == 5 else None
 
 
 def overlapping(

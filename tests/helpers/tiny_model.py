@@ -7,7 +7,7 @@ all logits are nearly equal and a wrong model would go unnoticed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,13 +159,16 @@ def prefix_logits(model: Decoder, token_ids: Sequence[int], block_size: int = 16
 
 
 def engine_for(
-    model: Decoder, *, num_blocks: int, block_size: int, overlaps: bool | None = None, **sizes: Any
+    model: Decoder, *, num_blocks: int, block_size: int, parts: Mapping[str, Any] | None = None, **sizes: Any
 ) -> Engine:
-    """An engine with a pool of exactly ``num_blocks`` blocks; it admits without foresight, so as to preempt."""
+    """An engine with a pool of exactly ``num_blocks`` blocks; it admits without foresight, so as to preempt.
+
+    ``parts`` are the arguments of ``Engine`` that are no sizes.
+    """
     block_bytes = model.config.kv_block_bytes(block_size, model.dtype.itemsize, sizes.get("kv_dtype", "auto"))
     sizes = {"forecast_memory": False} | sizes
     config = EngineConfig(block_size=block_size, kv_memory=num_blocks * block_bytes, **sizes)
-    return Engine(model, config, overlaps=overlaps)
+    return Engine(model, config, **(parts or {}))
 
 
 def checked_run(engine: Engine, requests: Iterable[Request]) -> Iterator[Result]:

@@ -1,0 +1,38 @@
+"""Parts of an engine for tests of overlapping steps: a device that answers late, and stop strings of some tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from batchgen.engine.engine import Wait
+
+
+class Device:
+    """Gives a step's ids once, in order, and never has more than two steps: one that runs and the one behind it."""
+
+    def __init__(self) -> None:
+        self.num_launched = 0
+        self.num_waits = 0
+        self.num_ahead = 0  # waits during which another step was under way
+
+    def __call__(self, token_ids: Tensor) -> Wait:
+        """See ``fetch_ids``."""
+        assert self.num_launched - self.num_waits <= 1, "a third step was launched"
+        step, ids = self.num_launched, token_ids.tolist()
+        self.num_launched += 1
+
+        def wait() -> list[int]:
+            assert step == self.num_waits, "waited for twice, or in another order"
+            self.num_waits += 1
+            self.num_ahead += self.num_launched > self.num_waits
+            return ids
+
+        return wait
+
+
+class SomeTokens:
+    """Takes some tokens to complete a stop string."""
+
+    def push(self, token_id: int) -> str | None:
+        """See ``StopMatcher``."""
+        return "any" if token_id % 8 == 5 else None
