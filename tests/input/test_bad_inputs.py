@@ -160,7 +160,7 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "batch: body without messages": (batch_row({"prompt": "hi"}), "missing_column"),
     "batch: tools": (batch_body(tools=[{"type": "function"}]), "bad_param"),
     "batch: stream": (batch_body(stream=True), "bad_param"),
-    "batch: JSON mode": (batch_body(response_format={"type": "json_object"}), "bad_param"),
+    "batch: a response_format that does not exist": (batch_body(response_format={"type": "yaml"}), "bad_param"),
     "batch: a field that does not exist": (batch_body(temprature=1), "bad_param"),
     "batch: max_tokens of 0": (batch_body(max_completion_tokens=0), "bad_param"),
     "batch: several prompts": (batch_row({"prompt": ["a", "b"]}, url="/v1/completions"), "bad_type"),
