@@ -31,9 +31,12 @@ _PLAIN = "run", "run-parquet", "run-openai", "run-gz-completion", "run-stdin", "
 STORMS = {name: SCENARIOS[name] for name in _PLAIN} | {
     "run-stop-strings": Scenario(RUN, sampling='stop = ["a", "the"]\nlogprobs = 1'),
     "run-samples": Scenario(RUN, sampling="n = 3\ntemperature = 0.9\nseed = 3", output='order = "completion"'),
+    "run-structured": Scenario(
+        RUN, sampling='structured_outputs = { regex = "(The answer is )?[a-z]+, or so" }\ntemperature = 0.9'
+    ),
 }
 
-REAL = "run", "run-parquet", "run-stop-strings", "run-samples"  # with the sample model's own engine
+REAL = "run", "run-parquet", "run-stop-strings", "run-samples", "run-structured"  # with the sample model's own engine
 
 
 class Storm:
