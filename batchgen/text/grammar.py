@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from batchgen.core.errors import TokenizerError
 from batchgen.core.structured import parsed, schema_of
-from batchgen.core.units import shortened
+from batchgen.core.units import shortened, shown
 from batchgen.text.reasoning import PROMPT_END
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer, reason
@@ -52,8 +53,12 @@ class Grammars:
     def begin(self, text: str, prompt_token_ids: Sequence[int]) -> Guide:
         """A guide for the answer to a prompt; with ``after`` it waits for that marker, unless the prompt ends in it."""
         marker = parsed(text).get("after", "")
-        prompt_end = self.tokenizer.decode(prompt_token_ids[-PROMPT_END:], skip_special_tokens=False) if marker else ""
-        return Guide(self, text, "" if prompt_end.rstrip().endswith(marker) else marker)
+        if not marker:
+            return Guide(self, text, "")
+        last = prompt_token_ids[-PROMPT_END - len(marker.encode()) :]  # a byte each at worst, and blanks behind them
+        prompt_end = self.tokenizer.decode(last, skip_special_tokens=False)
+        _, found, rest = prompt_end.rpartition(marker)
+        return Guide(self, text, "" if found and not rest.strip() else marker)
 
     def fill(self, guides: Sequence[Guide], bits: np.ndarray) -> None:
         """Write which tokens may come next into ``bits`` (int32 [num_guides, words]), a bit per token.
@@ -172,8 +177,9 @@ class Guide:
         if self._marker is not None:
             found = self._marker.push(token_id)
             if found is not None or token_id == self._marker_id:
+                rest = self._marker.rest.lstrip() if found else ""
                 self._marker = None
-                self._start()
+                self._start(rest)
             return
         if self._forced:
             if token_id != self._forced.popleft():
@@ -196,12 +202,18 @@ class Guide:
             return None
         return found
 
-    def _start(self) -> None:
+    def _start(self, text: str = "") -> None:
+        """Begin; ``text`` is there already, since the token that ended the marker goes on with it."""
         try:
             self.matcher = self._grammars.copy(self._text)
         except GrammarError as error:
             self.error = str(error)
             return
+        tokens = self._grammars.tokenizer.encode_batch([text], add_special_tokens=False)[0] if text else []
+        if isinstance(tokens, TokenizerError) or self.matcher.validate_tokens(tokens) < len(tokens):
+            self.error = f"the token that ends the marker goes on with {shown(text)}, which does not fit"
+            return
+        self._consume(tokens)
         self._find_forced()
 
     def _find_forced(self) -> None:

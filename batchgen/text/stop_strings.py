@@ -23,7 +23,7 @@ class StopStrings:
     which a stop string may begin.
     """
 
-    __slots__ = ("_context", "_num_kept", "_offset", "_open", "_open_text", "_stop", "_tail", "_tokenizer")
+    __slots__ = ("_context", "_num_kept", "_offset", "_open", "_open_text", "_stop", "_tail", "_tokenizer", "rest")
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -34,12 +34,13 @@ class StopStrings:
         self._open: list[int] = []
         self._open_text = ""
         self._tail = ""  # the end of the settled text
+        self.rest = ""
 
     def push(self, token_id: int) -> str | None:
         """Add the next token; the stop string that it completes, or None.
 
         Of several it is the one that begins first, of those the longest. A stop string that an earlier token completed
-        does not count again.
+        does not count again. ``rest`` is the text that follows it in that token.
         """
         if token_id in self._tokenizer.silent_token_ids or token_id >= self._tokenizer.vocab_size:
             return None  # special tokens, and rows of the model beyond the vocabulary, have no text
@@ -54,7 +55,10 @@ class StopStrings:
         elif len(self._open) >= _MAX_OPEN:
             cut = self._clean_cut()
             self._settle(cut, self._text_of(self._open[:cut]))
-        return found[1] if found else None
+        if found is None:
+            return None
+        self.rest = window[found[0] + len(found[1]) :]
+        return found[1]
 
     def _text_of(self, tokens: list[int]) -> str:
         """The text of open tokens behind the context."""
