@@ -120,6 +120,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
             "basis": lengths.basis,
         },
         "repeats": _repeats(survey),
+        "structured": {"rows": survey.num_structured, "distinct": survey.grammars.num_distinct},
         "kv": kv,
         "experts": experts_plan(spec, model.config, num_good, kv),
         "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),

@@ -42,6 +42,11 @@ class RepeatCounter:
         self.num_repeated = 0
         self.repeated_weight = 0
 
+    @property
+    def num_distinct(self) -> int:
+        """Distinct items, or ``max_hashes`` where there may be more."""
+        return len(self._seen)
+
     def add(self, item_hash: int, weight: int = 1) -> None:
         if item_hash in self._seen:
             self.num_repeated += 1
@@ -93,7 +98,8 @@ class Survey:
     """Everything counted so far: ``take`` the rows, then read the attributes.
 
     ``prompt_lengths`` counts rows by prompt tokens, ``outputs`` by (most output tokens, whether fixed);
-    ``common_prefix`` holds the first tokens that all prompts share; ``read_s`` is the time of reading and tokenizing.
+    ``common_prefix`` holds the first tokens that all prompts share; ``num_structured`` counts rows whose text must fit
+    one of ``grammars``; ``read_s`` is the time of reading and tokenizing.
     """
 
     def __init__(self, validator: RowValidator, max_model_len: int) -> None:
@@ -105,6 +111,8 @@ class Survey:
         self.outputs: Counter[tuple[int, bool]] = Counter()
         self.prompts = RepeatCounter()
         self.blocks = RepeatCounter()
+        self.num_structured = 0
+        self.grammars = RepeatCounter()
         self.common_prefix: tuple[int, ...] | None = None
         self.longest: Largest[dict[str, Any]] = Largest(_NUM_LONGEST)
         self.sample: Reservoir[Lengths] = Reservoir(_NUM_SAMPLED)
@@ -159,6 +167,9 @@ class Survey:
         self.outputs[max_output, is_fixed] += 1 if params.is_greedy else params.n
         self._is_greedy &= params.is_greedy
         self._compare(token_ids)
+        if params.structured_outputs:
+            self.num_structured += 1
+            self.grammars.add(hash(params.structured_outputs))
         if self.longest.has_room(length):
             record = pending.record
             row_id = record.index if pending.id is None else pending.id

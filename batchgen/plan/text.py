@@ -35,6 +35,9 @@ def _rows(plan: Plan) -> Lines:
         yield "", f"  {listed[0]['message']}" if listed else "  (not listed)"
     if plan["errors"]:
         yield "", "all of them: --json, bad_rows"
+    if (structured := plan["structured"])["rows"]:
+        different = f"{structured['distinct']:,} different schemas or grammars"
+        yield "structured", f"{counted(structured['rows'], 'row')} must fit one of {different}"
     yield "read in", f"{format_duration(read['wall_s'])} ({read['rows_per_s']:,.0f} rows/s)"
 
 
