@@ -27,7 +27,7 @@ def read_rows(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list[tu
         check_columns(source.read(), spec, builder.finder)
         rows = []
         for row in source.read():
-            found = row if isinstance(row, BadRow) else builder.build([row])[0]
+            found = row if isinstance(row, BadRow) else next(builder.build([row]))
             if isinstance(found, BadRow):
                 raise UsageError(f"{found.source}:{found.line}: {found.error.code}: {found.error.message}")
             assert isinstance(row, Record)

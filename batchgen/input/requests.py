@@ -80,10 +80,14 @@ class RequestBuilder:
         except GrammarError as error:
             raise UsageError(f"sampling.structured_outputs: {error}") from None
 
-    def build(self, rows: Sequence[Record]) -> list[Request | BadRow]:
-        """One answer per row, in the order of ``rows``."""
-        groups = _batches(self._drafts(rows), _num_chars, _MAX_DRAFTED_CHARS)
-        return [answer for drafts in groups for answer in self._requests(drafts)]
+    def build(self, rows: Sequence[Record]) -> Iterator[Request | BadRow]:
+        """One answer per row, in the order of ``rows``.
+
+        All rows are tokenized together, but each one's grammar is compiled when its answer is asked for: that may take
+        seconds, in which a stop waits and no step runs.
+        """
+        for drafts in _batches(self._drafts(rows), _num_chars, _MAX_DRAFTED_CHARS):
+            yield from self._requests(drafts)
 
     def _requests(self, drafts: Sequence[_Draft | BadRow]) -> Iterator[Request | BadRow]:
         sound = [draft for draft in drafts if isinstance(draft, _Draft)]
@@ -128,10 +132,6 @@ class RequestBuilder:
             raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
         if missing := self._needs_tokenizer(params):
             raise RowProblem(RowErrorCode.BAD_PARAM, missing)
-        try:
-            self._check_grammar(params)
-        except GrammarError as error:
-            raise RowProblem(RowErrorCode.BAD_PARAM, f"structured_outputs: {error}") from error
         draft = _Draft(record, params, prompt)
         longest = self._min_tokens(max(params.choices, key=len, default=""))
         num_tokens = self._min_tokens(prompt.text) if isinstance(prompt, PlainText) else len(prompt)
@@ -182,6 +182,10 @@ class RequestBuilder:
             raise RowProblem(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
         if () in choices:
             raise RowProblem(RowErrorCode.BAD_PARAM, "choices: one of them has no tokens")
+        try:
+            self._check_grammar(draft.params)
+        except GrammarError as error:
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"structured_outputs: {error}") from error
         return Request(draft.record.index, token_ids, draft.params, choices=tuple(choices))
 
     def _check_length(self, draft: _Draft, num_tokens: int, longest_choice: int, *, is_estimate: bool = False) -> None:

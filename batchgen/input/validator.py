@@ -5,7 +5,7 @@ It reads each row's id, claims it, and has the remaining rows made into requests
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -47,11 +47,14 @@ class RowValidator:
     ids: UniqueIds
     shard: Shard = WHOLE
 
-    def validate(self, rows: Sequence[Record | BadRow]) -> list[tuple[Pending, Request] | BadRow]:
-        """One answer per row of the shard, in order: its request, or why it cannot run."""
+    def validate(self, rows: Sequence[Record | BadRow]) -> Iterator[tuple[Pending, Request] | BadRow]:
+        """One answer per row of the shard, in order: its request, or why it cannot run.
+
+        The first takes longest: all rows claim their ids and are tokenized with it.
+        """
         ours = [row for row in self.claim_ids(rows) if self.shard.owns(row.index)]
-        built = iter(self.builder.build([row.record for row in ours if isinstance(row, Pending)]))
-        return [row if isinstance(row, BadRow) else _answer(row, next(built)) for row in ours]
+        built = self.builder.build([row.record for row in ours if isinstance(row, Pending)])
+        yield from (row if isinstance(row, BadRow) else _answer(row, next(built)) for row in ours)
 
     def claim_ids(self, rows: Sequence[Record | BadRow]) -> list[Pending | BadRow]:
         """The rows with their ids; a row whose id is missing, invalid or that of an earlier row is an error row."""

@@ -43,21 +43,22 @@ class RequestStream:
             with self._charge("read"):
                 chunk = next(chunks, [])
                 answers = self._validator.validate(chunk)
+                answer = next(answers, None)
             max_rows = min(2 * max_rows, CHUNK_ROWS) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
             if not chunk:
                 self.is_exhausted = True
                 return
-            if answers:  # without rows left the run is over, whatever its error rate
+            if answer is not None:  # without rows left the run is over, whatever its error rate
                 self._sink.check_error_rate(self._stopper)
             num_read = len(self._validator.shard.rows(chunk[-1].index + 1))
             self._sink.num_read = max(self._sink.num_read, num_read)
-            for answer in answers:
-                if self._stopper.requested:
-                    return
+            while answer is not None and not self._stopper.requested:
                 if isinstance(answer, BadRow):
                     self._sink.fail(answer)
                 else:
                     yield self._hand_out(*answer)
+                with self._charge("read"):
+                    answer = next(answers, None)
 
     def _hand_out(self, pending: Pending, request: Request) -> Request:
         self.pending[request.key] = pending

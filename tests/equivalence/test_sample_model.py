@@ -49,7 +49,7 @@ def answers(params: SamplingParams, form: Decoder | None = None, **settings: Any
     torch.set_num_threads(1)
     spec = InputSpec(path=("questions.jsonl",), prompt="{question}")
     builder = RequestBuilder(spec, params, tokenizer(), max_model_len=512, vocab_size=model().config.vocab_size)
-    requests = builder.build([Record(i, "questions.jsonl", i + 1, row, START) for i, row in enumerate(rows())])
+    requests = [*builder.build([Record(i, "questions.jsonl", i + 1, row, START) for i, row in enumerate(rows())])]
     assert all(isinstance(request, Request) for request in requests)
     config = EngineConfig(kv_memory=16 << 20, max_num_seqs=64, **settings)
     engine = Engine(

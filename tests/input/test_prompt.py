@@ -45,7 +45,7 @@ def build(
 ) -> list[Request | BadRow]:
     sizes = {"max_model_len": max_model_len, "vocab_size": VOCAB_SIZE}
     builder = RequestBuilder(spec(**keys), JOB, tokenizer, columns=columns, **sizes)
-    return builder.build([record(row, index) for index, row in enumerate(rows)])
+    return [*builder.build([record(row, index) for index, row in enumerate(rows)])]
 
 
 def text_of(tokenizer: Tokenizer, answer: Request | BadRow) -> str:

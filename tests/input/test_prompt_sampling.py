@@ -65,7 +65,7 @@ def test_a_text_is_tokenized_once_a_chunk(tokenizer: Tokenizer, monkeypatch: pyt
 
     monkeypatch.setattr(Tokenizer, "encode_batch", noting)
     builder = builder_of(tokenizer, SamplingParams(choices=("yes", "no")))
-    builder.build([record({"prompt": prompt}) for prompt in ("p", "q", "p", "p")])
+    assert len([*builder.build([record({"prompt": prompt}) for prompt in ("p", "q", "p", "p")])]) == 4
     assert sorted(texts) == ["no", "p", "q", "yes"]
 
 
@@ -157,4 +157,4 @@ def test_the_first_bad_column_is_the_one_named(tokenizer: Tokenizer) -> None:
 def test_rows_get_the_answers_they_would_get_alone(tokenizer: Tokenizer, rows: list[dict[str, Any]]) -> None:
     builder = builder_of(tokenizer, max_model_len=6)
     records = [record(row, index) for index, row in enumerate(rows)]
-    assert builder.build(records) == [answer for alone in records for answer in builder.build([alone])]
+    assert [*builder.build(records)] == [answer for alone in records for answer in builder.build([alone])]

@@ -201,7 +201,7 @@ def test_a_chat_template_that_closes_the_thoughts_itself_begins_with_the_answer(
     sizes = {"max_model_len": 1000, "vocab_size": VOCAB_SIZE}
     builder = RequestBuilder(InputSpec(), sampling, grammars.tokenizer, grammars=grammars, **sizes)
     rows = [{"prompt": "Hi"}, {"prompt": "Hi", "chat_template_kwargs": {"enable_thinking": False}}]
-    requests = builder.build([Record(i, "f", i + 1, row, Cursor(0, 0, i, i)) for i, row in enumerate(rows)])
+    requests = [*builder.build([Record(i, "f", i + 1, row, Cursor(0, 0, i, i)) for i, row in enumerate(rows)])]
     assert not any(isinstance(request, BadRow) for request in requests)
     opened, closed = sorted(engine_of(grammars).run(requests), key=lambda result: result.key)  # type: ignore[arg-type]
     assert not opened.is_complete and len(opened.token_ids) == 20

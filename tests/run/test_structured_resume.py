@@ -1,8 +1,11 @@
-"""A run is resumed only with the schema it was begun with, whatever file that came from."""
+"""Structured outputs over stops and resumes: a run keeps the schema that it was begun with."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ import pytest
 from run_helpers import JobMaker, quiet, rows_of
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import ResumeMismatch
+from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.text.grammar import Grammars
 
 SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}
 
@@ -44,3 +48,36 @@ def test_the_same_schema_from_another_file_goes_on_and_is_done(job: JobMaker) ->
     Path(job.folder / "moved.json").unlink()
     again = job.run(job.spec(sampling={"structured_outputs": {"json": SCHEMA}}))
     assert again.exit_code == 0 and again.lines[0].startswith("already done")
+
+
+def test_a_stop_waits_for_one_grammar_only_and_no_row_is_lost(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By row 70 a chunk has 64 rows; their grammars may take minutes to compile."""
+    compiled: list[str] = []
+
+    def noting(_: Grammars, text: str) -> None:
+        compiled.append(text)
+        if len(compiled) == 70:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Grammars, "check", noting)
+    rows = [{**row, "sampling": {"structured_outputs": {"regex": f"{i}"}}} for i, row in enumerate(rows_of(200))]
+    job.write(rows)
+    assert job.run().exit_code == 75
+    assert len(compiled) == 70
+    assert job.run().exit_code == 0
+    assert [row["index"] for row in job.outputs()] == [*range(200)]
+
+
+def test_without_the_package_nothing_is_run_but_what_is_done_stays_so(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(3))
+    spec = job.spec(sampling={"structured_outputs": {"choice": ["a"]}})
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "llguidance", None)  # importing it raises ImportError
+        with pytest.raises(UsageError, match=r"needs the package llguidance: pip install 'batchgen\[structured\]'"):
+            job.run(spec)
+        assert not job.engines and not job.output.exists()
+    assert job.run(spec).exit_code == 0
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert job.run(spec).lines[0].startswith("already done")
