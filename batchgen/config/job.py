@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,8 +22,10 @@ from batchgen.core.units import parse_size, shown
 SAMPLING_COLUMNS = "sampling.columns"  # "*" stands for every column named like a sampling key that no prompt uses
 RECORD_KEYS = frozenset(
     {"id", "index", "text", "reasoning", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
-    | {"choices", "prompt_logprobs", "perplexity"}
+    | {"choices", "prompt_logprobs", "perplexity", "complete", "parsed"}
 )  # fields of an output record; a kept column of such a name is written as input_<name>
+# Fields that the record has had since a key came; in a run that an earlier build began they are names like any other.
+_KEY_OF_FIELD = {"reasoning": "output.split_reasoning", "complete": "output.parse_json", "parsed": "output.parse_json"}
 
 
 def _paths(paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -168,6 +170,7 @@ class OutputSpec:
     order: str = key(one_of("input", "completion"), "Order of the output rows", "input", outputs=False)
     token_ids: bool = key(BOOL, "Add the generated token ids", False)
     split_reasoning: bool = key(BOOL, "Put what a model thinks first into a field of its own", False)
+    parse_json: bool = key(BOOL, "Add the value of a text that is JSON; typed columns in Parquet", False)
     expected: str | None = key(_COLUMN, "Column to compare the text with", None)
 
     @property
@@ -191,6 +194,13 @@ class JobSpec:
     engine: EngineConfig = EngineConfig()
     sampling_columns: tuple[str, ...] = ()  # ``sampling.columns``: see ``SAMPLING_COLUMNS``
     over_preset: tuple[str, ...] | None = None  # keys given over ``preset = "model"``, until the model is found
+    record_keys: frozenset[str] = RECORD_KEYS  # fields of the run's records; see ``record_keys_of``
+
+    @property
+    def expected_field(self) -> str | None:
+        """The field of an output record that holds ``output.expected``."""
+        name = self.output.expected
+        return f"input_{name}" if name in self.record_keys else name
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data as in the job file, every default filled in; ``load.job_from_dict`` reads it back."""
@@ -213,6 +223,11 @@ class JobSpec:
             for name, value in values.items()
             if KEYS[section][name].outputs
         }
+
+
+def record_keys_of(output_keys: Container[str]) -> frozenset[str]:
+    """The fields of an output record in a run begun with these ``JobSpec.output_keys``."""
+    return RECORD_KEYS - {name for name, key in _KEY_OF_FIELD.items() if key not in output_keys}
 
 
 def is_default(dotted: str, value: object) -> bool:

@@ -1,4 +1,4 @@
-"""JSON encoder for one value per line: UTF-8 where possible, without NaN and raw newlines.
+"""JSON as one line holds it: an encoder, UTF-8 where possible, without NaN and raw newlines, and a strict decoder.
 
 Rows contain values that JSON lacks (dates, decimals, bytes, NaN, lone surrogates, keys that are not strings). This
 module decides once how outputs, errors and the journal write each of them.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import json
 import math
-from typing import Any
+from typing import Any, NoReturn
+
+MAX_DEPTH = 100  # of nesting: more could not be written out again within Python's recursion limit
 
 
 def encode_json(value: Any) -> bytes:
@@ -26,6 +28,43 @@ def encode_json(value: Any) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         return json.dumps(json.loads(text)).encode()
+
+
+def json_value(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError for what is none, or would be written out again as something else.
+
+    That is: a key twice in one object, NaN, a number beyond float64 or of more than 4,300 digits, a lone surrogate, and
+    more than ``MAX_DEPTH`` levels.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and depth_of(value) > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    return value
+
+
+def depth_of(value: object) -> int:
+    """Levels of nesting, counted without recursion."""
+    depth = 0
+    level = [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+    return depth
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _plain(value: Any) -> Any:

@@ -17,8 +17,9 @@ from typing import Any, TypeGuard
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, StorageError, UsageError
+from batchgen.core.json_line import MAX_DEPTH
 from batchgen.core.records import WHOLE, BadRow, Cursor, Record, Shard
-from batchgen.input.formats.jsonl import MAX_DEPTH, parse_jsonl
+from batchgen.input.formats.jsonl import parse_jsonl
 from batchgen.input.formats.lines import LinesFile
 from batchgen.input.rows import RowProblem, bad_row, row_id
 

@@ -11,27 +11,23 @@ from itertools import takewhile
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
-from batchgen.core.records import WHOLE, BadRow, Record, Request, Shard
+from batchgen.core.records import WHOLE, BadRow, Record, Request, SamplingParams, Shard
 from batchgen.core.units import counted
 from batchgen.input.ids import UniqueIds
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import RowProblem, bad_row, chunked, row_id
-from batchgen.text.reasoning import PROMPT_END
 
 _SHOWN_BAD_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A row whose request is in the engine: its id, None where it has none, and the choices to score.
-
-    ``prompt_end`` are the last tokens of its prompt, which say whether the answer begins inside reasoning.
-    """
+    """A row whose request is in the engine: its id, None where it has none, its sampling and its prompt."""
 
     record: Record
     id: str | int | None
-    choices: tuple[str, ...] = ()
-    prompt_end: tuple[int, ...] = ()
+    params: SamplingParams = SamplingParams()  # noqa: RUF009 - it is frozen
+    prompt_token_ids: tuple[int, ...] = ()
 
     @property
     def index(self) -> int:
@@ -95,7 +91,7 @@ class RowValidator:
 def _answer(row: Pending, built: Request | BadRow) -> tuple[Pending, Request] | BadRow:
     if isinstance(built, BadRow):
         return built
-    return replace(row, choices=built.params.choices, prompt_end=built.prompt_token_ids[-PROMPT_END:]), built
+    return replace(row, params=built.params, prompt_token_ids=built.prompt_token_ids), built
 
 
 def rebuild_ids(rows: Iterable[Record | BadRow], last: int, validator: RowValidator) -> None:

@@ -15,7 +15,7 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any
 
-from batchgen.config.job import OutputSpec
+from batchgen.config.job import JobSpec, OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.storage import publish, remove_file, staged_file
 from batchgen.output.formats import OutputFormat, output_format
@@ -41,14 +41,12 @@ class Rows:
         self.count = count
 
 
-def finalize(
-    run_dir: RunDir, output: OutputSpec, journal: Journal, *, num_rows: int, model: str = "", chat: bool = True
-) -> Counts:
+def finalize(run_dir: RunDir, spec: JobSpec, journal: Journal, *, num_rows: int) -> Counts:
     """Write the outputs and failed rows of a run whose rows are all in the journal; see the module for the order.
 
-    ``num_rows`` counts the input's rows over all shards and is stored in ``job.json``. ``model`` and ``chat`` shape
-    OpenAI responses. ``errors.jsonl`` exists afterwards only if a row failed. Once the report is written too, call
-    ``journal.remove()``. Raises BatchgenError if a row is missing, StorageError if the disk refuses.
+    ``num_rows`` counts the input's rows over all shards and is stored in ``job.json``. ``errors.jsonl`` exists
+    afterwards only if a row failed. Once the report is written too, call ``journal.remove()``. Raises BatchgenError if
+    a row is missing, StorageError if the disk refuses.
     """
     journal.commit()
     if not journal.done.covers(num_rows):
@@ -56,7 +54,7 @@ def finalize(
             f"{run_dir.path}: the input has {num_rows} rows, but the journal holds {len(journal.done)} and the first "
             f"unfinished one is row {journal.done.first_gap}; nothing was written"
         )
-    form = output_format(output.format, model=model, chat=chat)
+    form, output = output_format(spec), spec.output
     manifest = run_dir.read_manifest()
     if manifest is not None and manifest.num_rows != num_rows:
         run_dir.write_manifest(replace(manifest, num_rows=num_rows))
@@ -68,9 +66,7 @@ def finalize(
     return counts
 
 
-def finalize_retry(
-    run_dir: RunDir, output: OutputSpec, journal: Journal, *, model: str = "", chat: bool = True
-) -> Counts:
+def finalize_retry(run_dir: RunDir, spec: JobSpec, journal: Journal) -> Counts:
     """Put the rows of a retry's journal into the existing outputs; those that failed again stay in ``errors.jsonl``.
 
     The journal holds every failed row. The outputs are replaced first: a kill in between leaves rows in both files,
@@ -78,7 +74,7 @@ def finalize_retry(
     ``journal.remove()``. Raises StorageError.
     """
     journal.commit()
-    form = output_format(output.format, model=model, chat=chat)
+    form, output = output_format(spec), spec.output
 
     def results() -> Iterator[IndexedRow]:
         kept = (row for row in form.read(run_dir.outputs(output.format)) if row[0] not in journal.done)
@@ -99,10 +95,10 @@ def stage(run_dir: RunDir, output: OutputSpec, form: OutputFormat, results: Rows
     return Counts(results.count, errors.count)
 
 
-def write_errors(run_dir: RunDir, output: OutputSpec, journal: Journal) -> None:
+def write_errors(run_dir: RunDir, spec: JobSpec, journal: Journal) -> None:
     """Write ``errors.jsonl`` of an unfinished run: the rows that have failed so far. Raises StorageError."""
     with staged_file(run_dir.errors) as file:
-        write_lines(file, Rows(lambda: _errors(journal, output_format(output.format))))
+        write_lines(file, Rows(lambda: _errors(journal, output_format(spec))))
     publish(run_dir.errors)
 
 
@@ -123,9 +119,9 @@ def read_errors(run_dir: RunDir) -> Iterator[IndexedRow]:
     return read_lines(run_dir.errors) if run_dir.errors.exists() else iter(())
 
 
-def read_records(run_dir: RunDir, output_format_name: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str, Any]]]:
     """The records of a finished run's outputs with their indexes. Raises StorageError where they were edited."""
-    form, path = output_format(output_format_name), run_dir.outputs(output_format_name)
+    form, path = output_format(spec), run_dir.outputs(spec.output.format)
     for index, row in form.read(path):
         try:
             record = form.record(row)

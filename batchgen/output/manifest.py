@@ -14,7 +14,7 @@ from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
 
-from batchgen.config.job import SAMPLING_COLUMNS, OutputSpec, is_default
+from batchgen.config.job import SAMPLING_COLUMNS, OutputSpec, is_default, record_keys_of
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import WHOLE, Shard
 from batchgen.core.units import shortened
@@ -53,6 +53,17 @@ class Manifest:
     def begun_at(self) -> datetime | None:
         """``created_at``, if it is known."""
         return datetime.fromisoformat(self.created_at) if self.created_at else None
+
+    @property
+    def record_keys(self) -> frozenset[str]:
+        """The fields of this run's output records."""
+        return record_keys_of(self.output_keys)
+
+    def continuing(self, begun: Manifest) -> Manifest:
+        """This manifest as that of a run which ``begun`` began: keys that its build did not know stay away."""
+        known = begun.output_keys.keys() | {SAMPLING_COLUMNS}
+        output_keys = {key: value for key, value in self.output_keys.items() if key in known}
+        return replace(self, output_keys=output_keys, created_at=begun.created_at, num_rows=begun.num_rows)
 
     def to_bytes(self) -> bytes:
         """The content of ``job.json``."""

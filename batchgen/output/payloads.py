@@ -6,17 +6,31 @@ Pure functions from a row and its result to plain data, without any file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any, Protocol
 
 from batchgen.config.job import RECORD_KEYS, JobSpec
-from batchgen.core.records import BadRow, FinishReason, Record, Result, Sample, Timings, TokenLogprob, url_of
+from batchgen.core import structured
+from batchgen.core.json_line import json_value
+from batchgen.core.records import (
+    BadRow,
+    FinishReason,
+    Record,
+    Result,
+    Sample,
+    SamplingParams,
+    Timings,
+    TokenLogprob,
+    url_of,
+)
 from batchgen.text.reasoning import Reasoning
 from batchgen.text.stop_strings import cut_text
 
 RowId = str | int | None
 _TIMINGS = tuple(item.name for item in fields(Timings))
+_OF_SAMPLE = ("text", "reasoning", "parsed", "finish_reason", "complete")  # before usage and timings
 _DIGITS = 6  # of times and log-probabilities
 _LEAST_MEAN = -700.0  # exp(709.8) is the largest float
 
@@ -31,39 +45,49 @@ class Payloads:
     """Makes the payloads of one job. ``decode`` is None for a model without a tokenizer: ids then replace the text.
 
     ``reasoning`` splits the texts of a job that asks for it; a text without reasoning has null in that field.
+    ``text_behind`` is that of ``text.reasoning`` with the model's tokenizer.
     """
 
-    def __init__(self, spec: JobSpec, decode: Decode | None, reasoning: Reasoning | None = None) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        decode: Decode | None,
+        reasoning: Reasoning | None = None,
+        text_behind: Callable[[str, Sequence[int], Sequence[int], str], str] | None = None,
+    ) -> None:
         self._spec = spec
         self._decode = decode
         self._reasoning = reasoning
+        self._text_behind = text_behind
 
     def result(
         self,
         record: Record,
         row_id: RowId,
         result: Result,
-        choices: tuple[str, ...] = (),
-        prompt_end: Sequence[int] = (),
+        params: SamplingParams = SamplingParams(),  # noqa: B008 - it is frozen
+        prompt_token_ids: Sequence[int] = (),
     ) -> dict[str, Any]:
         """The output record of a row; the index is the id of a row without one.
 
-        The order is fixed and fields that were not asked for are left out: id, index, text, reasoning, finish_reason,
-        usage, timings, token_ids, logprobs, samples, choices, prompt_logprobs, perplexity, kept columns. The text,
-        reason, ids and log-probabilities are those of the first sample; ``samples`` holds all of several. A row whose
-        ``choices`` were scored has the likeliest of them as its text. A kept column with the name of a field of the
-        record is written as ``input_<name>``. ``prompt_end`` are the last tokens of the prompt.
+        The order is fixed and fields that were not asked for are left out: id, index, text, reasoning, parsed,
+        finish_reason, complete, usage, timings, token_ids, logprobs, samples, choices, prompt_logprobs, perplexity,
+        kept columns. What a sample has is that of the first one; ``samples`` holds all of several. ``complete`` is
+        whether the text fits its structured outputs. ``parsed`` is its JSON value, null where it has none or is not
+        complete. A row whose ``choices`` were scored has the likeliest of them as its text. A kept column with the name
+        of a field of the record is written as ``input_<name>``.
         """
-        is_open = self._reasoning is not None and self._reasoning.is_open(prompt_end)
-        samples = [self._sample(sample, is_open=is_open) for sample in result.samples]
+        is_open = self._reasoning is not None and self._reasoning.is_open(prompt_token_ids)
+        samples = [self._sample(sample, params, prompt_token_ids, is_open=is_open) for sample in result.samples]
         first = samples[0]
-        scored = [*zip(choices, result.choice_logprobs, strict=True)] if choices else []
+        scored = [*zip(params.choices, result.choice_logprobs, strict=True)] if params.choices else []
         if scored:
             likeliest, _ = max(scored, key=lambda choice: choice[1])  # the first of equals
             first |= {"text": likeliest, "finish_reason": str(FinishReason.STOP)}
             first |= {"reasoning": None} if self._reasoning is not None else {}
+            first |= {"parsed": _json_or_none(likeliest)} if self._spec.output.parse_json else {}
         payload: dict[str, Any] = {"id": record.index if row_id is None else row_id, "index": record.index}
-        payload |= {name: first[name] for name in ("text", "reasoning", "finish_reason") if name in first}
+        payload |= {name: first[name] for name in _OF_SAMPLE if name in first}
         payload["usage"] = {
             "prompt_tokens": result.num_prompt_tokens,
             "completion_tokens": result.num_completion_tokens,
@@ -108,9 +132,11 @@ class Payloads:
             if answers_batch:
                 wanted["url"] = None
             names = [name for name in wanted if name in columns]
-        return {kept_name(name, columns): columns[name] for name in names}
+        return {kept_name(name, columns, spec.record_keys): columns[name] for name in names}
 
-    def _sample(self, sample: Sample, *, is_open: bool) -> dict[str, Any]:
+    def _sample(
+        self, sample: Sample, params: SamplingParams, prompt_token_ids: Sequence[int], *, is_open: bool
+    ) -> dict[str, Any]:
         shaped: dict[str, Any] = {}
         if self._decode is not None:
             shaped["text"] = text = (
@@ -118,10 +144,18 @@ class Payloads:
                 if sample.stop is not None
                 else self._decode(sample.token_ids)
             )
+            whole = text
             if self._reasoning is not None:
                 reasoning, text = self._reasoning.split(sample.token_ids, text, is_open=is_open)
                 shaped |= {"text": text, "reasoning": reasoning}
+            if self._spec.output.parse_json:
+                marker = _marker(params.structured_outputs)
+                if marker and self._text_behind:
+                    text = self._text_behind(marker, prompt_token_ids, sample.token_ids, whole)
+                shaped["parsed"] = None if sample.is_complete is False else _json_or_none(text)
         shaped["finish_reason"] = str(sample.finish_reason)
+        if sample.is_complete is not None:
+            shaped["complete"] = sample.is_complete
         if self._spec.output.token_ids or self._decode is None:
             shaped["token_ids"] = list(sample.token_ids)
         if sample.logprobs is not None:
@@ -140,6 +174,18 @@ class Payloads:
         return {"token_id": token_id, "token": text, "logprob": _rounded(logprob)}
 
 
+@lru_cache(maxsize=64)
+def _marker(structured_outputs: str) -> str:
+    return str(structured.parsed(structured_outputs).get("after", ""))
+
+
+def _json_or_none(text: str) -> Any:
+    try:
+        return json_value(text)
+    except ValueError:
+        return None
+
+
 def _rounded(logprob: float) -> float:
     return round(logprob, _DIGITS) + 0.0  # never -0.0
 
@@ -152,9 +198,9 @@ def _perplexity(tokens: Sequence[TokenLogprob]) -> float | None:
     return round(math.exp(-mean), _DIGITS) if mean > _LEAST_MEAN else None
 
 
-def kept_name(name: str, columns: dict[str, Any]) -> str:
+def kept_name(name: str, columns: dict[str, Any], record_keys: frozenset[str] = RECORD_KEYS) -> str:
     """The name of a kept column in the output record, whose own fields take precedence."""
-    if name in RECORD_KEYS:
+    if name in record_keys:
         name = f"input_{name}"
         while name in columns:
             name = f"input_{name}"

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchgen.config.job import RECORD_KEYS
 from batchgen.report.distribution import Distribution, Largest
 
 LATENCIES = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
@@ -22,7 +21,7 @@ _NUM_SLOWEST = 10
 
 @dataclass
 class RowTotals:
-    """Totals of rows. ``expected`` names the column whose text an output is compared with, if any."""
+    """Totals of rows. ``expected`` is the field of a record that its text is compared with, if any."""
 
     expected: str | None = None
     num_results: int = 0
@@ -58,10 +57,9 @@ class RowTotals:
             row = {name: record.get(name) for name in ("id", "index")}
             row |= {name: usage[name] for name in _LENGTHS} | {name: timings.get(name) for name in _SLOW_TIMINGS}
             self._slowest.add(timings["total_s"], row)
-        kept = f"input_{self.expected}" if self.expected in RECORD_KEYS else self.expected  # as outputs name it
-        if kept is not None and record.get(kept) is not None:
+        if self.expected is not None and record.get(self.expected) is not None:
             self.compared += 1
-            self.correct += record.get("text", "").strip() == str(record[kept]).strip()
+            self.correct += record.get("text", "").strip() == str(record[self.expected]).strip()
 
     def add_error(self, line: Mapping[str, Any]) -> None:
         """Take in a line of ``errors.jsonl``; an OpenAI error file nests the code."""

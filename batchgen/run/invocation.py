@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +33,7 @@ from batchgen.run.progress import GENERATING, Progress
 from batchgen.run.requests import RequestStream
 from batchgen.run.results import ResultSink
 from batchgen.run.stop import Limits, Stopper, StopRequested
-from batchgen.text.reasoning import Reasoning
+from batchgen.text.reasoning import Reasoning, text_behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,8 @@ class Invocation(ABC):
         """
         tokenizer = self.model.tokenizer
         reasoning = Reasoning(tokenizer) if tokenizer and self.spec.output.split_reasoning else None
-        payloads = Payloads(self.spec, tokenizer.decode if tokenizer else None, reasoning)
+        decode = tokenizer.decode if tokenizer else None
+        payloads = Payloads(self.spec, decode, reasoning, partial(text_behind, tokenizer) if tokenizer else None)
         charge = self.progress.clock.on
         sink = self.progress.sink = ResultSink(journal, payloads, self.options.max_error_rate, charge)
         stream = RequestStream(sink, validator, self.stopper, charge)

@@ -173,7 +173,8 @@ class _Job(Invocation):
             )
         for line in found.allowed if not is_complete else ():
             self.progress.display.note(f"resuming with {line}")
-        self.manifest = replace(now, created_at=begun.created_at, num_rows=begun.num_rows)
+        self.manifest = now.continuing(begun)
+        self.spec = replace(self.spec, record_keys=begun.record_keys)
 
     def _refuse_other_form(self, begun: Manifest) -> None:
         """Raises ResumeMismatch: the journal of a finished run is gone, so its outputs cannot be written again."""
@@ -260,13 +261,12 @@ class _Job(Invocation):
             is_done = self.generate(rows.read(), validator, journal)
         if not is_done:
             if self.stopper.exit_code == ExitCode.ROWS_FAILED:
-                write_errors(self.run_dir, self.spec.output, journal)
+                write_errors(self.run_dir, self.spec, journal)
             return self.stopped()
         source.check_unchanged()
         self._keep_file_states(self.manifest)
         with progress.phase("writing the outputs", "write"):
-            model, chat = self.spec.model.path, self.spec.input.chat
-            finalize(self.run_dir, self.spec.output, journal, num_rows=rows.num_rows, model=model, chat=chat)
+            finalize(self.run_dir, self.spec, journal, num_rows=rows.num_rows)
         return self._finish(journal)
 
     def _restore_ids(self, source: Source, journal: Journal, validator: RowValidator) -> None:
@@ -284,7 +284,7 @@ class _Job(Invocation):
     def _finish(self, journal: Journal) -> Outcome:
         """Write the report; then the journal and the copy of standard input are no longer needed."""
         with self.progress.phase("writing the report", "write"):
-            totals = journal_totals(journal, self.spec.output.expected)
+            totals = journal_totals(journal, self.spec)
         report = build_report(totals, self.progress.usage(), job_facts(self.spec, self.manifest, self.backend))
         write_report(self.run_dir.report, report)
         if self.stdin is not None:

@@ -122,8 +122,8 @@ def _joined_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> dict[s
         usage = follow(usage, usage_of(report))
     facts = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _SHARED_FACTS}
     facts["numerics"] = manifest.fingerprints.get("numerics", facts["numerics"])  # with the kernels of all shards
-    job = job_from_dict(manifest.job, run_dir.manifest)
-    totals = output_totals(run_dir, job.output)
+    job = replace(job_from_dict(manifest.job, run_dir.manifest), record_keys=manifest.record_keys)
+    totals = output_totals(run_dir, job)
     return build_report(totals, usage, facts | job.model.named | {"shard": "1/1"})
 
 
@@ -151,9 +151,9 @@ def _refuse_outdated(shards: Sequence[_Shard], run_dir: RunDir) -> None:
 
 def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> Counts:
     """Write the joined files; the outputs appear last, as in ``finalize``."""
-    job = job_from_dict(manifest.job, run_dir.manifest)
+    job = replace(job_from_dict(manifest.job, run_dir.manifest), record_keys=manifest.record_keys)
     output = job.output
-    form = output_format(output.format)
+    form = output_format(job)
     proof = _Proof(shards)
 
     def results() -> Iterator[IndexedRow]:
@@ -197,7 +197,7 @@ def _claims(shards: Sequence[_Shard], job: JobSpec) -> Iterator[Claim]:
     """The ids of all results; an index in place of a missing id counts only where it could be taken for an id."""
     is_named = job.input.id is not None or job.output.has_text_ids
     for shard in shards:
-        for index, record in read_records(shard.run_dir, job.output.format):
+        for index, record in read_records(shard.run_dir, job):
             known = record.get("id", index)
             if is_named or known != index:
                 yield index, known
@@ -248,6 +248,10 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
     columns = [list(shard.manifest.output_keys.get(SAMPLING_COLUMNS, ["*"])) for shard in (first, other)]
     if columns[0] != columns[1] and not differences:  # an earlier build had no such key, and took all
         differences = (f"{SAMPLING_COLUMNS}: was {columns[0]}, now {columns[1]}",)
+    kept = {*first.manifest.job["input"]["keep_columns"], first.manifest.job["output"]["expected"]}
+    for name in sorted(kept & (first.manifest.record_keys ^ other.manifest.record_keys)):
+        names = [f"input_{name}" if name in shard.manifest.record_keys else name for shard in (first, other)]
+        differences += (f"name of the column {name} in the outputs: was {names[0]}, now {names[1]}",)
     for key in ("format", "order"):
         values = [shard.manifest.job["output"][key] for shard in (first, other)]
         if values[0] != values[1]:

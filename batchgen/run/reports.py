@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.config.job import JobSpec, OutputSpec
+from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.storage import check_replaceable, write_atomic
 from batchgen.output.finalize import read_errors, read_records
@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
     from batchgen.run.loader import Backend
 
 
-def journal_totals(journal: Journal, expected: str | None) -> RowTotals:
+def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
     """Totals of the rows in a journal. Raises StorageError if one no longer reads back."""
-    totals = RowTotals(expected)
+    totals = RowTotals(spec.expected_field)
     for index in journal.done.indexes(errors=False):
         totals.add_result(json.loads(journal.payload(index)))
     for index in journal.done.indexes(errors=True):
@@ -33,10 +33,10 @@ def journal_totals(journal: Journal, expected: str | None) -> RowTotals:
     return totals
 
 
-def output_totals(run_dir: RunDir, output: OutputSpec) -> RowTotals:
+def output_totals(run_dir: RunDir, spec: JobSpec) -> RowTotals:
     """Totals of the rows in a finished run's outputs and ``errors.jsonl``. Raises StorageError if one is damaged."""
-    totals = RowTotals(output.expected)
-    for _, record in read_records(run_dir, output.format):
+    totals = RowTotals(spec.expected_field)
+    for _, record in read_records(run_dir, spec):
         totals.add_result(record)
     for _, line in read_errors(run_dir):
         totals.add_error(json.loads(line))

@@ -50,7 +50,7 @@ class ResultSink:
         record, error = row.record, result.error
         if error is None:
             try:
-                payload = self._payloads.result(record, row.id, result, row.choices, row.prompt_end)
+                payload = self._payloads.result(record, row.id, result, row.params, row.prompt_token_ids)
             except TokenizerError as problem:
                 error = RowError(RowErrorCode.INTERNAL, str(problem))
         if error is not None:

@@ -51,7 +51,7 @@ def retry_job(
         raise UsageError(f"{folder} is not a run directory: it has no job.json")
     if not run_dir.is_complete():
         raise UsageError(f"{folder} is not finished: run its job again first, retry comes after")
-    spec = override(job_from_dict(manifest.job, run_dir.manifest), flags)
+    spec = replace(override(job_from_dict(manifest.job, run_dir.manifest), flags), record_keys=manifest.record_keys)
     retry = _Retry(spec, replace(options, max_error_rate=None), run_dir, engine_factory)
     retry.manifest, retry.digests = manifest, Digests(manifest.file_states)
     return retry.execute()
@@ -99,7 +99,7 @@ class _Retry(Invocation):
         letters = DeadLetters(self.run_dir.errors, outputs, num_rows, shard, has_succeeded, self.spec.input)
 
         def known_ids() -> Iterator[Claim]:
-            for index, record in read_records(self.run_dir, output.format):
+            for index, record in read_records(self.run_dir, self.spec):
                 letters.add_result(index)
                 yield index, record.get("id", index)
             for index in journal.done:
@@ -125,7 +125,7 @@ class _Retry(Invocation):
     def _replace_outputs(self, journal: Journal) -> Outcome:
         spec, num_fixed = self.spec, journal.counts.results
         with self.progress.phase("writing the outputs", "write"):
-            finalize_retry(self.run_dir, spec.output, journal, model=spec.model.path, chat=spec.input.chat)
+            finalize_retry(self.run_dir, spec, journal)
             report = self._report()
             write_report(self.run_dir.report, report)
         outcome = self.finished(journal, report)
@@ -133,7 +133,7 @@ class _Retry(Invocation):
 
     def _report(self) -> dict[str, Any]:
         """The new report, from the outputs as they are now; it adds up the times of the run and of its retries."""
-        totals = output_totals(self.run_dir, self.spec.output)
+        totals = output_totals(self.run_dir, self.spec)
         try:
             before = read_report(self.run_dir)
         except UsageError as error:  # merged without reports, or written by another version

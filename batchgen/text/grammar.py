@@ -19,8 +19,7 @@ import numpy as np
 from batchgen.core.errors import TokenizerError
 from batchgen.core.structured import parsed, schema_of
 from batchgen.core.units import shortened, shown
-from batchgen.text.reasoning import PROMPT_END
-from batchgen.text.stop_strings import StopStrings
+from batchgen.text.stop_strings import StopStrings, ends_in
 from batchgen.text.tokenizer import Tokenizer, reason
 
 _MAX_COMPILED = 512  # grammars kept: more than the rows that are checked at once
@@ -53,12 +52,8 @@ class Grammars:
     def begin(self, text: str, prompt_token_ids: Sequence[int]) -> Guide:
         """A guide for the answer to a prompt; with ``after`` it waits for that marker, unless the prompt ends in it."""
         marker = parsed(text).get("after", "")
-        if not marker:
-            return Guide(self, text, "")
-        last = prompt_token_ids[-PROMPT_END - len(marker.encode()) :]  # a byte each at worst, and blanks behind them
-        prompt_end = self.tokenizer.decode(last, skip_special_tokens=False)
-        _, found, rest = prompt_end.rpartition(marker)
-        return Guide(self, text, "" if found and not rest.strip() else marker)
+        is_open = not marker or ends_in(self.tokenizer, prompt_token_ids, marker)
+        return Guide(self, text, "" if is_open else marker)
 
     def fill(self, guides: Sequence[Guide], bits: np.ndarray) -> None:
         """Write which tokens may come next into ``bits`` (int32 [num_guides, words]), a bit per token.

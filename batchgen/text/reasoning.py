@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from batchgen.text.stop_strings import ends_in
 from batchgen.text.tokenizer import Tokenizer
 
-PROMPT_END = 32  # tokens of a prompt that hold an opening marker at its end, a byte each at worst
 _NAME = r"[\w:.-]{0,24}(?:think|thought|reason)[\w:.-]{0,24}"
 _CLOSING = re.compile(rf"<(/){_NAME}>|\[(/){_NAME}\]|<\|(END_){_NAME}\|>", re.IGNORECASE)
 _USUAL = "</think>"
@@ -33,8 +33,7 @@ class Reasoning:
 
     def is_open(self, prompt_end: Sequence[int]) -> bool:
         """Whether a prompt with these last tokens ends in an opening marker, so that its answer begins inside."""
-        text = self._tokenizer.decode(prompt_end[-PROMPT_END:], skip_special_tokens=False)
-        return text.rstrip().endswith(self.opening)
+        return ends_in(self._tokenizer, prompt_end, self.opening)
 
     def split(self, token_ids: Sequence[int], text: str, *, is_open: bool) -> tuple[str | None, str]:
         """The reasoning, None where there is none, and the rest of the text; newlines beside markers are left out.
@@ -52,12 +51,31 @@ class Reasoning:
         return text[end:close].strip("\n"), text[rest:].lstrip("\n")
 
     def _find(self, marker: str, token_ids: Sequence[int], text: str, start: int) -> tuple[int, int]:
-        """Where a marker begins and ends in the text, at ``start`` at the earliest; -1 where it is not."""
-        token_id = self._tokenizer.token_id(marker)
-        if token_id in self._tokenizer.silent_token_ids:
-            for place, found in enumerate(token_ids):
-                at = len(self._tokenizer.decode(token_ids[:place])) if found == token_id else -1
-                if at >= start:
-                    return at, at
-        at = text.find(marker, start)
-        return at, at + len(marker)
+        return find_marker(self._tokenizer, marker, token_ids, text, start)
+
+
+def find_marker(
+    tokenizer: Tokenizer, marker: str, token_ids: Sequence[int], text: str, start: int = 0
+) -> tuple[int, int]:
+    """Where a marker begins and ends in the text of tokens, at ``start`` at the earliest; -1 where it is not."""
+    token_id = tokenizer.token_id(marker)
+    if token_id in tokenizer.silent_token_ids:
+        for place, found in enumerate(token_ids):
+            at = len(tokenizer.decode(token_ids[:place])) if found == token_id else -1
+            if at >= start:
+                return at, at
+    at = text.find(marker, start)
+    return at, at + len(marker)
+
+
+def text_behind(
+    tokenizer: Tokenizer, marker: str, prompt_token_ids: Sequence[int], token_ids: Sequence[int], text: str
+) -> str:
+    """What stands behind the first mention of a marker in the text of tokens; "" where it is not there.
+
+    Where the prompt ends in the marker, that is the whole text.
+    """
+    if ends_in(tokenizer, prompt_token_ids, marker):
+        return text
+    begin, end = find_marker(tokenizer, marker, token_ids, text)
+    return "" if begin < 0 else text[end:]

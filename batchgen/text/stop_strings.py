@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from batchgen.text.tokenizer import Tokenizer
 
+_BLANKS = 32  # tokens: more than a prompt has behind a marker
 _UNDECODED = "\ufffd"  # decoded from bytes that form no character (yet)
 _MAX_OPEN = 8  # tokens whose text may still change
 
@@ -104,3 +105,10 @@ def _num_common(first: str, second: str) -> int:
     """Number of characters that two texts have in common at their beginning."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def ends_in(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], marker: str) -> bool:
+    """Whether a prompt ends in a text that is not empty, blanks aside. Special tokens count as text."""
+    last = prompt_token_ids[-_BLANKS - len(marker.encode()) :]  # a byte each at worst
+    _, found, rest = tokenizer.decode(last, skip_special_tokens=False).rpartition(marker)
+    return bool(found) and not rest.strip()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.core.json_line import encode_json
+from batchgen.core.json_line import MAX_DEPTH, depth_of, encode_json, json_value
 
 HALF = st.text(st.characters())  # lone surrogates included
 VALUES = st.recursive(
@@ -50,3 +50,29 @@ def test_any_value_becomes_one_line_of_strict_json(value: Any) -> None:
 )
 def test_values_json_has_no_word_for(value: Any, expected: bytes) -> None:
     assert encode_json(value) == expected
+
+
+@given(VALUES)
+def test_a_value_that_was_decoded_is_written_as_it_was_read(value: Any) -> None:
+    line = encode_json(value)
+    try:
+        found = json_value(line.decode())
+    except ValueError:
+        assert b"\\ud" in line  # half a character
+    else:
+        assert encode_json(found) == line
+        assert depth_of(found) <= MAX_DEPTH
+
+
+@pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", '{"a": 1, "a": 2}', '"\\ud83d"', "9" * 5000, "", "{}{}"])
+def test_what_would_be_written_as_something_else_is_no_value(text: str) -> None:
+    with pytest.raises(ValueError):
+        json_value(text)
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 900, 100_000])
+def test_nesting_has_a_limit(depth: int) -> None:
+    deep = json_value("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    assert depth_of(deep) == MAX_DEPTH
+    with pytest.raises(ValueError, match="deep"):
+        json_value("[" * depth + "]" * depth)

@@ -60,9 +60,13 @@ def append(journal: Journal, index: int, *, failed: bool) -> None:
     journal.append(JournalEntry(index, after, "error" if failed else "result", payload))
 
 
+def job_of(output_format: str) -> JobSpec:
+    return JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("", format=output_format))
+
+
 def run_job(path: Path, output_format: str, shard: Shard = WHOLE) -> None:
     """What ``batchgen run`` does to a run directory, with rows that need no engine and finish out of order."""
-    job = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("", format=output_format))
+    job = job_of(output_format)
     run_dir = RunDir(path)
     run_dir.create()
     with run_dir.lock():
@@ -81,7 +85,7 @@ def run_job(path: Path, output_format: str, shard: Shard = WHOLE) -> None:
                 journal.commit()
             if step == 16:
                 journal.save_partials(dict.fromkeys(todo[17:20], (1, 2, 3)))
-        finalize(run_dir, job.output, journal, num_rows=NUM_ROWS, model="m")
+        finalize(run_dir, job, journal, num_rows=NUM_ROWS)
         journal.remove()
 
 
@@ -93,7 +97,7 @@ def run_retry(path: Path, output_format: str) -> None:
         for index in [index for index, _ in read_errors(run_dir) if index not in journal.done]:
             append(journal, index, failed=index == 4)
             journal.commit()
-        finalize_retry(run_dir, OutputSpec("", format=output_format), journal, model="m")
+        finalize_retry(run_dir, job_of(output_format), journal)
         journal.remove()
 
 
@@ -114,7 +118,7 @@ def prepare_shards(path: Path, output_format: str) -> None:
     for number in (1, 2, 3):
         folder = path / f"shard-{number}"
         run_job(folder, output_format, Shard(number, 3))
-        totals = output_totals(RunDir(folder), OutputSpec("", format=output_format))
+        totals = output_totals(RunDir(folder), job_of(output_format))
         about = {"model": "m", "input": [], "created_at": "", "numerics": {}, "threads": 1, "shard": f"{number}/3"}
         write_report(RunDir(folder).report, build_report(totals, {}, {**about, "roofline": None}))
 

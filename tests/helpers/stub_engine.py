@@ -52,7 +52,8 @@ def stub_result(request: Request, tokens: Sequence[int], timings: Timings) -> Re
         return Result(request.key, num_prompt_tokens, best, FinishReason.STOP, timings, choice_logprobs=scores)
     reason = FinishReason.LENGTH if len(tokens) == params.max_tokens else FinishReason.STOP
     samples = [tuple(tokens), *(tuple(tokens[: len(tokens) - number]) for number in range(1, params.n))]
-    first, *others = (Sample(ids, reason, None, stub_logprobs(ids, params.logprobs)) for ids in samples)
+    is_complete = reason is FinishReason.STOP if params.structured_outputs else None
+    first, *others = (Sample(ids, reason, None, stub_logprobs(ids, params.logprobs), is_complete) for ids in samples)
     return Result(
         request.key,
         num_prompt_tokens,
@@ -60,6 +61,7 @@ def stub_result(request: Request, tokens: Sequence[int], timings: Timings) -> Re
         first.finish_reason,
         timings,
         logprobs=first.logprobs,
+        is_complete=is_complete,
         more_samples=tuple(others),
         prompt_logprobs=stub_logprobs(request.prompt_token_ids[1:], params.prompt_logprobs),
     )

@@ -12,7 +12,6 @@ from pathlib import Path
 import faults
 import pytest
 
-from batchgen.config.job import OutputSpec
 from batchgen.core.errors import StorageError
 from batchgen.output import journal as journal_module
 from batchgen.output.finalize import finalize
@@ -128,18 +127,18 @@ def test_a_disk_that_fills_while_outputs_are_written_leaves_the_journal_to_run_a
     tmp_path: Path, output_format: str
 ) -> None:
     run_dir = RunDir(tmp_path)
-    output = OutputSpec("", format=output_format)
+    spec = faults.job_of(output_format)
     journal = Journal.open(run_dir.journal)
     fill(journal, 40)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (700, hard))
     try:
         with pytest.raises(StorageError, match=r"cannot write .*outputs.*File too large"):
-            finalize(run_dir, output, journal, num_rows=40)
+            finalize(run_dir, spec, journal, num_rows=40)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["journal"]
-    finalize(run_dir, output, journal, num_rows=40)
+    finalize(run_dir, spec, journal, num_rows=40)
     journal.remove()
     assert run_dir.is_complete()
 
@@ -170,7 +169,6 @@ import faults
 from batchgen.output.journal import Journal
 from batchgen.output.rundir import RunDir
 from batchgen.output.finalize import finalize
-from batchgen.config.job import OutputSpec
 
 folder, output_format, num_rows = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 run_dir = RunDir(folder)
@@ -189,7 +187,7 @@ def work():
 timed("append_s", work)
 journal = timed("open_s", lambda: Journal.open(run_dir.journal))
 assert journal.resume_cursor.index == num_rows
-timed("finalize_s", lambda: finalize(run_dir, OutputSpec("", format=output_format), journal, num_rows=num_rows))
+timed("finalize_s", lambda: finalize(run_dir, faults.job_of(output_format), journal, num_rows=num_rows))
 journal.remove()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, seconds)
 """

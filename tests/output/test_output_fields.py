@@ -11,7 +11,7 @@ import pytest
 
 from batchgen.config.job import RECORD_KEYS
 from batchgen.core.json_line import encode_json
-from batchgen.output.formats import output_format
+from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.output.formats.parquet import FIXED_TYPES, ParquetFormat
 
 TIMINGS = dict.fromkeys(("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s"), 0.25) | {
@@ -34,10 +34,12 @@ SAMPLES = [
     {"text": "", "reasoning": "", "finish_reason": "repetition", "token_ids": [], "logprobs": []},
     {"text": "x", "reasoning": None, "finish_reason": "length", "token_ids": [11], "logprobs": [token(11, "x", -1.0)]},
 ]
+SAMPLES = [{**sample, "complete": complete} for sample, complete in zip(SAMPLES, (True, False, None), strict=True)]
 ASKED: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": LOGPROBS},
     "samples": {"token_ids": [5, 9], "logprobs": LOGPROBS, "samples": SAMPLES},
     "reasoning": {"reasoning": "so"},
+    "structured": {"complete": False},
     "choices": {"choices": [{"text": "yes", "logprob": -0.5}, {"text": " no", "logprob": -3.25}]},
     "scoring": {"prompt_logprobs": LOGPROBS, "perplexity": 2.718282},
     "short": {"logprobs": [], "prompt_logprobs": [], "perplexity": None},
@@ -83,11 +85,13 @@ def test_parquet_has_columns_only_for_what_some_row_asked_for() -> None:
 def test_parquet_fills_in_what_some_samples_lack() -> None:
     samples = [{"text": "a", "finish_reason": "stop"}, {"text": "b", "finish_reason": "length"}]
     (row,) = pq.read_table(io.BytesIO(written(ParquetFormat(), [record(0, samples=samples)]))).to_pylist()
-    assert row["samples"] == [{**sample, "reasoning": None, "token_ids": None, "logprobs": None} for sample in samples]
+    assert row["samples"] == [
+        {**sample, "reasoning": None, "complete": None, "token_ids": None, "logprobs": None} for sample in samples
+    ]
 
 
-def test_every_field_of_the_record_but_the_id_has_a_fixed_type() -> None:
-    assert FIXED_TYPES.keys() == RECORD_KEYS - {"id"}
+def test_every_field_of_the_record_but_the_id_and_the_parsed_value_has_a_fixed_type() -> None:
+    assert FIXED_TYPES.keys() == RECORD_KEYS - {"id", "parsed"}
 
 
 # ---------------------------------------------------------------- OpenAI
@@ -95,8 +99,7 @@ def test_every_field_of_the_record_but_the_id_has_a_fixed_type() -> None:
 
 def body(row: dict[str, Any], *, chat: bool) -> dict[str, Any]:
     """The body of the response line, seen to be what the openai package reads."""
-    form = output_format("openai-batch", model="m", chat=chat)
-    found: dict[str, Any] = json.loads(written(form, [row]))["response"]["body"]
+    found: dict[str, Any] = json.loads(written(OpenAIBatchFormat("m", chat), [row]))["response"]["body"]
     types = pytest.importorskip("openai.types.chat" if chat else "openai.types")
     (types.ChatCompletion if chat else types.Completion).model_validate(found, strict=True)
     return found

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from batchgen.config.job import RECORD_KEYS, InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import Cursor, FinishReason, Record, Result, Sample, TokenLogprob
+from batchgen.core.records import Cursor, FinishReason, Record, Result, Sample, SamplingParams, TokenLogprob
 from batchgen.output.payloads import Payloads
 
 ORDER = [
@@ -21,7 +21,9 @@ ORDER = [
     "index",
     "text",
     "reasoning",
+    "parsed",
     "finish_reason",
+    "complete",
     "usage",
     "timings",
     "token_ids",
@@ -46,11 +48,12 @@ def ids_of(text: str) -> tuple[int, ...]:
 
 
 def payload(
-    result: Result, choices: tuple[str, ...] = (), *, token_ids: bool = False, has_tokenizer: bool = True
+    result: Result, choices: tuple[str, ...] = (), *, has_tokenizer: bool = True, **output: bool
 ) -> dict[str, Any]:
     """The record as a reader of the outputs finds it."""
-    spec = replace(SPEC, output=replace(SPEC.output, token_ids=token_ids))
-    record = Payloads(spec, decode if has_tokenizer else None).result(ROW, None, result, choices)
+    spec = replace(SPEC, output=replace(SPEC.output, **output))
+    params = SamplingParams(choices=choices)
+    record = Payloads(spec, decode if has_tokenizer else None).result(ROW, None, result, params)
     return json.loads(encode_json(record))
 
 
@@ -158,28 +161,76 @@ LOGPROBS = st.none() | st.lists(
     max_size=3,
 ).map(tuple)
 SAMPLES = st.builds(
-    Sample, st.lists(st.integers(0, END), max_size=4).map(tuple), st.sampled_from(FinishReason), logprobs=LOGPROBS
+    Sample,
+    st.lists(st.integers(0, END), max_size=4).map(tuple),
+    st.sampled_from(FinishReason),
+    logprobs=LOGPROBS,
+    is_complete=st.none() | st.booleans(),
 )
 
 
 @settings(deadline=None)
-@given(st.lists(SAMPLES, min_size=1, max_size=3), LOGPROBS, st.booleans(), st.booleans())
+@given(st.lists(SAMPLES, min_size=1, max_size=3), LOGPROBS, st.booleans(), st.booleans(), st.booleans())
 def test_the_order_of_fields_never_changes(
-    samples: list[Sample], prompt_logprobs: Any, token_ids: bool, has_tokenizer: bool
+    samples: list[Sample], prompt_logprobs: Any, token_ids: bool, parse_json: bool, has_tokenizer: bool
 ) -> None:
     first, *more = samples
     whole = result(
         token_ids=first.token_ids,
         finish_reason=first.finish_reason,
         logprobs=first.logprobs,
+        is_complete=first.is_complete,
         more_samples=tuple(more),
         prompt_logprobs=prompt_logprobs,
     )
-    record = payload(whole, token_ids=token_ids, has_tokenizer=has_tokenizer)
+    record = payload(whole, token_ids=token_ids, parse_json=parse_json, has_tokenizer=has_tokenizer)
     assert list(record) == [name for name in ORDER if name in record]
     assert record["usage"]["completion_tokens"] == sum(len(sample.token_ids) for sample in samples)
     assert ("samples" in record) == (len(samples) > 1)
+    assert ("parsed" in record) == (parse_json and has_tokenizer)
+    assert record.get("complete") == first.is_complete
+    assert [sample.get("complete") for sample in record.get("samples", [record])] == [s.is_complete for s in samples]
     assert set(ORDER) == RECORD_KEYS
+
+
+DIGITS = '0123456789[]{}:,"nul -.eENa'
+
+
+def parsed(text: str, **fields: Any) -> Any:
+    """The value in the record of a text made of ``DIGITS``."""
+
+    def spell(ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return "".join(DIGITS[i] for i in ids)
+
+    spec = replace(SPEC, output=replace(SPEC.output, parse_json=True))
+    made = result("", token_ids=tuple(map(DIGITS.index, text)), **fields)
+    return json.loads(encode_json(Payloads(spec, spell).result(ROW, None, made)))["parsed"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (' {"a": [1, 1.0, null]}', {"a": [1, 1.0, None]}),
+        ("12", 12),
+        ("9" * 40, int("9" * 40)),
+        ('"a"', "a"),
+        ("{", None),
+    ]
+    + [(text, None) for text in ("", "{", "NaN", "1e999", '{"a": 1, "a": 1}', "9" * 5000, "[" * 101 + "]" * 101)]
+    + [("[" * 10**5, None), ("[" * 100 + "]" * 100, eval("[" * 100 + "]" * 100))],
+)
+def test_the_value_of_a_text_is_that_of_the_whole_text_or_null(text: str, value: Any) -> None:
+    assert repr(parsed(text)) == repr(value)  # 1 and 1.0 are equal
+
+
+@pytest.mark.parametrize(("is_complete", "value"), [(None, 12), (True, 12), (False, None)])
+def test_a_text_that_was_cut_off_has_no_value(is_complete: bool | None, value: int | None) -> None:
+    assert parsed("12", is_complete=is_complete) == value
+
+
+def test_the_value_of_a_scored_row_is_that_of_its_likeliest_choice() -> None:
+    record = payload(result("ab", choice_logprobs=(-2.0, -1.0), finish_reason=None), ("true", "false"), parse_json=True)
+    assert (record["text"], record["parsed"]) == ("false", False)
 
 
 @pytest.mark.parametrize("keep", [(), ("*",)])

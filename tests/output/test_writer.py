@@ -3,7 +3,6 @@
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchgen.config.job import OutputSpec
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
 from batchgen.core.records import Cursor, Shard
 from batchgen.output import segments
@@ -68,15 +67,16 @@ def run_dir(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path)
 
 
-def spec(output_format: str = "jsonl", order: str = "input") -> OutputSpec:
-    return OutputSpec(path="unused", format=output_format, order=order)
+def spec(output_format: str = "jsonl", order: str = "input", *, chat: bool = True) -> JobSpec:
+    output = OutputSpec(path="unused", format=output_format, order=order)
+    return JobSpec(ModelSpec("m"), InputSpec(("in",), chat=chat), output)
 
 
 def written(
     run_dir: RunDir, results: Rows, errors: Rows = (), output_format: str = "jsonl", **options: Any
 ) -> list[dict[str, Any]]:
     journal = journal_of(run_dir.journal, results, errors)
-    counts = finalize(run_dir, spec(output_format), journal, num_rows=len(results) + len(errors), **options)
+    counts = finalize(run_dir, spec(output_format, **options), journal, num_rows=len(results) + len(errors))
     journal.remove()
     assert counts == Counts(len(results), len(errors))
     if output_format == "parquet":
@@ -281,7 +281,7 @@ def test_a_parquet_file_that_is_none_is_one_clear_line(run_dir: RunDir, content:
 
 def test_openai_chat_rows_validate_against_openais_types(run_dir: RunDir) -> None:
     chat = pytest.importorskip("openai.types.chat")
-    rows = written(run_dir, [record(0), record(1)], output_format="openai-batch", model="LFM2-350M", chat=True)
+    rows = written(run_dir, [record(0), record(1)], output_format="openai-batch", chat=True)
     for index, row in enumerate(rows):
         body = chat.ChatCompletion.model_validate(row["response"]["body"], strict=True)
         assert body.choices[0].message.content == f"ответ {index}\n"
@@ -292,7 +292,7 @@ def test_openai_chat_rows_validate_against_openais_types(run_dir: RunDir) -> Non
 
 def test_openai_completion_rows_validate_against_openais_types(run_dir: RunDir) -> None:
     types = pytest.importorskip("openai.types")
-    (row,) = written(run_dir, [record(0)], output_format="openai-batch", model="m", chat=False)
+    (row,) = written(run_dir, [record(0)], output_format="openai-batch", chat=False)
     body = types.Completion.model_validate(row["response"]["body"], strict=True)
     assert (body.object, body.choices[0].text) == ("text_completion", "ответ 0\n")
 
@@ -339,7 +339,7 @@ def test_a_retry_puts_rows_that_now_succeed_where_they_belong(tmp_path: Path, ou
 def test_a_retry_in_completion_order_comes_last(run_dir: RunDir) -> None:
     written(run_dir, [record(0), record(2)], [dead_letter(1)])
     journal = journal_of(run_dir.retry, [record(1)])
-    finalize_retry(run_dir, replace(spec(), order="completion"), journal)
+    finalize_retry(run_dir, spec(order="completion"), journal)
     journal.remove()
     lines = run_dir.outputs("jsonl").read_bytes().splitlines()
     assert [json.loads(line)["index"] for line in lines] == [0, 2, 1]

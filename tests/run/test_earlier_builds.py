@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from contextlib import closing
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, quiet, read_lines, rows_of
+from run_helpers import JobMaker, quiet, read_lines, rows_of, without_timings
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
@@ -85,3 +86,57 @@ def test_a_retry_of_openai_outputs_without_times_keeps_those_of_the_report(job: 
     assert {key: after[key] for key in ("latency_s", "slowest", "accuracy")} == {
         key: before[key] for key in ("latency_s", "slowest", "accuracy")
     }
+
+
+FORMATS = {"jsonl": "jsonl", "parquet": "parquet", "openai-batch": "jsonl"}
+
+
+def without_keys(job: JobMaker, *keys: str) -> None:
+    """Let ``job.json`` be that of a build that knew no such keys."""
+    path = job.output / "job.json"
+    manifest = json.loads(path.read_bytes())
+    for key in keys:
+        section, _, name = key.partition(".")
+        del manifest["output_keys"][key], manifest["job"][section][name]
+    path.write_text(json.dumps(manifest))
+
+
+def kept_names(job: JobMaker, form: str) -> set[frozenset[str]]:
+    """The names of the columns kept in each row."""
+    rows = without_timings(job.output / f"outputs.{FORMATS[form]}")
+    kept = [row.get("kept_columns", row) for row in rows]
+    values = {"'r'", "True", "{'p': 1}"}
+    return {frozenset(name for name, value in row.items() if repr(value) in values) for row in kept}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("unknown", "names"),
+    [
+        ([], {"input_reasoning", "input_complete", "input_parsed"}),
+        (["output.parse_json"], {"input_reasoning", "complete", "parsed"}),
+        (["output.parse_json", "output.split_reasoning"], {"reasoning", "complete", "parsed"}),
+    ],
+)
+def test_columns_named_like_newer_fields_keep_the_names_the_run_began_with(
+    job: JobMaker, form: str, unknown: list[str], names: set[str]
+) -> None:
+    job.write([{**row, "reasoning": "r", "complete": True, "parsed": {"p": 1}} for row in rows_of(60)])
+    spec = job.spec(input={"keep_columns": ["*"]}, output={"format": form, "expected": "reasoning"})
+    assert job.run(spec, quiet(max_total_tokens=1)).exit_code == 75
+    shutil.rmtree(job.output / "journal")
+    without_keys(job, *unknown)
+    for limit in (100, 200):  # what the first resume writes into job.json is what the second one finds
+        assert job.run(spec, quiet(max_total_tokens=limit)).exit_code == 75
+    assert job.run(spec, fails=frozenset({58})).exit_code == 3
+    assert call(["retry", str(job.output), "-q"], engine_factory=stub_factory()) == 0
+    assert kept_names(job, form) == {frozenset(names)}
+    assert read_report(RunDir(job.output))["accuracy"]["total"] == 60
+
+
+def test_an_earlier_run_is_not_resumed_with_newer_fields(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    assert job.run(options=quiet(max_total_tokens=100)).exit_code == 75
+    without_keys(job, "output.parse_json")
+    with pytest.raises(ResumeMismatch, match=r"output\.parse_json: was \(not there\), now true"):
+        job.run(job.spec(output={"parse_json": True}))

@@ -55,7 +55,7 @@ def run(
             journal.append(JournalEntry(index, after, "error", dead_letter(index)))
         else:
             journal.append(JournalEntry(index, after, "result", record(index)))
-    finalize(run_dir, spec.output, journal, num_rows=num_rows, model="m")
+    finalize(run_dir, spec, journal, num_rows=num_rows)
     journal.remove()
     return run_dir.path
 
@@ -192,6 +192,15 @@ def test_shards_that_took_other_columns_for_sampling_values_are_told_apart(tmp_p
         merge(made, tmp_path / "whole")
 
 
+def test_shards_of_two_builds_that_name_a_kept_column_differently_are_told_apart(tmp_path: Path) -> None:
+    made = shards(tmp_path, keep_columns=("complete", "kept"))
+    manifest = RunDir(made[0]).read_manifest()
+    keys = {key: value for key, value in manifest.output_keys.items() if key != "output.parse_json"}
+    RunDir(made[0]).write_manifest(replace(manifest, output_keys=keys))
+    with pytest.raises(UsageError, match=r"column complete in the outputs: was complete, now input_complete$"):
+        merge(made, tmp_path / "whole")
+
+
 def test_shards_whose_files_were_looked_at_at_other_times_are_of_one_job(tmp_path: Path) -> None:
     folders = [run(job(tmp_path / f"{number}"), Shard(number, 2)) for number in (1, 2)]
     run_dir = RunDir(folders[0])
@@ -286,7 +295,7 @@ def test_a_merge_of_rows_that_were_retried_since_is_not_done(tmp_path: Path) -> 
     journal.append(JournalEntry(4, Cursor(0, 0, 0, 5), "result", record(4)))
     with pytest.raises(UsageError, match=r"shard-1 has a retry that was interrupted: batchgen retry .*, then merge"):
         merge(folders, tmp_path / "merged")
-    finalize_retry(retried, job(folders[0]).output, journal)
+    finalize_retry(retried, job(folders[0]), journal)
     journal.remove()
     with pytest.raises(UsageError, match="was merged before row 4 was retried in its shard; merge into a new folder"):
         merge(folders, tmp_path / "merged")

@@ -13,6 +13,7 @@ from stub_engine import stub_factory
 from batchgen.cli.main import call
 from batchgen.core.errors import StorageError
 from batchgen.core.records import WHOLE, Shard
+from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.run import merge as merge_module
 from batchgen.run.invocation import RunOptions
 from batchgen.run.status import read_status
@@ -160,10 +161,8 @@ def test_older_openai_outputs_without_timings_are_retried_merged_and_reported(jo
 
 
 def test_a_row_ended_by_repetition_is_told_apart_from_others_in_openai_outputs(job: JobMaker) -> None:
-    from batchgen.output.formats import output_format
-
     row = {"id": "a", "index": 3, "text": "x x", "finish_reason": "repetition", "timings": {"total_s": 1.0}}
     row |= {"usage": {"prompt_tokens": 1, "completion_tokens": 2}, "kept": [1]}
     for chat in (True, False):
-        form = output_format("openai-batch", model="m", chat=chat)
+        form = OpenAIBatchFormat("m", chat)
         assert form.record(form.result_row(json.dumps(row).encode())) == row

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from input_helpers import write_tokenizer
 from tokenizers import AddedToken
 
-from batchgen.text.reasoning import PROMPT_END, Reasoning
+from batchgen.text.reasoning import Reasoning, text_behind
 from batchgen.text.tokenizer import Tokenizer
 
 MARKERS = ("<think>", "</think>")
@@ -107,7 +107,7 @@ def test_whether_a_prompt_opens_the_reasoning_is_read_from_its_end(
 ) -> None:
     [ids] = tokenizer.encode_batch(["x" * 99 + prompt], False)
     assert not isinstance(ids, Exception)
-    assert Reasoning(tokenizer).is_open(ids) == Reasoning(tokenizer).is_open(ids[-PROMPT_END:]) == is_open
+    assert Reasoning(tokenizer).is_open(ids) == Reasoning(tokenizer).is_open(ids[-50:]) == is_open
 
 
 @pytest.mark.parametrize(
@@ -140,3 +140,27 @@ def test_both_parts_come_back_whatever_they_hold(
     opening = "" if is_open else "<think>"
     expected = (reasoning.strip("\n"), text.lstrip("\n"))
     assert split(tokenizer, f"{opening}{reasoning}</think>{text}", is_open=is_open) == expected
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    [ids] = tokenizer.encode_batch([text], False)
+    assert not isinstance(ids, Exception)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "rest"),
+    [
+        ("Hi", "Wait.</think>{}", "{}"),
+        ("Hi", "Wait.</think>{}</think>", "{}</think>"),
+        ("Hi", "é</thi</think>\n{}", "\n{}"),
+        ("Hi", "Wait.", ""),
+        ("Hi<think></think>\n\n", "{}</think>{}", "{}</think>{}"),
+    ],
+)
+def test_what_follows_a_marker_follows_its_first_mention(
+    tokenizer: Tokenizer, prompt: str, answer: str, rest: str
+) -> None:
+    prompt_ids, ids = ids_of(tokenizer, prompt), ids_of(tokenizer, answer)
+    found = text_behind(tokenizer, "</think>", prompt_ids, ids, tokenizer.decode(ids))
+    assert found == tokenizer.decode(ids_of(tokenizer, rest))

@@ -11,10 +11,9 @@ import re
 from typing import Any
 
 from batchgen.core.errors import RowErrorCode
+from batchgen.core.json_line import MAX_DEPTH, depth_of
 from batchgen.input.formats.lines import decode_utf8
 from batchgen.input.rows import RowProblem, wrong_type
-
-MAX_DEPTH = 100  # of nesting: more could not be written out again within Python's recursion limit
 
 _decode = json.JSONDecoder().decode
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -38,7 +37,7 @@ def parse_jsonl(line: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
         raise RowProblem(RowErrorCode.BAD_JSON, "a number has more than 4300 digits") from error
     if not isinstance(value, dict):
         raise wrong_type("the line", value, "a JSON object")
-    if text.count("[") + text.count("{") > max_depth and _depth(value) > max_depth:
+    if text.count("[") + text.count("{") > max_depth and depth_of(value) > max_depth:
         raise _too_deep(max_depth)
     if _SURROGATE.search(text):
         _refuse_lone_surrogates(value)
@@ -47,16 +46,6 @@ def parse_jsonl(line: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
 
 def _too_deep(max_depth: int) -> RowProblem:
     return RowProblem(RowErrorCode.BAD_JSON, f"nested more than {max_depth} levels deep")
-
-
-def _depth(value: object) -> int:
-    """Levels of nesting, counted without recursion."""
-    depth = 0
-    level = [value]
-    while level := [item for item in level if isinstance(item, dict | list)]:
-        depth += 1
-        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
-    return depth
 
 
 def _refuse_lone_surrogates(value: object) -> None:

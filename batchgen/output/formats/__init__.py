@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.output.formats.jsonl import OutputFormat
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
@@ -9,14 +10,15 @@ from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 __all__ = ["OutputFormat", "output_format"]
 
 
-def output_format(name: str, *, model: str = "", chat: bool = True) -> OutputFormat:
-    """The format of ``output.format``; ``model`` and ``chat`` shape OpenAI responses. Raises UsageError if unknown."""
+def output_format(spec: JobSpec) -> OutputFormat:
+    """The format of a job's outputs. Raises UsageError if unknown."""
+    name = spec.output.format
     if name == "jsonl":
         return OutputFormat()
     if name == "openai-batch":
-        return OpenAIBatchFormat(model, chat)
+        return OpenAIBatchFormat(spec.model.path, spec.input.chat, spec.record_keys)
     if name == "parquet":
-        from batchgen.output.formats.parquet import ParquetFormat  # pyarrow, where it is needed
+        from batchgen.output.formats.parquet import ParquetFormat, fixed_types  # pyarrow, where it is needed
 
-        return ParquetFormat()
+        return ParquetFormat(fixed_types(spec))
     raise UsageError(f'output.format = "{name}": must be one of jsonl, parquet, openai-batch')

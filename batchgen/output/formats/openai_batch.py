@@ -4,9 +4,10 @@ Shapes: https://platform.openai.com/docs/guides/batch. Everything but ``timings`
 run writes the same bytes: ids come from the row's index and ``created`` is 0. A kept ``url`` says per row whether a
 chat or a text completion was asked for. Fields that OpenAI lacks are added beside its own, where readers of its format
 ignore them: ``timings`` and ``kept_columns`` in the line; ``prompt_logprobs`` and ``perplexity`` in the body;
-``reasoning_content`` in the message of a chat, where vLLM has it, or the choice of a completion; ``token_ids``, scored
-``choices`` (here ``scored_choices``) and, where OpenAI has no such reason, ``stop_reason`` in a choice. Files of
-earlier versions, without ``timings`` and ``kept_columns``, can be read.
+``reasoning_content``, where vLLM has it, and ``parsed``, where OpenAI's SDK has it, in the message of a chat or the
+choice of a completion; ``complete``, ``token_ids``, scored ``choices`` (here ``scored_choices``) and, where OpenAI has
+no such reason, ``stop_reason`` in a choice. Files of earlier versions, without ``timings`` and ``kept_columns``, can be
+read.
 """
 
 from __future__ import annotations
@@ -26,18 +27,23 @@ from batchgen.output.formats.jsonl import OutputFormat, index_of, read_lines
 
 @dataclass(frozen=True, slots=True)
 class OpenAIBatchFormat(OutputFormat):
-    """``outputs.jsonl`` of batch responses. ``chat`` is the shape of rows that keep no ``url``."""
+    """``outputs.jsonl`` of batch responses. ``chat`` is the shape of rows that keep no ``url``.
+
+    ``record_keys`` are the fields of a record that are no kept columns.
+    """
 
     model: str
     chat: bool
+    record_keys: frozenset[str] = RECORD_KEYS
 
     def result_row(self, payload: bytes) -> bytes:
         """A batch response with status 200 and a completion as its body, followed by timings and kept columns."""
-        record = json.loads(payload)
-        index = record["index"]
-        response = {"status_code": 200, "request_id": f"req_{index:012d}", "body": self._body(record)}
+        found = json.loads(payload)
+        record = {name: value for name, value in found.items() if name in self.record_keys}
+        kept = {name: value for name, value in found.items() if name not in self.record_keys}
+        index, url = record["index"], found.get("url")
+        response = {"status_code": 200, "request_id": f"req_{index:012d}", "body": self._body(record, url)}
         line = {**_head(record), "response": response, "error": None, "timings": record["timings"]}
-        kept = {name: value for name, value in record.items() if name not in RECORD_KEYS}
         return encode_json(line | ({"kept_columns": kept} if kept else {}))
 
     def error_row(self, payload: bytes) -> bytes:
@@ -52,23 +58,27 @@ class OpenAIBatchFormat(OutputFormat):
         return read_lines(path, key="id")
 
     def record(self, row: bytes) -> dict[str, Any]:
-        """What a report needs of the record: id (as text), index, text, finish_reason, usage, timings, kept columns."""
+        """What a report needs of the record: id (as text), index, text, finish_reason, usage, timings, kept columns.
+
+        ``complete`` is whether all of several choices are.
+        """
         line = json.loads(row)
         body = line["response"]["body"]
         choice = body["choices"][0]
+        complete = [choice["complete"] for choice in body["choices"] if "complete" in choice]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         return {
             "id": line["custom_id"],
             "index": index_of(line["id"]),
             "text": text or "",
             "finish_reason": choice.get("stop_reason", choice["finish_reason"]),
+            **({"complete": all(complete)} if complete else {}),
             "usage": {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens")},
             "timings": line.get("timings", {}),
             **line.get("kept_columns", {}),
         }
 
-    def _body(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        url = record.get("url")
+    def _body(self, record: Mapping[str, Any], url: object) -> dict[str, Any]:
         chat = self.chat if not isinstance(url, str) else url.rstrip("/").endswith("/chat/completions")
         usage = record["usage"]
         total = usage["prompt_tokens"] + usage["completion_tokens"]
@@ -96,11 +106,12 @@ def _choice(index: int, sample: Mapping[str, Any], chat: bool) -> dict[str, Any]
     """A choice of the body, from a sample, or from the record of a row with a single one."""
     text, reason = sample.get("text"), sample["finish_reason"]
     choice: dict[str, Any] = {"index": index}
-    thoughts = {} if sample.get("reasoning") is None else {"reasoning_content": sample["reasoning"]}
+    more = {} if sample.get("reasoning") is None else {"reasoning_content": sample["reasoning"]}
+    more |= {"parsed": sample["parsed"]} if "parsed" in sample else {}
     if chat:
-        choice["message"] = {"role": "assistant", "content": text, **thoughts}
+        choice["message"] = {"role": "assistant", "content": text, **more}
     else:
-        choice |= {"text": text or "", **thoughts}
+        choice |= {"text": text or "", **more}
     logprobs = sample.get("logprobs")
     shape = _chat_logprobs if chat else _completion_logprobs
     choice |= {
@@ -109,8 +120,7 @@ def _choice(index: int, sample: Mapping[str, Any], chat: bool) -> dict[str, Any]
     }
     if reason == FinishReason.REPETITION:
         choice["stop_reason"] = reason
-    if "token_ids" in sample:
-        choice["token_ids"] = sample["token_ids"]
+    choice |= {name: sample[name] for name in ("complete", "token_ids") if name in sample}
     if "choices" in sample:
         choice["scored_choices"] = sample["choices"]
     return choice

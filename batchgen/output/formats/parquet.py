@@ -1,14 +1,15 @@
 """Outputs as a typed, zstd-compressed Parquet file, written in row groups so that memory does not grow with the rows.
 
-The record's own fields have fixed types. Kept columns get the type all their values share, found in a first pass over
-the rows; a column without one (mixed types, integers beyond 64 bits, objects with ever new keys) becomes JSON text,
-one value per row, marked in its field's metadata.
+The record's own fields have fixed types; that of ``parsed`` follows from the job's schema. Kept columns get the type
+all their values share, found in a first pass over the rows. A kept column without one (mixed types, integers beyond 64
+bits, objects with ever new keys), and ``parsed`` where a value does not fit, become JSON text, one value per row,
+marked in the field's metadata.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,15 +17,17 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchgen.config.job import JobSpec
 from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.storage import storage_errors
+from batchgen.core.structured import schema_of
 from batchgen.output.formats.jsonl import OutputFormat
+from batchgen.output.formats.typed_json import decode, encode, field_of, holds_json, type_of
 
 GROUP_ROWS = 16_384
 GROUP_BYTES = 16 << 20  # of JSON; a row group of long rows ends earlier, since it is held in memory as Python objects
 _MAX_FIELDS = 64  # of an object column; past that its keys are data, not fields
-_JSON_MARK = {"batchgen": "json"}
 
 _SECONDS = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
 _COUNTS = ("cached_tokens", "preemptions")
@@ -33,13 +36,14 @@ _LOGPROBS = pa.list_(pa.struct([*_TOP_LOGPROB, ("top_logprobs", pa.list_(_TOP_LO
 _TOKEN_IDS = pa.list_(pa.int32())
 _SAMPLE = pa.struct(
     [(name, pa.string()) for name in ("text", "reasoning", "finish_reason")]
-    + [("token_ids", _TOKEN_IDS), ("logprobs", _LOGPROBS)]
+    + [("complete", pa.bool_()), ("token_ids", _TOKEN_IDS), ("logprobs", _LOGPROBS)]
 )
-FIXED_TYPES: dict[str, Any] = {
+FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "index": pa.int64(),
     "text": pa.string(),
     "reasoning": pa.string(),
     "finish_reason": pa.string(),
+    "complete": pa.bool_(),
     "usage": pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())]),
     "timings": pa.struct([(name, pa.float64()) for name in _SECONDS] + [(name, pa.int64()) for name in _COUNTS]),
     "token_ids": _TOKEN_IDS,
@@ -49,7 +53,9 @@ FIXED_TYPES: dict[str, Any] = {
     "prompt_logprobs": _LOGPROBS,
     "perplexity": pa.float64(),
 }
-_ALWAYS = ("id", "index", "text", "finish_reason", "usage", "timings")  # columns of every file, in this order
+# Columns of every file, in this order; ``parsed`` where the job asks for it.
+_ALWAYS = ("id", "index", "text", "parsed", "finish_reason", "usage", "timings")
+_HOLD_PARSED = ("parsed", "samples")
 _UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarrow raises for values without a type
 
 
@@ -61,38 +67,78 @@ class _UnfitColumnError(Exception):
         self.column = column
 
 
+def fixed_types(spec: JobSpec) -> dict[str, Any]:
+    """The Arrow type of each field that a job's records may have, None for JSON text."""
+    found = {name: kind for name, kind in FIXED_TYPES.items() if name in spec.record_keys}
+    if spec.output.parse_json:
+        found["parsed"] = type_of(schema_of(spec.sampling.structured_outputs))
+        found["samples"] = _samples_with(found["parsed"])
+    return found
+
+
+def _samples_with(parsed: Any) -> Any:
+    return pa.list_(pa.struct([*_SAMPLE, field_of("parsed", parsed)]))
+
+
 class ParquetFormat(OutputFormat):
     """``outputs.parquet``. In a record that was read back, fields that only other rows have are null."""
 
+    def __init__(self, fixed: Mapping[str, Any] = FIXED_TYPES) -> None:
+        self._fixed = fixed
+
     def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
         """Iterate ``rows`` twice, and once more for each column whose type proves unfit while it is written."""
-        fields = infer_fields(rows)
+        fields = infer_fields(rows, self._fixed)
         while True:
             try:
-                _write_groups(file, rows, fields)
+                self._write_groups(file, rows, fields)
                 return
             except _UnfitColumnError as unfit:
-                fields[unfit.column] = None
+                is_parsed = unfit.column == "samples" and fields["samples"] != _samples_with(None)
+                fields[unfit.column] = _samples_with(None) if is_parsed else None
 
     def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
         try:
             with storage_errors("read", path), pq.ParquetFile(path) as file:
-                encoded = [field.name for field in file.schema_arrow if _is_json(field)]
+                encoded = [field for field in file.schema_arrow if holds_json(field)]
                 for batch in file.iter_batches(batch_size=1024):
                     for row in batch.to_pylist():
-                        row |= {name: json.loads(row[name]) for name in encoded if row[name] is not None}
+                        row |= {field.name: decode(field, row[field.name]) for field in encoded}
                         yield int(row["index"]), encode_json(row)
         except (pa.ArrowException, KeyError) as error:
             raise StorageError(f"{path}: not an outputs file of ours ({error})") from error
 
+    def _write_groups(self, file: BinaryIO, rows: Iterable[bytes], fields: dict[str, Any]) -> None:
+        schema = pa.schema([field_of(name, kind) for name, kind in fields.items()])
+        file.seek(0)
+        file.truncate()
+        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            for group in _groups(rows):
+                columns = [self._column(name, kind, group) for name, kind in fields.items()]
+                writer.write_table(pa.Table.from_arrays(columns, schema=schema))
 
-def infer_fields(rows: Iterable[bytes]) -> dict[str, Any]:
+    def _column(self, name: str, kind: Any, group: list[dict[str, Any]]) -> Any:
+        values = [row.get(name) for row in group]
+        holds_parsed = "parsed" in self._fixed and name in _HOLD_PARSED
+        try:
+            if kind is None or holds_parsed:
+                values = [encode(field_of(name, kind), value) for value in values]
+            column = pa.array(values, pa.string() if kind is None else kind)
+        except _UNFIT:
+            raise _UnfitColumnError(name) from None
+        if kind is not None and name not in self._fixed and _makes_numbers_of_booleans(kind, values):
+            raise _UnfitColumnError(name)
+        return column
+
+
+def infer_fields(rows: Iterable[bytes], fixed: Mapping[str, Any] = FIXED_TYPES) -> dict[str, Any]:
     """The Arrow type of each column in order, None for one that has to be JSON text."""
-    fields: dict[str, Any] = {name: FIXED_TYPES.get(name, pa.null()) for name in _ALWAYS}
+    always = [name for name in _ALWAYS if name in fixed or name == "id"]
+    fields: dict[str, Any] = {name: fixed.get(name, pa.null()) for name in always}
     for group in _groups(rows):
         for name in dict.fromkeys(name for row in group for name in row):
-            if name in FIXED_TYPES:
-                fields[name] = FIXED_TYPES[name]
+            if name in fixed:
+                fields[name] = fixed[name]
             elif fields.get(name, pa.null()) is not None:
                 fields[name] = _common_type(fields.get(name, pa.null()), [row.get(name) for row in group])
     return {name: pa.string() if kind == pa.null() else kind for name, kind in fields.items()}
@@ -129,29 +175,6 @@ def _is_storable(kind: Any) -> bool:
     return _is_storable(kind.value_type) if pa.types.is_list(kind) else True
 
 
-def _write_groups(file: BinaryIO, rows: Iterable[bytes], fields: dict[str, Any]) -> None:
-    schema = pa.schema([_field(name, kind) for name, kind in fields.items()])
-    file.seek(0)
-    file.truncate()
-    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        for group in _groups(rows):
-            columns = [_column(name, kind, group) for name, kind in fields.items()]
-            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
-
-
-def _column(name: str, kind: Any, group: list[dict[str, Any]]) -> Any:
-    values = [row.get(name) for row in group]
-    if kind is None:
-        return pa.array([None if value is None else encode_json(value).decode() for value in values], pa.string())
-    try:
-        column = pa.array(values, kind)
-    except _UNFIT:
-        raise _UnfitColumnError(name) from None
-    if name not in FIXED_TYPES and _makes_numbers_of_booleans(kind, values):
-        raise _UnfitColumnError(name)
-    return column
-
-
 def _groups(rows: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
     """The rows parsed, in groups bounded by their number and by their size."""
     group: list[dict[str, Any]] = []
@@ -164,11 +187,3 @@ def _groups(rows: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
             group, size = [], 0
     if group:
         yield group
-
-
-def _field(name: str, kind: Any) -> Any:
-    return pa.field(name, kind) if kind is not None else pa.field(name, pa.string(), metadata=_JSON_MARK)
-
-
-def _is_json(field: Any) -> bool:
-    return b"batchgen" in (field.metadata or {})

@@ -1,0 +1,133 @@
+"""Jobs whose texts are JSON: the value beside the text in every format, over markers, samples, resumes and retries."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import stub_engine
+from chat_templates import THINKING
+from input_helpers import write_tokenizer
+from run_helpers import JobMaker, quiet, rows_of, without_timings
+from stub_engine import stub_factory
+
+from batchgen.cli.main import call
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import ResumeMismatch
+from batchgen.core.records import Request, Shard
+from batchgen.text.tokenizer import Tokenizer
+
+pytest.importorskip("llguidance")
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}, "of": {"type": "string"}}, "required": ["n"]}
+FORMATS = {"jsonl": "jsonl", "parquet": "parquet", "openai-batch": "jsonl"}
+
+
+def value(index: int) -> dict[str, Any]:
+    return {"n": index, "of": "é"}
+
+
+@pytest.fixture(autouse=True)
+def answers(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is answered with reasoning, which quotes JSON, and its ``value``, in bytes."""
+    tokenizer = Tokenizer.load(write_tokenizer(job.folder / "tokenizer", chat_template=THINKING))
+
+    def ids(asked: Request) -> list[int]:
+        thought = '<think>{"n": 0}</think>\n' if asked.params.max_tokens > 100 else ""
+        [found] = tokenizer.encode_batch([thought + json.dumps(value(asked.key), ensure_ascii=False)], False)
+        assert not isinstance(found, Exception)
+        return found[: asked.params.max_tokens]
+
+    monkeypatch.setattr(stub_engine, "stub_token", lambda asked, position, _: ids(asked)[position])
+    monkeypatch.setattr(stub_engine, "stub_length", lambda asked: len(ids(asked)))
+
+
+def spec_of(job: JobMaker, asked: Any = None, **sections: Any) -> JobSpec:
+    output = {"path": str(job.output), "parse_json": True, **sections.pop("output", {})}
+    asked = {"json": SCHEMA} if asked is None else asked
+    sampling = {"max_tokens": 100, "structured_outputs": json.dumps(asked), **sections.pop("sampling", {})}
+    return job.spec(model={"tokenizer": str(job.folder / "tokenizer")}, output=output, sampling=sampling, **sections)
+
+
+def parsed_of(job: JobMaker, form: str = "jsonl") -> list[Any]:
+    rows = without_timings(job.output / f"outputs.{FORMATS[form]}")
+    if form == "openai-batch":
+        return [row["response"]["body"]["choices"][0]["message"]["parsed"] for row in rows]
+    return [row["parsed"] for row in rows]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("splits", [False, True])
+def test_the_value_is_that_of_what_follows_the_marker(job: JobMaker, form: str, splits: bool) -> None:
+    job.write(rows_of(5))
+    asked = {"json": SCHEMA, "after": "</think>"}
+    job.run(spec_of(job, asked, output={"format": form, "split_reasoning": splits}, sampling={"max_tokens": 500}))
+    assert parsed_of(job, form) == [value(i) for i in range(5)]
+
+
+@pytest.mark.parametrize(("splits", "found"), [(False, None), (True, value(0))])
+def test_the_value_of_a_free_row_is_that_of_its_text(job: JobMaker, splits: bool, found: Any) -> None:
+    job.write(rows_of(1))
+    job.run(spec_of(job, {}, output={"split_reasoning": splits}, sampling={"max_tokens": 500}))
+    assert parsed_of(job) == [found]
+
+
+def test_a_row_with_a_marker_of_its_own_is_parsed_behind_it(job: JobMaker) -> None:
+    asked = {"json": SCHEMA, "after": "/think>"}
+    job.write([{**rows_of(1)[0], "sampling": {"structured_outputs": asked, "max_tokens": 500}}])
+    job.run(spec_of(job, {}))
+    assert parsed_of(job) == [value(0)]
+
+
+def test_a_table_has_the_types_of_the_schema_and_rows_cut_off_have_no_value(job: JobMaker) -> None:
+    job.write([{**row, "sampling": {"max_tokens": 5 if i % 2 else 100}} for i, row in enumerate(rows_of(6))])
+    job.run(spec_of(job, output={"format": "parquet"}))
+    table = pq.read_table(job.output / "outputs.parquet")
+    assert table.schema.field("parsed").type == pa.struct([("n", pa.int64()), ("of", pa.string())])
+    assert table["parsed"].to_pylist() == [None if i % 2 else value(i) for i in range(6)]
+    assert table["complete"].to_pylist() == [not i % 2 for i in range(6)]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_resumed_and_a_retried_run_have_the_values_of_an_undisturbed_one(job: JobMaker, form: str) -> None:
+    job.write(rows_of(30))
+    spec = spec_of(job, output={"format": form})
+    job.run(spec, fails=frozenset({3, 28}))
+    assert call(["retry", str(job.output), "-q"], engine_factory=stub_factory()) == 0
+    assert parsed_of(job, form) == [value(i) for i in range(30)]
+    job.output = job.folder / "resumed"
+    spec = spec_of(job, output={"format": form})
+    assert job.run(spec, quiet(max_total_tokens=800)).exit_code == 75
+    with pytest.raises(ResumeMismatch, match=r"output\.parse_json: was true, now false"):
+        job.run(spec_of(job, output={"format": form, "parse_json": False}))
+    assert job.run(spec).exit_code == 0
+    assert parsed_of(job, form) == [value(i) for i in range(30)]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_merged_shards_have_the_values_and_types_of_the_whole_run(job: JobMaker, form: str) -> None:
+    job.write(rows_of(12))
+    folders = []
+    for number in (1, 2):
+        job.output = job.folder / f"shard-{number}"
+        folders.append(str(job.output))
+        job.run(spec_of(job, output={"format": form}), replace(quiet(), shard=Shard(number, 2)))
+    job.output = job.folder / "merged"
+    assert call(["merge", *folders, "-o", str(job.output)]) == 0
+    assert parsed_of(job, form) == [value(i) for i in range(12)]
+
+
+def test_samples_have_values_of_their_own(job: JobMaker) -> None:
+    job.write(rows_of(2))
+    job.run(spec_of(job, {}, sampling={"n": 2, "temperature": 1.0}))
+    for index, row in enumerate(job.outputs()):
+        assert [sample["parsed"] for sample in row["samples"]] == [value(index), None]  # the stub's second is cut off
+
+
+def test_without_the_key_there_is_no_value(job: JobMaker) -> None:
+    job.write(rows_of(2))
+    job.run(spec_of(job, output={"parse_json": False}))
+    assert [("parsed" in row, row["complete"]) for row in job.outputs()] == [(False, True)] * 2
