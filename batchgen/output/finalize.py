@@ -137,6 +137,8 @@ def _check_record(record: Mapping[str, Any]) -> None:
     sum([usage["prompt_tokens"], usage["completion_tokens"], *timings.values()])
     if not isinstance(record["finish_reason"], str) or not isinstance(record.get("text") or "", str):
         raise ValueError("its finish_reason or text is no string")
+    if not all(isinstance(sample, dict) for sample in record.get("samples") or ()):
+        raise ValueError("its samples are no objects")
 
 
 def _results(journal: Journal, form: OutputFormat, order: str) -> Iterator[IndexedRow]:

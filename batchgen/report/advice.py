@@ -54,6 +54,15 @@ def advice(report: Mapping[str, Any]) -> list[str]:
     return [*_settings_advice(report), *_rows_advice(report)]
 
 
+def cut_off(report: Mapping[str, Any]) -> str:
+    """What became of the rows whose structured outputs are not complete; "" if there are none."""
+    found = report.get("structured") or {"incomplete": 0}
+    if not found["incomplete"]:
+        return ""
+    rows = f"{found['incomplete']:,} of {counted(found['rows'], 'structured row')}"
+    return f"{rows} ended before they were complete: raise max_tokens where finish_reason is length"
+
+
 def _settings_advice(report: Mapping[str, Any]) -> Iterator[str]:
     occupancy, tail_s = report["occupancy"], report["tail_s"] or 0.0
     if _lacks_kv_memory(report):
@@ -71,10 +80,13 @@ def _settings_advice(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rows_advice(report: Mapping[str, Any]) -> Iterator[str]:
-    rows, cut_off = report["rows"], report["finish_reasons"].get("length", 0)
+    if text := cut_off(report):
+        yield text
+    rows, incomplete = report["rows"], (report.get("structured") or {"incomplete": 0})["incomplete"]
+    num_cut = report["finish_reasons"].get("length", 0) - incomplete
     generates = report["tokens"]["completion"] > 0  # a job that only scores cuts nothing off
-    if generates and rows["done"] and cut_off > _CUT_OFF_SHARE * rows["done"]:
-        yield f"{cut_off:,} of {rows['done']:,} answers were cut off by max_tokens or the context"
+    if generates and rows["done"] and num_cut > _CUT_OFF_SHARE * rows["done"]:
+        yield f"{num_cut:,} of {rows['done']:,} answers were cut off by max_tokens or the context"
     others = 0
     for code, count in sorted(report["errors"].items(), key=lambda item: -item[1]):
         if code in _ERROR_ADVICE:

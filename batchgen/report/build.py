@@ -46,9 +46,10 @@ KEYS = {
     "finish_reasons": "done rows by finish_reason",
     "tokens": "of done rows: prompt, of them cached, completion; total is prompt + completion",
     "wall_s": "seconds of all invocations, start to end",
-    "seconds": "wall_s by kind of work: load (checks, weights), read (reading, tokenizing), prefill, decode, sample, "
-    "host (between the model's steps), write (journal, outputs, report), other; they sum to wall_s",
-    "generate_s": "prefill + decode + sample + host",
+    "seconds": "wall_s by kind of work: load (checks, weights), read (reading, tokenizing), prefill, decode, mask (of "
+    "structured outputs), sample, host (between the model's steps), write (journal, outputs, report), other; they sum "
+    "to wall_s",
+    "generate_s": "prefill + decode + mask + sample + host",
     "tokens_per_s": "each of tokens over wall_s",
     "latency_s": "p50, p90, p99 over done rows of each of their timings",
     "histograms": "done rows by length and latency: counts between logarithmic edges",
@@ -76,9 +77,11 @@ KEYS = {
     "advice": "what to change, in sentences",
     "machine": "platform, processor, python",
     "versions": "of batchgen and what it stands on",
+    "structured": "with structured outputs: rows, those that ended before they were complete (incomplete), tokens that "
+    "were not sampled since the grammar left no choice (forced_tokens), and their share of all generated ones",
     "accuracy": "with output.expected: rows compared (total), correct ones, and their share (exact_match)",
 }
-_OPTIONAL_KEYS = {"accuracy", "adapter"}
+_OPTIONAL_KEYS = {"accuracy", "adapter", "structured"}
 _OCCUPANCY = (
     "sequences",
     "tokens_per_step",
@@ -132,6 +135,14 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
         "max_rss_bytes": usage.get("max_rss_bytes", 0),
         **_machine(),
     }
+    if rows.num_structured:
+        forced, generated = (engine.get(f"num_{name}_tokens", 0) for name in ("forced", "output"))
+        report["structured"] = {
+            "rows": rows.num_structured,
+            "incomplete": rows.num_incomplete,
+            "forced_tokens": forced,
+            "forced_share": round(forced / generated, 4) if generated else None,
+        }
     return report | {"bound_by": bound_by(report), "advice": advice(report)}
 
 

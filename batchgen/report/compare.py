@@ -22,6 +22,8 @@ _FIGURES = (
     ("total tokens/s", "tokens_per_s.total", _MAY_FALL, ",.1f"),
     ("failed rows", "failed_share", _MAY_NOT_RISE, ".3%"),
     ("exact match", "accuracy.exact_match", _MAY_FALL, ".2%"),
+    ("not complete", "structured.incomplete", _SHOWN, ",.0f"),
+    ("tokens forced", "structured.forced_share", _SHOWN, ".1%"),
     ("rows done", "rows.done", _SHOWN, ",.0f"),
     ("tokens in", "tokens.prompt", _SHOWN, ",.0f"),
     ("tokens out", "tokens.completion", _SHOWN, ",.0f"),

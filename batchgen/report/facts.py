@@ -14,7 +14,8 @@ from batchgen.core.units import counted, format_duration, shortened
 Report = Mapping[str, Any]
 Facts = Iterator[tuple[str, str]]
 
-_ACCOUNTS = {"read": "reading", "load": "loading", "sample": "sampling", "host": "between steps", "write": "writing"}
+_ACCOUNTS = {"read": "reading", "load": "loading", "mask": "masks", "sample": "sampling", "host": "between steps"}
+_ACCOUNTS |= {"write": "writing"}
 _NUM_CODES = 10  # error codes named in a line
 _ID_WIDTH = 40
 
@@ -61,6 +62,10 @@ def figures(report: Report) -> Facts:
     yield "tokens out", f"{tokens['completion']:,}"
     if accuracy and accuracy["total"]:
         yield "exact match", f"{accuracy['exact_match']:.1%}"
+    if structured := report.get("structured"):
+        yield "structured rows", f"{structured['rows']:,}"
+        yield "not complete", f"{structured['incomplete']:,}"
+        yield "tokens forced", f"{structured['forced_share'] or 0:.0%}"
     if cost := _device_hours(report):
         yield f"{cost.unit} / M tokens out", cost.hours
 
@@ -78,6 +83,9 @@ def outcome(report: Report) -> Facts:
         if accuracy["total"]:
             share = f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,})"
         yield "exact match", share
+    if "structured" in report:
+        lacking = f"{figure['not complete']} not complete" if report["structured"]["incomplete"] else "all complete"
+        yield "structured", f"{figure['structured rows']} rows, {lacking}, {figure['tokens forced']} of tokens forced"
     yield "bound by", report["bound_by"]
 
 

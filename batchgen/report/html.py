@@ -16,6 +16,8 @@ from batchgen.core.storage import check_replaceable, write_atomic
 from batchgen.report.facts import Report, Table, failures, figures, joined, latencies, run_and_machine, slowest
 from batchgen.report.plots import draw
 
+_BAD = ("rows failed", "not complete")  # figures that are bad where they are not 0
+
 
 def write_html(report: Report, path: Path) -> None:
     """Write the page.
@@ -36,7 +38,7 @@ def render_html(report: Report) -> str:
     return environment.from_string(source).render(
         model=report["model"],
         subtitle=f"{', '.join(report['input'])} · finished {finished_at:%Y-%m-%d %H:%M} UTC",
-        tiles=[(label, text, label == "rows failed" and text != "0") for label, text in figures(report)],
+        tiles=[(label, text, label in _BAD and text != "0") for label, text in figures(report)],
         bound_by=report["bound_by"],
         advice=report["advice"],
         pictures=[(title, Markup(svg)) for title, svg in draw(report).items()],

@@ -30,6 +30,9 @@ _GAUGES = (  # name, help text, where the report has its figures, and the labels
     ("roofline_ratio", "Share of this machine's measured rates", "roofline.share", ()),
     ("sessions", "Invocations the run took", "sessions", ()),
     ("max_rss_bytes", "Most memory the process held", "max_rss_bytes", ()),
+    ("structured_rows", "Rows with structured outputs", "structured.rows", ()),
+    ("incomplete_rows", "Structured rows that ended before they were complete", "structured.incomplete", ()),
+    ("forced_tokens_ratio", "Share of generated tokens that a grammar forced", "structured.forced_share", ()),
     ("exact_match_ratio", "Share of compared rows that match exactly", "accuracy.exact_match", ()),
 )
 _WITHOUT_TOTAL = ("rows", "tokens")  # a query adds up their parts

@@ -21,9 +21,13 @@ _NUM_SLOWEST = 10
 
 @dataclass
 class RowTotals:
-    """Totals of rows. ``expected`` is the field of a record that its text is compared with, if any."""
+    """Totals of rows. ``expected`` is the field of a record that its text is compared with, if any.
+
+    ``has_complete`` is whether a ``complete`` in a record is the record's own, and not a column that was kept.
+    """
 
     expected: str | None = None
+    has_complete: bool = True
     num_results: int = 0
     num_untimed: int = 0  # results without timings
     prompt_tokens: int = 0
@@ -32,6 +36,8 @@ class RowTotals:
     preemptions: int = 0
     correct: int = 0
     compared: int = 0
+    num_structured: int = 0
+    num_incomplete: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     distributions: dict[str, Distribution] = field(
@@ -57,6 +63,10 @@ class RowTotals:
             row = {name: record.get(name) for name in ("id", "index")}
             row |= {name: usage[name] for name in _LENGTHS} | {name: timings.get(name) for name in _SLOW_TIMINGS}
             self._slowest.add(timings["total_s"], row)
+        complete = {sample.get("complete") for sample in record.get("samples") or [record]} - {None}
+        if complete and self.has_complete:
+            self.num_structured += 1
+            self.num_incomplete += False in complete
         if self.expected is not None and record.get(self.expected) is not None:
             self.compared += 1
             self.correct += record.get("text", "").strip() == str(record[self.expected]).strip()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_POINTS = 2000
-_ENGINE_ACCOUNTS = ("prefill", "decode", "sample", "host")
+_ENGINE_ACCOUNTS = ("prefill", "decode", "mask", "sample", "host")
 _MEANS = ("sequences", "kv_use")  # columns of a series that are means over steps; the others but at_s are sums
 
 Numbers = Mapping[str, Any]
@@ -69,8 +69,9 @@ def split(seconds: Numbers, engine: Numbers) -> dict[str, float]:
     phases = engine.get("phase_s", {})
     forward_s = min(phases.get("forward", 0.0), generate_s)
     prefill_s = min(engine.get("forward_prefill_s", 0.0), forward_s)
-    sample_s = min(phases.get("sample", 0.0), generate_s - forward_s)
-    parts = (prefill_s, forward_s - prefill_s, sample_s, generate_s - forward_s - sample_s)
+    mask_s = min(phases.get("mask", 0.0), generate_s - forward_s)
+    sample_s = min(phases.get("sample", 0.0), generate_s - forward_s - mask_s)
+    parts = (prefill_s, forward_s - prefill_s, mask_s, sample_s, generate_s - forward_s - mask_s - sample_s)
     return accounts | dict(zip(_ENGINE_ACCOUNTS, parts, strict=True))
 
 

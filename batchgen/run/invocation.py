@@ -26,6 +26,7 @@ from batchgen.output.journal import Journal
 from batchgen.output.manifest import KERNELS, Manifest, mix_kernels
 from batchgen.output.payloads import Payloads
 from batchgen.output.rundir import RunDir
+from batchgen.report.advice import cut_off
 from batchgen.report.facts import numerics_text
 from batchgen.run.display import make_display
 from batchgen.run.loader import Backend, EngineFactory, ModelInfo, load_engine
@@ -197,6 +198,8 @@ class Invocation(ABC):
         if accuracy and accuracy["total"]:
             share = f"{accuracy['exact_match']:.2%}"
             lines.append(f"exact match {share} ({accuracy['correct']:,} of {accuracy['total']:,})")
+        if text := cut_off(report):
+            lines.append(text)
         if not rows["total"]:
             lines.append("warning: the input has no rows")
         lines.append(f"outputs in {short(self.run_dir.outputs(self.spec.output.format))}")

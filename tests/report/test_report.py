@@ -32,13 +32,13 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_key_is_documented_and_every_documented_key_is_there(real: dict[str, Any]) -> None:
-    assert real.keys() | {"accuracy", "adapter"} == KEYS.keys()
+    assert real.keys() | {"accuracy", "adapter", "structured"} == KEYS.keys()
 
 
 def test_the_phases_sum_to_the_wall_time_within_two_percent(real: dict[str, Any]) -> None:
     # 0.1 s of a run this short may go to other processes between two phases
     assert sum(real["seconds"].values()) == pytest.approx(real["wall_s"], rel=0.02, abs=0.1)
-    engine_s = sum(real["seconds"][name] for name in ("prefill", "decode", "sample", "host"))
+    engine_s = sum(real["seconds"][name] for name in ("prefill", "decode", "mask", "sample", "host"))
     assert engine_s == pytest.approx(real["generate_s"], rel=0.02, abs=0.1)
     assert all(seconds >= 0 for seconds in real["seconds"].values())
 
@@ -81,9 +81,9 @@ def test_cpu_hours_count_threads_and_gpu_hours_do_not() -> None:
 
 
 def test_a_step_of_both_kinds_is_shared_out_between_prefill_and_decode() -> None:
-    counts = engine(phase_s={"forward": 6.0, "sample": 1.0}, forward_prefill_s=4.0)
+    counts = engine(phase_s={"forward": 6.0, "mask": 0.5, "sample": 1.0}, forward_prefill_s=4.0)
     seconds = made(engine=counts)["seconds"]
-    assert seconds == {"other": 1.0, "prefill": 4.0, "decode": 2.0, "sample": 1.0, "host": 2.0}
+    assert seconds == {"other": 1.0, "prefill": 4.0, "decode": 2.0, "mask": 0.5, "sample": 1.0, "host": 1.5}
 
 
 def test_the_slowest_rows_come_longest_first() -> None:
@@ -183,6 +183,44 @@ def test_answers_cut_off_are_told_of_where_anything_was_to_be_generated() -> Non
     assert any("cut off" in text for text in advice(report))
     report["tokens"] = {**report["tokens"], "completion": 0}
     assert not any("cut off" in text for text in advice(report))
+
+
+def structured(*samples: list[bool | None], **counts: Any) -> dict[str, Any]:
+    """A report of rows with these samples, None for a free one."""
+    totals = RowTotals()
+    for index, complete in enumerate(samples):
+        found = [{} if is_complete is None else {"complete": is_complete} for is_complete in complete]
+        totals.add_result(record(index, **found[0], **({"samples": found} if len(found) > 1 else {})))
+    return build_report(totals, {"wall_s": 10.0, "seconds": {"generate": 9.0}, "engine": engine(**counts)}, ABOUT)
+
+
+def test_rows_with_structured_outputs_are_counted_and_those_cut_off_told_of_with_advice() -> None:
+    counts = {"num_output_tokens": 200, "num_forced_tokens": 50}
+    report = structured([True], [False], [None], [True, True], [True, False], [None, None], **counts)
+    assert report["structured"] == {"rows": 4, "incomplete": 2, "forced_tokens": 50, "forced_share": 0.25}
+    assert report["advice"][0].startswith("2 of 4 structured rows ended before they were complete: raise max_tokens")
+    assert "4 rows, 2 not complete, 25% of tokens forced" in " ".join(render_report(report).split())
+    whole = structured([True], [None], **counts)
+    assert not any("structured" in text for text in whole["advice"])
+    assert "1 rows, all complete" in render_report(whole)
+
+
+def test_rows_cut_off_before_they_are_complete_are_told_of_once() -> None:
+    report = structured([False], [False], num_output_tokens=200)
+    report["finish_reasons"] = {"length": 2}
+    assert len([text for text in advice(report) if "2 of 2" in text]) == 1
+
+
+def test_a_report_without_structured_rows_does_not_speak_of_them() -> None:
+    report = structured([None], num_output_tokens=5, num_forced_tokens=0)
+    assert "structured" not in report
+    assert "structured" not in render_report(report)
+
+
+def test_a_kept_column_that_is_named_complete_counts_nothing() -> None:
+    totals = RowTotals(has_complete=False)
+    totals.add_result(record(0, complete=False))
+    assert "structured" not in build_report(totals, {}, ABOUT)
 
 
 def test_the_text_says_first_how_long_how_fast_and_what_failed() -> None:

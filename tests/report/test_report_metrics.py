@@ -27,12 +27,15 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 
 def test_figures_read_back_as_the_report_has_them() -> None:
     report = made(errors=3)
+    report["structured"] = {"rows": 9, "incomplete": 2, "forced_tokens": 5, "forced_share": 0.25}
     found = samples(render_metrics("runs/a", "m", report, exit_code=3))
     assert found["batchgen_rows", "done"] == 20
     assert found["batchgen_failed_rows", "too_long"] == 3
     assert found["batchgen_wall_seconds",] == report["wall_s"]
     assert found["batchgen_latency_seconds", "total", "0.5"] == report["latency_s"]["total_s"]["p50"]
     assert found["batchgen_exit_code",] == 3
+    names = ("structured_rows", "incomplete_rows", "forced_tokens_ratio")
+    assert [found[f"batchgen_{name}",] for name in names] == [9, 2, 0.25]
 
 
 def test_names_with_quotes_and_newlines_are_escaped() -> None:
