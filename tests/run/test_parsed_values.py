@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -12,13 +14,15 @@ import pytest
 import stub_engine
 from chat_templates import THINKING
 from input_helpers import write_tokenizer
-from run_helpers import JobMaker, quiet, rows_of, without_timings
+from run_helpers import REPOSITORY, JobMaker, quiet, rows_of, without_timings
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch
 from batchgen.core.records import Request, Shard
+from batchgen.output.rundir import RunDir
+from batchgen.run.reports import read_report
 from batchgen.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -131,3 +135,40 @@ def test_without_the_key_there_is_no_value(job: JobMaker) -> None:
     job.write(rows_of(2))
     job.run(spec_of(job, output={"parse_json": False}))
     assert [("parsed" in row, row["complete"]) for row in job.outputs()] == [(False, True)] * 2
+
+
+def extracted(folder: Path) -> Any:
+    """The table that the sample job makes, with the real engine."""
+    flags = ["--output", str(folder), "--quiet"]
+    assert call(["run", str(REPOSITORY / "jobs" / "extract.toml"), *flags]) == 0
+    return pq.read_table(folder / "outputs.parquet")
+
+
+def test_the_sample_job_makes_a_table_of_rows_that_fit_its_schema(tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((REPOSITORY / "sample_data" / "order.schema.json").read_bytes())
+    table = extracted(tmp_path / "out")
+    item = pa.struct([("name", pa.string()), ("color", pa.string()), ("quantity", pa.int64())])
+    kind = table.schema.field("parsed").type
+    assert {field.name: field.type for field in kind} == {
+        **{"customer": pa.string(), "city": pa.string(), "items": pa.list_(pa.field("element", item))},
+        **{"budget": pa.int64(), "urgent": pa.bool_()},
+    }
+    rows = table.to_pylist()
+    assert len(rows) == 20 and len({row["text"] for row in rows}) > 10
+    for row in rows:
+        assert (row["complete"], row["finish_reason"]) == (True, "stop")
+        assert json.loads(row["text"]) == row["parsed"]
+        jsonschema.validate(row["parsed"], schema)
+    found = read_report(RunDir(tmp_path / "out"))["structured"]
+    assert (found["rows"], found["incomplete"]) == (20, 0)
+    assert found["forced_share"] > 0.3
+
+
+def test_the_sample_job_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert call(["run", str(REPOSITORY / "jobs" / "extract.toml"), "--output", str(tmp_path / "out")]) == 2
+    assert "pip install 'batchgen[structured]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
