@@ -62,6 +62,8 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
       batchgen run jobs/nightly.toml --deadline 05:55
       batchgen run --model LiquidAI/LFM2-350M --input questions.jsonl \\
           --prompt '{question}' --max-tokens 64 --output runs/questions
+      batchgen run job.toml --structured-outputs schema.json
+      batchgen run job.toml --structured-outputs '{"choice": ["yes", "no"]}'
       batchgen run jobs/nightly.toml --metrics-file metrics/nightly.prom
       zcat prompts.txt.gz | batchgen run job.toml --input - --input-format text
     """

@@ -36,8 +36,8 @@ def _rows(plan: Plan) -> Lines:
     if plan["errors"]:
         yield "", "all of them: --json, bad_rows"
     if (structured := plan["structured"])["rows"]:
-        different = f"{structured['distinct']:,} different schemas or grammars"
-        yield "structured", f"{counted(structured['rows'], 'row')} must fit one of {different}"
+        fitting = f"{counted(structured['rows'], 'row')} must fit a schema or grammar"
+        yield "structured", f"{fitting}; different ones: {structured['distinct']:,}"
     yield "read in", f"{format_duration(read['wall_s'])} ({read['rows_per_s']:,.0f} rows/s)"
 
 
