@@ -15,7 +15,7 @@ from batchgen.core.errors import ModelError
 from batchgen.core.keys import STRINGS, Key, keys_of, nearest, one_of
 from batchgen.core.model_files import GENERATION_CONFIG, generation_config
 from batchgen.core.records import SamplingParams
-from batchgen.core.structured import ALIASES, FORMS, canonical, from_response_format, object_of
+from batchgen.core.structured import ALIASES, canonical, from_response_format, object_of
 from batchgen.core.units import shown
 
 # The values on the model cards of the instruct models at huggingface.co/LiquidAI.
@@ -154,7 +154,7 @@ def _translated(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     asking = ""
     for name in names:
         parts = _checked(name, overrides[name], _WAYS[name])
-        if any(parts.get(form) not in (None, False) for form in FORMS):
+        if name != "guided_whitespace_pattern" and any(part not in (None, False) for part in parts.values()):
             if asking:
                 raise ParamError(name, f"{asking} and {name} both say what the text must look like: give one of them")
             asking = name

@@ -235,6 +235,7 @@ def test_a_row_replaces_what_the_job_asks_for_under_any_name(row: dict[str, Any]
         ({"response_format": {"type": "grammar"}}, "response_format", 'whose type is "text", "json_object" or'),
         ({"response_format": "json"}, "response_format", 'whose type is "text", "json_object" or'),
         ({"response_format": {"type": "json_schema"}}, "response_format", "must hold json_schema.schema"),
+        ({"structured_outputs": {"type": "text"}, "guided_regex": "a"}, "guided_regex", ""),
         ({"guided_json": 5}, "guided_json", "guided_json = 5 must have a JSON schema as its json"),
         ({"guided_regex": ""}, "guided_regex", "guided_regex = '' must have a string that is not empty"),
         ({"guided_choice": "a"}, "guided_choice", "must have a list of strings"),
