@@ -83,19 +83,22 @@ class CostModel:
         """
         rows = [(row, lengths.of_row(i, row.max_output, row.is_fixed)) for i, row in enumerate(sample)]
         few = self._num_affordable(rows)
-        whole_s = self.simulated_s(rows[:few], shared)
+        whole_s = self.simulated_s(rows[:few], shared, lengths.tokens_per_sample)
         if few == num_rows or few < 2:
             return whole_s
         half = few // 2
-        return whole_s + (whole_s - self.simulated_s(rows[:half], shared)) / (few - half) * (num_rows - few)
+        half_s = self.simulated_s(rows[:half], shared, lengths.tokens_per_sample)
+        return whole_s + (whole_s - half_s) / (few - half) * (num_rows - few)
 
-    def simulated_s(self, rows: Sequence[tuple[Lengths, int]], shared: int = 0) -> float:
+    def simulated_s(
+        self, rows: Sequence[tuple[Lengths, int]], shared: int = 0, tokens_per_sample: float = 1.0
+    ) -> float:
         """Seconds of the steps that run rows of (lengths, output tokens); a row that can never run is left out.
 
         All prompts begin with the same ``shared`` tokens, which the prefix cache finds as in a real run.
         """
         requests = ((_request(key, lengths, shared), output) for key, (lengths, output) in enumerate(rows))
-        steps = simulate(Scheduler(self.sizes), requests, self.look_ahead)
+        steps = simulate(Scheduler(self.sizes), requests, self.look_ahead, tokens_per_sample)
         return sum(self.cost.step_s(work) for work, _ in steps)
 
     def _num_affordable(self, rows: Sequence[tuple[Lengths, int]]) -> int:
@@ -134,6 +137,7 @@ def calibrate(
     probe.steps.clear()
     start = time.monotonic()
     finished, unfinished = probe.run(_requests(prompts), start + _REAL_SHARE * seconds)
+    tokens_per_sample = engine.stats.num_output_tokens / max(1, probe.num_sampled)
     prompt_lengths = [len(prompt.token_ids) for prompt in prompts] or [PREFIX_BLOCK]  # rows may only score
     rng = random.Random(0)
     while True:
@@ -144,6 +148,7 @@ def calibrate(
             break
     measured_s = time.monotonic() - start
     lengths = given or OutputLengths.observed(finished, unfinished) or OutputLengths.limits(survey)
+    lengths = replace(lengths, tokens_per_sample=max(1.0, tokens_per_sample))
     model = CostModel(engine.config, engine.look_ahead, StepCost.fit(probe.steps))
     engine_s = model.engine_s(survey.sample.items, survey.computed_rows, lengths, survey.shared_tokens_per_row)
     wall_s = (start - began) + survey.read_s + engine_s
@@ -164,8 +169,10 @@ class _Probe:
         finished: list[int] = []
         fixed = set()
         for request in requests:
-            refused = self.engine.submit(request)
-            if refused is None and request.params.has_fixed_length:
+            answer = self.engine.submit(request)
+            if answer is not None and answer.error is None:  # all its tokens are forced
+                finished.append(len(answer.token_ids))
+            elif answer is None and request.params.has_fixed_length:
                 fixed.add(request.key)
         while scheduler.has_work:
             before, start = self._work_done(), time.monotonic()
@@ -183,7 +190,11 @@ class _Probe:
     def _work_done(self) -> tuple[int, int, int]:
         """``StepWork`` of all steps so far."""
         stats = self.engine.stats
-        return stats.num_prefill_tokens + stats.num_decode_tokens, stats.num_output_tokens, stats.num_attended
+        return stats.num_prefill_tokens + stats.num_decode_tokens, self.num_sampled, stats.num_attended
+
+    @property
+    def num_sampled(self) -> int:
+        return self.engine.stats.num_output_tokens - self.engine.stats.num_forced_tokens
 
     def _abandon(self) -> None:
         """Drop the unfinished requests."""

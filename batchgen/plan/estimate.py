@@ -30,11 +30,12 @@ class OutputLengths:
     """Expected output lengths of rows without a fixed length.
 
     ``values`` are equally likely lengths, before each row's own limit; empty means that only the limit is known.
-    ``basis`` says where they come from, for a person.
+    ``basis`` says where they come from, for a person. ``tokens_per_sample`` is 1 but where tokens are forced.
     """
 
     basis: str
     values: tuple[int, ...] = ()
+    tokens_per_sample: float = 1.0
 
     @classmethod
     def around(cls, basis: str, mean: float) -> OutputLengths:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from run_helpers import JobMaker, rows_of
 
+from batchgen.config.job import JobSpec
 from batchgen.core.records import WHOLE
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.simulation import StepWork
@@ -16,7 +17,7 @@ from batchgen.input.ids import UniqueIds
 from batchgen.input.source import RowRange, open_source
 from batchgen.input.validator import RowValidator
 from batchgen.plan.calibrate import CostModel, StepCost, calibrate
-from batchgen.plan.estimate import OutputLengths
+from batchgen.plan.estimate import Forecast, OutputLengths
 from batchgen.plan.survey import Lengths, Survey
 from batchgen.run.loader import read_model
 
@@ -43,6 +44,13 @@ def test_a_fit_never_makes_a_cost_negative() -> None:
 
 def test_one_row_takes_a_step_for_its_prompt_and_one_for_each_further_token() -> None:
     assert cost_model().simulated_s([(Lengths(10, 20, True), 5)]) == 5
+
+
+@pytest.mark.parametrize(("tokens_per_sample", "steps"), [(1.0, 12), (1.5, 8), (2.0, 6), (2.4, 5), (50.0, 1)])
+def test_forced_tokens_take_no_step_of_their_own(tokens_per_sample: float, steps: int) -> None:
+    rows = [(Lengths(10, 20, False), 12)]
+    assert cost_model().simulated_s(rows, tokens_per_sample=tokens_per_sample) == steps
+    assert cost_model().engine_s([rows[0][0]], 1, OutputLengths("known", (12,), tokens_per_sample)) == steps
 
 
 def test_a_prompt_beyond_the_budget_takes_several_steps() -> None:
@@ -125,14 +133,28 @@ def test_identical_rows_that_are_sampled_are_all_reckoned(job: JobMaker) -> None
     assert surveyed(job, rows).computed_rows == 4
 
 
-def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker) -> None:
-    job.write(rows_of(5))
-    spec = job.spec(engine={"threads": 1}, sampling={"max_tokens": 3})
+def calibrated(spec: JobSpec, seconds: float) -> Forecast:
     info = read_model(spec)
     rows = RowRange(open_source(spec.input), WHOLE)
     survey = Survey(RowValidator(spec.input, info.builder(spec.input, spec.sampling), UniqueIds(None)), 512)
     survey.take(rows.read())
-    found = calibrate(spec, info, survey, began=time.monotonic(), seconds=0.5)
+    return calibrate(spec, info, survey, began=time.monotonic(), seconds=seconds)
+
+
+def test_calibration_counts_forced_tokens(job: JobMaker) -> None:
+    """Two texts of ten tokens or more, of which one is sampled, or none where the text is known from the beginning."""
+    for choices, tokens_per_sample in ((["yes, it certainly is", "no, it is certainly not"], 8), (["nothing else"], 2)):
+        job.write(rows_of(20))
+        spec = job.spec(sampling={"max_tokens": 40, "structured_outputs": {"choice": choices}}, engine={"threads": 1})
+        found = calibrated(spec, 0.1)
+        assert found.lengths.values
+        assert found.lengths.tokens_per_sample >= tokens_per_sample
+
+
+def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    spec = job.spec(engine={"threads": 1}, sampling={"max_tokens": 3})
+    found = calibrated(spec, 0.5)
     assert found.lengths.basis == "5 sampled rows run to their end"
     assert found.estimate is not None
     assert 0 < found.estimate.engine_s < found.estimate.wall_s
