@@ -149,6 +149,22 @@ def test_two_threads_give_the_same_as_one() -> None:
     assert run(engine_for(model(), parts=PARTS, max_num_batched_tokens=30, **ROOMY), asked()) == expected
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_log_probabilities_are_those_of_scoring_the_text_and_change_no_token(name: str, dtype: str) -> None:
+    for seed in range(4):
+        params = SamplingParams(max_tokens=12 + 9 * seed, temperature=1.0, seed=seed, structured_outputs=grammar(name))
+        request = Request(0, (9, 30, 77, 12), params)
+        found = run(engine_for(model(dtype), parts=PARTS, **ROOMY), [request])[0]
+        scored = replace(request, params=replace(params, logprobs=2))
+        told = run(engine_for(model(dtype), parts=PARTS, **ROOMY), [scored])[0]
+        assert replace(told, logprobs=None) == found
+        text = Request(0, request.prompt_token_ids + found.token_ids, SamplingParams(max_tokens=1, prompt_logprobs=2))
+        scores = run(engine_for(model(dtype), **ROOMY), [text])[0].prompt_logprobs
+        assert scores is not None
+        assert told.logprobs == scores[len(request.prompt_token_ids) - 1 :]
+
+
 any_policies = given(
     dtype=st.sampled_from(list(DTYPES)),
     block_size=st.integers(1, 20),

@@ -57,7 +57,8 @@ GRAMMARS: dict[str, dict[str, Any]] = {
     "constant": {"json": CONSTANT},
     "regex": {"regex": "The answer is [a-z]{2,6}(, or [0-9]+){0,2}\\."},
     "choice": {"choice": ["yes", "yes and no", "not at all", "nothing"]},
-    "free before": {"choice": ["stop", "go on without a question"], "after": "a"},
+    # The token that ends the marker may go on with any letters.
+    "free before": {"regex": "[^!]{0,12}! (stop|go on without a question)", "after": "a"},
 }
 
 
