@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,14 +21,35 @@ import numpy as np
 from batchgen.core.errors import TokenizerError
 from batchgen.core.structured import parsed, schema_of
 from batchgen.core.units import shortened, shown
+from batchgen.text.regexes import any_of, portable, white_space
+from batchgen.text.schemas import prepared
 from batchgen.text.stop_strings import StopStrings, ends_in
 from batchgen.text.tokenizer import Tokenizer, reason
 
 _MAX_COMPILED = 512  # grammars kept: more than the rows that are checked at once
 _MAX_REASON = 300  # characters of the library's message
 # What one mask may cost; see ``LLParserLimits``: about 50 ms of lexing and 10 ms of parsing, 40 MB of lexer states.
-_LIMITS = {"step_lexer_fuel": 500_000, "step_max_items": 20_000, "max_lexer_states": 20_000}
+_LIMITS = {"step_lexer_fuel": 500_000, "step_max_items": 3_000, "max_lexer_states": 20_000}
 _SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
+_STRICT = {"lenient": False, "coerce_one_of": False}
+# The library's messages, and what people can do about them.
+_REASONS = (
+    (r"Unimplemented keys: (.*)", r"the schema has keywords that cannot be enforced: \1"),
+    (
+        r"oneOf constraints are not supported.*",
+        "the branches of a oneOf may overlap: use anyOf, or let a required property have another const in each",
+    ),
+    (r"Unknown format: (.*)", r"the format \1 cannot be enforced; a pattern may say the same"),
+    (r"NoExtension(Bias)?.*", "no text fits it"),
+    (
+        r".*(Too many items|Current row has).*",
+        "too much may come at one place: many optional properties or alternatives, or a recursion without an end",
+    ),
+    (r" *<non-verbose/>", ""),
+    (r"(recursion limit exceeded|maximum recursion depth).*", "it is nested too deeply"),
+)
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_CODE = re.compile(r"\\(?:u(0[0-9a-fA-F]{3})|.)", re.DOTALL)
 _Found = TypeVar("_Found")
 
 
@@ -35,15 +58,17 @@ class GrammarError(Exception):
 
 
 class Grammars:
-    """The compiled grammars of one model, made when first asked for."""
+    """The compiled grammars of one model, made when first asked for; one thread may check rows while another runs."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._eos_token_ids = sorted(eos_token_ids)
+        self.vocab_size = vocab_size
+        self.eos_token_ids = sorted(token_id for token_id in eos_token_ids if token_id < tokenizer.vocab_size)
         self._vocabulary: Any = None
         self._executor: Any = None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._lock = Lock()
+        self._guessed_ends: tuple[int, ...] = ()  # what the library takes for end tokens of a model without any
 
     def check(self, text: str) -> None:
         """Compile what a canonical text (see ``core.structured``) asks for. Raises GrammarError."""
@@ -64,14 +89,20 @@ class Grammars:
         waiting = [(guide, row) for row, guide in enumerate(guides) if guide.forced is None]
         if waiting:
             self._fill_together([(guide.matcher, row) for guide, row in waiting], at, width, len(guides))
+        words = bits.view(np.uint32)
         for row, guide in enumerate(guides):
             if guide.forced is not None:
-                bits[row] = 0
-                bits[row].view(np.uint32)[guide.forced // 32] = np.uint32(1) << np.uint32(guide.forced % 32)
-            elif guide.matcher.is_error():
+                words[row] = 0
+                words[row, guide.forced // 32] = 1 << guide.forced % 32
+                continue
+            if guide.matcher.is_error():
                 guide.attempt(lambda matcher, at=at + row * width: matcher.unsafe_compute_mask_ptr(at, width))  # type: ignore[misc]
-                if guide.error:
-                    bits[row] = -1
+            for token_id in self._guessed_ends:
+                words[row, token_id // 32] &= ~np.uint32(1 << token_id % 32)
+            if not guide.error and not words[row].any():
+                guide.error = "no token of the vocabulary continues the text"
+            if guide.error:
+                bits[row] = -1
 
     def _fill_together(self, matchers: list[tuple[Any, int]], at: int, width: int, num_rows: int) -> None:
         if self._executor is None:
@@ -83,33 +114,59 @@ class Grammars:
         return self._prototype(text).deep_copy()
 
     def compile(self, text: str) -> Any:
-        """A matcher of its own; later copies are not of one that has reached a limit. Raises GrammarError."""
+        """A matcher of its own, whose first mask has been made. Raises GrammarError."""
         library = _library()
-        if self._vocabulary is None:
-            self._vocabulary = self._load_vocabulary(library)
+        vocabulary = self.vocabulary
         try:
             limits = library.LLParserLimits(verbose_errors=False, **_LIMITS)
-            matcher = library.LLMatcher(self._vocabulary, _grammar(library, text), log_level=0, limits=limits)
+            matcher = library.LLMatcher(vocabulary, _grammar(library, text), log_level=0, limits=limits)
+            begun = self._begin(matcher)
         except BaseException as error:
-            raise GrammarError(_shortened(reason(error))) from error
-        if matcher.is_error():
-            raise GrammarError(_shortened(matcher.get_error()))
-        self._compiled.pop(text, None)
+            raise GrammarError(_explained(reason(error))) from error
+        if begun.is_error():
+            raise GrammarError(_explained(begun.get_error()))
         return matcher
 
+    def _begin(self, matcher: Any) -> Any:
+        """A copy of a new matcher, at the first place where several tokens may come; masks are made up to there."""
+        begun = matcher.deep_copy()
+        text = begun.compute_ff_bytes()
+        tokens = np.unpackbits(np.frombuffer(begun.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]
+        if not text and not begun.is_error() and set(tokens) <= set(self.vocabulary.eos_tokens):
+            raise GrammarError("no text fits it, or only the empty one")
+        plain = text.partition(b"\xff")[0].decode(errors="ignore")  # up to a special token that is asked for
+        begun.consume_tokens(self.vocabulary.greedy_tokenize(plain))
+        begun.compute_bitmask()
+        return begun
+
+    def forget(self, text: str) -> None:
+        """Let later copies be of another prototype than this one, which has reached a limit."""
+        with self._lock:
+            self._compiled.pop(text, None)
+
+    @property
+    def vocabulary(self) -> Any:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._load_vocabulary(_library())
+            return self._vocabulary
+
     def _prototype(self, text: str) -> Any:
-        found = self._compiled.get(text) or self.compile(text)
-        self._compiled[text] = found
-        self._compiled.move_to_end(text)
-        if len(self._compiled) > _MAX_COMPILED:
-            self._compiled.popitem(last=False)
+        with self._lock:
+            found = self._compiled.pop(text, None)
+        found = found or self.compile(text)
+        with self._lock:
+            self._compiled[text] = found
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
         return found
 
     def _load_vocabulary(self, library: Any) -> Any:
         try:
-            return library.LLTokenizer(
-                self.tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
-            )
+            ends = self.eos_token_ids or None
+            found = library.LLTokenizer(self.tokenizer.to_json(), n_vocab=self.vocab_size, eos_token=ends)
+            self._guessed_ends = () if ends else tuple(found.eos_tokens)
+            return found
         except BaseException as error:
             raise GrammarError(f"this tokenizer cannot be used with a grammar: {reason(error)}") from error
 
@@ -187,13 +244,14 @@ class Guide:
     def attempt(self, act: Callable[[Any], _Found]) -> _Found | None:
         """What ``act`` makes of the matcher, or of one of its own if that has failed; None with an ``error``."""
         found = act(self.matcher)
-        if self.matcher.is_error() and self._is_shared:
+        if self._is_shared and "lexer" in self.matcher.get_error():
             self._is_shared = False
+            self._grammars.forget(self._text)
             self.matcher = self._grammars.compile(self._text)
-            self.matcher.consume_tokens(self._consumed)
-            found = act(self.matcher)
+            if self.matcher.consume_tokens(self._consumed):
+                found = act(self.matcher)
         if self.matcher.is_error():
-            self.error = _shortened(self.matcher.get_error())
+            self.error = _explained(self.matcher.get_error())
             return None
         return found
 
@@ -212,11 +270,20 @@ class Guide:
         self._find_forced()
 
     def _find_forced(self) -> None:
-        """Find the tokens that must come next. The library gives them without those that what follows may change."""
+        """Find the tokens that must come next. The library gives them without those that what follows may change.
+
+        A literal text that reads as a special token is given as that token, which the grammar does not allow: its
+        first byte is forced alone then, and the rest is no special token any more.
+        """
         forced = self.attempt(lambda matcher: matcher.compute_ff_tokens())
-        if forced:
-            self._consume(forced)
-            self._forced.extend(forced)
+        if not forced:
+            return
+        forced = forced[: self.matcher.validate_tokens(forced)]
+        if not forced:
+            text = self.matcher.compute_ff_bytes()
+            forced = self._grammars.vocabulary.tokenize_bytes(text[:1])
+        self._consume(forced)
+        self._forced.extend(forced)
 
     def _consume(self, tokens: list[int]) -> None:
         self.attempt(lambda matcher: matcher.consume_tokens(tokens))
@@ -237,20 +304,41 @@ def _grammar(library: Any, text: str) -> str:
     matcher = library.LLMatcher
     schema = schema_of(text)
     if schema is not None:
+        schema = prepared(schema, closes_objects=asked.get("disable_additional_properties", True))
         return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked)))
     if "regex" in asked:
-        return str(matcher.grammar_from_regex(asked["regex"]))
+        return str(matcher.grammar_from_regex(portable(asked["regex"])))
     if "choice" in asked:
-        return str(matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, asked["choice"]))))
-    return str(matcher.grammar_from_lark(asked["grammar"]))
+        return str(matcher.grammar_from_regex(any_of(asked["choice"])))
+    return str(matcher.grammar_from_lark(_lark(asked["grammar"])))
+
+
+def _lark(grammar: str) -> str:
+    """A Lark grammar as it is; one in the GBNF of llama.cpp and xgrammar (``root ::= ...``) as Lark."""
+    if not _GBNF_RULE.search(grammar):
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    def coded(match: re.Match[str]) -> str:  # the library takes leading zeros off
+        code = int(match[1] or "0", 16)
+        return match[0] if not match[1] else chr(code) if code > 0x7F else f"\\x{code:02x}"
+
+    joined = re.sub(r"\s*\n\s*\|", " |", grammar)
+    return str(gbnf_to_lark(_GBNF_CODE.sub(coded, joined)))
 
 
 def _json_options(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Fixed white space unless asked otherwise: models waste tokens in it, and hardly any token is forced without."""
     if pattern := asked.get("whitespace_pattern"):
-        return {"whitespace_flexible": True, "whitespace_pattern": pattern, "lenient": False}
+        return {"whitespace_flexible": True, "whitespace_pattern": white_space(pattern), **_STRICT}
     separators = {"item_separator": ",", "key_separator": ":"} if asked.get("disable_any_whitespace") else _SEPARATORS
-    return {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False, **separators}
+    return {"whitespace_flexible": False, **_STRICT, **separators}
+
+
+def _explained(message: str) -> str:
+    for pattern, text in _REASONS:
+        message = re.sub(pattern, text, message)
+    return _shortened(message)
 
 
 def _shortened(message: str) -> str:

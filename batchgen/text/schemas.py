@@ -1,0 +1,219 @@
+"""JSON schemas, made ready for llguidance: what it would not enforce is refused or said in other words.
+
+What fits the schema that comes out fits the one that came in. Objects are closed where that is sure to leave a value
+that fits, since small models ramble on in properties that nobody described. Nothing here compiles a schema.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+from batchgen.core.units import shown
+from batchgen.text.regexes import portable
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords with schemas by name,
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")  # in a list,
+_SINGLE = ("items", "additionalProperties", "additionalItems")  # or with one schema
+# Keywords beside which a part of the schema may be closed without regard to the others.
+_PLAIN = {"type", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems"} | {
+    *("minProperties", "maxProperties", "minLength", "maxLength", "pattern", "format", "minimum", "maximum"),
+    *("exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+# Keywords that restrict or combine; all others are notes to the reader.
+_KEYWORDS = _PLAIN | {
+    *("anyOf", "oneOf", "allOf", "not", "if", "then", "else", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef"),
+    *("patternProperties", "propertyNames", "additionalItems", "contains", "minContains", "maxContains", "uniqueItems"),
+    *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
+}
+_MAX_REMAINDERS = 10_000  # 0.1 s to compile
+_MAX_PATTERNS = 64  # patternProperties of an object: each pair is compared
+# Formats of pydantic and OpenAPI that say what a string is for, not what it looks like.
+_NOTES = frozenset(("password", "binary", "path", "file-path", "directory-path"))
+# RFC 3339 without leap seconds, which few parsers take; the library's own formats have February 29 in each year.
+_DATE = (
+    r"(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    r"|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29"
+)
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMATS = {"date": f"^(?:{_DATE})$", "time": f"^{_TIME}$", "date-time": f"^(?:{_DATE})[tT]{_TIME}$"}
+
+
+def prepared(schema: Any, *, closes_objects: bool) -> dict[str, Any]:
+    """The schema for llguidance; its ``x-guidance``, which could turn the enforcement off, is left out.
+
+    Raises ValueError for what can neither be enforced nor ignored.
+    """
+    if isinstance(schema, bool):
+        if not schema:
+            raise ValueError("the schema false fits no value")
+        return {}
+    try:
+        _refuse_long_numbers(schema)
+        ready: dict[str, Any] = _Preparation(schema, closes_objects).prepare(schema, is_alone=True)
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
+    ready.pop("x-guidance", None)
+    return ready
+
+
+class _Preparation:
+    def __init__(self, root: Mapping[str, Any], closes_objects: bool) -> None:
+        self._definitions = {
+            f"#/{key}/{name}": schema
+            for key in ("$defs", "definitions")
+            for name, schema in _mapping(root.get(key)).items()
+        }
+        self._multiple = 1  # of all that may have to divide the same number
+        self._open: set[str] = set()  # what is combined with other schemas, by reference
+        self._closes = closes_objects and all(map(self._mark_open, self._combined(root)))
+
+    def prepare(self, schema: Any, is_alone: bool) -> Any:
+        """A schema and all in it; ``is_alone`` says that nothing else restricts the values that this one describes."""
+        if not isinstance(schema, Mapping):
+            return schema
+        inside = is_alone and self._stands_alone(schema)
+        ready: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in ("$defs", "definitions"):
+                parts = _mapping(value).items()
+                ready[key] = {name: self.prepare(part, self._is_alone(f"#/{key}/{name}")) for name, part in parts}
+            elif key in _MAPS and isinstance(value, Mapping):
+                rename = portable if key == "patternProperties" else str
+                ready[key] = {rename(name): self.prepare(part, inside) for name, part in value.items()}
+            elif key in _LISTS and isinstance(value, list):
+                ready[key] = [self.prepare(part, inside) for part in value]
+            elif key in _SINGLE:
+                ready[key] = self.prepare(value, inside)
+            else:  # what no keyword names may still be referred to, as in an OpenAPI document
+                ready[key] = value if key in _KEYWORDS else self.prepare(value, False)
+        _spell_out(ready)
+        self._refuse_long_multiples(schema.get("multipleOf"), is_alone)
+        if inside and self._closes and _may_be_closed(schema):
+            ready["additionalProperties"] = False
+        return ready
+
+    def _is_alone(self, reference: str) -> bool:
+        return reference in self._definitions and reference not in self._open
+
+    def _refuse_long_multiples(self, divisor: Any, is_alone: bool) -> None:
+        """Raises ValueError where a number would be checked by an automaton of too many states, one per remainder."""
+        if not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
+            return
+        digits = int("".join(map(str, Decimal(str(divisor)).normalize().as_tuple().digits)))
+        whole = math.lcm(1 if is_alone else self._multiple, max(digits, int(divisor)))
+        if whole > _MAX_REMAINDERS:
+            raise ValueError(f"multipleOf {shown(divisor, 40)} has too many remainders; at most {_MAX_REMAINDERS:,}")
+        self._multiple = self._multiple if is_alone else whole
+
+    def _stands_alone(self, schema: Mapping[str, Any]) -> bool:
+        """Whether each part of a schema may shrink without leaving nothing, or letting in what did not fit before."""
+        keys = _KEYWORDS.intersection(schema)
+        if keys == {"oneOf"}:
+            return self._are_told_apart(schema["oneOf"])
+        if keys == {"allOf"}:
+            return isinstance(schema["allOf"], list) and len(schema["allOf"]) == 1
+        return keys <= _PLAIN or keys in ({"$ref"}, {"anyOf"}, {"anyOf", "type"})
+
+    def _are_told_apart(self, branches: Any) -> bool:
+        """Whether a required property has another text as its constant in each branch: no value fits two of them."""
+        constants = []
+        for branch in branches if isinstance(branches, list) else ():
+            reference = str(_mapping(branch).get("$ref"))
+            found = _mapping(self._definitions.get(reference, branch))
+            required = _texts(found.get("required"))
+            properties = _mapping(found.get("properties")).items()
+            constants.append({name: _mapping(part).get("const") for name, part in properties if name in required})
+        columns = ([constant.get(name) for constant in constants] for name in (constants[0] if constants else ()))
+        return any(len(set(_texts(column))) == len(column) for column in columns)
+
+    def _combined(self, root: Mapping[str, Any]) -> Iterator[str]:
+        """References to what is combined with other schemas, so that closing it could leave nothing."""
+        waiting: list[Any] = [root]
+        while waiting:
+            schema = waiting.pop()
+            if isinstance(schema, Mapping) and self._stands_alone(schema):
+                waiting += _parts(schema)
+                schema = {key: part for key, part in schema.items() if key not in _KEYWORDS.union(_MAPS)}
+            yield from _references(schema)
+
+    def _mark_open(self, reference: str) -> bool:
+        """Note that a definition, and all that it refers to, stays open; False if it is none of the root's."""
+        if reference in self._open:
+            return True
+        if reference not in self._definitions:
+            return False
+        self._open.add(reference)
+        return all(map(self._mark_open, _references(self._definitions[reference])))
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[Any]:
+    for key, value in schema.items():
+        if key in _MAPS:
+            yield from _mapping(value).values()
+        elif key in _LISTS and isinstance(value, list):
+            yield from value
+        elif key in _SINGLE:
+            yield value
+
+
+def _references(value: Any) -> Iterator[str]:
+    """Each ``$ref`` anywhere in a value."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from _references(part)
+
+
+def _may_be_closed(schema: Mapping[str, Any]) -> bool:
+    properties, required = _mapping(schema.get("properties")), _texts(schema.get("required"))
+    is_simple = _KEYWORDS.intersection(schema) <= {"type", "properties", "required"}
+    return is_simple and bool(properties) and all(name in properties for name in required)
+
+
+def _spell_out(schema: dict[str, Any]) -> None:
+    """Say in other words, in place, what llguidance takes otherwise than validators do. Raises ValueError."""
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = portable(schema["pattern"])
+    named = str(schema.get("format"))
+    if named in _NOTES:
+        del schema["format"]
+    elif named in _FORMATS:
+        if "pattern" in schema:
+            others = schema.get("allOf")
+            schema["allOf"] = [*(others if isinstance(others, list) else ()), {"pattern": _FORMATS[named]}]
+        else:
+            schema["pattern"] = _FORMATS[named]
+        del schema["format"]
+    if len(_mapping(schema.get("patternProperties"))) > _MAX_PATTERNS:
+        raise ValueError(f"an object has more than {_MAX_PATTERNS} patternProperties")
+    if schema.get("uniqueItems") is False:
+        del schema["uniqueItems"]
+    least = schema.get("minProperties")
+    if isinstance(least, int) and least > 1 + len(set(_texts(schema.get("required")))):
+        raise ValueError(f"minProperties {least} cannot be enforced: a further property may repeat its name")
+
+
+def _refuse_long_numbers(value: Any) -> None:
+    """Raises ValueError for a whole number that a double does not hold; llguidance would round it."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            _refuse_long_numbers(part)
+    if isinstance(value, int) and abs(value) > 1 << 53:
+        raise ValueError(f"{shown(value, 40)} has more digits than can be enforced; a string may hold it")
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _texts(value: Any) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

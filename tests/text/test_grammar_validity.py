@@ -1,0 +1,93 @@
+"""Every complete text fits what was asked for, whatever the logits: JSON schemas, choices, grammars."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from guides import complete_texts, sample_grammars
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from json_schemas import problem, schemas
+from schema_samples import SAMPLES
+
+from batchgen.text.grammar import GrammarError, Grammars
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return sample_grammars()
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
+def test_complete_json_fits_its_schema(grammars: Grammars, count: int) -> None:
+    """Also: whatever is satisfiable stays so when objects are closed."""
+    texts: list[str] = []
+
+    @settings(max_examples=count)
+    @given(schemas(), st.sampled_from([{}, {"disable_any_whitespace": True}, {"whitespace_pattern": r"\s{0,2}"}]))
+    def check(schema: dict[str, Any], options: dict[str, Any]) -> None:
+        try:
+            free = complete_texts(grammars, {"json": schema, "disable_additional_properties": False, **options}, [0])
+        except GrammarError:
+            assume(False)
+        found = [*free, *complete_texts(grammars, {"json": schema, **options}, range(1, 5))]
+        assert [why for text in found if (why := problem(schema, text))] == []
+        texts.extend(found)
+
+    check()
+    assert len(texts) > 4 * count  # of five for each schema; some run on to their most tokens
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_schemas_as_people_have_them(grammars: Grammars, name: str) -> None:
+    texts = complete_texts(grammars, {"json": SAMPLES[name]}, range(6))
+    assert texts
+    assert [why for text in texts if (why := problem(SAMPLES[name], text))] == []
+
+
+@settings(max_examples=80)
+@given(st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=6))
+@example(["a", "ab", "abc", "a b"])
+@example(['"', "\\", "\n", "\r\n", "\0", "|", "/", "é", "e\u0301", "🙂", "\ufffd", "\u2028"])
+@example(["<|im_end|>", "<|im_end|> and more", "x<|im_start|>y"])
+@example(["<|im_end|>"])
+def test_a_choice_is_one_of_the_texts(grammars: Grammars, choice: list[str]) -> None:
+    found = complete_texts(grammars, {"choice": choice}, range(6))
+    assert len(found) == 6
+    assert set(found) <= set(choice)
+
+
+def test_each_choice_can_come(grammars: Grammars) -> None:
+    choice = ["a", "ab", "b", "<|im_end|>", "🙂"]
+    assert set(complete_texts(grammars, {"choice": choice}, range(120))) == set(choice)
+
+
+GRAMMARS = {
+    "Lark": 'start: "a" (B | "c")+\nB: /b{2,3}/',
+    "GBNF": 'root ::= "a" (b | "c")+\nb ::= "b"{2,3}',
+    "GBNF over lines": '# a comment\nroot ::=\n  "a" (b\n  | "c"\n  | [\\u0063])+\nb ::= "bb"\n  | "bbb" # another\n',
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_grammar_is_lark_or_gbnf(grammars: Grammars, name: str) -> None:
+    import re
+
+    texts = complete_texts(grammars, {"grammar": GRAMMARS[name]}, range(20))
+    assert len(set(texts)) > 5
+    assert all(re.fullmatch("a(?:b{2,3}|c)+", text) for text in texts)
+
+
+def test_codes_in_gbnf_are_characters(grammars: Grammars) -> None:
+    grammar = r'root ::= "\u00e9\u0041\x42\\u00e9" [\u0430-\u0432] [^\u0000-\uffff]'
+    texts = complete_texts(grammars, {"grammar": grammar}, range(10))
+    assert {text[:-2] for text in texts} == {"éAB\\u00e9"}
+    assert {text[-2] for text in texts} <= set("абв")
+    assert all(text[-1] > "\uffff" for text in texts)
+
+
+def test_any_object_is_asked_for_by_name(grammars: Grammars) -> None:
+    texts = complete_texts(grammars, {"json_object": True}, range(10))
+    assert texts
+    assert {problem({"type": "object"}, text) for text in texts} == {""}

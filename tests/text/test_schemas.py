@@ -1,0 +1,190 @@
+"""Schemas for llguidance: which objects are closed, what is said in other words, and what is refused."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import pytest
+from guides import complete_texts, sample_grammars
+
+from batchgen.text.grammar import GrammarError, Grammars
+from batchgen.text.schemas import prepared
+
+Schema = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return sample_grammars()
+
+
+def record(*names: str, **more: Any) -> Schema:
+    return {"type": "object", "properties": {name: {"type": "null"} for name in names}, **more}
+
+
+def closed(schema: Schema) -> list[str]:
+    """Where objects have been closed that were open: paths of keys and places."""
+    ready = prepared(schema, closes_objects=True)
+
+    def added(before: Any, after: Any, path: str) -> list[str]:
+        if isinstance(after, list):
+            return [found for i, part in enumerate(after) for found in added(before[i], part, f"{path}/{i}")]
+        if not isinstance(after, dict):
+            return []
+        here = [path or "/"] if after.keys() - before.keys() == {"additionalProperties"} else []
+        return here + [found for key in before for found in added(before[key], after[key], f"{path}/{key}")]
+
+    return added(schema, ready, "")
+
+
+KINDS = {name: record("value") | {"required": ["kind"]} for name in "ab"}
+for name, schema in KINDS.items():
+    schema["properties"]["kind"] = {"const": name}
+REF = {"$ref": "#/$defs/a"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "places"),
+    [
+        (record("a"), ["/"]),
+        (record("a", required=["a"]), ["/"]),
+        (record("a", title="A", default={"b": 1}), ["/"]),
+        ({"type": "array", "items": record("a"), "prefixItems": [record("b")]}, ["/items", "/prefixItems/0"]),
+        ({"properties": {"a": record("b")}, "additionalProperties": True}, ["/properties/a"]),
+        ({"additionalProperties": record("c")}, ["/additionalProperties"]),
+        ({"anyOf": [record("a"), {"type": "null"}], "title": "A"}, ["/anyOf/0"]),
+        ({"allOf": [record("a")], "description": "of pydantic 1"}, ["/allOf/0"]),
+        ({"oneOf": [KINDS["a"], KINDS["b"]], "discriminator": {}}, ["/oneOf/0", "/oneOf/1"]),
+        ({"$defs": KINDS, "oneOf": [REF, {"$ref": "#/$defs/b"}]}, ["/$defs/a", "/$defs/b"]),
+        ({"$defs": {"a": record("b")}, "properties": {"c": REF | {"description": "C"}}}, ["/", "/$defs/a"]),
+        ({"definitions": {"a": record("a")}, "$ref": "#/definitions/a"}, ["/definitions/a"]),
+    ],
+)
+def test_an_object_that_stands_alone_is_closed(schema: Schema, places: list[str]) -> None:
+    assert sorted(closed(schema)) == sorted(places)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"type": "object", "properties": {}},
+        record("a", additionalProperties=True),
+        record("a", additionalProperties={"type": "integer"}),
+        record("a", required=["b"]),
+        record("a", minProperties=1),
+        record("a", maxProperties=3),
+        record("a", patternProperties={"^b": {}}),
+        record("a", enum=[{"b": 1}]),
+        record("a", const={"b": 1}),
+        record("a", anyOf=[record("b")]),
+        record("a", allOf=[record("b", required=["b"])]),
+        record("a", dependentRequired={"a": ["b"]}),
+        record("a", unevaluatedProperties=False),
+        {"allOf": [record("a"), record("b")]},
+        {"oneOf": [record("a"), record("b")]},
+        {"oneOf": [KINDS["a"], KINDS["a"]]},
+        {"oneOf": [KINDS["a"], record("kind", required=["kind"])]},
+        {"not": record("a")},
+        {"if": record("a"), "then": record("b"), "else": record("c")},
+        {"properties": {"a": {"properties": {"b": record("c")}}}, "enum": [{"a": {"b": {"d": 1}}}]},
+        {"$defs": {"a": record("b")}, "allOf": [REF, record("c", required=["c"])]},
+        {"$defs": {"a": record("b")}, **record("c"), **REF},
+        {"$defs": {"a": {"properties": {"b": {"$ref": "#/$defs/c"}}}, "c": record("d")}, "allOf": [REF, record("c")]},
+        {"properties": {"a": record("b"), "c": {"allOf": [{"$ref": "#/properties/a"}, record("d")]}}},
+        {
+            "$defs": {"a": record("b"), "c": {"$defs": {"d": {"allOf": [REF, record("e")]}}}},
+            "$ref": "#/$defs/c",
+        },
+        {"$defs": {"a": record("b")}, "parts": {"c": {"allOf": [REF, record("e")]}}, "$ref": "#/parts/c"},
+    ],
+)
+def test_what_is_combined_or_wants_more_stays_open(schema: Schema) -> None:
+    assert closed(schema) == []
+
+
+def test_closing_can_be_switched_off(grammars: Grammars) -> None:
+    schema = record("a", required=["a"])
+    assert prepared(schema, closes_objects=False) == schema
+    for option in ({}, {"disable_additional_properties": True}):
+        assert set(complete_texts(grammars, {"json": schema, **option}, range(30))) == {'{"a": null}'}
+    free = complete_texts(grammars, {"json": schema, "disable_additional_properties": False}, range(30))
+    assert len({len(json.loads(text)) for text in free}) > 1
+
+
+def test_dates_and_times_are_real(grammars: Grammars) -> None:
+    leap_day = {"json": {"type": "string", "format": "date", "pattern": "-02-29$"}}
+    parsed = [datetime.date.fromisoformat(json.loads(text)) for text in complete_texts(grammars, leap_day, range(60))]
+    assert {day.year % 4 for day in parsed} == {0}
+    second = {"json": {"type": "string", "format": "date-time", "pattern": "^0.*:[56][0-9][.Z]", "maxLength": 22}}
+    texts = [json.loads(text) for text in complete_texts(grammars, second, range(60))]
+    assert {text[17] for text in texts} == {"5"}
+    for pattern in ("^0000", ":60Z$", "-02-30", "1900-02-29", "^2023-02-29", "24:00:00"):
+        for named in ("date", "date-time", "time"):
+            with pytest.raises(GrammarError, match="Unsatisfiable"):
+                complete_texts(grammars, {"json": {"type": "string", "format": named, "pattern": pattern}})
+
+
+def test_a_century_has_a_leap_day_every_fourth_time() -> None:
+    import re
+
+    pattern = prepared({"format": "date"}, closes_objects=True)["pattern"]
+    start = datetime.date(1895, 1, 1)
+    real = {str(start + datetime.timedelta(days)) for days in range(80_000)}
+    written = (f"{year}-{month:02}-{day:02}" for year in range(1895, 2114) for month in range(14) for day in range(33))
+    assert {text for text in written if re.search(pattern, text)} == {day for day in real if day < "2114"}
+
+
+def test_an_x_guidance_of_the_schema_counts_for_nothing(grammars: Grammars) -> None:
+    loose = {"lenient": True, "coerce_one_of": True, "item_separator": ";", "whitespace_flexible": True}
+    with pytest.raises(GrammarError, match="uniqueItems"):
+        complete_texts(grammars, {"json": {"type": "array", "uniqueItems": True, "x-guidance": loose}})
+    pair = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2, "x-guidance": loose}
+    assert set(complete_texts(grammars, {"json": pair})) == {"[1, 1]"}
+    assert set(complete_texts(grammars, {"json": pair, "whitespace_pattern": "[ ]?"}, range(20))) <= {
+        *("[1,1]", "[1, 1]", "[1 ,1]", "[1 , 1]", "[ 1,1]", "[ 1, 1]", "[ 1 ,1]", "[ 1 , 1]"),
+        *("[1,1 ]", "[1, 1 ]", "[1 ,1 ]", "[1 , 1 ]", "[ 1,1 ]", "[ 1, 1 ]", "[ 1 ,1 ]", "[ 1 , 1 ]"),
+    }
+
+
+def test_notes_to_the_reader_are_no_constraints(grammars: Grammars) -> None:
+    schema = {"type": "string", "format": "password", "minLength": 1, "maxLength": 3, "x-order": 3, "deprecated": True}
+    assert complete_texts(grammars, {"json": schema})
+    assert complete_texts(grammars, {"json": {"type": "array", "items": {"const": 1}, "uniqueItems": False}})
+    assert complete_texts(grammars, {"json": {"type": "integer", "format": "int32", "minimum": 0, "maximum": 9}})
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (False, "false fits no value"),
+        ({"type": "array", "uniqueItems": True}, r"keywords that cannot be enforced: \[\"uniqueItems\"\]"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "use anyOf, or let a required property"),
+        ({"type": "string", "format": "phone"}, "format phone cannot be enforced; a pattern"),
+        ({"enum": [2**53 + 1]}, "9007199254740993 has more digits"),
+        ({"minimum": -(10**30)}, "has more digits than can be enforced"),
+        ({"type": "integer", "multipleOf": 86_400}, "multipleOf 86400 has too many remainders"),
+        ({"allOf": [{"multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 83}]}, "too many remainders"),
+        ({"type": "object", "minProperties": 2, "additionalProperties": True}, "minProperties 2 cannot be enforced"),
+        ({"patternProperties": {f"^{i:03}": {} for i in range(65)}}, "more than 64 patternProperties"),
+        ({"type": "string", "pattern": "a++"}, "possessive"),
+        ({"$ref": "#"}, "no text fits it"),
+        ({"enum": [[[[[[[3]]]]]]], "properties": {"a": 5}}, "schema must be an object or boolean"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_with_the_reason(grammars: Grammars, schema: Any, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        complete_texts(grammars, {"json": schema})
+
+
+def test_multiples_apart_from_each_other_are_no_matter(grammars: Grammars) -> None:
+    parts = {f"p{i}": {"type": "integer", "multipleOf": 900 + i} for i in range(4)}
+    assert complete_texts(grammars, {"json": {"type": "object", "properties": parts}})
+
+
+def test_parts_that_only_a_reference_names_are_made_ready_too(grammars: Grammars) -> None:
+    schema = {"components": {"schemas": {"Day": {"type": "string", "format": "date", "pattern": "02-29$"}}}}
+    texts = complete_texts(grammars, {"json": {**schema, "$ref": "#/components/schemas/Day"}}, range(30))
+    assert {datetime.date.fromisoformat(json.loads(text)).year % 4 for text in texts} == {0}
