@@ -63,21 +63,19 @@ def test_masks_depend_on_the_text_alone_not_on_how_tokens_came(grammars: Grammar
         stepwise.push(token)
 
 
-def test_masks_of_many_guides_are_those_of_each(grammars: Grammars) -> None:
-    asked: list[dict[str, Any]] = [
-        {"regex": "[a-z]+"},
-        {"choice": ["yes", "no"]},
-        {"json_object": True},
-        {"regex": "x"},
-    ]
-    guides = [grammars.begin(canonical(asked[i % 4]), []) for i in range(12)]
-    for guide in guides[:5]:
+@pytest.mark.parametrize("num_grammars", [3, 12])  # one after another, and in threads
+def test_masks_of_many_guides_are_those_of_each(grammars: Grammars, num_grammars: int) -> None:
+    asked: list[dict[str, Any]] = [{"regex": f"[a-z]{{{i + 1},20}}x?"} for i in range(num_grammars)]
+    asked[1::2] = [{"choice": [f"{i} or", f"{i} none"]} for i in range(num_grammars // 2)]
+    guides = [grammars.begin(canonical(asked[i % num_grammars]), []) for i in range(24)]
+    for guide in guides[::2]:
         guide.push(allowed(grammars, guide)[-1])
-    guides = [guide for guide in guides if not guide.is_over]
     bits = np.full((len(guides), -(-grammars.vocab_size // 32)), 7, dtype=np.int32)
     grammars.fill(guides, bits)
     for guide, row in zip(guides, bits, strict=True):
         assert list(np.unpackbits(row.view(np.uint8), bitorder="little").nonzero()[0]) == allowed(grammars, guide)
+    assert any(guide.forced is not None for guide in guides)
+    assert any(guide.forced is None for guide in guides)
 
 
 def test_a_token_that_does_not_fit_is_an_error_of_its_guide_alone(grammars: Grammars) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from guides import complete_texts, sample_grammars
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from json_schemas import problem, schemas
 from schema_samples import SAMPLES
+from tiny_model import engine_for, tiny_model
 
+from batchgen.core.records import Request, SamplingParams
+from batchgen.core.structured import canonical
 from batchgen.text.grammar import GrammarError, Grammars
 
 
@@ -85,6 +90,27 @@ def test_codes_in_gbnf_are_characters(grammars: Grammars) -> None:
     assert {text[:-2] for text in texts} == {"éAB\\u00e9"}
     assert {text[-2] for text in texts} <= set("абв")
     assert all(text[-1] > "\uffff" for text in texts)
+
+
+def test_what_an_engine_writes_fits(grammars: Grammars) -> None:
+    """Sampled by a random model, several rows at once: what the record calls complete, and nothing else."""
+    asked = [{"json": schema} for schema in SAMPLES.values()]
+    params = SamplingParams(max_tokens=150, temperature=1.5, n=3)
+    requests = [
+        Request(key, (9, 30 + key), replace(params, structured_outputs=canonical(one))) for key, one in enumerate(asked)
+    ]
+    model = tiny_model(torch.float32, vocab_size=grammars.vocab_size)
+    parts = {"constraints": grammars, "eos_token_ids": grammars.eos_token_ids}
+    engine = engine_for(model, num_blocks=200, block_size=16, parts=parts)
+    complete = set()
+    for result in engine.run(requests):
+        assert result.error is None, result.error
+        for sample in result.samples:
+            token_ids = [token for token in sample.token_ids if token not in grammars.eos_token_ids]
+            why = problem(asked[result.key]["json"], grammars.tokenizer.decode(token_ids))
+            assert bool(why) != sample.is_complete, why
+            complete.add(sample.is_complete)
+    assert complete == {True, False}
 
 
 def test_any_object_is_asked_for_by_name(grammars: Grammars) -> None:
