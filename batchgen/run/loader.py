@@ -29,6 +29,7 @@ from batchgen.input.requests import RequestBuilder
 from batchgen.model import ModelConfig, is_dummy, load_config
 from batchgen.model.adapter.settings import Lora, read_lora, resolve_adapter
 from batchgen.text.grammar import Grammars
+from batchgen.text.library import library
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
 
@@ -259,6 +260,8 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     )
     facts = partial(engine_facts, engine)
     numerics = engine.numerics
+    if spec.sampling.structured_outputs:  # other versions may force other tokens
+        numerics |= {"llguidance": str(library().__version__)}
     kernels = (numerics["dtype"] if numerics["device"] == "cpu" else "", *forms)
     notes = [] if build.is_kept(*kernels) else [_NOT_KEPT]
     if info.config.quantization is not None and info.config.quantization.has_activations:

@@ -1,61 +1,37 @@
 """Grammars: keeps generated text inside a JSON schema, a regex, a list of choices or a Lark grammar, with llguidance.
 
-The only module that knows the library, which is an extra. A ``Guide`` follows one text. Which tokens may come next, and
-which one must, depends on the grammar and on the text so far alone, so guided tokens are as independent of the batch
-as free ones. Copies of one compiled grammar share its lexer, which makes masks cheap, but also share its limits: a
-guide that meets one goes on with a compiled grammar of its own, so that its limits are met by its own text.
+The library is an extra; only this module and ``library`` know it. A ``Guide`` follows one text. Which tokens may come
+next, and which one must, depends on the grammar and on the text so far alone, so guided tokens are as independent of
+the batch as free ones. Copies of one compiled grammar share its lexer, which makes masks cheap, but also share its
+limits: a guide that meets one goes on with a compiled grammar of its own, so that its limits are met by its own text.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
 
 from batchgen.core.errors import TokenizerError
-from batchgen.core.structured import parsed, schema_of
-from batchgen.core.units import shortened, shown
-from batchgen.text.regexes import any_of, portable, white_space
-from batchgen.text.schemas import prepared
+from batchgen.core.structured import parsed
+from batchgen.core.units import shown
+from batchgen.text.library import GrammarError, explained, library, source
 from batchgen.text.stop_strings import StopStrings, ends_in
 from batchgen.text.tokenizer import Tokenizer, reason
 
 _MAX_COMPILED = 512  # grammars kept: more than the rows that are checked at once
 _MIN_PARALLEL = 8  # grammars in a step from which threads make its masks: 0.1 ms to start them, 0.05 ms a mask
-_MAX_REASON = 300  # characters of the library's message
 # What one mask may cost; see ``LLParserLimits``: about 50 ms of lexing and 10 ms of parsing, 40 MB of lexer states.
 _LIMITS = {"step_lexer_fuel": 500_000, "step_max_items": 3_000, "max_lexer_states": 20_000}
-_SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
-_STRICT = {"lenient": False, "coerce_one_of": False}
-# The library's messages, and what people can do about them.
-_REASONS = (
-    (r"Unimplemented keys: (.*)", r"the schema has keywords that cannot be enforced: \1"),
-    (
-        r"oneOf constraints are not supported.*",
-        "the branches of a oneOf may overlap: use anyOf, or let a required property have another const in each",
-    ),
-    (r"Unknown format: (.*)", r"the format \1 cannot be enforced; a pattern may say the same"),
-    (r"NoExtension(Bias)?.*", "no text fits it"),
-    (
-        r".*(Too many items|Current row has).*",
-        "too much may come at one place: many optional properties or alternatives, or a recursion without an end",
-    ),
-    (r" *<non-verbose/>", ""),
-    (r"(recursion limit exceeded|maximum recursion depth).*", "it is nested too deeply"),
-)
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-_GBNF_CODE = re.compile(r"\\(?:u(0[0-9a-fA-F]{3})|.)", re.DOTALL)
+# Sets of tokens that a mask takes over whole: white space, and text inside a JSON string of a few lengths. Between two
+# of the lengths tokens are tried one by one: with llguidance's own, 10 and 30, bounded strings took twice the time.
+_TEXT = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{length}}}" for length in (2, 4, 8, 16, 30)), f"{_TEXT}+"]
 _Found = TypeVar("_Found")
-
-
-class GrammarError(Exception):
-    """A grammar cannot be used; ``str()`` says why, and completes "structured_outputs: ..."."""
 
 
 class Grammars:
@@ -110,7 +86,7 @@ class Grammars:
 
     def _fill_together(self, matchers: list[tuple[Any, int]], at: int, width: int, num_rows: int) -> None:
         if self._executor is None:
-            self._executor = _library().LLExecutor(min(32, len(os.sched_getaffinity(0))))
+            self._executor = library().LLExecutor(min(32, len(os.sched_getaffinity(0))))
         self._executor.unsafe_compute_mask_ptr(matchers, at, width, num_rows)
 
     def copy(self, text: str) -> Any:
@@ -119,16 +95,16 @@ class Grammars:
 
     def compile(self, text: str) -> Any:
         """A matcher of its own, whose first mask has been made. Raises GrammarError."""
-        library = _library()
+        llguidance = library()
         vocabulary = self.vocabulary
         try:
-            limits = library.LLParserLimits(verbose_errors=False, **_LIMITS)
-            matcher = library.LLMatcher(vocabulary, _grammar(library, text), log_level=0, limits=limits)
+            limits = llguidance.LLParserLimits(verbose_errors=False, **_LIMITS)
+            matcher = llguidance.LLMatcher(vocabulary, source(llguidance, text), log_level=0, limits=limits)
             begun = self._begin(matcher)
         except BaseException as error:
-            raise GrammarError(_explained(reason(error))) from error
+            raise GrammarError(explained(reason(error))) from error
         if begun.is_error():
-            raise GrammarError(_explained(begun.get_error()))
+            raise GrammarError(explained(begun.get_error()))
         return matcher
 
     def _begin(self, matcher: Any) -> Any:
@@ -152,7 +128,7 @@ class Grammars:
     def vocabulary(self) -> Any:
         with self._lock:
             if self._vocabulary is None:
-                self._vocabulary = self._load_vocabulary(_library())
+                self._vocabulary = self._load_vocabulary()
             return self._vocabulary
 
     def _prototype(self, text: str) -> Any:
@@ -165,10 +141,11 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return found
 
-    def _load_vocabulary(self, library: Any) -> Any:
+    def _load_vocabulary(self) -> Any:
         try:
             ends = self.eos_token_ids or None
-            found = library.LLTokenizer(self.tokenizer.to_json(), n_vocab=self.vocab_size, eos_token=ends)
+            named = {"n_vocab": self.vocab_size, "eos_token": ends, "slices": _SLICES}
+            found = library().LLTokenizer(self.tokenizer.to_json(), **named)
             self._guessed_ends = () if ends else tuple(found.eos_tokens)
             return found
         except BaseException as error:
@@ -255,7 +232,7 @@ class Guide:
             if self.matcher.consume_tokens(self._consumed):
                 found = act(self.matcher)
         if self.matcher.is_error():
-            self.error = _explained(self.matcher.get_error())
+            self.error = explained(self.matcher.get_error())
             return None
         return found
 
@@ -292,58 +269,3 @@ class Guide:
     def _consume(self, tokens: list[int]) -> None:
         self.attempt(lambda matcher: matcher.consume_tokens(tokens))
         self._consumed += tokens
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise GrammarError("needs the package llguidance: pip install 'batchgen[structured]'") from error
-    return llguidance
-
-
-def _grammar(library: Any, text: str) -> str:
-    """The library's own grammar for what a canonical text asks for."""
-    asked = parsed(text)
-    matcher = library.LLMatcher
-    schema = schema_of(text)
-    if schema is not None:
-        schema = prepared(schema, closes_objects=asked.get("disable_additional_properties", True))
-        return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked)))
-    if "regex" in asked:
-        return str(matcher.grammar_from_regex(portable(asked["regex"])))
-    if "choice" in asked:
-        return str(matcher.grammar_from_regex(any_of(asked["choice"])))
-    return str(matcher.grammar_from_lark(_lark(asked["grammar"])))
-
-
-def _lark(grammar: str) -> str:
-    """A Lark grammar as it is; one in the GBNF of llama.cpp and xgrammar (``root ::= ...``) as Lark."""
-    if not _GBNF_RULE.search(grammar):
-        return grammar
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    def coded(match: re.Match[str]) -> str:  # the library takes leading zeros off
-        code = int(match[1] or "0", 16)
-        return match[0] if not match[1] else chr(code) if code > 0x7F else f"\\x{code:02x}"
-
-    joined = re.sub(r"\s*\n\s*\|", " |", grammar)
-    return str(gbnf_to_lark(_GBNF_CODE.sub(coded, joined)))
-
-
-def _json_options(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Fixed white space unless asked otherwise: models waste tokens in it, and hardly any token is forced without."""
-    if pattern := asked.get("whitespace_pattern"):
-        return {"whitespace_flexible": True, "whitespace_pattern": white_space(pattern), **_STRICT}
-    separators = {"item_separator": ",", "key_separator": ":"} if asked.get("disable_any_whitespace") else _SEPARATORS
-    return {"whitespace_flexible": False, **_STRICT, **separators}
-
-
-def _explained(message: str) -> str:
-    for pattern, text in _REASONS:
-        message = re.sub(pattern, text, message)
-    return _shortened(message)
-
-
-def _shortened(message: str) -> str:
-    return shortened(" ".join(message.split()), _MAX_REASON)

@@ -16,7 +16,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from batchgen.core.structured import canonical
 from batchgen.text import grammar
-from batchgen.text.grammar import GrammarError, Grammars, Guide
+from batchgen.text.grammar import Grammars, Guide
+from batchgen.text.library import GrammarError
 from batchgen.text.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

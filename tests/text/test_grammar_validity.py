@@ -16,7 +16,8 @@ from tiny_model import engine_for, tiny_model
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.structured import canonical
-from batchgen.text.grammar import GrammarError, Grammars
+from batchgen.text.grammar import Grammars
+from batchgen.text.library import GrammarError
 
 
 @pytest.fixture(scope="module")

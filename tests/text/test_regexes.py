@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.core.structured import canonical
-from batchgen.text.grammar import GrammarError, Grammars
+from batchgen.text.grammar import Grammars
+from batchgen.text.library import GrammarError
 from batchgen.text.regexes import portable, white_space
 
 CLASSES = [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S"]

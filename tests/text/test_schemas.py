@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from guides import complete_texts, sample_grammars
 
-from batchgen.text.grammar import GrammarError, Grammars
+from batchgen.text.grammar import Grammars
+from batchgen.text.library import GrammarError
 from batchgen.text.schemas import prepared
 
 Schema = dict[str, Any]

@@ -1,0 +1,92 @@
+"""What llguidance is told, and what it answers, in its words and in ours. Nothing here follows a text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from batchgen.core.structured import parsed, schema_of
+from batchgen.core.units import shortened
+from batchgen.text.regexes import any_of, portable, white_space
+from batchgen.text.schemas import prepared
+
+_MAX_REASON = 300  # characters of the library's message
+_SEPARATORS = {"item_separator": ", ", "key_separator": ": "}
+_STRICT = {"lenient": False, "coerce_one_of": False}
+# The library's messages, and what people can do about them.
+_REASONS = (
+    (r"Unimplemented keys: (.*)", r"the schema has keywords that cannot be enforced: \1"),
+    (
+        r"oneOf constraints are not supported.*",
+        "the branches of a oneOf may overlap: use anyOf, or let a required property have another const in each",
+    ),
+    (r"Unknown format: (.*)", r"the format \1 cannot be enforced; a pattern may say the same"),
+    (r"NoExtension(Bias)?.*", "no text fits it"),
+    (
+        r".*(Too many items|Current row has).*",
+        "too much may come at one place: many optional properties or alternatives, or a recursion without an end",
+    ),
+    (r" *<non-verbose/>", ""),
+    (r"(recursion limit exceeded|maximum recursion depth).*", "it is nested too deeply"),
+)
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_CODE = re.compile(r"\\(?:u(0[0-9a-fA-F]{3})|.)", re.DOTALL)
+
+
+class GrammarError(Exception):
+    """A grammar cannot be used; ``str()`` says why, and completes "structured_outputs: ..."."""
+
+
+def library() -> Any:
+    """The package llguidance. Raises GrammarError where it is not installed."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise GrammarError("needs the package llguidance: pip install 'batchgen[structured]'") from error
+    return llguidance
+
+
+def source(llguidance: Any, text: str) -> str:
+    """The library's own grammar for what a canonical text asks for."""
+    asked = parsed(text)
+    matcher = llguidance.LLMatcher
+    schema = schema_of(text)
+    if schema is not None:
+        schema = prepared(schema, closes_objects=asked.get("disable_additional_properties", True))
+        return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(asked)))
+    if "regex" in asked:
+        return str(matcher.grammar_from_regex(portable(asked["regex"])))
+    if "choice" in asked:
+        return str(matcher.grammar_from_regex(any_of(asked["choice"])))
+    return str(matcher.grammar_from_lark(_lark(asked["grammar"])))
+
+
+def _lark(grammar: str) -> str:
+    """A Lark grammar as it is; one in the GBNF of llama.cpp and xgrammar (``root ::= ...``) as Lark."""
+    if not _GBNF_RULE.search(grammar):
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    def coded(match: re.Match[str]) -> str:  # the library takes leading zeros off
+        code = int(match[1] or "0", 16)
+        return match[0] if not match[1] else chr(code) if code > 0x7F else f"\\x{code:02x}"
+
+    joined = re.sub(r"\s*\n\s*\|", " |", grammar)
+    return str(gbnf_to_lark(_GBNF_CODE.sub(coded, joined)))
+
+
+def _json_options(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Fixed white space unless asked otherwise: models waste tokens in it, and hardly any token is forced without."""
+    if pattern := asked.get("whitespace_pattern"):
+        return {"whitespace_flexible": True, "whitespace_pattern": white_space(pattern), **_STRICT}
+    separators = {"item_separator": ",", "key_separator": ":"} if asked.get("disable_any_whitespace") else _SEPARATORS
+    return {"whitespace_flexible": False, **_STRICT, **separators}
+
+
+def explained(message: str) -> str:
+    """A message of the library as one line, with what people can do about it."""
+    for pattern, text in _REASONS:
+        message = re.sub(pattern, text, message)
+    return shortened(" ".join(message.split()), _MAX_REASON)
