@@ -62,7 +62,7 @@ def test_a_stop_waits_for_one_grammar_only_and_no_row_is_lost(job: JobMaker, mon
     monkeypatch.setattr(Grammars, "check", noting)
     rows = [{**row, "sampling": {"structured_outputs": {"regex": f"{i}"}}} for i, row in enumerate(rows_of(200))]
     job.write(rows)
-    assert job.run().exit_code == 75
+    assert job.run(look_ahead=150).exit_code == 75
     assert len(compiled) == 70
     assert job.run().exit_code == 0
     assert [row["index"] for row in job.outputs()] == [*range(200)]
