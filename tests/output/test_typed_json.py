@@ -18,7 +18,7 @@ from batchgen.core.json_line import encode_json
 from batchgen.core.records import SamplingParams
 from batchgen.core.structured import canonical
 from batchgen.output.formats import output_format
-from batchgen.output.formats.typed_json import decode, encode, field_of, is_json, type_of
+from batchgen.output.formats.typed_json import decode, encode, field_of, holds_json, is_json, loosened, type_of
 
 POINT = {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": ["number", "null"]}}}
 POINT_TYPE = pa.struct([("x", pa.float64()), ("y", pa.float64())])
@@ -115,15 +115,29 @@ def test_definitions_that_unfold_without_end_do_not() -> None:
         (POINT, [["x", 1]]),
     ],
 )
-def test_a_value_that_its_type_would_change_makes_the_column_json(tmp_path: Path, part: Any, value: Any) -> None:
-    schema = {"type": "object", "properties": {"part": part}}
-    field = field_of("parsed", type_of(schema))
-    with pytest.raises(ValueError, match="not of type"):
-        encode(field, {"part": value})
-    values = [{"part": None}, {"part": value}, None]
+def test_the_part_that_a_value_would_be_changed_in_is_json(tmp_path: Path, part: Any, value: Any) -> None:
+    schema = {"type": "object", "properties": {"other": {"type": "boolean"}, "part": part}}
+    values = [{"other": True, "part": None}, {"other": False, "part": value}, None]
     table, rows = written(tmp_path / "out", schema, values_of(values))
-    assert is_json(table.schema.field("parsed"))
+    kind = table.schema.field("parsed").type
+    assert (kind.field("other").type, holds_json(kind.field("part"))) == (pa.bool_(), True)
     assert repr([row["parsed"] for row in rows]) == repr(values)
+
+
+def test_only_the_innermost_part_becomes_json(tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"points": {"type": "array", "items": POINT}}}
+    values = [{"points": [{"x": 1, "y": 2.5}]}, {"points": [{"x": 2**60 + 1, "y": 1.5}, {"x": None, "y": 3}]}]
+    table, rows = written(tmp_path / "out", schema, values_of(values))
+    point = table.schema.field("parsed").type.field("points").type.value_type
+    assert (is_json(point.field("x")), point.field("y").type) == (True, pa.float64())
+    assert [row["parsed"] for row in rows] == values
+
+
+@pytest.mark.parametrize("value", [[1], "text", {"x": 1, "z": 2}])
+def test_a_value_of_another_shape_makes_the_whole_column_json(tmp_path: Path, value: Any) -> None:
+    table, rows = written(tmp_path / "out", POINT, values_of([{"x": 1.5, "y": None}, value]))
+    assert is_json(table.schema.field("parsed"))
+    assert [row["parsed"] for row in rows] == [{"x": 1.5, "y": None}, value]
 
 
 SCALARS = {
@@ -166,6 +180,7 @@ def test_what_fits_a_schema_comes_back_from_its_column(data: st.DataObject) -> N
     schema, values = data.draw(schemas_and_values())
     rows = data.draw(st.lists(values | st.none(), max_size=4))
     field = field_of("parsed", type_of(schema))
+    assert loosened(field, rows).equals(field, check_metadata=True)
     array = pa.array([encode(field, row) for row in rows], field.type)
     found = [decode(field, row) for row in array.to_pylist()]
     assert [without_null(row) for row in found] == [without_null(row) for row in rows]
@@ -218,8 +233,8 @@ def test_values_of_samples_are_typed_too(tmp_path: Path, x: float, is_typed: boo
     samples = [{"text": "", "parsed": {"x": x, "y": None}, "finish_reason": "stop", "complete": True}]
     samples += [{"text": "", "parsed": None, "finish_reason": "length", "complete": False, "token_ids": [3]}]
     table, [row] = written(tmp_path / "out", POINT, [record(0, None, samples=samples)])
-    kind = table.schema.field("samples").type.value_type.field("parsed")
-    assert (kind.type == POINT_TYPE, is_json(kind)) == (is_typed, not is_typed)
+    kind = table.schema.field("samples").type.value_type.field("parsed").type
+    assert (kind == POINT_TYPE, is_json(kind.field("x"))) == (is_typed, not is_typed)
     assert [without_null(sample) for sample in row["samples"]] == [without_null(sample) for sample in samples]
 
 

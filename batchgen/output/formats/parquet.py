@@ -2,8 +2,8 @@
 
 The record's own fields have fixed types; that of ``parsed`` follows from the job's schema. Kept columns get the type
 all their values share, found in a first pass over the rows. A kept column without one (mixed types, integers beyond 64
-bits, objects with ever new keys), and ``parsed`` where a value does not fit, become JSON text, one value per row,
-marked in the field's metadata.
+bits, objects with ever new keys) becomes JSON text, one value per row, marked in the field's metadata; so does the part
+of ``parsed`` that a value does not fit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from batchgen.core.json_line import encode_json
 from batchgen.core.storage import storage_errors
 from batchgen.core.structured import schema_of
 from batchgen.output.formats.jsonl import OutputFormat
-from batchgen.output.formats.typed_json import decode, encode, field_of, holds_json, type_of
+from batchgen.output.formats.typed_json import decode, encode, field_of, holds_json, is_json, loosened, type_of
 
 GROUP_ROWS = 16_384
 GROUP_BYTES = 16 << 20  # of JSON; a row group of long rows ends earlier, since it is held in memory as Python objects
@@ -72,12 +72,8 @@ def fixed_types(spec: JobSpec) -> dict[str, Any]:
     found = {name: kind for name, kind in FIXED_TYPES.items() if name in spec.record_keys}
     if spec.output.parse_json:
         found["parsed"] = type_of(schema_of(spec.sampling.structured_outputs))
-        found["samples"] = _samples_with(found["parsed"])
+        found["samples"] = pa.list_(pa.struct([*_SAMPLE, field_of("parsed", found["parsed"])]))
     return found
-
-
-def _samples_with(parsed: Any) -> Any:
-    return pa.list_(pa.struct([*_SAMPLE, field_of("parsed", parsed)]))
 
 
 class ParquetFormat(OutputFormat):
@@ -94,8 +90,7 @@ class ParquetFormat(OutputFormat):
                 self._write_groups(file, rows, fields)
                 return
             except _UnfitColumnError as unfit:
-                is_parsed = unfit.column == "samples" and fields["samples"] != _samples_with(None)
-                fields[unfit.column] = _samples_with(None) if is_parsed else None
+                fields[unfit.column] = None
 
     def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
         try:
@@ -119,11 +114,11 @@ class ParquetFormat(OutputFormat):
 
     def _column(self, name: str, kind: Any, group: list[dict[str, Any]]) -> Any:
         values = [row.get(name) for row in group]
-        holds_parsed = "parsed" in self._fixed and name in _HOLD_PARSED
+        field = field_of(name, kind)
+        if holds_json(field):
+            values = [encode(field, value) for value in values]
         try:
-            if kind is None or holds_parsed:
-                values = [encode(field_of(name, kind), value) for value in values]
-            column = pa.array(values, pa.string() if kind is None else kind)
+            column = pa.array(values, field.type)
         except _UNFIT:
             raise _UnfitColumnError(name) from None
         if kind is not None and name not in self._fixed and _makes_numbers_of_booleans(kind, values):
@@ -138,7 +133,10 @@ def infer_fields(rows: Iterable[bytes], fixed: Mapping[str, Any] = FIXED_TYPES) 
     for group in _groups(rows):
         for name in dict.fromkeys(name for row in group for name in row):
             if name in fixed:
-                fields[name] = fixed[name]
+                fields.setdefault(name, fixed[name])
+                if name in _HOLD_PARSED and "parsed" in fixed:
+                    field = loosened(field_of(name, fields[name]), (row.get(name) for row in group))
+                    fields[name] = None if is_json(field) else field.type
             elif fields.get(name, pa.null()) is not None:
                 fields[name] = _common_type(fields.get(name, pa.null()), [row.get(name) for row in group])
     return {name: pa.string() if kind == pa.null() else kind for name, kind in fields.items()}

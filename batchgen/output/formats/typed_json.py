@@ -8,6 +8,7 @@ property that an object lacks and one that is null.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pyarrow as pa
@@ -48,22 +49,69 @@ def holds_json(field: Any) -> bool:
     return is_json(field) or any(holds_json(kind.field(i)) for i in range(kind.num_fields))
 
 
-def encode(field: Any, value: Any) -> Any:
-    """A value as pyarrow takes it for a field. Raises ValueError where it would become another one."""
+def loosened(field: Any, values: Iterable[Any]) -> Any:
+    """The field with JSON text wherever its type would change one of these values."""
+    fits = _check_of(field)
+    for value in values:
+        if not fits(value):
+            field = _loosened(field, value)
+            fits = _check_of(field)
+    return field
+
+
+def _loosened(field: Any, value: Any) -> Any:
     kind = field.type
+    if _check_of(field)(value):
+        return field
+    if pa.types.is_struct(kind) and isinstance(value, dict) and value.keys() <= {item.name for item in kind}:
+        return pa.field(field.name, pa.struct([_loosened(item, value.get(item.name)) for item in kind]))
+    if pa.types.is_list(kind) and isinstance(value, list):
+        return pa.field(field.name, pa.list_(loosened(kind.value_field, value)))
+    return field_of(field.name, None)
+
+
+def _check_of(field: Any) -> Callable[[Any], bool]:
+    """Whether a value goes into a field unchanged, as a function that is fast for many of them."""
+    kind = field.type
+    if is_json(field):
+        return lambda _: True
+    if pa.types.is_struct(kind):
+        parts = {item.name: _check_of(item) for item in kind}
+        return lambda value: (
+            value is None
+            or (
+                isinstance(value, dict)
+                and value.keys() <= parts.keys()
+                and all(parts[name](item) for name, item in value.items())
+            )
+        )
+    if pa.types.is_list(kind):
+        item_fits = _check_of(kind.value_field)
+        return lambda value: value is None or (isinstance(value, list) and all(map(item_fits, value)))
+    if pa.types.is_integer(kind):
+        limit = 2 ** (kind.bit_width - 1)
+        return lambda value: value is None or (type(value) is int and -limit <= value < limit)
+    if pa.types.is_floating(kind):
+        return lambda value: value is None or type(value) is float or (type(value) is int and _is_float(value))
+    plain = str if pa.types.is_string(kind) else bool
+    return lambda value: value is None or isinstance(value, plain)
+
+
+def _is_float(value: int) -> bool:
+    return abs(value) < 2**1023 and float(value) == value
+
+
+def encode(field: Any, value: Any) -> Any:
+    """A value as pyarrow takes it for a field that was ``loosened`` for it."""
     if value is None:
         return None
     if is_json(field):
         return encode_json(value).decode()
-    if pa.types.is_struct(kind) and isinstance(value, dict):
-        fields = {item.name: item for item in kind}
-        if value.keys() <= fields.keys():
-            return {name: encode(item, value.get(name)) for name, item in fields.items()}
-    elif pa.types.is_list(kind) and isinstance(value, list):
-        return [encode(kind.value_field, item) for item in value]
-    elif _fits(kind, value):
-        return value
-    raise ValueError(f"not of type {kind}")
+    if pa.types.is_struct(field.type):
+        return {item.name: encode(item, value.get(item.name)) for item in field.type}
+    if pa.types.is_list(field.type):
+        return [encode(field.type.value_field, item) for item in value]
+    return value
 
 
 def decode(field: Any, value: Any) -> Any:
@@ -77,16 +125,6 @@ def decode(field: Any, value: Any) -> Any:
     if pa.types.is_list(field.type):
         return [decode(field.type.value_field, item) for item in value]
     return value
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    if pa.types.is_string(kind) or pa.types.is_boolean(kind):
-        return isinstance(value, str if pa.types.is_string(kind) else bool)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    if pa.types.is_integer(kind):
-        return isinstance(value, int) and -(2 ** (kind.bit_width - 1)) <= value < 2 ** (kind.bit_width - 1)
-    return isinstance(value, float) or (abs(value) < 2**1023 and float(value) == value)
 
 
 class _Types:
