@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.engine.stats import MAX_POINTS, EngineStats, Point, StepSeries
-from batchgen.report.usage import add_up, follow, since, tail_s, thin, usage_of
+from batchgen.report.usage import add_up, follow, since, split, tail_s, thin, usage_of
 
 
 def series_of(steps: list[int]) -> dict[str, Any]:
@@ -64,17 +64,19 @@ def test_the_usage_of_a_report_is_the_usage_it_was_built_from() -> None:
     report = {
         "sessions": 2,
         "wall_s": 9.0,
-        "seconds": {"load": 1.0, "prefill": 2.0, "decode": 3.0, "sample": 1.0, "host": 2.0},
+        "seconds": {"load": 1.0, "prefill": 2.0, "decode": 3.0, "mask": 0.5, "sample": 1.0, "host": 1.5},
         "generate_s": 8.0,
-        "engine": {"num_steps": 5},
+        "engine": {"num_forced_tokens": 5, "phase_s": {"mask": 0.5}},
         "series": {"at_s": [0.0]},
         "max_rss_bytes": 7,
         "tail_s": 0.5,
     }
     usage = usage_of(report)
     assert usage["seconds"] == {"load": 1.0, "generate": 8.0}
-    assert usage["engine"] == {"num_steps": 5, "series": {"at_s": [0.0]}}
-    assert follow(usage, usage)["tail_s"] == 1.0
+    assert usage["engine"] == {**report["engine"], "series": {"at_s": [0.0]}}
+    twice = follow(usage, usage)
+    assert (twice["tail_s"], twice["engine"]["num_forced_tokens"]) == (1.0, 10)
+    assert split(twice["seconds"], twice["engine"])["mask"] == 1.0
 
 
 def running(sequences: list[float]) -> dict[str, Any]:
