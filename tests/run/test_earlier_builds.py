@@ -109,13 +109,13 @@ def kept_names(job: JobMaker, form: str) -> set[frozenset[str]]:
     return {frozenset(name for name, value in row.items() if value in ("r", "c", {"p": 1})) for row in kept}
 
 
-@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(
-    ("unknown", "names"),
+    ("form", "unknown", "names"),
     [
-        ([], {"input_reasoning", "input_complete", "input_parsed"}),
-        (["output.parse_json"], {"input_reasoning", "complete", "parsed"}),
-        (["output.parse_json", "output.split_reasoning"], {"reasoning", "complete", "parsed"}),
+        ("jsonl", [], {"input_reasoning", "input_complete", "input_parsed"}),
+        ("jsonl", ["output.parse_json"], {"input_reasoning", "complete", "parsed"}),
+        ("parquet", ["output.parse_json", "output.split_reasoning"], {"reasoning", "complete", "parsed"}),
+        ("openai-batch", ["output.parse_json", "output.split_reasoning"], {"reasoning", "complete", "parsed"}),
     ],
 )
 def test_columns_named_like_newer_fields_keep_the_names_the_run_began_with(
