@@ -169,6 +169,7 @@ def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], s
     if p.choices:
         asked = {"n": p.n > 1, "stop": p.stop, "max_repeats": p.max_repeats}
         asked |= {"logprobs": p.logprobs is not None, "prompt_logprobs": p.prompt_logprobs is not None}
+        asked |= {"logit_bias": p.logit_bias, "allowed_token_ids": p.allowed_token_ids, "bad_words": p.bad_words}
         for key in [key for key, is_asked in asked.items() if is_asked]:
             value = shown(getattr(p, key), 80)
             yield (key, "choices"), f"{key} = {value} does not go with choices: they are scored, nothing is generated"
@@ -178,6 +179,8 @@ def _contradictions(params: SamplingParams) -> Iterator[tuple[tuple[str, ...], s
             "ignore_eos": p.ignore_eos,
             "min_tokens": p.min_tokens,
             "max_tokens": p.max_tokens == 0,
+            "allowed_token_ids": p.allowed_token_ids,
+            "bad_words": p.bad_words,
         }
         for key in [key for key, is_asked in asked.items() if is_asked]:
             why = f"{key} = {shown(getattr(p, key), 80)} does not go with structured_outputs"

@@ -24,6 +24,7 @@ MAX_STOP_CHARS = 1000
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 20  # the limit of OpenAI's API and vLLM's default
 MAX_CHOICES = 1000
+MAX_BAD_WORDS = 1000
 # Variables of a chat template that something else sets, beside all that end in "_token".
 _SET_ELSEWHERE = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception")
 _MIN_TEMPERATURE = 0.01  # vLLM raises smaller positive ones to this: dividing logits by less overflows float16
@@ -205,12 +206,17 @@ def _max_repeats(value: int) -> int:
     return value
 
 
-def _stop(texts: tuple[str, ...]) -> tuple[str, ...]:
-    if len(texts) > MAX_STOP_STRINGS:
-        raise ValueError(f"must be a list of at most {MAX_STOP_STRINGS} strings, not of {len(texts)}")
-    if max(map(len, texts), default=0) > MAX_STOP_CHARS:
-        raise ValueError(f"holds a string of more than {MAX_STOP_CHARS} characters")
-    return tuple(dict.fromkeys(_encodable(texts)))
+def _at_most(limit: int) -> Callable[[tuple[str, ...]], tuple[str, ...]]:
+    """Takes up to ``limit`` different strings that can be tokenized."""
+
+    def distinct(texts: tuple[str, ...]) -> tuple[str, ...]:
+        if len(texts) > limit:
+            raise ValueError(f"must be a list of at most {limit} strings, not of {len(texts)}")
+        if max(map(len, texts), default=0) > MAX_STOP_CHARS:
+            raise ValueError(f"holds a string of more than {MAX_STOP_CHARS} characters")
+        return tuple(dict.fromkeys(_encodable(texts)))
+
+    return distinct
 
 
 def _choices(texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -235,11 +241,32 @@ def _token_ids(value: object) -> tuple[int, ...]:
     return tuple(map(_token_id, value))
 
 
+_bias = number(-100, 100).parse
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    """Ascending pairs of a token id and what is added to its logit; from an object, its JSON text, or such pairs."""
+    try:
+        found: Any = json.loads(value) if isinstance(value, str) else value
+        given = found.items() if isinstance(found, dict) else found
+        pairs = [(token, bias) for token, bias in given if bias is not None]  # null: another row of the table has it
+        biases = {_token_id(int(t) if isinstance(t, str) else t): _bias(bias) for t, bias in pairs}
+    except (TypeError, ValueError, RecursionError):
+        what = 'must be an object from token ids to numbers from -100 to 100, such as {"50256": -100}'
+        raise ValueError(what) from None
+    if len(biases) < len(pairs):
+        raise ValueError("holds the same token twice")
+    return tuple(sorted((token, bias) for token, bias in biases.items() if bias))
+
+
 TEMPERATURE = number(0).then(lambda value: max(value, _MIN_TEMPERATURE) if value else 0.0)
 TOP_K = integer(-1, INT32_MAX).then(lambda value: max(value, 0))  # vLLM writes "off" as 0 or -1
 LOGPROBS = Kind(_num_logprobs, "K", _number_in)
 MAX_REPEATS = integer(0, INT32_MAX).then(_max_repeats)
-STOP = STRINGS.then(_stop)
+STOP = STRINGS.then(_at_most(MAX_STOP_STRINGS))
+BAD_WORDS = STRINGS.then(_at_most(MAX_BAD_WORDS))
 CHOICES = STRINGS.then(_choices)
 STRUCTURED = Kind(canonical, "JSON|FILE")
 TOKEN_IDS = Kind(_token_ids, "IDS", lambda text: [_number_in(part) for part in text.split(",")])
+LOGIT_BIAS = Kind(_logit_bias, "JSON")
+ALLOWED_TOKEN_IDS = TOKEN_IDS.then(lambda ids: tuple(sorted(set(ids))))

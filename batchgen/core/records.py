@@ -13,7 +13,7 @@ from typing import Any
 
 from batchgen.core import keys
 from batchgen.core.errors import RowError
-from batchgen.core.keys import INT32_MAX, INT64_MAX, MAX_SAMPLES, integer, key, number
+from batchgen.core.keys import INT32_MAX, INT64_MAX, MAX_SAMPLES, integer, key, number, one_of
 
 
 class FinishReason(StrEnum):
@@ -112,8 +112,11 @@ class SamplingParams:
     position, so tokens never depend on the batch. ``logprobs`` and ``prompt_logprobs`` ask for that many most likely
     tokens beside the chosen or given one (0: none but that one; None: no log-probabilities at all), before any
     penalty or temperature. ``stop`` strings are not part of the text. ``max_repeats`` ends a row whose newest tokens
-    repeat one run of up to 64 tokens this many times (0: never). ``structured_outputs`` is the canonical text of
-    ``core.structured``, "" for free text. ``choices`` are texts to be scored as continuations instead of generating.
+    repeat one run of up to 64 tokens this many times (0: never). ``logit_bias`` holds token ids with what is added to
+    their logits, before penalties. Only ``allowed_token_ids``, if any, may come, and none that completes one of
+    ``bad_words`` within the output. ``structured_outputs`` is the canonical text of
+    ``core.structured``, "" for free text. ``choices`` are texts to be scored as continuations instead of generating;
+    ``normalize`` "tokens" takes that with the best mean per token, not the best sum, of their log-probabilities.
     ``config.sampling.merge_params`` checks values; this class does not.
     """
 
@@ -137,8 +140,14 @@ class SamplingParams:
     logprobs: int | None = key(keys.LOGPROBS, "Add each token's log-probability and the K likeliest tokens", None)
     prompt_logprobs: int | None = key(keys.LOGPROBS, "Add the prompt's log-probabilities and perplexity", None)
     max_repeats: int = key(keys.MAX_REPEATS, "End a row whose last tokens repeat N times; 0: never", 0)
+    logit_bias: tuple[tuple[int, float], ...] = key(
+        keys.LOGIT_BIAS, 'Added to the logits of tokens, such as {"50256": -100}', ()
+    )
+    allowed_token_ids: tuple[int, ...] = key(keys.ALLOWED_TOKEN_IDS, "The only tokens that may be generated", ())
+    bad_words: tuple[str, ...] = key(keys.BAD_WORDS, "Text that may not be generated; may be repeated", ())
     structured_outputs: str = key(keys.STRUCTURED, "JSON schema, regex, choice or grammar that the text must fit", "")
     choices: tuple[str, ...] = key(keys.CHOICES, "Text to score instead of generating; repeat it per choice", ())
+    normalize: str = key(one_of("none", "tokens"), "The best choice is that with the best mean per token", "none")
 
     @property
     def is_greedy(self) -> bool:
@@ -162,7 +171,8 @@ class Request:
 
     ``key`` is the row's index. ``output_token_ids`` are tokens an earlier, interrupted run already
     generated: the engine continues after them. ``choices`` holds the tokens of ``params.choices``, in their order:
-    with any, the request is scored and generates nothing.
+    with any, the request is scored and generates nothing. ``bad_words`` holds the tokens of each way to write one of
+    ``params.bad_words``.
     """
 
     key: int
@@ -170,6 +180,14 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     output_token_ids: tuple[int, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def token_lists(self) -> tuple[tuple[int, ...], ...]:
+        """Every list of token ids that it holds."""
+        biased = tuple(token for token, _ in self.params.logit_bias)
+        given = self.prompt_token_ids, self.output_token_ids, self.params.allowed_token_ids, biased
+        return *given, *self.choices, *self.bad_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +239,8 @@ class Result:
 
     ``token_ids``, ``finish_reason``, ``stop``, ``logprobs`` and ``is_complete`` are those of the first sample (see
     ``Sample``), ``more_samples`` holds the others. ``choice_logprobs`` sums the log-probabilities of each choice's
-    tokens; then ``token_ids`` are the best choice's. ``prompt_logprobs`` has one entry per prompt token but the first.
+    tokens, ``choice_means`` are those per token if they decide; then ``token_ids`` are the best choice's.
+    ``prompt_logprobs`` has one entry per prompt token but the first.
     """
 
     key: int
@@ -235,7 +254,14 @@ class Result:
     more_samples: tuple[Sample, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     choice_logprobs: tuple[float, ...] = ()
+    choice_means: tuple[float, ...] = ()
     is_complete: bool | None = None
+
+    @property
+    def best_choice(self) -> int:
+        """Which choice is the best; the first of equals."""
+        scores = self.choice_means or self.choice_logprobs
+        return scores.index(max(scores))
 
     @property
     def num_completion_tokens(self) -> int:

@@ -95,7 +95,7 @@ def _digest(group: Group) -> bytes | None:
     request = group.request
     if group.digest is None and request.params.is_greedy:
         tokens = array("i", request.prompt_token_ids).tobytes()
-        choices = repr(request.choices).encode()
+        choices = repr((request.choices, request.bad_words)).encode()
         group.digest = blake2b(_name(request.params) + choices + b"\0" + tokens, digest_size=16).digest()
     return group.digest
 

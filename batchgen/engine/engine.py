@@ -27,6 +27,7 @@ from batchgen.engine.load import use_threads
 from batchgen.engine.masks import build_mask
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.observers import Constraints, StopMatcher, TokenCounts, observers_for
+from batchgen.engine.rules import rules_for
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Group, Schedule, Sequence
@@ -165,7 +166,7 @@ class Engine:
 
     def _unusable(self, request: Request) -> RowError | None:
         known = self.runner.model.config.vocab_size
-        for tokens in filter(None, (request.prompt_token_ids, request.output_token_ids, *request.choices)):
+        for tokens in filter(None, request.token_lists):
             for token in (min(tokens), max(tokens)):
                 if not 0 <= token < known:
                     return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {known}")
@@ -181,6 +182,7 @@ class Engine:
         if request.params.has_penalties:
             sequence.counts = TokenCounts(request.prompt_token_ids)
             sequence.observers.append(sequence.counts)
+        sequence.rules = rules_for(request.params, request.bad_words, self.runner.model.config.vocab_size)
         if request.params.structured_outputs and self._constraints is not None:
             asked = request.params.structured_outputs
             sequence.constraint = self._constraints.begin(asked, request.prompt_token_ids)
@@ -216,7 +218,7 @@ class Engine:
             pending = build_pending(schedule, before.sampled, before.token_ids) if before is not None else None
             logits = self.runner.run(schedule, pending)
         mask = None
-        if self._constraints is not None and any(s.constraint is not None for s in sampled):
+        if any(s.constraint is not None or s.rules is not None for s in sampled):
             with self.stats.phase("mask"):  # on a GPU the forward pass runs meanwhile
                 mask = build_mask(self._constraints, sampled, logits.shape[1], logits.device)
         with self.stats.phase("sample"):
@@ -287,7 +289,7 @@ class Engine:
         for sequence, token_id in sampled:
             sequence.num_pending = 0
             if token_id < 0:
-                self._fail(sequence, f"the model's logits after token {sequence.num_tokens} are not finite")
+                self._fail(sequence, *sequence.no_token())
                 ended.append(sequence)
                 continue
             self.stats.num_output_tokens += 1

@@ -22,15 +22,18 @@ class TokenMask(NamedTuple):
 
 
 def build_mask(
-    constraints: Constraints, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device
+    constraints: Constraints | None, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device
 ) -> TokenMask | None:
-    """The mask of the constrained ones among ``sequences``, which are about to be sampled; None without any."""
-    active = [
-        (row, s.constraint) for row, s in enumerate(sequences) if s.constraint is not None and s.constraint.is_active
-    ]
-    if not active:
+    """The mask of ``sequences`` that are about to be sampled and must leave tokens out; None if none must."""
+    guided = {row: s.constraint for row, s in enumerate(sequences) if s.constraint and s.constraint.is_active}
+    fixed = {row: s.rules.bits for row, s in enumerate(sequences) if s.rules is not None and s.rules.bits is not None}
+    rows = [*guided, *(row for row in fixed if row not in guided)]
+    if not rows:
         return None
-    bits = np.empty((len(active), -(-vocab_size // 32)), dtype=np.int32)
-    constraints.fill([constraint for _, constraint in active], bits)
-    rows = torch.tensor([row for row, _ in active])
-    return TokenMask(upload(rows, device), upload(torch.from_numpy(bits), device))
+    bits = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)
+    if guided and constraints is not None:
+        constraints.fill([*guided.values()], bits[: len(guided)])
+    for place, row in enumerate(rows):
+        if row in fixed:
+            bits[place] &= fixed[row]
+    return TokenMask(upload(torch.tensor(rows), device), upload(torch.from_numpy(bits), device))

@@ -1,8 +1,9 @@
 """Sampler: from logits to the next token of each sequence, and to log-probabilities where they are asked for.
 
 Randomness is counter-based: one uniform number per (seed, request key, sample, position), so a token never depends on
-batch slot, order, preemption or resume. The order is vLLM's: log-probabilities of the raw logits, then
-the mask of constraints, ``min_tokens``, penalties, temperature, min_p, top_k, top_p.
+batch slot, order, preemption or resume. The order is vLLM's: log-probabilities of the raw logits, then the mask of
+constraints and of ``allowed_token_ids``, ``bad_words``, ``min_tokens``, ``logit_bias``, penalties, temperature, min_p,
+top_k, top_p.
 
 A new filter of tokens is a field of ``kernels.interface.SamplingRows``, filled in ``_rows`` and applied by the
 ``sample`` of each back end; those of the CPU and CUDA keep the tokens above a threshold of probability.
@@ -20,6 +21,7 @@ from torch import Tensor
 from batchgen.core.records import SamplingParams, TokenLogprob
 from batchgen.engine.masks import TokenMask
 from batchgen.engine.observers import TokenCounts
+from batchgen.engine.rules import TokenRules
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import upload
 from batchgen.kernels.interface import Kernels, SamplingRows
@@ -52,7 +54,7 @@ class Sampler:
 
     @torch.inference_mode()  # logits come from inference mode and may be written only inside it
     def sample(self, logits: Tensor, sequences: Sequence_[Sequence], mask: TokenMask | None = None) -> Tensor:
-        """Next token ids, int64 [num_seqs] on the logits' device; -1 where a row is not finite.
+        """Next token ids, int64 [num_seqs] on the logits' device; -1 where a row is not finite or no token is allowed.
 
         Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens of some rows. Books the
         log-probabilities asked for; without these and penalties the host does not wait for the device.
@@ -72,15 +74,21 @@ class Sampler:
     def _choose(self, logits: Tensor, sequences: Sequence_[Sequence]) -> Tensor:
         if not sequences:
             return torch.empty(0, dtype=torch.int64)
-        self._forbid_early_end(logits, sequences)
+        self._forbid(logits, sequences)
+        biased = [(i, s.rules) for i, s in enumerate(sequences) if s.rules is not None and len(s.rules.biases)]
         penalized = [(i, s.counts, s.request.params) for i, s in enumerate(sequences) if s.counts is not None]
-        if penalized:
+        if biased or penalized:
             logits = self._widened(logits)
+        if biased:
+            add_biases(logits, *zip(*biased, strict=True))
+        if penalized:
             penalize(logits, *zip(*penalized, strict=True))
         drawn = [i for i, s in enumerate(sequences) if not s.request.params.is_greedy]
         if len(drawn) == len(sequences):
             return self.kernels.sample(logits, self._rows(sequences, logits.device))
         ids = self.kernels.argmax(logits)
+        best = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0]
+        ids.masked_fill_(best == -torch.inf, -1)  # nothing is allowed: the first of equals would be no answer
         if drawn:
             chosen = upload(torch.tensor(drawn), logits.device)
             rows = self._rows([sequences[i] for i in drawn], logits.device)
@@ -116,14 +124,20 @@ class Sampler:
             self._wide = torch.empty(logits.numel(), device=logits.device)
         return self._wide[: logits.numel()].view_as(logits).copy_(logits)
 
-    def _forbid_early_end(self, logits: Tensor, sequences: Sequence_[Sequence]) -> None:
-        """Forbid the end tokens of model and request before ``min_tokens``."""
+    def _forbid(self, logits: Tensor, sequences: Sequence_[Sequence]) -> None:
+        """Forbid the end tokens of model and request before ``min_tokens``, and tokens that complete a bad word."""
         places = [
             (row, token_id)
             for row, sequence in enumerate(sequences)
             if sequence.num_output_tokens < sequence.request.params.min_tokens
             for token_id in self.eos_token_ids.union(sequence.request.params.stop_token_ids)
             if 0 <= token_id < logits.shape[1]
+        ]
+        places += [
+            (row, token_id)
+            for row, sequence in enumerate(sequences)
+            if sequence.rules is not None and sequence.rules.endings
+            for token_id in sequence.rules.endings_of(sequence.token_ids, sequence.num_output_tokens)
         ]
         if places:
             rows, columns = upload(torch.tensor(places).T.contiguous(), logits.device)
@@ -162,6 +176,14 @@ def _likeliest(logits: Tensor, num_top: list[int]) -> list[list[tuple[int, float
             values, ids = logits[row, tied].tolist(), tied.tolist()  # noqa: PLW2901 - a better answer for this row
         found.append(sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[:k])
     return found
+
+
+def add_biases(logits: Tensor, rows: Sequence_[int], rules: Sequence_[TokenRules]) -> None:
+    """Add each row's ``logit_bias``, in place, in ``rows`` of float32 logits [num_seqs, vocab_size]."""
+    spread = np.repeat(np.array(rows, dtype=np.int64), [len(r.biases) for r in rules])
+    columns = [spread, np.concatenate([r.biased_ids for r in rules]), np.concatenate([r.biases for r in rules])]
+    places, tokens, biases = (upload(torch.from_numpy(column), logits.device) for column in columns)
+    logits[places, tokens] += biases
 
 
 def penalize(

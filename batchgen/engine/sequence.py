@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from operator import truediv
 from typing import TYPE_CHECKING
 
-from batchgen.core.errors import RowError
+from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
 
 if TYPE_CHECKING:
     from batchgen.engine.observers import Constraint, Observer, TokenCounts
+    from batchgen.engine.rules import TokenRules
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -47,6 +49,7 @@ class Sequence:
     observers: list[Observer] = field(default_factory=list)
     counts: TokenCounts | None = None
     constraint: Constraint | None = None
+    rules: TokenRules | None = None
     finish_reason: FinishReason | None = None
     matched_stop: str | None = None
     first_token_at: float | None = None
@@ -139,6 +142,8 @@ class Sequence:
         """Whether it needs tokens of the step before on the host, or gives more than a token id in the next one."""
         if self.counts is not None or self.constraint is not None or not self.generates:
             return True
+        if self.rules is not None and self.rules.endings:
+            return True
         return self.request.params.logprobs is not None or self.next_scored < self.end_scored
 
     @property
@@ -152,6 +157,16 @@ class Sequence:
         if self.constraint is None or self.is_finished or is_sampled:
             return None
         return self.constraint.forced
+
+    def no_token(self) -> tuple[str, RowErrorCode]:
+        """Why the sampler found no next token."""
+        if self.rules is None and self.constraint is None:
+            return f"the model's logits after token {self.num_tokens} are not finite", RowErrorCode.INTERNAL
+        keys = "allowed_token_ids, bad_words, min_tokens or structured_outputs"
+        return (
+            f"{keys} leave no token to follow token {self.num_tokens}, or the logits are not finite",
+            RowErrorCode.BAD_PARAM,
+        )
 
     def append(self, token_id: int, at: float) -> None:
         """Add a generated token, at an instant of the engine's clock."""
@@ -233,8 +248,10 @@ class Group:
             return base
         if self.request.choices:
             sums = tuple(sum(score.logprob for score in s.scores) for s in self.sequences)
-            tokens = self.request.choices[sums.index(max(sums))]  # the first of equals
-            return replace(base, token_ids=tokens, finish_reason=FinishReason.STOP, choice_logprobs=sums)
+            sizes = map(len, self.request.choices)
+            means = tuple(map(truediv, sums, sizes)) if params.normalize == "tokens" else ()
+            scored = replace(base, finish_reason=FinishReason.STOP, choice_logprobs=sums, choice_means=means)
+            return replace(scored, token_ids=self.request.choices[scored.best_choice])
         samples = [s.to_sample() for s in self.sequences]
         samples += samples[:1] * (params.n - len(samples))
         return replace(

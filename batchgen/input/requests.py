@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from batchgen.config.job import InputSpec
@@ -23,7 +24,7 @@ from batchgen.text.tokenizer import Tokenizer
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each
 _MAX_DRAFTED_CHARS = 1 << 24  # characters held at once: a chat template can make much text out of a short row
-_NEEDS_TOKENIZER = ("stop", "choices", "structured_outputs")  # sampling keys that are about text
+_NEEDS_TOKENIZER = ("stop", "choices", "bad_words", "structured_outputs")  # sampling keys that are about text
 
 _Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
@@ -74,8 +75,9 @@ class RequestBuilder:
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._max_model_len = max_model_len
-        if missing := self._needs_tokenizer(sampling):
-            raise UsageError(f"sampling.{missing}; name one in model.tokenizer")
+        self._vocab_size = vocab_size
+        if refused := self._refusal(sampling):
+            raise UsageError(f"sampling.{refused}")
         try:
             self._check_grammar(sampling)
         except GrammarError as error:
@@ -93,10 +95,11 @@ class RequestBuilder:
     def _requests(self, drafts: Sequence[_Draft | BadRow]) -> Iterator[Request | BadRow]:
         sound = [draft for draft in drafts if isinstance(draft, _Draft)]
         lists = {draft.params.choices for draft in sound}  # most rows have the job's, so they are few
+        lists |= {_ways_to_write(draft.params.bad_words) for draft in sound}
         texts = self._encode(
             [
                 *(draft.prompt for draft in sound if isinstance(draft.prompt, PlainText)),
-                *(_choice(choice) for choices in lists for choice in choices),
+                *(_apart(text) for listed in lists for text in listed),
             ]
         )
         for draft in drafts:
@@ -131,20 +134,23 @@ class RequestBuilder:
             params = merge_params(self._sampling, content.overrides, self._presets)
         except ParamError as error:
             raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
-        if missing := self._needs_tokenizer(params):
-            raise RowProblem(RowErrorCode.BAD_PARAM, missing)
+        if refused := self._refusal(params):
+            raise RowProblem(RowErrorCode.BAD_PARAM, refused)
         draft = _Draft(record, params, prompt)
         longest = self._min_tokens(max(params.choices, key=len, default=""))
         num_tokens = self._min_tokens(prompt.text) if isinstance(prompt, PlainText) else len(prompt)
         self._check_length(draft, num_tokens, longest, is_estimate=True)
         return draft
 
-    def _needs_tokenizer(self, params: SamplingParams) -> str:
-        """Why a model without a tokenizer cannot work with ``params``; empty if it can."""
-        if self._tokenizer is not None:
-            return ""
+    def _refusal(self, params: SamplingParams) -> str:
+        """Why this model cannot work with ``params``: begins with the key; empty if it can."""
         named = next((key for key in _NEEDS_TOKENIZER if getattr(params, key)), "")
-        return f"{named} needs a tokenizer and this model has none" if named else ""
+        if named and self._tokenizer is None:
+            return f"{named} needs a tokenizer and this model has none; name one in model.tokenizer"
+        for key, ids in (("allowed_token_ids", params.allowed_token_ids), ("logit_bias", dict(params.logit_bias))):
+            if max(ids, default=0) >= self._vocab_size:
+                return f"{key} holds the token id {max(ids)}, and the model has {self._vocab_size} tokens"
+        return ""
 
     def _check_grammar(self, params: SamplingParams) -> None:
         """Raises GrammarError for ``structured_outputs`` that cannot be compiled."""
@@ -171,23 +177,25 @@ class RequestBuilder:
 
     def _request(self, draft: _Draft, texts: Texts) -> Request:
         found = [texts[draft.prompt] if isinstance(draft.prompt, PlainText) else draft.prompt]
-        found += [texts[_choice(name)] for name in draft.params.choices]
+        found += [texts[_apart(text)] for text in (*draft.params.choices, *_ways_to_write(draft.params.bad_words))]
         encoded: list[tuple[int, ...]] = []
         for tokens in found:
             if isinstance(tokens, TokenizerError):
                 raise RowProblem(RowErrorCode.INTERNAL, str(tokens))
             encoded.append(tuple(tokens))
-        token_ids, *choices = encoded
+        token_ids, *others = encoded
+        choices, bad_words = others[: len(draft.params.choices)], others[len(draft.params.choices) :]
         self._check_length(draft, len(token_ids), max(map(len, choices), default=0))
         if not token_ids:  # a tokenizer without bos may drop all of a text
             raise RowProblem(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
-        if () in choices:
-            raise RowProblem(RowErrorCode.BAD_PARAM, "choices: one of them has no tokens")
+        for key, lists in (("choices", choices), ("bad_words", bad_words)):
+            if () in lists:
+                raise RowProblem(RowErrorCode.BAD_PARAM, f"{key}: one of them has no tokens")
         try:
             self._check_grammar(draft.params)
         except GrammarError as error:
             raise RowProblem(RowErrorCode.BAD_PARAM, f"structured_outputs: {error}") from error
-        return Request(draft.record.index, token_ids, draft.params, choices=tuple(choices))
+        return Request(draft.record.index, token_ids, draft.params, choices=tuple(choices), bad_words=tuple(bad_words))
 
     def _check_length(self, draft: _Draft, num_tokens: int, longest_choice: int, *, is_estimate: bool = False) -> None:
         """Raises RowProblem too_long for a prompt that leaves no room for the tokens to generate or to score."""
@@ -202,8 +210,16 @@ class RequestBuilder:
         raise RowProblem(RowErrorCode.TOO_LONG, f"prompt of {given} tokens; {limits}{with_choices}")
 
 
-def _choice(text: str) -> PlainText:
+def _apart(text: str) -> PlainText:
+    """A text to be tokenized by itself."""
     return PlainText(text, add_special_tokens=False)
+
+
+@lru_cache(maxsize=256)
+def _ways_to_write(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Each word at the beginning of a text, and behind a space, as vLLM takes ``bad_words``."""
+    bare = [word.lstrip() or word for word in words]
+    return tuple(dict.fromkeys(way for word in bare for way in (word, f" {word}")))
 
 
 def _num_chars(item: PlainText | _Draft | BadRow) -> int:

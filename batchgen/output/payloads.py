@@ -74,7 +74,7 @@ class Payloads:
         finish_reason, complete, usage, timings, token_ids, logprobs, samples, choices, prompt_logprobs, perplexity,
         kept columns. What a sample has is that of the first one; ``samples`` holds all of several. ``complete`` is
         whether the text fits its structured outputs. ``parsed`` is its JSON value, null where it has none or is not
-        complete. A row whose ``choices`` were scored has the likeliest of them as its text. A kept column with the name
+        complete. A row whose ``choices`` were scored has the best of them as its text. A kept column with the name
         of a field of the record is written as ``input_<name>``.
         """
         is_open = self._reasoning is not None and self._reasoning.is_open(prompt_token_ids)
@@ -82,10 +82,10 @@ class Payloads:
         first = samples[0]
         scored = [*zip(params.choices, result.choice_logprobs, strict=True)] if params.choices else []
         if scored:
-            likeliest, _ = max(scored, key=lambda choice: choice[1])  # the first of equals
-            first |= {"text": likeliest, "finish_reason": str(FinishReason.STOP)}
+            best = params.choices[result.best_choice]
+            first |= {"text": best, "finish_reason": str(FinishReason.STOP)}
             first |= {"reasoning": None} if self._reasoning is not None else {}
-            first |= {"parsed": _json_or_none(likeliest)} if self._spec.output.parse_json else {}
+            first |= {"parsed": _json_or_none(best)} if self._spec.output.parse_json else {}
         payload: dict[str, Any] = {"id": record.index if row_id is None else row_id, "index": record.index}
         payload |= {name: first[name] for name in _OF_SAMPLE if name in first}
         payload["usage"] = {
@@ -98,6 +98,8 @@ class Payloads:
             payload["samples"] = samples
         if scored:
             payload["choices"] = [{"text": text, "logprob": _rounded(logprob)} for text, logprob in scored]
+            for choice, mean in zip(payload["choices"], result.choice_means, strict=False):
+                choice["mean_logprob"] = _rounded(mean)
         if result.prompt_logprobs is not None:
             payload["prompt_logprobs"] = self._logprobs(result.prompt_logprobs)
             payload["perplexity"] = _perplexity(result.prompt_logprobs)

@@ -299,8 +299,9 @@ def _lasting_imports() -> Iterator[None]:
 def _is_plain(spec: JobSpec) -> bool:
     """Whether a job takes the likeliest token and tells no more of it."""
     rows = spec.sampling
-    scores = rows.logprobs, rows.prompt_logprobs, rows.choices or rows.structured_outputs or None
-    return rows.is_greedy and not rows.has_penalties and scores == (None,) * 3 and not spec.sampling_columns
+    others = rows.choices, rows.structured_outputs, rows.logit_bias, rows.allowed_token_ids, rows.bad_words
+    is_scored = rows.logprobs is not None or rows.prompt_logprobs is not None
+    return rows.is_greedy and not (rows.has_penalties or is_scored or any(others) or spec.sampling_columns)
 
 
 def _max_model_len(spec: JobSpec, config: ModelConfig) -> int:

@@ -61,6 +61,16 @@ ACCEPTED: list[tuple[str, Any, Any]] = [
     ("choices", ["yes", " yes"], ("yes", " yes")),
     ("choices", [str(i) for i in range(1000)], tuple(str(i) for i in range(1000))),
     ("choices", [], ()),
+    ("logit_bias", {"7": 1, 2: -100, "3": 0}, ((2, -100.0), (7, 1.0))),
+    ("logit_bias", '{"50256": -100}', ((50256, -100.0),)),
+    ("logit_bias", [[7, 1.5], [2, 100]], ((2, 100.0), (7, 1.5))),
+    ("logit_bias", {"5": None}, ()),
+    ("logit_bias", {}, ()),
+    ("allowed_token_ids", [7, 2, 7], (2, 7)),
+    ("allowed_token_ids", [], ()),
+    ("bad_words", ["b", " a", "b"], ("b", " a")),
+    ("bad_words", "a", ("a",)),
+    ("normalize", "tokens", "tokens"),
 ]
 
 # Wrong for every key but the few that they fit.
@@ -77,7 +87,8 @@ NONSENSE: list[Any] = [
     [{}],
 ]
 NONSENSE += [[None], b"\xff", "nonsense", "\x00"]
-FITTING = [("stop", "nonsense"), ("stop", "\x00"), ("structured_outputs", {})]
+FITTING = [(key, value) for key in ("stop", "bad_words") for value in ("nonsense", "\x00")]
+FITTING += [("structured_outputs", {}), ("logit_bias", {})]
 
 REFUSED: list[tuple[str, Any]] = [
     *((key, value) for key in FIELDS for value in NONSENSE if (key, value) not in FITTING),
@@ -99,6 +110,15 @@ REFUSED: list[tuple[str, Any]] = [
     *(("max_repeats", value) for value in (1, -1, 2.5, "3", True, 2**31)),
     *(("choices", value) for value in (["a"], ["a", "a"], ["a", ""], ["a", 1], "ab", {"a": 1, "b": 2}, [["a", "b"]])),
     *(("choices", value) for value in (["a", "\udfff"], [str(i) for i in range(1001)], [None, "a"], 2)),
+    *(("logit_bias", value) for value in ({"7": 101}, {"7": -100.5}, {"7": "1"}, {"7": True}, {"7": [1]}, {7.5: 1})),
+    *(
+        ("logit_bias", value)
+        for value in ({"x": 1}, {"-1": 1}, {str(2**31): 1}, {"7": 1, 7: 2}, [7], ["ab"], "{", 7, True)
+    ),
+    *(("logit_bias", value) for value in ({"7" * 5000: 1}, {"7": float("nan")}, [[7, 1], [7, 1]], [[1, 2, 3]])),
+    *(("allowed_token_ids", value) for value in (7, "7", [-1], [True], [2**31], ["7"])),
+    *(("bad_words", value) for value in ("", ["a", ""], [7], "x" * 1001, "\ud800", [str(i) for i in range(1001)])),
+    *(("normalize", value) for value in ("sum", "", True, ["tokens"])),
     *(("preset", value) for value in ("Card", "", "cards", ["card"], {"card": 1}, 1, True, float("nan"))),
 ]
 
@@ -186,6 +206,7 @@ def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
 
 
 CHOICES = {"choices": ["yes", "no"]}
+GUIDED = {"structured_outputs": {"regex": "a"}}
 
 
 @pytest.mark.parametrize(
@@ -196,6 +217,11 @@ CHOICES = {"choices": ["yes", "no"]}
         ({**CHOICES, "logprobs": 0}, "logprobs", "logprobs = 0 does not go with choices"),
         ({**CHOICES, "prompt_logprobs": 1}, "prompt_logprobs", "prompt_logprobs = 1 does not go with choices"),
         ({**CHOICES, "max_repeats": 2}, "max_repeats", "max_repeats = 2 does not go with choices"),
+        ({**CHOICES, "logit_bias": {"1": 2}}, "logit_bias", r"logit_bias = \(\(1, 2.0\),\) does not go with choices"),
+        ({**CHOICES, "allowed_token_ids": [1]}, "allowed_token_ids", "allowed_token_ids = .* with choices"),
+        ({**CHOICES, "bad_words": "a"}, "bad_words", r"bad_words = \('a',\) does not go with choices"),
+        ({**GUIDED, "allowed_token_ids": [1]}, "allowed_token_ids", "allowed_token_ids = .* structured_outputs"),
+        ({**GUIDED, "bad_words": "a"}, "bad_words", "bad_words = .* does not go with structured_outputs"),
         ({**CHOICES, "max_tokens": 0}, "max_tokens", "max_tokens = 0 must be at least 1"),
         ({"max_tokens": 0, "logprobs": 1}, "max_tokens", "only a row with prompt_logprobs"),
         ({"max_tokens": 0, "prompt_logprobs": 0, "n": 2}, "n", "n = 2 does not go with max_tokens = 0"),
@@ -232,7 +258,11 @@ def _value(key: str) -> st.SearchStrategy[Any]:
     numbers = st.integers(-3, 200) | st.floats(-3, 3) | st.integers() | st.floats()
     texts = st.text("ab\ud800", max_size=3)
     anything = st.none() | st.booleans() | texts | st.lists(texts | numbers, max_size=3)
-    return anything | {"stop": st.lists(texts, max_size=20), "choices": st.lists(texts, max_size=5)}.get(key, numbers)
+    return anything | {
+        "stop": st.lists(texts, max_size=20),
+        "choices": st.lists(texts, max_size=5),
+        "logit_bias": st.dictionaries(texts | numbers, numbers, max_size=2),
+    }.get(key, numbers)
 
 
 @settings(deadline=None)

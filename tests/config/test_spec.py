@@ -296,7 +296,9 @@ def test_stdin_stands_alone() -> None:
 
 def test_a_spec_survives_json(tmp_path: Path) -> None:
     generated = 'stop_token_ids = [2, 3]\nstop = ["\\n\\n", "Q:"]\nn = 3\nlogprobs = 2\nmax_repeats = 4\n'
-    for sampling in (generated, 'choices = ["yes", " no"]\n', "prompt_logprobs = 0\nmax_tokens = 0\n"):
+    scored = 'choices = ["yes", " no"]\nnormalize = "tokens"\n'
+    restricted = 'allowed_token_ids = [7, 2]\nbad_words = ["a"]\nlogit_bias = { "7" = 1, "2" = -0.5 }\n'
+    for sampling in (generated, scored, restricted, "prompt_logprobs = 0\nmax_tokens = 0\n"):
         extra = f'keep_columns = ["a", "b"]\n[sampling]\n{sampling}[engine]\nkv_memory = "1GiB"\n'
         spec = from_text(tmp_path, minimal(extra))
         assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec

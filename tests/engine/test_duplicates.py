@@ -83,9 +83,14 @@ SAMPLED = SamplingParams(max_tokens=5, temperature=0.5)
                 {"logprobs": 0},
                 {"prompt_logprobs": 0},
                 {"max_repeats": 3},
+                {"logit_bias": ((3, 1.0),)},
+                {"allowed_token_ids": (3,)},
+                {"bad_words": ("x",)},
+                {"normalize": "tokens"},
             )
         ),
         replace(GREEDY, params=replace(GREEDY.params, choices=("a", "b")), choices=((1,), (2,))),
+        replace(GREEDY, bad_words=((1, 2),)),
     ],
     ids=str,
 )

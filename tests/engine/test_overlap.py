@@ -34,7 +34,10 @@ KINDS = (
     SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2),
     SamplingParams(temperature=1.0, logprobs=2),
     SamplingParams(prompt_logprobs=1),
+    SamplingParams(logit_bias=((20, 9.0), (21, 8.5)), allowed_token_ids=tuple(range(10, 90))),
+    SamplingParams(temperature=1.0, bad_words=("see WORDS",), min_tokens=2),
 )
+WORDS = ((31,), *((i, j) for i in range(128) for j in range(i % 2, 128, 2)))  # odd and even tokens take turns
 LONGEST = 46  # tokens of a prompt and its output
 
 
@@ -62,7 +65,7 @@ def requests_of_every_kind() -> tuple[Request, ...]:
     for i, request in enumerate(random_requests(4 * len(KINDS), seed=8, prompt=(1, 20), output=(1, 14))):
         prompt = (9, 30, 77, 12, 5, 9, 30, 70, 2, 11, 18, 99) * (i % 2) + request.prompt_token_ids
         params = replace(KINDS[i // 2 % len(KINDS)], max_tokens=request.params.max_tokens)
-        requests.append(Request(request.key, prompt, params))
+        requests.append(Request(request.key, prompt, params, bad_words=WORDS if params.bad_words else ()))
     scored = SamplingParams(max_tokens=0, choices=("one", "another"))
     return *requests, *(Request(100 + i, (9, 30, 77, 12, 5 + i), scored, (), ((50, 51), (60,))) for i in range(2))
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import sampler as sampler_module
+from batchgen.engine.masks import build_mask
+from batchgen.engine.rules import rules_for
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.sequence import Group, Sequence
 
@@ -29,24 +31,49 @@ def sampler_of(name: str) -> Sampler:
     return Sampler(BACK_ENDS[name](), frozenset({EOS}))
 
 
-def sequence(prompt: tuple[int, ...], output: tuple[int, ...], params: SamplingParams, sample: int = 0) -> Sequence:
+def sequence(
+    prompt: tuple[int, ...],
+    output: tuple[int, ...],
+    params: SamplingParams,
+    sample: int = 0,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> Sequence:
     made = Group(Request(3, prompt, replace(params, n=sample + 1), output)).sequences[sample]
     made.counts = token_counts(prompt, output) if params.has_penalties else None
+    made.rules = rules_for(params, bad_words, WIDTH)
     return made
+
+
+def sampled(name: str, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+    mask = build_mask(None, sequences, logits.shape[1], logits.device)
+    return sampler_of(name).sample(logits, sequences, mask).tolist()
 
 
 def logits_of(seed: int, rows: int = 1, width: int = WIDTH) -> Tensor:
     return 2 * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
-def warped(logits: Tensor, prompt: tuple[int, ...], output: tuple[int, ...], p: SamplingParams) -> Tensor:
-    """Probabilities [width] after transformers' own steps; it has no presence and frequency penalties of this kind."""
+def warped(
+    logits: Tensor,
+    prompt: tuple[int, ...],
+    output: tuple[int, ...],
+    p: SamplingParams,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> Tensor:
+    """Probabilities [width] after transformers' own steps, where it has them of this kind."""
     from transformers.generation import logits_process as hf
 
     ids, scores = torch.tensor([[*prompt, *output]]), logits.clone()
+    if p.allowed_token_ids:
+        scores[0, [token for token in range(WIDTH) if token not in p.allowed_token_ids]] = -torch.inf
+    for *start, last in bad_words:
+        if len(start) <= len(output) and list(output[len(output) - len(start) :]) == start:
+            scores[0, last] = -torch.inf
     if p.min_tokens:
         ends = torch.tensor([EOS, *p.stop_token_ids])
         scores = hf.MinNewTokensLengthLogitsProcessor(len(prompt), p.min_tokens, ends)(ids, scores)  # type: ignore[arg-type]
+    for token, bias in p.logit_bias:
+        scores[0, token] += bias
     if p.repetition_penalty != 1:
         scores = hf.RepetitionPenaltyLogitsProcessor(p.repetition_penalty)(ids, scores)
     for token, times in Counter(output).items():
@@ -72,23 +99,32 @@ PARAMS = st.builds(
     min_p=st.sampled_from([0.0, 0.013, 0.15]),
     top_k=st.sampled_from([0, 1, 5, 17]),
     top_p=st.sampled_from([1.0, 0.47, 0.93]),
+    logit_bias=st.dictionaries(st.integers(0, WIDTH - 1), st.sampled_from([-100.0, -1.5, 0.7, 3.0]), max_size=4).map(
+        lambda biases: tuple(biases.items())
+    ),
+    allowed_token_ids=st.sets(st.integers(0, WIDTH - 1), min_size=20).map(tuple) | st.just(()),
 )
 TOKENS = st.lists(st.integers(0, WIDTH - 1), min_size=1, max_size=6).map(tuple)
+# Whole words, and tails of the output with a token more, which is then forbidden.
+WORDS = st.lists(st.tuples(st.integers(0, 6), TOKENS), max_size=3)
 
 
 @every_back_end
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(prompt=TOKENS, output=TOKENS, params=PARAMS, seed=st.integers(0, 10**6))
+@given(prompt=TOKENS, output=TOKENS, params=PARAMS, words=WORDS, seed=st.integers(0, 10**6))
 def test_the_tokens_left_and_their_probabilities_are_those_of_transformers(
     name: str,
     prompt: tuple[int, ...],
     output: tuple[int, ...],
     params: SamplingParams,
+    words: list[tuple[int, tuple[int, ...]]],
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     logits = logits_of(seed)
-    expected = warped(logits, prompt, output, params)
+    known = prompt + output
+    bad_words = tuple(known[len(known) - size :] + word[:1] if size else word for size, word in words)
+    expected = warped(logits, prompt, output, params, bad_words)
     cumulative = expected.cumsum(0)
     allowed = [i for i in range(WIDTH) if expected[i] > 1e-6]
     middles = [float(cumulative[i] - expected[i] / 2) for i in allowed]
@@ -97,7 +133,7 @@ def test_the_tokens_left_and_their_probabilities_are_those_of_transformers(
     monkeypatch.setattr(sampler_module, "uniform", lambda *key: next(uniforms))
     n = len(middles) + len(grid)
     rows = logits.expand(n, -1).contiguous()
-    drawn = sampler_of(name).sample(rows, [sequence(prompt, output, params)] * n).tolist()
+    drawn = sampled(name, rows, [sequence(prompt, output, params, bad_words=bad_words)] * n)
     assert drawn[: len(middles)] == allowed
     assert set(drawn[len(middles) :]) <= set(expected.nonzero().flatten().tolist())
 
@@ -132,16 +168,32 @@ def test_greedy_takes_the_best_after_the_penalties(name: str) -> None:
 
 
 @every_back_end
+def test_a_bias_is_not_rounded_to_the_type_of_the_logits(name: str) -> None:
+    logits = torch.tensor([[256.0, 256.0, 0.0]]).bfloat16()  # the next larger number is 258
+    assert sampled(name, logits, [sequence((1,), (), SamplingParams(logit_bias=((1, 0.5),)))]) == [1]
+
+
+@every_back_end
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_the_row_of_which_nothing_is_left_gives_no_token(name: str, temperature: float) -> None:
+    asked = {"temperature": temperature, "allowed_token_ids": (4, 5), "logit_bias": ((5, -100.0),)}
+    params = SamplingParams(**asked)  # type: ignore[arg-type]
+    rows = [sequence((1,), (5,), params, bad_words=words) for words in ((), ((4,),), ((4,), (5, 5)), ((5, 4),))]
+    assert sampled(name, logits_of(0, rows=4), rows) == [4, 5, -1, 5]
+
+
+@every_back_end
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_log_probabilities_are_those_of_the_logits_as_they_come(name: str, dtype: torch.dtype) -> None:
     """Before min_tokens, penalties and temperature, as vLLM reports them."""
     params = SamplingParams(
-        temperature=0.4, min_tokens=9, repetition_penalty=1.7, presence_penalty=1.0, top_k=3, logprobs=4, seed=2
+        **{"temperature": 0.4, "min_tokens": 9, "repetition_penalty": 1.7, "presence_penalty": 1.0, "top_k": 3},
+        **{"logprobs": 4, "seed": 2, "logit_bias": ((1, 9.0),), "allowed_token_ids": tuple(range(1, WIDTH, 2))},
     )
     logits = logits_of(5, rows=6).to(dtype)
     expected = logits.double().log_softmax(-1)
-    sequences = [sequence((1, 2), (3,), params) for _ in range(6)]
-    tokens = sampler_of(name).sample(logits.clone(), sequences).tolist()
+    sequences = [sequence((1, 2), (3,), params, bad_words=((3, 5),)) for _ in range(6)]
+    tokens = sampled(name, logits.clone(), sequences)
     for row, token, made in zip(expected, tokens, sequences, strict=True):
         (found,) = made.logprobs
         assert found.token_id == token

@@ -41,6 +41,11 @@ def asked(url: str, **body: Any) -> Mapping[str, Any]:
         (COMPLETION_URL, {"best_of": 1, "echo": False}, {}),
         (COMPLETION_URL, {"repetition_penalty": 1.1, "min_p": 0.5}, {"repetition_penalty": 1.1, "min_p": 0.5}),
         (COMPLETION_URL, {"choices": ["a", "b"]}, {"choices": ("a", "b")}),
+        (CHAT_URL, {"logit_bias": {"50256": -100}}, {"logit_bias": ((50256, -100.0),)}),
+        (CHAT_URL, {"logit_bias": {}}, {}),
+        (COMPLETION_URL, {"logit_bias": None}, {}),
+        (COMPLETION_URL, {"bad_words": ["a"]}, {"bad_words": ("a",)}),
+        (CHAT_URL, {"allowed_token_ids": [3]}, {"allowed_token_ids": (3,)}),
         (CHAT_URL, {"response_format": {"type": "text"}, "guided_decoding_backend": "x"}, {}),
         (CHAT_URL, {"response_format": {"type": "json_object"}}, {"structured_outputs": '{"json_object": true}'}),
         (CHAT_URL, {"structured_outputs": {"regex": "a"}}, {"structured_outputs": '{"regex": "a"}'}),
@@ -70,6 +75,12 @@ def test_an_openai_body_asks_in_openais_words(url: str, body: dict[str, Any], ex
         (COMPLETION_URL, {"best_of": 2}, "body field 'best_of' is not supported with this value"),
         (COMPLETION_URL, {"n": 3, "best_of": 4}, "body field 'best_of' is not supported with this value"),
         (COMPLETION_URL, {"foo": 1}, "unknown field 'foo' in the body"),
+        (
+            CHAT_URL,
+            {"logit_bias": {"7": 101}},
+            "logit_bias = {'7': 101} must be an object from token ids to numbers from -100 to 100, "
+            'such as {"50256": -100}',
+        ),
         (CHAT_URL, {"tool_choice": "required"}, "body field 'tool_choice' is not supported with this value"),
         (
             CHAT_URL,

@@ -106,11 +106,32 @@ def test_a_choice_longer_than_the_context_is_refused_without_tokenizing_it(
     assert (answer.error.code, answer.error.message) == ("too_long", f"prompt of 1 tokens; {limits}")
 
 
-@pytest.mark.parametrize("sampling", [{"stop": "a"}, {"choices": ["a", "b"]}])
+def test_bad_words_are_tokenized_with_and_without_a_space_before_them(tokenizer: Tokenizer) -> None:
+    builder = builder_of(tokenizer, SamplingParams(bad_words=("yes", " no", "\n")))
+    job, other, none = builder.build([record({"prompt": "a", "bad_words": words}) for words in (None, "a", [])])
+    ways = ["yes", " yes", "no", " no", "\n", " \n"]
+    assert isinstance(job, Request) and isinstance(other, Request) and isinstance(none, Request)
+    assert job.bad_words == tuple(map(tuple, tokenizer.encode_batch(ways, add_special_tokens=False)))
+    assert other.bad_words == tuple(map(tuple, tokenizer.encode_batch(["a", " a"], add_special_tokens=False)))
+    assert none.bad_words == job.choices == ()
+
+
+def test_a_token_that_the_model_does_not_have_makes_a_bad_row_or_job(tokenizer: Tokenizer) -> None:
+    vocab_size = tokenizer.vocab_size
+    for key, value in (("allowed_token_ids", [7, vocab_size]), ("logit_bias", {"7": 1, str(vocab_size): 1})):
+        answer = one(builder_of(tokenizer, vocab_size=vocab_size), prompt="a", **{key: value})
+        assert isinstance(answer, BadRow) and answer.error.code == "bad_param"
+        told = f"{key} holds the token id {vocab_size}, and the model has {vocab_size} tokens"
+        assert answer.error.message == told
+    with pytest.raises(UsageError, match=f"^sampling.allowed_token_ids holds the token id {vocab_size},"):
+        builder_of(tokenizer, SamplingParams(allowed_token_ids=(vocab_size,)), vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("sampling", [{"stop": "a"}, {"choices": ["a", "b"]}, {"bad_words": ["a"]}])
 def test_a_row_that_needs_a_tokenizer_where_there_is_none_is_a_bad_one(sampling: dict[str, Any]) -> None:
     answer = one(builder_of(None), prompt_token_ids=[8], **sampling)
     assert isinstance(answer, BadRow) and answer.error.code == "bad_param"
-    assert answer.error.message == f"{next(iter(sampling))} needs a tokenizer and this model has none"
+    assert answer.error.message.startswith(f"{next(iter(sampling))} needs a tokenizer and this model has none; name")
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(stop=("a",)), SamplingParams(choices=("a", "b"))])

@@ -100,4 +100,7 @@ def test_a_row_needs_a_tokenizer_to_ask(tokenizer: Tokenizer) -> None:
     spec, sizes = InputSpec(path=("rows.jsonl",)), {"max_model_len": 1000, "vocab_size": VOCAB_SIZE}
     answer = one(RequestBuilder(spec, FREE, None, **sizes), prompt_token_ids=[8], sampling={"guided_regex": "a"})
     assert isinstance(answer, BadRow)
-    assert answer.error.message == "structured_outputs needs a tokenizer and this model has none"
+    assert (
+        answer.error.message
+        == "structured_outputs needs a tokenizer and this model has none; name one in model.tokenizer"
+    )

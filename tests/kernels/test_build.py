@@ -142,6 +142,9 @@ def job(**sampling: Any) -> JobSpec:
         ({"repetition_penalty": 1.1}, True),
         ({"logprobs": 0}, True),
         ({"choices": ["yes", "no"]}, True),
+        ({"logit_bias": {"7": 1}}, True),
+        ({"allowed_token_ids": [7]}, True),
+        ({"bad_words": "a"}, True),
         ({"columns": ["temperature"]}, True),
     ],
 )

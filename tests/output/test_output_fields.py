@@ -40,7 +40,12 @@ ASKED: dict[str, dict[str, Any]] = {
     "samples": {"token_ids": [5, 9], "logprobs": LOGPROBS, "samples": SAMPLES},
     "reasoning": {"reasoning": "so"},
     "structured": {"complete": False},
-    "choices": {"choices": [{"text": "yes", "logprob": -0.5}, {"text": " no", "logprob": -3.25}]},
+    "choices": {
+        "choices": [
+            {"text": "yes", "logprob": -0.5, "mean_logprob": -0.5},
+            {"text": " no", "logprob": -3.25, "mean_logprob": None},
+        ]
+    },
     "scoring": {"prompt_logprobs": LOGPROBS, "perplexity": 2.718282},
     "short": {"logprobs": [], "prompt_logprobs": [], "perplexity": None},
 }

@@ -143,6 +143,13 @@ def test_the_likeliest_choice_is_the_text(logprobs: tuple[float, ...], best: str
     assert record["choices"] == [{"text": "yes", "logprob": logprobs[0]}, {"text": " no", "logprob": logprobs[1]}]
 
 
+def test_where_the_mean_per_token_decides_each_choice_has_it_and_the_best_is_the_text() -> None:
+    scores = {"choice_logprobs": (-3.0, -4.0, -8.0), "choice_means": (-1.5, -1.0, -1.0)}
+    record = payload(result(" no", finish_reason=None, **scores), ("yes", " no", "never"))
+    assert record["text"] == " no"
+    assert record["choices"][2] == {"text": "never", "logprob": -8.0, "mean_logprob": -1.0}
+
+
 def test_kept_columns_make_way_for_the_records_own_fields() -> None:
     spec = replace(SPEC, input=replace(SPEC.input, keep_columns=("*",)))
     columns = {"choices": [1], "perplexity": 2, "prompt_logprobs": 3, "samples": 4, "logprobs": 5, "other": 6}

@@ -31,6 +31,7 @@ _MAX_FIELDS = 64  # of an object column; past that its keys are data, not fields
 
 _SECONDS = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
 _COUNTS = ("cached_tokens", "preemptions")
+_SCORES = ("logprob", "mean_logprob")
 _TOP_LOGPROB = pa.struct([("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float64())])
 _LOGPROBS = pa.list_(pa.struct([*_TOP_LOGPROB, ("top_logprobs", pa.list_(_TOP_LOGPROB))]))
 _TOKEN_IDS = pa.list_(pa.int32())
@@ -49,7 +50,7 @@ FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "token_ids": _TOKEN_IDS,
     "logprobs": _LOGPROBS,
     "samples": pa.list_(_SAMPLE),
-    "choices": pa.list_(pa.struct([("text", pa.string()), ("logprob", pa.float64())])),
+    "choices": pa.list_(pa.struct([("text", pa.string()), *((name, pa.float64()) for name in _SCORES)])),
     "prompt_logprobs": _LOGPROBS,
     "perplexity": pa.float64(),
 }
