@@ -184,14 +184,14 @@ class Engine:
             sequence.observers.append(sequence.counts)
         sequence.rules = rules_for(request.params, request.bad_words, self.runner.model.config.vocab_size)
         if request.params.structured_outputs and self._constraints is not None:
-            asked = request.params.structured_outputs
-            sequence.constraint = self._constraints.begin(asked, request.prompt_token_ids)
-            self._check_constraint(sequence)
+            sequence.constraint = self._constraints.begin(request.params.structured_outputs, request.prompt_token_ids)
         sequence.token_ids = sequence.token_ids[: len(sequence.token_ids) - len(request.output_token_ids)]
         for token_id in request.output_token_ids:
             sequence.token_ids.append(token_id)
             self._judge(sequence)
         self._append_forced(sequence)
+        if sequence.constraint is not None:
+            sequence.constraint.rest()
 
     def step(self) -> list[Result]:
         """Advance every scheduled sequence; the results that are complete.
@@ -306,11 +306,6 @@ class Engine:
             sequence.finish_reason = sequence.stop_reason(self.eos_token_ids, self.config.max_model_len)
         except TokenizerError as error:  # no text to look for stop strings in
             self._fail(sequence, str(error))
-        self._check_constraint(sequence)
-
-    def _check_constraint(self, sequence: Sequence) -> None:
-        if sequence.constraint is not None and sequence.constraint.error:
-            self._fail(sequence, f"structured_outputs: {sequence.constraint.error}", RowErrorCode.BAD_PARAM)
 
     def _append_forced(self, sequence: Sequence) -> None:
         """Append the tokens that the constraint leaves no choice about; they are owed like any others."""
@@ -319,6 +314,8 @@ class Engine:
             self.stats.num_forced_tokens += 1
             sequence.token_ids.append(token_id)
             self._judge(sequence)
+        if sequence.constraint is not None and sequence.constraint.error:
+            self._fail(sequence, f"structured_outputs: {sequence.constraint.error}", RowErrorCode.BAD_PARAM)
 
     def _end(self, sequence: Sequence) -> list[Result]:
         """Remove a sequence that has ended; the results that are complete with it."""

@@ -68,6 +68,9 @@ class Constraint(Protocol):
     def push(self, token_id: int) -> None:
         """Take in the next token, which is no end token. May raise TokenizerError."""
 
+    def rest(self) -> None:
+        """Let go of what takes much memory until it is needed again: many sequences wait for each that runs."""
+
 
 class Constraints(Protocol):
     """Makes the constraints of a model, and their masks."""

@@ -23,7 +23,8 @@ from batchgen.text.library import GrammarError, explained, library, source
 from batchgen.text.stop_strings import StopStrings, ends_in
 from batchgen.text.tokenizer import Tokenizer, reason
 
-_MAX_COMPILED = 512  # grammars kept: more than the rows that are checked at once
+_MAX_COMPILED = 512  # grammars kept, of
+_MAX_CHARS = 4 << 20  # characters in all: the lexer and parser of a schema take some 60 bytes for each
 _MIN_PARALLEL = 8  # grammars in a step from which threads make its masks: 0.1 ms to start them, 0.05 ms a mask
 # What one mask may cost; see ``LLParserLimits``: about 50 ms of lexing and 10 ms of parsing, 40 MB of lexer states.
 _LIMITS = {"step_lexer_fuel": 500_000, "step_max_items": 3_000, "max_lexer_states": 20_000}
@@ -137,7 +138,7 @@ class Grammars:
         found = found or self.compile(text)
         with self._lock:
             self._compiled[text] = found
-            if len(self._compiled) > _MAX_COMPILED:
+            while len(self._compiled) > _MAX_COMPILED or sum(map(len, self._compiled)) > _MAX_CHARS:
                 self._compiled.popitem(last=False)
         return found
 
@@ -167,14 +168,14 @@ class Guide:
         "_is_shared",
         "_marker",
         "_marker_id",
+        "_matcher",
         "error",
-        "matcher",
         "text",
     )
 
     def __init__(self, grammars: Grammars, text: str, marker: str) -> None:
         self.error = ""
-        self.matcher: Any = None
+        self._matcher: Any = None
         self._grammars = grammars
         self.text = text
         self._consumed: list[int] = []
@@ -184,6 +185,19 @@ class Guide:
         self._marker_id = grammars.tokenizer.token_id(marker) if marker else None
         if not marker:
             self._start()
+
+    @property
+    def matcher(self) -> Any:
+        """The library's state of this text, made anew after a ``rest``."""
+        if self._matcher is None:
+            self._is_shared = True
+            self._matcher = self._grammars.copy(self.text)
+            self._matcher.consume_tokens(self._consumed)
+        return self._matcher
+
+    def rest(self) -> None:
+        """Let go of the matcher until it is needed again."""
+        self._matcher = None
 
     @property
     def is_active(self) -> bool:
@@ -228,7 +242,7 @@ class Guide:
         if self._is_shared and "lexer" in self.matcher.get_error():
             self._is_shared = False
             self._grammars.forget(self.text)
-            self.matcher = self._grammars.compile(self.text)
+            self._matcher = self._grammars.compile(self.text)
             if self.matcher.consume_tokens(self._consumed):
                 found = act(self.matcher)
         if self.matcher.is_error():
@@ -239,7 +253,7 @@ class Guide:
     def _start(self, text: str = "") -> None:
         """Begin; ``text`` is there already, since the token that ended the marker goes on with it."""
         try:
-            self.matcher = self._grammars.copy(self.text)
+            self._matcher = self._grammars.copy(self.text)
         except GrammarError as error:
             self.error = str(error)
             return

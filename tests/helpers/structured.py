@@ -130,6 +130,9 @@ class Steps:
     def is_over(self) -> bool:
         return self.is_complete
 
+    def rest(self) -> None:
+        """See ``Constraint``."""
+
     def push(self, token_id: int) -> None:
         """See ``Constraint``."""
         if self.error:
