@@ -114,14 +114,23 @@ def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_guide_meets_the_limits_of_its_own_text_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a compiled grammar share the states of its lexer, and those may have run out."""
     monkeypatch.setattr(grammar, "_LIMITS", {**grammar._LIMITS, "max_lexer_states": 300})
-    text = canonical({"regex": "(?:a|b|ab){5000}"})
+    text = canonical({"regex": "[x-z](?:a|b|ab){5000}"})
     shared = sample_grammars()
     together = [write(shared, text, Random(seed), most=60, free=60) for seed in range(8)]
     assert any(guide._is_shared is False for _, guide in together)
     assert not all(guide._is_shared is False for _, guide in together)
+    later = shared.begin(text, [])
+    assert allowed(shared, later)
+    assert later._is_shared
     for seed, (written, guide) in enumerate(together):
         tokens, alone = write(sample_grammars(), text, Random(seed), most=60, free=60)
         assert (written, guide.error) == (tokens, alone.error)
+
+
+def test_a_row_is_refused_when_it_is_read_if_its_first_mask_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "_LIMITS", {**grammar._LIMITS, "max_lexer_states": 20})
+    with pytest.raises(GrammarError, match="too many states"):
+        sample_grammars().check(canonical({"regex": "begin: (?:a|b|ab|[a-f]c){5000}"}))
 
 
 def test_rows_are_checked_while_others_run(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,7 @@ def test_complete_texts_match_in_python(grammars: Grammars, count: int) -> None:
         (r"\\d", r"\\d"),
         (r"[\w.-]", r"[[0-9A-Za-z_].-]"),
         (r"[\w-.]", r"[[0-9A-Za-z_]-.]"),
+        (r"[^\d]", r"[^[\p{Nd}]]"),
         (r"\Aa\Z", "^a$"),
         (r"[\s\S]*", "(?s:.)*"),
         (r"[[:alpha:]]", "[[:alpha:]]"),
