@@ -216,7 +216,7 @@ def test_sampled_and_forced_tokens_have_the_log_probabilities_that_scoring_gives
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 4}, {"frequency_penalty": 0.5}])
 def test_rows_with_log_probabilities_have_the_tokens_of_those_without(params: dict[str, Any]) -> None:
     allowed = [FREE, *RUN, FREE, FREE, *RUN]
-    for limit in range(1, 16):
+    for limit in (1, 2, 6, 8, 9, 15):
         plain, scored = (
             run(engine(), [request(allowed, max_tokens=limit, **more)])[0]
             for more in (params, params | {"logprobs": 0})
@@ -299,20 +299,19 @@ def test_rows_under_other_constraints_are_no_duplicates() -> None:
 # ---------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("overlaps", [False, True], ids=["single", "overlapping"])
 @pytest.mark.parametrize("params", [{}, {"n": 3, "temperature": 1.0}, {"logprobs": 1}, {"prompt_logprobs": 0}])
 @pytest.mark.parametrize(
     ("fails", "at"), [("begin", 0), ("push", 0), ("push", 3), ("push", 7), ("fill", 0), ("fill", 7)]
 )
 def test_a_constraint_that_fails_is_an_error_row_and_harms_no_other(
-    fails: str, at: int, params: dict[str, Any], overlaps: bool
+    fails: str, at: int, params: dict[str, Any]
 ) -> None:
     allowed = [[60, 61], *RUN, [70, 71], [72, 73]]
-    others = random_requests(12, seed=3, prompt=(1, 20), params=SamplingParams(temperature=1.0))
+    others = random_requests(8, seed=3, prompt=(1, 20), params=SamplingParams(temperature=1.0))
     asked = [request(allowed, 100, fails, at, **params), *others, request(allowed, 101, fails, at, **params)]
     expected = untimed(run(engine(), others))
-    for tight in ({}, {"num_blocks": 44, "block_size": 1, "max_num_seqs": 5}):
-        results = untimed(run(engine(overlaps=overlaps, fetch=Device(), **tight), asked))
+    for sizes in ({}, {"num_blocks": 44, "block_size": 1, "max_num_seqs": 5, "overlaps": True, "fetch": Device()}):
+        results = untimed(run(engine(**sizes), asked))
         for key in (100, 101):
             error = results.pop(key).error
             assert error is not None

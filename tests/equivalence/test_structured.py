@@ -194,7 +194,7 @@ def check_policies(
     assert run(engine, [asked()[i] for i in order]) == alone(dtype)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @any_policies
 def test_no_policy_changes_a_result(
     dtype: str, block_size: int, spare: int, overlaps: bool, sizes: dict[str, Any], order: list[int]
@@ -225,7 +225,7 @@ def test_a_row_goes_on_from_any_token_as_if_undisturbed(dtype: str) -> None:
     engine = engine_for(model(dtype), parts=PARTS, share_duplicates=False, **ROOMY)
     resumed = [r for request in asked() for r in prefixes(request, alone(dtype)[request.key])]
     results = list(checked_run(engine, resumed))
-    assert len(results) == len(resumed) > 250
+    assert len(results) == len(resumed) > 150
     for result in results:
         assert replace(result, timings=Timings()) == alone(dtype)[result.key]
 

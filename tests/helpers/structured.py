@@ -86,7 +86,7 @@ def params_of(rng: random.Random, structured: str) -> SamplingParams:
 
 
 @cache
-def asked(per_grammar: int = 4) -> tuple[Request, ...]:
+def asked(per_grammar: int = 3) -> tuple[Request, ...]:
     """Rows of every grammar and free ones in turn, with common beginnings; every seventh is one before it again."""
     rng = random.Random(11)
     stems = [tuple(rng.randrange(8, VOCAB_SIZE) for _ in range(length)) for length in (21, 9)]
