@@ -82,13 +82,14 @@ def params_of(rng: random.Random, structured: str) -> SamplingParams:
         prompt_logprobs=rng.choice([None, None, None, 2]),
         max_repeats=rng.choice([0, 0, 3]),
         structured_outputs=structured,
+        logit_bias=rng.choice([(), (), ((69, 9.0), (73, 6.0), (91, -40.0))]),
     )
 
 
 @cache
 def asked(per_grammar: int = 3) -> tuple[Request, ...]:
     """Rows of every grammar and free ones in turn, with common beginnings; every seventh is one before it again."""
-    rng = random.Random(11)
+    rng = random.Random(20)
     stems = [tuple(rng.randrange(8, VOCAB_SIZE) for _ in range(length)) for length in (21, 9)]
     kinds = [*map(grammar, GRAMMARS), ""]
     made: list[Request] = []
