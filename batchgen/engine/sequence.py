@@ -178,12 +178,16 @@ class Sequence:
         """Why the newest token ends the sequence, or None; to be called once per token, with none pending."""
         params = self.request.params
         newest = self.token_ids[-1]
+        is_forced = self.constraint is not None and self.constraint.forced == newest
         if self.constraint is not None and newest not in eos_token_ids:
             self.constraint.push(newest)
         ending = None
         for observer in self.observers:  # each sees every token; the first has precedence
             asked = observer.push(newest)
-            ending = ending or asked
+            if asked is not None and not (
+                is_forced and asked.reason is FinishReason.REPETITION
+            ):  # no loop of the model
+                ending = ending or asked
         if self.num_output_tokens >= params.min_tokens:
             if newest in params.stop_token_ids or (newest in eos_token_ids and not params.ignore_eos):
                 return FinishReason.STOP

@@ -268,13 +268,19 @@ def test_a_stop_token_ends_a_row_inside_a_forced_run_and_at_its_end() -> None:
 
 
 def test_forced_tokens_count_where_others_do() -> None:
-    """In penalties and in loops."""
+    """In penalties, and in loops that a chosen token goes on with; the constraint's own repetition is no loop."""
     seen = [[60, 61], [50], [50], [50], [50, 51]]
     plain = run(engine(), [request(seen, temperature=0.0)])[0].token_ids[-1]
     other = {50: 51, 51: 50}[plain]
     pushed = [[60, 61], [plain], [plain], [plain], [50, 51]]
     assert run(engine(), [request(pushed, frequency_penalty=2.0, presence_penalty=2.0)])[0].token_ids[-1] == other
-    assert run(engine(), [request(seen, max_repeats=3)])[0].finish_reason == FinishReason.REPETITION
+    for logprobs in (None, 0):
+        params = {"max_repeats": 3, "logprobs": logprobs}
+        again = run(engine(), [request([*seen[:4], [plain], [plain, other]], **params)])[0]
+        assert (again.finish_reason, len(again.token_ids)) == (FinishReason.STOP, 6)
+        params["logit_bias"] = ((50, 100.0),)
+        chosen = run(engine(), [request([*seen[:3], [50, 51], [70]], **params)])[0]
+        assert (chosen.finish_reason, len(chosen.token_ids)) == (FinishReason.REPETITION, 4)
 
 
 # ---------------------------------------------------------------- samples and duplicates
