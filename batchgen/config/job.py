@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from batchgen.config.sampling import COLUMNS, SAMPLING_KEYS
+from batchgen.config.sampling import COLUMNS, SAMPLING_KEYS, row_keys_of
 from batchgen.core import keys
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
 from batchgen.core.records import SamplingParams, is_batch_shape
 from batchgen.core.units import parse_size, shown
 
-SAMPLING_COLUMNS = "sampling.columns"  # "*" stands for every column named like a sampling key that no prompt uses
+# "*" stands for every column named like a sampling key that no prompt uses; names behind it, for those of them.
+SAMPLING_COLUMNS = "sampling.columns"
 RECORD_KEYS = frozenset(
     {"id", "index", "text", "reasoning", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
     | {"choices", "prompt_logprobs", "perplexity", "complete", "parsed"}
@@ -201,6 +202,13 @@ class JobSpec:
         """The field of an output record that holds ``output.expected``."""
         name = self.output.expected
         return f"input_{name}" if name in self.record_keys else name
+
+    def continuing(self, output_keys: Container[str]) -> JobSpec:
+        """The job as that of a run begun with these ``output_keys``: what its build did not know are names like any."""
+        columns = self.sampling_columns
+        if columns == ("*",):
+            columns += row_keys_of(output_keys)
+        return replace(self, record_keys=record_keys_of(output_keys), sampling_columns=columns)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data as in the job file, every default filled in; ``load.job_from_dict`` reads it back."""

@@ -56,8 +56,9 @@ class ContentFinder:
     """Finds the content of rows as the job's [input] says; see ``RequestBuilder`` for the rules.
 
     ``param_columns`` is the job's ``sampling.columns``; ``("*",)`` stands for all of ``all_param_columns``: the
-    sampling keys except the names of columns that the prompt or the id is made of. ``prompt_columns`` are the columns
-    a prompt may be in, the first choice first; ``template`` takes their place where the job has one.
+    sampling keys, or those named behind it, except the names of columns that the prompt or the id is made of.
+    ``prompt_columns`` are the columns a prompt may be in, the first choice first; ``template`` takes their place where
+    the job has one.
     A column ``chat_template_kwargs`` is taken where a row is rendered as a chat, and wins key by key over the job's; a
     column ``tools`` (a list of objects, or that as JSON text) where the row brings its messages. A name that the chat
     template never mentions is refused, since it would change nothing. Raises UsageError when [input] cannot work with
@@ -76,8 +77,9 @@ class ContentFinder:
         self.template = None if spec.format == "openai-batch" else template
         self.prompt_columns = self._column_readers()
         named = {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids, *(template.columns if template else ())}
-        self.all_param_columns = set(ROW_KEYS) - named
-        self._param_columns = self.all_param_columns if tuple(param_columns) == ("*",) else set(param_columns)
+        takes_all = tuple(param_columns[:1]) == ("*",)
+        self.all_param_columns = set(param_columns[1:] if takes_all and param_columns[1:] else ROW_KEYS) - named
+        self._param_columns = self.all_param_columns if takes_all else set(param_columns)
 
     def named_columns(self) -> Iterator[tuple[str, str]]:
         """The columns that [input] says the prompt is in, each after the key that names it."""

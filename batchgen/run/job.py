@@ -174,7 +174,7 @@ class _Job(Invocation):
         for line in found.allowed if not is_complete else ():
             self.progress.display.note(f"resuming with {line}")
         self.manifest = now.continuing(begun)
-        self.spec = replace(self.spec, record_keys=begun.record_keys)
+        self.spec = self.spec.continuing(begun.output_keys)
 
     def _refuse_other_form(self, begun: Manifest) -> None:
         """Raises ResumeMismatch: the journal of a finished run is gone, so its outputs cannot be written again."""

@@ -122,7 +122,7 @@ def _joined_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> dict[s
         usage = follow(usage, usage_of(report))
     facts = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _SHARED_FACTS}
     facts["numerics"] = manifest.fingerprints.get("numerics", facts["numerics"])  # with the kernels of all shards
-    job = replace(job_from_dict(manifest.job, run_dir.manifest), record_keys=manifest.record_keys)
+    job = job_from_dict(manifest.job, run_dir.manifest).continuing(manifest.output_keys)
     totals = output_totals(run_dir, job)
     return build_report(totals, usage, facts | job.model.named | {"shard": "1/1"})
 
@@ -151,7 +151,7 @@ def _refuse_outdated(shards: Sequence[_Shard], run_dir: RunDir) -> None:
 
 def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> Counts:
     """Write the joined files; the outputs appear last, as in ``finalize``."""
-    job = replace(job_from_dict(manifest.job, run_dir.manifest), record_keys=manifest.record_keys)
+    job = job_from_dict(manifest.job, run_dir.manifest).continuing(manifest.output_keys)
     output = job.output
     form = output_format(job)
     proof = _Proof(shards)

@@ -51,7 +51,7 @@ def retry_job(
         raise UsageError(f"{folder} is not a run directory: it has no job.json")
     if not run_dir.is_complete():
         raise UsageError(f"{folder} is not finished: run its job again first, retry comes after")
-    spec = replace(override(job_from_dict(manifest.job, run_dir.manifest), flags), record_keys=manifest.record_keys)
+    spec = override(job_from_dict(manifest.job, run_dir.manifest), flags).continuing(manifest.output_keys)
     retry = _Retry(spec, replace(options, max_error_rate=None), run_dir, engine_factory)
     retry.manifest, retry.digests = manifest, Digests(manifest.file_states)
     return retry.execute()

@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -147,3 +148,17 @@ def test_an_earlier_run_is_not_resumed_with_newer_fields(job: JobMaker) -> None:
     without_keys(job, "output.parse_json")
     with pytest.raises(ResumeMismatch, match=r"output\.parse_json: was \(not there\), now true"):
         job.run(job.spec(output={"parse_json": True}))
+
+
+def test_columns_named_like_newer_sampling_keys_are_none_in_a_run_that_took_all_columns(job: JobMaker) -> None:
+    later = {"response_format": "markdown", "guided_choice": "none", "logit_bias": "left", "normalize": "no"}
+    job.write([{**row, **later, "preset": None, "max_tokens": 2} for row in rows_of(60)])
+    spec = job.spec(sampling={"columns": ["*"]})
+    assert job.run(spec, replace(quiet(), max_error_rate=0.0)).exit_code == 3
+    assert {error["code"] for error in job.errors()} == {"bad_param"}
+    shutil.rmtree(job.output / "journal")
+    without_keys(job, *(f"sampling.{name}" for name in ("structured_outputs", "logit_bias", "normalize")))
+    assert job.run(spec, quiet(max_total_tokens=100)).exit_code == 75
+    assert job.run(spec, fails=frozenset({58})).exit_code == 3
+    assert call(["retry", str(job.output), "-q"], engine_factory=stub_factory()) == 0
+    assert max(row["usage"]["completion_tokens"] for row in job.outputs()) == 2
