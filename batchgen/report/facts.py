@@ -208,9 +208,10 @@ def _kv_memory(sizes: Mapping[str, Any]) -> str:
 
 
 def numerics_text(numerics: Mapping[str, str]) -> str:
-    """Dtype and device, what is kept in others, then the kernels where they are known; empty where nothing is."""
+    """Dtype and device, what is kept in others, what guides texts, and the kernels, as far as they are known."""
     place = " on ".join(numerics[key] for key in ("dtype", "device") if key in numerics)
-    named = ", ".join(filter(None, (place, integers_text(numerics))))
+    grammars = f"llguidance {numerics['llguidance']}" if "llguidance" in numerics else ""
+    named = ", ".join(filter(None, (place, integers_text(numerics), grammars)))
     return f"{named} ({numerics['kernels']})" if "kernels" in numerics else named
 
 

@@ -159,7 +159,12 @@ class Invocation(ABC):
         was, now = ({key: value for key, value in n.items() if key != KERNELS} for n in (begun, backend.numerics))
         if was != now:
             others = [name for name in was | now if was.get(name) != now.get(name)]
-            flags = " ".join(f"--{name.replace('_', '-')} {was.get(name, 'auto')}" for name in others)
+            flags = " ".join(
+                f"llguidance=={was.get(name)}"
+                if name == "llguidance"
+                else f"--{name.replace('_', '-')} {was.get(name, 'auto')}"
+                for name in others
+            )
             raise ResumeMismatch(
                 f"{folder} was begun in {numerics_text(was)}, here the model runs in {numerics_text(now)}, "
                 f"which gives other tokens: go on with {flags}, or start anew with --overwrite"

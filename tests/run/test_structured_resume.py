@@ -6,14 +6,18 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_helpers import JobMaker, quiet, rows_of
+from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.run.job import run_job
+from batchgen.run.loader import Backend, EngineFactory, ModelInfo
 from batchgen.text.grammar import Grammars
 
 SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}
@@ -81,3 +85,21 @@ def test_without_the_package_nothing_is_run_but_what_is_done_stays_so(
     assert job.run(spec).exit_code == 0
     monkeypatch.setitem(sys.modules, "llguidance", None)
     assert job.run(spec).lines[0].startswith("already done")
+
+
+def test_a_run_goes_on_with_the_version_of_the_library_that_it_was_begun_with(job: JobMaker) -> None:
+    def with_version(version: str) -> EngineFactory:
+        def load(spec: JobSpec, info: ModelInfo) -> Backend:
+            return replace(stub_factory()(spec, info), numerics={"dtype": "float32", "llguidance": version})
+
+        return load
+
+    job.write(rows_of(30))
+    spec = job.spec(sampling={"structured_outputs": {"choice": ["a", "b"]}})
+    first = run_job(spec, quiet(max_total_tokens=1), engine_factory=with_version("1.8.0"))
+    assert first.exit_code == 75
+    with pytest.raises(ResumeMismatch) as refusal:
+        run_job(spec, quiet(), engine_factory=with_version("1.9.1"))
+    assert "in float32, llguidance 1.8.0, here the model runs in float32, llguidance 1.9.1" in str(refusal.value)
+    assert "go on with llguidance==1.8.0, or start anew" in str(refusal.value)
+    assert run_job(spec, quiet(), engine_factory=with_version("1.8.0")).exit_code == 0
