@@ -208,11 +208,11 @@ def _kv_memory(sizes: Mapping[str, Any]) -> str:
 
 
 def numerics_text(numerics: Mapping[str, str]) -> str:
-    """Dtype and device, what is kept in others, what guides texts, and the kernels, as far as they are known."""
+    """Dtype and device, what is kept in others, the kernels, and what guides texts, as far as they are known."""
     place = " on ".join(numerics[key] for key in ("dtype", "device") if key in numerics)
-    grammars = f"llguidance {numerics['llguidance']}" if "llguidance" in numerics else ""
-    named = ", ".join(filter(None, (place, integers_text(numerics), grammars)))
-    return f"{named} ({numerics['kernels']})" if "kernels" in numerics else named
+    named = ", ".join(filter(None, (place, integers_text(numerics))))
+    named += f" ({numerics['kernels']})" if "kernels" in numerics else ""
+    return f"{named}, llguidance {numerics['llguidance']}" if "llguidance" in numerics else named
 
 
 def integers_text(numerics: Mapping[str, Any]) -> str:
