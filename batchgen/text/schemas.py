@@ -1,7 +1,8 @@
 """JSON schemas, made ready for llguidance: what it would not enforce is refused or said in other words.
 
 What fits the schema that comes out fits the one that came in. Objects are closed where that is sure to leave a value
-that fits, since small models ramble on in properties that nobody described. Nothing here compiles a schema.
+that fits, and integers are bounded, since small models ramble on in properties that nobody described and in digits.
+Nothing here compiles a schema.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _KEYWORDS = _PLAIN | {
     *("patternProperties", "propertyNames", "additionalItems", "contains", "minContains", "maxContains", "uniqueItems"),
     *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
 }
+_MAX_INTEGER = (1 << 53) - 1  # RFC 8259, section 6: what every reader of JSON takes for the same number
 _MAX_REMAINDERS = 10_000  # 0.1 s to compile
 _MAX_PATTERNS = 64  # patternProperties of an object: each pair is compared
 # Formats of pydantic and OpenAPI that say what a string is for, not what it looks like.
@@ -94,6 +96,8 @@ class _Preparation:
         self._refuse_long_multiples(schema.get("multipleOf"), is_alone)
         if inside and self._closes and _may_be_closed(schema):
             ready["additionalProperties"] = False
+        if inside and _is_integer(schema):
+            ready = _integer_bounds(schema) | ready
         return ready
 
     def _is_alone(self, reference: str) -> bool:
@@ -175,6 +179,28 @@ def _may_be_closed(schema: Mapping[str, Any]) -> bool:
     properties, required = _mapping(schema.get("properties")), _texts(schema.get("required"))
     is_simple = _KEYWORDS.intersection(schema) <= {"type", "properties", "required"}
     return is_simple and bool(properties) and all(name in properties for name in required)
+
+
+def _is_integer(schema: Mapping[str, Any]) -> bool:
+    kinds = schema.get("type")
+    named = [kinds] if isinstance(kinds, str) else _texts(kinds)
+    return "integer" in named and "number" not in named
+
+
+def _integer_bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The bounds that an integer lacks, unless the others leave nothing between them."""
+    low = schema.get("exclusiveMinimum", schema.get("minimum"))
+    high = schema.get("exclusiveMaximum", schema.get("maximum"))
+    bounds = {}
+    if low is None and (high is None or _is_below(-_MAX_INTEGER, high)):
+        bounds["minimum"] = -_MAX_INTEGER
+    if high is None and (low is None or _is_below(low, _MAX_INTEGER)):
+        bounds["maximum"] = _MAX_INTEGER
+    return bounds
+
+
+def _is_below(low: Any, high: Any) -> bool:
+    return isinstance(low, int | float) and isinstance(high, int | float) and low < high
 
 
 def _spell_out(schema: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ from batchgen.text.schemas import prepared
 
 Schema = dict[str, Any]
 
+MOST = 2**53 - 1
+
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
@@ -104,6 +106,34 @@ def test_an_object_that_stands_alone_is_closed(schema: Schema, places: list[str]
 )
 def test_what_is_combined_or_wants_more_stays_open(schema: Schema) -> None:
     assert closed(schema) == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "bounds"),
+    [
+        ({"type": "integer"}, (-MOST, MOST)),
+        ({"type": ["null", "integer"]}, (-MOST, MOST)),
+        ({"type": "integer", "minimum": 3}, (3, MOST)),
+        ({"type": "integer", "exclusiveMaximum": 3}, (-MOST, None)),
+        ({"type": "integer", "minimum": 1e18}, (1e18, None)),
+        ({"type": "integer", "exclusiveMaximum": -1e18}, (None, None)),
+        ({"type": "number"}, (None, None)),
+        ({"type": ["number", "integer"]}, (None, None)),
+        ({}, (None, None)),
+    ],
+)
+def test_integers_are_bounded_where_the_schema_leaves_them_open(schema: Schema, bounds: tuple[Any, Any]) -> None:
+    """A small model writes digits without an end; what is left is what every reader takes for the same number."""
+    made = prepared({"properties": {"a": schema}}, closes_objects=True)["properties"]["a"]
+    assert (made.get("minimum"), made.get("maximum")) == bounds
+    combined = prepared({"allOf": [{"properties": {"a": schema}}, {}]}, closes_objects=True)
+    assert combined["allOf"][0]["properties"]["a"] == schema
+
+
+def test_a_number_of_many_digits_comes_to_an_end(grammars: Grammars) -> None:
+    texts = complete_texts(grammars, {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}})
+    assert len(texts) == 8
+    assert all(len(text) <= len('{"a": -9007199254740991}') for text in texts)
 
 
 def test_closing_can_be_switched_off(grammars: Grammars) -> None:
