@@ -8,7 +8,7 @@ Nothing here compiles a schema.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -30,6 +30,7 @@ _KEYWORDS = _PLAIN | {
     *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
 }
 _MAX_INTEGER = (1 << 53) - 1  # RFC 8259, section 6: what every reader of JSON takes for the same number
+_EXAMPLES = ("default", "example", "examples")  # values, whatever they look like
 _MAX_REMAINDERS = 10_000  # 0.1 s to compile
 _MAX_PATTERNS = 64  # patternProperties of an object: each pair is compared
 # Formats of pydantic and OpenAPI that say what a string is for, not what it looks like.
@@ -41,6 +42,11 @@ _DATE = (
     r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29"
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+# Each exclusive bound, the inclusive one, the direction of the range, and the bounds at its other end.
+_BOUNDS = (
+    ("exclusiveMinimum", "minimum", 1, ("maximum", "exclusiveMaximum")),
+    ("exclusiveMaximum", "maximum", -1, ("minimum", "exclusiveMinimum")),
+)
 _FORMATS = {"date": f"^(?:{_DATE})$", "time": f"^{_TIME}$", "date-time": f"^(?:{_DATE})[tT]{_TIME}$"}
 
 
@@ -54,7 +60,6 @@ def prepared(schema: Any, *, closes_objects: bool) -> dict[str, Any]:
             raise ValueError("the schema false fits no value")
         return {}
     try:
-        _refuse_long_numbers(schema)
         ready: dict[str, Any] = _Preparation(schema, closes_objects).prepare(schema, is_alone=True)
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
@@ -90,8 +95,11 @@ class _Preparation:
                 ready[key] = [self.prepare(part, inside) for part in value]
             elif key in _SINGLE:
                 ready[key] = self.prepare(value, inside)
+            elif key in _KEYWORDS:
+                _refuse_long_numbers(value)
+                ready[key] = value
             else:  # what no keyword names may still be referred to, as in an OpenAPI document
-                ready[key] = value if key in _KEYWORDS else self.prepare(value, False)
+                ready[key] = value if key in _EXAMPLES else self.prepare(value, False)
         _spell_out(ready)
         self._refuse_long_multiples(schema.get("multipleOf"), is_alone)
         if inside and self._closes and _may_be_closed(schema):
@@ -217,13 +225,42 @@ def _spell_out(schema: dict[str, Any]) -> None:
         else:
             schema["pattern"] = _FORMATS[named]
         del schema["format"]
+    for names in _BOUNDS:
+        _narrow(schema, *names)
     if len(_mapping(schema.get("patternProperties"))) > _MAX_PATTERNS:
         raise ValueError(f"an object has more than {_MAX_PATTERNS} patternProperties")
+    if isinstance(schema.get("required"), bool):
+        raise ValueError("required must be a list of names, beside properties; true within one of them says nothing")
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
     least = schema.get("minProperties")
     if isinstance(least, int) and least > 1 + len(set(_texts(schema.get("required")))):
         raise ValueError(f"minProperties {least} cannot be enforced: a further property may repeat its name")
+
+
+def _narrow(schema: dict[str, Any], exclusive: str, inclusive: str, sign: int, others: Sequence[str]) -> None:
+    """Move an exclusive bound that llguidance would let come: a whole number, the one nearer to 0, less than 1 apart.
+
+    In draft 4 the exclusive bound is a flag beside the inclusive one. Raises ValueError if it cannot be moved.
+    """
+    known = _number(schema.get(inclusive))
+    is_flag = schema.get(exclusive) is True
+    bound = known if is_flag else _number(schema.get(exclusive))
+    if bound is None or sign * bound < 0 or bound != int(bound):
+        return
+    far = [number for number in map(_number, map(schema.get, others)) if number is not None]
+    nearest = min((sign * (number - bound) for number in far if sign * (number - bound) > 0), default=1)
+    if nearest >= 1:
+        return
+    moved = float(f"{bound + sign * nearest * 1e-6:.15g}")  # the digits that llguidance sees
+    if moved == bound:
+        raise ValueError(f"{exclusive} {shown(bound, 40)} is too near to the other bound to be enforced")
+    schema[inclusive] = moved if is_flag or known is None else sign * max(sign * known, sign * moved)
+    del schema[exclusive]
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _refuse_long_numbers(value: Any) -> None:

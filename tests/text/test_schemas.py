@@ -6,9 +6,11 @@ import datetime
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 from guides import complete_texts, sample_grammars
 
+from batchgen.core.structured import canonical
 from batchgen.text.grammar import Grammars
 from batchgen.text.library import GrammarError
 from batchgen.text.schemas import prepared
@@ -185,6 +187,8 @@ def test_notes_to_the_reader_are_no_constraints(grammars: Grammars) -> None:
     assert complete_texts(grammars, {"json": schema})
     assert complete_texts(grammars, {"json": {"type": "array", "items": {"const": 1}, "uniqueItems": False}})
     assert complete_texts(grammars, {"json": {"type": "integer", "format": "int32", "minimum": 0, "maximum": 9}})
+    examples = {"default": {"pattern": "a++"}, "example": {"minProperties": 9}, "x-id": 10**20, "examples": [10**20]}
+    assert complete_texts(grammars, {"json": {"const": 1, **examples}}) == ["1"] * 8
 
 
 @pytest.mark.parametrize(
@@ -196,18 +200,46 @@ def test_notes_to_the_reader_are_no_constraints(grammars: Grammars) -> None:
         ({"type": "string", "format": "phone"}, "format phone cannot be enforced; a pattern"),
         ({"enum": [2**53 + 1]}, "9007199254740993 has more digits"),
         ({"minimum": -(10**30)}, "has more digits than can be enforced"),
+        ({"properties": {"default": {"maximum": 10**30}}}, "has more digits"),
         ({"type": "integer", "multipleOf": 86_400}, "multipleOf 86400 has too many remainders"),
         ({"allOf": [{"multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 83}]}, "too many remainders"),
         ({"type": "object", "minProperties": 2, "additionalProperties": True}, "minProperties 2 cannot be enforced"),
         ({"patternProperties": {f"^{i:03}": {} for i in range(65)}}, "more than 64 patternProperties"),
         ({"type": "string", "pattern": "a++"}, "possessive"),
         ({"$ref": "#"}, "no text fits it"),
+        ({"properties": {"a": {"type": "integer", "required": True}}}, "required must be a list of names"),
+        ({"exclusiveMinimum": 10**12, "maximum": 10**12 + 0.5}, "too near to the other bound to be enforced"),
         ({"enum": [[[[[[[3]]]]]]], "properties": {"a": 5}}, "schema must be an object or boolean"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_with_the_reason(grammars: Grammars, schema: Any, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         complete_texts(grammars, {"json": schema})
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0", "0.0", "-0", "0.5", "0.01", "0.001"]),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.001}, ["0", "0.0001", "0.001"]),
+        ({"minimum": 0, "exclusiveMinimum": True, "maximum": 0.5}, ["0", "0.25"]),
+        ({"exclusiveMinimum": 0, "minimum": 0.2, "maximum": 0.5}, ["0", "0.1", "0.2"]),
+        ({"exclusiveMinimum": 0, "maximum": 0.5, "exclusiveMaximum": 7}, ["0", "0.5", "0.6"]),
+        ({"minimum": -1.5, "exclusiveMaximum": -1}, ["-1", "-1.0", "-1.5", "-1.01"]),
+        ({"exclusiveMinimum": 10, "exclusiveMaximum": 10.5}, ["10", "10.0", "10.001", "10.5"]),
+        ({"minimum": 0.5, "exclusiveMaximum": 1}, ["1", "1.0", "0.99999"]),
+        ({"exclusiveMinimum": 0}, ["0", "0.1", "0.00000001"]),
+    ],
+)
+def test_exclusive_bounds_are_exclusive(grammars: Grammars, schema: Schema, texts: list[str]) -> None:
+    schema = {"type": "number", **schema}
+    matcher = grammars.compile(canonical({"json": schema}))
+    draft = jsonschema.Draft4Validator if schema.get("exclusiveMinimum") is True else jsonschema.Draft202012Validator
+    for text in texts:
+        tokens = grammars.tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        written = matcher.deep_copy()
+        fits = written.consume_tokens(tokens) and written.is_accepting()
+        assert fits == draft(schema).is_valid(json.loads(text)), text
 
 
 def test_multiples_apart_from_each_other_are_no_matter(grammars: Grammars) -> None:
