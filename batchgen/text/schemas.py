@@ -96,8 +96,8 @@ class _Preparation:
             elif key in _SINGLE:
                 ready[key] = self.prepare(value, inside)
             elif key in _KEYWORDS:
-                _refuse_long_numbers(value)
-                ready[key] = value
+                ready[key] = _within_reach(key, value)
+                _refuse_long_numbers(ready[key])
             else:  # what no keyword names may still be referred to, as in an OpenAPI document
                 ready[key] = value if key in _EXAMPLES else self.prepare(value, False)
         _spell_out(ready)
@@ -207,6 +207,13 @@ def _integer_bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
     return bounds
 
 
+def _within_reach(key: str, value: Any) -> Any:
+    """The value of a keyword; whole bounds that are farther than any integer here, as those of 64 bits, come nearer."""
+    if isinstance(value, int) and key in ("minimum", "exclusiveMinimum"):
+        return max(value, -_MAX_INTEGER)
+    return min(value, _MAX_INTEGER) if isinstance(value, int) and key in ("maximum", "exclusiveMaximum") else value
+
+
 def _is_below(low: Any, high: Any) -> bool:
     return isinstance(low, int | float) and isinstance(high, int | float) and low < high
 
@@ -264,14 +271,22 @@ def _number(value: Any) -> float | None:
 
 
 def _refuse_long_numbers(value: Any) -> None:
-    """Raises ValueError for a whole number that a double does not hold; llguidance would round it."""
+    """Raises ValueError for a number that llguidance may take for another: it reads decimals as digits times 10**x."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):
         for part in value:
             _refuse_long_numbers(part)
-    if isinstance(value, int) and abs(value) > 1 << 53:
+    if (number := _number(value)) is not None and not _is_exact(number):
         raise ValueError(f"{shown(value, 40)} has more digits than can be enforced; a string may hold it")
+
+
+def _is_exact(number: float) -> bool:
+    """Whether one operation on doubles makes it of its digits and its power of ten, and a large one is whole."""
+    written = Decimal(str(number))
+    digits = int("".join(map(str, written.as_tuple().digits)))
+    is_made = digits <= 1 << 53 and abs(int(written.as_tuple().exponent)) <= 22
+    return is_made and (abs(number) <= 1 << 53 or written == Decimal(number))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+from contextlib import suppress
+from random import Random
 from typing import Any
 
 import jsonschema
@@ -187,6 +189,8 @@ def test_notes_to_the_reader_are_no_constraints(grammars: Grammars) -> None:
     assert complete_texts(grammars, {"json": schema})
     assert complete_texts(grammars, {"json": {"type": "array", "items": {"const": 1}, "uniqueItems": False}})
     assert complete_texts(grammars, {"json": {"type": "integer", "format": "int32", "minimum": 0, "maximum": 9}})
+    wide = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+    assert all(abs(json.loads(text)) < 2**53 for text in complete_texts(grammars, {"json": wide}))
     examples = {"default": {"pattern": "a++"}, "example": {"minProperties": 9}, "x-id": 10**20, "examples": [10**20]}
     assert complete_texts(grammars, {"json": {"const": 1, **examples}}) == ["1"] * 8
 
@@ -199,8 +203,11 @@ def test_notes_to_the_reader_are_no_constraints(grammars: Grammars) -> None:
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "use anyOf, or let a required property"),
         ({"type": "string", "format": "phone"}, "format phone cannot be enforced; a pattern"),
         ({"enum": [2**53 + 1]}, "9007199254740993 has more digits"),
-        ({"minimum": -(10**30)}, "has more digits than can be enforced"),
-        ({"properties": {"default": {"maximum": 10**30}}}, "has more digits"),
+        ({"minimum": 10**30}, "has more digits than can be enforced"),
+        ({"const": 123456789.12345679}, "123456789.12345679 has more digits than can be enforced"),
+        ({"enum": [[-5.8834106253785e-12]]}, "has more digits"),
+        ({"enum": [-1.968179710298503e16]}, "has more digits"),
+        ({"properties": {"default": {"maximum": -(10**30)}}}, "has more digits"),
         ({"type": "integer", "multipleOf": 86_400}, "multipleOf 86400 has too many remainders"),
         ({"allOf": [{"multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 83}]}, "too many remainders"),
         ({"type": "object", "minProperties": 2, "additionalProperties": True}, "minProperties 2 cannot be enforced"),
@@ -215,6 +222,19 @@ def test_notes_to_the_reader_are_no_constraints(grammars: Grammars) -> None:
 def test_what_cannot_be_enforced_is_refused_with_the_reason(grammars: Grammars, schema: Any, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         complete_texts(grammars, {"json": schema})
+
+
+def test_constants_are_those_numbers_and_no_others(grammars: Grammars) -> None:
+    random = Random(7)
+    drawn = [random.uniform(-1, 1) * 10 ** random.randint(-9, 20) for _ in range(60)]
+    taken = 0
+    for constant in [*drawn, *(round(number, 5) for number in drawn), 0.1, 1e-7, -2.5e15, 1e20, 1 / 3, 5e-324]:
+        with suppress(GrammarError):
+            assert {json.loads(text) for text in complete_texts(grammars, {"json": {"const": constant}}, [0])} == {
+                constant
+            }
+            taken += 1
+    assert taken > 60
 
 
 @pytest.mark.parametrize(
