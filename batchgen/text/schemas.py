@@ -60,11 +60,22 @@ def prepared(schema: Any, *, closes_objects: bool) -> dict[str, Any]:
             raise ValueError("the schema false fits no value")
         return {}
     try:
+        schema = _without_nulls(schema)
         ready: dict[str, Any] = _Preparation(schema, closes_objects).prepare(schema, is_alone=True)
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
     ready.pop("x-guidance", None)
     return ready
+
+
+def _without_nulls(value: Any) -> Any:
+    """A schema without nulls where none may stand: in a table each row has the keywords and names of all others."""
+    if isinstance(value, list):
+        return [_without_nulls(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    parts = {key: part for key, part in value.items() if part is not None or key == "const"}
+    return {key: part if key in ("const", "enum", *_EXAMPLES) else _without_nulls(part) for key, part in parts.items()}
 
 
 class _Preparation:

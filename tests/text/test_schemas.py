@@ -262,6 +262,16 @@ def test_exclusive_bounds_are_exclusive(grammars: Grammars, schema: Schema, text
         assert fits == draft(schema).is_valid(json.loads(text)), text
 
 
+def test_what_only_other_rows_of_a_table_say_is_not_said(grammars: Grammars) -> None:
+    lacking = {"type": None, "items": None, "enum": None, "required": None}
+    properties = {"a": {**lacking, "enum": [None, {"b": None}]}, "c": None, "d": {"const": None}}
+    schema = {**lacking, "type": "object", "properties": properties, "required": ["a", "d"], "title": None}
+    assert set(complete_texts(grammars, {"json": schema}, range(20))) == {
+        '{"a": null, "d": null}',
+        '{"a": {"b": null}, "d": null}',
+    }
+
+
 def test_multiples_apart_from_each_other_are_no_matter(grammars: Grammars) -> None:
     parts = {f"p{i}": {"type": "integer", "multipleOf": 900 + i} for i in range(4)}
     assert complete_texts(grammars, {"json": {"type": "object", "properties": parts}})
