@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.storage import read_text
-from batchgen.core.structured import object_of
+from batchgen.core.structured import FORMS, OPTIONS, object_of
 
 _MAX_BYTES = 1 << 20  # of a file; without its white space a schema must be far smaller
 
@@ -68,8 +68,13 @@ def _read(path: Path) -> str:
 
 def _read_schema(path: Path) -> Any:
     try:
-        return json.loads(_read(path))
+        found = json.loads(_read(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
+    if (
+        isinstance(found, dict) and found and found.keys() <= {*FORMS, *OPTIONS}
+    ):  # as a schema it would restrict nothing
+        raise ValueError(f"{path} is no JSON schema but what structured_outputs holds; write it in place of the path")
+    return found
