@@ -29,7 +29,7 @@ from batchgen.input.requests import RequestBuilder
 from batchgen.model import ModelConfig, is_dummy, load_config
 from batchgen.model.adapter.settings import Lora, read_lora, resolve_adapter
 from batchgen.text.grammar import Grammars
-from batchgen.text.library import library
+from batchgen.text.guidance import library
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
 

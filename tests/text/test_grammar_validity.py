@@ -17,7 +17,7 @@ from tiny_model import engine_for, tiny_model
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.structured import canonical
 from batchgen.text.grammar import Grammars
-from batchgen.text.library import GrammarError
+from batchgen.text.guidance import GrammarError
 
 
 @pytest.fixture(scope="module")

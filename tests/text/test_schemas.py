@@ -14,7 +14,7 @@ from guides import complete_texts, sample_grammars
 
 from batchgen.core.structured import canonical
 from batchgen.text.grammar import Grammars
-from batchgen.text.library import GrammarError
+from batchgen.text.guidance import GrammarError
 from batchgen.text.schemas import prepared
 
 Schema = dict[str, Any]
