@@ -134,8 +134,10 @@ class Grammars:
 
     def _prototype(self, text: str) -> Any:
         with self._lock:
-            found = self._compiled.pop(text, None)
-        found = found or self.compile(text)
+            if (known := self._compiled.get(text)) is not None:
+                self._compiled.move_to_end(text)
+                return known
+        found = self.compile(text)
         with self._lock:
             self._compiled[text] = found
             while len(self._compiled) > _MAX_COMPILED or sum(map(len, self._compiled)) > _MAX_CHARS:
