@@ -252,7 +252,8 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     stop_matcher = partial(StopStrings, info.tokenizer) if info.tokenizer else None
     overlaps = False if step_by_step else None
     engine = Engine(
-        *(model, spec.engine),
+        model,
+        spec.engine,
         eos_token_ids=info.eos_token_ids,
         stop_matcher=stop_matcher,
         constraints=info.grammars,
