@@ -73,6 +73,8 @@ def _read_schema(path: Path) -> Any:
         raise ValueError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from None
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
+    if found is None:
+        raise ValueError(f"{path} holds null, which asks for nothing")
     if found and isinstance(found, dict) and found.keys() <= {*FORMS, *OPTIONS}:  # a schema that restricts nothing
         raise ValueError(f"{path} is no JSON schema but what structured_outputs holds; write it in place of the path")
     return found

@@ -264,6 +264,8 @@ def _narrow(schema: dict[str, Any], exclusive: str, inclusive: str, sign: int, o
     known = _number(schema.get(inclusive))
     is_flag = schema.get(exclusive) is True
     bound = known if is_flag else _number(schema.get(exclusive))
+    if bound is not None and abs(bound) > _MAX_INTEGER:
+        raise ValueError(f"{exclusive} {shown(bound, 40)} cannot be enforced: numbers from 2**53 on are rounded")
     if bound is None or sign * bound < 0 or bound != int(bound):
         return
     far = [number for number in map(_number, map(schema.get, others)) if number is not None]

@@ -128,6 +128,7 @@ WHERE = r"^\S+/job\.toml:"
         (TABLE + 'json = "bytes"', WHERE + r"8: .*: \S+/bytes is not a text file in UTF-8 \(byte 2\)"),
         (TABLE + 'json = "torn"', WHERE + r"8: .*: \S+/torn:3: not valid JSON: Expecting"),
         (TABLE + 'json = "asks"', WHERE + r"8: .*: \S+/asks is no JSON schema but what structured_outputs holds"),
+        (TABLE + 'json = "null"', WHERE + r"8: .*: \S+/null holds null, which asks for nothing"),
         (TABLE + 'json = "deep"', WHERE + r"8: .*: \S+/deep is nested too deeply"),
         (TABLE + 'json = "huge"', WHERE + r"8: .*: \S+/huge is larger than 1 MiB"),
         (
@@ -161,6 +162,7 @@ def test_a_job_that_asks_for_what_cannot_be_is_refused_by_its_line(
     (files / "bytes").write_bytes(b"ab\xff")
     (files / "torn").write_text('{\n"a": 1,\n"b" 2}')
     (files / "deep").write_text("[" * 100_000)
+    (files / "null").write_text("null")
     (files / "asks").write_text('{"regex": "[0-9]+"}')
     (files / "huge").write_bytes(b" " * (1 << 20) + b"{}")
     (files / "large").write_text(json.dumps({"enum": ["x" * 70_000]}))
