@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from batchgen.core.errors import BatchgenError
     from batchgen.core.records import Request, Result, SamplingParams, Shard
     from batchgen.engine import Engine, EngineConfig
+    from batchgen.executors.backend import run_job
     from batchgen.model import load_model
     from batchgen.run.invocation import RunOptions
-    from batchgen.run.job import run_job
     from batchgen.text.tokenizer import Tokenizer
 
 
@@ -35,7 +35,7 @@ _HOME = {
     "Tokenizer": "batchgen.text.tokenizer",
     "load_job": "batchgen.config.load",
     "load_model": "batchgen.model",
-    "run_job": "batchgen.run.job",
+    "run_job": "batchgen.executors.backend",
 }
 
 __all__ = [

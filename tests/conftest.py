@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from loopback import pytest_pyfunc_call  # noqa: F401 - a hook
 from run_helpers import ENVIRONMENT, JobMaker
 
 # Before torch is imported: a thread that waits for another sleeps. By default it spins, and where the other one's core

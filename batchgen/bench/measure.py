@@ -85,12 +85,12 @@ def _repeats(
     """Metrics, counts, engine sizes and ceilings of each repeat."""
     before = measure(model)
     for _ in range(times):
-        wall_s, engine = _run(model, config, requests)
+        wall_s, stats, sizes = _run(model, config, requests)
         after = measure(model)
-        costs = Costs.of(model.config, model.dtype.itemsize, model.weight_bytes, engine.config.kv_dtype)
-        work = costs.work(engine.stats.to_dict())
+        costs = Costs.of(model.config, model.dtype.itemsize, model.weight_bytes, sizes["kv_dtype"])
+        work = costs.work(stats.to_dict())
         mean = before.mean(after)
-        yield _metrics(wall_s, requests, engine.stats, work, mean), engine.stats, engine_sizes(engine), mean
+        yield _metrics(wall_s, requests, stats, work, mean), stats, sizes, mean
         before = after
         remember(model_key(model), after.measured_by("measured by batchgen bench"))
 
@@ -126,13 +126,14 @@ def _kernel_seconds(model: Decoder, config: EngineConfig, requests: list[Request
     kernels.seconds.clear()
     kernels.is_timing = True
     try:
-        wall_s, _ = _run(model, config, requests)
+        wall_s, _, _ = _run(model, config, requests)
     finally:
         kernels.is_timing = False
     return {**kernels.seconds, "host": wall_s - sum(kernels.seconds.values())}
 
 
-def _run(model: Decoder, config: EngineConfig, requests: list[Request]) -> tuple[float, Engine]:
+def _run(model: Decoder, config: EngineConfig, requests: list[Request]) -> tuple[float, EngineStats, dict[str, Any]]:
+    """Wall time, counts and sizes of a new engine, which is gone by then: the next one takes the memory left."""
     engine = Engine(model, config, stop_matcher=EndAfter)
     start = time.monotonic()
     num_results = 0
@@ -143,7 +144,7 @@ def _run(model: Decoder, config: EngineConfig, requests: list[Request]) -> tuple
     wall_s = time.monotonic() - start
     if num_results != len(requests):
         raise BatchgenError(f"{len(requests)} requests gave {num_results} results")
-    return wall_s, engine
+    return wall_s, engine.stats, engine_sizes(engine)
 
 
 def _peak_lines(found: dict[str, Any]) -> Iterator[str]:
@@ -180,7 +181,8 @@ def render(found: dict[str, Any]) -> str:
         f"  a step at most   {sizes['max_num_batched_tokens']:,} tokens, {sizes['max_num_seqs']:,} sequences",
         f"  KV memory        {sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"
         + ("" if sizes["kv_dtype"] == "auto" else f", {sizes['kv_dtype']}"),
-        f"  peak memory      {found['peak_memory_bytes'] / 2**20:,.0f} MiB",
+        f"  peak memory      {found['peak_memory_bytes'] / 2**20:,.0f} MiB"
+        + (f", {sizes['max_device_bytes'] / 2**20:,.0f} MiB of the GPU" if "max_device_bytes" in sizes else ""),
         "  time by work" + (", in a run that timed each kernel" if "host" in split_s else ""),
     ]
     for kind, seconds in sorted(split_s.items(), key=lambda item: -item[1]):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from batchgen.check.known_drafts import KnownDrafts
 from batchgen.check.logits import Divergence, LogitsComparison, LogitsRecorder, Trace
 from batchgen.config.job import ModelSpec
 from batchgen.core.records import Request, SamplingParams
@@ -38,7 +39,8 @@ _FIRST_TOKEN = 8  # lower ids are special tokens
 _LENGTHS = (1, 5, 40, 100, 520)  # below a KV block, above one, above the token budget of a step on the CPU
 _PREFIX, _SUFFIXES = 80, (0, 10, 25)  # lengths of prompts with a common prefix
 GREEDY = SamplingParams(max_tokens=_MAX_TOKENS, ignore_eos=True)
-_SAMPLED = replace(GREEDY, temperature=1.0, top_k=50, top_p=0.95, repetition_penalty=1.05, presence_penalty=0.2, seed=1)
+_DRAWN = replace(GREEDY, temperature=1.0, top_k=50, top_p=0.95, seed=1)
+_PENALIZED = replace(_DRAWN, repetition_penalty=1.05, presence_penalty=0.2)
 
 Prompt = tuple[int, ...]
 
@@ -58,8 +60,9 @@ def made_up_prompts(vocab_size: int, max_model_len: int) -> list[Prompt]:
 
 
 def requests_for(prompts: list[Prompt]) -> list[Request]:
-    """A request per prompt, greedy and sampled by turns."""
-    return [Request(key, prompt, (GREEDY, _SAMPLED)[key % 2]) for key, prompt in enumerate(prompts)]
+    """A request per prompt, greedy and sampled by turns, with and without penalties."""
+    kinds = (GREEDY, _PENALIZED, GREEDY, _DRAWN)
+    return [Request(key, prompt, kinds[key % 4]) for key, prompt in enumerate(prompts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,10 @@ _VARIANTS = (
 )
 
 
+def _num_right(engine: Engine) -> str:
+    return f"{engine.stats.num_accepted_tokens} of {counted(engine.stats.num_drafted_tokens, 'draft')} right"
+
+
 class Check:
     """The loaded ``model`` and the ``requests`` that its proofs run."""
 
@@ -127,13 +134,16 @@ class Check:
             GateFailed: a request ends with an error.
         """
         log(f"running {len(self.requests)} requests one by one")
-        for request in self.requests:
-            budget = len(request.prompt_token_ids)
-            self._solo.record(self._engine([request], max_num_seqs=1, max_num_batched_tokens=budget), [request])
+        self.run_alone()
         for variant in _VARIANTS:
             log(f"proving {variant.name}")
             engine = self._engine(self.requests, **variant.sizes)
             yield self._prove(variant.name, engine, self.requests, note=variant.note)
+        engine = self._engine(self.requests, max_num_seqs=2, speculate="auto")
+        if engine.scheduler.drafter is not None:
+            log("proving drafted = undrafted")
+            engine.scheduler.drafter = KnownDrafts(self._solo.tokens)
+            yield self._prove("drafted = undrafted", engine, self.requests, note=_num_right)
         log("proving decoded = prefilled")
         yield self._prove_scored("decoded = prefilled")
         fast, dtype, device = self.model.kernels.name, self.model.dtype, self.model.device
@@ -148,9 +158,16 @@ class Check:
                 tolerance += EXPERTS_TOLERANCE
             yield self._prove_scored("fast kernels ~ reference", tolerance)
 
+    def run_alone(self) -> Trace:
+        """Run the requests one by one, for all else to be compared with. Raises GateFailed."""
+        for request in self.requests:
+            budget = len(request.prompt_token_ids)
+            self._solo.record(self._engine([request], max_num_seqs=1, max_num_batched_tokens=budget), [request])
+        return self._solo
+
     def _engine(self, requests: list[Request], *, is_tight: bool = False, **sizes: Any) -> Engine:
         """An engine with memory for all requests at once or, if ``is_tight``, for their prompts and little more."""
-        sizes = {"block_size": _BLOCK_SIZE, "prefix_caching": False, **sizes}
+        sizes = {"block_size": _BLOCK_SIZE, "prefix_caching": False, "speculate": "off", **sizes}
         blocks = [-(-(len(r.prompt_token_ids) + r.params.max_tokens) // sizes["block_size"]) for r in requests]
         num_blocks = max(*blocks, sum(len(r.prompt_token_ids) + 2 for r in requests)) if is_tight else sum(blocks)
         sizes |= {"kv_dtype": self.kv_dtype, "share_duplicates": False, "forecast_memory": False}

@@ -6,14 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 from batchgen.check.logits import Divergence
-from batchgen.check.proofs import GREEDY, Check, Proof, made_up_prompts
+from batchgen.check.proofs import GREEDY, Check, Prompt, Proof, made_up_prompts
 from batchgen.check.rows import Write, read_rows
 from batchgen.config.job import JobSpec
 from batchgen.core.records import Request
 from batchgen.core.units import counted
 from batchgen.engine.load import use_threads
 from batchgen.report.facts import numerics_text
-from batchgen.run.loader import read_model
+from batchgen.run.loader import ModelInfo, read_model
 
 
 def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dict[str, Any]:
@@ -27,10 +27,7 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
         GateFailed: a request ends with an error.
     """
     info = read_model(spec)
-    if has_input:
-        prompts = [request.prompt_token_ids for _, request in read_rows(spec, info, GREEDY)]
-    else:
-        prompts = made_up_prompts(info.config.vocab_size, info.max_model_len)
+    prompts = prompts_of(spec, info, has_input=has_input)
     threads = use_threads(spec.engine.threads, info.config)
     title = " + ".join(spec.model.named.values())
     log(f"loading {title}")
@@ -55,6 +52,13 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     failed = [f"{p.name}: {_place(p.divergence, check.requests)}" for p in proofs if p.divergence is not None]
     show(f"{len(failed)} of {counted(len(proofs), 'proof')} failed" if failed else f"all {len(proofs)} proofs hold")
     return facts | {"ok": not failed, "failed": failed, "proofs": [asdict(proof) for proof in proofs]}
+
+
+def prompts_of(spec: JobSpec, info: ModelInfo, *, has_input: bool) -> list[Prompt]:
+    """The prompts of a job's input if it ``has_input``, or made-up ones. Raises UsageError."""
+    if has_input:
+        return [request.prompt_token_ids for _, request in read_rows(spec, info, GREEDY)]
+    return made_up_prompts(info.config.vocab_size, info.max_model_len)
 
 
 def render(proof: Proof, requests: list[Request]) -> str:

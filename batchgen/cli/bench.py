@@ -40,7 +40,8 @@ def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
 
     A real job does not know the lengths of its answers. So all rows get the largest max_tokens, and a stop that the
     engine does not know ends each at its own length; --lengths known gives each row its own max_tokens. With unknown
-    lengths the longest prompt plus the largest max_tokens must fit in --kv-memory.
+    lengths the longest prompt plus the largest max_tokens must fit in --kv-memory. Drafts are off unless --speculate
+    auto is given: a model of random weights repeats itself as no other does.
 
     \b
     Examples:
@@ -51,7 +52,9 @@ def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
     """
     from batchgen.config.load import load_job
 
-    spec = load_job(None, take_job_flags(values), needs=("model",))
+    flags = take_job_flags(values)
+    flags.setdefault("engine", {}).setdefault("speculate", "off")
+    spec = load_job(None, flags, needs=("model",))
     require_address_space()
     from batchgen.bench import measure
 

@@ -16,6 +16,7 @@ import click
 from batchgen.config.job import KEYS
 from batchgen.core.keys import BOOL, Key
 from batchgen.core.records import Shard
+from batchgen.core.remote import redacted
 from batchgen.core.storage import check_path
 from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_share, shortened
 
@@ -36,7 +37,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
             return self._parse(value)
         except ValueError as error:
             name = param.opts[-1] if param else self.name
-            raise click.UsageError(f"{name} {shortened(value, 60)}: {error}", ctx) from None
+            raise click.UsageError(f"{name} {shortened(redacted(value), 60)}: {error}", ctx) from None
 
 
 def _local_path(text: str) -> Path:

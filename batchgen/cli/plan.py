@@ -29,7 +29,7 @@ from batchgen.core.errors import ExitCode
 @click.option("--expect-output", type=COUNT, help="Expected tokens per answer.")
 @click.option("--shard", type=SHARD, default="1/1", help="Plan the I-th of N parts of the rows.")
 @json_option()
-@job_options("model", "input", "sampling", "engine", "output")
+@job_options("model", "input", "sampling", "engine", "output", "cluster")
 def plan(job: Path | None, as_json: bool, **values: Any) -> int:
     """Read a job's whole input and estimate what running it takes.
 
@@ -40,6 +40,7 @@ def plan(job: Path | None, as_json: bool, **values: Any) -> int:
     Examples:
       batchgen plan jobs/quickstart.toml
       batchgen plan jobs/nightly.toml --calibrate --fail-if-over 2h
+      batchgen plan job.toml --calibrate --ray auto --workers 64
       batchgen plan job.toml --json | jq -r '.bad_rows[] | "\\(.line) \\(.code)"'
     """
     flags = take_job_flags(values)

@@ -37,7 +37,7 @@ _MIXED_HELP = "Accept rows of other kernels, whose tokens may differ."
 
 @click.command(cls=GroupedCommand)
 @click.argument("job", required=False, metavar="[JOB.toml]", type=PATH)
-@job_options("model", "input", "sampling", "engine", "output")
+@job_options("model", "input", "sampling", "engine", "output", "cluster")
 @run_option("--overwrite", is_flag=True, help="Start anew: drop what the run directory holds.")
 @run_option("--strict", is_flag=True, help="Refuse to start if any row is bad.")
 @run_option("--max-error-rate", type=SHARE, help="Stop when more rows fail, such as 5% of those read (or of 100).")
@@ -73,7 +73,7 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     if job is None and not flags:
         raise click.UsageError("give a job file, or --model, --input and --output", click.get_current_context())
     spec = load_job(job, flags)
-    from batchgen.run.job import run_job
+    from batchgen.executors.backend import run_job
     from batchgen.run.reports import check_metrics_file, write_metrics
     from batchgen.run.stop import Limits
 
@@ -104,7 +104,7 @@ def _conclude(outcome: Outcome, values: dict[str, Any]) -> int:
 
 @click.command(cls=GroupedCommand)
 @click.argument("folder", metavar="DIR", type=PATH)
-@job_options("engine")
+@job_options("engine", "cluster")
 @run_option("--allow-mixed-kernels", is_flag=True, help=_MIXED_HELP)
 @progress_options
 @click.pass_obj
@@ -119,7 +119,7 @@ def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) 
       batchgen retry runs/questions
       batchgen retry runs/questions --kv-memory 8GiB
     """
-    from batchgen.run.retry import retry_job
+    from batchgen.executors.backend import retry_job
 
     flags = take_job_flags(values)
     outcome = retry_job(folder, _run_options(values), flags, engine_factory=engine_factory)
@@ -162,6 +162,7 @@ def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) ->
 
     All shards must be finished, and no row may be missing or appear twice: this is checked before anything is
     written. An interrupted merge resumes when run again, and a finished one says so. Exits 3 if rows failed.
+    Nothing is published or mirrored: for that, run the job once more with the new folder as --output and --publish.
 
     \b
     Example:

@@ -12,11 +12,13 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from batchgen.config.cluster import ClusterSpec
 from batchgen.config.sampling import COLUMNS, SAMPLING_KEYS, row_keys_of
 from batchgen.core import keys
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
 from batchgen.core.records import SamplingParams, is_batch_shape
+from batchgen.core.remote import WRITABLE, check_address, scheme_of
 from batchgen.core.units import parse_size, shown
 
 # "*" stands for every column named like a sampling key that no prompt uses; names behind it, for those of them.
@@ -48,6 +50,25 @@ def _device(value: object) -> str:
     if value not in _DEVICES and not (isinstance(value, str) and re.fullmatch(r"cuda:\d{1,4}", value, re.ASCII)):
         raise ValueError(f"must be one of {', '.join(_DEVICES)} or cuda:N")
     return str(value)
+
+
+def _destination(*schemes: str) -> Kind:
+    """Addresses that files are written to; "" is none."""
+
+    def parse(text: str) -> str:
+        scheme = scheme_of(text)
+        if text and scheme is None:
+            known = ", ".join(f"{name}://" for name in schemes)
+            raise ValueError(f"is no address ({known}); on this machine the files are in output.path")
+        if text:
+            check_address(text, schemes)
+        if any(mark in text for mark in "*?[]"):
+            raise ValueError("holds a character of patterns (* ? [ ]): name one folder")
+        if scheme == "hf" and "@" in text:
+            raise ValueError("names a revision: files are published to the main branch")
+        return text.rstrip("/")
+
+    return string("ADDRESS", empty=True).then(parse)
 
 
 _DEVICES = ("auto", "cpu", "cuda")
@@ -89,12 +110,12 @@ class ModelSpec:
 class InputSpec:
     """Which rows, and how a row becomes a prompt.
 
-    ``path`` entries are absolute (or ``-``, or ``hf:...``), it is empty only for commands that read no input;
+    ``path`` entries are absolute (or ``-``, ``hf:...``, an address), it is empty only for commands that read no input;
     ``keep_columns == ("*",)`` keeps all columns. At most one of ``prompt``, ``messages``, ``prompt_token_ids`` is set.
     """
 
     path: tuple[str, ...] = key(
-        _PATHS, "File, glob, folder, - (stdin), hf:NAME; may be repeated", (), flag="input", outputs=False
+        _PATHS, "File, glob, folder, address, - (stdin), hf:NAME; may be repeated", (), flag="input", outputs=False
     )
     format: str = key(
         one_of("auto", "jsonl", "parquet", "hf", "openai-batch", "text"), "Input format", "auto", flag="input-format"
@@ -142,6 +163,9 @@ class EngineConfig:
     look_ahead: int | None = None
     threads: int | None = key(_POSITIVE_OR_AUTO, "CPU threads", None, outputs=False)
     prefix_caching: bool = key(BOOL, "Compute shared beginnings of prompts once", True, outputs=False)
+    speculate: str = key(
+        one_of("auto", "off"), "Compute likely next tokens ahead if few rows run", "auto", outputs=False
+    )
     share_duplicates: bool = key(BOOL, "Compute identical greedy rows once", True, outputs=False)
     longest_first: bool = key(BOOL, "Start the rows that may become longest first", True, outputs=False)
     forecast_memory: bool = key(BOOL, "Admit rows only if their KV memory will last", True, outputs=False)
@@ -161,7 +185,9 @@ class EngineConfig:
 class OutputSpec:
     """Where results go and in what form; ``path`` is the run directory, absolute, and "" if a command writes none.
 
-    ``expected`` names a column that is kept and compared with the text: exact match goes into the report.
+    ``expected`` names a column that is kept and compared with the text: exact match goes into the report. The finished
+    files are copied to ``publish``, and while it goes the run is copied to ``mirror``, from which another machine can
+    go on; "" is none.
     """
 
     path: str = key(string("DIR"), "The run directory", "", flag="output", outputs=False)
@@ -173,6 +199,12 @@ class OutputSpec:
     split_reasoning: bool = key(BOOL, "Put what a model thinks first into a field of its own", False)
     parse_json: bool = key(BOOL, "Add the value of a text that is JSON; typed columns in Parquet", False)
     expected: str | None = key(_COLUMN, "Column to compare the text with", None)
+    publish: str = key(
+        _destination(*WRITABLE), "Copy the finished files to s3://, gs://, hf://datasets/", "", outputs=False
+    )
+    mirror: str = key(
+        _destination("s3", "gs"), "Keep a copy of the unfinished run in s3:// or gs://", "", outputs=False
+    )
 
     @property
     def has_text_ids(self) -> bool:
@@ -180,7 +212,13 @@ class OutputSpec:
         return self.format == "openai-batch"
 
 
-SECTIONS: dict[str, type[Any]] = {"model": ModelSpec, "input": InputSpec, "output": OutputSpec, "engine": EngineConfig}
+SECTIONS: dict[str, type[Any]] = {
+    "model": ModelSpec,
+    "input": InputSpec,
+    "output": OutputSpec,
+    "engine": EngineConfig,
+    "cluster": ClusterSpec,
+}
 KEYS: dict[str, dict[str, Key]] = {name: keys_of(cls) for name, cls in SECTIONS.items()} | {"sampling": SAMPLING_KEYS}
 
 
@@ -193,6 +231,7 @@ class JobSpec:
     output: OutputSpec
     sampling: SamplingParams = SamplingParams()
     engine: EngineConfig = EngineConfig()
+    cluster: ClusterSpec = ClusterSpec()
     sampling_columns: tuple[str, ...] = ()  # ``sampling.columns``: see ``SAMPLING_COLUMNS``
     over_preset: tuple[str, ...] | None = None  # keys given over ``preset = "model"``, until the model is found
     record_keys: frozenset[str] = RECORD_KEYS  # fields of the run's records; see ``record_keys_of``
@@ -209,6 +248,18 @@ class JobSpec:
         if columns == ("*",):
             columns += row_keys_of(output_keys)
         return replace(self, record_keys=record_keys_of(output_keys), sampling_columns=columns)
+
+    def check_destinations(self) -> None:
+        """Refuse to publish over the input or the mirror. Raises ``UsageError``."""
+        publish, mirror = self.output.publish, self.output.mirror
+        if publish and publish == mirror:
+            raise UsageError(f"output.publish and output.mirror are both {publish}: give each a folder of its own")
+        for item in self.input.path:
+            for address in (publish, mirror):
+                if address and item.rpartition("/")[0] == address:
+                    raise UsageError(
+                        f"the input {item} lies in {address}, where files are replaced: choose another folder"
+                    )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data as in the job file, every default filled in; ``load.job_from_dict`` reads it back."""

@@ -21,6 +21,7 @@ from batchgen.config.sampling import ParamError, card_values, merge_params
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import nearest, resembling
 from batchgen.core.records import SamplingParams
+from batchgen.core.remote import READABLE, check_address, redacted, scheme_of
 from batchgen.core.storage import absolute, check_path, read_text
 from batchgen.core.structured import ALIASES, canonical
 from batchgen.core.units import shown
@@ -53,8 +54,10 @@ class RawSettings:
         return f"{self.file}{f':{line}' if line else ''}: {section}.{key}"
 
     def error(self, section: str, key: str, value: object, why: object) -> UsageError:
-        """The error for one value; a long value is shortened."""
-        return UsageError(f"{self.place(section, key)} = {shown(value, 60)}: {why}")
+        """The error for one value; a long value is shortened, and no secret in an address is shown."""
+        if isinstance(value, list | tuple):
+            value = [redacted(item) for item in value]
+        return UsageError(f"{self.place(section, key)} = {shown(redacted(value), 60)}: {why}")
 
     def parsed(self, section: str, key: str) -> Any:
         """The value of a key, checked, paths made absolute. Raises UsageError."""
@@ -109,10 +112,11 @@ def load_job(
 def job_from_dict(data: Mapping[str, Any], source: object = "job.json") -> JobSpec:
     """The spec that ``JobSpec.to_dict`` described, as read back from JSON.
 
-    Absent keys have their defaults, except that without ``sampling.columns`` an earlier version wrote it, which took
-    every column so named. Raises UsageError naming ``source`` on unknown keys and on impossible values.
+    Absent keys have their defaults, as has [cluster], which earlier versions did not know. Without
+    ``sampling.columns`` one of those wrote it, which took every column so named. Raises UsageError naming ``source`` on
+    unknown keys and on impossible values.
     """
-    values: dict[str, Any] = {section: data.get(section) for section in KEYS}
+    values: dict[str, Any] = {section: data.get(section, {} if section == "cluster" else None) for section in KEYS}
     settings = RawSettings(values, None, str(source))
     try:
         _check_names(settings)
@@ -125,9 +129,25 @@ def job_from_dict(data: Mapping[str, Any], source: object = "job.json") -> JobSp
     return spec
 
 
+def job_from_values(values: Mapping[str, Mapping[str, Any]], source: str) -> JobSpec:
+    """The job of a Python caller's values by section and key; relative paths are to the working directory.
+
+    It needs neither input nor output. Raises UsageError naming ``source`` and the key.
+    """
+    settings = RawSettings(values, Path(), source)
+    _check_names(settings)
+    spec = _merge([settings])
+    if not spec.model.path:
+        raise UsageError(f"{source}: model.path is missing")
+    _check_together(spec)
+    return spec
+
+
 def override(spec: JobSpec, flags: Mapping[str, Mapping[str, Any]]) -> JobSpec:
-    """The job with other engine sizes. Raises UsageError naming the flag."""
-    return replace(spec, engine=replace(spec.engine, **_parse_section(RawSettings(flags), "engine")))
+    """The job with other engine sizes or workers. Raises UsageError naming the flag."""
+    given = RawSettings(flags)
+    parts = {name: replace(getattr(spec, name), **_parse_section(given, name)) for name in ("engine", "cluster")}
+    return replace(spec, **parts)
 
 
 def read_settings(path: Path) -> RawSettings:
@@ -271,7 +291,7 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
 
 
 def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
-    """Make paths absolute; what is no path (``-``, ``hf:``, ``dummy:``, a Hub id) stays unchanged.
+    """Make paths absolute; what is no path (``-``, ``hf:``, an address, a Hub id) stays unchanged.
 
     Raises ValueError for what can be neither.
     """
@@ -287,6 +307,9 @@ def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
 
 
 def _input(base: Path, item: str) -> str:
+    if scheme_of(item) not in (None, "file"):
+        check_address(item, READABLE)
+        return item
     if not item.startswith("hf:"):
         return item if item == "-" else _absolute(base, item)
     check_path(item.removeprefix("hf:").partition("?")[0])  # which may be a folder
@@ -315,5 +338,6 @@ def _check_together(spec: JobSpec) -> None:
             raise UsageError(f"input.{name} needs input.chat = true: a raw completion has no chat template")
     if "-" in spec.input.path and len(spec.input.path) > 1:
         raise UsageError('input.path = "-" (stdin) cannot be combined with other inputs')
+    spec.check_destinations()
     if Path(spec.output.path).is_file():
         raise UsageError(f"output.path = {spec.output.path!r} is a file: it must be a folder for the run")

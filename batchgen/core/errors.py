@@ -6,6 +6,7 @@ A problem of the *job* is an exception; a problem of one *row* is a value (``Row
     BatchgenError            exit 1   a fault of this package
     ├── OutOfMemory          exit 1   the machine's memory or a limit on it is exhausted
     ├── StorageError         exit 1   the run directory cannot be written or read: disk full, damaged, no permission
+    ├── RemoteError          exit 1   a file at an address cannot be read or written: network, credentials, no such file
     ├── UsageError           exit 2   wrong flag, job file, input path; nothing was written
     │   ├── ModelError       exit 2   a model folder, config, tokenizer or weights file is unusable
     │   └── ResumeMismatch   exit 2   the run directory belongs to a different job
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import Literal
 
 
 class ExitCode(IntEnum):
@@ -44,6 +46,21 @@ class OutOfMemory(BatchgenError):
 
 class StorageError(BatchgenError):
     """The run directory cannot be written or read back; journalled rows stay, and the run resumes."""
+
+
+RemoteKind = Literal["missing", "refused", "changed", "passing", "other"]
+
+
+class RemoteError(BatchgenError):
+    """A remote file cannot be read or written; finished rows stay, and the run resumes.
+
+    ``kind`` is what a caller may act on: ``missing`` (no such file or bucket), ``refused`` (credentials), ``changed``
+    (a precondition did not hold), ``passing`` (it was tried several times) or ``other``.
+    """
+
+    def __init__(self, message: str, kind: RemoteKind = "other") -> None:
+        super().__init__(message)
+        self.kind: RemoteKind = kind
 
 
 class UsageError(BatchgenError):

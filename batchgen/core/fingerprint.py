@@ -101,11 +101,11 @@ class Digests:
             now = _read(path)
         except (OSError, UsageError) as error:
             reason = error.strerror or error if isinstance(error, OSError) else error
-            raise _changed(path, f"it cannot be read any more ({reason})") from None
+            raise input_changed(path, f"it cannot be read any more ({reason})") from None
         if now.sha256 != known.sha256:
             sizes = f"it had {known.state.size:,} bytes and has {now.state.size:,} now"
             same_size = f"it has other content in its {now.state.size:,} bytes"
-            raise _changed(path, same_size if now.state.size == known.state.size else sizes)
+            raise input_changed(path, same_size if now.state.size == known.state.size else sizes)
         self._known[_key(path)] = now
         return now.state == known.state
 
@@ -164,8 +164,9 @@ def _unreadable(path: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot read {path}: {error.strerror or error}")
 
 
-def _changed(path: Path, how: str) -> InputChanged:
+def input_changed(name: object, how: str) -> InputChanged:
+    """The error for a file that is another one than the run has read so far."""
     return InputChanged(
-        f"{path} has changed while it was in use: {how}. Nothing was published and finished rows are kept: "
+        f"{name} has changed while it was in use: {how}. Nothing was published and finished rows are kept: "
         "put it back as it was and run again to resume, or start anew with --overwrite"
     )

@@ -19,7 +19,7 @@ from batchgen.core.errors import BatchgenError, OutOfMemory, UsageError
 
 _LEAST_ADDRESS_SPACE = 2 << 30  # torch's libraries map 1 GB; the kernels' compiler ends the process where it has none
 SMALLER_SIZES = "give a smaller --kv-memory, --max-num-batched-tokens or --max-num-seqs, or --weights int8"
-_SIGNS = re.compile(r"allocate memory|unable to allocate|out of memory|bad_alloc", re.IGNORECASE)
+_SIGNS = re.compile(r"allocate memory|unable to allocate|out of memory|bad_alloc|alloc_failed", re.IGNORECASE)
 # These have other causes too (a folder without execution, a limit on processes), so they count only under a limit.
 _SIGNS_UNDER_A_LIMIT = re.compile(r"failed to map segment from shared object$|can't start new thread")
 _REMEDIES = "end other processes, or raise the limit"
@@ -106,6 +106,10 @@ _CGROUP_V1 = ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/mem
 _FALLBACK_BYTES = 4 << 30  # where the system does not tell (not Linux)
 
 
+class _Limit:
+    max_bytes: int | None = None
+
+
 def peak_bytes() -> int:
     """Largest resident size of this process so far; Linux counts in KiB, macOS in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -118,9 +122,16 @@ def total_bytes() -> int:
     return min([physical_bytes(), *(limit for limit in limits if limit is not None)])
 
 
+def limit_memory(max_bytes: int) -> None:
+    """Let ``available_bytes`` count no more than this process's share, of which it has used what is resident."""
+    _Limit.max_bytes = max_bytes
+
+
 def available_bytes() -> int:
-    """Bytes free for use: the system's estimate, or what a limit on cgroup or address space leaves if that is less."""
+    """Bytes free for use: the system's estimate, or what a limit leaves, if that is less."""
     room = [_meminfo_available(), _address_space_left()]
+    if _Limit.max_bytes is not None:
+        room.append(max(0, _Limit.max_bytes - _num_pages(1) * resource.getpagesize()))
     for limit, usage in (_CGROUP_V2, _CGROUP_V1):
         bounds = _read_int(limit), _read_int(usage)
         if bounds[0] is not None and bounds[1] is not None:
@@ -143,11 +154,15 @@ def _meminfo_available() -> int | None:
 
 def _address_space_left() -> int | None:
     limit = address_space_bytes()
+    return None if limit is None else max(0, limit - _num_pages(0) * resource.getpagesize())
+
+
+def _num_pages(column: int) -> int:
+    """Pages of this process, by the column of Linux's statm: 0 for all, 1 for those in memory; 0 elsewhere."""
     try:
-        num_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[column])
     except OSError:
-        return None
-    return None if limit is None else max(0, limit - num_pages * resource.getpagesize())
+        return 0
 
 
 def _read_int(path: str) -> int | None:
@@ -156,3 +171,15 @@ def _read_int(path: str) -> int | None:
         return int(Path(path).read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
+
+
+def cpus_by_node() -> list[list[int]]:
+    """The processors that this process may run on, by NUMA node; those of one core side by side. None if not Linux."""
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    nodes: dict[str, list[tuple[int, int]]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        folder = Path(f"/sys/devices/system/cpu/cpu{cpu}")
+        node = next((path.name for path in folder.glob("node[0-9]*")), "")
+        nodes.setdefault(node, []).append((_read_int(f"{folder}/topology/core_id") or 0, cpu))
+    return [[cpu for _, cpu in sorted(found)] for found in nodes.values()]

@@ -159,8 +159,8 @@ def check_path(text: str) -> None:
         raise ValueError(f"is an address: write the path without {_FILE}")
     if scheme := _SCHEME.match(text):
         raise ValueError(
-            f"{scheme[0]} is no local path, and remote files are neither read nor written: copy them to or from this "
-            "machine (from the Hub, a dataset is hf:NAME and a model ORGANIZATION/NAME)"
+            f"{scheme[0]} is no local path: copy the file to or from this machine; addresses are for input.path, "
+            "output.publish and output.mirror (a model on the Hub is ORGANIZATION/NAME)"
         )
     try:
         os.lstat(text)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate
 
 from batchgen.engine.sequence import Sequence
@@ -94,12 +94,22 @@ class WaitingQueue:
         if self._preempted:
             return self._preempted.popleft()
         _, sequence = heapq.heappop(self._fresh)
+        self._leave_family(sequence)
+        return sequence
+
+    def remove(self, sequences: Collection[Sequence]) -> None:
+        """Remove fresh sequences, wherever they are."""
+        self._fresh = [entry for entry in self._fresh if entry[1] not in sequences]
+        heapq.heapify(self._fresh)
+        for sequence in sequences:
+            self._leave_family(sequence)
+
+    def _leave_family(self, sequence: Sequence) -> None:
         name = _family(sequence)
         if name:
             family_prompt, family, members = self._families.pop(name)
             if members > 1:
                 self._families[name] = (family_prompt, family, members - 1)
-        return sequence
 
 
 def _family(sequence: Sequence) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, replace
 
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.engine.sequence import Schedule, Sequence
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import LogitsSubset, ModelInput, query_blocks, upload
 
 
@@ -34,63 +36,86 @@ class PendingTokens:
         token_ids[places] = self.token_ids[rows].clamp(min=0)
 
 
-def build_pending(schedule: Schedule, sampled: Sequence_[Sequence], token_ids: Tensor) -> PendingTokens | None:
-    """The pending tokens of a schedule; None without any. ``token_ids`` has one row per sequence of ``sampled``.
+def build_pending(schedule: Schedule, sampled: Sequence_[object], token_ids: Tensor) -> PendingTokens | None:
+    """The pending tokens of a schedule; None without any. ``token_ids`` has one row per owner in ``sampled``.
 
     A pending token is the only one that its sequence owes.
     """
-    row_of = {sequence: row for row, sequence in enumerate(sampled)}
-    rows, places, end = [], [], 0
-    for sequence, count in schedule.entries:
-        end += count
-        if sequence.num_pending:
-            rows.append(row_of[sequence])
-            places.append(end - 1)
-    return PendingTokens(token_ids, torch.tensor(rows), torch.tensor(places)) if rows else None
+    pending = [place for place, (sequence, _) in enumerate(schedule.entries) if sequence.num_pending]
+    if not pending:
+        return None
+    row_of = dict(zip(sampled, range(len(sampled)), strict=True))
+    rows = [row_of[schedule.entries[place][0]] for place in pending]
+    ends = np.cumsum([count for _, count in schedule.entries])
+    return PendingTokens(token_ids, torch.tensor(rows), torch.from_numpy(ends[pending] - 1))
 
 
 def build_input(schedule: Schedule, block_size: int, tail_reach: int | None = None) -> ModelInput:
     """CPU tensors for one forward pass; see ``ModelInput`` for shapes, ``build_subset`` for ``tail_reach``.
 
     The scheduled tokens of a sequence are the first ``count`` it owes; a pending token is 0, see ``PendingTokens``.
-    Logits are asked for the last token of each sequence in ``schedule.completing``, then for the token before each in
-    ``schedule.scored``.
+    Logits are asked for the last token of each sequence in ``schedule.completing`` and for its drafts, then for the
+    token before each in ``schedule.scored``.
     """
-    entries = schedule.entries
-    counts = np.array([count for _, count in entries], dtype=np.int32)
-    starts = np.array([s.num_computed_tokens for s, _ in entries], dtype=np.int32)
+    sequences = [s for s, _ in schedule.entries]
+    counts = np.array([count for _, count in schedule.entries], dtype=np.int32)
+    if schedule.drafts:
+        counts += np.array([len(schedule.drafts.get(s, ())) for s in sequences], dtype=np.int32)
+    starts = np.array([s.num_computed_tokens for s in sequences], dtype=np.int32)
     cu_seqlens = np.concatenate((np.zeros(1, np.int32), counts.cumsum(dtype=np.int32)))
-    rows = np.repeat(np.arange(len(entries)), counts)
+    rows = np.repeat(np.arange(len(sequences)), counts)
     positions = np.arange(counts.sum(), dtype=np.int32) - (cu_seqlens[:-1] - starts)[rows]
-    tables = np.zeros((len(entries), max(len(s.block_table) for s, _ in entries)), dtype=np.int32)
-    for row, (sequence, _) in enumerate(entries):
-        tables[row, : len(sequence.block_table)] = sequence.block_table
-    token_ids: list[int] = []
-    for sequence, count in entries:
-        first = sequence.num_computed_tokens
-        token_ids += sequence.token_ids[first : first + count]
-        token_ids += [0] * (first + count - len(sequence.token_ids))
+    tables = _block_tables(sequences)
     slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
     inputs = ModelInput(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
+        token_ids=torch.from_numpy(np.array(_token_ids(schedule), dtype=np.int64)),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         slot_mapping=torch.from_numpy(slots),
         block_tables=torch.from_numpy(tables),
-        conv_slots=torch.tensor([s.conv_slot for s, _ in entries], dtype=torch.int32),
-        query_blocks=query_blocks(np.arange(len(entries)), cu_seqlens[:-1], cu_seqlens[1:]),
+        conv_slots=torch.from_numpy(np.array([s.conv_slot for s in sequences], dtype=np.int32)),
+        conv_rejected=torch.from_numpy(np.array([s.num_rejected for s in sequences], dtype=np.int32)),
+        query_blocks=query_blocks(
+            np.arange(len(sequences)), cu_seqlens[:-1], cu_seqlens[1:], positions, tables, block_size
+        ),
         logits_indices=torch.from_numpy(_logits_indices(schedule, cu_seqlens)),
         subset=None,
     )
     return inputs if tail_reach is None else replace(inputs, subset=build_subset(inputs, block_size, tail_reach))
 
 
+def _block_tables(sequences: Sequence_[Sequence]) -> np.ndarray:
+    """The block tables as rows of one width, 0 beyond their ends, int32 [num_seqs, max_blocks]."""
+    widths = np.array([len(s.block_table) for s in sequences])
+    tables = np.zeros((len(sequences), widths.max()), dtype=np.int32)
+    tables[np.arange(tables.shape[1]) < widths[:, None]] = np.frombuffer(
+        b"".join([s.block_table for s in sequences]), dtype=np.int32
+    )
+    return tables
+
+
+def _token_ids(schedule: Schedule) -> list[int]:
+    if schedule.is_single and not schedule.drafts:
+        known = [(s.token_ids, s.num_computed_tokens) for s, _ in schedule.entries]
+        return [tokens[place] if place < len(tokens) else 0 for tokens, place in known]
+    token_ids: list[int] = []
+    for sequence, count in schedule.entries:
+        first, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
+        token_ids += sequence.token_ids[first:end]
+        token_ids += [0] * (end - len(sequence.token_ids))
+        token_ids += schedule.drafts.get(sequence, ())
+    return token_ids
+
+
 def _logits_indices(schedule: Schedule, cu_seqlens: np.ndarray) -> np.ndarray:
+    if len(schedule.completing) == len(schedule.entries) and not (schedule.drafts or schedule.scored):
+        return cu_seqlens[1:].astype(np.int64) - 1
     bounds = zip(schedule.entries, cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
-    last, before_scored = [], []
+    last: list[int] = []
+    before_scored: list[int] = []
     for (sequence, count), start, end in bounds:
         if sequence.completes(count):
-            last.append(end - 1)
+            last += range(end - 1 - len(schedule.drafts.get(sequence, ())), end)
         before_scored += [start + i - 1 - sequence.num_computed_tokens for i in sequence.scored_in(count)]
     return np.array(last + before_scored, dtype=np.int64)
 
@@ -125,8 +150,36 @@ def build_subset(inputs: ModelInput, block_size: int, reach: int) -> LogitsSubse
         slot_mapping=inputs.slot_mapping[kept],
         block_tables=inputs.block_tables,
         conv_slots=inputs.conv_slots,
-        query_blocks=query_blocks(sequences[rows[starts]], starts, np.append(starts[1:], len(rows))),
+        conv_rejected=inputs.conv_rejected,
+        query_blocks=query_blocks(
+            sequences[rows[starts]],
+            starts,
+            np.append(starts[1:], len(rows)),
+            positions[rows],
+            inputs.block_tables.numpy(),
+            block_size,
+        ),
         logits_indices=torch.from_numpy(np.searchsorted(rows, logits)),
         subset=None,
     )
     return LogitsSubset(kept, narrowed)
+
+
+Wait = Callable[[], list[int]]
+"""Returns the token ids of a step once they are on the host."""
+
+
+def fetch_ids(token_ids: Tensor) -> Wait:
+    """Begin to copy int64 ids to the host, behind all work launched so far; later launches are not waited for."""
+    if token_ids.device.type != "cuda":
+        return token_ids.tolist
+    host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+    host.copy_(token_ids, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    copied.record()
+
+    def wait() -> list[int]:
+        copied.synchronize()
+        return host.tolist()
+
+    return wait

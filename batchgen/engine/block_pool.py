@@ -46,7 +46,7 @@ class BlockPool:
         del self._block[self._digest.pop(block)]
         return block
 
-    def free(self, blocks: list[int]) -> None:
+    def free(self, blocks: Sequence[int]) -> None:
         """Release one hold on each block; the last block of a prefix will be emptied before those it continues."""
         for block in reversed(blocks):
             if not self._num_holders[block]:

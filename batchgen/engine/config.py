@@ -16,7 +16,9 @@ __all__ = ["EngineConfig", "SchedulerConfig"]
 class SchedulerConfig:
     """Sizes the scheduler works with, all resolved and positive, and its policies; see ``EngineConfig``.
 
-    ``kv_dtype`` is "auto" where keys and values are kept in the type in which they are computed.
+    ``kv_dtype`` is "auto" where keys and values are kept in the type in which they are computed; ``max_drafts`` are the
+    most drafts of a sequence in a step; ``admits_in_batches`` is for devices that run single tokens far cheaper than
+    steps with prompts.
     """
 
     max_num_batched_tokens: int
@@ -28,6 +30,8 @@ class SchedulerConfig:
     longest_first: bool = True
     forecast_memory: bool = True
     kv_dtype: str = "auto"
+    max_drafts: int = 0
+    admits_in_batches: bool = False
 
     @property
     def max_num_tokens(self) -> int:

@@ -54,6 +54,11 @@ class Duplicates:
         self.num_waiting += 1
         return False
 
+    def forget(self, group: Group) -> None:
+        """A request without others that wait for it will not be computed."""
+        if group.digest is not None:
+            del self._under_way[group.digest]
+
     def end(self, group: Group, result: Result) -> list[Result]:
         """Take the result of a request; returns those of the identical requests that waited for it."""
         if group.digest is None:

@@ -11,49 +11,33 @@ order of launches.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from math import isfinite
 
-import torch
 from torch import Tensor
 
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
+from batchgen.core.machine import SMALLER_SIZES, memory_errors
 from batchgen.core.records import FinishReason, Request, Result
-from batchgen.engine.batch import build_pending
+from batchgen.engine.batch import Wait, build_pending, fetch_ids
 from batchgen.engine.config import EngineConfig
+from batchgen.engine.drafts import Ahead, common_length, rows_of
 from batchgen.engine.duplicates import Duplicates
 from batchgen.engine.load import use_threads
 from batchgen.engine.masks import build_mask
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.observers import Constraints, StopMatcher, TokenCounts, observers_for
 from batchgen.engine.rules import rules_for
-from batchgen.engine.sampler import Sampler
+from batchgen.engine.sampler import Row, Sampler
+from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Group, Schedule, Sequence
+from batchgen.engine.seen import SeenTokens
+from batchgen.engine.sequence import Group, Sequence
 from batchgen.engine.sizes import resolve
 from batchgen.engine.stats import EngineStats
 from batchgen.kernels.interface import Kernels
 from batchgen.model.decoder import Decoder
-
-Wait = Callable[[], list[int]]
-"""Returns the token ids of a step once they are on the host."""
-
-
-def fetch_ids(token_ids: Tensor) -> Wait:
-    """Begin to copy int64 ids to the host, behind all work launched so far; later launches are not waited for."""
-    if token_ids.device.type != "cuda":
-        return token_ids.tolist
-    host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
-    host.copy_(token_ids, non_blocking=True)
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    copied.record()
-
-    def wait() -> list[int]:
-        copied.synchronize()
-        return host.tolist()
-
-    return wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +45,7 @@ class InFlight:
     """A step that was launched: its schedule, whose tokens it samples, and their ids on the device."""
 
     schedule: Schedule
-    sampled: list[Sequence]
+    sampled: list[Row]
     token_ids: Tensor
     wait: Wait
 
@@ -97,8 +81,8 @@ class Engine:
             UsageError: a size that cannot work.
         """
         config = config or EngineConfig()
-        if config.threads is not None:
-            use_threads(config.threads, model.config)
+        if config.threads is not None or model.device.type == "cuda":
+            use_threads(config.threads or 1, model.config)  # the host of a GPU works on small tensors alone
         self.config = resolve(config, model)
         self.look_ahead = config.look_ahead or 8 * self.config.max_num_seqs
         self.eos_token_ids = frozenset(model.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
@@ -106,14 +90,14 @@ class Engine:
         self.runner = ModelRunner(model, self.config)
         self.sampler = sampler(model.kernels, self.eos_token_ids)
         self.overlaps = model.device.type == "cuda" if overlaps is None else overlaps
+        if self.overlaps:  # the next step is scheduled before it is known which drafts were right
+            self.scheduler.drafter = None
+            self.sampler.seen = SeenTokens(self.config.max_num_seqs)
         self.stats = EngineStats(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        self.duplicates = Duplicates()
-        self._shares_duplicates = config.share_duplicates
-        self._stop_matcher = stop_matcher
-        self._constraints = constraints
-        self._fetch = fetch
-        self._in_flight: InFlight | None = None
-        self._stopping = False
+        self.duplicates, self._shares_duplicates = Duplicates(), config.share_duplicates
+        self._stop_matcher, self._constraints = stop_matcher, constraints
+        self._fetch, self._stopping = fetch, False
+        self.in_flight: InFlight | None = None
 
     @property
     def numerics(self) -> dict[str, str]:
@@ -138,10 +122,10 @@ class Engine:
                 answer = self.submit(request)
                 if answer is not None:
                     yield answer
-            if not self.scheduler.has_work:
+            if not self.has_work:
                 break
             yield from self.step()
-        yield from self._collect()
+        yield from self.flush()
 
     def submit(self, request: Request) -> Result | None:
         """Queue a request; a result at once if it can never run, was answered before, or is done already."""
@@ -179,7 +163,7 @@ class Engine:
         """Set up what watches the sequence, and show it the tokens that an earlier run generated."""
         request = sequence.request
         sequence.observers = observers_for(request.params, self._stop_matcher)
-        if request.params.has_penalties:
+        if request.params.has_penalties and not self.overlaps:
             sequence.counts = TokenCounts(request.prompt_token_ids)
             sequence.observers.append(sequence.counts)
         sequence.rules = rules_for(request.params, request.bad_words, self.runner.model.config.vocab_size)
@@ -193,6 +177,7 @@ class Engine:
         if sequence.constraint is not None:
             sequence.constraint.rest()
 
+    @memory_errors("computing a step", SMALLER_SIZES)
     def step(self) -> list[Result]:
         """Advance every scheduled sequence; the results that are complete.
 
@@ -206,14 +191,18 @@ class Engine:
             self._book(launched)
             return results
         results = self._collect()
-        self._book(self._launch(_unfinished(schedule)))
-        return results + self._collect()
+        began_at = time.monotonic()
+        self._book(self._launch(schedule.unended))
+        results += self._collect()
+        if self.scheduler.drafter is not None and schedule.is_single:
+            self.scheduler.drafter.time(schedule.num_tokens + schedule.num_drafts, time.monotonic() - began_at)
+        return results
 
     def _launch(self, schedule: Schedule) -> InFlight | None:
         """Set the device to work on a schedule, behind the step in flight; None without any work."""
         if not schedule.entries:
             return None
-        sampled, before = schedule.completing, self._in_flight
+        sampled, before = rows_of(schedule), self.in_flight
         with self.stats.phase("forward"):
             pending = build_pending(schedule, before.sampled, before.token_ids) if before is not None else None
             logits = self.runner.run(schedule, pending)
@@ -227,30 +216,55 @@ class Engine:
             token_ids = self.sampler.sample(logits[: len(sampled)], sampled, mask)
             wait = self._fetch(token_ids)
         with self.stats.phase("update"):
-            self._count(schedule, len(logits))
+            self.stats.count(schedule, len(logits), self.scheduler, self.runner.model.config)
         return InFlight(schedule, sampled, token_ids, wait)
 
     def _book(self, launched: InFlight | None) -> None:
         """Make a launched step the one in flight: its tokens count as cached, and those it samples as pending."""
-        self._in_flight = launched
+        self.in_flight = launched
         if launched is None:
             return
         with self.stats.phase("update"):
-            for sequence in launched.sampled:
+            for sequence in launched.schedule.completing:
                 sequence.num_pending = int(sequence.finished_at is None)
-            self.scheduler.computed(_unfinished(launched.schedule))
+            self.scheduler.computed(launched.schedule.unended)
 
     def _collect(self) -> list[Result]:
         """Wait for the step in flight and append its tokens; the results of the requests that end with them."""
-        step, self._in_flight = self._in_flight, None
+        step, self.in_flight = self.in_flight, None
         if step is None:
             return []
         with self.stats.phase("forward"):
             token_ids = step.wait()
         with self.stats.phase("update"):
-            ended = self._update((s, token) for s, token in zip(step.sampled, token_ids, strict=True) if s.num_pending)
+            ended = self._update(zip(step.sampled, token_ids, strict=True))
+            for sequence in step.schedule.drafts:
+                self._judge_drafts(sequence, step.schedule)
             ended += [s for s, _ in step.schedule.entries if not s.generates and not s.num_owed]
             return [result for sequence in ended for result in self._end(sequence)]
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that run at once."""
+        return self.config.max_num_seqs
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` would advance anything."""
+        return self.scheduler.has_work
+
+    def flush(self) -> list[Result]:
+        """Wait for a step in flight, once there is no more work; the results that are complete with it."""
+        return self._collect()
+
+    def withdraw(self, keys: Collection[int]) -> list[int]:
+        """Forget the requests of these that have not begun and that no other waits for; the keys of those forgotten."""
+        waiting = {s.request.key: s.group for s in self.scheduler.waiting if s.request.key in keys}
+        groups = [group for group in waiting.values() if group.is_untouched]
+        self.scheduler.waiting.remove({sequence for group in groups for sequence in group.sequences})
+        for group in groups:
+            self.duplicates.forget(group)
+        return [group.request.key for group in groups]
 
     def stop(self) -> None:
         """Make ``run`` return after the step under way, for good; safe to call from a signal handler."""
@@ -261,32 +275,14 @@ class Engine:
         tokens = {s.request.key: s.group.resumable_tokens for s in self.scheduler.unfinished()}
         return {key: generated for key, generated in tokens.items() if generated}
 
-    def _count(self, schedule: Schedule, num_logits: int) -> None:
-        stats = self.stats
-        stats.num_logits += num_logits
-        stats.num_attended += schedule.num_attended()
-        if window := self.runner.model.config.window:
-            stats.num_window_attended += schedule.num_attended(window)
-            stats.num_window_read += sum(min(s.num_computed_tokens + n, window) for s, n in schedule.entries)
-        stats.sum_experts += self.runner.model.config.expected_experts(schedule.num_tokens)
-        decode = 0
-        for sequence, count in schedule.entries:
-            decode += sequence.num_decoded_in(count)
-            stats.num_kv_read += sequence.num_computed_tokens + count
-        pool = self.scheduler.pool
-        kv_use = 1 - pool.num_free / pool.num_blocks
-        stats.add_step(schedule.num_tokens - decode, decode, len(schedule.entries), kv_use)
-        stats.num_preemptions = self.scheduler.num_preemptions
-        stats.num_queried_tokens = self.scheduler.num_queried_tokens
-        stats.num_cached_tokens = self.scheduler.num_cached_tokens
-        stats.num_recomputed_tokens = self.scheduler.num_recomputed_tokens
-        stats.max_running = max(stats.max_running, len(self.scheduler.running))
-
-    def _update(self, sampled: Iterable[tuple[Sequence, int]]) -> list[Sequence]:
-        """Append pending tokens; the sequences that end with them."""
+    def _update(self, sampled: Iterable[tuple[Row, int]]) -> list[Sequence]:
+        """Append pending tokens, and those behind drafts that were right; the sequences that end with them."""
         now = time.monotonic()
         ended = []
-        for sequence, token_id in sampled:
+        for row, token_id in sampled:
+            if not row.num_pending:
+                continue
+            sequence = row.sequence if isinstance(row, Ahead) else row
             sequence.num_pending = 0
             if token_id < 0:
                 self._fail(sequence, *sequence.no_token())
@@ -294,9 +290,12 @@ class Engine:
                 continue
             self.stats.num_output_tokens += 1
             sequence.append(token_id, now)
+            if isinstance(row, Ahead):
+                sequence.logprobs += row.logprobs
+                sequence.constraint = row.constraint  # the same, with what its mask has found
             self._judge(sequence)
             self._append_forced(sequence)
-            if sequence.is_finished:
+            if sequence.finish_reason is not None:
                 ended.append(sequence)
         return ended
 
@@ -306,6 +305,16 @@ class Engine:
             sequence.finish_reason = sequence.stop_reason(self.eos_token_ids, self.config.max_model_len)
         except TokenizerError as error:  # no text to look for stop strings in
             self._fail(sequence, str(error))
+
+    def _judge_drafts(self, sequence: Sequence, step: Schedule) -> None:
+        """Keep the state of the drafts that were right; the sequence owes what came behind them."""
+        assert self.scheduler.drafter is not None
+        new = sequence.token_ids[sequence.num_computed_tokens :]
+        num_drafted, num_accepted = len(step.drafts[sequence]), common_length(step.drafts[sequence], new[:-1])
+        self.scheduler.drafter.book(sequence, num_drafted, num_accepted)
+        self.stats.count_drafts(sequence, num_drafted, num_accepted, step=step, window=self.runner.model.config.window)
+        if not sequence.is_finished:
+            self.scheduler.judged(sequence, num_drafted, num_accepted)
 
     def _append_forced(self, sequence: Sequence) -> None:
         """Append the tokens that the constraint leaves no choice about; they are owed like any others."""
@@ -339,9 +348,3 @@ class Engine:
         """End a sequence, and its request with an error."""
         sequence.group.error = RowError(code, message)
         sequence.finish_reason = FinishReason.STOP
-
-
-def _unfinished(schedule: Schedule) -> Schedule:
-    """The schedule without the sequences that have ended since it was made."""
-    entries = tuple([entry for entry in schedule.entries if entry[0].finished_at is None])
-    return schedule if len(entries) == len(schedule.entries) else replace(schedule, entries=entries)

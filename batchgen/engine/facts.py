@@ -18,7 +18,6 @@ from batchgen.model.rates import QUICK, measure
 from batchgen.model.roofline import Ceilings, Costs, describe_costs, machine_key, recall, remember
 
 _LEAST_S = 60.0  # of steps: a shorter run does not measure
-_MEASURED_TOKENS = (QUICK.repeats + 1) * sum(QUICK.row_counts)  # go through the model's linears to measure them
 _MOST_SHARE = 0.01  # of a run's tokens
 
 
@@ -26,22 +25,27 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
     """``sizes`` and ``roofline`` for the report; measures where that takes less than a hundredth of the run."""
     model, stats = engine.runner.model, engine.stats
     num_tokens = stats.num_prefill_tokens + stats.num_decode_tokens
-    pays = sum(stats.phase_s.values()) >= _LEAST_S and _MOST_SHARE * num_tokens >= _MEASURED_TOKENS
+    pays = sum(stats.phase_s.values()) >= _LEAST_S and _MOST_SHARE * num_tokens >= QUICK.on(model.device).num_tokens
     measured = (_measure_now(model) if pays else None) or recall(model_key(model))
     costs = Costs.of(model.config, model.dtype.itemsize, model.weight_bytes, engine.config.kv_dtype)
     return {"sizes": engine_sizes(engine), "roofline": describe_costs(costs, measured)}
 
 
 def engine_sizes(engine: Engine) -> dict[str, Any]:
-    """The sizes that the engine works with, whether given or chosen."""
+    """The sizes that the engine works with, whether given or chosen; of a GPU, the most memory that was used."""
     model, sizes = engine.runner.model, engine.config
     block_bytes = model.config.kv_block_bytes(sizes.block_size, model.dtype.itemsize, sizes.kv_dtype)
-    return {**asdict(sizes), "kv_bytes": sizes.num_blocks * block_bytes, "kernels": model.kernels.name}
+    found = {**asdict(sizes), "kv_bytes": sizes.num_blocks * block_bytes, "kernels": model.kernels.name}
+    if model.device.type == "cuda":
+        found["max_device_bytes"] = torch.cuda.max_memory_allocated(model.device)
+    return found
 
 
 def model_key(model: Decoder) -> str:
     """The conditions under which ceilings measured with this model hold."""
-    return machine_key(processor_name(), model.config, model.numerics, torch.get_num_threads())
+    is_gpu = model.device.type == "cuda"
+    processor = torch.cuda.get_device_name(model.device) if is_gpu else processor_name()
+    return machine_key(processor, model.config, model.numerics, torch.get_num_threads())
 
 
 def _measure_now(model: Decoder) -> Ceilings | None:

@@ -10,6 +10,7 @@ from batchgen.config.job import ModelSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.units import shown
 from batchgen.kernels.interface import Kernels
+from batchgen.kernels.processor import num_usable_cpus
 from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import load_model
@@ -42,7 +43,7 @@ def load_weights(where: ModelSpec, kernels: Kernels | None = None) -> Decoder:
 def use_threads(threads: int | None, config: ModelConfig) -> int:
     """Set the CPU threads of this process, and return how many; loading packs weights with them.
 
-    None means all that torch has, or one for a model too small to share.
+    None means all that torch has, as far as processors may be used, or one for a model too small to share.
 
     Raises:
         UsageError: more than could be of use here.
@@ -52,6 +53,7 @@ def use_threads(threads: int | None, config: ModelConfig) -> int:
     if threads is not None and threads > most:
         raise UsageError(f"threads {shown(threads)}: at most {most} on this machine, which has {num_cpus} CPUs")
     if threads is None:
-        threads = torch.get_num_threads() if config.linear_params_per_token >= _SHARED_PARAMS else 1
+        is_large = config.linear_params_per_token >= _SHARED_PARAMS
+        threads = min(torch.get_num_threads(), num_usable_cpus()) if is_large else 1
     torch.set_num_threads(threads)
     return threads

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.engine.drafts import Ahead
 from batchgen.engine.observers import Constraints
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import upload
@@ -22,7 +23,7 @@ class TokenMask(NamedTuple):
 
 
 def build_mask(
-    constraints: Constraints | None, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device
+    constraints: Constraints | None, sequences: Sequence_[Sequence | Ahead], vocab_size: int, device: torch.device
 ) -> TokenMask | None:
     """The mask of ``sequences`` that are about to be sampled and must leave tokens out; None if none must."""
     guided = {row: s.constraint for row, s in enumerate(sequences) if s.constraint and s.constraint.is_active}

@@ -7,14 +7,18 @@ from torch import Tensor
 from batchgen.core.machine import SMALLER_SIZES, memory_errors
 from batchgen.engine.batch import PendingTokens, build_input
 from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.replay import CudaRecorder, PaddingSlot, StepReplays, is_decode
-from batchgen.engine.sequence import Schedule
+from batchgen.engine.graphs import CaptureFailed, CudaRecorder
+from batchgen.engine.replay import PaddingSlot, StepReplays, is_decode
+from batchgen.engine.schedule import Schedule
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import KV_DTYPES, allocate
 
 
 class ModelRunner:
-    """A model with the KV blocks and convolution slots that a scheduler of these sizes hands out."""
+    """A model with the KV blocks and convolution slots that a scheduler of these sizes hands out.
+
+    CUDA graphs of its decode steps are recorded here, before the first step. ``notes`` are for the user.
+    """
 
     @memory_errors("allocating KV blocks and convolution state", SMALLER_SIZES)
     def __init__(self, model: Decoder, config: SchedulerConfig) -> None:
@@ -30,11 +34,23 @@ class ModelRunner:
             dtype=model.dtype,
             device=model.device,
             kv_dtype=KV_DTYPES.get(config.kv_dtype),
+            max_drafts=config.max_drafts,
         )
         recorder = model.kernels.recorder() if padding is None else CudaRecorder(model.device)
         self.replays: StepReplays | None = None
         if recorder is not None:
             self.replays = StepReplays(model, self.state, recorder, padding, config.max_model_len)
+        self.notes: list[str] = []
+        if self.replays is not None and padding is not None:
+            try:
+                self.replays.record_all()
+            except CaptureFailed as error:
+                self._launch_all(error)
+
+    def _launch_all(self, error: CaptureFailed) -> None:
+        """Do without recordings."""
+        self.replays = None
+        self.notes.append(f"steps could not be recorded as CUDA graphs, so they take longer: {error}")
 
     def run(self, schedule: Schedule, pending: PendingTokens | None = None) -> Tensor:
         """Logits [rows, vocab_size]: one row per ``schedule.completing``, then one per token of ``schedule.scored``.
@@ -45,8 +61,11 @@ class ModelRunner:
         if schedule.resumed:
             last = [s.block_table[s.num_computed_tokens // self.block_size - 1] for s in schedule.resumed]
             self.state.restore_conv(last, [s.conv_slot for s in schedule.resumed if s.conv_slot is not None])
-        if self.replays is not None and is_decode(inputs):
-            return self.replays.run(inputs, pending)
+        if self.replays is not None and is_decode(inputs, self.replays.most_each):
+            try:
+                return self.replays.run(inputs, pending)
+            except CaptureFailed as error:
+                self._launch_all(error)
         max_position = int(inputs.positions.max())
         inputs = inputs.to(self.model.device)
         if pending is not None:

@@ -68,6 +68,12 @@ class Constraint(Protocol):
     def push(self, token_id: int) -> None:
         """Take in the next token, which is no end token. May raise TokenizerError."""
 
+    def num_fitting(self, token_ids: Sequence[int]) -> int:
+        """How many of these, none of them an end token, may come next one after the other."""
+
+    def followed_by(self, token_id: int) -> Constraint:
+        """The constraint as it is after one more token; this one stays as it is."""
+
     def rest(self) -> None:
         """Let go of what takes much memory until it is needed again: many sequences wait for each that runs."""
 
@@ -159,6 +165,13 @@ class TokenCounts:
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
         self._ids[place] = token_id
         self._counts[place] += 1
+
+    def followed_by(self, token_id: int) -> TokenCounts:
+        """The counts after one more generated token; these stay as they are."""
+        after = TokenCounts(())
+        after._place, after._ids, after._counts = dict(self._place), self._ids.copy(), self._counts.copy()
+        after.push(token_id)
+        return after
 
     @property
     def ids(self) -> np.ndarray:

@@ -1,9 +1,10 @@
 """Decode steps run from recordings: kernel launches are recorded once per batch size and then repeated.
 
-A step in which every sequence has one token does the same work on the same tensors as any other of its size, so the
-host need not launch its hundreds of kernels again: it only changes what the input tensors hold. CUDA graphs are
-recorded with padding: sizes are rounded up to a few buckets, and the added rows work on a block and a slot that no
-sequence owns. On the CPU a recording is cheap but computes every row it has, so it is made of exactly one size.
+A step in which every sequence has one token, or one and as many drafts as the others, does the same work on the same
+tensors as any other of its size, so the host need not launch its hundreds of kernels again: it only changes what the
+input tensors hold. CUDA graphs are recorded with padding: sizes are rounded up to a few buckets, and the added rows
+work on a block and a slot that no sequence owns. All buckets are recorded before the first step. On the CPU a recording
+is cheap but computes every row it has, so it is made of exactly one size.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import torch
 from torch import Tensor
 
 from batchgen.engine.batch import PendingTokens
-from batchgen.kernels.inputs import ModelInput
+from batchgen.kernels.inputs import QUERY_BLOCK, ModelInput
 from batchgen.kernels.interface import Recorder
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
 
+_USUAL_TOKENS = 4096  # contexts beyond them have recordings of their own; the programs of shorter ones end at once
 _MAX_EXACT = 64  # recordings of exact sizes; each holds a few copies of its block tables
 _MIN_BLOCKS = 16
 _ALIGNMENT = 64  # bytes: vector loads want it, and so fields share no cache line
@@ -32,6 +34,7 @@ class StepSize:
     num_seqs: int
     max_blocks: int
     num_threads: int = 1
+    tokens_each: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,51 +46,30 @@ class PaddingSlot:
     block_size: int
 
 
-def is_decode(inputs: ModelInput) -> bool:
-    """Whether every sequence has one token in this step, and its logits are wanted in order."""
-    n = inputs.num_seqs
-    return inputs.num_tokens == n and torch.equal(inputs.logits_indices, torch.arange(n))
+def is_decode(inputs: ModelInput, most: int = QUERY_BLOCK) -> bool:
+    """Whether each sequence has as many tokens in this step as any other, up to ``most``, and all logits are wanted."""
+    each = inputs.num_tokens // inputs.num_seqs
+    is_even = each <= most and torch.equal(inputs.cu_seqlens, each * torch.arange(inputs.num_seqs + 1))
+    return is_even and torch.equal(inputs.logits_indices, torch.arange(inputs.num_tokens))
 
 
 def bucket(num_seqs: int, most: int) -> int:
-    """The rows that ``num_seqs`` are padded to: a power of two in at most four steps to the next, at most ``most``."""
-    step = 1 << max(0, (num_seqs - 1).bit_length() - 3)
-    return min(-(-num_seqs // step) * step, most)
+    """The rows that ``num_seqs`` are padded to, at most ``most``.
 
-
-class CudaRecorder:
-    """Records CUDA graphs; they share one pool of memory, which is as large as the largest graph needs."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        """See ``Recorder``; the result is only there after a replay.
-
-        ``work`` runs once before it is captured, which compiles kernels and sets up cuBLAS for the stream.
-        """
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            work()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=stream):
-            result = work()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return result, replay
+    Up to 16 that is a power of two, then a multiple of 16, from 128 on one of at most four steps to a power of two.
+    Few rows are padded much, as their time is that of reading the weights.
+    """
+    power = 1 << (num_seqs - 1).bit_length()
+    step = max(16, power >> 3)
+    return min(power if num_seqs <= 16 else -(-num_seqs // step) * step, most)
 
 
 class StepReplays:
     """Runs decode steps of one model, from recordings as far as it has them.
 
-    With ``padding`` each size is padded to its bucket and recorded when first met, on the padding alone. Without, a
-    size is recorded when it is met twice in a row, and that step's result comes from the recording.
+    With ``padding`` each size is padded to its bucket, and recorded on the padding alone: by ``record_all``, or when
+    first met. Without, a size is recorded when it is met twice in a row, one with drafts when it is met again, and that
+    step's result comes from the recording.
     """
 
     def __init__(
@@ -97,16 +79,33 @@ class StepReplays:
         self.state = state
         self.recorder = recorder
         self.padding = padding
+        self.max_model_len = max_model_len
+        self.most_each = QUERY_BLOCK if padding is None else 1  # tokens of a sequence in a recorded step
         # Recordings hold the address of the rotary table: graphs get one that never grows, others are made anew.
         self.rotary = model.rotary.upto(max_model_len if padding is not None else 0)
         self.recorded: dict[StepSize, tuple[StaticInput, Callable[[], Tensor]]] = {}
         self._newest: StepSize | None = None  # of the steps that were not recorded
+        self._drafted: set[StepSize] = set()  # of those with drafts, whose numbers change from step to step
+
+    def record_all(self) -> None:
+        """Record each bucket, for contexts of ``_USUAL_TOKENS``: the largest first, whose memory the others share.
+
+        Raises:
+            CaptureFailed: see ``CudaRecorder``.
+        """
+        assert self.padding is not None
+        most = self.padding.slot
+        for num_seqs in sorted({bucket(n + 1, most) for n in range(most)}, reverse=True):
+            self._record_padded(StepSize(num_seqs, self._width(1)), self.padding)
 
     @torch.inference_mode()
     def run(self, inputs: ModelInput, pending: PendingTokens | None = None) -> Tensor:
-        """Logits [num_seqs, vocab_size] for CPU inputs with ``is_decode``, valid until the next call.
+        """Logits [num_tokens, vocab_size] for CPU inputs with ``is_decode``, valid until the next call.
 
         ``pending`` has the token ids that only the device knows.
+
+        Raises:
+            CaptureFailed: see ``CudaRecorder``; nothing is computed.
         """
         last = int(inputs.positions.max())
         if (table := self.model.rotary.upto(last + 1)) is not self.rotary:
@@ -118,22 +117,38 @@ class StepReplays:
                 if pending is not None:
                     pending.into(inputs.token_ids)
                 return self._run_exact(size, inputs, last)
-            self._record(size, self.padding, None, last)
+            self._record_padded(size, self.padding)
         static, replay = self.recorded[size]
         static.fill(inputs)
         if pending is not None:
             pending.into(static.inputs.token_ids)
-        return replay()[: inputs.num_seqs]
+        return replay()[: inputs.num_tokens]
 
     def _size(self, inputs: ModelInput) -> StepSize:
         num_seqs, num_blocks = inputs.block_tables.shape
         if self.padding is not None:
-            num_seqs = bucket(num_seqs, self.padding.slot)
-        return StepSize(num_seqs, max(_MIN_BLOCKS, 1 << (num_blocks - 1).bit_length()), torch.get_num_threads())
+            return StepSize(bucket(num_seqs, self.padding.slot), self._width(num_blocks))
+        each = inputs.num_tokens // inputs.num_seqs
+        return StepSize(num_seqs, self._width(num_blocks), torch.get_num_threads(), each)
+
+    def _width(self, num_blocks: int) -> int:
+        """Columns of block tables, those that are not needed included: with padding one width does for most steps."""
+        if self.padding is None:
+            return max(_MIN_BLOCKS, 1 << (num_blocks - 1).bit_length())
+        num_tokens = _USUAL_TOKENS
+        while num_tokens < num_blocks * self.padding.block_size:
+            num_tokens *= 4
+        return -(-min(num_tokens, self.max_model_len) // self.padding.block_size)
+
+    @torch.inference_mode()
+    def _record_padded(self, size: StepSize, padding: PaddingSlot) -> None:
+        self._record(size, padding, None, self.max_model_len - 1)
 
     def _run_exact(self, size: StepSize, inputs: ModelInput, last: int) -> Tensor:
-        if size != self._newest:
+        if size != self._newest and size not in self._drafted:
             self._newest = size
+            if size.tokens_each > 1:
+                self._drafted.add(size)
             return self.model.forward(inputs, self.state, last)
         if len(self.recorded) == _MAX_EXACT:
             del self.recorded[next(iter(self.recorded))]
@@ -152,13 +167,18 @@ class StaticInput:
     """A ``ModelInput`` of one size at fixed addresses; what changes from step to step crosses in one copy."""
 
     def __init__(self, size: StepSize, padding: PaddingSlot, device: torch.device) -> None:
-        n = size.num_seqs
+        n, each = size.num_seqs, size.tokens_each
+        rows = torch.arange(n + 1, dtype=torch.int32)
+        nothing = torch.zeros_like(rows[:-1])
+        self._alone = torch.stack((rows[:-1], rows[:-1] * each, nothing + each, nothing, nothing), dim=1)
         fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-            "token_ids": (torch.int64, (n,)),
-            "slot_mapping": (torch.int64, (n,)),
+            "token_ids": (torch.int64, (n * each,)),
+            "slot_mapping": (torch.int64, (n * each,)),
             "block_tables": (torch.int32, (n, size.max_blocks)),
-            "positions": (torch.int32, (n,)),
+            "positions": (torch.int32, (n * each,)),
             "conv_slots": (torch.int32, (n,)),
+            "conv_rejected": (torch.int32, (n,)),
+            "query_blocks": (torch.int32, tuple(self._alone.shape)),
         }
         num_bytes = sum(_aligned_bytes(*field) for field in fields.values())
         is_cuda = device.type == "cuda"
@@ -166,12 +186,10 @@ class StaticInput:
         self._target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # unannotated
         self._host = _views(self._source, fields)
-        rows = torch.arange(n + 1, dtype=torch.int32, device=device)
         self.inputs = ModelInput(
             **_views(self._target, fields),
-            cu_seqlens=rows,
-            query_blocks=torch.stack((rows[:-1], rows[:-1], torch.ones_like(rows[:-1])), dim=1),
-            logits_indices=rows[:-1].to(torch.int64),
+            cu_seqlens=rows.to(device) * each,
+            logits_indices=torch.arange(n * each, device=device),
             subset=None,
         )
         self.padding = padding
@@ -182,14 +200,16 @@ class StaticInput:
         host, padding = self._host, self.padding
         if self._copied is not None:
             self._copied.synchronize()  # the last copy has read its source
-        for name, rest in (("token_ids", 0), ("positions", 0), ("conv_slots", padding.slot)):
+        for name, rest in (("token_ids", 0), ("positions", 0), ("conv_slots", padding.slot), ("conv_rejected", 0)):
             host[name][count:] = rest
         host["slot_mapping"][count:] = padding.block * padding.block_size
+        host["query_blocks"].copy_(self._alone)
         host["block_tables"].zero_()
         host["block_tables"][count:, 0] = padding.block
         if inputs is not None:
-            for name in ("token_ids", "positions", "conv_slots", "slot_mapping"):
-                host[name][:count] = getattr(inputs, name)
+            for name in ("token_ids", "positions", "conv_slots", "conv_rejected", "slot_mapping", "query_blocks"):
+                given = getattr(inputs, name)
+                host[name][: len(given)] = given
             host["block_tables"][:count, :width] = inputs.block_tables
         self._target.copy_(self._source, non_blocking=True)
         if self._copied is not None:

@@ -11,37 +11,49 @@ A new filter of tokens is a field of ``kernels.interface.SamplingRows``, filled 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 from itertools import islice
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from batchgen.core.records import SamplingParams, TokenLogprob
+from batchgen.engine.drafts import Ahead
 from batchgen.engine.masks import TokenMask
 from batchgen.engine.observers import TokenCounts
 from batchgen.engine.rules import TokenRules
+from batchgen.engine.seen import SeenTokens
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import upload
 from batchgen.kernels.interface import Kernels, SamplingRows
 
-_MASK = (1 << 64) - 1
+Row = Sequence | Ahead  # what a row of logits is of
+_STEP, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _COLDEST, _HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
-def _mix(x: int) -> int:
+def _mix(x: np.ndarray) -> np.ndarray:
     """The finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+    x = x + _STEP
+    x = (x ^ (x >> 30)) * _FIRST
+    x = (x ^ (x >> 27)) * _SECOND
+    x ^= x >> 31
+    return x
 
 
-def uniform(seed: int, key: int, sample: int, position: int) -> float:
-    """A number in [0, 1), a function of its arguments alone; ``position`` counts output tokens."""
-    bits = _mix(_mix(_mix(_mix(seed & _MASK) ^ (key & _MASK)) ^ sample) ^ position)
-    return (bits >> 11) * 2.0**-53
+def uniforms(seeds: ArrayLike, keys: ArrayLike, samples: ArrayLike, positions: ArrayLike) -> np.ndarray:
+    """Numbers in [0, 1), float64 [num_rows], each a function of its row's four integers (int64 [num_rows]) alone.
+
+    Positions count output tokens.
+    """
+    bits = np.zeros(1, dtype=np.uint64)
+    for column in (seeds, keys, samples, positions):
+        bits = _mix(bits ^ np.asarray(column, dtype=np.int64).view(np.uint64))
+    drawn: np.ndarray = (bits >> 11) * 2.0**-53
+    return drawn
 
 
 class Sampler:
@@ -50,40 +62,55 @@ class Sampler:
     def __init__(self, kernels: Kernels, eos_token_ids: frozenset[int]) -> None:
         self.kernels = kernels
         self.eos_token_ids = eos_token_ids
+        self.seen: SeenTokens | None = None  # where penalties are counted on the device, not by ``Sequence.counts``
         self._wide = torch.empty(0)  # kept between steps: fresh memory would cost more than its use
 
     @torch.inference_mode()  # logits come from inference mode and may be written only inside it
-    def sample(self, logits: Tensor, sequences: Sequence_[Sequence], mask: TokenMask | None = None) -> Tensor:
+    def sample(self, logits: Tensor, sequences: Sequence_[Row], mask: TokenMask | None = None) -> Tensor:
         """Next token ids, int64 [num_seqs] on the logits' device; -1 where a row is not finite or no token is allowed.
 
         Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens of some rows. Books the
-        log-probabilities asked for; without these and penalties the host does not wait for the device.
+        log-probabilities asked for; without these the host does not wait for the device.
         """
-        reported = [i for i, s in enumerate(sequences) if s.request.params.logprobs is not None]
+        params = [s.request.params for s in sequences]
+        reported = [i for i, p in enumerate(params) if p.logprobs is not None]
         raw = logits[reported] if reported else None
         if mask is not None:
             self.kernels.mask(logits, mask.rows, mask.bits)
         token_ids = self._choose(logits, sequences)
         if raw is not None:
-            wanted = [sequences[i].request.params.logprobs or 0 for i in reported]
+            wanted = [params[i].logprobs or 0 for i in reported]
             found = self._logprobs(raw, token_ids[reported].tolist(), wanted)
             for i, logprob in zip(reported, found, strict=True):
                 sequences[i].logprobs.append(logprob)
         return token_ids
 
-    def _choose(self, logits: Tensor, sequences: Sequence_[Sequence]) -> Tensor:
+    def _choose(self, logits: Tensor, sequences: Sequence_[Row]) -> Tensor:
         if not sequences:
             return torch.empty(0, dtype=torch.int64)
         self._forbid(logits, sequences)
         biased = [(i, s.rules) for i, s in enumerate(sequences) if s.rules is not None and len(s.rules.biases)]
         penalized = [(i, s.counts, s.request.params) for i, s in enumerate(sequences) if s.counts is not None]
-        if biased or penalized:
+        counted = []
+        if self.seen is not None:
+            counted = [(i, s) for i, s in enumerate(sequences) if s.request.params.has_penalties]
+        if biased or penalized or counted:
             logits = self._widened(logits)
         if biased:
             add_biases(logits, *zip(*biased, strict=True))
         if penalized:
             penalize(logits, *zip(*penalized, strict=True))
-        drawn = [i for i, s in enumerate(sequences) if not s.request.params.is_greedy]
+        if not counted or self.seen is None:
+            return self._drawn(logits, sequences)
+        rows, owners = zip(*counted, strict=True)
+        slots = self.seen.penalize(logits, rows, owners)
+        ids = self._drawn(logits, sequences)
+        self.seen.add(slots, ids if len(rows) == len(ids) else ids[upload(torch.tensor(rows), ids.device)])
+        return ids
+
+    def _drawn(self, logits: Tensor, sequences: Sequence_[Row]) -> Tensor:
+        """The likeliest tokens of greedy rows, drawn ones of the others."""
+        drawn = [i for i, s in enumerate(sequences) if s.request.params.temperature]
         if len(drawn) == len(sequences):
             return self.kernels.sample(logits, self._rows(sequences, logits.device))
         ids = self.kernels.argmax(logits)
@@ -124,12 +151,12 @@ class Sampler:
             self._wide = torch.empty(logits.numel(), device=logits.device)
         return self._wide[: logits.numel()].view_as(logits).copy_(logits)
 
-    def _forbid(self, logits: Tensor, sequences: Sequence_[Sequence]) -> None:
+    def _forbid(self, logits: Tensor, sequences: Sequence_[Row]) -> None:
         """Forbid the end tokens of model and request before ``min_tokens``, and tokens that complete a bad word."""
         places = [
             (row, token_id)
             for row, sequence in enumerate(sequences)
-            if sequence.num_output_tokens < sequence.request.params.min_tokens
+            if (least := sequence.request.params.min_tokens) and sequence.num_output_tokens < least
             for token_id in self.eos_token_ids.union(sequence.request.params.stop_token_ids)
             if 0 <= token_id < logits.shape[1]
         ]
@@ -144,21 +171,31 @@ class Sampler:
             logits[rows, columns] = -torch.inf
 
     @staticmethod
-    def _rows(sequences: Sequence_[Sequence], device: torch.device) -> SamplingRows:
+    def _rows(sequences: Sequence_[Row], device: torch.device) -> SamplingRows:
         params = [s.request.params for s in sequences]
-        uniforms = [
-            uniform(s.request.params.seed, s.request.key, s.sample_index, s.num_output_tokens) for s in sequences
-        ]
+        kinds = {id(p): p for p in params}  # the rows of a job share most of theirs
+        place = dict(zip(kinds, range(len(kinds)), strict=True))
+        kind_of = np.array([place[id(p)] for p in params])
 
-        def column(values: list[float] | list[int], dtype: type) -> Tensor:
-            return upload(torch.from_numpy(np.array(values, dtype=dtype)), device)
+        def of_kinds(values: Iterable[float], dtype: type) -> np.ndarray:
+            column: np.ndarray = np.array([*values], dtype=dtype)[kind_of]
+            return column
 
+        def uploaded(values: Iterable[float], dtype: type) -> Tensor:
+            return upload(torch.from_numpy(of_kinds(values, dtype)), device)
+
+        drawn = uniforms(
+            of_kinds((p.seed for p in kinds.values()), np.int64),
+            [s.request.key for s in sequences],
+            [s.sample_index for s in sequences],
+            [s.num_output_tokens for s in sequences],
+        )
         return SamplingRows(
-            temperature=column([min(max(p.temperature, _COLDEST), _HOTTEST) for p in params], np.float32),
-            min_p=column([p.min_p for p in params], np.float32),
-            top_k=column([p.top_k for p in params], np.int64),
-            top_p=column([p.top_p for p in params], np.float64),
-            uniform=column(uniforms, np.float64),
+            temperature=uploaded((min(max(p.temperature, _COLDEST), _HOTTEST) for p in kinds.values()), np.float32),
+            min_p=uploaded((p.min_p for p in kinds.values()), np.float32),
+            top_k=uploaded((p.top_k for p in kinds.values()), np.int64),
+            top_p=uploaded((p.top_p for p in kinds.values()), np.float64),
+            uniform=upload(torch.from_numpy(drawn), device),
         )
 
 

@@ -8,18 +8,23 @@ run out, ``_make_room`` preempts the sequence that was admitted last, and admits
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterable
+from itertools import chain
 
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.engine.admission import OutputLengths, PromptTrend, WaitingQueue, peak_tokens
 from batchgen.engine.block_pool import BlockPool, extend_digests
 from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.sequence import Schedule, Sequence
+from batchgen.engine.drafts import Drafter
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.sequence import Sequence
 
 # Share of a forecast peak that must fit. Each row kept waiting makes steps less full, which costs more than an
 # occasional preemption: at 0.95 about 2 % of the tokens of a job five times the pool are computed twice.
 _CAUTION = 0.95
 _MAX_DEFERRED = 64  # waiting sequences passed over in a step because the prefix they share is being computed
+_BATCH_SHARE = 8  # a batch of waiting sequences is admitted once one in so many of the running ones has left
 
 
 class Scheduler:
@@ -36,7 +41,10 @@ class Scheduler:
         self.num_queried_tokens = 0  # of fresh sequences, when they were admitted
         self.num_cached_tokens = 0  # taken over from the prefix cache by fresh sequences
         self.num_recomputed_tokens = 0
+        self.drafter = Drafter(config.max_drafts) if config.max_drafts else None
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._is_full = False  # admission last ended for want of slots or memory
+        self._num_left = 0  # sequences that have finished since
         self._most_blocks_running = 0  # if every running sequence were at its longest and shared nothing
         self._promised: dict[bytes, Sequence] = {}  # blocks of prompts that a running sequence is computing
 
@@ -67,7 +75,8 @@ class Scheduler:
         """Most tokens whose state the sequence will ever hold: the last one is never computed, unless given."""
         if not sequence.generates:
             return sequence.num_tokens
-        return min(sequence.num_prompt_tokens + sequence.request.params.max_tokens, self.config.max_model_len) - 1
+        wanted = sequence.num_prompt_tokens + sequence.request.params.max_tokens
+        return (wanted if wanted < self.config.max_model_len else self.config.max_model_len) - 1
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence without a ``refusal``."""
@@ -84,25 +93,54 @@ class Scheduler:
         counts: dict[Sequence, int] = {}
         budget = self.config.max_num_batched_tokens
         preemptions_before = self.num_preemptions
-        by_debt = sorted(self.running, key=lambda s: s.num_owed > 1)  # stable: order of admission within each
-        for sequence in by_debt:
+        size = self.config.block_size
+        owing = [(len(s.token_ids) + s.num_pending - s.num_computed_tokens, s) for s in self.running]
+        by_debt = [[entry for entry in owing if (entry[0] > 1) is later] for later in (False, True)]
+        for num_owed, sequence in chain(*by_debt):  # in order of admission within each
             if budget == 0:
                 break
-            if sequence.conv_slot is None or self._awaits_its_last(sequence):  # preempted in this step, or done
+            if sequence.conv_slot is None:  # preempted in this step
                 continue
-            count = min(sequence.num_owed, budget)
-            for victim in self._make_room(sequence, count):
-                budget += counts.pop(victim, 0)
+            if sequence.num_pending and self._awaits_its_last(sequence):
+                continue
+            count = min(num_owed, budget)
+            if sequence.num_computed_tokens + count > len(sequence.block_table) * size:
+                for victim in self._make_room(sequence, count):
+                    budget += counts.pop(victim, 0)
             if sequence.conv_slot is not None:
                 counts[sequence] = count
                 budget -= count
         resumed = self._admit(counts, budget) if self.num_preemptions == preemptions_before else []
-        return Schedule(tuple(counts.items()), tuple(resumed))
+        return Schedule(tuple(counts.items()), tuple(resumed), self._draft(counts))
+
+    def _draft(self, counts: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
+        """Drafts for a step in which each sequence advances by one token, as far as they pay and blocks are free."""
+        drafter = self.drafter
+        room = drafter.room(len(counts)) if drafter is not None else 0
+        room = min(room, self.config.max_num_batched_tokens - len(counts))
+        if drafter is None or room <= 0 or any(count > 1 for count in counts.values()):
+            return {}
+        drafts, num_free = {}, self.pool.num_free - len(self.running)
+        for sequence in [s for s in counts if s.may_draft]:
+            most = min(room // len(counts), sequence.max_new_tokens - 1)
+            most = min(most, self.config.max_model_len - sequence.num_tokens - 1)
+            found = sequence.fitting(drafter.propose(sequence, most)) if most > 0 else ()
+            missing = self._blocks_missing(sequence, 1 + len(found))
+            if found and missing <= num_free:
+                drafts[sequence] = found
+                num_free -= missing
+        if not drafts or not drafter.pays(len(counts), drafts):
+            return {}
+        for sequence, found in drafts.items():
+            sequence.block_table.extend(self.pool.allocate(self._blocks_missing(sequence, 1 + len(found))))
+        return drafts
 
     def _admit(self, counts: dict[Sequence, int], budget: int) -> list[Sequence]:
         """Admit waiting sequences within budget, slots and memory; returns those that start behind a cached prefix."""
         resumed: list[Sequence] = []
         deferred: list[Sequence] = []
+        if not budget or self._gathers():
+            return resumed
         while budget and self.waiting and self._free_slots and len(deferred) < _MAX_DEFERRED:
             sequence = self.waiting.peek()
             prefix = self.pool.find(self._usable_digests(sequence))
@@ -115,12 +153,26 @@ class Scheduler:
             if prefix:
                 resumed.append(sequence)
             count = min(sequence.num_owed, budget)
-            sequence.block_table += self.pool.allocate(self._blocks_missing(sequence, count))
+            sequence.block_table.extend(self.pool.allocate(self._blocks_missing(sequence, count)))
             counts[sequence] = count
             budget -= count
+        self._is_full = budget > 0 and len(self.waiting) > 0 and len(deferred) < _MAX_DEFERRED
+        self._num_left = 0
         for sequence in deferred:
             self.waiting.put_back(sequence)
         return resumed
+
+    def _gathers(self) -> bool:
+        """Whether to wait until more sequences have left, so that fewer steps compute prompts beside single tokens.
+
+        That ends once as many have left as make up for it, or their places make room for a whole step of prompts. Where
+        fewer wait than that, the input is at its end.
+        """
+        if not (self.config.admits_in_batches and self._is_full and self.waiting):
+            return False
+        batch = (len(self.running) + self._num_left) // _BATCH_SHARE
+        fills_step = self._num_left * self.waiting.peek().num_owed >= self.config.max_num_batched_tokens
+        return self._num_left < min(batch, len(self.waiting)) and not fills_step
 
     def _usable_digests(self, sequence: Sequence) -> list[bytes]:
         return sequence.digests[: sequence.max_cached_tokens // self.config.block_size]
@@ -132,7 +184,7 @@ class Scheduler:
 
     def _awaits_its_last(self, sequence: Sequence) -> bool:
         """Whether the pending token ends the sequence by length, so that nothing follows it."""
-        return sequence.num_pending > 0 and sequence.num_computed_tokens == self._most_tokens(sequence)
+        return sequence.num_computed_tokens == self._most_tokens(sequence)
 
     def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether admitting the sequence behind ``prefix`` leaves memory for those that run.
@@ -170,7 +222,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, prefix: list[int]) -> None:
         """Give a sequence a slot and the cached blocks it begins with."""
         self.pool.share(prefix)
-        sequence.block_table = prefix
+        sequence.block_table = array("i", prefix)
         self._most_blocks_running += self._most_blocks(sequence)
         sequence.num_computed_tokens = len(prefix) * self.config.block_size
         if sequence.num_preemptions:
@@ -204,7 +256,7 @@ class Scheduler:
             if victim is sequence:
                 return victims
         if missing:
-            sequence.block_table += self.pool.allocate(missing)
+            sequence.block_table.extend(self.pool.allocate(missing))
         return victims
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -219,7 +271,7 @@ class Scheduler:
         """Take back a running sequence's blocks and slot."""
         self.running.remove(sequence)
         self.pool.free(sequence.block_table)
-        sequence.block_table = []
+        sequence.block_table = array("i")
         self._most_blocks_running -= self._most_blocks(sequence)
         for digest in sequence.digests:
             if self._promised.get(digest) is sequence:
@@ -227,6 +279,7 @@ class Scheduler:
         assert sequence.conv_slot is not None
         self._free_slots.append(sequence.conv_slot)
         sequence.conv_slot = None
+        sequence.num_rejected = 0
 
     def computed(self, schedule: Schedule) -> None:
         """Count the schedule's tokens as cached; to be called once their forward pass is launched."""
@@ -234,9 +287,18 @@ class Scheduler:
         for sequence, count in schedule.entries:
             before = sequence.num_computed_tokens // size
             sequence.num_computed_tokens += count
+            sequence.num_rejected = 0
             full = sequence.num_computed_tokens // size
             if full > before and self.config.prefix_caching:
                 self._label(sequence, before, full)
+
+    def judged(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """Count accepted drafts of a running sequence as cached, and take back what was computed for the others."""
+        self.computed(Schedule(((sequence, num_accepted),)))
+        sequence.num_rejected = num_drafted - num_accepted
+        needed = self._blocks_needed(sequence.num_computed_tokens)
+        self.pool.free(sequence.block_table[needed:])
+        del sequence.block_table[needed:]
 
     def _label(self, sequence: Sequence, first: int, end: int) -> None:
         """Label blocks that have become full, for other sequences and for this one after a preemption."""
@@ -247,6 +309,8 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a running or preempted sequence; its memory is free for the next step."""
+        if self.drafter is not None and sequence.generates:
+            self.drafter.finished(sequence)
         if sequence.generates:
             self.lengths.add(sequence.num_output_tokens)
             self.trend.add(sequence.num_prompt_tokens, sequence.num_output_tokens)
@@ -254,6 +318,7 @@ class Scheduler:
         if sequence.conv_slot is None:
             self.waiting.drop_preempted(sequence)
         else:
+            self._num_left += 1
             # An answer is rarely the prefix of another prompt: its blocks, likely still in cache, are reused first.
             self.pool.forget(sequence.block_table[sequence.num_prompt_tokens // self.config.block_size :])
             self._release(sequence)

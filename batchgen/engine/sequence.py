@@ -1,4 +1,4 @@
-"""State of the requests under way: ``Sequence`` (one sample), ``Group`` (one request), ``Schedule`` (one step's work).
+"""State of the requests under way: ``Sequence`` (one sample), ``Group`` (one request).
 
 Most requests are one sequence. ``n`` samples are one each (greedy samples are equal, so one stands for all), choices to
 be scored are one each behind the same prompt. The prefix cache computes once what the sequences of a group share.
@@ -7,7 +7,9 @@ be scored are one each behind the same prompt. The prefix cache computes once wh
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import truediv
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
 
 if TYPE_CHECKING:
+    from batchgen.engine.lookup import Lookup
     from batchgen.engine.observers import Constraint, Observer, TokenCounts
     from batchgen.engine.rules import TokenRules
 
@@ -40,9 +43,10 @@ class Sequence:
     max_computed_tokens: int = 0  # before a preemption
     num_cached_tokens: int = 0  # taken over from the prefix cache
     num_preemptions: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_table: array[int] = field(default_factory=partial(array, "i"))  # memory that a step copies as it is
     digests: list[bytes] = field(default_factory=list)  # of the full blocks in order, as far as asked for
     conv_slot: int | None = None
+    num_rejected: int = 0  # newest inputs in that slot which belong to rejected drafts
     order: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # see WaitingQueue
     first_scheduled_at: float | None = None
     # What watches the generated tokens; ``counts`` is one of the observers, which the sampler reads.
@@ -50,6 +54,7 @@ class Sequence:
     counts: TokenCounts | None = None
     constraint: Constraint | None = None
     rules: TokenRules | None = None
+    lookup: Lookup | None = None  # of the drafter
     finish_reason: FinishReason | None = None
     matched_stop: str | None = None
     first_token_at: float | None = None
@@ -100,7 +105,7 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         """Generated tokens, a pending one included."""
-        return self.num_tokens - self.num_prompt_tokens if self.generates else 0
+        return len(self.token_ids) + self.num_pending - self.num_prompt_tokens if self.generates else 0
 
     @property
     def num_owed(self) -> int:
@@ -129,9 +134,11 @@ class Sequence:
 
     def num_decoded_in(self, count: int) -> int:
         """How many of the next ``count`` computed tokens this run generated and has not computed before."""
+        if not self.generates:
+            return 0
+        done = self.num_computed_tokens
         known = max(self.num_prompt_tokens + len(self.request.output_token_ids), self.max_computed_tokens)
-        end = self.num_computed_tokens + count
-        return max(0, end - max(known, self.num_computed_tokens)) if self.generates else 0
+        return count if done >= known else max(0, done + count - known)
 
     @property
     def is_finished(self) -> bool:
@@ -140,11 +147,31 @@ class Sequence:
     @property
     def needs_host(self) -> bool:
         """Whether it needs tokens of the step before on the host, or gives more than a token id in the next one."""
-        if self.counts is not None or self.constraint is not None or not self.generates:
+        is_scored = self.next_scored < self.end_scored
+        return is_scored or not self.generates or self.request.params.logprobs is not None or self.needs_history
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether more tokens can be computed behind the one that it owes, and sampled from."""
+        is_free = self.constraint is None or self.constraint.is_active  # not while it waits for a marker in free text
+        return (
+            is_free
+            and self.num_owed == 1
+            and not self.num_pending
+            and self.next_scored >= self.end_scored
+            and self.generates
+        )
+
+    def fitting(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """The first of some drafts, as far as the constraint allows them."""
+        return drafts if self.constraint is None or not drafts else drafts[: self.constraint.num_fitting(drafts)]
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether what may come next depends on the tokens before, beside the model."""
+        if self.counts is not None or self.constraint is not None:
             return True
-        if self.rules is not None and self.rules.endings:
-            return True
-        return self.request.params.logprobs is not None or self.next_scored < self.end_scored
+        return self.rules is not None and bool(self.rules.endings)
 
     @property
     def next_forced(self) -> int | None:
@@ -176,27 +203,27 @@ class Sequence:
 
     def stop_reason(self, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
         """Why the newest token ends the sequence, or None; to be called once per token, with none pending."""
-        params = self.request.params
-        newest = self.token_ids[-1]
-        is_forced = self.constraint is not None and self.constraint.forced == newest
-        if self.constraint is not None and newest not in eos_token_ids:
-            self.constraint.push(newest)
-        ending = None
+        params, constraint, ending = self.request.params, self.constraint, None
+        newest, num_tokens = self.token_ids[-1], len(self.token_ids)
+        is_forced = constraint is not None and constraint.forced == newest
+        if constraint is not None and newest not in eos_token_ids:
+            constraint.push(newest)
         for observer in self.observers:  # each sees every token; the first has precedence
             asked = observer.push(newest)
             if asked is not None and not (
                 is_forced and asked.reason is FinishReason.REPETITION
             ):  # no loop of the model
                 ending = ending or asked
-        if self.num_output_tokens >= params.min_tokens:
+        num_output_tokens = num_tokens - self.num_prompt_tokens
+        if num_output_tokens >= params.min_tokens:
             if newest in params.stop_token_ids or (newest in eos_token_ids and not params.ignore_eos):
                 return FinishReason.STOP
             if ending is not None:
                 self.matched_stop = ending.stop
                 return ending.reason
-        if self.constraint is not None and self.constraint.is_over:
+        if constraint is not None and constraint.is_over:
             return FinishReason.STOP
-        if self.max_new_tokens <= 0 or self.num_tokens >= max_model_len:
+        if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
             return FinishReason.LENGTH
         return None
 
@@ -236,6 +263,11 @@ class Group:
     @property
     def is_finished(self) -> bool:
         return all(s.finished_at is not None for s in self.sequences)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no step has computed any of it, and no identical request waits for its result."""
+        return not self.duplicates and all(s.first_scheduled_at is None for s in self.sequences)
 
     @property
     def resumable_tokens(self) -> tuple[int, ...]:
@@ -289,45 +321,3 @@ class Group:
             cached_tokens=sum(s.num_cached_tokens for s in self.sequences),
             preemptions=preemptions,
         )
-
-
-def _attended(count: int, window: int) -> int:
-    """Positions that the first ``count`` tokens of a sequence attend to."""
-    growing = min(count, window or count)
-    return growing * (growing + 1) // 2 + (count - growing) * window
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """One step's work.
-
-    Attributes:
-        entries: ordered (sequence, num_scheduled_tokens), every count at least 1.
-        resumed: sequences that start behind a cached prefix, whose convolution state comes with its last block.
-    """
-
-    entries: tuple[tuple[Sequence, int], ...]
-    resumed: tuple[Sequence, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed in the step."""
-        return sum(count for _, count in self.entries)
-
-    def num_attended(self, window: int = 0) -> int:
-        """Positions that the step's tokens attend to: each to itself and all before it, or ``window`` of these.
-
-        Ask before booking.
-        """
-        spans = [(s.num_computed_tokens, s.num_computed_tokens + n) for s, n in self.entries]
-        return sum(_attended(end, window) - _attended(start, window) for start, end in spans)
-
-    @property
-    def completing(self) -> list[Sequence]:
-        """The sequences that will owe nothing after the step, so that their next token can be sampled."""
-        return [s for s, count in self.entries if s.completes(count)]
-
-    @property
-    def scored(self) -> list[tuple[Sequence, range]]:
-        """The tokens (indexes) that this step's logits score, by sequence."""
-        return [(s, found) for s, count in self.entries if (found := s.scored_in(count))]

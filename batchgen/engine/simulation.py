@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from batchgen.core.records import Request
+from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Group, Schedule, Sequence
+from batchgen.engine.sequence import Group, Sequence
 
 _PLACEHOLDER = 0  # the id of every generated token
 

@@ -5,12 +5,14 @@ The arithmetic needs no torch, so that a plan can do it too; asking the device f
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from batchgen.core.errors import UsageError
 from batchgen.core.machine import available_bytes, total_bytes
 from batchgen.engine.config import EngineConfig, SchedulerConfig
+from batchgen.engine.drafts import MAX_DRAFTS
 from batchgen.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -20,8 +22,10 @@ if TYPE_CHECKING:
 _CPU = {"max_num_batched_tokens": 256, "max_num_seqs": 128, "block_size": 32}
 # An expert meets a share of the rows: with twice as many it still has rows for several tiles.
 _CPU_EXPERTS = {**_CPU, "max_num_batched_tokens": 512, "max_num_seqs": 256}
-_CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 512, "block_size": 32}
+_CUDA = {"max_num_batched_tokens": 8192, "max_num_seqs": 1024, "block_size": 64}
 _MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input and other processes
+_CUDA_MEMORY_SHARE = 0.9  # of a card that is rarely shared, less what is known to be needed beside
+_CUDA_BYTES = 1 << 30  # that libraries and graphs take
 _MAX_NUM_BLOCKS = 1 << 22  # the block pool takes 50 bytes of host memory per block
 
 
@@ -60,7 +64,7 @@ def sizes_for(
     Raises:
         UsageError: a value that cannot work, or memory for not even one block.
     """
-    defaults = _CUDA if is_cuda else {"dense": _CPU, "experts": _CPU_EXPERTS}[model.feed_forward]
+    defaults = _defaults(model, is_cuda=is_cuda)
     max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"]
     block_size = config.block_size or defaults["block_size"]
     trained = model.max_position_embeddings
@@ -68,24 +72,49 @@ def sizes_for(
     if max_model_len < 2:
         raise UsageError(f"max_model_len {max_model_len}: at least 2 (one prompt token and one generated)")
     block_bytes = model.kv_block_bytes(block_size, itemsize, config.kv_dtype)
-    slots = max_num_seqs * model.conv_slot_bytes(itemsize)
-    memory = config.kv_memory or max(0, int(_MEMORY_SHARE * free_bytes) - slots)
+    max_drafts = 0 if is_cuda or config.speculate == "off" else MAX_DRAFTS
+    tokens = config.max_num_batched_tokens or defaults["max_num_batched_tokens"]
+    kept = max_num_seqs * model.conv_slot_bytes(itemsize, max_drafts)
+    kept += _step_bytes(tokens, max_num_seqs, model, itemsize) if is_cuda else 0
+    share = _CUDA_MEMORY_SHARE if is_cuda else _MEMORY_SHARE
+    memory = config.kv_memory or max(0, int(share * free_bytes) - kept)
     # Memory for every sequence at full length is all that can ever be used.
     most = max_num_seqs * -(-max_model_len // block_size)
     num_blocks = min(memory // block_bytes if block_bytes else most, most, _MAX_NUM_BLOCKS)
     if num_blocks < 1:
         raise UsageError(f"kv_memory {memory} bytes holds no block of {block_bytes} bytes; raise it")
     return SchedulerConfig(
-        max_num_batched_tokens=config.max_num_batched_tokens or defaults["max_num_batched_tokens"],
+        max_num_batched_tokens=tokens,
         max_num_seqs=max_num_seqs,
         block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         kv_dtype=config.kv_dtype,
+        max_drafts=max_drafts,
+        admits_in_batches=is_cuda,  # its graphs hold steps of single tokens alone
         prefix_caching=config.prefix_caching,
         longest_first=config.longest_first,
         forecast_memory=config.forecast_memory,
     )
+
+
+def default_num_seqs(model: ModelConfig, *, is_cuda: bool) -> int:
+    """``max_num_seqs`` where it is "auto"."""
+    return _defaults(model, is_cuda=is_cuda)["max_num_seqs"]
+
+
+def _defaults(model: ModelConfig, *, is_cuda: bool) -> dict[str, int]:
+    return _CUDA if is_cuda else {"dense": _CPU, "experts": _CPU_EXPERTS}[model.feed_forward]
+
+
+def _step_bytes(tokens: int, max_num_seqs: int, model: ModelConfig, itemsize: int) -> int:
+    """What full steps take on a GPU beside weights and state, launched and recorded: logits have a float32 copy."""
+    logits = max_num_seqs * model.vocab_size * (itemsize + 4)
+    return 2 * (_activation_bytes(tokens, model, itemsize) + logits) + _CUDA_BYTES
+
+
+def _activation_bytes(tokens: int, model: ModelConfig, itemsize: int) -> int:
+    return tokens * (2 * model.hidden_size + 3 * model.ff_dim) * itemsize
 
 
 def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, total_bytes: int) -> None:
@@ -93,9 +122,9 @@ def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, to
     tokens = min(sizes.max_num_batched_tokens, sizes.max_num_tokens)
     block_bytes = model.kv_block_bytes(sizes.block_size, itemsize, sizes.kv_dtype)
     needs = {
-        "max_num_seqs": (sizes.max_num_seqs, sizes.max_num_seqs * model.conv_slot_bytes(itemsize)),
+        "max_num_seqs": (sizes.max_num_seqs, sizes.max_num_seqs * model.conv_slot_bytes(itemsize, sizes.max_drafts)),
         "kv_memory": (sizes.num_blocks, sizes.num_blocks * block_bytes),
-        "max_num_batched_tokens": (tokens, tokens * (2 * model.hidden_size + 3 * model.ff_dim) * itemsize),
+        "max_num_batched_tokens": (tokens, _activation_bytes(tokens, model, itemsize)),
     }
     units = {"max_num_seqs": "sequences", "kv_memory": "KV blocks", "max_num_batched_tokens": "tokens in a step"}
     for name, (count, needed) in needs.items():
@@ -107,10 +136,16 @@ def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, to
 
 
 def _memory(model: Decoder) -> tuple[int, int]:
-    """Bytes that the model's device has left, and has in all."""
+    """Bytes that the model's device has left, and has in all.
+
+    On a GPU torch keeps freed memory for itself, so what earlier engines had is given back, or counted, first.
+    """
     if model.device.type != "cuda":
         return available_bytes(), total_bytes()
     import torch
 
+    gc.collect()
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
-    return int(free), int(total)
+    unused = torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+    return int(free) + unused, int(total)

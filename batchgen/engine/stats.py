@@ -9,7 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from batchgen.engine.scheduler import Scheduler
+    from batchgen.model.config import ModelConfig
 
 MAX_POINTS = 1000
 
@@ -68,6 +75,9 @@ class EngineStats:
         num_prefill_tokens: computed tokens of prompts, of earlier runs and after preemptions.
         num_decode_tokens: the other computed ones, which this run generated, sampled or forced.
         num_forced_tokens: of ``num_output_tokens``, those that were not sampled, since a constraint left no choice.
+        num_drafted_tokens: computed ahead, of which ``num_accepted_tokens`` were what was sampled; the others are in no
+            other count.
+        sum_steps_saved: sum over steps of accepted drafts per sequence: the steps that would have given as many tokens.
         num_logits: tokens whose logits were computed.
         num_attended: sum over computed tokens of the positions they attended to.
         num_kv_read: sum over steps of their sequences' cached positions, each read at least once.
@@ -89,6 +99,9 @@ class EngineStats:
     num_decode_tokens: int = 0
     num_output_tokens: int = 0
     num_forced_tokens: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    sum_steps_saved: float = 0.0
     num_logits: int = 0
     num_attended: int = 0
     num_kv_read: int = 0
@@ -118,6 +131,38 @@ class EngineStats:
             yield
         finally:
             self.phase_s[name] = self.phase_s.get(name, 0.0) + time.monotonic() - start
+
+    def count(self, schedule: Schedule, num_logits: int, scheduler: Scheduler, model: ModelConfig) -> None:
+        """Count a step that has just been launched and is not booked yet, without its drafts."""
+        self.num_logits += num_logits - schedule.num_drafts
+        self.num_attended += schedule.num_attended()
+        if window := model.window:
+            self.num_window_attended += schedule.num_attended(window)
+            self.num_window_read += sum(min(s.num_computed_tokens + n, window) for s, n in schedule.entries)
+        self.sum_experts += model.expected_experts(schedule.num_tokens + schedule.num_drafts)
+        decode = sum([s.num_decoded_in(count) for s, count in schedule.entries])
+        self.num_kv_read += sum([s.num_computed_tokens for s, _ in schedule.entries]) + schedule.num_tokens
+        pool = scheduler.pool
+        kv_use = 1 - pool.num_free / pool.num_blocks
+        self.add_step(schedule.num_tokens - decode, decode, len(schedule.entries), kv_use)
+        self.num_preemptions = scheduler.num_preemptions
+        self.num_queried_tokens = scheduler.num_queried_tokens
+        self.num_cached_tokens = scheduler.num_cached_tokens
+        self.num_recomputed_tokens = scheduler.num_recomputed_tokens
+        self.max_running = max(self.max_running, len(scheduler.running))
+
+    def count_drafts(
+        self, sequence: Sequence, num_drafted: int, num_accepted: int, *, step: Schedule, window: int
+    ) -> None:
+        """Count a sequence's drafts of a step once it is known which were accepted, whose state is not booked yet."""
+        self.num_drafted_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        self.sum_steps_saved += num_accepted / len(step.entries)
+        self.num_decode_tokens += num_accepted
+        self.num_logits += num_accepted
+        accepted = Schedule(((sequence, num_accepted),))
+        self.num_attended += accepted.num_attended()
+        self.num_window_attended += accepted.num_attended(window) if window else 0
 
     def add_step(self, prefill_tokens: int, decode_tokens: int, sequences: int, kv_use: float) -> None:
         """Count a step whose forward pass has just been timed; ``kv_use`` is a share of the blocks."""

@@ -19,6 +19,7 @@ from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, StorageError, UsageError
 from batchgen.core.json_line import MAX_DEPTH
 from batchgen.core.records import WHOLE, BadRow, Cursor, Record, Shard
+from batchgen.core.stored import LocalFile
 from batchgen.input.formats.jsonl import parse_jsonl
 from batchgen.input.formats.lines import LinesFile
 from batchgen.input.rows import RowProblem, bad_row, row_id
@@ -79,7 +80,7 @@ class DeadLetters:
         if not self.path.is_file():
             return
         parse = partial(parse_jsonl, max_depth=MAX_DEPTH + 1)  # the row is one level down
-        for line in LinesFile(self.path, parse).read(Cursor(0, 0, 0, 0), None, None):
+        for line in LinesFile(LocalFile(self.path), parse).read(Cursor(0, 0, 0, 0), None, None):
             if isinstance(line, BadRow):
                 raise self._error(line, f"{line.error.message}; {_ADVICE}")
             yield line

@@ -16,6 +16,7 @@ from batchgen.config.job import InputSpec
 from batchgen.core.errors import BatchgenError, InputChanged, UsageError
 from batchgen.core.fingerprint import TRIES, Digests
 from batchgen.core.records import BadRow, Cursor, Record, Shard
+from batchgen.core.remote import find_files, scheme_of
 from batchgen.input.formats import InputFile, Rows, Wanted
 from batchgen.input.formats.hf import PREFIX, is_saved_dataset
 from batchgen.input.formats.select import open_file
@@ -77,9 +78,7 @@ class Source:
         raise InputChanged(f"{file.path} keeps changing; stop whatever writes to it, then run again to resume")
 
     def _is_unchanged(self, file: InputFile) -> bool:
-        """See ``Digests.verify``; asked for each local file, so that the new state of each is taken in."""
-        digests = self._digests
-        return digests is None or False not in [digests.verify(path) for path in file.local_files]
+        return self._digests is None or file.is_unchanged(self._digests)
 
     def _explained(self, rows: Iterable[Record | BadRow], file: InputFile) -> Iterator[Record | BadRow]:
         """``rows``; raises InputChanged in place of the error where reading fails because the file has changed."""
@@ -91,11 +90,13 @@ class Source:
 
     def check_unchanged(self) -> None:
         """Raises InputChanged if a file is no longer what its fingerprint says."""
-        for file in self._files:
-            self._is_unchanged(file)
+        if self._digests is not None:
+            for file in self._files:
+                file.check_unchanged(self._digests)
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """What a resume compares: for each file its name, size in bytes and ``sha256``.
+        """What a resume compares: for each file its name, size in bytes and ``sha256``, of a remote one its
+        version (ETag, generation, blob id).
 
         It reads the local files whose digests are not known from end to end; modification times do not count. From
         here on ``read`` compares files with ``digests``. Raises UsageError when a file cannot be read.
@@ -109,7 +110,7 @@ class Source:
         return total if total is None or self._limit is None else min(total, self._limit)
 
     def num_bytes(self) -> int | None:
-        """The size of all files as stored, compressed or not; None where some of them are not local."""
+        """The size of all files as stored, compressed or not; None where reading them twice would cost too much."""
         return _sum(file.num_bytes() for file in self._files)
 
 
@@ -176,11 +177,12 @@ class RowRange:
 
 
 def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda path: False) -> Source:
-    """Find and open what ``spec.path`` names: files, globs, folders, ``hf:`` datasets.
+    """Find and open what ``spec.path`` names: files, globs, folders, here or at an address, and ``hf:`` datasets.
 
     Files come in the order of the list, those of a glob or folder sorted by name, except those that ``is_left_out``
     (a run's own files, where its folder is among its inputs). Standard input must have been copied to a file. Raises
-    UsageError when something is missing, unreadable, named twice or of no known format.
+    UsageError when something is missing, unreadable, named twice or of no known format, RemoteError when a server
+    cannot be reached.
     """
     files: dict[str, InputFile] = {}
     for entry in spec.path:
@@ -194,6 +196,8 @@ def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda pa
 
 def _expand(entry: str, form: str, is_left_out: Callable[[Path], bool]) -> list[Path | str]:
     """The files that one entry of ``input.path`` names; an ``hf:`` entry stays as it is."""
+    if scheme_of(entry):
+        return [*find_files(entry)]
     if entry.startswith(PREFIX):
         return [entry]
     path = Path(entry)

@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
-from batchgen.core.records import WHOLE, BadRow, Record, Request, SamplingParams, Shard
+from batchgen.core.records import WHOLE, BadRow, Lean, Record, Request, SamplingParams, Shard
 from batchgen.core.units import counted
 from batchgen.input.ids import UniqueIds
 from batchgen.input.requests import RequestBuilder
@@ -21,16 +21,25 @@ _SHOWN_BAD_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
-    """A row whose request is in the engine: its id, None where it has none, its sampling and its prompt."""
+class Pending(Lean):
+    """A row on its way through the engine: its id, None where it has none, its sampling and its prompt once known.
+
+    ``output_token_ids`` are tokens that an earlier run generated.
+    """
 
     record: Record
     id: str | int | None
     params: SamplingParams = SamplingParams()  # noqa: RUF009 - it is frozen
     prompt_token_ids: tuple[int, ...] = ()
+    output_token_ids: tuple[int, ...] = ()
 
     @property
     def index(self) -> int:
+        return self.record.index
+
+    @property
+    def key(self) -> int:
+        """What requests and results call the row."""
         return self.record.index
 
 
@@ -48,9 +57,11 @@ class RowValidator:
 
         The first takes longest: all rows claim their ids and are tokenized with it.
         """
-        ours = [row for row in self.claim_ids(rows) if self.shard.owns(row.index)]
-        built = self.builder.build([row.record for row in ours if isinstance(row, Pending)])
-        yield from (row if isinstance(row, BadRow) else _answer(row, next(built)) for row in ours)
+        yield from build_requests(self.builder, self.claim(rows))
+
+    def claim(self, rows: Sequence[Record | BadRow]) -> list[Pending | BadRow]:
+        """The rows of the shard with their ids, see ``claim_ids``; nothing is tokenized."""
+        return [row for row in self.claim_ids(rows) if self.shard.owns(row.index)]
 
     def claim_ids(self, rows: Sequence[Record | BadRow]) -> list[Pending | BadRow]:
         """The rows with their ids; a row whose id is missing, invalid or that of an earlier row is an error row."""
@@ -88,10 +99,19 @@ class RowValidator:
         return str(row.index) if row.id is None and is_mixed else row.id
 
 
+def build_requests(
+    builder: RequestBuilder, rows: Sequence[Pending | BadRow]
+) -> Iterator[tuple[Pending, Request] | BadRow]:
+    """One answer per row, in order: its request, with what an earlier run generated, or why it cannot run."""
+    built = builder.build([row.record for row in rows if isinstance(row, Pending)])
+    yield from (row if isinstance(row, BadRow) else _answer(row, next(built)) for row in rows)
+
+
 def _answer(row: Pending, built: Request | BadRow) -> tuple[Pending, Request] | BadRow:
     if isinstance(built, BadRow):
         return built
-    return replace(row, params=built.params, prompt_token_ids=built.prompt_token_ids), built
+    request = replace(built, output_token_ids=row.output_token_ids) if row.output_token_ids else built
+    return replace(row, params=built.params, prompt_token_ids=built.prompt_token_ids), request
 
 
 def rebuild_ids(rows: Iterable[Record | BadRow], last: int, validator: RowValidator) -> None:

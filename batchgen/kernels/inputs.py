@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-QUERY_BLOCK = 16  # most tokens of a sequence in one work item of attention
+QUERY_BLOCK = 16  # most tokens in one work item of attention
+LEAST_SHARED = 256  # positions that are worth attending to for several sequences at once: a tile of the CPU's
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
@@ -30,8 +31,11 @@ class ModelInput:
         slot_mapping: int64 [num_tokens], block * block_size + offset: where a token's keys and values go.
         block_tables: int32 [num_seqs, max_blocks], the blocks of each sequence in order; 0 beyond its end.
         conv_slots: int32 [num_seqs], each sequence's row of convolution state.
-        query_blocks: int32 [num_blocks, 3] of (sequence, first token, count): the tokens in pieces of
-            at most ``QUERY_BLOCK`` that belong to one sequence.
+        conv_rejected: int32 [num_seqs], how many of the newest inputs in that state belong to rejected drafts.
+        query_blocks: int32 [num_blocks, 5] of (sequence, first token, count, place, shared): the tokens in pieces of
+            at most ``QUERY_BLOCK`` that belong to one sequence. Rows whose place counts on from 0 are those of
+            sequences that have the KV blocks of their first ``shared`` positions in common, so that a back end may
+            read them once; they hold at most ``QUERY_BLOCK`` tokens together.
         logits_indices: int64 [num_logits], the tokens whose logits are needed.
         subset: the tokens that the last layers still compute; None if that is all of them.
     """
@@ -42,6 +46,7 @@ class ModelInput:
     slot_mapping: Tensor
     block_tables: Tensor
     conv_slots: Tensor
+    conv_rejected: Tensor
     query_blocks: Tensor
     logits_indices: Tensor
     subset: LogitsSubset | None
@@ -76,17 +81,53 @@ class LogitsSubset:
     inputs: ModelInput
 
 
-def query_blocks(sequences: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> Tensor:
-    """(sequence, first token, count) of every piece of runs of neighbouring tokens, int32 [pieces, 3].
+def query_blocks(
+    sequences: np.ndarray, starts: np.ndarray, ends: np.ndarray, positions: np.ndarray, tables: np.ndarray, size: int
+) -> Tensor:
+    """``ModelInput.query_blocks`` of runs of neighbouring tokens.
 
-    Run i is the tokens from ``starts[i]`` to ``ends[i]``, of sequence ``sequences[i]``.
+    Run i is the tokens from ``starts[i]`` to ``ends[i]``, of sequence ``sequences[i]``; ``positions`` are those of all
+    tokens, ``tables`` the block tables of all sequences, of blocks of ``size``.
     """
     pieces = -(-(ends - starts) // QUERY_BLOCK)
     run = np.repeat(np.arange(len(starts)), pieces)
     before = np.concatenate((np.zeros(1, np.int64), pieces.cumsum()[:-1]))
     first = starts[run] + (np.arange(len(run)) - before[run]) * QUERY_BLOCK
     count = np.minimum(ends[run] - first, QUERY_BLOCK)
-    return torch.from_numpy(np.stack((sequences[run], first, count), axis=1).astype(np.int32))
+    alone = np.zeros_like(first)
+    found = np.stack((sequences[run], first, count, alone, alone), axis=1).astype(np.int32)
+    return torch.from_numpy(_share_prefixes(found, positions[first], tables, size))
+
+
+def _share_prefixes(blocks: np.ndarray, past: np.ndarray, tables: np.ndarray, size: int) -> np.ndarray:
+    """Query blocks, those that share ``LEAST_SHARED`` positions first and beside each other; ``past`` lie before each.
+
+    Only the ids of KV blocks are compared. Where no two sequences have the same one, the last that can be asked for
+    tells so by itself.
+    """
+    few = np.flatnonzero((past >= LEAST_SHARED) & (blocks[:, 2] <= QUERY_BLOCK // 2))
+    if len(few) < 2 or len(np.unique(tables[blocks[few, 0], (LEAST_SHARED - 1) // size])) == len(few):
+        return blocks
+    owned = [tables[sequence].tobytes() for sequence in blocks[few, 0]]
+    ordered = few[sorted(range(len(few)), key=owned.__getitem__)]  # equal prefixes become neighbours
+    own = tables[blocks[ordered, 0]]
+    differs = np.pad(own[1:] != own[:-1], ((0, 0), (0, 1)), constant_values=True)
+    common = np.minimum(differs.argmax(axis=1) * size, np.minimum(past[ordered[1:]], past[ordered[:-1]]))
+    groups: list[list[int]] = [[int(ordered[0])]]
+    shared, counts = [0], blocks[:, 2].tolist()
+    for row, reach in zip(ordered[1:].tolist(), common.tolist(), strict=True):
+        group, least = groups[-1], min(shared[-1] or reach, reach)
+        is_worth_it = least >= LEAST_SHARED and max(shared[-1], reach) <= 2 * least
+        if is_worth_it and sum(counts[member] for member in (*group, row)) <= QUERY_BLOCK:
+            group.append(row)
+            shared[-1] = least
+        else:
+            groups.append([row])
+            shared.append(0)
+    for group, reach in zip(groups, shared, strict=True):
+        blocks[group, 3], blocks[group, 4] = np.arange(len(group)), reach
+    order = [row for group in groups if len(group) > 1 for row in group]
+    return np.concatenate((blocks[order], np.delete(blocks, order, axis=0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +135,8 @@ class KVCache:
     """Keys and values of one attention layer.
 
     Attributes:
-        keys: [num_blocks, num_kv_heads, width / pack, lanes, pack]: a position is a column, so that neighbours fill
-            a vector; ``pack`` (see ``key_pack``) dimensions of it lie side by side.
+        keys: [num_blocks, num_kv_heads, width / pack, lanes, pack]: ``pack`` (see ``key_pack``) dimensions of a
+            position lie side by side; on the CPU few, so that neighbouring positions fill a vector.
         values: [num_blocks, num_kv_heads, block_size, width].
         block_size: positions per block; ``lanes`` is this rounded up to 16, ``width`` is head_dim rounded up.
         scales: of integers, float32 [num_blocks, num_kv_heads, 2, lanes]: what keys and what values of a position are
@@ -125,7 +166,8 @@ class ConvState:
     """The last inputs of one short convolution, oldest first.
 
     Attributes:
-        slots: [num_slots, conv_L_cache - 1, hidden_size], those of each running sequence.
+        slots: [num_slots, depth, hidden_size], those of each running sequence; ``depth`` is conv_L_cache - 1 plus the
+            most drafts of a step, which may have to be taken back.
         blocks: [num_blocks, conv_L_cache - 1, hidden_size], those at the end of each KV block, so that a prefix can be
             taken over with both halves of its state; no rows where none is kept.
         block_size: positions per KV block.
@@ -134,3 +176,8 @@ class ConvState:
     slots: Tensor
     blocks: Tensor
     block_size: int
+
+    @property
+    def num_spare(self) -> int:
+        """Inputs in a slot beyond those that the next token needs."""
+        return self.slots.shape[1] - self.blocks.shape[1]

@@ -112,6 +112,14 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """Rows of x [rows, width] over their root mean square, times weight [width], rounded; plus ``residual``."""
 
+    def add_and_norm(
+        self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float, post: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``h = linear(x) + residual`` and ``rms_norm(h, weight, eps)``: what ends each half of a layer.
+
+        With weights ``post`` the product is normed before it is added.
+        """
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up [rows, 2 * width]; [rows, width]."""
 
@@ -145,8 +153,9 @@ class Kernels(Protocol):
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; updates ``state`` in place.
 
-        weight is float32 [taps, width], bias float32 [width]. Afterwards a sequence's slot holds its last
-        inputs, and every KV block whose last position was computed holds those up to there.
+        weight is float32 [taps, width], bias float32 [width]. Afterwards a sequence's slot ends with its last
+        ``taps - 1`` inputs and with as many before them as it takes to take back all of this step's tokens but the
+        first, as far as it has room; and every KV block whose last position was computed holds those up to there.
         """
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -197,6 +206,20 @@ class PlainLinear:
             self.weight = self.weight.to(x.dtype)
         y = functional.linear(pad_rows(x, self.least_rows), self.weight, self.bias)[: len(x)]
         return y if residual is None else y + residual
+
+
+def add_then_norm(
+    kernels: Kernels,
+    linear: Linear,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    post: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``Kernels.add_and_norm`` of back ends whose linears add the residual themselves."""
+    h = linear(x, residual) if post is None else kernels.rms_norm(linear(x), post, eps, residual)
+    return h, kernels.rms_norm(h, weight, eps)
 
 
 class TwoStepGatedLinear:

@@ -6,7 +6,9 @@ here too: with them a run behaves as on an older CPU. Imports neither torch nor 
 
 from __future__ import annotations
 
+import os
 import platform
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -108,3 +110,23 @@ def processor_variant(product: str = "", activations: str = "auto") -> str:
     if product:
         parts += [product, f"torch{torch.__version__.partition('+')[0]}"]
     return "-".join(parts)
+
+
+_CPU_QUOTAS = (  # of control groups, version 2 and 1: microseconds of processor time in each period, and the period
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+
+
+def num_usable_cpus() -> int:
+    """Processors that this process may run on, no more than the time that a control group grants it, rounded up.
+
+    With more threads than that the system stops them all together for most of each period.
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for files in _CPU_QUOTAS:
+        with suppress(OSError, ValueError):  # no such file; "max" is no number
+            quota, period = (int(word) for file in files for word in Path(file).read_text(encoding="ascii").split())
+            if quota > 0:  # -1 is no limit
+                usable = min(usable, -(-quota // period))
+    return usable

@@ -28,6 +28,7 @@ from batchgen.kernels.interface import (
     SparseFeedForward,
     TableEmbedding,
     TwoStepGatedLinear,
+    add_then_norm,
 )
 from batchgen.kernels.processor import most_integer, processor_variant
 from batchgen.kernels.quantize import Int8Weight, quantize, quantize_rows, stored
@@ -77,6 +78,7 @@ class ReferenceKernels:
     """``Kernels`` by torch; ``device`` is where the model runs, the CPU by default; ``dtype`` as for ``CpuKernels``."""
 
     name = "reference"
+    add_and_norm = add_then_norm
 
     def __init__(
         self,
@@ -146,7 +148,9 @@ class ReferenceKernels:
         if cache.scales is not None:
             (k, key_scales), (v, value_scales) = to_int8(k), to_int8(v.float())
             cache.scales[block, :, :, offset] = torch.stack((key_scales, value_scales), -1)
-        cache.keys[block, :, : head_dim // pack, offset] = k.to(cache.keys.dtype).view(*k.shape[:2], -1, pack)
+        dim = torch.arange(head_dim, device=k.device)
+        keys = k.to(cache.keys.dtype).transpose(1, 2)  # [num_tokens, head_dim, num_kv_heads]
+        cache.keys[block[:, None], :, dim // pack, offset[:, None], dim % pack] = keys
         cache.values[block, :, offset, :head_dim] = v.to(cache.values.dtype)
         return functional.pad(q * head_dim**-0.5, (0, cache.width - head_dim))
 
@@ -190,8 +194,10 @@ class ReferenceKernels:
         gated = b * x
         out = torch.empty_like(c)
         for sequence, tokens in _sequences(inputs):
-            slot = state.slots[int(inputs.conv_slots[sequence])]
-            past = slot if inputs.positions[tokens][0] > 0 else torch.zeros_like(slot)
+            slot, reach = state.slots[int(inputs.conv_slots[sequence])], len(weight) - 1
+            past = slot[state.num_spare - int(inputs.conv_rejected[sequence]) :][:reach]
+            if inputs.positions[tokens][0] == 0:
+                past = torch.zeros_like(past)
             # A sequence shorter than the window has zeros before its start, whatever the slot held.
             column = torch.cat((past, gated[tokens]))
             windows = column.float().unfold(0, len(weight), 1)  # [tokens, width, taps]
@@ -200,7 +206,8 @@ class ReferenceKernels:
             ends = (inputs.positions[tokens] + 1) % state.block_size == 0  # of KV blocks
             blocks = inputs.slot_mapping[tokens][ends] // state.block_size
             state.blocks[blocks] = column[1:].unfold(0, len(past), 1).transpose(1, 2)[ends]
-            slot.copy_(column[len(column) - len(past) :].clone())
+            newest = column[-len(slot) :].clone()
+            slot[len(slot) - len(newest) :] = newest
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:

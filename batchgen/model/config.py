@@ -239,9 +239,9 @@ class ModelConfig:
         kv_itemsize, scale_bytes = _KV_BYTES.get(kv_dtype, (itemsize, 0))
         return 2 * self.num_attention_layers * self.num_kv_heads * (self.head_dim * kv_itemsize + scale_bytes)
 
-    def conv_slot_bytes(self, itemsize: int) -> int:
-        """Bytes of one sequence's convolution state over all layers."""
-        return self.num_conv_layers * (self.conv_l_cache - 1) * self.hidden_size * itemsize
+    def conv_slot_bytes(self, itemsize: int, max_drafts: int = 0) -> int:
+        """Bytes of one sequence's convolution state over all layers, which can take back so many tokens."""
+        return self.num_conv_layers * (self.conv_l_cache - 1 + max_drafts) * self.hidden_size * itemsize
 
     def weight_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> float:
         """Bytes of memory per weight of the linears of a model that computes in ``dtype``.

@@ -25,8 +25,6 @@ class Layer:
     """A mixer and a feed-forward, each behind a norm, each added to the residual stream."""
 
     def __init__(self, tensors: NamedTensors, shape: LayerShape, config: ModelConfig, kernels: Kernels) -> None:
-        self.kernels = kernels
-        self.eps = config.norm_eps
         self.mixer: Attention | ShortConv
         if shape.mixer == CONV:
             self.mixer = ShortConv(tensors, config, kernels)
@@ -40,10 +38,6 @@ class Layer:
         self.mixer_norm = tensors.norm("mixer_norm", config.hidden_size)
         self.feed_forward_norm = tensors.norm("feed_forward_norm", config.hidden_size)
         self.rope = config.ropes.index(shape.rope) if shape.rope else 0
-
-    def feed(self, h: Tensor) -> Tensor:
-        """The second half of the layer."""
-        return self.feed_forward(self.kernels.rms_norm(h, self.feed_forward_norm, self.eps), h)
 
     @property
     def linears(self) -> list[tuple[Linear, int]]:
@@ -70,7 +64,8 @@ class Decoder:
             self.lm_head = kernels.linear(tensors.take("head", config.vocab_size, config.hidden_size))
         self.layers = [Layer(tensors.of(layer=i), shape, config, kernels) for i, shape in enumerate(config.layers)]
         self.last_attention = next((layer for layer in self.layers[::-1] if isinstance(layer.mixer, Attention)), None)
-        self.final_norm = tensors.norm("final_norm", config.hidden_size)
+        final_norm = tensors.norm("final_norm", config.hidden_size)
+        self.norms = [*(layer.mixer_norm for layer in self.layers), final_norm]  # of what each layer takes, and of h
         self.rotary = Rotary(config, self.device)
         source.finish(tensors.name("head"))  # checkpoints may hold a copy of the tied embedding
 
@@ -102,8 +97,8 @@ class Decoder:
         tables = self.rotary.upto(max_position + 1)
         kv, conv = iter(state.kv), iter(state.conv)
         h = self.embedding(inputs.token_ids)
-        for layer in self.layers:
-            x = self.kernels.rms_norm(h, layer.mixer_norm, layer.eps)
+        x = self.kernels.rms_norm(h, self.norms[0], self.config.norm_eps)
+        for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
             if isinstance(layer.mixer, Attention):
                 cache = next(kv)
                 q, gates = layer.mixer.queries(x, cache, inputs, tables[layer.rope])
@@ -111,10 +106,11 @@ class Decoder:
                     q, h = (self.kernels.take_rows(part, inputs.subset.rows) for part in (q, h))
                     gates = None if gates is None else self.kernels.take_rows(gates, inputs.subset.rows)
                     inputs = inputs.subset.inputs
-                h = layer.mixer.attend(q, gates, h, cache, inputs)
+                mixed = layer.mixer.mix(q, gates, cache, inputs)
             else:
-                h = layer.mixer(x, h, next(conv), inputs)
+                mixed = layer.mixer.mix(x, next(conv), inputs)
             if layer is self.layers[-1]:
-                h = self.kernels.take_rows(h, inputs.logits_indices)
-            h = layer.feed(h)
-        return self.lm_head(self.kernels.rms_norm(h, self.final_norm, self.config.norm_eps))
+                mixed, h = (self.kernels.take_rows(part, inputs.logits_indices) for part in (mixed, h))
+            h, x = layer.mixer.out_proj(mixed, h, layer.feed_forward_norm)
+            h, x = layer.feed_forward(x, h, next_norm)
+        return self.lm_head(x)

@@ -18,24 +18,23 @@ from batchgen.model.config import Experts, LayerShape, ModelConfig
 from batchgen.model.weights import ROUTER_BIAS, TAPS, NamedTensors
 
 
-class NormedLinear:
-    """``Linear`` whose product is normed before the residual is added, which it must have."""
+class AddedLinear:
+    """The last linear of a mixer or feed-forward, whose product is added to the residual stream.
 
-    def __init__(self, linear: Linear, weight: Tensor, eps: float, kernels: Kernels) -> None:
+    The product is normed first, by the weights named ``post_norm``, if the family has such norms.
+    """
+
+    def __init__(
+        self, linear: Linear, post_norm: str, tensors: NamedTensors, config: ModelConfig, kernels: Kernels
+    ) -> None:
         self.linear = linear
-        self.weight = weight
-        self.eps = eps
         self.kernels = kernels
+        self.eps = config.norm_eps
+        self.post_norm = tensors.norm(post_norm, config.hidden_size) if config.has_post_norms else None
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.kernels.rms_norm(self.linear(x), self.weight, self.eps, residual)
-
-
-def added(linear: Linear, norm: str, tensors: NamedTensors, config: ModelConfig, kernels: Kernels) -> Linear:
-    """The last linear of a mixer or feed-forward, with the ``norm`` behind it if the family has such norms."""
-    if not config.has_post_norms:
-        return linear
-    return NormedLinear(linear, tensors.norm(norm, config.hidden_size), config.norm_eps, kernels)
+    def __call__(self, x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream with the product added, and its norm by the weights ``norm``."""
+        return self.kernels.add_and_norm(self.linear, x, residual, norm, self.eps, self.post_norm)
 
 
 class FeedForward:
@@ -46,11 +45,12 @@ class FeedForward:
         gate, up = tensors.take("gate", inner, width), tensors.take("up", inner, width)
         self.gate_up = kernels.gated_linear(gate, up)
         down = kernels.linear(tensors.take("down", width, inner))
-        self.down = added(down, "feed_forward_post_norm", tensors, config, kernels)
+        self.down = AddedLinear(down, "feed_forward_post_norm", tensors, config, kernels)
         self.linears = [(self.gate_up.linear, width), (down, inner)]
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.down(self.gate_up(x), residual)
+    def __call__(self, x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``AddedLinear``."""
+        return self.down(self.gate_up(x), residual, norm)
 
 
 class ExpertFeedForward:
@@ -59,6 +59,8 @@ class ExpertFeedForward:
     def __init__(self, tensors: NamedTensors, experts: Experts, config: ModelConfig, kernels: Kernels) -> None:
         assert not config.has_post_norms, "the residual is added with the experts"
         width, count, exact = config.hidden_size, experts.num_experts, torch.float32
+        self.kernels = kernels
+        self.eps = config.norm_eps
         weight = tensors.take("router", count, width, dtype=exact)
         bias = None
         if experts.has_bias:  # whose last bits decide between experts
@@ -70,8 +72,10 @@ class ExpertFeedForward:
         met = self.experts.linears[: experts.num_active]
         self.linears = [pair for gate_up, down in met for pair in ((gate_up, width), (down, experts.ff_dim))]
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.experts(x, *self.route(x), residual)
+    def __call__(self, x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``AddedLinear``."""
+        h = self.experts(x, *self.route(x), residual)
+        return h, self.kernels.rms_norm(h, norm, self.eps)
 
 
 def _expert_weights(tensors: NamedTensors, experts: Experts, width: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -105,17 +109,16 @@ class ShortConv:
         self.kernels = kernels
         self.in_proj = projection("conv_in", 3 * width)
         out_proj = projection("conv_out", width)
-        self.out_proj = added(out_proj, "mixer_post_norm", tensors, config, kernels)
+        self.out_proj = AddedLinear(out_proj, "mixer_post_norm", tensors, config, kernels)
         self.linears = [(self.in_proj, width), (out_proj, width)]
         weight = tensors.take("conv", width, 1, config.conv_l_cache, init=TAPS)
         self.weight = weight.squeeze(1).T.float().contiguous()
         bias = tensors.take("conv", width, part="bias") if config.conv_bias else torch.zeros(width)
         self.bias = bias.float().to(weight.device).clone()
 
-    def __call__(self, x: Tensor, residual: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
-        """Updates ``state``."""
-        mixed = self.kernels.short_conv(self.in_proj(x), self.weight, self.bias, state, inputs)
-        return self.out_proj(mixed, residual)
+    def mix(self, x: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
+        """What ``out_proj`` takes; updates ``state``."""
+        return self.kernels.short_conv(self.in_proj(x), self.weight, self.bias, state, inputs)
 
 
 class Attention:
@@ -138,14 +141,14 @@ class Attention:
         self.dtype = tensors.dtype  # of activations
         self.qkv = kernels.linear(torch.cat([tensors.take(role, rows, width) for role, rows in parts]))
         out_proj = kernels.linear(tensors.take("attention_out", width, config.num_heads * d))
-        self.out_proj = added(out_proj, "mixer_post_norm", tensors, config, kernels)
+        self.out_proj = AddedLinear(out_proj, "mixer_post_norm", tensors, config, kernels)
         self.linears = [(self.qkv, width), (out_proj, config.num_heads * d)]
 
     def queries(self, x: Tensor, cache: KVCache, inputs: ModelInput, rotary: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The queries and gates that ``attend`` takes; writes keys and values to ``cache``."""
+        """The queries and gates that ``mix`` takes; writes keys and values to ``cache``."""
         qkv = self.qkv(x)
         return self.kernels.rope_and_cache(qkv, self.heads, rotary, inputs, cache), qkv if self.is_gated else None
 
-    def attend(self, q: Tensor, gates: Tensor | None, residual: Tensor, cache: KVCache, inputs: ModelInput) -> Tensor:
-        mixed = self.kernels.attention(q, cache, inputs, self.heads.head_dim, self.dtype, self.window, gates)
-        return self.out_proj(mixed, residual)
+    def mix(self, q: Tensor, gates: Tensor | None, cache: KVCache, inputs: ModelInput) -> Tensor:
+        """What ``out_proj`` takes."""
+        return self.kernels.attention(q, cache, inputs, self.heads.head_dim, self.dtype, self.window, gates)

@@ -113,7 +113,7 @@ def _require_memory(path: str, config: ModelConfig, dtype: str, weights: str, ac
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device that "auto", "cpu", "cuda" or "cuda:N" means on this machine.
+    """The device that "auto", "cpu", "cuda" or "cuda:N" means on this machine; a CUDA device has its index.
 
     Raises ModelError for another name, or a CUDA device that this machine lacks.
     """
@@ -126,7 +126,7 @@ def resolve_device(device: str) -> torch.device:
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
         last = torch.cuda.device_count() - 1
         raise ModelError(f"device {device!r}: the last CUDA device that this torch sees is cuda:{last}")
-    return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -32,13 +32,28 @@ class MeasureConfig:
     sustained_s: float
     buffer_bytes: int
 
+    def on(self, device: torch.device) -> MeasureConfig:
+        """The same for this device: on a GPU fewer rows would measure launches, and smaller buffers its cache."""
+        if device.type != "cuda":
+            return self
+        rows = tuple(_GPU_ROWS * count for count in self.row_counts)
+        return replace(self, row_counts=rows, buffer_bytes=_GPU_BUFFER_BYTES)
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens' worth of linears it computes at least."""
+        return (self.repeats + 1) * sum(self.row_counts)
+
+
+_GPU_ROWS = 16  # for each on a CPU
+_GPU_BUFFER_BYTES = 1 << 32
 THOROUGH = MeasureConfig((128, 256, 512), repeats=5, sustained_s=1.0, buffer_bytes=1 << 28)
 QUICK = MeasureConfig((512,), repeats=2, sustained_s=0.0, buffer_bytes=1 << 27)
 
 
 def measure(model: Decoder, config: MeasureConfig = THOROUGH) -> Ceilings:
     """Both ceilings: the median rate of passes at the best row count, and the best bandwidth; and a CPU's peaks."""
+    config = config.on(model.device)
     linear_rate = max(_linear_rate(model, rows, config) for rows in config.row_counts)
     buffer = torch.ones(config.buffer_bytes // 4, dtype=torch.float32, device=model.device)
     source, target = buffer.chunk(2)
@@ -70,14 +85,27 @@ def _rate(work: Callable[[], object], amount: float, device: torch.device, confi
 def _times_s(work: Callable[[], object], device: torch.device, repeats: int, least_s: float) -> list[float]:
     """Durations of at least ``repeats`` calls that took at least ``least_s`` together, after one that warms up."""
     work()
+    time_once = _device_s if device.type == "cuda" else _host_s
     times: list[float] = []
     while len(times) < repeats or sum(times) < least_s:
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(time_once(work))
     return times
+
+
+def _host_s(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _device_s(work: Callable[[], object]) -> float:
+    """Seconds between two events on the GPU, which leaves the host's part out."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
 
 
 @torch.inference_mode()

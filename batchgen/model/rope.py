@@ -47,16 +47,20 @@ class Rotary:
         self.frequencies = [frequencies(rope, config.head_dim).numpy() for rope in config.ropes]
         self.device = device
         self.limit = config.max_position_embeddings
-        self.tables: Sequence[Tensor] = [torch.empty(2, 0, config.head_dim // 2) for _ in config.ropes]
-        self._num_positions = 0
+        self._known: tuple[int, Sequence[Tensor]] = 0, [torch.empty(2, 0, config.head_dim // 2) for _ in config.ropes]
 
     def upto(self, num_positions: int) -> Sequence[Tensor]:
-        """The tables with at least ``num_positions`` positions, in the order of ``ModelConfig.ropes``."""
-        if num_positions > self._num_positions:
-            self._num_positions = max(num_positions, min(self.limit, max(1024, 2 * num_positions)))
-            self.tables = [self._table(part) for part in self.frequencies]
-        return self.tables
+        """The tables with at least ``num_positions`` positions, in the order of ``ModelConfig.ropes``.
 
-    def _table(self, part: np.ndarray) -> Tensor:
-        wide = (np.arange(self._num_positions, dtype=np.float32)[:, None] * part).astype(np.float64)
+        Safe in several threads, whose engines may share a model: nobody is given tables shorter than asked for.
+        """
+        known, tables = self._known
+        if num_positions > known:
+            longer = max(num_positions, min(self.limit, max(1024, 2 * num_positions)))
+            tables = [self._table(part, longer) for part in self.frequencies]
+            self._known = longer, tables
+        return tables
+
+    def _table(self, part: np.ndarray, num_positions: int) -> Tensor:
+        wide = (np.arange(num_positions, dtype=np.float32)[:, None] * part).astype(np.float64)
         return torch.from_numpy(np.stack((np.cos(wide), np.sin(wide))).astype(np.float32)).to(self.device)

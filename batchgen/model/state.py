@@ -18,9 +18,15 @@ from batchgen.model.config import ModelConfig, padded
 KV_DTYPES = {"bfloat16": torch.bfloat16, "int8": torch.int8}  # that keys and values may be rounded to
 
 
-def key_pack(dtype: torch.dtype, device: torch.device) -> int:
-    """Adjacent dimensions of a key in memory: the CPU multiplies bfloat16 in pairs, all else is taken one by one."""
-    return 2 if dtype == torch.bfloat16 and device.type == "cpu" else 1
+def key_pack(dtype: torch.dtype, device: torch.device, width: int) -> int:
+    """Adjacent dimensions of a key in memory.
+
+    The CPU multiplies bfloat16 in pairs, all else one by one. Elsewhere keys lie as values do: a GPU writes a key in
+    one piece, reads those of a block as another, and its matrix instructions take them as they are.
+    """
+    if device.type != "cpu":
+        return width
+    return 2 if dtype == torch.bfloat16 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,7 @@ class StateCache:
         if self.conv:
             taken, given = upload(torch.tensor([blocks, slots]), self.conv[0].slots.device)
             for state in self.conv:
-                state.slots[given] = state.blocks[taken]
+                state.slots[given, state.num_spare :] = state.blocks[taken]
 
 
 def allocate(
@@ -47,15 +53,17 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
+    max_drafts: int = 0,
 ) -> StateCache:
     """Zeroed state: values that a vector reads beyond the end of a sequence are masked, but must be finite.
 
-    ``kv_dtype`` is what keys and values are rounded to, if not ``dtype``. The keys have one more block, for the last
+    ``kv_dtype`` is what keys and values are rounded to, if not ``dtype``; up to ``max_drafts`` of the newest tokens of
+    a step can be taken back. The keys have one more block, for the last
     vector of a block whose size is no multiple of ``LANES``.
     """
     cached = kv_dtype or dtype
     heads, width, lanes = config.num_kv_heads, padded(config.head_dim), padded(block_size)
-    pack = key_pack(cached, device)
+    pack = key_pack(cached, device, width)
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         if device.type != "cpu":
@@ -72,9 +80,9 @@ def allocate(
         )
         for _ in range(config.num_attention_layers)
     )
-    inputs = (config.conv_l_cache - 1, config.hidden_size)
+    reach, width = config.conv_l_cache - 1, config.hidden_size
     conv = tuple(
-        ConvState(zeros(num_slots, *inputs), zeros(num_blocks, *inputs), block_size)
+        ConvState(zeros(num_slots, reach + max_drafts, width), zeros(num_blocks, reach, width), block_size)
         for _ in range(config.num_conv_layers)
     )
     return StateCache(kv, conv)

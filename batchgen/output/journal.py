@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import WHOLE, Cursor, Shard
+from batchgen.core.records import WHOLE, Cursor, Lean, Shard
 from batchgen.core.storage import remove_folder, storage_errors, sync_folder
 from batchgen.output.done_set import DoneSet
 from batchgen.output.segments import (
@@ -47,13 +47,16 @@ SYNC_COST_FACTOR = 100
 
 
 @dataclass(frozen=True, slots=True)
-class JournalEntry:
-    """One finished row. ``payload`` is its output record ("result") or its line of ``errors.jsonl`` ("error")."""
+class JournalEntry(Lean):
+    """One finished row. ``payload`` is its output record ("result") or its line of ``errors.jsonl`` ("error").
+
+    A payload may be given as the bytes that ``encode_json`` makes of it.
+    """
 
     index: int
     after: Cursor
     kind: Literal["result", "error"]
-    payload: dict[str, Any]
+    payload: dict[str, Any] | bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +106,12 @@ class Journal:
         self.recovery = Recovery()
 
     @classmethod
-    def open(cls, folder: Path, shard: Shard = WHOLE) -> Journal:
+    def open(cls, folder: Path, shard: Shard = WHOLE, *, after: int = 0) -> Journal:
         """Open or create the journal in ``folder`` and recover what is in it.
 
         A torn tail is cut off, records that fail their checksum are left out, and ``recovery`` reports both. Memory:
-        8 bytes per row and the partials; time: about 1.5 s per million rows of 600 bytes. Raises StorageError.
+        8 bytes per row and the partials; time: about 1.5 s per million rows of 600 bytes. New segments are numbered
+        above ``after``. Raises StorageError.
         """
         journal = cls(folder, shard)
         with storage_errors("open the journal", folder):
@@ -115,6 +119,7 @@ class Journal:
                 folder.mkdir()
                 sync_folder(folder.parent)
             journal._recover()
+        journal._number = max(journal._number, after)
         return journal
 
     @property
@@ -142,7 +147,7 @@ class Journal:
         if entry.index in self.done and not self.done.place(entry.index).is_error:
             raise ValueError(f"row {entry.index} is in the journal already")
         is_error = entry.kind == "error"
-        payload = encode_json(entry.payload)
+        payload = entry.payload if isinstance(entry.payload, bytes) else encode_json(entry.payload)
         offset = self._append(encode_line(ERROR if is_error else RESULT, entry.index, entry.after, payload))
         self.done.add(entry.index, self._number, offset, is_error)
         self.partials.pop(entry.index, None)

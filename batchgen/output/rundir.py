@@ -42,6 +42,7 @@ class RunDir:
         self.lock_file = path / "run.lock"
         self._progress = path / PROGRESS_NAME
         self._outputs = [path / name for name in dict.fromkeys(OUTPUT_NAMES.values())]
+        self.finished_names = [path.name for path in (self.errors, self.report, *self._outputs)]
         self._files = [*self._outputs, self.errors, self.report, self.manifest, self._progress, self.spool]
         self._folders = [self.retry, self.journal]
 
@@ -52,6 +53,11 @@ class RunDir:
     def is_complete(self) -> bool:
         """Whether the outputs have appeared: the one mark of a finished run."""
         return any(path.is_file() for path in self._outputs)
+
+    def finished_files(self, *, with_manifest: bool = False) -> list[Path]:
+        """The files that a finished run consists of, the outputs last."""
+        first = [self.manifest] if with_manifest else []
+        return [path for path in (*first, self.errors, self.report, *self._outputs) if path.is_file()]
 
     def owns(self, path: Path) -> bool:
         """Whether writing this run could replace or remove ``path``; an input must not be such a file."""

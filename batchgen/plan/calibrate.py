@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 
 import numpy as np
 
 from batchgen.config.job import JobSpec
-from batchgen.core.records import Request, SamplingParams
+from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.scheduler import Scheduler
@@ -128,7 +128,8 @@ def calibrate(
     Output lengths are those ``given``, else those of the sampled rows. At least one step of each kind runs. ``began``
     is the monotonic time before this module was imported: loading torch is part of a run too. Raises ModelError.
     """
-    backend = load_engine(spec, info, step_by_step=True)
+    spec = replace(spec, engine=replace(spec.engine, speculate="off"))  # drafts depend on what texts say
+    backend = load_engine(spec, info)
     engine = backend.engine
     assert isinstance(engine, Engine)
     probe = _Probe(engine)
@@ -158,10 +159,15 @@ def calibrate(
 
 @dataclass
 class _Probe:
-    """Runs requests on one engine and records the work and the seconds of each step."""
+    """Runs requests on one engine and records the work and the seconds of each step.
+
+    Where steps overlap, a call launches one and waits for the one before, whose work its time is then for: the rate is
+    that of a run.
+    """
 
     engine: Engine
     steps: list[tuple[StepWork, float]] = field(default_factory=list)
+    done: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))  # by all steps that are not in flight
 
     def run(self, requests: Iterable[Request], until: float) -> tuple[list[int], list[int]]:
         """Output lengths of the requests that finished and of those still running at the monotonic time ``until``."""
@@ -175,22 +181,30 @@ class _Probe:
             elif answer is None and request.params.has_fixed_length:
                 fixed.add(request.key)
         while scheduler.has_work:
-            before, start = self._work_done(), time.monotonic()
-            results = self.engine.step()
-            seconds = time.monotonic() - start
-            work = StepWork(*(now - then for now, then in zip(self._work_done(), before, strict=True)))
-            self.steps.append((work, seconds))
-            finished += [len(result.token_ids) for result in results if result.key not in fixed]
+            finished += [len(result.token_ids) for result in self._timed(self.engine.step) if result.key not in fixed]
             if time.monotonic() >= until:
                 break
+        finished += [len(result.token_ids) for result in self._timed(self.engine.flush) if result.key not in fixed]
         running = [n for s in scheduler.unfinished() if s.request.key not in fixed and (n := s.num_output_tokens)]
         self._abandon()
         return finished, running
 
-    def _work_done(self) -> tuple[int, int, int]:
-        """``StepWork`` of all steps so far."""
+    def _timed(self, advance: Callable[[], list[Result]]) -> list[Result]:
+        """The results of a call; its seconds are recorded with the work that is done since the call before."""
+        launched, start = self._launched(), time.monotonic()
+        results = advance()
+        seconds, before = time.monotonic() - start, self.done
+        tokens, attended = launched if self.engine.in_flight is not None else self._launched()
+        self.done = StepWork(tokens, self.num_sampled, attended)
+        if tokens > before.tokens:
+            work = StepWork(tokens - before.tokens, self.num_sampled - before.logits, attended - before.attended)
+            self.steps.append((work, seconds))
+        return results
+
+    def _launched(self) -> tuple[int, int]:
+        """Tokens and attended positions of all steps so far, of one in flight too."""
         stats = self.engine.stats
-        return stats.num_prefill_tokens + stats.num_decode_tokens, self.num_sampled, stats.num_attended
+        return stats.num_prefill_tokens + stats.num_decode_tokens, stats.num_attended
 
     @property
     def num_sampled(self) -> int:

@@ -30,6 +30,7 @@ from batchgen.plan.estimate import (
     experts_plan,
     forecast_from_report,
     kv_plan,
+    workers_plan,
 )
 from batchgen.plan.survey import PREFIX_BLOCK, Survey
 from batchgen.report.distribution import PERCENTS, percentile
@@ -101,6 +102,9 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
     lengths, estimate = forecast.lengths, forecast.estimate
     output_tokens = lengths.total(survey)
     kv = kv_plan(spec, model.config, (survey.prompt_tokens + output_tokens) / max(num_good, 1), forecast)
+    workers = workers_plan(spec, num_good, kv["max_num_seqs"])
+    if estimate and workers:
+        estimate = estimate.on_workers(min(workers.values()))
     return {
         "version": PLAN_VERSION,
         **spec.model.named,
@@ -123,6 +127,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
         "structured": {"rows": survey.num_structured, "distinct": survey.grammars.num_distinct},
         "kv": kv,
         "experts": experts_plan(spec, model.config, num_good, kv),
+        "workers": workers,
         "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),
         "no_estimate": None if estimate else _NO_RATE if num_good else "no row can run",
         "read": {"wall_s": round(survey.read_s, 3), "rows_per_s": round(rows_per_s, 1)},

@@ -87,6 +87,23 @@ class Estimate:
     wall_s: float
     engine_s: float
 
+    def on_workers(self, number: int) -> Estimate:
+        """The same with the engine's work shared out."""
+        engine_s = self.engine_s / number
+        return Estimate(self.basis, self.wall_s - self.engine_s + engine_s, engine_s)
+
+
+def workers_plan(spec: JobSpec, num_rows: int, max_num_seqs: int) -> dict[str, int] | None:
+    """How many engines compute at once, each as fast as one here, and the most that have full batches for most of it.
+
+    Workers that share the processors of this machine are as fast as one process. None where rows do not go to workers.
+    """
+    if not spec.cluster.is_used:
+        return None
+    bounds = spec.cluster.bounds
+    is_shared = not (spec.cluster.ray or _is_cuda(spec))
+    return {"number": bounds[1] if bounds and not is_shared else 1, "at_most": max(1, num_rows // (4 * max_num_seqs))}
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:

@@ -106,4 +106,7 @@ def _estimate(plan: Plan) -> Lines:
         return
     bound = " at most" if plan["output_tokens"]["basis"].startswith("max_tokens") else ""
     yield "estimate", f"about {format_duration(estimate['wall_s'])}{bound} ({estimate['basis']})"
+    if workers := plan["workers"]:
+        pays = f"beyond {workers['at_most']:,} some are idle: fewer than 4 full batches each"
+        yield "workers", f"{workers['number']:,} computing at once; {pays}"
     yield "tokens/s", f"{estimate['output_tokens_per_s']:,.0f} out, {estimate['total_tokens_per_s']:,.0f} total"

@@ -18,6 +18,7 @@ _HALF = 0.5
 _CUT_OFF_SHARE = 0.1  # of the rows
 _TAIL_SHARE = 0.1  # of the wall time
 _LEAST_TAIL_S = 1.0
+_IDLE_SHARE = 0.3  # of the time that workers were there
 
 _OVERHEADS = {
     "load": "loading the model",
@@ -73,6 +74,11 @@ def _settings_advice(report: Mapping[str, Any]) -> Iterator[str]:
     if tail_s > max(_TAIL_SHARE * report["wall_s"], _LEAST_TAIL_S):
         why = "waiting for the longest answers: give a run more rows, or lower max_tokens"
         yield f"the last {format_duration(tail_s)} ran less than half full, {why}"
+    workers = report.get("workers", ())
+    hours = sum(worker["worker_hours"] for worker in workers)
+    idle = sum((1 - worker["busy_share"]) * worker["worker_hours"] for worker in workers) / (hours or 1.0)
+    if idle > _IDLE_SHARE:
+        yield f"workers had nothing to do for {idle:.0%} of their time: fewer of them would do, or give a run more rows"
     if bound_by(report) == _OVERHEADS["load"]:
         yield "loading took longer than it should pay for: give a run more rows"
     if report["numerics"].get("device") == "cuda":

@@ -23,7 +23,7 @@ from batchgen.core.version import __version__
 from batchgen.model.roofline import roofline_section
 from batchgen.report.advice import advice, bound_by
 from batchgen.report.rows import RowTotals
-from batchgen.report.usage import split, tail_s, thin
+from batchgen.report.usage import device_s, split, tail_s, thin, workers_section
 
 REPORT_VERSION = 3
 _PACKAGES = ("torch", "numpy", "numba", "tokenizers", "pyarrow")
@@ -38,17 +38,19 @@ KEYS = {
     "finished_at": "when the report was written, ISO 8601",
     "numerics": "dtype, device and kernel set (instructions, library) the model ran in; absent: kernels "
     "if not known, weights, activations and kv_dtype if not set",
-    "threads": "CPU threads; null if the last invocation loaded no model",
+    "threads": "CPU threads, of each worker; null if the last invocation loaded no model",
     "sizes": "what the engine worked with, chosen by the user or by auto: max_num_batched_tokens, max_num_seqs, "
-    "block_size, num_blocks, kv_bytes, max_model_len, kv_dtype, kernels and its policies; null where not known",
+    "block_size, num_blocks, kv_bytes, max_model_len, kv_dtype, kernels and its policies, of a GPU max_device_bytes; "
+    "null where not known",
     "rows": "rows done, failed and in all (total)",
     "errors": "failed rows by code",
     "finish_reasons": "done rows by finish_reason",
     "tokens": "of done rows: prompt, of them cached, completion; total is prompt + completion",
     "wall_s": "seconds of all invocations, start to end",
+    "device_s": "wall_s times the mean number of workers",
     "seconds": "wall_s by kind of work: load (checks, weights), read (reading, tokenizing), prefill, decode, mask (of "
     "structured outputs), sample, host (between the model's steps), write (journal, outputs, report), other; they sum "
-    "to wall_s",
+    "to wall_s; of several workers, the times of their steps are means",
     "generate_s": "prefill + decode + mask + sample + host",
     "tokens_per_s": "each of tokens over wall_s",
     "latency_s": "p50, p90, p99 over done rows of each of their timings",
@@ -57,22 +59,28 @@ KEYS = {
     "preemptions": "sum over done rows",
     "recomputed_tokens": "computed again after a preemption",
     "prefix_cache": "prompt tokens looked up (queried), found (hit), and their share (hit_rate); null where not used",
+    "drafts": "tokens computed ahead (drafted), those of them that were what the model chose (accepted), their share "
+    "(accepted_rate), and steps_saved: the plain steps that would have given as many tokens; null where not used",
     "duplicates": "rows that got the answer of an identical one without being computed",
     "tail_s": "seconds at the end in which fewer than half of the largest number of sequences ran; null if unknown",
     "sessions": "how many invocations it took",
     "occupancy": "means over steps: sequences, tokens_per_step, kv_use; sequences_share and tokens_share are of the "
-    "limits max_num_seqs and max_num_batched_tokens; max_kv_use is the fullest step. null where not measured",
+    "limits max_num_seqs and max_num_batched_tokens, of one worker; max_kv_use is the fullest step. null where not "
+    "measured",
     "series": "columns over time, at most 2,000 points of one or more steps: at_s (start), span_s, steps, tokens, "
-    "prefill_tokens; sequences and kv_use are means",
+    "prefill_tokens; sequences and kv_use are means, over workers too",
     "engine": "what the engine counted, all invocations together; see EngineStats",
     "roofline": "flops and bytes the steps needed at least, the rates measured on this machine (flops_per_s, "
     "memory_bytes_per_s; source and measured_at say how and when), floor_s at those rates, and what was reached in "
-    "generate_s: flops_share, bytes_share, share (the larger); costs are those of one unit of what the engine counts. "
+    "generate_s, by as many machines as there were workers: flops_share, bytes_share, share (the larger); costs are "
+    "those of one unit of what the engine counts. "
     "For comparison alone: peaks (FLOP/s of loops in registers, by type; product is what the linears multiply), "
     "read_bytes_per_s and copy_bytes_per_s. "
     "Rates and shares are null where nothing was measured, all is null where the engine does not count",
-    "device_hours_per_million_output_tokens": "unit cpu: threads x wall_s; unit gpu: wall_s; over completion tokens",
-    "max_rss_bytes": "most memory the process held",
+    "device_hours_per_million_output_tokens": "device_s over completion tokens, for unit cpu times threads",
+    "max_rss_bytes": "most memory the process held, without its workers",
+    "workers": "where rows ran on workers, each one's name, place, rows, tokens out, busy_share (of the time that it "
+    "was there), worker_hours, losses, rows_given_again to others, tokens_taken_over by these; invocations add up",
     "bound_by": "what most of the time went into, in words",
     "advice": "what to change, in sentences",
     "machine": "platform, processor, python",
@@ -81,7 +89,7 @@ KEYS = {
     "were not sampled since the grammar left no choice (forced_tokens), and their share of all generated ones",
     "accuracy": "with output.expected: rows compared (total), correct ones, and their share (exact_match)",
 }
-_OPTIONAL_KEYS = {"accuracy", "adapter", "structured"}
+_OPTIONAL_KEYS = {"accuracy", "adapter", "device_s", "structured", "workers"}
 _OCCUPANCY = (
     "sequences",
     "tokens_per_step",
@@ -102,8 +110,11 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
     """
     engine = dict(usage.get("engine", {}))
     series = thin(engine.pop("series", {}))
+    workers = workers_section(engine)
+    engine.pop("workers", None)
     wall_s, accounts = usage.get("wall_s", 0.0), usage.get("seconds", {})
-    generate_s = accounts.get("generate", 0.0)
+    generate_s, devices_s = accounts.get("generate", 0.0), device_s(usage)
+    num_devices = devices_s / wall_s if wall_s else 1.0
     queried, hit = engine.get("num_queried_tokens", 0), engine.get("num_cached_tokens", 0)
     tokens = {
         "prompt": rows.prompt_tokens,
@@ -119,10 +130,12 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
         **rows.report_section(),
         "tokens": tokens,
         "wall_s": round(wall_s, 3),
+        "device_s": round(devices_s, 3),
         "seconds": {name: round(seconds, 3) for name, seconds in split(accounts, engine).items()},
         "generate_s": round(generate_s, 3),
         "tokens_per_s": {name: round(tokens[name] / wall_s, 2) if wall_s else 0.0 for name in tokens},
         "prefix_cache": {"queried": queried, "hit": hit, "hit_rate": round(hit / queried, 4)} if queried else None,
+        "drafts": _drafts(engine),
         "duplicates": engine.get("num_shared_requests", 0),
         "recomputed_tokens": engine.get("num_recomputed_tokens", 0),
         "tail_s": usage["tail_s"] if "tail_s" in usage else tail_s(series),
@@ -130,11 +143,13 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
         "occupancy": _occupancy(engine),
         "series": series,
         "engine": engine,
-        "roofline": roofline_section(job_facts.get("roofline"), engine, generate_s),
-        "device_hours_per_million_output_tokens": _device_hours(job_facts, wall_s, rows.completion_tokens),
+        "roofline": roofline_section(job_facts.get("roofline"), engine, generate_s * num_devices),
+        "device_hours_per_million_output_tokens": _device_hours(job_facts, devices_s, rows.completion_tokens),
         "max_rss_bytes": usage.get("max_rss_bytes", 0),
         **_machine(),
     }
+    if workers:
+        report["workers"] = workers
     if rows.num_structured:
         forced, generated = (engine.get(f"num_{name}_tokens", 0) for name in ("forced", "output"))
         report["structured"] = {
@@ -165,10 +180,23 @@ def _occupancy(engine: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _device_hours(job_facts: Mapping[str, Any], wall_s: float, completion_tokens: int) -> dict[str, Any]:
+def _drafts(engine: Mapping[str, Any]) -> dict[str, Any] | None:
+    drafted, accepted = (engine.get(f"num_{name}_tokens", 0) for name in ("drafted", "accepted"))
+    if not drafted:
+        return None
+    saved = round(engine.get("sum_steps_saved", 0.0), 1)
+    return {
+        "drafted": drafted,
+        "accepted": accepted,
+        "accepted_rate": round(accepted / drafted, 4),
+        "steps_saved": saved,
+    }
+
+
+def _device_hours(job_facts: Mapping[str, Any], devices_s: float, completion_tokens: int) -> dict[str, Any]:
     is_gpu = job_facts.get("numerics", {}).get("device") == "cuda"
     devices = 1 if is_gpu else job_facts.get("threads")
-    hours = round(devices * wall_s / 3600 * 1e6 / completion_tokens, 4) if devices and completion_tokens else None
+    hours = round(devices * devices_s / 3600 * 1e6 / completion_tokens, 4) if devices and completion_tokens else None
     return {"unit": "gpu" if is_gpu else "cpu", "hours": hours}
 
 

@@ -17,6 +17,7 @@ Facts = Iterator[tuple[str, str]]
 _ACCOUNTS = {"read": "reading", "load": "loading", "mask": "masks", "sample": "sampling", "host": "between steps"}
 _ACCOUNTS |= {"write": "writing"}
 _NUM_CODES = 10  # error codes named in a line
+_NUM_WORKERS = 100  # named in a table
 _ID_WIDTH = 40
 
 
@@ -86,7 +87,39 @@ def outcome(report: Report) -> Facts:
     if "structured" in report:
         lacking = f"{figure['not complete']} not complete" if report["structured"]["incomplete"] else "all complete"
         yield "structured", f"{figure['structured rows']} rows, {lacking}, {figure['tokens forced']} of tokens forced"
+    if report.get("workers"):
+        yield from _workers(report["workers"])
     yield "bound by", report["bound_by"]
+
+
+def _workers(found: Sequence[Mapping[str, Any]]) -> Facts:
+    hours, losses = (sum(worker[name] for worker in found) for name in ("worker_hours", "losses"))
+    busy = sum(worker["busy_share"] * worker["worker_hours"] for worker in found) / (hours or 1.0)
+    places = counted(len({worker["place"] for worker in found}), "machine")
+    yield "workers", f"{len(found):,} on {places}, {busy:.0%} busy, {hours:,.2f} worker-hours"
+    given, taken = (sum(worker[name] for worker in found) for name in ("rows_given_again", "tokens_taken_over"))
+    if losses:
+        yield "workers", f"{losses:,} lost"
+    if given:
+        yield "workers", f"{counted(given, 'row')} given to others with {taken:,} tokens"
+
+
+def workers(report: Report) -> Table:
+    """What each worker did, those that did most first."""
+    head = ("worker", "place", "rows", "tokens out", "busy", "hours", "losses", "rows given again", "tokens taken over")
+    found = sorted(report.get("workers", ()), key=lambda worker: -worker["tokens"])
+    rows = [
+        (
+            *(shortened(worker[name], _ID_WIDTH) for name in ("name", "place")),
+            *(f"{worker[name]:,}" for name in ("rows", "tokens")),
+            f"{worker['busy_share']:.0%}",
+            f"{worker['worker_hours']:,.3f}",
+            *(f"{worker[name]:,}" for name in ("losses", "rows_given_again", "tokens_taken_over")),
+        )
+        for worker in found[:_NUM_WORKERS]
+    ]
+    title = "Workers" if len(rows) == len(found) else f"Workers: {len(rows)} of {len(found):,}"
+    return Table(title, head, rows)
 
 
 def work(report: Report) -> Facts:
@@ -97,6 +130,10 @@ def work(report: Report) -> Facts:
     if cache and cache["hit"]:
         share = f"{cache['hit_rate']:.0%} of those looked up"
         yield "spared", f"{cache['hit']:,} prompt tokens by the prefix cache ({share})"
+    drafts = report.get("drafts")  # not in older ones
+    if drafts and drafts["steps_saved"] >= 1:
+        right = f"{drafts['accepted']:,} of {drafts['drafted']:,} right"
+        yield "spared", f"{counted(round(drafts['steps_saved']), 'step')} by drafts ({right})"
     if report["duplicates"]:
         yield "spared", f"{counted(report['duplicates'], 'row')} like another one"
     for reason, count in report["finish_reasons"].items():
@@ -204,7 +241,10 @@ def _device_hours(report: Report) -> _Cost | None:
 
 
 def _kv_memory(sizes: Mapping[str, Any]) -> str:
-    return f"{sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"
+    text = f"{sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"
+    if most := sizes.get("max_device_bytes"):
+        text += f"; {most / 2**20:,.0f} MiB of the GPU at most"
+    return text
 
 
 def numerics_text(numerics: Mapping[str, str]) -> str:

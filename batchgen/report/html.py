@@ -13,7 +13,7 @@ import jinja2
 from markupsafe import Markup
 
 from batchgen.core.storage import check_replaceable, write_atomic
-from batchgen.report.facts import Report, Table, failures, figures, joined, latencies, run_and_machine, slowest
+from batchgen.report.facts import Report, Table, failures, figures, joined, latencies, run_and_machine, slowest, workers
 from batchgen.report.plots import draw
 
 _BAD = ("rows failed", "not complete")  # figures that are bad where they are not 0
@@ -34,6 +34,7 @@ def render_html(report: Report) -> str:
     source = files("batchgen.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     machine = Table("Run and machine", (), [*joined(run_and_machine(report)).items()])
+    found = (failures(report), workers(report), latencies(report), slowest(report), machine)
     finished_at = datetime.fromisoformat(report["finished_at"]).astimezone(UTC)
     return environment.from_string(source).render(
         model=report["model"],
@@ -42,5 +43,5 @@ def render_html(report: Report) -> str:
         bound_by=report["bound_by"],
         advice=report["advice"],
         pictures=[(title, Markup(svg)) for title, svg in draw(report).items()],
-        tables=[table for table in (failures(report), latencies(report), slowest(report), machine) if table.rows],
+        tables=[table for table in found if table.rows],
     )

@@ -27,6 +27,7 @@ _GAUGES = (  # name, help text, where the report has its figures, and the labels
     ("duplicates", "Rows answered with the result of an identical one", "duplicates", ()),
     ("tail_seconds", "Time at the end with less than half of the sequences", "tail_s", ()),
     ("prefix_cache_hit_ratio", "Share of prompt tokens found in it", "prefix_cache.hit_rate", ()),
+    ("drafts_accepted_ratio", "Share of tokens computed ahead that were right", "drafts.accepted_rate", ()),
     ("roofline_ratio", "Share of this machine's measured rates", "roofline.share", ()),
     ("sessions", "Invocations the run took", "sessions", ()),
     ("max_rss_bytes", "Most memory the process held", "max_rss_bytes", ()),

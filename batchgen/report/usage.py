@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_POINTS = 2000
+_SECONDS_PER_HOUR = 3600
 _ENGINE_ACCOUNTS = ("prefill", "decode", "mask", "sample", "host")
 _MEANS = ("sequences", "kv_use")  # columns of a series that are means over steps; the others but at_s are sums
 
@@ -47,15 +48,41 @@ def usage_of(report: Numbers) -> dict[str, Any]:
 
     Its ``tail_s`` is that of runs that came to their end, so that those of shards add up.
     """
+    workers = {f"{worker['name']}@{worker['place']}": _worker_usage(worker) for worker in report.get("workers", ())}
     accounts = {name: seconds for name, seconds in report["seconds"].items() if name not in _ENGINE_ACCOUNTS}
     return {
         "sessions": report["sessions"],
         "wall_s": report["wall_s"],
+        "device_s": device_s(report),
         "seconds": {**accounts, "generate": report["generate_s"]},
-        "engine": {**report["engine"], "series": report["series"]},
+        "engine": {**report["engine"], "series": report["series"]} | ({"workers": workers} if workers else {}),
         "max_rss_bytes": report["max_rss_bytes"],
         "tail_s": report["tail_s"] or 0.0,
     }
+
+
+def device_s(usage: Numbers) -> float:
+    """Seconds of all devices together: ``wall_s`` times their mean number; also of a report."""
+    return float(max(usage.get("device_s", 0.0), usage.get("wall_s", 0.0)))
+
+
+def workers_section(engine: Numbers) -> list[dict[str, Any]]:
+    """The report's ``workers``, from the counts of an engine; empty if it ran in the driver's process."""
+    section = []
+    for counts in engine.get("workers", {}).values():
+        worker = dict(counts)
+        present_s, busy_s = worker.pop("present_s"), worker.pop("busy_s")
+        worker["busy_share"] = round(busy_s / present_s, 4) if present_s > 0 else 0.0
+        worker["worker_hours"] = round(present_s / _SECONDS_PER_HOUR, 6)
+        section.append(worker)
+    return section
+
+
+def _worker_usage(worker: Numbers) -> dict[str, Any]:
+    """The inverse of ``workers_section`` for one of them."""
+    counts = dict(worker)
+    busy_share, present_s = counts.pop("busy_share"), counts.pop("worker_hours") * _SECONDS_PER_HOUR
+    return {**counts, "present_s": present_s, "busy_s": busy_share * present_s}
 
 
 def split(seconds: Numbers, engine: Numbers) -> dict[str, float]:
@@ -97,13 +124,13 @@ def tail_s(series: Numbers) -> float | None:
 def thin(series: Numbers, max_points: int = MAX_POINTS) -> dict[str, Any]:
     """A series of at most ``max_points``, neighbours merged two by two: sums stay, means are weighted by steps."""
     columns = dict(series)
-    while len(columns.get("at_s", ())) > max_points:
+    while len(columns.get("steps", ())) > max_points:
         columns = {name: _halved(name, column, columns["steps"]) for name, column in columns.items()}
     return columns
 
 
 def _halved(name: str, column: Sequence[float], steps: Sequence[int]) -> list[float]:
-    if name == "at_s":
+    if name in ("at", "at_s"):
         return list(column[::2])
     pairs = [slice(i, i + 2) for i in range(0, len(column), 2)]
     if name not in _MEANS:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal, TextIO
 
-from batchgen.core.units import format_duration, printable
+from batchgen.core.units import counted, format_duration, printable
 
 Snapshot = Mapping[str, Any]
 _WAITING = "batchgen: {desc} [{elapsed}]"
@@ -120,7 +120,7 @@ class BarDisplay(Display):
         self._bar.bar_format = layout
         self._bar.total, self._bar.n = tokens["estimated"], tokens["computed"]
         self._bar.set_description_str(describe_rows(rows) if is_running else snapshot["phase"], refresh=False)
-        self._bar.set_postfix_str(f"{rows['failed']:,} failed" if rows["failed"] else "", refresh=False)
+        self._bar.set_postfix_str(", ".join(_others(snapshot)), refresh=False)
         self._bar.refresh()
 
     def note(self, text: str) -> None:
@@ -152,14 +152,18 @@ def describe_rows(rows: Mapping[str, Any]) -> str:
     return f"{finished:,} rows" if rows["total"] is None else f"{finished:,}/{rows['total']:,} rows"
 
 
+def _others(snapshot: Snapshot) -> list[str]:
+    """How many rows failed, and how many workers there are."""
+    num_failed, num_workers = snapshot["rows"]["failed"], snapshot["num_workers"]
+    failed = [f"{num_failed:,} failed"] if num_failed else []
+    return [*failed, counted(num_workers, "worker")] if num_workers else failed
+
+
 def describe(snapshot: Snapshot) -> str:
     """The snapshot as one line."""
     if not is_generating(snapshot):
         return f"{snapshot['phase']} ({format_duration(snapshot['phase_s'])})"
-    rows = snapshot["rows"]
-    parts = [describe_rows(rows)]
-    if rows["failed"]:
-        parts.append(f"{rows['failed']:,} failed")
+    parts = [describe_rows(snapshot["rows"]), *_others(snapshot)]
     if snapshot["tokens_per_s"]:
         parts.append(f"{snapshot['tokens_per_s']:,.0f} tok/s")
     if snapshot["eta_s"] is not None:

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -24,17 +23,17 @@ from batchgen.core.units import counted, format_duration
 from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import KERNELS, Manifest, mix_kernels
-from batchgen.output.payloads import Payloads
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import cut_off
 from batchgen.report.facts import numerics_text
+from batchgen.run.backend import Backend, Begun
 from batchgen.run.display import make_display
-from batchgen.run.loader import Backend, EngineFactory, ModelInfo, load_engine
+from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
 from batchgen.run.progress import GENERATING, Progress
+from batchgen.run.remotes import Remotes
 from batchgen.run.requests import RequestStream
 from batchgen.run.results import ResultSink
 from batchgen.run.stop import Limits, Stopper, StopRequested
-from batchgen.text.reasoning import Reasoning, text_behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +88,8 @@ class Invocation(ABC):
         self.backend: Backend | None = None
         self.stopper = Stopper(options.limits)
         self.progress = Progress(run_dir.path, make_display(options.progress, options.heartbeat_s), self.stopper)
+        shown, stop = self.progress, self.stopper.request
+        self.remotes = Remotes(spec.output, run_dir, shown.phase, shown.display.note, stop, overwrite=options.overwrite)
 
     def execute(self) -> Outcome:
         """Do the work of the subclass under the lock, up to its end or a request to stop."""
@@ -97,10 +98,15 @@ class Invocation(ABC):
             with self.run_dir.lock():
                 self.run_dir.sweep()
                 try:
-                    with self.progress, self.stopper.interruptible():
+                    # The mirror closes last: its last copy takes the progress.json that is written at the end.
+                    with self.remotes, self.progress, self.stopper.interruptible():
+                        self.remotes.open()
                         return self.work()
                 except StopRequested:
                     return self.stopped()
+                finally:
+                    if self.backend is not None:
+                        self.backend.close()
 
     @abstractmethod
     def work(self) -> Outcome:
@@ -110,7 +116,7 @@ class Invocation(ABC):
         """The engine, loaded once. Raises ModelError if files of the model have changed since they were read."""
         if self.backend is None:
             with self.progress.phase("loading the model", "load"):
-                self.backend = self.engine_factory(self.spec, self.model)
+                self.backend = self.engine_factory(self.spec, replace(self.model, begun=self._begun_with()))
                 self.model.check_unchanged(self.digests)
             with self.progress.phase("compiling kernels for this machine, once", "load"):
                 self.backend.prepare()
@@ -118,27 +124,40 @@ class Invocation(ABC):
                 self.progress.display.note(line)
         return self.backend
 
+    def _begun_with(self) -> Begun:
+        known = self.manifest.fingerprints
+        return Begun(
+            self.manifest.begun_at,
+            known["model"],
+            self.digests.to_plain(),
+            known.get("numerics"),
+            self.progress.rows_total,
+            self.progress.display.note,
+            self._takes_kernels,
+        )
+
     def generate(self, rows: Iterable[Record | BadRow], validator: RowValidator, journal: Journal) -> bool:
         """Run the rows and record their results in the journal; returns whether all of them ended.
 
         The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved.
         """
-        tokenizer = self.model.tokenizer
-        reasoning = Reasoning(tokenizer) if tokenizer and self.spec.output.split_reasoning else None
-        decode = tokenizer.decode if tokenizer else None
-        payloads = Payloads(self.spec, decode, reasoning, partial(text_behind, tokenizer) if tokenizer else None)
+        payloads = self.model.payloads(self.spec)
         charge = self.progress.clock.on
         sink = self.progress.sink = ResultSink(journal, payloads, self.options.max_error_rate, charge)
         stream = RequestStream(sink, validator, self.stopper, charge)
-        requests = stream.requests(rows)
+        tasks = stream.tasks(rows)
         with self.progress.phase("reading the input", "read"):
-            first = next(requests, None)
+            first = next(tasks, None)
         if first is not None:
-            engine = self._agreed_backend().engine
-            self.progress.engine = engine
+            backend = self._agreed_backend()
+            engine = self.progress.engine = backend.engine
+            self.progress.workers = backend.workers
+            if backend.takes_rows:
+                stream.gives_rows = True
+                first = replace(stream.pending[first.key], output_token_ids=first.output_token_ids)
             try:
                 with self.progress.phase(GENERATING, "generate"), self.stopper.drain_with(engine.stop):
-                    for result in engine.run(chain([first], requests)):
+                    for result in engine.run(chain([first], tasks)):
                         sink.finish(stream.pending.pop(result.key), result)
                         self.stopper.check_limits(self.progress.computed_tokens)
                         sink.check_error_rate(self.stopper)
@@ -169,20 +188,26 @@ class Invocation(ABC):
                 f"{folder} was begun in {numerics_text(was)}, here the model runs in {numerics_text(now)}, "
                 f"which gives other tokens: go on with {flags}, or start anew with --overwrite"
             )
-        if KERNELS not in begun or KERNELS not in backend.numerics:
+        if KERNELS not in begun or KERNELS not in backend.numerics or self._takes_kernels(backend.numerics[KERNELS]):
             return backend
-        mixed = mix_kernels(begun[KERNELS], backend.numerics[KERNELS])
-        if mixed != begun[KERNELS]:
-            if not self.options.allow_mixed_kernels:
-                raise ResumeMismatch(
-                    f"{folder} was begun with the kernels {begun[KERNELS]}, here they are {backend.numerics[KERNELS]}, "
-                    "which add up in another order, so tokens may differ: go on where it was begun, give "
-                    "--allow-mixed-kernels, or start anew with --overwrite"
-                )
+        raise ResumeMismatch(
+            f"{folder} was begun with the kernels {begun[KERNELS]}, here they are {backend.numerics[KERNELS]}, "
+            "which add up in another order, so tokens may differ: go on where it was begun, give "
+            "--allow-mixed-kernels, or start anew with --overwrite"
+        )
+
+    def _takes_kernels(self, kernels: str) -> bool:
+        """Whether rows may come from these kernels too; if so, the manifest of a run that has begun names them now."""
+        begun = self.manifest.fingerprints.get("numerics", {})
+        mixed = mix_kernels(begun[KERNELS], kernels) if KERNELS in begun else ""
+        if mixed and mixed == begun[KERNELS]:
+            return True
+        is_allowed = self.options.allow_mixed_kernels or self.spec.cluster.numerics == "any"
+        if mixed and is_allowed:
             self.set_numerics({**begun, KERNELS: mixed})
             self.run_dir.write_manifest(self.manifest)
             self.progress.display.note(f"rows come from several kernel sets now: {mixed}")
-        return backend
+        return is_allowed
 
     def set_numerics(self, numerics: dict[str, str]) -> None:
         """Put the numerics that rows are computed with into the manifest."""
@@ -209,6 +234,10 @@ class Invocation(ABC):
             lines.append("warning: the input has no rows")
         lines.append(f"outputs in {short(self.run_dir.outputs(self.spec.output.format))}")
         return Outcome(ExitCode.ROWS_FAILED if rows["failed"] else ExitCode.OK, tuple(lines), report)
+
+    def published(self, outcome: Outcome) -> Outcome:
+        """The outcome of a finished run whose files are where the job wants them too."""
+        return replace(outcome, lines=(*outcome.lines, *self.remotes.finish(self.manifest)))
 
     def stopped(self) -> Outcome:
         """The outcome of an early stop, by request or because too many rows failed."""

@@ -59,7 +59,7 @@ class _Job(Invocation):
         """Run what is left of the job; see ``run_job``."""
         if self.spec.input.path == ("-",):
             self.stdin = StdinCopy(self.run_dir.spool)
-        begun = self._begun()
+        begun = self.remotes.begun(self._begun())
         self.digests = Digests(begun.file_states if begun else None)
         with ExitStack() as stack:
             if self.stdin is not None:
@@ -68,10 +68,12 @@ class _Job(Invocation):
             self._identify(source, begun)
             if begun is not None:
                 self._agree_with(begun)
+                self.progress.resume(self.remotes.restore())
                 if self.run_dir.is_complete():
                     return self._already_done(begun)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
+            self.remotes.claim(self.manifest)
             self.builder = self.model.builder(self.spec.input, self.spec.sampling, self.spec.sampling_columns)
             if begun is None:
                 check_columns(source.read(), self.spec, self.builder.finder)
@@ -81,7 +83,7 @@ class _Job(Invocation):
             if self.stdin is not None:
                 self.stdin.keep()
                 source = self._open_source(self.run_dir.spool)
-            journal = Journal.open(self.run_dir.journal, self.options.shard)
+            journal = Journal.open(self.run_dir.journal, self.options.shard, after=self.remotes.begin())
             stack.callback(journal.close)
             for line in journal.recovery.messages():
                 self.progress.display.note(line)
@@ -152,7 +154,7 @@ class _Job(Invocation):
 
     def _agree_with(self, begun: Manifest) -> None:
         """Go on with the run that was begun. Raises ResumeMismatch if its outputs would differ from this job's."""
-        is_complete = self.run_dir.is_complete()
+        is_complete = self.run_dir.is_complete() or self.remotes.is_finished
         if is_complete:
             self._refuse_other_form(begun)
         now, numerics = self.manifest, begun.fingerprints.get("numerics")
@@ -203,10 +205,10 @@ class _Job(Invocation):
         outputs = short(self.run_dir.outputs(self.spec.output.format))
         line = f"already done: outputs in {outputs}; --overwrite runs it anew"
         if not has_failed_rows(self.run_dir):
-            return Outcome(ExitCode.OK, (line,))
+            return self.published(Outcome(ExitCode.OK, (line,)))
         folder, errors = short(self.run_dir.path), short(self.run_dir.errors)
         failed = f"some rows failed: see {errors}; batchgen retry {folder} runs those again"
-        return Outcome(ExitCode.ROWS_FAILED, (line, failed))
+        return self.published(Outcome(ExitCode.ROWS_FAILED, (line, failed)))
 
     def _begin(self, source: Source) -> None:
         """Start anew. The weights are loaded before anything is written: unusable ones cost no earlier run.
@@ -217,6 +219,8 @@ class _Job(Invocation):
         if self.options.strict:
             with closing(UniqueIds(None, as_text=self.spec.output.has_text_ids)) as ids:
                 self._refuse_bad_rows(self._rows(source, None), self._validator(ids))
+        if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # so many rows, so many workers
+            self._count(self._rows(source, None))
         self.set_numerics(self.load().numerics)
         self.run_dir.refuse_strays()
         if self.options.overwrite:
@@ -226,6 +230,7 @@ class _Job(Invocation):
             self.run_dir.clear_beginnings()
         if self.stdin is not None:
             self.stdin.keep()
+        self.remotes.clear()
         self.run_dir.write_manifest(self.manifest)
         template = self.model.tokenizer and self.model.tokenizer.chat_template
         if self.options.shard != WHOLE and template and "strftime_now" in template.names:
@@ -254,9 +259,7 @@ class _Job(Invocation):
                     self._refuse_bad_rows(rows, validator)
                 self.run_dir.write_manifest(self.manifest)
             progress.keeps_file = True
-            if progress.rows_total is None:
-                with progress.phase("counting the rows", "read"):
-                    progress.rows_total = rows.count()
+            self._count(rows)
             progress.display.note(self._announcement(journal))
             is_done = self.generate(rows.read(), validator, journal)
         if not is_done:
@@ -267,7 +270,12 @@ class _Job(Invocation):
         self._keep_file_states(self.manifest)
         with progress.phase("writing the outputs", "write"):
             finalize(self.run_dir, self.spec, journal, num_rows=rows.num_rows)
-        return self._finish(journal)
+        return self.published(self._finish(journal))
+
+    def _count(self, rows: RowRange) -> None:
+        if self.progress.rows_total is None:
+            with self.progress.phase("counting the rows", "read"):
+                self.progress.rows_total = rows.count()
 
     def _restore_ids(self, source: Source, journal: Journal, validator: RowValidator) -> None:
         """Make all rows read so far claim their ids again: the file of ids was lost."""

@@ -1,20 +1,20 @@
 """Loads the model of a job: first all but its weights, then the engine that holds them.
 
-``read_model`` does not import torch. ``load_engine`` does; tests and other back ends replace it by another factory of
-an ``EngineLike``.
+``read_model`` does not import torch. ``load_engine`` does; tests and workers replace it by another factory of a
+``Backend``.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec
 from batchgen.config.sampling import ParamError, card_values, merge_params, recommended_values
@@ -23,18 +23,18 @@ from batchgen.core.fingerprint import Digests, FileState
 from batchgen.core.hub import resolve_model
 from batchgen.core.machine import require_address_space
 from batchgen.core.model_files import ADAPTER_FILES, is_gguf, model_files, tokenizer_folder
-from batchgen.core.records import Request, Result, SamplingParams
+from batchgen.core.records import SamplingParams
 from batchgen.core.units import shown
 from batchgen.input.requests import RequestBuilder
 from batchgen.model import ModelConfig, is_dummy, load_config
 from batchgen.model.adapter.settings import Lora, read_lora, resolve_adapter
+from batchgen.output.payloads import Payloads
+from batchgen.run.backend import Backend, Begun
 from batchgen.text.grammar import Grammars
 from batchgen.text.guidance import library
+from batchgen.text.reasoning import Reasoning, text_behind
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:  # imports torch
-    from batchgen.engine.stats import EngineStats
 
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja")
 _MODEL_PATTERNS = ("*.safetensors", *_TOKENIZER_PATTERNS)
@@ -42,40 +42,6 @@ _NOT_KEPT = (
     "kernels cannot be kept here, so each start compiles them anew: set XDG_CACHE_HOME to a folder that only you can "
     "write to"
 )
-
-
-class EngineLike(Protocol):
-    """The methods of ``batchgen.engine.Engine`` that an invocation calls."""
-
-    @property
-    def stats(self) -> EngineStats:
-        """Counts since the engine was created."""
-
-    def run(self, requests: Iterable[Request]) -> Iterator[Result]:
-        """Results in order of completion, pulling requests lazily."""
-
-    def stop(self) -> None:
-        """Make ``run`` return after the step under way."""
-
-    def unfinished(self) -> Mapping[int, tuple[int, ...]]:
-        """Tokens generated so far for each unfinished request, by key."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """An engine with its weights.
-
-    ``numerics`` (``Engine.numerics``) must stay the same for a run: others give other tokens. ``facts`` returns, after
-    the engine has run, its sizes and the machine's roofline for the report. ``notes`` are shown to the user.
-    ``prepare`` returns when the kernels are compiled, which the first run on a machine waits for.
-    """
-
-    engine: EngineLike
-    numerics: dict[str, str]
-    threads: int
-    facts: Callable[[], Mapping[str, Any]] = dict
-    notes: tuple[str, ...] = ()
-    prepare: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +62,7 @@ class ModelInfo:
     recommended: Mapping[str, Any] | None = None
     lora: Lora | None = None
     grammars: Grammars | None = None
+    begun: Begun = Begun()  # noqa: RUF009 - it is frozen
 
     @property
     def parts(self) -> list[tuple[str, Path, tuple[str, ...]]]:
@@ -163,6 +130,13 @@ class ModelInfo:
             columns=columns,
         )
 
+    def payloads(self, spec: JobSpec) -> Payloads:
+        """What makes output records of this model's results."""
+        if self.tokenizer is None:
+            return Payloads(spec, None)
+        reasoning = Reasoning(self.tokenizer) if spec.output.split_reasoning else None
+        return Payloads(spec, self.tokenizer.decode, reasoning, partial(text_behind, self.tokenizer))
+
 
 EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
 
@@ -224,10 +198,8 @@ def _recommended(spec: JobSpec, folder: Path) -> Mapping[str, Any] | None:
         return None
 
 
-def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -> Backend:
+def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     """Load the weights and create the engine of a job; imports torch.
-
-    With ``step_by_step`` the device is done when ``step`` returns, so that steps can be timed on a GPU too.
 
     Raises:
         ModelError: the weights are unusable.
@@ -236,12 +208,7 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     """
     num_params = info.config.linear_params + info.config.logits_params_per_token
     require_address_space(num_params * (1 if spec.model.weights == "int8" else 2))  # in the smallest dtype
-    from batchgen.kernels.cpu import build
-
-    settings = (spec.model.weights, spec.model.activations, spec.engine.kv_dtype)
-    forms = (info.config.saved_dtype, *settings, info.config.feed_forward)
-    # Beside the import of torch.
-    build.start(_kernel_dtype(spec.model, info.config), *forms, others=not _is_plain(spec))
+    start_kernels(spec, info.config)  # beside the import of torch
     with _lasting_imports():
         from batchgen.engine import Engine
         from batchgen.engine.facts import engine_facts
@@ -250,26 +217,39 @@ def load_engine(spec: JobSpec, info: ModelInfo, *, step_by_step: bool = False) -
     threads = use_threads(spec.engine.threads, info.config)  # before loading, which packs weights and takes threads too
     model = load_weights(spec.model)
     stop_matcher = partial(StopStrings, info.tokenizer) if info.tokenizer else None
-    overlaps = False if step_by_step else None
     engine = Engine(
         model,
         spec.engine,
         eos_token_ids=info.eos_token_ids,
         stop_matcher=stop_matcher,
         constraints=info.grammars,
-        overlaps=overlaps,
     )
     facts = partial(engine_facts, engine)
     numerics = engine.numerics
     if spec.sampling.structured_outputs:  # other versions may force other tokens
         numerics |= {"llguidance": str(library().__version__)}
-    kernels = (numerics["dtype"] if numerics["device"] == "cpu" else "", *forms)
-    notes = [] if build.is_kept(*kernels) else [_NOT_KEPT]
+    kernels = (numerics["dtype"] if numerics["device"] == "cpu" else "", *_forms(spec, info.config))
+    from batchgen.kernels.cpu import build
+
+    notes = [*engine.runner.notes, *([] if build.is_kept(*kernels) else [_NOT_KEPT])]
     if info.config.quantization is not None and info.config.quantization.has_activations:
         notes.append("the settings for activations in the quantization_config of this checkpoint are not used")
     if info.lora is not None and not info.lora.is_for(info.path):
         notes.append(f"the adapter was trained on {shown(info.lora.base)}, and is added to {info.path}")
     return Backend(engine, numerics, threads, facts, tuple(notes), partial(build.finish, *kernels))
+
+
+def start_kernels(spec: JobSpec, config: ModelConfig) -> None:
+    """Begin to compile the kernels that a job needs on this machine; imports no torch."""
+    from batchgen.kernels.cpu import build
+
+    build.start(_kernel_dtype(spec.model, config), *_forms(spec, config), others=not _is_plain(spec))
+
+
+def _forms(spec: JobSpec, config: ModelConfig) -> tuple[str, ...]:
+    """What kernels depend on beside the dtype that is computed in."""
+    settings = (spec.model.weights, spec.model.activations, spec.engine.kv_dtype)
+    return (config.saved_dtype, *settings, config.feed_forward)
 
 
 def _kernel_dtype(model: ModelSpec, config: ModelConfig) -> str:

@@ -280,7 +280,7 @@ def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:
 
 def _moved(manifest: Manifest, target: Path) -> Manifest:
     """The manifest as that of a whole job in ``target``."""
-    job = {**manifest.job, "output": {**manifest.job["output"], "path": str(target)}}
+    job = {**manifest.job, "output": {**manifest.job["output"], "path": str(target), "publish": "", "mirror": ""}}
     return replace(manifest, job=job, shard=WHOLE, file_states={})
 
 

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ from batchgen.run.display import Display
 from batchgen.run.stop import Stopper, StopRequested
 
 if TYPE_CHECKING:  # slow to import, and ``status`` needs neither
-    from batchgen.run.loader import EngineLike
+    from batchgen.run.backend import EngineLike
     from batchgen.run.results import ResultSink
 
 GENERATING = "generating"
@@ -83,6 +83,7 @@ class Progress:
         self.rows_total: int | None = None
         self.sink: ResultSink | None = None
         self.engine: EngineLike | None = None
+        self.workers: Callable[[], Sequence[Mapping[str, Any]]] = tuple  # see ``Backend``
         self.state = "running"
         self.keeps_file = False  # set once there is something to resume
         self._before: dict[str, Any] = {}  # progress.json of earlier invocations
@@ -90,6 +91,7 @@ class Progress:
         self.stopper = stopper
         self.clock = Clock()
         self._engine_counts: dict[str, Any] = {}
+        self._mean_workers = 1.0
         self._failure = ""
         self._phase = "starting"
         self._phase_at = time.monotonic()
@@ -100,10 +102,8 @@ class Progress:
         self._thread = threading.Thread(target=self._watch, name="batchgen-progress", daemon=True)
 
     def __enter__(self) -> Progress:
-        self._before = read_progress(self._path.parent) or {}
-        if self._before:
-            self.keeps_file = True
-            self.rows_total = self._before["rows"]["total"]
+        with suppress(OSError):
+            self.resume(self._path.read_bytes())
         self._thread.start()
         return self
 
@@ -125,6 +125,13 @@ class Progress:
         else:
             self._save(self._content(self.snapshot()))
 
+    def resume(self, content: bytes) -> None:
+        """Go on from the ``progress.json`` of earlier invocations; other content has no effect."""
+        if before := parse_progress(content):
+            self._before = before
+            self.keeps_file = True
+            self.rows_total = before["rows"]["total"]
+
     def begin_anew(self) -> None:
         """Forget earlier invocations: this run starts from nothing."""
         self._before = {}
@@ -144,10 +151,13 @@ class Progress:
         """Time and counts of this and earlier invocations together; see ``report.build_report``."""
         if self.engine is not None:
             with suppress(RuntimeError):  # the main thread may add a kind of work while they are copied
-                self._engine_counts = since(self.engine.stats.to_dict(), self.clock.started_at)
+                counts = since(self.engine.stats.to_dict(), self.clock.started_at)
+                self._mean_workers = counts.pop("mean_workers", 1.0)
+                self._engine_counts = counts
         mine = {
             "sessions": 1,
             "wall_s": self.clock.wall_s,
+            "device_s": self.clock.wall_s * self._mean_workers,
             "seconds": self.clock.seconds(),
             "engine": self._engine_counts,
             "max_rss_bytes": peak_bytes(),
@@ -198,11 +208,12 @@ class Progress:
             },
             "tokens_per_s": round(rate, 1),
             "eta_s": None if eta_s is None else round(eta_s, 1),
+            "num_workers": len(self.workers()),
         }
 
     def _content(self, snapshot: dict[str, Any]) -> dict[str, Any]:
         """What ``progress.json`` holds; a killed invocation's counts miss its last two seconds."""
-        return {**snapshot, "spent": self.usage()}
+        return {**snapshot, "workers": list(self.workers()), "spent": self.usage()}
 
     def _save(self, content: dict[str, Any]) -> None:
         """Replace ``progress.json``; errors are left to the journal, which meets the same disk."""
@@ -255,8 +266,16 @@ class Progress:
 def read_progress(folder: Path) -> dict[str, Any] | None:
     """The content of ``progress.json``; None if there is none that can be read."""
     try:
-        found = json.loads((folder / PROGRESS_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return parse_progress((folder / PROGRESS_NAME).read_bytes())
+    except OSError:
+        return None
+
+
+def parse_progress(content: bytes) -> dict[str, Any] | None:
+    """The content of a ``progress.json``; None for what is none."""
+    try:
+        found = json.loads(content)
+    except ValueError:
         return None
     is_known = isinstance(found, dict) and found.get("version") == 1 and {"rows", "spent"} <= found.keys()
     return found if is_known else None

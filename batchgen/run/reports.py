@@ -20,7 +20,7 @@ from batchgen.report.build import read_report_file
 from batchgen.report.rows import RowTotals
 
 if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
-    from batchgen.run.loader import Backend
+    from batchgen.run.backend import Backend
 
 
 def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:

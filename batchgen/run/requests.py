@@ -1,5 +1,7 @@
 """Stream of requests: reads input rows in chunks, records those that cannot run, and yields the others lazily.
 
+Where workers make rows into requests, it yields the rows instead, with their ids claimed.
+
 The engine pulls requests as it needs them, so an input of any size takes little memory. The stream knows nothing
 else about the engine.
 """
@@ -22,8 +24,8 @@ _SLOW_CHUNK_S = 2.0  # a chat template may take seconds per row, and a stop lose
 class RequestStream:
     """The requests of one invocation.
 
-    ``pending`` holds the rows whose requests are with the engine, by index. ``is_exhausted`` says that the input has
-    no more rows. Reading, checking and tokenizing are charged to "read".
+    ``pending`` holds the rows that are with the engine, by index. ``is_exhausted`` says that the input has no more
+    rows. Once ``gives_rows`` is set, ``tasks`` yields rows. Reading, checking and tokenizing are charged to "read".
     """
 
     def __init__(self, sink: ResultSink, validator: RowValidator, stopper: Stopper, charge: Charge) -> None:
@@ -33,8 +35,9 @@ class RequestStream:
         self._charge = charge
         self.pending: dict[int, Pending] = {}
         self.is_exhausted = False
+        self.gives_rows = False
 
-    def requests(self, rows: Iterable[Record | BadRow]) -> Iterator[Request]:
+    def tasks(self, rows: Iterable[Record | BadRow]) -> Iterator[Request | Pending]:
         """The requests of ``rows`` in order, with the tokens of earlier invocations; ends early on a stop."""
         max_rows = 1
         chunks = chunked(rows, lambda: max_rows)
@@ -42,7 +45,7 @@ class RequestStream:
             began_at = time.monotonic()
             with self._charge("read"):
                 chunk = next(chunks, [])
-                answers = self._validator.validate(chunk)
+                answers = iter(self._validator.claim(chunk)) if self.gives_rows else self._validator.validate(chunk)
                 answer = next(answers, None)
             max_rows = min(2 * max_rows, CHUNK_ROWS) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
             if not chunk:
@@ -56,11 +59,12 @@ class RequestStream:
                 if isinstance(answer, BadRow):
                     self._sink.fail(answer)
                 else:
-                    yield self._hand_out(*answer)
+                    pending, request = (answer, answer) if isinstance(answer, Pending) else answer
+                    yield self._hand_out(pending, pending if self.gives_rows else request)
                 with self._charge("read"):
                     answer = next(answers, None)
 
-    def _hand_out(self, pending: Pending, request: Request) -> Request:
-        self.pending[request.key] = pending
-        tokens = self._sink.journal.partials.get(request.key, ())
-        return dataclasses.replace(request, output_token_ids=tokens) if tokens else request
+    def _hand_out(self, pending: Pending, task: Request | Pending) -> Request | Pending:
+        self.pending[task.key] = pending
+        tokens = self._sink.journal.partials.get(task.key, ())
+        return dataclasses.replace(task, output_token_ids=tokens) if tokens else task

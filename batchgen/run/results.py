@@ -5,15 +5,49 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 
 from batchgen.core.errors import RowError, RowErrorCode, StorageError, TokenizerError
-from batchgen.core.records import BadRow, Result
+from batchgen.core.records import BadRow, Lean, Result
 from batchgen.input.validator import Pending
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.payloads import Payloads
 from batchgen.run.stop import Stopper
 
 MIN_ROWS_FOR_RATE = 100  # fewer rows count as this many: a rate over a few rows says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Lean):
+    """A finished row: the entry for the journal, and the tokens that it counts for."""
+
+    entry: JournalEntry
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0
+
+    @property
+    def key(self) -> int:
+        """What tasks and requests call the row."""
+        return self.entry.index
+
+    @classmethod
+    def of(cls, row: Pending, result: Result, payloads: Payloads) -> Finished:
+        """What the engine's result, which may be an error, comes to for a row."""
+        record, error = row.record, result.error
+        if error is None:
+            try:
+                payload = payloads.result(record, row.id, result, row.params, row.prompt_token_ids)
+                entry = JournalEntry(record.index, record.after, "result", payload)
+                return cls(entry, result.num_prompt_tokens, result.num_completion_tokens)
+            except TokenizerError as problem:
+                error = RowError(RowErrorCode.INTERNAL, str(problem))
+        where = (record.index, record.source, record.line)
+        return cls.failed(BadRow(*where, error, record.columns, record.after, row.id), payloads)
+
+    @classmethod
+    def failed(cls, row: BadRow, payloads: Payloads) -> Finished:
+        """A row that cannot run."""
+        return cls(JournalEntry(row.index, row.after, "error", payloads.error(row)))
 
 
 Charge = Callable[[str], AbstractContextManager[None]]  # charges the time inside to an account (``Clock.on``)
@@ -45,25 +79,18 @@ class ResultSink:
     def num_failed(self) -> int:
         return self.journal.counts.errors
 
-    def finish(self, row: Pending, result: Result) -> None:
-        """Record the engine's result for a row, which may be an error. Raises StorageError."""
-        record, error = row.record, result.error
-        if error is None:
-            try:
-                payload = self._payloads.result(record, row.id, result, row.params, row.prompt_token_ids)
-            except TokenizerError as problem:
-                error = RowError(RowErrorCode.INTERNAL, str(problem))
-        if error is not None:
-            where = (record.index, record.source, record.line)
-            self.fail(BadRow(*where, error, record.columns, record.after, row.id))
-            return
-        self._append(JournalEntry(record.index, record.after, "result", payload))
-        self.num_prompt_tokens += result.num_prompt_tokens
-        self.num_completion_tokens += result.num_completion_tokens
+    def finish(self, row: Pending, answer: Result | Finished) -> None:
+        """Record what came of a row, which may be an error. Raises StorageError."""
+        done = answer if isinstance(answer, Finished) else Finished.of(row, answer, self._payloads)
+        with self._charge("write"), self._lock:
+            self.journal.append(done.entry)
+        self.num_prompt_tokens += done.num_prompt_tokens
+        self.num_completion_tokens += done.num_completion_tokens
 
     def fail(self, row: BadRow) -> None:
         """Record a row that cannot run. Raises StorageError."""
-        self._append(JournalEntry(row.index, row.after, "error", self._payloads.error(row)))
+        with self._charge("write"), self._lock:
+            self.journal.append(Finished.failed(row, self._payloads).entry)
 
     def tick(self) -> None:
         """Let the journal sync what is due, from another thread: the next row may be long in coming.
@@ -89,7 +116,3 @@ class ResultSink:
                 f"more than --max-error-rate {100 * limit:g}%{few}",
                 "give a higher --max-error-rate to go on",
             )
-
-    def _append(self, entry: JournalEntry) -> None:
-        with self._charge("write"), self._lock:
-            self.journal.append(entry)

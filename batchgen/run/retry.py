@@ -75,7 +75,7 @@ class _Retry(Invocation):
                 self.progress.rows_total = sum(1 for _ in letters.read())
             if not self.progress.rows_total and not is_begun:
                 journal.remove()
-                return Outcome(ExitCode.OK, ("no row has failed: nothing to retry",))
+                return self.published(Outcome(ExitCode.OK, ("no row has failed: nothing to retry",)))
             self._find_model()
             builder = self.model.builder(self.spec.input, self.spec.sampling, self.spec.sampling_columns)
             self.progress.keeps_file = True
@@ -129,7 +129,7 @@ class _Retry(Invocation):
             report = self._report()
             write_report(self.run_dir.report, report)
         outcome = self.finished(journal, report)
-        return replace(outcome, lines=(f"{counted(num_fixed, 'failed row')} fixed", *outcome.lines))
+        return self.published(replace(outcome, lines=(f"{counted(num_fixed, 'failed row')} fixed", *outcome.lines)))
 
     def _report(self) -> dict[str, Any]:
         """The new report, from the outputs as they are now; it adds up the times of the run and of its retries."""

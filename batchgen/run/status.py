@@ -6,12 +6,12 @@ A running process describes itself in ``progress.json``; for any other run the j
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import UsageError
-from batchgen.core.units import format_duration
+from batchgen.core.units import format_duration, printable
 from batchgen.output.finalize import read_errors
 from batchgen.output.journal import read_counts
 from batchgen.output.manifest import Manifest
@@ -22,6 +22,7 @@ from batchgen.run.reports import read_report
 from batchgen.run.stop import RESUME
 
 WATCH_S = 2.0  # the interval at which a run writes its progress
+_SHOWN_WORKERS = 40
 _NO_TOKENS = {"prompt": 0, "completion": 0, "computed": 0, "estimated": None}
 
 
@@ -49,6 +50,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         "tokens": progress.get("tokens", _NO_TOKENS),
         "tokens_per_s": live.get("tokens_per_s", 0.0),
         "eta_s": live.get("eta_s"),
+        "workers": live.get("workers", []),
         "updated_at": progress.get("updated_at"),
     }
     if status["state"] in ("stopped", "failed", "interrupted"):
@@ -89,7 +91,18 @@ def render_status(status: Mapping[str, Any]) -> str:
     if status["tokens_per_s"]:
         eta = "" if status["eta_s"] is None else f", about {format_duration(status['eta_s'])} left"
         lines.append(f"speed   {status['tokens_per_s']:,.0f} tok/s{eta}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_worker_lines(status["workers"])])
+
+
+def _worker_lines(workers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line per worker, in columns; of many, the first."""
+    named = [(printable(f"{worker['name']} on {worker['place']}"), worker) for worker in workers[:_SHOWN_WORKERS]]
+    width = max((len(name) for name, _ in named), default=0)
+    for name, worker in named:
+        speed = f"{worker['rows']:>9,} rows {worker['tokens_per_s']:>7,.0f} tok/s {worker['in_flight']:>4,} in flight"
+        yield f"worker  {name:<{width}} {speed}, {worker['state']}"
+    if len(workers) > _SHOWN_WORKERS:
+        yield f"worker  and {len(workers) - _SHOWN_WORKERS:,} more: see --json"
 
 
 def _state(run_dir: RunDir, progress: Mapping[str, Any], *, is_held: bool) -> str:

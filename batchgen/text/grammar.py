@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from copy import copy
+from itertools import islice, takewhile
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -237,6 +239,28 @@ class Guide:
             self._consume([token_id])
         if not self._forced and not self.error:
             self._find_forced()
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int:
+        """How many of these, up to an end token, may come next one after the other."""
+        ends = self._grammars.vocabulary.eos_tokens
+        tokens = list(takewhile(lambda token_id: token_id not in ends, token_ids))
+        given = list(islice(self._forced, len(tokens)))
+        if tokens[: len(given)] != given:
+            return 0
+        return len(given) + int(self._copied().validate_tokens(tokens[len(given) :]))
+
+    def followed_by(self, token_id: int) -> Guide:
+        """The guide as it is after one more token; this one stays as it is."""
+        after = copy(self)
+        after._matcher, after._consumed, after._forced = self._copied(), [*self._consumed], self._forced.copy()
+        after._is_shared = True
+        after.push(token_id)
+        return after
+
+    def _copied(self) -> Any:
+        """A copy of the matcher. The lexer is shared from now on, so that its limits are no more those of one text."""
+        self._is_shared = True
+        return self.matcher.deep_copy()
 
     def attempt(self, act: Callable[[Any], _Found]) -> _Found | None:
         """What ``act`` makes of the matcher, or of one of its own if that has failed; None with an ``error``."""

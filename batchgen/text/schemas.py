@@ -32,6 +32,7 @@ _KEYWORDS = _PLAIN | {
 _MAX_INTEGER = (1 << 53) - 1  # RFC 8259, section 6: what every reader of JSON takes for the same number
 _EXAMPLES = ("default", "example", "examples")  # values, whatever they look like
 _MAX_REMAINDERS = 10_000  # 0.1 s to compile
+_MAX_DECIMALS = 9  # beside an exclusive bound; llguidance takes 10**-10 as a divisor, and refuses 10**-11
 _MAX_PATTERNS = 64  # patternProperties of an object: each pair is compared
 # Formats of pydantic and OpenAPI that say what a string is for, not what it looks like.
 _NOTES = frozenset(("password", "binary", "path", "file-path", "directory-path"))
@@ -238,8 +239,7 @@ def _spell_out(schema: dict[str, Any]) -> None:
         del schema["format"]
     elif named in _FORMATS:
         if "pattern" in schema:
-            others = schema.get("allOf")
-            schema["allOf"] = [*(others if isinstance(others, list) else ()), {"pattern": _FORMATS[named]}]
+            _demand(schema, {"pattern": _FORMATS[named]})
         else:
             schema["pattern"] = _FORMATS[named]
         del schema["format"]
@@ -256,9 +256,16 @@ def _spell_out(schema: dict[str, Any]) -> None:
         raise ValueError(f"minProperties {least} cannot be enforced: a further property may repeat its name")
 
 
+def _demand(schema: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Let values have to fit another schema too, in place."""
+    others = schema.get("allOf")
+    schema["allOf"] = [*(others if isinstance(others, list) else ()), part]
+
+
 def _narrow(schema: dict[str, Any], exclusive: str, inclusive: str, sign: int, others: Sequence[str]) -> None:
     """Move an exclusive bound that llguidance would let come: a whole number, the one nearer to 0, less than 1 apart.
 
+    Beside any other, numbers have few enough decimals that none is the same double as the bound: 0.999... is not 1.
     In draft 4 the exclusive bound is a flag beside the inclusive one. Raises ValueError if it cannot be moved.
     """
     known = _number(schema.get(inclusive))
@@ -266,11 +273,14 @@ def _narrow(schema: dict[str, Any], exclusive: str, inclusive: str, sign: int, o
     bound = known if is_flag else _number(schema.get(exclusive))
     if bound is not None and abs(bound) > _MAX_INTEGER:
         raise ValueError(f"{exclusive} {shown(bound, 40)} cannot be enforced: numbers from 2**53 on are rounded")
-    if bound is None or sign * bound < 0 or bound != int(bound):
+    if bound is None:
         return
     far = [number for number in map(_number, map(schema.get, others)) if number is not None]
     nearest = min((sign * (number - bound) for number in far if sign * (number - bound) > 0), default=1)
-    if nearest >= 1:
+    if nearest >= 1 or sign * bound < 0 or bound != int(bound):
+        if not _is_integer(schema):
+            decimals = 14 - max(0, Decimal(bound).adjusted())
+            _demand(schema, {"multipleOf": 10.0 ** -min(max(decimals, 0), _MAX_DECIMALS)})
         return
     moved = float(f"{bound + sign * nearest * 1e-6:.15g}")  # the digits that llguidance sees
     if moved == bound:

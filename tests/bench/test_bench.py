@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_model import tiny_model, write_checkpoint
@@ -87,6 +90,25 @@ def test_bench_prints_one_object_with_figures_and_roofline(
     assert min(found["split_s"].values()) > 0
     assert found["engine"].keys() >= {"max_num_batched_tokens", "max_num_seqs", "block_size", "kv_bytes"}
     assert found["peak_memory_bytes"] > 0
+
+
+@pytest.mark.usefixtures("ceilings_file")
+def test_an_engine_is_gone_before_the_next_one_takes_the_memory_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Engine]] = []
+
+    class Watched(Engine):
+        def __init__(self, *arguments: Any, **parts: Any) -> None:
+            assert not any(engine() for engine in made)
+            super().__init__(*arguments, **parts)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(bench, "Engine", Watched)
+    gc.disable()
+    try:
+        bench.benchmark(tiny_model(), EngineConfig(), [Request(0, (5, 6, 7), SamplingParams(max_tokens=3))], 3)
+    finally:
+        gc.enable()
+    assert len(made) >= 4
 
 
 @pytest.mark.usefixtures("ceilings_file")

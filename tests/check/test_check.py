@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_model import write_checkpoint
@@ -21,6 +22,7 @@ from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
 from batchgen.engine import Engine, sampler
 from batchgen.engine.load import load_weights
+from batchgen.engine.scheduler import Scheduler
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.state import StateCache
@@ -28,7 +30,8 @@ from batchgen.model.state import StateCache
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 SAMPLE = str(Path(__file__).parents[2] / "sample_data" / "tiny-lfm2")
-EXACT = ["batched = solo", "chunked = whole", "cached = cold", "preempted = undisturbed", "decoded = prefilled"]
+PLAIN = ["batched = solo", "chunked = whole", "cached = cold", "preempted = undisturbed", "decoded = prefilled"]
+EXACT = [*PLAIN[:4], "drafted = undrafted", PLAIN[4]]
 INTEGERS = ("--weights", "int8", "--activations", "int8")
 FAST = "fast kernels ~ reference"
 
@@ -176,11 +179,25 @@ def test_convolution_state_that_is_not_restored_fails_the_proof_of_the_cache_alo
     assert "cached = cold: prompt 2 (41 tokens, greedy), output 0" in error
 
 
+def test_convolution_state_that_keeps_wrong_drafts_fails_the_proof_of_drafts_alone(
+    check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Scheduler.judged
+    monkeypatch.setattr(Scheduler, "judged", lambda self, sequence, drafted, right: plain(self, sequence, right, right))
+    code, found, _ = check()
+    assert code == ExitCode.GATE_FAILED
+    assert failed(found) == ["drafted = undrafted"]
+
+
 def test_randomness_that_depends_on_the_order_is_found_though_every_logit_is_right(
     check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = count()
-    monkeypatch.setattr(sampler, "uniform", lambda *key: (next(calls) * 0.6180339887) % 1.0)
+
+    def drawn(seeds: list[int], *others: object) -> np.ndarray:
+        return np.array([next(calls) * 0.6180339887 % 1.0 for _ in seeds])
+
+    monkeypatch.setattr(sampler, "uniforms", drawn)
     code, found, error = check()
     assert code == ExitCode.GATE_FAILED
     first = found["proofs"][0]

@@ -18,7 +18,8 @@ from stub_engine import stub_factory
 from batchgen import __version__
 from batchgen.cli.main import call, cli
 from batchgen.config.job import KEYS, JobSpec
-from batchgen.run.loader import Backend, ModelInfo
+from batchgen.run.backend import Backend
+from batchgen.run.loader import ModelInfo
 
 COMMANDS = sorted(cli.commands)
 

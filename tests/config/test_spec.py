@@ -268,13 +268,38 @@ def test_values_that_break_parsers_or_file_systems_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "http", "https", "hdfs"])
-@pytest.mark.parametrize(("section", "key"), [("input", "path"), ("model", "path"), ("output", "path")])
-def test_remote_paths_are_refused_with_what_to_do(section: str, key: str, scheme: str) -> None:
-    value = f"{scheme}://bucket/x"
-    with pytest.raises(
-        UsageError, match=f"{scheme}:// is no local path, and remote files are neither read nor written"
-    ):
-        load_job(None, with_flags(section, key, [value] if section == "input" else value))
+@pytest.mark.parametrize("section", ["model", "output"])
+def test_remote_paths_are_refused_with_what_to_do(section: str, scheme: str) -> None:
+    with pytest.raises(UsageError, match=f"{scheme}:// is no local path: copy the file"):
+        load_job(None, with_flags(section, "path", f"{scheme}://bucket/x"))
+
+
+def test_rows_may_come_from_addresses_which_stay_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUCKET", "rows")
+    addresses = ["s3://${BUCKET}/a/*.jsonl.zst", "HTTPS://host/../x.jsonl", "hf://datasets/user/name/x.parquet"]
+    spec = from_text(tmp_path, minimal().replace('"in.jsonl"', json.dumps(addresses)))
+    assert spec.input.path == ("s3://rows/a/*.jsonl.zst", *addresses[1:])
+
+
+@pytest.mark.parametrize("section", ["model", "input", "output"])
+@pytest.mark.parametrize("secret", ["s3://key:hush@bucket/x", "https://user:hush@host/x", "https://h/x?sig=hush"])
+def test_an_address_with_a_secret_is_refused_and_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, secret: str
+) -> None:
+    with pytest.raises(UsageError, match=r"--(model|input|output) = .*(s3|https)://\*\*\*") as caught:
+        load_job(None, with_flags(section, "path", ["a.jsonl", secret] if section == "input" else secret))
+    assert "hush" not in str(caught.value)
+    monkeypatch.setenv("SECRET", secret)
+    with pytest.raises(UsageError) as caught:
+        from_text(tmp_path, minimal().replace('"in.jsonl"', '"${SECRET}"'))
+    assert "hush" not in str(caught.value)
+
+
+def test_rows_come_from_no_other_kind_of_storage() -> None:
+    with pytest.raises(UsageError, match="hdfs:// is not among the kinds of storage that can be used here: s3://"):
+        load_job(None, with_flags("input", "path", ["hdfs://a/b"]))
 
 
 @pytest.mark.parametrize("scheme", ["file", "FILE"])

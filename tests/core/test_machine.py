@@ -9,12 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
-from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of
+from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of, without_timings
 
 from batchgen.cli import main
 from batchgen.cli.main import call
@@ -44,9 +44,19 @@ def of_a_gpu() -> NoReturn:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB")
 
 
+def of_cublas() -> NoReturn:
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
 @pytest.mark.parametrize(
     ("fail", "amount"),
-    [(of_torch, "1125899906842624 bytes"), (of_numpy, "1.00 PiB"), (of_the_loader, ""), (of_a_gpu, "2.00 GiB")],
+    [
+        (of_torch, "1125899906842624 bytes"),
+        (of_numpy, "1.00 PiB"),
+        (of_the_loader, ""),
+        (of_a_gpu, "2.00 GiB"),
+        (of_cublas, ""),
+    ],
 )
 def test_memory_that_runs_out_is_one_line_with_what_for_and_how_much(fail: Callable[[], object], amount: str) -> None:
     with pytest.raises(OutOfMemory) as caught, memory_errors("loading the weights", SMALLER_SIZES):
@@ -118,6 +128,32 @@ def test_state_for_which_there_is_no_memory_is_one_line(job: JobMaker, monkeypat
     job.write(rows_of(1))
     with pytest.raises(OutOfMemory, match="out of memory while allocating KV blocks and convolution state"):
         run_job(job.spec(), quiet())
+
+
+def test_a_run_whose_step_has_no_memory_says_what_to_lower_and_resumes(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchgen.engine import Engine
+    from batchgen.engine.model_runner import ModelRunner
+
+    forward, submit, steps = ModelRunner.run, Engine.submit, iter(range(12))
+    begun: list[int] = []
+
+    def fails_at_last(*arguments: Any) -> torch.Tensor:
+        return forward(*arguments) if next(steps, None) is not None else of_a_gpu()
+
+    job.write(rows_of(30))
+    small = job.spec(engine={"max_num_seqs": 4})
+    monkeypatch.setattr(ModelRunner, "run", fails_at_last)
+    with pytest.raises(OutOfMemory, match=r"^out of memory while computing a step \(asked for 2.00 GiB .*-batched-tok"):
+        run_job(small, quiet())
+    monkeypatch.setattr(ModelRunner, "run", forward)
+    monkeypatch.setattr(Engine, "submit", lambda engine, request: begun.append(request.key) or submit(engine, request))
+    assert run_job(small, quiet()).exit_code == ExitCode.OK
+    assert 0 < len(begun) < 30, "rows that were done are not run again"
+    resumed = job.outputs()
+    run_job(job.spec(output={"path": str(job.folder / "undisturbed")}), quiet())
+    assert resumed == without_timings(job.folder / "undisturbed" / "outputs.jsonl")
 
 
 def in_address_space(num_bytes: int, *arguments: str) -> subprocess.CompletedProcess[str]:

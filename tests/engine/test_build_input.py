@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tiny_model import sequence_at
 
 from batchgen.engine.batch import build_input
-from batchgen.engine.sequence import Schedule, Sequence
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import QUERY_BLOCK
 
 DTYPES = {
@@ -18,6 +19,7 @@ DTYPES = {
     "slot_mapping": torch.int64,
     "block_tables": torch.int32,
     "conv_slots": torch.int32,
+    "conv_rejected": torch.int32,
     "query_blocks": torch.int32,
     "logits_indices": torch.int64,
 }
@@ -54,12 +56,13 @@ def twin(schedule: Schedule, block_size: int) -> dict[str, list[object]]:
             block = sequence.block_table[position // block_size]
             fields["slot_mapping"].append(block * block_size + position % block_size)
             if i % QUERY_BLOCK == 0:
-                fields["query_blocks"].append([row, token, min(QUERY_BLOCK, count - i)])
+                fields["query_blocks"].append([row, token, min(QUERY_BLOCK, count - i), 0, 0])
             token += 1
         fields["cu_seqlens"].append(token)
         padding = [0] * (most_blocks - len(sequence.block_table))
         fields["block_tables"].append([*sequence.block_table, *padding])
         fields["conv_slots"].append(sequence.conv_slot)
+        fields["conv_rejected"].append(sequence.num_rejected)
         if sequence.num_computed_tokens + count == len(sequence.token_ids):
             fields["logits_indices"].append(token - 1)
     return fields
@@ -86,7 +89,7 @@ def test_inputs_are_what_the_kernels_read(case: tuple[Schedule, int]) -> None:
     assert inputs.num_tokens == schedule.num_tokens == len(set(inputs.slot_mapping.tolist()))
     assert inputs.num_seqs == len(schedule.entries)
     assert len(inputs.logits_indices) == len(schedule.completing)
-    covered = [t for _, first, count in inputs.query_blocks.tolist() for t in range(first, first + count)]
+    covered = [t for _, first, count, *_ in inputs.query_blocks.tolist() for t in range(first, first + count)]
     assert covered == list(range(inputs.num_tokens))
 
 
@@ -100,4 +103,4 @@ def test_a_step_that_completes_nobody_asks_for_no_logits() -> None:
 def test_building_changes_no_sequence() -> None:
     sequence = sequence_at(range(10), 2, [1, 0], 0)
     build_input(Schedule(((sequence, 5),)), 4)
-    assert (sequence.num_computed_tokens, sequence.block_table, sequence.token_ids) == (2, [1, 0], list(range(10)))
+    assert (sequence.num_computed_tokens, [*sequence.block_table], sequence.token_ids) == (2, [1, 0], list(range(10)))

@@ -83,7 +83,7 @@ def check_inputs_of_the_rows(inputs: ModelInput, subset: LogitsSubset) -> None:
     assert counts.min() >= 1
     assert np.repeat(np.arange(inputs.num_seqs), counts).tolist() == sequence_of[rows].tolist()
     covered = []
-    for sequence, first, count in few.query_blocks.tolist():
+    for sequence, first, count, *_ in few.query_blocks.tolist():
         piece = range(first, first + count)
         covered += piece
         assert 1 <= count <= QUERY_BLOCK

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +17,8 @@ from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.batch import PendingTokens, build_pending
-from batchgen.engine.sequence import Schedule, Sequence
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.sequence import Sequence
 from batchgen.model.decoder import Decoder
 
 MODEL = tiny_model()
@@ -32,6 +32,7 @@ KINDS = (
     SamplingParams(stop=("any of some tokens",)),
     SamplingParams(temperature=0.7, max_repeats=2),
     SamplingParams(repetition_penalty=1.3, frequency_penalty=0.2),
+    SamplingParams(temperature=1.0, n=2, repetition_penalty=0.8, presence_penalty=1.5, stop_token_ids=(20, 21, 22)),
     SamplingParams(temperature=1.0, logprobs=2),
     SamplingParams(prompt_logprobs=1),
     SamplingParams(logit_bias=((20, 9.0), (21, 8.5)), allowed_token_ids=tuple(range(10, 90))),
@@ -47,7 +48,9 @@ def overlapping(
     memory = num_blocks * model.config.kv_block_bytes(block_size, model.dtype.itemsize)
     sizes = {"forecast_memory": False} | sizes
     config = EngineConfig(block_size=block_size, kv_memory=memory, **sizes)
-    return Engine(model, config, stop_matcher=lambda _: SomeTokens(), overlaps=True, fetch=device)
+    engine = Engine(model, config, stop_matcher=lambda _: SomeTokens(), overlaps=True, fetch=device)
+    engine.scheduler.config = replace(engine.scheduler.config, admits_in_batches=True)  # as on a GPU
+    return engine
 
 
 def untimed(results: Iterator[Result]) -> dict[int, Result]:
@@ -156,10 +159,19 @@ def test_one_token_is_computed_behind_an_end_token_and_dropped() -> None:
     assert not engine.scheduler.has_work
 
 
-@pytest.mark.parametrize(
-    "params", [replace(PLAIN, presence_penalty=0.5), replace(PLAIN, logprobs=0)], ids=["penalties", "logprobs"]
-)
-def test_a_step_with_rows_that_need_the_host_runs_by_itself(params: SamplingParams) -> None:
+def test_penalized_rows_overlap_and_go_on_from_an_earlier_run() -> None:
+    """Though a penalty counts the token that the host does not know yet; the slots are used again and again."""
+    params = replace(PLAIN, repetition_penalty=1.5, frequency_penalty=0.4, temperature=0.5)
+    fresh = random_requests(20, seed=4, prompt=(1, 9), output=(8, 14), params=params)
+    requests = [replace(r, output_token_ids=(9, 30, 9, *r.prompt_token_ids[:1]) * (r.key % 2)) for r in fresh]
+    device = Device()
+    results = untimed(checked_run(overlapping(device, max_num_seqs=3), requests))
+    assert results == untimed(engine_for(MODEL, num_blocks=200, block_size=4).run(requests))
+    assert device.num_ahead > 0.9 * device.num_waits
+
+
+def test_a_step_with_rows_that_need_the_host_runs_by_itself() -> None:
+    params = replace(PLAIN, logprobs=0)
     device = Device()
     plain = Request(0, (9, 30), replace(PLAIN, max_tokens=20))
     engine = overlapping(device)

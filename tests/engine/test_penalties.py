@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tiny_model import token_counts
 from torch import Tensor
 
-from batchgen.core.records import SamplingParams
+from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.sampler import penalize
+from batchgen.engine.seen import SeenTokens
+from batchgen.engine.sequence import Group
 
 TOKENS = st.lists(st.integers(0, 30), max_size=40)
 
@@ -107,3 +109,35 @@ def test_only_the_rows_named_are_touched() -> None:
     changed = (out != logits).nonzero().tolist()
     assert changed == [[i, j] for i, j in [[1, 2], [3, 5], [3, 6]] if logits[i, j]]
     assert len(changed) >= 2
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases=CASES, seed=st.integers(0, 1000), data=st.data())
+def test_counts_on_the_device_give_the_same_bits_from_step_to_step(
+    cases: list[tuple[list[int], list[int], SamplingParams]], seed: int, data: st.DataObject
+) -> None:
+    """Also after a step that leaves a sequence out, in another slot, and with a token that nothing sampled."""
+    seen, width, free = SeenTokens(8), 31, set(range(8))
+    sequences = [
+        Group(Request(key, tuple(prompt or [3]), params, tuple(output))).sequences[0]
+        for key, (prompt, output, params) in enumerate(cases)
+    ]
+    for sequence in sequences:
+        sequence.conv_slot = free.pop()
+    for step in range(5):
+        chosen = [s for s in sequences if data.draw(st.booleans())] or sequences
+        for sequence in chosen:
+            if data.draw(st.integers(0, 4)) == 0 and not sequence.num_pending and sequence.conv_slot is not None:
+                free.add(sequence.conv_slot)
+                sequence.conv_slot = data.draw(st.sampled_from(sorted(free)))
+                free.remove(sequence.conv_slot)
+        logits = logits_of(len(chosen) + 1, width, seed + step)
+        expected, rows = logits.clone(), range(1, len(chosen) + 1)
+        counts = [token_counts(s.request.prompt_token_ids, s.token_ids[s.num_prompt_tokens :]) for s in chosen]
+        penalize(expected, rows, counts, [s.request.params for s in chosen])
+        slots = seen.penalize(logits, rows, chosen)
+        assert torch.equal(logits, expected)
+        sampled = [data.draw(st.integers(0, width - 1)) for _ in chosen]
+        seen.add(slots, torch.tensor(sampled))
+        for sequence, token_id in zip(chosen, sampled, strict=True):
+            sequence.token_ids += [token_id] + [5] * (data.draw(st.integers(0, 9)) == 0)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, replay
+from batchgen.engine.batch import PendingTokens
 from batchgen.engine.replay import StepReplays
+from batchgen.kernels.inputs import ModelInput
 from batchgen.model.decoder import Decoder
 
 
@@ -67,12 +69,35 @@ def test_tokens_are_those_of_steps_launched_one_by_one(model: Decoder, params: S
     assert solo(model, requests) == tokens_of(engine_for(model, num_blocks=60, block_size=8).run(requests))
 
 
+def test_those_that_share_blocks_change_from_replay_to_replay(model: Decoder) -> None:
+    stems = [tuple(range(8 + i, 108 + i)) * 3 for i in (0, 13)]
+    requests = [
+        Request(key, (*stems[key * 7 % 3 % 2], *range(9 + key, 14 + key)), SamplingParams(max_tokens=length))
+        for key, length in enumerate([9, 30, 17, 24, 11, 28, 5, 33, 14, 21])
+    ]
+    counted = Counted(engine_for(model, num_blocks=200, block_size=16, max_num_seqs=8, max_num_batched_tokens=512))
+    shared: set[tuple[int, ...]] = set()
+    run = counted.replays.run
+
+    def noted(inputs: ModelInput, pending: PendingTokens | None = None) -> Tensor:
+        shared.add(tuple(inputs.query_blocks[:, 3:].flatten().tolist()))
+        logits = run(inputs, pending)
+        if found := counted.replays.recorded.get(counted.replays._size(inputs)):
+            assert torch.equal(found[0].inputs.query_blocks, inputs.query_blocks)
+        return logits
+
+    counted.replays.run = noted  # type: ignore[method-assign]
+    assert tokens_of(counted.engine.run(requests)) == solo(model, requests)
+    assert counted.num_replayed > 0
+    assert len({groups for groups in shared if any(groups)}) > 3
+
+
 def test_a_longer_rotary_table_makes_recordings_anew(model: Decoder) -> None:
     long = Request(0, tuple(range(8, 100)) * 11, SamplingParams(max_tokens=40, ignore_eos=True))
     assert len(long.prompt_token_ids) < 1024 < len(long.prompt_token_ids) + 40, "the first table has 1,024 positions"
     counted = check(model, [long], num_blocks=40, block_size=32, max_num_seqs=2, max_num_batched_tokens=512)
     assert len(counted.replays.recorded) == 1
-    assert counted.replays.rotary is model.rotary.tables
+    assert counted.replays.rotary is model.rotary.upto(0)
 
 
 def test_only_so_many_recordings_are_kept(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -129,9 +130,9 @@ def test_the_tokens_left_and_their_probabilities_are_those_of_transformers(
     allowed = [i for i in range(WIDTH) if expected[i] > 1e-6]
     middles = [float(cumulative[i] - expected[i] / 2) for i in allowed]
     grid = [i / 50 for i in range(50)]
-    uniforms = iter([*middles, *grid])
-    monkeypatch.setattr(sampler_module, "uniform", lambda *key: next(uniforms))
-    n = len(middles) + len(grid)
+    chosen = np.array([*middles, *grid])
+    monkeypatch.setattr(sampler_module, "uniforms", lambda *columns: chosen)
+    n = len(chosen)
     rows = logits.expand(n, -1).contiguous()
     drawn = sampled(name, rows, [sequence(prompt, output, params, bad_words=bad_words)] * n)
     assert drawn[: len(middles)] == allowed

@@ -16,8 +16,9 @@ from simulate import one_step
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Group, Schedule, Sequence
+from batchgen.engine.sequence import Group, Sequence
 from batchgen.engine.simulation import advance
 
 
@@ -28,9 +29,12 @@ def make(
     num_blocks: int = 100,
     max_model_len: int = 1000,
     policies: tuple[bool, bool, bool] = (False, True, False),
+    *,
+    in_batches: bool = False,
 ) -> Scheduler:
     """``policies`` are prefix caching, longest first and memory forecast: those whose effects a test is not about."""
-    return Scheduler(SchedulerConfig(budget, num_seqs, block_size, num_blocks, max_model_len, *policies))
+    sizes = budget, num_seqs, block_size, num_blocks, max_model_len
+    return Scheduler(SchedulerConfig(*sizes, *policies, admits_in_batches=in_batches))
 
 
 def add(scheduler: Scheduler, key: int, prompt: int, max_tokens: int = 10, output: int = 0) -> Sequence:
@@ -103,7 +107,7 @@ def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
         step(scheduler)
     assert second.num_preemptions == 1
     assert first.num_preemptions == 0
-    assert (second.num_computed_tokens, second.block_table, second.conv_slot) == (0, [], None)
+    assert (second.num_computed_tokens, [*second.block_table], second.conv_slot) == (0, [], None)
     assert second.num_owed == second.num_tokens, "it keeps its tokens and owes them all again"
     assert scheduler.waiting.peek() is second
     while scheduler.has_work:
@@ -116,7 +120,7 @@ def place(scheduler: Scheduler, key: int, prompt: int, computed: int) -> None:
     sequence = Group(Request(key, (1,) * prompt, SamplingParams(max_tokens=2))).sequences[0]
     scheduler._start(sequence, [])
     sequence.num_computed_tokens = computed
-    sequence.block_table = scheduler.pool.allocate(-(-computed // scheduler.config.block_size))
+    sequence.block_table.extend(scheduler.pool.allocate(-(-computed // scheduler.config.block_size)))
 
 
 def test_decode_comes_first_whoever_was_admitted_first() -> None:
@@ -177,6 +181,57 @@ def test_a_prompt_that_does_not_fit_beside_the_running_is_not_begun_again_and_ag
     assert computed <= 2 * (100 + 100 + 225 + 4)
 
 
+def full_of_batches(num_waiting: int, prompt: int = 2, **sizes: Any) -> Scheduler:
+    """A scheduler that admits in batches, all of its 32 slots taken, with more sequences like those that run."""
+    scheduler = make(num_seqs=32, num_blocks=4000, in_batches=True, **{"budget": 1000} | sizes)
+    for key in range(32 + num_waiting):
+        add(scheduler, key, prompt=prompt, max_tokens=60)
+    while sum(s.num_owed == 1 for s in scheduler.running) < 32:
+        step(scheduler)
+    assert step(scheduler) == [(key, 1) for key in range(32)]
+    return scheduler
+
+
+def admitted_after(scheduler: Scheduler, *ended: int) -> int:
+    """How many are admitted by the step behind the one in which these end."""
+    step(scheduler, ends=lambda s: s.request.key in ended)
+    return sum(count > 1 for _, count in step(scheduler))
+
+
+def test_waiting_sequences_are_admitted_once_an_eighth_of_those_running_has_left() -> None:
+    scheduler = full_of_batches(50)
+    assert admitted_after(scheduler, 0) == 0
+    assert admitted_after(scheduler, 1, 2) == 0
+    assert admitted_after(scheduler, 3) == 4
+    assert admitted_after(scheduler, 4, 5, 6) == 0, "it starts over"
+
+
+def test_one_place_is_enough_at_the_end_of_the_input_or_for_a_step_full_of_prompts() -> None:
+    assert admitted_after(full_of_batches(2), 0, 1) == 2
+    assert admitted_after(full_of_batches(50, prompt=100, budget=200), 0, 1) == 2
+    assert admitted_after(full_of_batches(50, prompt=100, budget=201), 0, 1) == 0
+
+
+def test_nothing_is_held_back_while_places_are_free_or_nothing_runs() -> None:
+    scheduler = full_of_batches(50)
+    assert admitted_after(scheduler, *range(32)) == 32
+    scheduler = make(budget=1000, num_seqs=32, in_batches=True)
+    for key in range(20):
+        add(scheduler, key, prompt=2, max_tokens=50)
+        assert step(scheduler)[-1] == (key, 2)
+
+
+def test_a_batch_is_an_eighth_of_what_memory_holds_where_that_is_less_than_the_slots() -> None:
+    scheduler = make(budget=1000, num_seqs=512, num_blocks=80, in_batches=True, policies=(False, True, True))
+    for key in range(60):
+        add(scheduler, key, prompt=2, max_tokens=19)  # 20 tokens, 5 blocks: 16 sequences fill the pool
+    step(scheduler)
+    num_running = len(scheduler.running)
+    assert 15 <= num_running <= 17
+    assert admitted_after(scheduler, 0) == 0
+    assert admitted_after(scheduler, 1) >= 1
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Arrivals, steps and random endings in any order, under sizes down to one."""
 
@@ -187,6 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(1, 24),
         max_model_len=st.integers(2, 60),
         policies=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+        in_batches=st.booleans(),
     )
     def begin(self, **sizes: Any) -> None:
         self.scheduler = make(**sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,9 @@ from tiny_model import DTYPES, raw_config, state_tensors, tiny_model
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.machine import available_bytes, total_bytes
 from batchgen.engine import Engine, EngineConfig
+from batchgen.engine import load as load_module
 from batchgen.engine import sizes as sizes_module
+from batchgen.engine.drafts import MAX_DRAFTS
 from batchgen.engine.load import use_threads
 from batchgen.engine.sizes import kept_kv_dtype, resolve, sizes_for
 from batchgen.model.config import ModelConfig
@@ -36,6 +39,7 @@ def test_experts_get_twice_the_rows_of_a_dense_model_on_a_cpu() -> None:
     found = [sizes_for(config, model, 2, 1 << 40) for model in (dummy_config("dummy:LFM2-1.2B"), mixture)]
     assert [(sizes.max_num_seqs, sizes.max_num_batched_tokens) for sizes in found] == [(128, 256), (256, 512)]
     on_gpus = [sizes_for(config, model, 2, 1 << 40, is_cuda=True) for model in (MODEL.config, mixture)]
+    assert [sizes.admits_in_batches for sizes in (*found, *on_gpus)] == [False, False, True, True]
     assert len({(sizes.max_num_seqs, sizes.max_num_batched_tokens) for sizes in on_gpus}) == 1
     assert sizes_for(EngineConfig(max_num_seqs=3, max_model_len=40), mixture, 2, 1 << 40).max_num_seqs == 3
 
@@ -52,9 +56,33 @@ def test_the_trained_length_bounds_the_context() -> None:
 
 
 def test_auto_memory_leaves_room_for_the_state_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = 100 * MODEL.config.conv_slot_bytes(4)
+    slots = 100 * MODEL.config.conv_slot_bytes(4, MAX_DRAFTS)
     monkeypatch.setattr(sizes_module, "available_bytes", lambda: 2 * (10 * BLOCK_BYTES + slots))
     assert resolve(EngineConfig(block_size=16, max_num_seqs=100), MODEL).num_blocks == 10
+
+
+def test_a_gpu_gives_blocks_what_weights_full_steps_and_a_tenth_leave() -> None:
+    model = dummy_config("dummy:LFM2-350M")
+    most = sizes_for(EngineConfig(max_model_len=2048), model, 2, 75 << 30, is_cuda=True)
+    assert (most.max_num_seqs, most.max_num_tokens) == (1024, 1024 * 2048), "all can be as long as they may"
+    for free in (6 << 30, 20 << 30):
+        sizes = sizes_for(EngineConfig(), model, 2, free, is_cuda=True)
+        blocks = sizes.num_blocks * model.kv_block_bytes(sizes.block_size, 2) + 1024 * model.conv_slot_bytes(2)
+        logits, activations = 1024 * 65536 * 2, 8192 * 2 * (1024 + 4608) * 2
+        assert 2 * (logits + activations) + (1 << 30) < 0.9 * free - blocks < 3 << 30
+    with pytest.raises(UsageError, match="kv_memory 0 bytes holds no block"):
+        sizes_for(EngineConfig(), model, 2, 2 << 30, is_cuda=True)
+
+
+def test_memory_that_torch_keeps_on_a_gpu_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    gpu: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.setattr(gc, "collect", lambda: log.append("collect"))
+    for name, value in {"mem_get_info": (1000, 9000), "memory_reserved": 700, "memory_allocated": 500}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name, value=value: log.append(name) or value)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("empty_cache"))
+    assert sizes_module._memory(gpu) == (1200, 9000)
+    assert log[:2] == ["collect", "empty_cache"], "dead engines are gone before anything is asked"
 
 
 @pytest.mark.parametrize(
@@ -124,6 +152,15 @@ def test_more_threads_than_could_be_of_use_are_refused(threads_as_before: None) 
     assert torch.get_num_threads() == 64
 
 
+def test_no_more_threads_are_taken_than_a_container_may_run(
+    threads_as_before: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = dummy_config("dummy:LFM2-350M")
+    torch.set_num_threads(8)
+    monkeypatch.setattr(load_module, "num_usable_cpus", lambda: 3)
+    assert use_threads(None, large) == torch.get_num_threads() == 3
+
+
 @pytest.mark.parametrize("kv_dtype", ["auto", *KV_DTYPES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_bytes_counted_are_the_bytes_allocated(dtype: torch.dtype, kv_dtype: str) -> None:
@@ -183,3 +220,15 @@ def test_the_published_shapes_take_the_published_state(name: str, kv_token_kib: 
 
 def test_available_memory_is_a_sane_number() -> None:
     assert 0 < available_bytes() <= total_bytes() < 1 << 50
+
+
+@pytest.mark.parametrize(("device", "threads", "expected"), [("cuda", None, 1), ("cuda", 2, 2), ("cpu", None, 3)])
+def test_the_host_of_a_gpu_takes_one_thread_unless_told(
+    monkeypatch: pytest.MonkeyPatch, device: str, threads: int | None, expected: int
+) -> None:
+    """An engine that goes no further than to its threads: no GPU is needed."""
+    monkeypatch.setattr("batchgen.engine.engine.resolve", None)
+    torch.set_num_threads(3)
+    with pytest.raises(TypeError, match="not callable"):
+        Engine(SimpleNamespace(device=torch.device(device), config=MODEL.config), EngineConfig(threads=threads))  # type: ignore[arg-type]
+    assert torch.get_num_threads() == expected

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from families import EOS, RAW
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repeats import each_value_once
 from tiny_model import (
     CPU,
     DTYPES,
@@ -34,7 +36,7 @@ from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine
-from batchgen.engine.sequence import Schedule
+from batchgen.engine.schedule import Schedule
 from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
@@ -116,22 +118,17 @@ class Watched:
 
 # Where the CPU has no products of bfloat16, those of the sample model are slow: there only the tests of its logits and
 # of two threads run it in bfloat16.
-every_model = pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        (name, dtype)
-        for name in (*SHAPES, "trained")
-        for dtype in DTYPES
-        if name != "trained" or dtype == "float32" or multiplies_bfloat16()
-    ]
-    + [(f"odd {integers}", dtype) for integers in INTEGERS if integers for dtype in DTYPES],
-)
+EVERY_MODEL = [
+    (name, dtype)
+    for name in (*SHAPES, "trained")
+    for dtype in DTYPES
+    if name != "trained" or dtype == "float32" or multiplies_bfloat16()
+] + [(f"odd {integers}", dtype) for integers in INTEGERS if integers for dtype in DTYPES]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_params = pytest.mark.parametrize("params", PARAMS)
 
 
-@every_params
-@every_model
+@each_value_once({"name, dtype": EVERY_MODEL, "params": list(PARAMS)})
 def test_batched_equals_solo(name: str, dtype: str, params: str) -> None:
     engine = engine_for(
         model_of(name, dtype), num_blocks=400, block_size=16, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=1000
@@ -141,12 +138,15 @@ def test_batched_equals_solo(name: str, dtype: str, params: str) -> None:
     assert engine.stats.num_preemptions == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "budget"),
-    [("even", budget) for budget in (1, 2, 5, 16, 17, 100)] + [(name, b) for name in FAMILIES for b in (2, 17)],
+@each_value_once(
+    {
+        "name, budget": [
+            *(("even", budget) for budget in (1, 2, 5, 16, 17, 100)),
+            *((name, budget) for budget in (2, 17) for name in FAMILIES),
+        ],
+        "params, dtype": list(product(["greedy", "filtered"], DTYPES)),
+    }
 )
-@pytest.mark.parametrize("params", ["greedy", "filtered"])
-@every_dtype
 def test_chunked_equals_whole(name: str, budget: int, params: str, dtype: str) -> None:
     watched = Watched(
         engine_for(model_of(name, dtype), num_blocks=400, block_size=16, max_num_batched_tokens=budget, max_num_seqs=7)
@@ -158,9 +158,12 @@ def test_chunked_equals_whole(name: str, budget: int, params: str, dtype: str) -
     assert watched.num_cut > (10 if budget < 100 else 0)
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16, 24, 31, 32, 100])
-@pytest.mark.parametrize("params", ["greedy", "sampled"])
-@every_dtype
+@each_value_once(
+    {
+        "block_size": [1, 2, 3, 8, 16, 24, 31, 32, 100],
+        "params, dtype": list(product(["greedy", "sampled"], DTYPES)),
+    }
+)
 def test_any_block_size_gives_the_same(block_size: int, params: str, dtype: str) -> None:
     engine = engine_for(
         model_of("odd", dtype),
@@ -172,9 +175,14 @@ def test_any_block_size_gives_the_same(block_size: int, params: str, dtype: str)
     assert batched(engine, requests_of(params)) == expected("odd", dtype, params)
 
 
-@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 80), (3, 28), (5, 17)])
-@pytest.mark.parametrize("params", ["greedy", "filtered"])
-@every_model
+@each_value_once(
+    {
+        "name, dtype": EVERY_MODEL,
+        "params, block_size, num_blocks": [
+            (params, *pool) for params in ("greedy", "filtered") for pool in ((1, 80), (3, 28), (5, 17))
+        ],
+    }
+)
 def test_preempted_equals_undisturbed(name: str, dtype: str, params: str, block_size: int, num_blocks: int) -> None:
     watched = Watched(
         engine_for(
@@ -241,12 +249,22 @@ def logits_of_every_token(engine: Engine, requests: Iterable[Request]) -> dict[t
     return seen
 
 
-@pytest.mark.parametrize(
-    ("name", "threads"),
-    [("even", 1), ("trained", 1), ("odd", 2), ("odd int8", 2), ("trained int8", 1), ("trained int8 by int8", 2)]
-    + [(name, 2) for name in FAMILIES],
+@each_value_once(
+    {
+        "name, threads": [
+            *(
+                ("even", 1),
+                ("odd", 2),
+                ("odd int8", 2),
+                ("trained", 1),
+                ("trained int8", 1),
+                ("trained int8 by int8", 2),
+            ),
+            *((name, 2) for name in FAMILIES),
+        ],
+        "dtype": list(DTYPES),
+    }
 )
-@every_dtype
 def test_logits_are_the_same_bit_for_bit(name: str, dtype: str, threads: int) -> None:
     """Chunked, preempted, in blocks of 3 and on two threads, against whole prefixes alone."""
     model = model_of(name, dtype)
@@ -263,8 +281,7 @@ def test_logits_are_the_same_bit_for_bit(name: str, dtype: str, threads: int) ->
             assert torch.equal(seen[request.key, position], row), (request.key, position)
 
 
-@pytest.mark.parametrize("name", ["even", *FAMILIES])
-@every_dtype
+@each_value_once({"name": ["even", *FAMILIES], "dtype": list(DTYPES)})
 def test_contexts_beyond_one_attention_tile_stay_the_same(name: str, dtype: str) -> None:
     """Contexts of 240 to 560 tokens cross the CPU kernel's tile of 256 once or twice, some while decoding."""
     model = model_of(name, dtype)
@@ -337,5 +354,5 @@ def test_no_setting_changes_a_token_of_any_model(
 def test_end_tokens_really_end_some_of_these_requests() -> None:
     """Otherwise every sequence would end at max_tokens and the tests above would miss early leavers."""
     for name in SHAPES:
-        tokens = [t for params in PARAMS for t in expected(name, "float32", params).values()]
-        assert sum(t[-1] == EOS for t in tokens) > 0, name
+        tokens = (t for params in PARAMS for t in expected(name, "float32", params).values())
+        assert any(t[-1] == EOS for t in tokens), name

@@ -11,12 +11,14 @@ import random
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 from families import RAW
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repeats import each_value_once
 from tiny_model import DTYPES, checked_run, engine_for, tiny_model
 
 from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
@@ -97,9 +99,7 @@ def alone(dtype: str, family: str = "lfm2") -> dict[int, Result]:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block_size", [1, 4, 16])
-@pytest.mark.parametrize("family", RAW)
+@each_value_once({"family": list(RAW), "block_size, dtype": list(product([1, 4, 16], DTYPES))})
 def test_cached_equals_cold(family: str, block_size: int, dtype: str) -> None:
     sizes = {"num_blocks": 1200 // block_size, "block_size": block_size, "max_num_seqs": 6}
     engine = engine_for(model(dtype, family), **sizes)
@@ -109,8 +109,7 @@ def test_cached_equals_cold(family: str, block_size: int, dtype: str) -> None:
     assert engine.stats.num_preemptions == 0
 
 
-@pytest.mark.parametrize("family", RAW)
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_value_once({"family": list(RAW), "dtype": list(DTYPES)})
 def test_a_preempted_sequence_finds_its_blocks_again_and_goes_on_undisturbed(dtype: str, family: str) -> None:
     engine = engine_for(model(dtype, family), num_blocks=21, block_size=4, max_num_seqs=8, max_num_batched_tokens=13)
     assert run(engine, requests()) == alone(dtype, family)

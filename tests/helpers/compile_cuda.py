@@ -25,7 +25,7 @@ from batchgen.kernels.inputs import ConvState, KVCache
 from batchgen.kernels.interface import Heads, Routing, SamplingRows
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FF, VOCAB, BLOCK_SIZE = 16, 8, 64, 1024, 4608, 65536, 32  # LFM2-350M
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FF, VOCAB, BLOCK_SIZE = 16, 8, 64, 1024, 4608, 65536, 64  # LFM2-350M
 
 
 class NoDriver:
@@ -67,15 +67,17 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
     for residual in (None, zeros(tokens, HIDDEN)):
         kernels.rms_norm(zeros(tokens, HIDDEN), zeros(HIDDEN), 1e-5, residual)
     kernels.swiglu(zeros(tokens, 2 * FF))
+    kernels.gated_linear(zeros(FF, HIDDEN), zeros(FF, HIDDEN))(zeros(tokens, HIDDEN))
     for bias in (None, zeros(HIDDEN)):
         linear = kernels.linear(zeros(HIDDEN, HIDDEN), bias)
         linear(zeros(tokens, HIDDEN))
-        linear(zeros(tokens, HIDDEN), zeros(tokens, HIDDEN))
+        for post in (None, zeros(HIDDEN)):
+            kernels.add_and_norm(linear, zeros(tokens, HIDDEN), zeros(tokens, HIDDEN), zeros(HIDDEN), 1e-5, post)
     experts = kernels.experts((zeros(64, HIDDEN), zeros(64, HIDDEN), zeros(HIDDEN, 64)) for _ in range(4))
     route = kernels.router(Routing(zeros(4, HIDDEN, dtype=torch.float32), None, 2, is_softmax=True))
     x = zeros(tokens, HIDDEN)
     experts(x, *route(x), x)
-    keys = zeros(num_blocks + 1, KV_HEADS, HEAD_DIM, BLOCK_SIZE, 1)
+    keys = zeros(num_blocks + 1, KV_HEADS, 1, BLOCK_SIZE, HEAD_DIM)
     cache = KVCache(keys, zeros(num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM), BLOCK_SIZE)
     rotary = zeros(2, 1024, HEAD_DIM // 2, dtype=torch.float32)
     for norm, window, gates in ((zeros(HEAD_DIM), 0, 0), (None, 256, HEADS)):
@@ -106,7 +108,7 @@ def report(name: str, kernel: Any) -> dict[str, Any]:
         "name": name,
         "stack_bytes": int(stack[1]),
         "shared_bytes": kernel.metadata.shared,
-        "matrix": len(re.findall(r"\bH?G?MMA", code)),
+        "matrix": len(re.findall(r"\bHG?MMA", code)),
         "wide_copies": len(re.findall(r"LDGSTS\S*\.128", code)),
     }
 

@@ -286,6 +286,7 @@ def content(folder: Path) -> dict[str, Any]:
 def _content(path: Path) -> Any:
     if path.name == "job.json":
         manifest = json.loads(path.read_bytes())  # besides, it says when the files of the run were written
+        del manifest["job"]["cluster"]  # where it ran
         return {key: manifest[key] for key in ("job", "output_keys", "fingerprints", "shard", "num_rows")}
     if path.name == "report.json":
         report = json.loads(path.read_bytes())
@@ -342,9 +343,11 @@ class Attack:
         return operations
 
     def fill_disk(self, resize: Callable[[int], None]) -> None:
-        """The command on a disk with 0, 4096, 8192 ... bytes left, until it gets through; ``resize`` sets them."""
+        """The command on a disk with none, one, two ... pages left, or each so many of them as ``SHARE`` says, until it
+        gets through; ``resize`` sets the bytes.
+        """
         self.undisturbed()
-        for space in range(0, 1 << 20, 4096):
+        for space in range(0, 1 << 20, 4096 * round(1 / self._share)):
             self.stage.restore()
             resize(space)
             code, _ = self.stage.child(self.stage.scenario.act, stub=self.stage.scenario.stub)

@@ -1,8 +1,9 @@
 """Kill a process at its k-th call to the operating system, for every k, and see what the next run makes of it.
 
-``python faults.py SCENARIO FOLDER`` runs a scenario in forked children: once undisturbed, then killed at its first
-call, its second, and so on until a run gets through; each time what was left is run again, undisturbed, and all files
-are compared with those of the first run. A ``write`` that is hit leaves half of its bytes. Prints the number of kills.
+``python faults.py SCENARIO FOLDER EVERY`` runs a scenario in forked children: once undisturbed, then killed at each
+call, or each fifth one if ``EVERY`` is 5, until a run gets through; each time what was left is run again, undisturbed,
+and all files are compared with those of the first run. A ``write`` that is hit leaves half of its bytes. Prints the
+number of kills.
 """
 
 import functools
@@ -183,7 +184,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return found | {name: json.dumps({**value, "finished_at": None}).encode() for name, value in dated.items()}
 
 
-def main(scenario: str, folder: Path) -> int:
+def main(scenario: str, folder: Path, every: int) -> int:
     """Prove one scenario; returns how many kills it survived. Raises AssertionError at the first it did not."""
     infer_fields([b'{"id": 0}'])  # imports pyarrow, and pandas with it, once here instead of in every child
     journal_module.SEGMENT_BYTES = 2000
@@ -193,7 +194,7 @@ def main(scenario: str, folder: Path) -> int:
     before.mkdir()
     assert in_child(lambda: prepare(before)) == 0
     undisturbed: dict[str, bytes] = {}
-    for step in itertools.count(-1):  # -1 is never reached: undisturbed
+    for step in itertools.count(-1, every):  # -1 is never reached: undisturbed
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(before, path)
         code = in_child(lambda step=step: (kill_at(step), act(path))[1])  # type: ignore[misc]
@@ -201,7 +202,7 @@ def main(scenario: str, folder: Path) -> int:
         if step < 0:
             undisturbed = content(path)
         elif code == 0:
-            return step
+            return step // every
         assert in_child(lambda: act(path)) == 0, f"killed at call {step}: cannot go on"
         found = content(path)
         assert found.keys() == undisturbed.keys(), f"killed at call {step}: {found.keys()}"
@@ -211,4 +212,4 @@ def main(scenario: str, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1], Path(sys.argv[2])))
+    print(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))

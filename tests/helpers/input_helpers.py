@@ -39,6 +39,12 @@ def zstd(content: bytes) -> bytes:
     return bytes(pa.Codec("zstd").compress(content, asbytes=True))
 
 
+def parquet(rows: Sequence[Row]) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(list(rows)), sink, row_group_size=max(3, len(rows) // 20))
+    return bytes(sink.getvalue().to_pybytes())
+
+
 def _write_text(rows: Sequence[Row], folder: Path) -> str:
     (folder / "rows.txt").write_text("".join(f"{row['prompt']}\n" for row in rows), encoding="utf-8")
     return str(folder / "rows.txt")
@@ -53,7 +59,7 @@ def _write_bytes(name: str, encode: Callable[[bytes], bytes]) -> Callable[[Seque
 
 
 def _write_parquet(rows: Sequence[Row], folder: Path) -> str:
-    pq.write_table(pa.Table.from_pylist(list(rows)), folder / "rows.parquet", row_group_size=3)
+    (folder / "rows.parquet").write_bytes(parquet(rows))
     return str(folder / "rows.parquet")
 
 

@@ -134,7 +134,11 @@ def poisoned_cache(case: Case, inputs: ModelInput, num_blocks: int, block_size: 
 def attend(kernels: Kernels, case: Case, block_size: int, seed: int = 0) -> list[Tensor]:
     """Attention through a paged cache; [count, num_heads * head_dim] per sequence."""
     inputs, num_blocks = ragged_input(case.pieces, block_size, seed)
-    cache = poisoned_cache(case, inputs, num_blocks, block_size)
+    return attend_over(kernels, case, inputs, poisoned_cache(case, inputs, num_blocks, block_size))
+
+
+def attend_over(kernels: Kernels, case: Case, inputs: ModelInput, cache: KVCache) -> list[Tensor]:
+    """Attention with inputs and a cache that are there."""
     num_heads, _, head_dim = case.heads
     q = torch.zeros(inputs.num_tokens, num_heads, cache.width)
     q[..., :head_dim] = torch.cat(case.queries) * head_dim**-0.5
@@ -180,9 +184,13 @@ def empty_cache(inputs: ModelInput, num_blocks: int, block_size: int, kv: int, d
     return KVCache(packed_keys(keys), values, block_size, scales)
 
 
-def conv_state(slots: Tensor, num_blocks: int, block_size: int) -> ConvState:
-    """State of one layer whose blocks hold what nobody wrote."""
-    return ConvState(slots, torch.full((num_blocks, *slots.shape[1:]), torch.nan, dtype=slots.dtype), block_size)
+def conv_state(slots: Tensor, num_blocks: int, block_size: int, num_spare: int = 0) -> ConvState:
+    """State of one layer whose blocks, and inputs to be taken back before its ``slots``, hold what nobody wrote."""
+    num_slots, reach, width = slots.shape
+    unwritten = torch.full((num_blocks, reach, width), torch.nan, dtype=slots.dtype)
+    if num_spare:
+        slots = torch.cat((torch.full((num_slots, num_spare, width), torch.nan, dtype=slots.dtype), slots), 1)
+    return ConvState(slots, unwritten, block_size)
 
 
 JUST_BELOW_ONE = 1 - 2.0**-53

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from batchgen.engine.engine import Wait
+from batchgen.engine.batch import Wait
 
 
 class Device:

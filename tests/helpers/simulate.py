@@ -22,8 +22,9 @@ if __name__ == "__main__":
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Schedule, Sequence
+from batchgen.engine.sequence import Sequence
 from batchgen.engine.simulation import StepWork, advance, simulate
 
 
@@ -45,16 +46,22 @@ class Row:
 class StepCost:
     """Seconds of a step: a fixed part, one for each token, one for each position a token attends to.
 
-    The defaults are of the order of LFM2-350M on two CPU cores: reading the weights, multiplying, attention.
+    ``mixed`` comes on top where there are other tokens than the newest of each sequence. The defaults are of the order
+    of LFM2-350M on two CPU cores: reading the weights, multiplying, attention.
     """
 
     fixed: float = 0.04
     token: float = 0.0012
     attended: float = 1.5e-7
+    mixed: float = 0.0
 
     def of(self, work: StepWork) -> float:
         """Seconds of one step."""
-        return self.fixed + self.token * work.tokens + self.attended * work.attended
+        launches = self.mixed if work.tokens > work.logits else 0.0
+        return self.fixed + launches + self.token * work.tokens + self.attended * work.attended
+
+
+GPU = StepCost(fixed=0.0008, token=1.2e-6, attended=3e-9, mixed=0.003)  # of the order of an H200's, with graphs
 
 
 @dataclass

@@ -131,6 +131,20 @@ class Steps:
     def is_over(self) -> bool:
         return self.is_complete
 
+    def num_fitting(self, token_ids: Sequence[int]) -> int:
+        """See ``Constraint``."""
+        after: Steps = self
+        for count, token_id in enumerate(token_ids):
+            if after.is_over or (after := after.followed_by(token_id)).error:
+                return count
+        return len(token_ids)
+
+    def followed_by(self, token_id: int) -> Steps:
+        """See ``Constraint``."""
+        after = replace(self)
+        after.push(token_id)
+        return after
+
     def rest(self) -> None:
         """See ``Constraint``."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import Any
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
-from batchgen.run.loader import Backend, EngineFactory, ModelInfo
+from batchgen.run.backend import Backend
+from batchgen.run.loader import ModelInfo
 
 
 def stub_token(request: Request, position: int, vocab_size: int) -> int:
@@ -97,35 +98,50 @@ class StubEngine:
     before_step: Callable[[int], object] | None = None
     stats: StubStats = field(default_factory=StubStats)
     running: dict[int, tuple[Request, list[int], float]] = field(default_factory=dict)
+    waiting: list[Request] = field(default_factory=list)
     num_pulled: int = 0
     num_started: int = 0
     is_stopping: bool = False
 
     def run(self, requests: Iterable[Request]) -> Iterator[Result]:
         source = iter(requests)
-        waiting: list[Request] = []
         more = True
         while not self.is_stopping:
-            while more and len(waiting) < self.look_ahead:
+            while more and len(self.waiting) < self.look_ahead:
                 request = next(source, None)
                 if request is None:
                     more = False
                     break
-                self.num_pulled += 1
-                waiting.append(request)
-            while waiting and len(self.running) < self.max_num_seqs:
-                # Not in order, as the real one, and as there no row waits for ever.
-                request = waiting.pop(0 if self.num_started % 3 == 0 else len(waiting) // 2)
-                self.num_started += 1
-                self.running[request.key] = (request, list(request.output_token_ids), time.monotonic())
-                self.stats.num_prefill_tokens += len(request.prompt_token_ids)
-            if not self.running:
+                self.submit(request)
+            if not self.has_work:
                 return
             yield from self.step()
             if self.is_stopping:
                 time.sleep(self.stops_after_s)
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def submit(self, request: Request) -> None:
+        self.num_pulled += 1
+        self.waiting.append(request)
+
+    def withdraw(self, keys: Collection[int]) -> list[int]:
+        found = [request.key for request in self.waiting if request.key in keys]
+        self.waiting = [request for request in self.waiting if request.key not in keys]
+        return found
+
+    def flush(self) -> list[Result]:
+        return []
+
     def step(self) -> list[Result]:
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            # Not in order, as the real one, and as there no row waits for ever.
+            request = self.waiting.pop(0 if self.num_started % 3 == 0 else len(self.waiting) // 2)
+            self.num_started += 1
+            self.running[request.key] = (request, list(request.output_token_ids), time.monotonic())
+            self.stats.num_prefill_tokens += len(request.prompt_token_ids)
         if self.step_s:
             time.sleep(self.step_s)
         if self.stats.num_steps == self.crashes_at:
@@ -157,21 +173,30 @@ class StubEngine:
         return {key: tuple(tokens) for key, (_, tokens, _) in self.running.items() if tokens}
 
 
+@dataclass
+class StubFactory:
+    """Makes stub engines as ``EngineFactory``; it can be pickled, for workers that are processes."""
+
+    made: list[StubEngine] | None
+    load_s: float
+    load_until: str | None
+    options: dict[str, Any]
+
+    def __call__(self, spec: JobSpec, model: ModelInfo) -> Backend:
+        time.sleep(self.load_s)
+        while self.load_until is not None and not Path(self.load_until).exists():
+            time.sleep(0.05)
+        engine = StubEngine(vocab_size=model.config.vocab_size, **self.options)
+        if self.made is not None:
+            self.made.append(engine)
+        return Backend(engine, {"dtype": "float32", "device": "stub"}, 1)
+
+
 def stub_factory(
     made: list[StubEngine] | None = None, *, load_s: float = 0.0, load_until: str | None = None, **options: Any
-) -> EngineFactory:
+) -> StubFactory:
     """A factory for ``run_job``; every engine it makes is added to ``made``, after ``load_s`` seconds.
 
     Nor before the file ``load_until`` is there.
     """
-
-    def make(spec: JobSpec, model: ModelInfo) -> Backend:
-        time.sleep(load_s)
-        while load_until is not None and not Path(load_until).exists():
-            time.sleep(0.05)
-        engine = StubEngine(vocab_size=model.config.vocab_size, **options)
-        if made is not None:
-            made.append(engine)
-        return Backend(engine, {"dtype": "float32", "device": "stub"}, 1)
-
-    return make
+    return StubFactory(made, load_s, load_until, options)

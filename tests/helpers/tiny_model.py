@@ -7,6 +7,7 @@ all logits are nearly equal and a wrong model would go unnoticed.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,8 @@ from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.batch import build_input
 from batchgen.engine.observers import TokenCounts
-from batchgen.engine.sequence import Group, Schedule
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.sequence import Group
 from batchgen.engine.sequence import Sequence as EngineSequence
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.inputs import ModelInput
@@ -109,7 +111,7 @@ def random_state(model: Decoder, *, num_blocks: int, block_size: int, num_slots:
 
 def packed_keys(keys: Tensor, pack: int | None = None) -> Tensor:
     """Keys [num_blocks, num_kv_heads, width, lanes] as ``KVCache`` lays them out on the CPU."""
-    pack = pack or key_pack(keys.dtype, torch.device("cpu"))
+    pack = pack or key_pack(keys.dtype, CPU, keys.shape[2])
     return keys.unflatten(2, (-1, pack)).transpose(3, 4).contiguous()
 
 
@@ -125,7 +127,7 @@ def sequence_at(
     """A sequence in the middle of its life, as the scheduler would leave it before a step."""
     sequence = Group(Request(key, tuple(token_ids))).sequences[0]
     sequence.num_computed_tokens = num_computed
-    sequence.block_table = list(block_table)
+    sequence.block_table = array("i", block_table)
     sequence.conv_slot = conv_slot
     return sequence
 
@@ -163,10 +165,11 @@ def engine_for(
 ) -> Engine:
     """An engine with a pool of exactly ``num_blocks`` blocks; it admits without foresight, so as to preempt.
 
+    Nor does it draft, which it would by the clock.
     ``parts`` are the arguments of ``Engine`` that are no sizes.
     """
     block_bytes = model.config.kv_block_bytes(block_size, model.dtype.itemsize, sizes.get("kv_dtype", "auto"))
-    sizes = {"forecast_memory": False} | sizes
+    sizes = {"forecast_memory": False, "speculate": "off"} | sizes
     config = EngineConfig(block_size=block_size, kv_memory=num_blocks * block_bytes, **sizes)
     return Engine(model, config, **(parts or {}))
 

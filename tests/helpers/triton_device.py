@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 HAS_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DEVICE = torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
 
 # Interpreters before 3.7 loop over no range that is known at run time only, with numpy 2.4 and later.
 pytest.importorskip(
@@ -33,12 +33,12 @@ import triton.language as tl  # noqa: E402  # what follows imports Triton
 from tiny_model import packed_keys  # noqa: E402
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa: E402
 
-from batchgen.kernels.cuda import rows as _kernels  # noqa: E402
+from batchgen.kernels.cuda import rows  # noqa: E402
 from batchgen.kernels.cuda.backend import CudaKernels  # noqa: E402
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput  # noqa: E402
 from batchgen.kernels.interface import Heads, Linear, Router, Routing, SamplingRows  # noqa: E402
 
-assert HAS_GPU or type(_kernels.rms_norm).__name__ == "InterpretedFunction", "Triton was imported by another test"
+assert HAS_GPU or type(rows.rms_norm).__name__ == "InterpretedFunction", "Triton was imported by another test"
 
 
 def _mend(builder: type[Any]) -> None:
@@ -101,6 +101,14 @@ class OnDevice:
         added = None if residual is None else residual.to(DEVICE)
         return self.kernels.rms_norm(x.to(DEVICE), weight.to(DEVICE), eps, added).cpu()
 
+    def add_and_norm(
+        self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float, post: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``linear`` is one of ``kernels``, which this wraps."""
+        moved = None if post is None else post.to(DEVICE)
+        h, normed = self.kernels.add_and_norm(linear, x.to(DEVICE), residual.to(DEVICE), weight.to(DEVICE), eps, moved)
+        return h.cpu(), normed.cpu()
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return self.kernels.swiglu(gate_up.to(DEVICE)).cpu()
 
@@ -112,7 +120,7 @@ class OnDevice:
         q = self.kernels.rope_and_cache(
             qkv.to(DEVICE), replace(heads, **norms), rotary.to(DEVICE), inputs.to(DEVICE), moved
         )
-        cache.keys.copy_(packed_keys(moved.keys[..., 0], cache.keys.shape[4]))
+        cache.keys.copy_(packed_keys(moved.keys[:, :, 0].transpose(2, 3), cache.keys.shape[4]))
         cache.values.copy_(moved.values)
         return q.cpu()
 
@@ -120,7 +128,9 @@ class OnDevice:
     def _moved(cache: KVCache) -> KVCache:
         """The cache as this device lays it out."""
         keys = cache.key_columns(torch.arange(len(cache.keys)))
-        return replace(cache, keys=keys[..., None].contiguous().to(DEVICE), values=cache.values.to(DEVICE))
+        return replace(
+            cache, keys=keys.transpose(2, 3)[:, :, None].contiguous().to(DEVICE), values=cache.values.to(DEVICE)
+        )
 
     def attention(
         self,

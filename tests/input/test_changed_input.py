@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from repeats import each_value_once
 from run_helpers import JobMaker, finish, quiet, rows_of, start, without_timings
 
 from batchgen.config.job import JobSpec
@@ -67,7 +68,8 @@ FORMATS: dict[str, tuple[str, Callable[[Rows], bytes]]] = {
     "saved dataset": ("saved/data-00000-of-00001.arrow", arrow),
 }
 every_format = pytest.mark.parametrize("form", FORMATS)
-main_formats = pytest.mark.parametrize("form", ["jsonl", "parquet"])
+MAIN_FORMATS = ["jsonl", "parquet"]
+main_formats = pytest.mark.parametrize("form", MAIN_FORMATS)
 
 
 class Changing:
@@ -132,8 +134,7 @@ CHANGES: dict[str, Callable[[Path, bytes], object]] = {
 # ---------------------------------------------------------------- noticed
 
 
-@main_formats
-@pytest.mark.parametrize("change", CHANGES)
+@each_value_once({"change": list(CHANGES), "form": MAIN_FORMATS})
 def test_a_changed_input_stops_the_run_and_resumes_once_it_is_as_it_was(job: JobMaker, form: str, change: str) -> None:
     changing = Changing(job, form)
     expected = changing.undisturbed()

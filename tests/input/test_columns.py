@@ -19,9 +19,10 @@ from batchgen.core.errors import UsageError
 from batchgen.core.records import Shard
 from batchgen.input.columns import HEAD_ROWS
 from batchgen.plan.dry_run import PlanOptions, make_plan
+from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
-from batchgen.run.loader import Backend, ModelInfo
+from batchgen.run.loader import ModelInfo
 
 CHAT_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"}
 BATCH_LINE = {**CHAT_LINE, "body": {"messages": [{"role": "user", "content": "hi"}]}}

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import EVERY_BACK_END, EVERY_NAME, Case, attend, dense, every_dtype, make_case
+from kernel_cases import DTYPES, EVERY_BACK_END, EVERY_NAME, Case, attend, dense, every_dtype, make_case
+from repeats import each_value_once
 from tiny_model import BACK_ENDS
 from torch import Tensor
 
@@ -33,8 +34,7 @@ def solved_case(
     return case, dense(case)
 
 
-@every_dtype
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@each_value_once({"block_size": BLOCK_SIZES, "dtype, kv_dtype": DTYPES})
 @pytest.mark.parametrize("name", BACK_ENDS)
 def test_paged_attention_equals_dense_attention(
     name: str, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
@@ -75,8 +75,7 @@ def test_bits_do_not_depend_on_the_other_sequences_or_the_threads(
         assert torch.equal(attend(CpuKernels(), case.only(row), 24)[0], expected[row])
 
 
-@every_dtype
-@pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 24), (4, 1, 40), (12, 1, 16)], ids=str)
+@each_value_once({"heads": [(3, 3, 16), (6, 2, 24), (4, 1, 40), (12, 1, 16)], "dtype, kv_dtype": DTYPES})
 @pytest.mark.parametrize(
     "cuts", [[1] * 270, [5, 7, 9, 1, 100, 148], [3, 267], [256, 14]], ids=["1", "odd", "3", "tile"]
 )

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from repeats import each_value_once, slow
 from run_helpers import ENVIRONMENT, MODEL, rows_of
 
 from batchgen.config.job import JobSpec
@@ -69,8 +70,7 @@ def wait_for(what: Any) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system does not list its processes")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("is_compiling", [False, True])
+@each_value_once({"number": [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], "is_compiling": [False, True]})
 def test_no_process_outlives_a_run_that_is_killed(number: int, is_compiling: bool, empty_cache: Path) -> None:
     command = [sys.executable, "-c", STARTED]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -166,14 +166,16 @@ def test_a_user_is_told_when_kernels_cannot_be_kept(tmp_path: Path, monkeypatch:
     assert [note[:63] for note in notes] == ["kernels cannot be kept here, so each start compiles them anew: "]
 
 
-def test_the_first_run_and_the_next_import_no_numba_and_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", ["kept", slow("empty")])
+def test_the_first_run_and_the_next_import_no_numba_and_agree(tmp_path: Path, cache: str) -> None:
+    """With kernels that were compiled before, at the latest by the first of the two, or that are not there yet."""
     rows = "".join(json.dumps(row) + "\n" for row in rows_of(3))
     (tmp_path / "rows.jsonl").write_text(rows)
     outputs = []
     for name in ("first", "next"):
         job = ["run", "--model", str(MODEL), "--input", str(tmp_path / "rows.jsonl"), "--prompt", "{question}"]
         command = [sys.executable, "-c", RUN, *job, "--output", str(tmp_path / name), "--max-tokens", "8"]
-        environment = {**ENVIRONMENT, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+        environment = ENVIRONMENT | ({"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]} if cache == "empty" else {})
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.stdout.splitlines()[-1] == "0 False", done.stderr[-1000:]
         lines = (tmp_path / name / "outputs.jsonl").read_text().splitlines()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from llvmlite import binding
+from repeats import slow
 
 from batchgen.kernels import processor
 from batchgen.kernels.processor import processor_variant
@@ -101,10 +102,10 @@ assert ours == (codegen._get_host_cpu_name(), codegen._get_host_cpu_features()),
     "settings",
     [
         {},
-        {"NUMBA_CPU_NAME": "generic"},
-        {"NUMBA_CPU_NAME": "haswell"},
+        slow({"NUMBA_CPU_NAME": "generic"}),
+        slow({"NUMBA_CPU_NAME": "haswell"}),
         {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"},
-        {"NUMBA_CPU_NAME": "sandybridge"},
+        slow({"NUMBA_CPU_NAME": "sandybridge"}),
         {"NUMBA_ENABLE_AVX": "0"},
     ],
 )
@@ -138,8 +139,8 @@ def test_the_variant_of_the_reference_names_the_gpu_only_where_the_model_runs_on
     ("settings", "found"),
     [
         ({"NUMBA_CPU_FEATURES": "+avx2,+fma"}, "False True float32 float32"),
-        ({"NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16"}, "True True bfloat16 bfloat16"),
-        ({"NUMBA_CPU_NAME": "generic"}, "False False float32 float32"),
+        slow({"NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16"}, "True True bfloat16 bfloat16"),
+        slow({"NUMBA_CPU_NAME": "generic"}, "False False float32 float32"),
     ],
 )
 def test_kernels_loader_and_plan_agree_on_the_cpu(settings: dict[str, str], found: str) -> None:
@@ -148,10 +149,35 @@ def test_kernels_loader_and_plan_agree_on_the_cpu(settings: dict[str, str], foun
     assert " ".join(done.stdout.split()) == found
 
 
-@pytest.mark.parametrize("setting", ["NUMBA_CPU_NAME=generic", "NUMBA_ENABLE_AVX=0"])
+@pytest.mark.parametrize("setting", ["NUMBA_CPU_NAME=generic", slow("NUMBA_ENABLE_AVX=0")])
 def test_kernels_compile_for_less_than_the_cpu_can_do(setting: str, tmp_path: Path) -> None:
     name, _, value = setting.partition("=")
     environment = {**os.environ, name: value, "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-c", MULTIPLY, "bfloat16"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "8.0\n"), done.stderr[-1000:]
+
+
+@pytest.mark.parametrize(
+    ("v2", "v1", "cpus"),
+    [
+        ("max 100000\n", None, 8),
+        ("150000 100000\n", None, 2),
+        ("10000 100000\n", None, 1),
+        ("1600000 100000\n", None, 8),
+        ("", None, 8),
+        (None, (300000, 100000), 3),
+        (None, (-1, 100000), 8),
+        (None, None, 8),
+    ],
+)
+def test_processors_count_only_as_far_as_a_cgroup_grants_their_time(
+    v2: str | None, v1: tuple[int, int] | None, cpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = tmp_path / "max", tmp_path / "quota", tmp_path / "period"
+    monkeypatch.setattr(processor, "_CPU_QUOTAS", (files[:1], files[1:]))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    for file, text in zip(files, (v2, *(v1 or (None, None))), strict=True):
+        if text is not None:
+            file.write_text(str(text))
+    assert processor.num_usable_cpus() == cpus

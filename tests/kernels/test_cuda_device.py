@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from kernel_cases import rotary_table
 from tiny_model import CPU, STD, engine_for, ragged_input, random_requests, random_state, raw_config, solo, tokens_of
 from torch import Tensor
 from triton_device import DEVICE, HAS_GPU, CudaKernels
 
+from batchgen.cli.main import call
+from batchgen.core.errors import ExitCode
 from batchgen.core.records import SamplingParams
-from batchgen.engine.replay import CudaRecorder, PaddingSlot, StepReplays, bucket
-from batchgen.kernels.interface import Kernels
+from batchgen.engine import Engine
+from batchgen.engine.graphs import CaptureFailed, CudaRecorder
+from batchgen.engine.replay import PaddingSlot, StepReplays, bucket
+from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
+from batchgen.kernels.interface import Heads, Kernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
 from batchgen.model.registry import parse_config
@@ -21,6 +31,7 @@ from batchgen.model.weights import Init, RandomTensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="no CUDA device here")]
 
+JOBS = Path(__file__).parents[2] / "jobs"
 BLOCK_SIZE = 16
 MOST_SEQS = 70
 NO_FORECAST = {"forecast_memory": False}  # so that memory does run out, and sequences are preempted
@@ -117,3 +128,106 @@ def test_batch_invariant_kernels_make_batched_and_preempted_tokens_those_of_a_ro
     got = tokens_of(engine.run(requests))
     assert engine.stats.num_preemptions
     assert got == solo(model, requests)
+
+
+def small_engine(kernels: CudaKernels, **parts: Any) -> Engine:
+    sizes = {"max_num_seqs": 13, "max_num_batched_tokens": 50}
+    model = model_on(DEVICE, torch.float32, kernels)
+    return engine_for(model, num_blocks=200, block_size=BLOCK_SIZE, parts=parts, **sizes, **NO_FORECAST)
+
+
+def test_steps_that_overlap_give_the_tokens_of_single_ones() -> None:
+    requests = random_requests(60, seed=2, prompt=(1, 90), output=(1, 80), vocab_size=1000)
+    requests += [replace(r, key=100 + r.key, params=replace(r.params, temperature=1.0, seed=5)) for r in requests]
+    kernels = CudaKernels(DEVICE, batch_invariant=True)
+    assert tokens_of(small_engine(kernels).run(requests)) == tokens_of(
+        small_engine(kernels, overlaps=False).run(requests)
+    )
+
+
+def test_an_engine_goes_on_when_another_one_ends() -> None:
+    requests = random_requests(40, seed=3, prompt=(1, 60), output=(20, 80), vocab_size=1000)
+    kernels = CudaKernels(DEVICE, batch_invariant=True)
+    expected = tokens_of(small_engine(kernels).run(requests))
+    survivor, other = small_engine(kernels), small_engine(kernels)
+    answers = [answer for r in requests if (answer := survivor.submit(r)) is not None]
+    for step in range(10_000):
+        answers += survivor.step()
+        if step < 40:
+            other.submit(replace(requests[step % len(requests)], key=step))
+            other.step()
+        if step == 40:
+            del other
+            gc.collect()
+            torch.cuda.empty_cache()
+        if not survivor.has_work:
+            break
+    answers += survivor.flush()
+    assert tokens_of(answers) == expected
+
+
+def test_a_capture_that_fails_leaves_the_device_to_steps_launched_one_by_one() -> None:
+    recorder = CudaRecorder(DEVICE)
+    x = torch.arange(5, device=DEVICE)
+    with pytest.raises(CaptureFailed):
+        recorder.record(lambda: x * x.sum().item())  # which waits for the device
+    assert (x + 1).tolist() == [1, 2, 3, 4, 5]
+    _, replay = recorder.record(lambda: x * 2)
+    assert replay().tolist() == [0, 2, 4, 6, 8]
+
+
+def shifted(inputs: ModelInput, by: int, block_size: int) -> ModelInput:
+    """The same inputs, with all blocks ``by`` further on."""
+    tables, slots = inputs.block_tables + by, inputs.slot_mapping + by * block_size
+    return replace(inputs, block_tables=tables, slot_mapping=slots).to(DEVICE)
+
+
+def test_attention_far_into_a_pool_beyond_two_to_the_31_elements() -> None:
+    block_size, kv_heads, dim, num_blocks = 32, 8, 64, 140_000
+    generator = torch.Generator().manual_seed(0)
+    base, used = ragged_input([(0, 100), (64, 1), (40, 7)], block_size)
+    first = torch.randn(2, used, kv_heads, block_size, dim, generator=generator).bfloat16().to(DEVICE)
+    qkv = torch.randn(base.num_tokens, 32 * dim, generator=generator).bfloat16().to(DEVICE)
+    norm = torch.ones(dim, dtype=torch.bfloat16, device=DEVICE)
+    keys = torch.zeros(num_blocks + 1, kv_heads, dim, block_size, 1, dtype=torch.bfloat16, device=DEVICE)
+    values = torch.zeros(num_blocks, kv_heads, block_size, dim, dtype=torch.bfloat16, device=DEVICE)
+    assert keys.numel() > 2**31
+    cache, kernels, found = KVCache(keys, values, block_size), CudaKernels(DEVICE), []
+    for by in (0, num_blocks - used):
+        keys[by : by + used, ..., 0] = first[0].transpose(2, 3)
+        values[by : by + used] = first[1]
+        inputs = shifted(base, by, block_size)
+        rotary = rotary_table(128, dim).to(DEVICE)
+        q = kernels.rope_and_cache(qkv, Heads(16, dim, norm, norm, 1e-5), rotary, inputs, cache)
+        found.append(kernels.attention(q, cache, inputs, dim, torch.bfloat16))
+    assert torch.equal(*found) and found[0].isfinite().all()
+
+
+def test_convolution_state_is_kept_far_into_a_pool_beyond_two_to_the_31_elements() -> None:
+    block_size, width, num_blocks = 32, 1024, 1_060_000
+    generator = torch.Generator().manual_seed(0)
+    base, used = ragged_input([(0, 100), (63, 1)], block_size)
+    blocks = torch.zeros(num_blocks, 2, width, dtype=torch.bfloat16, device=DEVICE)
+    assert blocks.numel() > 2**31
+    bcx = torch.randn(base.num_tokens, 3 * width, generator=generator).bfloat16().to(DEVICE)
+    weight, bias = (torch.randn(*shape, generator=generator).to(DEVICE) for shape in ((3, width), (width,)))
+    found, kernels = [], CudaKernels(DEVICE)
+    for by in (0, num_blocks - used):
+        state = ConvState(torch.ones(2, 2, width, dtype=torch.bfloat16, device=DEVICE), blocks, block_size)
+        out = kernels.short_conv(bcx, weight, bias, state, shifted(base, by, block_size))
+        found.append((out, blocks[by : by + used].clone(), state.slots))
+    assert all(torch.equal(near, far) for near, far in zip(*found, strict=True))
+    assert found[0][1].any()
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_the_quickstart_gives_the_texts_of_the_cpu(tmp_path: Path) -> None:
+    texts = []
+    for device in ("cpu", "auto"):
+        out = tmp_path / device
+        options = ["--device", device, "--dtype", "float32", "--output", str(out), "--quiet"]
+        assert call(["run", str(JOBS / "quickstart.toml"), *options]) == ExitCode.OK
+        report = json.loads((out / "report.json").read_text())
+        assert report["numerics"]["device"] == ("cpu" if device == "cpu" else DEVICE.type)
+        texts.append([json.loads(line)["text"] for line in (out / "outputs.jsonl").read_text().splitlines()])
+    assert texts[0] == texts[1] and len(texts[0]) == 300

@@ -18,14 +18,16 @@ from tiny_model import (
     ragged_input,
     random_requests,
     random_state,
+    solo,
     state_tensors,
     tiny_model,
     tokens_of,
 )
 from torch import Tensor
 
-from batchgen.engine import model_runner
+from batchgen.engine import model_runner, replay
 from batchgen.engine.batch import PendingTokens
+from batchgen.engine.graphs import CaptureFailed
 from batchgen.engine.replay import PaddingSlot, StaticInput, StepReplays, StepSize, bucket, is_decode
 from batchgen.kernels.inputs import ModelInput
 from batchgen.model.decoder import Decoder
@@ -123,7 +125,7 @@ def test_rows_left_over_are_first_tokens_in_the_spare_state_whatever_was_there_b
     assert filled.block_tables[2:, 0].tolist() == [99, 99]
     assert not filled.block_tables[:, 2:].any() and not filled.block_tables[2:, 1].any()
     assert filled.cu_seqlens.tolist() == [0, 1, 2, 3, 4]
-    assert filled.query_blocks.tolist() == [[i, i, 1] for i in range(4)]
+    assert filled.query_blocks.tolist() == [[i, i, 1, 0, 0] for i in range(4)]
     assert filled.logits_indices.tolist() == [0, 1, 2, 3]
     assert filled.subset is None
     for name in filled.__slots__:
@@ -141,31 +143,68 @@ def test_an_engine_that_replays_gives_the_tokens_of_one_that_does_not(monkeypatc
     monkeypatch.setattr(model_runner, "has_graphs", lambda _: True)
     monkeypatch.setattr(model_runner, "CudaRecorder", lambda _: recorder)
     engine = engine_for(model, **sizes)
+    assert recorder.num_recorded == 4, "5, 4, 2, 1"
     assert tokens_of(checked_run(engine, requests)) == expected
-    assert recorder.num_recorded > 2
+    assert recorder.num_recorded == 4, "none is left for the run"
     assert engine.stats.num_preemptions == plain.stats.num_preemptions > 0
 
 
-def test_a_size_is_recorded_once_and_every_new_one_anew() -> None:
+def test_all_sizes_are_recorded_at_once_the_largest_first_and_only_long_contexts_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replay, "_USUAL_TOKENS", 40)
     model = tiny_model()
     state, spare = state_for(model, 60 * MOST_SEQS)
     graphs, recorder = graphs_for(model, state, spare)
-    for num_seqs, longest, recorded in [(1, 9, 1), (1, 30, 1), (9, 9, 2), (10, 30, 2), (2, 9, 3), (11, 30, 4)]:
-        graphs.run(decode_input(num_seqs, 0, longest)[0])
-        assert recorder.num_recorded == recorded
-    long, _ = ragged_input([(70, 1)], BLOCK_SIZE)
-    graphs.run(long)  # block tables wider than those recorded
-    assert recorder.num_recorded == 5
+    graphs.record_all()
+    assert [(size.num_seqs, size.max_blocks) for size in graphs.recorded] == [(n, 10) for n in (11, 8, 4, 2, 1)]
+    steps = [(1, 39, 5), (9, 30, 5), (11, 39, 5), (1, 40, 6), (2, 44, 7), (1, 159, 7), (1, 160, 8), (1, LONGEST - 1, 9)]
+    for num_seqs, past, recorded in steps:
+        inputs, _ = ragged_input([(past, 1)] * num_seqs if past < 50 else [(past, 1)], BLOCK_SIZE)
+        expected = model.forward(inputs, copied(state), past)
+        assert torch.equal(graphs.run(inputs), expected)
+        assert recorder.num_recorded == recorded, past
+    assert max(size.max_blocks for size in graphs.recorded) == LONGEST / BLOCK_SIZE
+
+
+class FailsAt(Again):
+    """Cannot record from some recording on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.first = first
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+        if self.num_recorded == self.first:
+            raise CaptureFailed("operation not permitted")
+        return super().record(work)
+
+
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_an_engine_that_cannot_record_launches_every_step_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    monkeypatch.setattr(replay, "_USUAL_TOKENS", 16)
+    monkeypatch.setattr(model_runner, "has_graphs", lambda _: True)
+    monkeypatch.setattr(model_runner, "CudaRecorder", lambda _: FailsAt(first))
+    requests = random_requests(9, seed=0, prompt=(1, 20), output=(1, 24))
+    model = tiny_model()
+    engine = engine_for(model, num_blocks=60, block_size=BLOCK_SIZE, max_num_seqs=5, max_num_batched_tokens=16)
+    assert (engine.runner.replays is not None) == (first == 4), "5, 4, 2, 1, and then a long context"
+    assert tokens_of(engine.run(requests)) == solo(model, requests)
+    assert engine.runner.replays is None
+    (note,) = engine.runner.notes
+    assert note.endswith("take longer: operation not permitted")
 
 
 def test_the_rotary_table_stays_where_recordings_found_it() -> None:
     model = tiny_model()
     state, spare = state_for(model, LONGEST // BLOCK_SIZE + 2)
     graphs, _ = graphs_for(model, state, spare)
-    table = model.rotary.tables
+    table = model.rotary.upto(0)
     graphs.run(ragged_input([(LONGEST - 1, 1)], BLOCK_SIZE)[0])
     model.forward(ragged_input([(LONGEST - 9, 9)], BLOCK_SIZE)[0], state, LONGEST - 1)
-    assert model.rotary.tables is table
+    assert model.rotary.upto(0) is table
 
 
 def test_only_steps_of_one_token_each_with_all_logits_are_taken() -> None:
@@ -176,8 +215,9 @@ def test_only_steps_of_one_token_each_with_all_logits_are_taken() -> None:
     assert not is_decode(replace(one_each, logits_indices=torch.tensor([0, 2, 1])))
 
 
-def test_buckets_hold_every_size_with_at_most_a_quarter_of_padding() -> None:
-    for most in (1, 5, 100, 512, 1000):
+def test_buckets_are_few_and_hold_every_size_with_at_most_a_quarter_of_padding_where_rows_cost_time() -> None:
+    for most, num_sizes in ((1, 1), (5, 4), (100, 11), (512, 20), (1000, 24), (1024, 24)):
         sizes = [bucket(n, most) for n in range(1, most + 1)]
-        assert all(n <= size <= min(most, 1.25 * n) for n, size in enumerate(sizes, 1))
-        assert sizes == sorted(sizes) and len(set(sizes)) <= 8 + 4 * max(0, most.bit_length() - 3)
+        assert all(n <= size <= min(most, max(2 * n, 32), max(1.25 * n, n + 15)) for n, size in enumerate(sizes, 1))
+        assert sizes == sorted(sizes) and len(set(sizes)) == num_sizes
+        assert all(bucket(size, most) == size for size in sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -24,18 +24,23 @@ from kernel_cases import (
     normal,
     rotary_table,
 )
-from tiny_model import ragged_input, random_requests, solo, tiny_model, tokens_of
+from repeats import each_value_once
+from tiny_model import packed_keys, ragged_input, random_requests, solo, tiny_model, tokens_of
 from torch import Tensor
 from torch.nn import functional
-from triton_device import HAS_GPU, OnDevice
+from triton_device import DEVICE, HAS_GPU, CudaKernels, InterpreterBuilder, OnDevice
 
 from batchgen.core.records import SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels.cuda import attention as attention_kernels
+from batchgen.kernels.cuda import tuning
+from batchgen.kernels.cuda.attention import Arrivals
+from batchgen.kernels.cuda.linear import CublasLinear
 from batchgen.kernels.interface import Heads, SamplingRows
 from batchgen.kernels.quantize import quantize
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
+from batchgen.model import state
 
 REFERENCE = ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -64,6 +69,56 @@ def test_rms_norm_and_swiglu_equal_the_reference(width: int, dtype: torch.dtype)
     torch.testing.assert_close(OnDevice().swiglu(gate_up), REFERENCE.swiglu(gate_up), **tolerance(dtype))
 
 
+def added_up(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    total = torch.zeros_like(parts[0])
+    for part in (*parts, *([] if bias is None else [bias.float()])):
+        total = total + part
+    return total.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "out_features"), [(600, 33), (70, 1), (1, 40)])
+def test_a_product_in_parts_adds_up_to_it_and_a_row_has_its_own_bits(
+    width: int, out_features: int, dtype: torch.dtype
+) -> None:
+    x, weight = normal(70, width, seed=0, dtype=dtype), normal(out_features, width, seed=1, dtype=dtype)
+    linear = CublasLinear(weight.to(DEVICE), None)
+    parts = linear.parts(x.to(DEVICE)).cpu()
+    assert relative_error(parts.sum(0), x.double() @ weight.double().T) < 1e-6
+    assert all(part.any() for part in parts) == (width == 600), "a wide sum falls into several"
+    for rows in (slice(0, 1), slice(5, 9), slice(60, 69)):
+        assert torch.equal(linear.parts(x[rows].to(DEVICE)).cpu(), parts[:, rows])
+
+
+def test_many_rows_are_multiplied_by_cublas_before_they_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "FEW_ROWS", 4)
+    device = OnDevice()
+    x, h, norm = normal(5, 70, seed=0), normal(5, 30, seed=1), normal(30, seed=2)
+    linear = device.kernels.linear(normal(30, 70, seed=3).to(DEVICE))
+    assert torch.equal(device.add_and_norm(linear, x, h, norm, 1e-5)[0], h + linear(x.to(DEVICE)).cpu())
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [1, 7, 100])
+def test_a_product_is_rounded_before_it_is_added_and_the_sum_before_it_is_normed(
+    width: int, dtype: torch.dtype, batch_invariant: bool
+) -> None:
+    device = OnDevice(batch_invariant=batch_invariant)
+    x, h = normal(5, 70, seed=0, dtype=dtype), normal(5, width, seed=1, dtype=dtype)
+    post, norm = (1 + normal(width, seed=seed, dtype=dtype) for seed in (2, 3))
+    weight, bias = normal(width, 70, seed=4, dtype=dtype), normal(width, seed=5, dtype=dtype)
+    for behind, added in ((None, None), (post, None), (None, bias)):
+        linear = device.kernels.linear(weight.to(DEVICE), None if added is None else added.to(DEVICE))
+        y = linear(x.to(DEVICE)).cpu() if batch_invariant else added_up(linear.parts(x.to(DEVICE)).cpu(), added, dtype)
+        sums, normed = device.add_and_norm(linear, x, h, norm, 1e-5, behind)
+        assert torch.equal(sums, h + (y if behind is None else device.rms_norm(y, behind, 1e-5)))
+        assert torch.equal(normed, device.rms_norm(sums, norm, 1e-5))
+        expected = REFERENCE.add_and_norm(REFERENCE.linear(weight, added), x, h, norm, 1e-5, behind)
+        for got, close in zip((sums, normed), expected, strict=True):
+            assert relative_error(got, close) < (2**-7 if dtype == torch.bfloat16 else 1e-5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 5, 100, 8192, 20_000])
 def test_argmax_and_logsumexp_equal_the_reference(width: int, dtype: torch.dtype) -> None:
@@ -82,13 +137,12 @@ def test_argmax_and_logsumexp_equal_the_reference(width: int, dtype: torch.dtype
     assert not sums[[1, 2, 3, 4]].isfinite().any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("heads", "block_size"),
-    [((3, 3, 16), 16), ((5, 1, 8), 3), ((4, 2, 24), 24), ((4, 2, 12), 1), ((2, 2, 64), 32)],
-    ids=str,
+@each_value_once(
+    {
+        "heads, block_size": [((3, 3, 16), 16), ((5, 1, 8), 3), ((4, 2, 24), 24), ((4, 2, 12), 1), ((2, 2, 64), 32)],
+        "is_plain, dtype": list(product([False, True], DTYPES)),
+    }
 )
-@pytest.mark.parametrize("is_plain", [False, True], ids=["normed", "plain"])
 def test_rope_and_cache_equals_the_reference(
     is_plain: bool, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
@@ -114,6 +168,17 @@ def test_rope_and_cache_equals_the_reference(
     assert torch.equal(values, expected_values), "values are copied as they are"
 
 
+def test_the_reference_keeps_keys_as_a_gpu_does_too() -> None:
+    inputs, num_blocks = ragged_input([(0, 5), (31, 3)], 16)
+    qkv, weight = normal(inputs.num_tokens, 4 * 24, seed=1), 1 + normal(24, seed=2)
+    narrow = empty_cache(inputs, num_blocks, 16, 1, 24, torch.float32)
+    wide = replace(narrow, keys=packed_keys(narrow.key_columns(torch.arange(num_blocks + 1)), pack=32))
+    assert wide.keys.shape == (num_blocks + 1, 1, 1, 16, 32)
+    for cache in (narrow, wide):
+        REFERENCE.rope_and_cache(qkv, Heads(2, 24, weight, weight, 1e-5), rotary_table(40, 24), inputs, cache)
+    assert torch.equal(*(cache.key_columns(torch.arange(num_blocks + 1)) for cache in (narrow, wide)))
+
+
 # Single tokens and chunks; in the first span of a context, across its end, and on a later one.
 PIECES = [(0, 1), (0, 7), (5, 1), (40, 1), (127, 1), (128, 1), (60, 9), (130, 3), (0, 70)]
 HEADS = [(3, 3, 16), (6, 2, 24), (12, 1, 16)]
@@ -133,8 +198,7 @@ def assert_attends(case: Case, block_size: int) -> None:
 
 
 @pytest.mark.usefixtures("short_spans")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "block_size"), list(zip(HEADS, [16, 3, 32], strict=True)), ids=str)
+@each_value_once({"heads, block_size": list(zip(HEADS, [32, 64, 3], strict=True)), "dtype": DTYPES})
 def test_paged_attention_equals_dense_attention(
     heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
@@ -142,7 +206,7 @@ def test_paged_attention_equals_dense_attention(
 
 
 def test_attention_equals_dense_attention_over_full_spans() -> None:
-    assert_attends(make_case([(511, 1), (512, 1), (500, 20)], (4, 2, 64), torch.bfloat16, seed=0), 32)
+    assert_attends(make_case([(511, 1), (512, 1), (500, 20)], (4, 2, 64), torch.bfloat16, seed=0), 64)
 
 
 @pytest.mark.usefixtures("short_spans")
@@ -150,9 +214,41 @@ def test_attention_equals_dense_attention_over_full_spans() -> None:
 def test_attention_has_the_same_bits_whatever_shares_the_batch(dtype: torch.dtype) -> None:
     case = make_case([(100, 1), (20, 5), (63, 1), (64, 2)], (4, 2, 16), dtype, 2)
     together = attend(OnDevice(), case, 16)
-    assert all(map(torch.equal, attend(OnDevice(), case, 32, seed=1), together)), "other blocks, other block size"
+    assert all(map(torch.equal, attend(OnDevice(), case, 64, seed=1), together)), "other blocks, other block size"
     for row, expected in enumerate(together):
         assert torch.equal(attend(OnDevice(), case.only(row), 16)[0], expected)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a GPU takes programs in an order of its own")
+@pytest.mark.usefixtures("short_spans")
+@pytest.mark.parametrize("window", [0, 150])
+def test_spans_are_merged_in_order_whichever_comes_last_and_counters_are_left_at_zero(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case([(300, 1), (20, 5), (63, 1), (64, 1), (200, 1)], (4, 2, 16), torch.float32, 2, window=window)
+    device = OnDevice()
+    expected = attend(device, case, 16)
+    set_grid_idx = InterpreterBuilder.set_grid_idx
+    for turned in (1, 2):
+
+        def turn(builder: InterpreterBuilder, x: int, y: int, z: int, by: int = turned) -> None:
+            last = builder.grid_dim[2] - 1
+            set_grid_idx(builder, x, y, last - z if by == 2 else (z + by) % (last + 1))
+
+        monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", turn)
+        assert all(map(torch.equal, attend(device, case, 16), expected))
+        (counters,) = device.kernels._arrivals._given
+        assert not counters.any()
+
+
+def test_counters_stay_where_recordings_found_them() -> None:
+    arrivals = Arrivals()
+    few = arrivals.at_least(5, DEVICE)
+    assert arrivals.at_least(len(few), DEVICE) is few
+    more = arrivals.at_least(len(few) + 1, DEVICE)
+    assert len(more) > len(few)
+    assert more.dtype is torch.int32
+    assert arrivals._given[0] is few
 
 
 @pytest.mark.usefixtures("short_spans")
@@ -168,8 +264,7 @@ def test_batch_invariant_attention_has_the_same_bits_however_a_prompt_is_cut(dty
 
 
 @pytest.mark.usefixtures("short_spans")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("window", "heads", "block_size"), [(3, (6, 2, 24), 3), (100, (4, 1, 16), 32)], ids=str)
+@each_value_once({"window, heads, block_size": [(3, (6, 2, 24), 3), (100, (4, 1, 16), 64)], "dtype": DTYPES})
 def test_attention_over_a_window_with_gates_equals_dense_attention(
     window: int, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
@@ -178,8 +273,7 @@ def test_attention_over_a_window_with_gates_equals_dense_attention(
 
 
 @pytest.mark.usefixtures("short_spans")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [3, 50])
+@each_value_once({"window": [3, 50], "dtype": DTYPES})
 def test_attention_over_a_window_has_the_same_bits_however_a_prompt_is_cut(window: int, dtype: torch.dtype) -> None:
     whole = make_case([(0, 140)], (2, 1, 16), dtype, 3, window=window, is_gated=True)
     expected = attend(OnDevice(batch_invariant=True), whole, 16)[0]
@@ -194,9 +288,7 @@ CONV_PIECES = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("pieces", CONV_PIECES)
-@pytest.mark.parametrize(("width", "taps"), [(16, 3), (300, 3), (7, 7)])
+@each_value_once({"width, taps": [(16, 3), (300, 3), (7, 7)], "pieces, dtype": list(product(CONV_PIECES, DTYPES))})
 def test_short_conv_equals_the_reference(width: int, taps: int, pieces: str, dtype: torch.dtype) -> None:
     weight, bias = normal(taps, width, seed=1), normal(width, seed=2)
     inputs, num_blocks = ragged_input(CONV_PIECES[pieces], 16)
@@ -273,6 +365,29 @@ def test_batch_invariant_linear_has_the_same_bits_for_a_row_in_any_batch(dtype: 
         assert torch.equal(linear(x[rows]), whole[rows])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "inner"), [(100, 70), (64, 32), (7, 1)])
+def test_a_gated_product_in_one_kernel_equals_the_steps_it_joins(width: int, inner: int, dtype: torch.dtype) -> None:
+    device = OnDevice()
+    gate, up = (normal(inner, width, seed=seed, dtype=dtype) for seed in (1, 2))
+    x = normal(130, width, seed=0, dtype=dtype)
+    joined = device.kernels.gated_linear(gate.to(DEVICE), up.to(DEVICE))
+    whole = joined(x.to(DEVICE)).cpu()
+    in_order = OnDevice(batch_invariant=True).linear(torch.cat((gate, up)))
+    assert torch.equal(whole, device.swiglu(in_order(x)))
+    assert relative_error(whole, REFERENCE.gated_linear(gate, up)(x)) < (2**-6 if dtype == torch.bfloat16 else 1e-5)
+    for rows in (slice(0, 1), slice(5, 9), slice(60, 129)):
+        assert torch.equal(joined(x[rows].to(DEVICE)).cpu(), whole[rows]), "a row's bits are its own"
+
+
+def test_many_rows_are_multiplied_before_they_are_gated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "FEW_ROWS", 4)
+    device = OnDevice()
+    gate, up, x = normal(20, 30, seed=1), normal(20, 30, seed=2), normal(5, 30, seed=0)
+    got = device.kernels.gated_linear(gate.to(DEVICE), up.to(DEVICE))(x.to(DEVICE)).cpu()
+    assert torch.equal(got, device.swiglu(device.linear(torch.cat((gate, up)))(x)))
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_in_8_bits_are_multiplied_as_the_numbers_that_they_stand_for(
@@ -293,8 +408,19 @@ def test_a_cuda_device_gets_these_kernels_and_the_reference_where_triton_is_miss
     device = torch.device("cuda", 3)
     assert select(device, torch.bfloat16).name == "cuda"
     assert current == [device], "Triton launches on the current device"
+    assert select(torch.device("cuda"), torch.bfloat16).name == "cuda"
+    assert current == [device], "set_device takes no device without an index"
     monkeypatch.setattr("batchgen.kernels.select.find_spec", lambda _: None)
     assert select(device, torch.bfloat16).name == "reference"
+
+
+def test_products_of_half_precision_are_summed_in_float32() -> None:
+    matmul = torch.backends.cuda.matmul
+    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    for name in names:
+        setattr(matmul, name, True)
+    CudaKernels()
+    assert [getattr(matmul, name) for name in names] == [False, False]
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this is for a model whose weights are on the CPU; test_cuda_device has the other")
@@ -306,11 +432,13 @@ def test_a_cuda_device_gets_these_kernels_and_the_reference_where_triton_is_miss
     ],
     ids=["lfm2", "lfm3"],
 )
-def test_a_model_generates_what_the_reference_generates(shape: dict[str, Any]) -> None:
+def test_a_model_generates_what_the_reference_generates(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = random_requests(3, seed=1, prompt=(1, 20), output=(2, 4))
     drawn = random_requests(2, seed=2, prompt=(3, 9), output=(3, 3), params=SamplingParams(temperature=0.8, top_k=20))
     requests = [*greedy, *(replace(r, key=10 + r.key) for r in drawn)]
+    monkeypatch.setattr(state, "key_pack", lambda _dtype, _device, width: width)  # as on a GPU
     model = tiny_model(kernels=OnDevice().kernels, **shape)
     engine = Engine(model, EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, block_size=8, kv_memory=1 << 20))
-    reference = tiny_model(kernels=REFERENCE, **shape)
-    assert tokens_of(engine.run(requests)) == solo(reference, requests)
+    got = tokens_of(engine.run(requests))
+    monkeypatch.undo()
+    assert got == solo(tiny_model(kernels=REFERENCE, **shape), requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,23 +19,30 @@ from batchgen.kernels.select import select
 
 
 @pytest.fixture
-def python_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = parallel._python_launch(), 0
-    monkeypatch.setattr(parallel, "_launcher", lambda: launch)
+def without_openmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(parallel._Torch, "multiplies", True)
+    monkeypatch.setattr(parallel, "openmp", lambda: None)
+    parallel._launcher.cache_clear()
     torch.set_num_threads(2)
-
-
-@pytest.mark.usefixtures("python_threads")
-def test_plain_threads_give_the_same_bits_as_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.randn(100, 40), torch.randn(40)
-    by_python = [CpuKernels().rms_norm(x, weight, 1e-5) for _ in range(20)]
+    yield
     monkeypatch.undo()
+    parallel._launcher.cache_clear()
+
+
+@pytest.mark.usefixtures("without_openmp")
+def test_a_pool_gives_the_same_bits_as_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(100, 40), torch.randn(40)
+    by_pool = [CpuKernels().rms_norm(x, weight, 1e-5) for _ in range(20)]
+    monkeypatch.undo()
+    parallel._Torch.multiplies = True
+    parallel._launcher.cache_clear()
     by_openmp = CpuKernels().rms_norm(x, weight, 1e-5)
-    assert all(torch.equal(y, by_openmp) for y in by_python)
+    parallel._Torch.multiplies = False
+    assert all(torch.equal(y, by_openmp) for y in by_pool)
 
 
-@pytest.mark.usefixtures("python_threads")
-def test_an_error_free_run_on_plain_threads_gives_the_same_tokens() -> None:
+@pytest.mark.usefixtures("without_openmp")
+def test_an_error_free_run_without_openmp_gives_the_same_tokens() -> None:
     model, requests = tiny_model(), random_requests(4, seed=1)
     engine = engine_for(model, num_blocks=30, block_size=7, max_num_batched_tokens=12)
     assert tokens_of(engine.run(requests)) == solo(model, requests)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import EVERY_BACK_END, EVERY_NAME, conv_state, empty_cache, normal, rotary_table
+from kernel_cases import EVERY_BACK_END, EVERY_NAME, INTERPRETED, conv_state, empty_cache, normal, rotary_table
 from tiny_model import BACK_ENDS, ragged_input
 from torch import Tensor
 from torch.nn import functional
@@ -239,6 +240,59 @@ def test_convolution_has_the_same_bits_however_a_sequence_is_cut(width: int, tap
             assert torch.equal(state, whole_state)
     alone, _ = run([[4, 16]], columns[1:2], 2)
     assert torch.equal(alone[0], whole[1])
+
+
+_MOST = {name: 2 if name == "cuda" else 7 for name in EVERY_BACK_END}  # drafts: the interpreter takes its time
+
+
+@pytest.mark.parametrize("past", [0, 1, 14], ids=str)
+@pytest.mark.parametrize("taps", [2, 3, 5])
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_rejected_drafts_leave_no_trace_in_a_convolution(name: str, taps: int, past: int) -> None:
+    check_rejected(name, taps, past, _MOST[name])
+
+
+@pytest.mark.slow
+@INTERPRETED
+@pytest.mark.skipif("cuda" not in EVERY_BACK_END, reason="Triton is not installed")
+@pytest.mark.parametrize(("taps", "past"), [(2, 14), (3, 0), (3, 1), (3, 14), (5, 14)])
+def test_as_many_rejected_drafts_as_there_may_be_leave_no_trace_on_a_gpu(taps: int, past: int) -> None:
+    check_rejected("cuda", taps, past, 7)
+
+
+def check_rejected(name: str, taps: int, past: int, most: int) -> None:
+    """Steps of one sequence per (accepted, drafted), with and without drafts behind a rejection, over block ends.
+
+    The state that a block keeps is looked at too, where its last token was accepted.
+    """
+    width, pairs = 24, [(a, d) for d in range(most + 1) for a in range(d + 1)]
+    kernels, weight, bias = EVERY_BACK_END[name](), normal(taps, width, seed=1), normal(width, seed=2)
+    true = normal(len(pairs) * 64, 3 * width, seed=3).view(len(pairs), 64, -1)
+    whole, _ = ragged_input([(0, 64)], 16)
+    kept = [conv_state(torch.zeros(1, taps - 1, width), 6, 16) for _ in pairs]
+    expected = [kernels.short_conv(true[row], weight, bias, kept[row], whole) for row in range(len(pairs))]
+    state = conv_state(torch.full((len(pairs), taps - 1, width), torch.nan), 6 * len(pairs), 16, most)
+    done, rejected, num_ends = [0] * len(pairs), [0] * len(pairs), 0
+    prompt, single, drafted = [(past, past)] * len(pairs), [(0, 0)] * len(pairs), [*reversed(pairs)]
+    for step in (*([prompt] if past else []), pairs, single, drafted, pairs, drafted, single):
+        inputs, _ = ragged_input([(at, 1 + count) for at, (_, count) in zip(done, step, strict=True)], 16)
+        inputs = replace(inputs, conv_rejected=torch.tensor(rejected, dtype=torch.int32))
+        bcx = [column[at : at + 1 + d].clone() for column, at, (_, d) in zip(true, done, step, strict=True)]
+        for tokens, (accepted, _) in zip(bcx, step, strict=True):
+            tokens[1 + accepted :] = 99.0
+        out = kernels.short_conv(torch.cat(bcx), weight, bias, state, inputs).split([len(tokens) for tokens in bcx])
+        for row, (accepted, count) in enumerate(step):
+            end = done[row] + 1 + accepted
+            got, wanted = out[row][: 1 + accepted], expected[row][done[row] : end]
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+            assert name == "reference" or torch.equal(got, wanted), "bits are those of the kernels that jobs run on"
+            for at in range(done[row] + 15 - done[row] % 16, end, 16):
+                token = int(inputs.cu_seqlens[row]) + at - done[row]
+                found, known = inputs.slot_mapping[token] // 16, whole.slot_mapping[at] // 16
+                torch.testing.assert_close(state.blocks[found], kept[row].blocks[known], rtol=1e-5, atol=1e-5)
+                num_ends += 1
+            done[row], rejected[row] = end, count - accepted
+    assert num_ends or past < 14
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)

@@ -15,7 +15,7 @@ import torch
 from batchgen.kernels import processor
 from batchgen.kernels.cpu import build, compiler, objects
 from batchgen.kernels.cpu.parallel import Kernel
-from batchgen.kernels.cpu.sources import ARGMAX, COMPILED, Source
+from batchgen.kernels.cpu.sources import ARGMAX, COMPILED, RUN_ALL, Source
 
 CODE = bytes(range(256)) * 3
 TAKE_MAXIMUM = """
@@ -152,7 +152,21 @@ def test_two_processes_that_compile_at_once_do_not_disturb_each_other(folder: Pa
     command = [sys.executable, "-c", TAKE_MAXIMUM]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate()[0] for process in both] == ["[1]\n"] * 2
-    assert [path.name for path in folder.iterdir()] == [objects.file_name(ARGMAX, "float32")]
+    names = {objects.file_name(ARGMAX, "float32"), objects.file_name(RUN_ALL, "any")}
+    assert {path.name for path in folder.iterdir()} == names
+
+
+def test_one_process_compiles_at_a_time_and_the_next_takes_over_when_it_ends(folder: Path) -> None:
+    ask = "import sys; from batchgen.kernels.cpu import objects; print(objects.lock(), flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", ask]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as first:
+        assert first.stdout is not None and first.stdout.readline() == "True\n"
+        assert not objects.lock()
+        first.kill()
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True).stdout == b"True\n"
+    folder.chmod(0o777)
+    assert objects.lock(), "where there is no folder to trust, each works for itself"
 
 
 @pytest.mark.usefixtures("anew")
@@ -189,7 +203,8 @@ def test_kernels_and_their_kinds_have_names_of_their_own() -> None:
 
 
 def test_an_object_needs_no_numba_to_be_loaded() -> None:
-    objects.write(objects.file_name(ARGMAX, "float32"), compiler.machine_code(ARGMAX, "float32"))
+    for source, kind in ((ARGMAX, "float32"), (RUN_ALL, "any")):
+        objects.write(objects.file_name(source, kind), compiler.machine_code(source, kind))
     code = f"{TAKE_MAXIMUM}\nimport sys\nassert 'numba' not in sys.modules\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "[1]\n"), done.stderr[-1000:]

@@ -1,7 +1,13 @@
-"""Work is shared out so that every item is done once, whoever does it and however it is cut into ranges."""
+"""Work is shared out so that every item is done once, whoever does it, whoever is late, and launch after launch."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,12 +15,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from batchgen.kernels.cpu import parallel
 from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.work import next_item, worker_number
-from batchgen.kernels.cpu.layout import ARGS, NUM_ITEMS
-from batchgen.kernels.cpu.parallel import Kernel
+from batchgen.kernels.cpu.layout import ARGS, KEY, NUM_ITEMS, NUMBERING
+from batchgen.kernels.cpu.parallel import CAPTURE, Kernel, Launched, Pool, scratch
+from batchgen.kernels.cpu.recording import Program
 from batchgen.kernels.cpu.sources import Source
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")
@@ -32,26 +40,204 @@ def count(words: Any) -> None:
         item = next_item(words, worker)
 
 
+@simd.jit
+def add_up(words: Any) -> None:
+    """Item i of a row becomes i more than the sum of the row before, after ``words[ARGS + 2]`` rounds of waiting."""
+    row, before, size = simd.pointer(words[ARGS], simd.F32), simd.pointer(words[ARGS + 1], simd.F32), words[NUM_ITEMS]
+    worker = worker_number(words)
+    item = next_item(words, worker)
+    while item < size:
+        for _ in range(words[ARGS + 2] * (item % 3)):
+            simd.pause()
+        total = 0.0
+        for i in range(size):
+            total += before[i]
+        row[item] = total % 97 + item
+        item = next_item(words, worker)
+
+
 COUNT = Kernel(Source(__name__, "count", {"float32": ()}))
+ADD_UP = Kernel(Source(__name__, "add_up", {"float32": ()}))
 
 
-@pytest.mark.parametrize("by_python", [False, True])
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    give_up_at = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < give_up_at, "it never came"
+
+
+def use(patch: pytest.MonkeyPatch, pool: Pool, num_cpus: int = 4) -> None:
+    """Let a pool of its own, on a machine of so many processors, do what is launched."""
+    patch.setattr(parallel, "num_usable_cpus", lambda: num_cpus)
+    patch.setattr("batchgen.kernels.cpu.recording.pool", lambda: pool)
+    patch.setattr(parallel, "pool", lambda: pool)
+    parallel._launcher.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def threads_of_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever models other tests have loaded, whose linears are torch's."""
+    monkeypatch.setattr(parallel._Torch, "multiplies", False)
+    parallel._launcher.cache_clear()
+    yield
+    monkeypatch.undo()
+    parallel._launcher.cache_clear()
+
+
+@pytest.fixture
+def fresh_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    yield lambda: use(monkeypatch, Pool())
+    monkeypatch.undo()
+    parallel._launcher.cache_clear()
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
 @settings(max_examples=60, deadline=None)
-@given(items=st.integers(0, 40), threads=st.integers(1, 4), ranges=st.none() | st.integers(1, 7))
+@given(items=st.integers(0, 40), num_threads=st.integers(1, 4), ranges=st.none() | st.integers(1, 7))
 def test_every_item_is_done_once_and_workers_have_numbers_of_their_own(
-    by_python: bool, items: int, threads: int, ranges: int | None
+    by_torch: bool, items: int, num_threads: int, ranges: int | None
 ) -> None:
-    torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads)
     done, workers = torch.zeros(41), torch.zeros(5)
     with pytest.MonkeyPatch.context() as patch:
-        if by_python:
-            plain = parallel._python_launch(), 0
-            patch.setattr(parallel, "_launcher", lambda: plain)
+        patch.setattr(parallel._Torch, "multiplies", by_torch)
+        patch.setattr(parallel, "num_usable_cpus", lambda: 4)
+        parallel._launcher.cache_clear()
         COUNT.launch(torch.float32, items, done.data_ptr(), workers.data_ptr(), num_ranges=ranges)
+    parallel._launcher.cache_clear()
     assert done[:items].eq(1).all()
     assert not done[items:].any()
-    num_workers = min(items, threads)
-    assert workers[:num_workers].eq(1).all()
+    assert workers.max() <= 1
+    assert not workers[min(items, num_threads) :].any(), "there is scratch memory for no more"
+    assert bool(workers.any()) == (items > 0)
+
+
+def program_of(rows: Tensor, rounds: int) -> Program:
+    """Launches of ``add_up``, each from a row to the next."""
+    launches: list[Launched] = []
+    CAPTURE.launches = launches
+    try:
+        for row, before in zip(rows[1:], rows, strict=False):
+            ADD_UP.launch(torch.float32, len(row), row.data_ptr(), before.data_ptr(), rounds)
+    finally:
+        CAPTURE.launches = None
+    return Program(launches)
+
+
+def expected(rows: Tensor) -> Tensor:
+    """What ``add_up`` makes of the first row."""
+    found = [rows[0]]
+    for _ in rows[1:]:
+        found.append(found[-1].sum() % 97 + torch.arange(rows.shape[1]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(("num_threads", "rounds"), [(1, 0), (2, 0), (3, 40), (4, 0), (2, 3000)])
+@pytest.mark.usefixtures("threads_as_before")
+def test_a_launch_begins_when_all_before_it_are_done(
+    num_threads: int, rounds: int, fresh_pool: Callable[[], None]
+) -> None:
+    """Also on more threads than there are processors, and where they wait so long that they go to sleep."""
+    fresh_pool()
+    torch.set_num_threads(num_threads)
+    rows = torch.zeros(12, 7)
+    program = program_of(rows, rounds)
+    for i in range(10 if rounds > 1000 else 200):
+        rows.zero_()[0] = i % 5
+        wanted = expected(rows)
+        program.run()
+        assert torch.equal(rows, wanted)
+
+
+def test_no_launch_waits_for_threads_that_do_not_come(
+    fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy core holds them up: here until they are let in; then they work in whatever is launched."""
+    torch.set_num_threads(2)
+    serve, gate, came = Pool._serve, threading.Event(), torch.zeros(2)
+
+    def late(self: Pool, number: int) -> None:
+        gate.wait()
+        serve(self, number)
+
+    monkeypatch.setattr(Pool, "_serve", late)
+    fresh_pool()
+    rows, done = torch.ones(5, 7), torch.zeros(50)
+    program = program_of(rows, 0)
+    program.run()
+    COUNT.launch(torch.float32, 50, done.data_ptr(), came.data_ptr())
+    assert torch.equal(rows, expected(rows))
+    assert done.eq(1).all()
+    assert came.tolist() == [1, 0]
+    gate.set()
+    until(lambda: (COUNT.launch(torch.float32, 50, done.data_ptr(), came.data_ptr()), came[1])[1] > 0)
+    assert done.eq(done[0]).all()
+
+
+def test_there_are_no_more_threads_than_processors(
+    fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(Pool, "_serve", lambda _, number: started.append(number))
+    fresh_pool()
+    torch.set_num_threads(64)
+    done = torch.zeros(2, 64)
+    for _ in range(2):
+        COUNT.launch(torch.float32, 64, done[0].data_ptr(), done[1].data_ptr())
+    until(lambda: len(started) == 3)
+    assert sorted(started) == [1, 2, 3]
+
+
+def test_a_copy_of_the_process_starts_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with a number and scratch memory of its own, for what was recorded before too, though a launch ran."""
+    monkeypatch.setattr(parallel, "num_usable_cpus", lambda: 2)
+    torch.set_num_threads(2)
+    rows, done, came = torch.ones(5, 7), torch.zeros(9), torch.zeros(2)
+    program = program_of(rows, 100_000)
+    running = threading.Thread(target=program.run)
+    running.start()
+    while not parallel.LAUNCHING.locked():
+        pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what forks beside threads is asked for here
+        child = os.fork()
+    if not child:
+        try:
+            signal.alarm(30)
+            program.run()
+            while not came[1]:
+                COUNT.launch(torch.float32, 9, done.data_ptr(), came.data_ptr())
+            os._exit(0 if done.eq(done[0]).all() and torch.equal(rows, expected(rows)) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    running.join()
+    assert torch.equal(rows, expected(rows))
+
+
+def test_threads_that_launch_at_once_take_turns() -> None:
+    torch.set_num_threads(2)
+    rows = torch.ones(8, 6, 7)
+    programs = [program_of(each, 10) for each in rows]
+    with ThreadPoolExecutor(4) as executor:
+        for _ in range(20):
+            list(executor.map(Program.run, programs))
+    assert all(torch.equal(each, expected(each)) for each in rows)
+
+
+def test_what_is_recorded_beside_linears_of_torch_numbers_the_threads_of_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Recordings run there whatever launches run on, and threads with one number would share scratch memory."""
+    monkeypatch.setattr(parallel._Torch, "multiplies", True)
+    parallel._launcher.cache_clear()
+    torch.set_num_threads(2)
+    monkeypatch.setattr(CAPTURE, "launches", [])
+    done = torch.zeros(4)
+    COUNT.launch(torch.float32, 2, done.data_ptr(), done.data_ptr())
+    ((_, words, _),) = CAPTURE.launches
+    assert (words[NUMBERING], words[KEY]) == parallel.pool().numbering
 
 
 def test_threads_that_ask_at_once_are_given_the_same_scratch() -> None:
@@ -59,4 +245,4 @@ def test_threads_that_ask_at_once_are_given_the_same_scratch() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: [parallel.scratch(size) for size in sizes], range(4)))
     assert all(each == found[0] for each in found)
-    assert found[0] == [parallel.scratch(size) for size in sizes], "what was given out once stays there"
+    assert found[0] == [scratch(size) for size in sizes], "what was given out once stays there"

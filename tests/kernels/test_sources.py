@@ -12,7 +12,7 @@ from tiny_model import CPU, DTYPES, STD, engine_for, random_requests, raw_config
 from batchgen.core.records import SamplingParams
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.parallel import Kernel, Kind
-from batchgen.kernels.cpu.sources import RUN_ALL, Source, needed, needed_by_some
+from batchgen.kernels.cpu.sources import RUN_ALL, SERVE, Source, needed, needed_by_some
 from batchgen.model.decoder import Decoder
 from batchgen.model.registry import parse_config
 from batchgen.model.weights import RandomTensors
@@ -42,7 +42,7 @@ def test_what_is_compiled_for_a_model_is_what_it_launches(
     kv_dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    launched: set[tuple[Source, str]] = {(RUN_ALL, "any")}  # which runs recorded launches, and is not launched itself
+    launched: set[tuple[Source, str]] = {(RUN_ALL, "any"), (SERVE, "any")}  # which run all launches
     launch = Kernel.launch
 
     def noted(self: Kernel, kind: Kind, *arguments: Any, **named: Any) -> None:

@@ -246,10 +246,11 @@ def test_what_is_no_gguf_file_is_refused_in_one_line_and_little_memory(tmp_path:
         tracemalloc.stop()
 
 
-def test_a_header_of_texts_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "length"), [(2**31, 0), (2**40, 0), (2, 2**33)])
+def test_a_header_of_texts_is_read_no_further_than_its_limit(tmp_path: Path, count: int, length: int) -> None:
     with (tmp_path / "x.gguf").open("wb") as file:
-        file.write(header(0, 1, value(9, struct.pack("<IQ", 8, 2**40))))
-        file.truncate(1 << 34)  # empty strings, two thousand million of them
+        file.write(header(0, 1, value(9, struct.pack("<IQQ", 8, count, length))))
+        file.truncate(1 << 34)  # room for each of these texts, the first of a length and all others empty
     tracemalloc.start()
     try:
         assert "its header is cut short" in refusal(tmp_path / "x.gguf")

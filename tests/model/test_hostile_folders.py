@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from hostile_folders import NAMES, ODD_FILES, SAMPLE, link
+from repeats import each_value_once, slow
 from run_helpers import ENVIRONMENT
 
 from batchgen.config.job import JobSpec
@@ -37,10 +38,10 @@ def outcomes(scratch: Path, seed: int, share: float, what: str) -> list[dict[str
 @pytest.mark.parametrize(
     ("what", "share", "least"),
     [
-        ("model", 0.4, 80),
-        ("adapter", 0.1, 15),
-        pytest.param("model", 1.0, 200, marks=pytest.mark.slow),
-        pytest.param("adapter", 1.0, 200, marks=pytest.mark.slow),
+        ("model", 0.15, 30),
+        ("adapter", 0.05, 7),
+        slow("model", 1.0, 200),
+        slow("adapter", 1.0, 200),
     ],
 )
 def test_hostile_folders_are_refused_in_one_line_or_run(tmp_path: Path, what: str, share: float, least: int) -> None:
@@ -71,8 +72,7 @@ def test_links_to_regular_files_are_taken_as_in_the_hubs_cache(tmp_path: Path) -
 UNREAD = ["notes.json", "consolidated.safetensors", "other.jinja"]
 
 
-@pytest.mark.parametrize("name", UNREAD)
-@pytest.mark.parametrize("kind", [*ODD_FILES, "a link that leads nowhere"])
+@each_value_once({"kind": [*ODD_FILES, "a link that leads nowhere"], "name": UNREAD})
 def test_what_no_model_is_read_from_is_neither_refused_nor_part_of_its_fingerprint(
     tmp_path: Path, name: str, kind: str
 ) -> None:

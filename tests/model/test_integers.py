@@ -87,6 +87,7 @@ def test_a_gpu_refuses_integer_activations_before_it_loads(tmp_path: Path, monke
     write_checkpoint(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(loading, "Decoder", None)
     with pytest.raises(ModelError, match=r"activations 'int8' on device 'cuda'.*leave it out.*or use --device cpu"):
         load_model(str(tmp_path), device="cuda", **BOTH)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -242,6 +243,22 @@ def test_rotary_angles_do_not_depend_on_how_many_positions_were_needed() -> None
     assert torch.equal(other.rotary.upto(4000)[0][:, :4000], far[:, :4000])
 
 
+def test_engines_in_several_threads_are_given_no_rotary_table_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rotary, lengths = tiny_model().rotary, []
+    make = rotary._table
+
+    def meanwhile(*arguments: Any) -> Tensor:
+        monkeypatch.setattr(rotary, "_table", make)
+        lengths.append(rotary.upto(5)[0].shape[1])  # as another thread asks
+        return make(*arguments)
+
+    monkeypatch.setattr(rotary, "_table", meanwhile)
+    assert rotary.upto(7)[0].shape[1] >= 7
+    assert lengths[0] >= 5
+
+
 def test_dtype_and_device_are_checked_by_name() -> None:
     config = parse_config(raw_config(torch_dtype="bfloat16"), "tiny")
     assert resolve_dtype("auto", config, torch.device("meta")) == torch.bfloat16
@@ -266,6 +283,13 @@ def test_a_cuda_device_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatc
     assert resolve_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(ModelError, match=r"'cuda:2': the last CUDA device .* is cuda:1"):
         resolve_device("cuda:2")
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_cuda_device_has_an_index(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert resolve_device(name) == torch.device("cuda", 1)
 
 
 def test_a_folder_is_loaded_by_its_path(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import faults
 import pytest
+from repeats import slow
 
 from batchgen.core.errors import StorageError
 from batchgen.output import journal as journal_module
@@ -27,12 +28,13 @@ def fast_folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.parametrize("every", [5, slow(1)])
 @pytest.mark.parametrize("scenario", faults.SCENARIOS)
-def test_killed_at_any_call_the_next_run_ends_with_the_same_bytes(scenario: str, fast_folder: Path) -> None:
-    command = [sys.executable, faults.__file__, scenario, str(fast_folder)]
+def test_killed_at_any_call_the_next_run_ends_with_the_same_bytes(scenario: str, every: int, fast_folder: Path) -> None:
+    command = [sys.executable, faults.__file__, scenario, str(fast_folder), str(every)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 20
+    assert int(done.stdout) > 20 // every
 
 
 def disk_with(space: int, call: Callable[[int, bytes], int]) -> Callable[[int, bytes], int]:

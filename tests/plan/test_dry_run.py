@@ -141,9 +141,9 @@ def test_weights_take_their_share_of_what_is_free(job: JobMaker, monkeypatch: py
     monkeypatch.setattr(estimate, "_NVIDIA", job.folder / "no-driver")
     kv = plan_of_ids(job, model={"path": "dummy:LFM2-350M", "dtype": "bfloat16"})["kv"]
     half_of_rest = ((2 << 30) - 2 * 354.5e6) / 2
-    assert kv["memory_bytes"] == pytest.approx(half_of_rest, rel=0.02)
+    assert kv["memory_bytes"] == pytest.approx(half_of_rest, rel=0.05)  # slots take some
     kv = plan_of_ids(job, model={"path": "dummy:LFM2-350M", "dtype": "float32", "weights": "int8"})["kv"]
-    assert kv["memory_bytes"] == pytest.approx(((2 << 30) - 1.0625 * 354.5e6) / 2, rel=0.02)
+    assert kv["memory_bytes"] == pytest.approx(((2 << 30) - 1.0625 * 354.5e6) / 2, rel=0.06)
 
 
 def test_weights_that_do_not_fit_are_named_unless_another_machine_is_planned_for(
@@ -226,6 +226,26 @@ def test_the_last_run_of_the_same_model_gives_rate_and_lengths(job: JobMaker) ->
     plan = plan_of(job)
     assert plan["estimate"]["wall_s"] == pytest.approx(outcome.report["wall_s"], rel=0.5)
     assert "last run" in plan["output_tokens"]["basis"]
+
+
+def test_workers_elsewhere_share_the_engines_time_while_rows_last(job: JobMaker) -> None:
+    job.write(rows_of(100))
+    job.run(step_s=0.005)
+
+    def planned(**cluster: Any) -> tuple[float, dict[str, int], str]:
+        plan = plan_of(job, cluster=cluster, engine={"max_num_seqs": 8})
+        return plan["estimate"]["engine_s"], plan["workers"], render_plan(plan)
+
+    alone_s, workers, text = planned()
+    assert workers is None
+    assert "workers" not in text
+    engine_s, workers, _ = planned(ray="auto", workers=2)
+    assert workers == {"number": 2, "at_most": 3}
+    assert engine_s == pytest.approx(alone_s / 2, abs=0.002)
+    engine_s, workers, text = planned(ray="auto", workers=64)
+    assert engine_s == pytest.approx(alone_s / 3, abs=0.002)
+    assert "64 computing at once; beyond 3 some are idle" in text
+    assert planned(workers=2)[0] == pytest.approx(alone_s), "they share the processors of this machine"
 
 
 def test_a_report_of_another_model_is_no_basis(job: JobMaker) -> None:

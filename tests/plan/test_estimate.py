@@ -7,16 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from late_device import Device
 from run_helpers import JobMaker, rows_of
+from tiny_model import engine_for, random_requests, tiny_model
 
 from batchgen.config.job import JobSpec
-from batchgen.core.records import WHOLE
+from batchgen.core.records import WHOLE, SamplingParams
+from batchgen.engine.batch import PendingTokens
 from batchgen.engine.config import SchedulerConfig
+from batchgen.engine.schedule import Schedule
 from batchgen.engine.simulation import StepWork
 from batchgen.input.ids import UniqueIds
 from batchgen.input.source import RowRange, open_source
 from batchgen.input.validator import RowValidator
-from batchgen.plan.calibrate import CostModel, StepCost, calibrate
+from batchgen.plan.calibrate import CostModel, StepCost, _Probe, calibrate
 from batchgen.plan.estimate import Forecast, OutputLengths
 from batchgen.plan.survey import Lengths, Survey
 from batchgen.run.loader import read_model
@@ -158,3 +163,23 @@ def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker) -> Non
     assert found.lengths.basis == "5 sampled rows run to their end"
     assert found.estimate is not None
     assert 0 < found.estimate.engine_s < found.estimate.wall_s
+
+
+@pytest.mark.parametrize("parts", [{}, {"overlaps": True, "fetch": Device()}], ids=["one by one", "overlapping"])
+def test_steps_are_timed_with_their_own_work(parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = random_requests(30, seed=1, params=SamplingParams(ignore_eos=True))
+    sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 24, "speculate": "off"}
+    engine = engine_for(tiny_model(), num_blocks=90, block_size=8, parts=parts, **sizes)
+    launched, forward = [], engine.runner.run
+
+    def run(schedule: Schedule, pending: PendingTokens | None) -> torch.Tensor:
+        launched.append(StepWork.of(schedule))
+        return forward(schedule, pending)
+
+    monkeypatch.setattr(engine.runner, "run", run)
+    probe = _Probe(engine)
+    probe.run(requests, time.monotonic() + 60)
+    probe.run(requests, time.monotonic())
+    assert [work for work, _ in probe.steps] == launched
+    assert sum(work.logits for work in launched) >= sum(request.params.max_tokens for request in requests)
+    assert engine.in_flight is None and not engine.has_work

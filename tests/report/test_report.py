@@ -32,7 +32,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_key_is_documented_and_every_documented_key_is_there(real: dict[str, Any]) -> None:
-    assert real.keys() | {"accuracy", "adapter", "structured"} == KEYS.keys()
+    assert real.keys() | {"accuracy", "adapter", "structured", "workers"} == KEYS.keys()
 
 
 def test_the_phases_sum_to_the_wall_time_within_two_percent(real: dict[str, Any]) -> None:
@@ -117,18 +117,28 @@ def test_a_long_tail_is_told_with_advice_and_a_short_one_without() -> None:
 
 def test_what_was_spared_and_recomputed_is_told_where_the_engine_counts_it() -> None:
     counts = {"num_cached_tokens": 300, "num_queried_tokens": 1000, "num_shared_requests": 7}
-    counts |= {"num_recomputed_tokens": 55}
+    counts |= {
+        "num_recomputed_tokens": 55,
+        "num_drafted_tokens": 40,
+        "num_accepted_tokens": 30,
+        "sum_steps_saved": 15.5,
+    }
     report = made(engine=engine(**counts))
     assert report["tokens"]["cached"] == 300
     assert report["prefix_cache"] == {"queried": 1000, "hit": 300, "hit_rate": 0.3}
+    assert report["drafts"] == {"drafted": 40, "accepted": 30, "accepted_rate": 0.75, "steps_saved": 15.5}
     assert (report["duplicates"], report["recomputed_tokens"]) == (7, 55)
     text = " ".join(render_report(report).split())
-    assert "300 prompt tokens by the prefix cache (30% of those looked up), 7 rows like another one" in text
+    assert (
+        "300 prompt tokens by the prefix cache (30% of those looked up), 16 steps by drafts (30 of 40 right), 7 rows"
+        in text
+    )
 
 
 def test_an_engine_without_a_prefix_cache_reports_none() -> None:
     report = made(engine=engine())
-    assert (report["prefix_cache"], report["duplicates"], report["recomputed_tokens"]) == (None, 0, 0)
+    assert (report["prefix_cache"], report["drafts"]) == (None, None)
+    assert (report["duplicates"], report["recomputed_tokens"]) == (0, 0)
     assert "spared" not in render_report(report)
 
 

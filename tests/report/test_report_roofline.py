@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from tiny_model import engine_for, tiny_model
 
-from batchgen.model import roofline
+from batchgen.engine import facts
+from batchgen.model import rates, roofline
 from batchgen.model.config import LayerShape
 from batchgen.model.registry import dummy_config
 from batchgen.model.roofline import (
@@ -22,6 +26,7 @@ from batchgen.model.roofline import (
     remember,
     roofline_section,
 )
+from batchgen.report.facts import _kv_memory
 
 CONFIG = dummy_config("dummy:LFM2-350M")
 MEASURED = Ceilings(1e12, 1e10, "measured by hand", "2026-01-01T00:00:00+00:00")
@@ -181,3 +186,53 @@ def test_a_damaged_file_is_as_good_as_none(kept: Path, content: str) -> None:
     assert recall("key") is None
     remember("key", MEASURED)
     assert recall("key") == MEASURED
+
+
+class FakeEvent:
+    """Takes the time from a clock of the device's own."""
+
+    now_ms = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.is_done = False
+
+    def record(self) -> None:
+        self.at_ms = FakeEvent.now_ms
+
+    def synchronize(self) -> None:
+        self.is_done = True
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert end.is_done
+        return end.at_ms - self.at_ms
+
+
+def test_on_a_gpu_work_is_timed_by_events_at_sizes_that_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> None:
+        FakeEvent.now_ms += 250
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    assert rates._times_s(work, torch.device("cuda", 0), 3, 1.0) == [0.25] * 4
+    for config in (rates.THOROUGH, rates.QUICK):
+        on_gpu = config.on(torch.device("cuda", 0))
+        assert config.on(torch.device("cpu")) is config
+        assert max(on_gpu.row_counts) == 8192 and on_gpu.buffer_bytes >= 4 << 30
+        assert on_gpu.num_tokens == (config.repeats + 1) * sum(on_gpu.row_counts)
+
+
+def test_ceilings_of_a_gpu_are_kept_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    gpu: Any = SimpleNamespace(device=torch.device("cuda", 1), config=CONFIG, numerics={"dtype": "bfloat16"})
+    assert facts.model_key(gpu).startswith("GPU 1|")
+    gpu.device = torch.device("cpu")
+    assert facts.model_key(gpu).startswith(f"{facts.processor_name()}|")
+
+
+def test_the_most_memory_of_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
+    engine = engine_for(tiny_model(), num_blocks=4, block_size=16)
+    assert "max_device_bytes" not in facts.engine_sizes(engine)
+    engine.runner.model.device = torch.device("cuda", 0)
+    assert facts.engine_sizes(engine)["max_device_bytes"] == 3 << 30
+    assert _kv_memory(facts.engine_sizes(engine)).endswith("; 3,072 MiB of the GPU at most")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repeats import each_value_once
 from run_helpers import JobMaker, quiet, read_lines, rows_of
 from stub_engine import stub_factory
 
@@ -22,6 +23,9 @@ from batchgen.run.retry import retry_job
 
 FAILED = frozenset({1, 3, 5})
 Letters = list[dict[str, Any]]
+
+
+FORMS = ["jsonl", "parquet", "openai-batch"]
 
 
 def letters_of(job: JobMaker, form: str = "jsonl", shard: Shard = WHOLE) -> Letters:
@@ -88,8 +92,7 @@ REFUSED: dict[str, tuple[Callable[[Letters], list[Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "openai-batch"])
-@pytest.mark.parametrize("edit", REFUSED)
+@each_value_once({"edit": list(REFUSED), "form": FORMS})
 def test_an_edit_that_would_lose_or_repeat_a_row_is_refused_before_anything_is_run(
     job: JobMaker, capsys: pytest.CaptureFixture[str], edit: str, form: str
 ) -> None:
@@ -182,7 +185,7 @@ def interrupted(job: JobMaker, monkeypatch: pytest.MonkeyPatch, where: Any, name
             retry_job(job.output, quiet(), {}, engine_factory=stub_factory(fails=frozenset({3})))
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "openai-batch"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("where", "name"), [(retry_module, "finalize_retry"), (finalize, "publish_errors"), (retry_module, "write_report")]
 )

@@ -103,7 +103,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", ["sampled-parquet"])
 def test_a_few_kills_change_no_byte(job: JobMaker, tmp_path: Path, case: str) -> None:
-    check(job, tmp_path, CASES[case], num_kills=4, seed=1)
+    check(job, tmp_path, CASES[case], num_kills=2, seed=1)
 
 
 @pytest.mark.slow

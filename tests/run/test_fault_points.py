@@ -15,11 +15,12 @@ from pathlib import Path
 import fault_runs
 import pytest
 from fault_injection import Fault, Operation, sqlite_calls
+from repeats import slow
 from run_helpers import survived
 
 SEED = 13
-QUICK_SHARE = 0.02
-QUICK = ("run", "run-parquet", "run-stdin", "stop-signal", "overwrite", "retry", "merge")
+QUICK_SHARE = 0.006
+QUICK = ("run-parquet", "run-stdin", "stop-signal", "retry", "merge")
 SLOW_SHARE = float(os.environ.get("BATCHGEN_FAULT_SHARE", "0.12"))
 
 
@@ -54,14 +55,17 @@ def test_faults_at_any_operation_lose_and_repeat_nothing(
     assert counts.total() > 4000 * SLOW_SHARE
 
 
-def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_once_there_is_room(fast_folder: Path) -> None:
+@pytest.mark.parametrize(("share", "least"), [(0.25, 2), slow(1, 8)])
+def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_once_there_is_room(
+    fast_folder: Path, share: float, least: int
+) -> None:
     mount = fast_folder / "disk"
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("a small disk needs the right to mount a tmpfs")
     try:
-        assert attack(["run-parquet", "merge"], fast_folder, 1, mount)["full disk"] > 8
+        assert attack(["run-parquet", "merge"], fast_folder, share, mount)["full disk"] > least
     finally:
         subprocess.run(["umount", str(mount)], check=True)
 

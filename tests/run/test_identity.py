@@ -18,9 +18,10 @@ from batchgen.config.job import JobSpec
 from batchgen.core import fingerprint
 from batchgen.core.errors import ModelError, ResumeMismatch
 from batchgen.output.rundir import RunDir
+from batchgen.run.backend import Backend
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.job import run_job
-from batchgen.run.loader import Backend, EngineFactory, ModelInfo
+from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.run.reports import read_report
 from batchgen.run.retry import retry_job
 from batchgen.text.tokenizer import Tokenizer

@@ -59,7 +59,7 @@ def test_before_the_first_row_is_done_no_time_is_claimed(tmp_path: Path) -> None
 
 
 def test_watching_ends_with_the_run(job: JobMaker) -> None:
-    job.write(rows_of(60))
+    job.write(rows_of(25))
     process = start(["run", job.toml()], step_s=0.05)
     until_rows_are_done(process, job.output, 2)
     states = [status["state"] for status in watch_status(job.output, interval_s=0.1)]

@@ -22,9 +22,10 @@ from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
 from batchgen.plan.dry_run import PlanOptions, make_plan
 from batchgen.run import job as job_module
+from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
-from batchgen.run.loader import Backend, EngineFactory, ModelInfo
+from batchgen.run.loader import EngineFactory, ModelInfo
 
 STRICT = RunOptions(strict=True, progress="quiet")
 

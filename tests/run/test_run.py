@@ -28,9 +28,10 @@ from batchgen.output.journal import read_counts
 from batchgen.output.payloads import kept_name
 from batchgen.run import job as job_module
 from batchgen.run import requests
+from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
-from batchgen.run.loader import Backend, ModelInfo
+from batchgen.run.loader import ModelInfo
 from batchgen.run.merge import merge
 from batchgen.run.reports import read_report
 from batchgen.run.status import read_status, render_status

@@ -10,8 +10,9 @@ from stub_engine import StubEngine
 
 from batchgen.config.job import JobSpec
 from batchgen.core.records import FinishReason, Request, Result
+from batchgen.run.backend import Backend
 from batchgen.run.job import run_job
-from batchgen.run.loader import Backend, ModelInfo
+from batchgen.run.loader import ModelInfo
 
 
 class ChoosingEngine(StubEngine):

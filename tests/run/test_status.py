@@ -19,14 +19,14 @@ from batchgen.run.stop import Limits
 
 
 def test_a_running_run_is_seen_from_outside_and_not_disturbed(job: JobMaker) -> None:
-    job.write(rows_of(100))
+    job.write(rows_of(40))
     process = start(["run", job.toml()], step_s=0.05)
     until_rows_are_done(process, job.output, 5)
     status = read_status(job.output)
     assert status["state"] == "running"
     assert status["holder"]["pid"] == process.pid
-    assert status["rows"]["total"] == 100
-    assert 0 < status["rows"]["done"] < 100
+    assert status["rows"]["total"] == 40
+    assert 0 < status["rows"]["done"] < 40
     assert status["tokens"]["completion"] > 0
     assert f"process {process.pid}" in render_status(status)
     assert finish(process)[0] == 0
@@ -52,7 +52,7 @@ def test_a_stopped_run_says_why_and_what_to_do(job: JobMaker) -> None:
 
 
 def test_a_killed_run_shows_what_its_journal_holds(job: JobMaker) -> None:
-    job.write(rows_of(100))
+    job.write(rows_of(40))
     process = start(["run", job.toml()], step_s=0.05)
     until_rows_are_done(process, job.output, 5)
     process.send_signal(signal.SIGKILL)

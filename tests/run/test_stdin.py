@@ -15,9 +15,10 @@ from stub_engine import stub_factory
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
 from batchgen.core.storage import publish
+from batchgen.run.backend import Backend
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.job import run_job
-from batchgen.run.loader import Backend, ModelInfo
+from batchgen.run.loader import ModelInfo
 from batchgen.run.stdin import stage_stdin
 
 ROWS, OTHERS = rows_of(60), rows_of(70)[10:]

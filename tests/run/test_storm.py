@@ -24,14 +24,14 @@ SEED = 17
 NUM_KILLS = int(os.environ.get("BATCHGEN_STORM_KILLS", "100"))
 
 
-def storm(folder: Path, num_kills: int, num_rows: int, *engine: str) -> Counter[str]:
+def storm(folder: Path, num_kills: int, num_rows: int, *names: str) -> Counter[str]:
     """What was done, by kind; fails the test with what was not survived."""
-    return Counter(survived(storm_runs.__file__, folder, num_kills, SEED, num_rows, *engine)["counts"])
+    return Counter(survived(storm_runs.__file__, folder, num_kills, SEED, num_rows, *names)["counts"])
 
 
 def test_a_few_signals_at_random_moments_change_no_byte(tmp_path: Path) -> None:
-    counts = storm(tmp_path, 10, 40)
-    assert counts["rounds"] >= len(storm_runs.STORMS)
+    counts = storm(tmp_path, 4, 40, "run-parquet", "retry", "run-samples")
+    assert counts["rounds"] >= 3
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.run.backend import Backend
 from batchgen.run.job import run_job
-from batchgen.run.loader import Backend, EngineFactory, ModelInfo
+from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.text.grammar import Grammars
 
 SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}

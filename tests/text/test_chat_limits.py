@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from input_helpers import write_tokenizer
+from repeats import slow
 from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, rows_of, start
 
 from batchgen.core.errors import BatchgenError, ModelError
@@ -121,7 +122,7 @@ def folder_with(template: str, folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("tight")
-@pytest.mark.parametrize("source", HOSTILE)
+@pytest.mark.parametrize("source", [slow(source) if at % 3 else source for at, source in enumerate(HOSTILE)])
 def test_a_hostile_template_ends_in_a_prompt_or_in_one_line(source: str) -> None:
     try:
         [answer] = answers_of(source, "hi")
@@ -385,7 +386,7 @@ def test_a_row_whose_template_hangs_is_an_error_row_and_the_others_are_done(job:
     assert (error["index"], error["code"]) == (3, "template_error") and "0.25 s of processor time" in error["message"]
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(300, marks=pytest.mark.slow)], ids=["reading", "generating"])
+@pytest.mark.parametrize("first", [0, slow(300)], ids=["reading", "generating"])
 def test_a_stop_ends_a_run_whose_template_hangs(first: int, job: JobMaker) -> None:
     folder = folder_with(only_if("hang", HANGS), job.folder / "model")
     job.write([{"id": i, "question": "short" if i < first else "hang"} for i in range(first + 300)])

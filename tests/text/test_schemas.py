@@ -254,13 +254,21 @@ def test_constants_are_those_numbers_and_no_others(grammars: Grammars) -> None:
         ({"minimum": -1.5, "exclusiveMaximum": -1}, ["-1", "-1.0", "-1.5", "-1.01"]),
         ({"exclusiveMinimum": 10, "exclusiveMaximum": 10.5}, ["10", "10.0", "10.001", "10.5"]),
         ({"minimum": 0.5, "exclusiveMaximum": 1}, ["1", "1.0", "0.99999"]),
-        ({"exclusiveMinimum": 0}, ["0", "0.1", "0.00000001"]),
+        ({"exclusiveMinimum": 0}, ["0", "0.1", "0.00000001", f"0.{'0' * 400}1"]),
+        ({"exclusiveMinimum": -0.5}, ["-0.5", "-0.4", "0", f"-0.4{'9' * 20}"]),
+        ({"exclusiveMaximum": 1}, ["1", "1.0", "0.9", "0.990", "-3", f"0.{'9' * 9}", f"0.{'9' * 20}"]),
+        ({"exclusiveMaximum": 0.5, "minimum": -7}, ["0.5", "0.499", f"0.4{'9' * 20}"]),
+        ({"maximum": 1, "exclusiveMaximum": True}, ["1", "0.9", f"0.{'9' * 20}"]),
+        ({"exclusiveMinimum": 10**12}, [f"{10**12}", f"{10**12}.01", f"{10**12}.00001"]),
+        ({"exclusiveMinimum": 10**15}, [f"{10**15}", f"{10**15}.01", f"{10**15 + 1}"]),
     ],
 )
 def test_exclusive_bounds_are_exclusive(grammars: Grammars, schema: Schema, texts: list[str]) -> None:
+    """To readers that know doubles only, too: a long decimal is the bound itself to them."""
     schema = {"type": "number", **schema}
     matcher = grammars.compile(canonical({"json": schema}))
-    draft = jsonschema.Draft4Validator if schema.get("exclusiveMinimum") is True else jsonschema.Draft202012Validator
+    is_flag = any(value is True for value in schema.values())
+    draft = jsonschema.Draft4Validator if is_flag else jsonschema.Draft202012Validator
     for text in texts:
         tokens = grammars.tokenizer.encode_batch([text], add_special_tokens=False)[0]
         written = matcher.deep_copy()

@@ -1,6 +1,6 @@
 """Input formats: how one file is read, starting at any row. ``input.source`` decides which files are read.
 
-To add a format, write a module in this folder with a subclass of ``LocalFile``, or a parser for ``LinesFile`` where
+To add a format, write a module in this folder with a subclass of ``StoredFile``, or a parser for ``LinesFile`` where
 each line is a row by itself, and enter it in ``select.FORMATS``: it then reads files with its suffixes. To let a job
 ask for it by name, add the name to the choices of ``input.format`` in ``config.job``. The tests in
 ``tests/input/test_reader.py`` hold for every format in ``FORMATS`` of ``tests/helpers/input_helpers.py``.
@@ -15,6 +15,7 @@ from typing import Any
 
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import BadRow, Cursor, Record
+from batchgen.core.stored import Stored
 
 Wanted = Callable[[int], bool]
 Rows = Generator[Record | BadRow, None, int]
@@ -44,27 +45,39 @@ class InputFile(ABC):
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
         """What a resume compares; see ``Source.fingerprint``."""
 
+    def is_unchanged(self, digests: Digests) -> bool:
+        """See ``Digests.verify``; asked for each local file, so that the new state of each is taken in."""
+        return False not in [digests.verify(path) for path in self.local_files]
+
+    def check_unchanged(self, digests: Digests) -> None:
+        """Raises InputChanged if a file is no longer what its fingerprint says; asked once, at the end."""
+        self.is_unchanged(digests)
+
     def num_rows(self) -> int | None:
         """Rows in the file, None where that takes reading it."""
         return None
 
     def num_bytes(self) -> int | None:
-        """Size of the file as stored, None where it is remote."""
+        """Size of the file as stored, None where reading it only to count its rows would cost too much."""
         return None
 
 
-class LocalFile(InputFile):
-    """An input that is one local file. Raises ``OSError`` where there is none."""
+class StoredFile(InputFile):
+    """An input that is one file, here or elsewhere."""
 
-    path: Path
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.local_files = (path,)
-        self._num_bytes = path.stat().st_size
+    def __init__(self, stored: Stored) -> None:
+        self.stored = stored
+        self.path = stored.path
+        self.local_files = () if stored.path is None else (stored.path,)
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        return digests.fingerprint(self.path)
+        return self.stored.fingerprint(digests)
+
+    def is_unchanged(self, digests: Digests) -> bool:
+        return self.stored.is_unchanged(digests)
+
+    def check_unchanged(self, digests: Digests) -> None:
+        self.stored.check_unchanged(digests)
 
     def num_bytes(self) -> int | None:
-        return self._num_bytes
+        return self.stored.countable_bytes()

@@ -6,7 +6,7 @@ on output (``json_line``). A value that cannot be read costs its own row only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from batchgen.input.formats import Rows, Wanted
 MAX_BATCH_ROWS = 4096
 _BATCH_BYTES = 4 << 20
 _VALUE_ERRORS = (ValueError, ArithmeticError, LookupError, pa.ArrowException)  # bad UTF-8, dates out of range, ...
-_Row = tuple[dict[str, Any], RowError | None]  # the values that can be read, and what is wrong with the others
+RowValues = tuple[dict[str, Any], RowError | None]  # the values that can be read, and what is wrong with the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def read_batches(
     for batch in batches:
         num_rows = batch.num_rows if stop is None else min(batch.num_rows, stop - at.index)
         places = [place for place in range(num_rows) if wanted is None or wanted(at.index + place)]
-        for place, (values, error) in zip(places, _rows_at(batch, places), strict=True):
+        for place, (values, error) in zip(places, rows_at(batch, places), strict=True):
             index, number = at.index + place, at.row + place + 1
             after = Cursor(at.file, at.offset, number, index + 1)
             if error:
@@ -64,7 +64,8 @@ def read_batches(
     return at.index
 
 
-def _rows_at(batch: pa.RecordBatch | Unreadable, places: list[int]) -> list[_Row]:
+def rows_at(batch: pa.RecordBatch | pa.Table | Unreadable, places: Sequence[int]) -> list[RowValues]:
+    """The values of the rows at some places of a batch, in their order; see ``_row`` for one that cannot be read."""
     if isinstance(batch, Unreadable):
         return [({}, RowError(RowErrorCode.BAD_ENCODING, batch.message))] * len(places)
     if len(places) < batch.num_rows:
@@ -75,7 +76,7 @@ def _rows_at(batch: pa.RecordBatch | Unreadable, places: list[int]) -> list[_Row
         return [_row(batch.slice(place, 1)) for place in range(batch.num_rows)]
 
 
-def _row(batch: pa.RecordBatch) -> _Row:
+def _row(batch: pa.RecordBatch) -> RowValues:
     """The one row of ``batch``; its error is that of the first column that cannot be read."""
     readable: dict[str, Any] = {}
     problem: RowError | None = None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.records import BadRow, Cursor, Record
-from batchgen.input.formats import LocalFile, Rows, Wanted
+from batchgen.core.stored import Stored
+from batchgen.input.formats import Rows, StoredFile, Wanted
 from batchgen.input.formats.text_stream import damage, open_text
 from batchgen.input.rows import RowProblem
 
@@ -47,7 +47,7 @@ class _Line:
     is_torn: bool = False
 
 
-class LinesFile(LocalFile):
+class LinesFile(StoredFile):
     """A text file, plain or compressed. ``parse`` turns a line into columns or raises RowProblem.
 
     Lines end with LF or CRLF. A byte order mark at the start is dropped. Blank lines (nothing but white space)
@@ -55,17 +55,17 @@ class LinesFile(LocalFile):
     damage and one ``bad_encoding`` row for the rest; a line of more than ``MAX_LINE_BYTES`` is a ``too_long`` row.
     """
 
-    def __init__(self, path: Path, parse: Callable[[bytes], dict[str, Any]]) -> None:
-        super().__init__(path)
+    def __init__(self, stored: Stored, parse: Callable[[bytes], dict[str, Any]]) -> None:
+        super().__init__(stored)
         self._parse = parse
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
-        """See ``LocalFile.read``."""
+        """See ``InputFile.read``."""
         index = at.index
         if stop is not None and index >= stop:
             return index
         try:
-            with open_text(self.path, at.offset) as stream:
+            with open_text(self.stored, at.offset) as stream:
                 for line in _lines(stream, at.offset, at.row):
                     if wanted is None or wanted(index):
                         yield self._row(line, index, at.file)
@@ -73,11 +73,11 @@ class LinesFile(LocalFile):
                     if index == stop:
                         break
         except OSError as error:
-            raise UsageError(f"cannot read {self.path}: {error.strerror or error}") from error
+            raise UsageError(f"cannot read {self.stored.name}: {error.strerror or error}") from error
         return index
 
     def _row(self, line: _Line, index: int, file: int) -> Record | BadRow:
-        source = str(self.path)
+        source = self.stored.name
         after = Cursor(file + 1, 0, 0, index + 1) if line.is_torn else Cursor(file, line.end, line.number, index + 1)
         try:
             if line.problem:

@@ -6,44 +6,43 @@ A cursor's ``offset`` is the row group and its ``row`` the row inside it. Groups
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.core.errors import UsageError
 from batchgen.core.records import Cursor
+from batchgen.core.stored import Stored
 from batchgen.core.units import one_line
-from batchgen.input.formats import LocalFile, Rows, Wanted
+from batchgen.input.formats import Rows, StoredFile, Wanted
 from batchgen.input.formats.arrow import Unreadable, batch_rows, read_batches
 
 _FILE_ERRORS = (OSError, ValueError, pa.ArrowException)  # ValueError: names in the metadata that are not UTF-8
 _BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size instead of whole
 
 
-class ParquetFile(LocalFile):
+class ParquetFile(StoredFile):
     """A Parquet file. Raises UsageError if the file is not Parquet or cannot be opened.
 
     Row groups (or pages of them) that cannot be decoded become one ``bad_encoding`` row for each row that the
     file's metadata promises there; the groups after them are read.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, stored: Stored) -> None:
+        super().__init__(stored)
         with self._open() as file:
             self._num_rows = int(file.metadata.num_rows)
 
     def _open(self) -> pq.ParquetFile:
         try:
-            return pq.ParquetFile(
-                self.path, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
-            )
+            source = self.stored.arrow_source()
+            return pq.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
         except _FILE_ERRORS as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-            raise UsageError(f"cannot read {self.path} as Parquet: {reason}") from error
+            raise UsageError(f"cannot read {self.stored.name} as Parquet: {reason}") from error
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
-        """See ``LocalFile.read``."""
+        """See ``InputFile.read``."""
         index = at.index
         with self._open() as file:
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
@@ -58,7 +57,7 @@ class ParquetFile(LocalFile):
                 if indexes and (wanted is None or any(map(wanted, indexes))):
                     start = Cursor(at.file, number, first, index)
                     batches = _batches(file, number, first)
-                    index = yield from read_batches(batches, start, stop, wanted, str(self.path), rows_before)
+                    index = yield from read_batches(batches, start, stop, wanted, self.stored.name, rows_before)
                 else:
                     index = end
                 rows_before += num_rows

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchgen.core.errors import UsageError
+from batchgen.core.remote import scheme_of
+from batchgen.core.stored import LocalFile, RemoteFile, Stored
 from batchgen.input.formats import InputFile
 from batchgen.input.formats.hf import DatasetFile
 from batchgen.input.formats.jsonl import parse_jsonl
@@ -17,15 +19,15 @@ from batchgen.input.formats.text_stream import open_text
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of local files: what opens one, and the suffixes of their names."""
+    """A format of files: what opens one, and the suffixes of their names."""
 
-    open: Callable[[Path], InputFile]
+    open: Callable[[Stored], InputFile]
     suffixes: tuple[str, ...]
 
 
 FORMATS = {
-    "jsonl": Format(lambda path: LinesFile(path, parse_jsonl), (".jsonl", ".ndjson")),
-    "text": Format(lambda path: LinesFile(path, parse_text), (".txt", ".text")),
+    "jsonl": Format(lambda stored: LinesFile(stored, parse_jsonl), (".jsonl", ".ndjson")),
+    "text": Format(lambda stored: LinesFile(stored, parse_text), (".txt", ".text")),
     "parquet": Format(ParquetFile, (".parquet",)),
 }
 
@@ -46,38 +48,45 @@ _HEAD_BYTES = 1 << 16
 
 
 def open_file(item: Path | str, given: str) -> InputFile:
-    """Open one file, or a dataset, named by a string or a folder. ``given`` is the job's format, perhaps ``auto``.
+    """Open one file, or a dataset, which is an ``hf:`` name or a folder; a string may be an address too.
 
-    Raises UsageError with a remedy when it cannot be read, contradicts ``given`` or is of no known format.
+    ``given`` is the job's format, perhaps ``auto``. Raises UsageError with a remedy when it cannot be read, contradicts
+    ``given`` or is of no known format, RemoteError when its server cannot be reached.
     """
+    if isinstance(item, str) and scheme_of(item):
+        return _open_stored(RemoteFile(item), given)
     if isinstance(item, str) or item.is_dir():
         return DatasetFile(str(item))
     if not item.is_file():
         raise UsageError(f"input {item} is not a regular file; pipe it to standard input and name it -")
     try:
-        return FORMATS[_resolve(item, given)].open(item)
+        return _open_stored(LocalFile(item), given)
     except OSError as error:
         raise UsageError(f"cannot read input {item}: {error.strerror or error}") from error
 
 
-def _resolve(path: Path, given: str) -> str:
-    with path.open("rb") as file:
+def _open_stored(stored: Stored, given: str) -> InputFile:
+    return FORMATS[_resolve(stored, given)].open(stored)
+
+
+def _resolve(stored: Stored, given: str) -> str:
+    with stored.open() as file:
         is_parquet = file.read(4) == _PARQUET_MAGIC
     if given == "parquet" or (given == "auto" and is_parquet):
         return "parquet"
     if is_parquet:
-        raise UsageError(f'{path} is a Parquet file and input.format = "{given}"; leave the format to "auto"')
-    with open_text(path) as stream:
+        raise UsageError(f'{stored.name} is a Parquet file and input.format = "{given}"; leave the format to "auto"')
+    with open_text(stored) as stream:
         head = stream.read(_HEAD_BYTES)
     if head.startswith(_UTF16_MARKS):
-        raise UsageError(f"{path} is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE")
+        raise UsageError(f"{stored.name} is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE")
     if given == "auto":
-        return _detect(path, head)
+        return _detect(stored, head)
     return given if given in FORMATS else "jsonl"  # OpenAI Batch lines, and hf: that is about datasets alone
 
 
-def _detect(path: Path, head: bytes) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
+def _detect(stored: Stored, head: bytes) -> str:
+    suffixes = [suffix.lower() for suffix in stored.suffixes]
     while suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
     suffix = suffixes[-1] if suffixes else ""
@@ -85,12 +94,14 @@ def _detect(path: Path, head: bytes) -> str:
         if suffix in form.suffixes:
             return name
     if suffix in _REMEDIES:
-        raise UsageError(f"{path}: {suffix} files cannot be read; {_REMEDIES[suffix]}")
+        raise UsageError(f"{stored.name}: {suffix} files cannot be read; {_REMEDIES[suffix]}")
     first = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if first.startswith(b"{"):
         return "jsonl"
     if suffix == ".json":
-        raise UsageError(f"{path} is not JSON Lines, one object per line; an array: jq -c '.[]' FILE > NEW_FILE.jsonl")
+        raise UsageError(
+            f"{stored.name} is not JSON Lines, one object per line; an array: jq -c '.[]' FILE > NEW_FILE.jsonl"
+        )
     if b"\0" in head:
-        raise UsageError(f"{path} looks like binary data; say in input.format what it is")
+        raise UsageError(f"{stored.name} looks like binary data; say in input.format what it is")
     return "text"

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
 
+from batchgen.core.stored import BUFFER_BYTES, Stored
 from batchgen.core.units import one_line
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-_BUFFER_BYTES = 1 << 18
 
 
 class Decompressed(io.RawIOBase):
@@ -26,9 +25,9 @@ class Decompressed(io.RawIOBase):
     raises ``OSError``.
     """
 
-    def __init__(self, path: Path, codec: str) -> None:
+    def __init__(self, stored: Stored, codec: str) -> None:
         self.damage: str | None = None
-        self._path = path
+        self._stored = stored
         self._codec = codec
         self._blocks = self._read_blocks()
         self._pending = memoryview(b"")
@@ -48,10 +47,10 @@ class Decompressed(io.RawIOBase):
     def _read_blocks(self) -> Iterator[bytes]:
         """The content in blocks. A block with damage in it is lost, so it is read again in smaller ones."""
         done = 0
-        for block_bytes in (_BUFFER_BYTES, 1 << 10, 1):
-            with pa.input_stream(str(self._path), compression=self._codec) as stream:
-                for start in range(0, done, _BUFFER_BYTES):
-                    stream.read(min(_BUFFER_BYTES, done - start))
+        for block_bytes in (BUFFER_BYTES, 1 << 10, 1):
+            with pa.input_stream(self._stored.arrow_source(), compression=self._codec) as stream:
+                for start in range(0, done, BUFFER_BYTES):
+                    stream.read(min(BUFFER_BYTES, done - start))
                 try:
                     while block := stream.read(block_bytes):
                         done += len(block)
@@ -63,20 +62,20 @@ class Decompressed(io.RawIOBase):
                     self.damage = one_line(error)
 
 
-def open_text(path: Path, offset: int = 0) -> BinaryIO:
+def open_text(stored: Stored, offset: int = 0) -> BinaryIO:
     """A stream of the file's text that starts ``offset`` bytes into the decompressed text. Raises ``OSError``.
 
     It seeks in a plain file, and decompresses a compressed one up to there.
     """
-    with path.open("rb") as file:
-        head = file.read(4)
+    plain = stored.open()
+    head = plain.read(4)
     codec = next((codec for magic, codec in _MAGIC.items() if head.startswith(magic)), None)
     if codec is None:
-        plain = path.open("rb", buffering=_BUFFER_BYTES)
         plain.seek(offset)
         return plain
-    stream: BinaryIO = io.BufferedReader(Decompressed(path, codec), _BUFFER_BYTES)
-    while offset and (skipped := stream.read(min(offset, _BUFFER_BYTES))):
+    plain.close()
+    stream: BinaryIO = io.BufferedReader(Decompressed(stored, codec), BUFFER_BYTES)
+    while offset and (skipped := stream.read(min(offset, BUFFER_BYTES))):
         offset -= len(skipped)
     return stream
 

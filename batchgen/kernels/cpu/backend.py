@@ -16,8 +16,8 @@ from torch import Tensor
 from batchgen.kernels.cpu import layout, sources
 from batchgen.kernels.cpu import linear as linears
 from batchgen.kernels.cpu.experts import PanelRouter, in_panels
-from batchgen.kernels.cpu.layout import DOT_GROUP, ROWS_PER_ITEM
-from batchgen.kernels.cpu.parallel import Kernel, address, empty, openmp, scratch
+from batchgen.kernels.cpu.layout import DOT_GROUP, ITEMS_PER_WORKER, ROWS_PER_ITEM
+from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch, share_with_torch
 from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.experts import ExpertLoop, TorchRouter
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
@@ -33,6 +33,7 @@ from batchgen.kernels.interface import (
     SparseFeedForward,
     TableEmbedding,
     TwoStepGatedLinear,
+    add_then_norm,
 )
 from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.quantize import quantize, stored
@@ -86,6 +87,7 @@ class CpuKernels:
     """``Kernels`` for CPUs, for a model in ``dtype``, bfloat16 or float32; None: that of the weights."""
 
     name = "cpu"
+    add_and_norm = add_then_norm
 
     def __init__(self, dtype: torch.dtype | None = None, *, weights: str = "auto", activations: str = "auto") -> None:
         self.weights, self.activations = weights, activations
@@ -97,21 +99,24 @@ class CpuKernels:
         return processor_variant(self._library, self.activations)
 
     def recorder(self) -> Recorder | None:
-        found = openmp()
-        return None if self._library or found is None else Recorder(found[0])
+        return None if self._library else Recorder()
+
+    def _use_library(self, name: str) -> None:
+        self._library = name
+        share_with_torch()
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         dtype = self._dtype or weight.dtype
         if linears.can_multiply(weight, dtype, self.activations):
             return linears.PanelLinear(weight, bias, self.weights, self.activations, dtype)
         if self.activations == "int8":
-            self._library = "exact"
+            self._use_library("exact")
             return Int8Linear(quantize(weight, DOT_GROUP), bias)
         weight = stored(weight, self.weights, dtype)
         if linears.can_pack(dtype):
-            self._library = "onednn"
+            self._use_library("onednn")
             return linears.PackedLinear(weight, bias)
-        self._library = "blas"
+        self._use_library("blas")
         return PlainLinear(weight, bias, linears.MIN_PLAIN_ROWS)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
@@ -129,14 +134,14 @@ class CpuKernels:
     def router(self, routing: Routing) -> Router:
         if linears.can_multiply(routing.weight, torch.float32):
             return PanelRouter(routing)
-        self._library = self._library or "blas"
+        self._use_library(self._library or "blas")
         return TorchRouter(routing, PlainLinear(routing.weight, None, linears.MIN_PLAIN_ROWS))
 
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> SparseFeedForward:
         laid_out = [(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights]
         if found := in_panels(laid_out):
             return found
-        self._library = self._library or "loop"
+        self._use_library(self._library or "loop")
         return ExpertLoop(laid_out)
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -187,7 +192,9 @@ class CpuKernels:
         num_tokens, num_heads, width = q.shape
         num_kv_heads = cache.keys.shape[1]
         out = empty((num_tokens, num_heads * head_dim), dtype)
-        most_rows = -(-QUERY_BLOCK * (num_heads // num_kv_heads) // 8) * 8
+        most_rows = layout.attention_rows(QUERY_BLOCK * (num_heads // num_kv_heads))
+        items = len(inputs.query_blocks) * num_kv_heads
+        most_together = min(max(items // (ITEMS_PER_WORKER * torch.get_num_threads()), 1), QUERY_BLOCK)
         floats = layout.attention_scratch_floats(width, most_rows)
         arguments = (
             *map(address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
@@ -195,9 +202,8 @@ class CpuKernels:
             scratch(floats * torch.get_num_threads()),
             *(num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes, inputs.block_tables.shape[1]),
             *(cache.keys.element_size(), most_rows, _address_of(cache.scales)),
-            *(window, _address_of(gates), 0 if gates is None else gates.shape[1]),
+            *(window, _address_of(gates), 0 if gates is None else gates.shape[1], most_together),
         )
-        items = len(inputs.query_blocks) * num_kv_heads
         _ATTENTION.launch(_ATTENTION_KINDS[dtype, cache.keys.dtype], items, *arguments)
         return out
 
@@ -210,6 +216,7 @@ class CpuKernels:
             *(width, taps, bcx.element_size()),
             scratch(layout.conv_scratch_floats(taps, width) * torch.get_num_threads()),
             *(address(state.blocks), address(inputs.slot_mapping), state.block_size),
+            *(address(inputs.conv_rejected), state.num_spare),
         )
         _SHORT_CONV.launch(bcx.dtype, inputs.num_seqs, *arguments)
         return out

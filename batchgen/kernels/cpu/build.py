@@ -11,6 +11,7 @@ import atexit
 import gc
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -123,6 +124,11 @@ def stop() -> None:
 def work_on(others: bool, *model: str) -> None:
     """Compile what is missing, on several processors; the program of the process that ``start`` starts."""
     gc.disable()  # a tenth of the time, and all memory is given back soon
+    while not objects.lock():
+        if select.select([0], [], [], 0.05)[0]:  # the process that this one works for has ended
+            return
+    if not _missing(model, others):
+        return
     from batchgen.kernels.cpu import compiler  # imports numba
 
     missing = _missing(model, others)

@@ -8,10 +8,19 @@ from __future__ import annotations
 ENTRY = "kernel"  # the symbol of a kernel's function in its object
 LANES = 16  # float32 in a vector
 
-# Words before a kernel's own arguments: a counter of workers, the address of the runtime's function that numbers them
-# (0 without one: then they count), the number of items, of workers and of ranges, the address of the ranges' counters.
-COUNTER, NUMBERING, NUM_ITEMS, NUM_WORKERS, NUM_RANGES, RANGES = range(6)
+# Words before a kernel's own arguments: the address of the function that numbers the workers and its argument, the
+# number of items, of workers and of ranges, the address of the ranges' counters.
+NUMBERING, KEY, NUM_ITEMS, NUM_WORKERS, NUM_RANGES, RANGES = range(6)
 ARGS = 6  # index of a kernel's first own argument
+
+# Words of a pool of threads, each in a cache line of its own as far as several threads write: see ``compiled.work``.
+PROGRESS, END, SELF = range(0, 24, 8)
+NUM_SLEEPERS, EVENT = 1, 2  # behind ``PROGRESS``, and behind ``END``
+BASE, TABLE, FUTEX, SLEEP, WAKE = range(SELF + 1, SELF + 6)
+POOL_WORDS = 24
+WORKER_BITS = 16  # of ``PROGRESS`` and ``END``: below the number of a launch, one of workers
+# Words of a program: the pool, how many launches and workers at most, then a kernel and its words for each launch.
+POOL, NUM_LAUNCHES, MOST_WORKERS, LAUNCHES = range(4)
 
 ROWS_PER_ITEM = 8  # of kernels that treat rows: few enough to balance the threads, enough to hide the atomic
 
@@ -35,11 +44,21 @@ CHUNK = 2 * LANES  # neighbouring positions that are scored side by side
 NUM_STREAMS = 4  # places in memory that are read at once: one alone does not fill a core's share of the bandwidth
 TILE = 256  # positions whose scores are held at once; a multiple of CHUNK * NUM_STREAMS
 SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
+QUERY_BLOCK_FIELDS = 5  # of a row of ``ModelInput.query_blocks``
+ITEMS_PER_WORKER = 4  # at least, where sequences that share keys would make fewer: the last ones are waited for
 
 PEAK_VECTORS = 16  # of memory for each worker of the loops that only multiply
 
 SEGMENT = 32  # tokens convolved at once: their inputs stay in the cache
 BINS = 4096  # of the histograms that find a sampling threshold
+
+
+def attention_rows(num_rows: int) -> int:
+    """Rows in the scratch memory of a worker of attention for ``num_rows`` query rows of several blocks.
+
+    Those of a block may be padded to almost twice as many, and the block's last are cleared to a multiple of 8.
+    """
+    return -(-2 * num_rows // MAX_QUERIES) * MAX_QUERIES + MAX_QUERIES
 
 
 def attention_scratch_floats(width: int, most_rows: int) -> int:

@@ -7,6 +7,7 @@ of this user counts as missing: LLVM would end the process on garbage, and run w
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import stat
@@ -87,6 +88,23 @@ def is_writable() -> bool:
     """Whether objects can be kept for the next process."""
     folder = _folder()
     return folder is not None and os.access(folder, os.W_OK)
+
+
+def lock() -> bool:
+    """Whether this process is the one that compiles now, with its forks and until it ends; true where none can tell.
+
+    Processes that begin together, such as the workers of a run, need the same kernels: one makes them for all.
+    """
+    folder = _folder()
+    if folder is not None:
+        with suppress(OSError):
+            handle = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(handle)
+                return False
+    return True
 
 
 def _folder() -> Path | None:

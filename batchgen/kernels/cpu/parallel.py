@@ -1,9 +1,10 @@
-"""Runs kernels on every thread of torch's own OpenMP pool, and records their launches.
+"""Launches kernels on threads, or has a ``CaptureHook`` record their launches.
 
-Torch's linears and these kernels alternate many hundred times per step. A second thread pool (numba's own)
-would fight torch's spinning workers for the same cores, so kernels are started through ``GOMP_parallel`` of
-the very OpenMP runtime that torch has loaded: the workers are already awake and no core is shared.
-Without that symbol, plain Python threads run them; ctypes releases the GIL.
+An OpenMP thread that has nothing to do spins for milliseconds, and each launch ends only when all threads have come.
+Beside a process that takes one of two cores that is many times as slow. The threads of ``Pool`` take part as they
+come: a launch needs none of them. Where torch multiplies matrices itself, its threads alternate with ours many hundred
+times per step; there kernels are started by ``GOMP_parallel`` of the runtime that torch has loaded, since two sets of
+threads would fight for the same cores.
 
 A kernel is a C function of one pointer to int64 words, which ``Kernel.launch`` lays out: from ``ARGS`` on they are
 addresses and sizes as the kernel defines them. Its items are cut into ranges, and a worker begins with its own: where
@@ -22,23 +23,26 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from batchgen.kernels.cpu import build
-from batchgen.kernels.cpu.layout import RANGES
+from batchgen.kernels.cpu import build, sources
+from batchgen.kernels.cpu.layout import FUTEX, LAUNCHES, POOL_WORDS, RANGES, SELF, SLEEP, WAKE
 from batchgen.kernels.cpu.sources import Source
+from batchgen.kernels.processor import num_usable_cpus
 
 LAUNCHING = threading.Lock()  # engines in several threads share the workers and their scratch memory
 
 Launch = Callable[[int, int, int], None]
+_FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # of Linux
+_NAP_US = 50  # where threads cannot wake each other
 Kind = torch.dtype | str  # of a kernel: the dtype that names it, or another name in ``Source.kinds``
 
 
@@ -111,26 +115,84 @@ class Kernel:
             return
         workers = min(num_items, torch.get_num_threads())
         ranges = num_ranges or workers
-        launch, numbering = _launcher()
-        words = array("q", (0, numbering, num_items, workers, ranges, 0, *arguments, *(0,) * ranges))
+        # What is recorded is replayed in the pool, whatever launches run on by then.
+        launch, numbering = _launcher() if CAPTURE.launches is None else (_launch_in_pool, pool().numbering)
+        words = array("q", (*numbering, num_items, workers, ranges, 0, *arguments, *(0,) * ranges))
         at, size = words.buffer_info()
         words[RANGES] = at + (size - ranges) * words.itemsize
         code = self._addresses.get(kind) or self.address(kind)
         if CAPTURE.launches is not None:
             CAPTURE.launches.append((code, words, workers))
             return
+        launch(code, at, workers)
+
+
+class Pool:
+    """Threads of this process for programs of launches, started when first asked for; they end with the process."""
+
+    def __init__(self) -> None:
+        self._words = array("q", [0] * (POOL_WORDS + 7))  # 7 more: what it holds begins with a cache line
+        self._start = (-self._words.buffer_info()[0] % 64) // 8
+        self.at = self._words.buffer_info()[0] + 8 * self._start
+        library, key = ctypes.CDLL(None), ctypes.c_uint()
+        library.pthread_key_create(ctypes.byref(key), None)
+        self.numbering = _address(library.pthread_getspecific), key.value  # 0 in all threads but the pool's
+        futex = _FUTEX_CALLS.get(platform.machine()) if platform.system() == "Linux" else None
+        sleep, wake = ("syscall", "syscall") if futex else ("usleep", "sched_yield")
+        addresses = {SELF: self.at, FUTEX: futex or _NAP_US}
+        addresses |= {SLEEP: _address(library[sleep]), WAKE: _address(library[wake])}
+        for word, value in addresses.items():
+            self._words[self._start + word] = value
+        self._library, self._key = library, key
+        self._num_workers = 1
+        self._run = _function(sources.RUN_ALL)
+
+    def run(self, program: int, num_workers: int) -> None:
+        """Run the program at an address; returns when its last launch is done. It uses no more threads than CPUs."""
         with LAUNCHING:
-            launch(code, at, workers)
+            if num_workers > self._num_workers:
+                for number in range(self._num_workers, min(num_workers, num_usable_cpus())):
+                    threading.Thread(target=self._serve, args=(number,), daemon=True).start()
+                self._num_workers = num_workers
+            self._run(program)
+
+    def forget_threads(self) -> None:
+        """Start anew in a copy of the process, which has none of the threads: in the memory that programs know."""
+        for word in range(SELF):
+            self._words[self._start + word] = 0
+        self._num_workers = 1
+
+    def _serve(self, number: int) -> None:
+        self._library.pthread_setspecific(self._key, ctypes.c_void_p(number))
+        words = array("q", (self.at, number))
+        _function(sources.SERVE)(words.buffer_info()[0])
+
+
+def _function(source: Source) -> Callable[[int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(build.address(source, "any"))
+
+
+def _address(function: object) -> int:
+    found = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]  # any foreign function
+    assert found, "a function of the C library"
+    return found
 
 
 @lru_cache(maxsize=1)
-def _launcher() -> tuple[Launch, int]:
-    """How to run ``(function, data, threads)``, and the address of the function that numbers the threads, or 0."""
-    found = openmp()
-    if found is None:
-        return _python_launch(), 0
-    start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(found[0])
-    return lambda function, data, threads: start(function, data, threads, 0), found[1]
+def pool() -> Pool:
+    """The pool of this process."""
+    return Pool()
+
+
+def _begin_copy() -> None:
+    """A copy of the process has one thread: none of the pool's, and none that holds the lock of a launch."""
+    global LAUNCHING  # noqa: PLW0603 - the lock may be held for ever by a thread that was not copied
+    LAUNCHING = threading.Lock()
+    if pool.cache_info().currsize:
+        pool().forget_threads()
+
+
+os.register_at_fork(after_in_child=_begin_copy)
 
 
 @lru_cache(maxsize=1)
@@ -140,24 +202,40 @@ def openmp() -> tuple[int, int] | None:
     for name in [*map(str, bundled), None]:
         try:
             library = ctypes.CDLL(name)
-            found = library.GOMP_parallel, library.omp_get_thread_num
+            return _address(library.GOMP_parallel), _address(library.omp_get_thread_num)
         except (OSError, AttributeError, TypeError):
             continue
-        start, numbering = (ctypes.cast(function, ctypes.c_void_p).value for function in found)
-        if start and numbering:
-            return start, numbering
     return None
 
 
-def _python_launch() -> Launch:
-    pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="batchgen-kernel")
-    prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+class _Torch:
+    multiplies = False
+
+
+def share_with_torch() -> None:
+    """From now on this process runs linears of torch's own: kernels are launched on torch's threads."""
+    _Torch.multiplies = True
+    _launcher.cache_clear()
+
+
+@lru_cache(maxsize=1)
+def _launcher() -> tuple[Launch, tuple[int, int]]:
+    """How to run ``(function, data, threads)``, and the function that numbers the threads with its argument."""
+    found = openmp() if _Torch.multiplies else None
+    if found is None:
+        return _launch_in_pool, pool().numbering
+    start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(found[0])
 
     def launch(function: int, data: int, threads: int) -> None:
-        call = prototype(function)
-        pending = [pool.submit(call, data) for _ in range(threads - 1)]
-        call(data)
-        for future in pending:
-            future.result()
+        with LAUNCHING:
+            start(function, data, threads, 0)
 
-    return launch
+    return launch, (found[1], 0)
+
+
+def _launch_in_pool(function: int, data: int, threads: int) -> None:
+    threads_of = pool()
+    program = array("q", (threads_of.at, 1, threads, 0, function, data))
+    at, _ = program.buffer_info()
+    program[LAUNCHES] = at + (LAUNCHES + 1) * program.itemsize
+    threads_of.run(at, threads)

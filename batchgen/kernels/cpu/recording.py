@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
@@ -10,12 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from batchgen.kernels.cpu import sources
-from batchgen.kernels.cpu.layout import NUM_RANGES, RANGES
-from batchgen.kernels.cpu.parallel import CAPTURE, LAUNCHING, Kernel, Launched
+from batchgen.kernels.cpu.layout import LAUNCHES, NUM_RANGES, RANGES
+from batchgen.kernels.cpu.parallel import CAPTURE, Launched, pool
 
 _LEAST_BYTES = 1 << 16  # of a buffer: sizes vary from step to step, and few buffers are to serve them all
-_RUN_ALL = Kernel(sources.RUN_ALL)
 
 
 class Memory:
@@ -44,31 +41,30 @@ class Memory:
 
 
 class Program:
-    """Launches to repeat by ``GOMP_parallel`` (its address is ``start``): only the contents of memory change."""
+    """Launches to repeat: only the contents of memory change."""
 
-    def __init__(self, launches: Sequence[Launched], start: int) -> None:
+    def __init__(self, launches: Sequence[Launched]) -> None:
         self._fresh = np.concatenate([np.asarray(words) for _, words, _ in launches])
         self._words = np.empty_like(self._fresh)
-        table, at = [start, len(launches)], 0
-        for code, words, workers in launches:
+        self._pool, self._num_workers = pool(), max(workers for _, _, workers in launches)
+        table, at = [self._pool.at, len(launches), self._num_workers, 0], 0
+        for code, words, _ in launches:
             address = self._words.ctypes.data + at * words.itemsize
             self._fresh[at + RANGES] = address + (len(words) - words[NUM_RANGES]) * words.itemsize
-            table += [code, address, workers]
+            table += [code, address]
             at += len(words)
         self._table = array("q", table)
-        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_RUN_ALL.address("any"))
+        self._table[LAUNCHES] = self._table.buffer_info()[0] + (LAUNCHES + 1) * self._table.itemsize
 
     def run(self) -> None:
-        with LAUNCHING:
-            self._words[:] = self._fresh  # kernels count in them
-            self._run(self._table.buffer_info()[0])
+        self._words[:] = self._fresh  # kernels count in them
+        self._pool.run(self._table.buffer_info()[0], self._num_workers)
 
 
 class Recorder:
-    """``kernels.interface.Recorder`` of launches; ``start`` is the address of ``GOMP_parallel``."""
+    """``kernels.interface.Recorder`` of launches."""
 
-    def __init__(self, start: int) -> None:
-        self._start = start
+    def __init__(self) -> None:
         self._memory = Memory()
 
     def record(self, work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
@@ -78,7 +74,7 @@ class Recorder:
             result = work()
         finally:
             CAPTURE.launches = CAPTURE.memory = None
-        program, shape, dtype = Program(launches, self._start), result.shape, result.dtype
+        program, shape, dtype = Program(launches), result.shape, result.dtype
         # Not the result itself: its memory may serve later recordings too, since a replay writes it anew.
         memory = self._memory.holding(result.data_ptr())[: result.nbytes]
         program.run()

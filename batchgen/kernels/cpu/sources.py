@@ -62,7 +62,7 @@ ATTENTION = Source(f"{COMPILED}.attention", "attention", _ATTENDED)
 ROUTE, ADD_UP = (Source(f"{COMPILED}.experts", name) for name in ("route", "add_up"))
 SORT = Source(f"{COMPILED}.experts", "sort", {"any": ()})
 SAMPLE, LOGSUMEXP = (Source(f"{COMPILED}.sampling", name) for name in ("sample", "logsumexp"))
-RUN_ALL = Source(f"{COMPILED}.work", "run_all", {"any": ()})
+RUN_ALL, SERVE = (Source(f"{COMPILED}.work", name, {"any": ()}) for name in ("run_all", "serve"))
 PEAK_PRODUCTS = Source(f"{COMPILED}.peaks", "multiply", {**ELEMENTS, "int8": (INT8,)})
 PEAK_READS = Source(f"{COMPILED}.peaks", "read", {"any": ()})
 # Enough to hide the latency of a product at two per cycle: of 32 wide registers, or in pairs of 16 narrow ones.
@@ -123,7 +123,7 @@ def needed(
     # Embeddings are read from the panels of a tied head if they hold its numbers; queries are float32 in any model.
     found.append((TAKE_PANEL_ROWS if (MATMUL, reading) in found else TAKE_ROWS, reading))
     found += [(TAKE_ROWS, kind) for kind in (dtype, "float32")]
-    return list(dict.fromkeys([*found, (RUN_ALL, "any")]))
+    return list(dict.fromkeys([*found, (RUN_ALL, "any"), (SERVE, "any")]))
 
 
 def _linears(dtype: str, reading: str, weights: str, activations: str) -> list[tuple[Source, str]]:

@@ -18,23 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.kernels.cuda import tuning
 from batchgen.kernels.cuda.tiles import num_tiles, power_of_two, tile_of
+from batchgen.kernels.cuda.tuning import SPAN
 from batchgen.kernels.inputs import KVCache, ModelInput
 
-SPAN = 512
-_LEAST_ROWS = 16  # of a matrix instruction
-_PROMPT_ROWS = 128  # of a prompt's tile: arithmetic enough for every key it reads
-_PROMPT_ROWS_FLOAT32 = 16  # which has no matrix instruction to feed, and taller tiles would spill registers
-_MERGED_HEADS = 4
-_STAGES = 5  # the pipeline's first two fetch the block table; the others are tiles of keys and values under way
+_LEAST_ARRIVALS = 1 << 14  # for 2,048 sequences with 8 KV heads
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 # Places in LAYOUT, the sizes that the kernels here are compiled for: positions per span and per step of the loop; heads
-# per KV head; head_dim and the power of two that holds it; width, block_size and lanes of ``KVCache``; the positions,
-# aligned to as many, that are neighbours in memory, which the compiler cannot see through the block table; the window.
+# per KV head; head_dim and the power of two that holds it; width, block_size and lanes of ``KVCache``; the window.
 SPAN_AT, TILE_AT, GROUP_AT, HEAD_DIM_AT, DIMS_AT = (tl.constexpr(i) for i in range(5))
-WIDTH_AT, BLOCK_SIZE_AT, LANES_AT, RUN_AT, WINDOW_AT = (tl.constexpr(i) for i in range(5, 10))
+WIDTH_AT, BLOCK_SIZE_AT, LANES_AT, WINDOW_AT = (tl.constexpr(i) for i in range(5, 9))
 
 
 @triton.jit
@@ -67,9 +63,9 @@ def _merge(best, total, mixed, best2, total2, mixed2):
 def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAYOUT: tl.constexpr):
     """Rows q [rows, dims] at ``position`` [rows] over cached positions [first, end): see ``_merge`` for what returns.
 
-    ``cache`` is (keys, values, num_kv_heads). Keys past ``end`` may hold
-    anything: their scores are replaced. Values are multiplied by a weight of zero, which does not silence an infinity,
-    so those past ``end`` are not read.
+    ``cache`` is (keys, values, num_kv_heads). A step that lies in one block looks up that alone. Keys past ``end`` may
+    hold anything: their scores are replaced. Values are multiplied by a weight of zero, which does not silence an
+    infinity, so those past ``end`` are not read.
     """
     keys, values, num_kv_heads = cache
     TILE: tl.constexpr = LAYOUT[TILE_AT]
@@ -77,7 +73,6 @@ def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAY
     WIDTH: tl.constexpr = LAYOUT[WIDTH_AT]
     BLOCK_SIZE: tl.constexpr = LAYOUT[BLOCK_SIZE_AT]
     LANES: tl.constexpr = LAYOUT[LANES_AT]
-    RUN: tl.constexpr = LAYOUT[RUN_AT]
     ROWS: tl.constexpr = q.shape[0]
     DIMS: tl.constexpr = q.shape[1]
     dim = tl.arange(0, DIMS)
@@ -86,13 +81,15 @@ def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAY
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
     for start in range(first, end, TILE):
         at = start + tl.arange(0, TILE)
-        index = at // BLOCK_SIZE
-        block = tl.load(table + index, mask=index < max_blocks, other=0).to(tl.int64)
-        block = tl.max_constancy(block, RUN)
-        place, offset = block * num_kv_heads + kv_head, tl.max_contiguous(tl.multiple_of(at % BLOCK_SIZE, RUN), RUN)
-        key = keys + (place * (WIDTH * LANES) + offset)[None, :] + dim[:, None] * LANES
-        k = tl.load(key, mask=(dim < HEAD_DIM)[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * LOG2_E
+        if BLOCK_SIZE % TILE == 0:
+            block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+        else:
+            index = at // BLOCK_SIZE
+            block = tl.load(table + index, mask=index < max_blocks, other=0).to(tl.int64)
+        place, offset = block * num_kv_heads + kv_head, at % BLOCK_SIZE
+        key = keys + ((place * LANES + offset) * WIDTH)[:, None] + dim[None, :]
+        k = tl.load(key, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * LOG2_E
         visible = at[None, :] <= position[:, None]
         if LAYOUT[WINDOW_AT]:
             visible &= at[None, :] >= _lowest(position, LAYOUT)[:, None]
@@ -118,11 +115,44 @@ def _queries(q, token, head, valid, num_heads, dtype: tl.constexpr, LAYOUT: tl.c
     return tl.load(at, mask=valid[:, None] & (dim < WIDTH)[None, :], other=0.0).to(dtype)
 
 
+@triton.jit
+def _folded(spans, at, row_is_valid, num_seen, LAYOUT: tl.constexpr):
+    """``_merge`` of the first ``num_seen`` spans in order; ``at`` [rows] is where those of a head start."""
+    best_in, total_in, mixed_in = spans
+    HEAD_DIM: tl.constexpr = LAYOUT[HEAD_DIM_AT]
+    DIMS: tl.constexpr = LAYOUT[DIMS_AT]
+    dim = tl.arange(0, DIMS)
+    inside = row_is_valid[:, None] & (dim < HEAD_DIM)[None, :]
+    best = tl.full([at.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([at.shape[0]], tl.float32)
+    mixed = tl.zeros([at.shape[0], DIMS], tl.float32)
+    for span in range(0, num_seen):
+        best2 = tl.load(best_in + at + span, mask=row_is_valid, other=0.0)
+        total2 = tl.load(total_in + at + span, mask=row_is_valid, other=1.0)
+        mixed2 = tl.load(mixed_in + (at + span)[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
+        best, total, mixed = _merge(best, total, mixed, best2, total2, mixed2)
+    return total, mixed
+
+
 @triton.jit(do_not_specialize=["max_blocks", "num_spans"])
 def attend_one_token(
-    tensors, spans, num_heads, num_kv_heads, max_blocks, num_spans, ROWS: tl.constexpr, LAYOUT: tl.constexpr
+    tensors,
+    spans,
+    arrivals,
+    gates,
+    out,
+    num_heads,
+    num_kv_heads,
+    max_blocks,
+    num_spans,
+    ROWS: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
-    """One program per sequence, KV head and span with visible positions, for sequences with one token in this step."""
+    """One program per sequence, KV head and span with visible positions, for sequences with one token in this step.
+
+    The last to arrive merges the spans, in order, and sets the counter in ``arrivals`` [num_seqs, num_kv_heads] back to
+    zero for the next launch.
+    """
     q, keys, values, tables, positions, cu_seqlens = tensors
     best_out, total_out, mixed_out = spans
     SPAN: tl.constexpr = LAYOUT[SPAN_AT]
@@ -138,7 +168,8 @@ def attend_one_token(
         return
     row = tl.arange(0, ROWS)
     head = kv_head * GROUP + row
-    rows = _queries(q, token + row * 0, head, row < GROUP, num_heads, keys.dtype.element_ty, LAYOUT)
+    valid = row < GROUP
+    rows = _queries(q, token + row * 0, head, valid, num_heads, keys.dtype.element_ty, LAYOUT)
     table = tables + sequence.to(tl.int64) * max_blocks
     end = tl.minimum(first + SPAN, context)
     cache = (keys, values, num_kv_heads)
@@ -146,44 +177,25 @@ def attend_one_token(
     if LAYOUT[WINDOW_AT]:
         first = tl.maximum(first, lowest // TILE * TILE)
     best, total, mixed = _attend_span(rows, position, cache, table, kv_head, first, end, max_blocks, LAYOUT)
-    to = (sequence.to(tl.int64) * num_heads + head) * num_spans + span
     dim = tl.arange(0, LAYOUT[DIMS_AT])
-    inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(best_out + to, best, mask=row < GROUP)
-    tl.store(total_out + to, total, mask=row < GROUP)
-    tl.store(mixed_out + to[:, None] * HEAD_DIM + dim[None, :], mixed, mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_spans"])
-def merge_spans(
-    spans, positions, cu_seqlens, gates, out, num_heads, num_spans, ROWS: tl.constexpr, LAYOUT: tl.constexpr
-):
-    """One program per sequence and ``ROWS`` heads: the spans of ``attend_one_token`` in order."""
-    best_in, total_in, mixed_in = spans
-    SPAN: tl.constexpr = LAYOUT[SPAN_AT]
-    HEAD_DIM: tl.constexpr = LAYOUT[HEAD_DIM_AT]
-    DIMS: tl.constexpr = LAYOUT[DIMS_AT]
-    sequence = tl.program_id(0).to(tl.int64)
-    token = tl.load(cu_seqlens + sequence)
-    if tl.load(cu_seqlens + sequence + 1) - token != 1:
-        return
-    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    dim = tl.arange(0, DIMS)
-    valid = head < num_heads
     inside = valid[:, None] & (dim < HEAD_DIM)[None, :]
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, DIMS], tl.float32)
-    position = tl.load(positions + token)
-    for span in range(0, position // SPAN - _lowest(position, LAYOUT) // SPAN + 1):
-        at = (sequence * num_heads + head) * num_spans + span
-        best2 = tl.load(best_in + at, mask=valid, other=0.0)
-        total2 = tl.load(total_in + at, mask=valid, other=1.0)
-        mixed2 = tl.load(mixed_in + at[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
-        best, total, mixed = _merge(best, total, mixed, best2, total2, mixed2)
-    to = out + (token.to(tl.int64) * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
-    mixed = _gated(mixed / total[:, None], gates, token, head, valid, num_heads)
-    tl.store(to, mixed.to(out.dtype.element_ty), mask=inside)
+    num_seen = (context - 1) // SPAN - lowest // SPAN + 1
+    is_last = num_seen == 1
+    if num_seen > 1:
+        at = (sequence.to(tl.int64) * num_heads + head) * num_spans
+        tl.store(best_out + at + span, best, mask=valid)
+        tl.store(total_out + at + span, total, mask=valid)
+        tl.store(mixed_out + (at + span)[:, None] * HEAD_DIM + dim[None, :], mixed, mask=inside)
+        arrived = arrivals + sequence * num_kv_heads + kv_head
+        tl.debug_barrier()  # every thread has written before one of them counts
+        is_last = tl.atomic_add(arrived, 1, sem="acq_rel") == num_seen - 1
+        if is_last:
+            total, mixed = _folded(spans, at, valid, num_seen, LAYOUT)
+            tl.store(arrived, 0)
+    if is_last:
+        mixed = _gated(mixed / total[:, None], gates, token + row * 0, head, valid, num_heads)
+        to = out + (token.to(tl.int64) * num_heads + head)[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(to, mixed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "max_blocks"])
@@ -227,6 +239,23 @@ def attend_tile(
     tl.store(to, mixed.to(out.dtype.element_ty), mask=inside)
 
 
+class Arrivals:
+    """Counters of the programs that have arrived, all zero between launches.
+
+    They stay where they are as long as this lives, since recordings hold their address: more are beside them.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[Tensor] = []
+
+    def at_least(self, count: int, device: torch.device) -> Tensor:
+        """Counters, int32 [``count`` or more]."""
+        if not self._given or len(self._given[-1]) < count:
+            size = max(_LEAST_ARRIVALS, power_of_two(count))
+            self._given.append(torch.zeros(size, dtype=torch.int32, device=device))
+        return self._given[-1]
+
+
 class PagedAttention:
     """Launches the kernels of one layer's attention in one step; q is [num_tokens, num_heads, width].
 
@@ -258,33 +287,28 @@ class PagedAttention:
         self.tensors = (q, cache.keys, cache.values, inputs.block_tables, inputs.positions, inputs.cu_seqlens)
         group = self.num_heads // self.num_kv_heads
         is_wide = cache.keys.element_size() == 4
-        self.single_rows = max(_LEAST_ROWS, power_of_two(group))
-        most = _PROMPT_ROWS_FLOAT32 if is_wide else _PROMPT_ROWS
+        self.single_rows = max(tuning.LEAST_ROWS, power_of_two(group))
+        most = tuning.PROMPT_ROWS_FLOAT32 if is_wide else tuning.PROMPT_ROWS
         self.prompt_rows = self.single_rows if one_order else max(most, self.single_rows)
         self.prompt_tokens = self.prompt_rows // group
-        tile = 32 if is_wide else 64
-        run = min(cache.block_size & -cache.block_size, 16)  # the largest power of two in it, as far as it helps
+        tile = tuning.TILE_FLOAT32 if is_wide else tuning.TILE
         dims = max(16, power_of_two(head_dim))
-        layout = (SPAN, tile, group, head_dim, dims, width, cache.block_size, cache.lanes, run, window)
-        self.options = {"LAYOUT": layout, "num_stages": _STAGES, "enable_fp_fusion": not one_order}
+        layout = (SPAN, tile, group, head_dim, dims, width, cache.block_size, cache.lanes, window)
+        self.options = {"LAYOUT": layout, "num_stages": tuning.ATTENTION_STAGES, "enable_fp_fusion": not one_order}
 
-    def single_tokens(self, out: Tensor) -> None:
-        """Into ``out``, the sequences with one token in this step: their spans side by side, then merged."""
+    def single_tokens(self, out: Tensor, arrivals: Arrivals) -> None:
+        """Into ``out``, the sequences with one token in this step: their spans side by side."""
         device = out.device
         shape = (self.num_seqs, self.num_heads, self.num_spans)
         best, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         spans = (best, total, torch.empty(*shape, self.head_dim, dtype=torch.float32, device=device))
+        arrived = arrivals.at_least(self.num_seqs * self.num_kv_heads, device)
         attend_one_token[(self.num_seqs, self.num_kv_heads, self.num_spans)](
-            *(self.tensors, spans, self.num_heads, self.num_kv_heads, self.max_blocks, self.num_spans),
+            *(self.tensors, spans, arrived, self.gates, out),
+            *(self.num_heads, self.num_kv_heads, self.max_blocks, self.num_spans),
             ROWS=self.single_rows,
             **self.options,
-            num_warps=4,
-        )
-        merge_spans[(self.num_seqs, -(-self.num_heads // _MERGED_HEADS))](
-            *(spans, self.inputs.positions, self.inputs.cu_seqlens, self.gates, out, self.num_heads, self.num_spans),
-            ROWS=_MERGED_HEADS,
-            **self.options,
-            num_warps=2,
+            num_warps=tuning.ONE_TOKEN_WARPS,
         )
 
     def prompts(self, out: Tensor) -> None:
@@ -294,5 +318,5 @@ class PagedAttention:
             *(self.tensors, self.gates, out, self.num_seqs, self.num_heads, self.num_kv_heads, self.max_blocks),
             ROWS=self.prompt_rows,
             **self.options,
-            num_warps=4 if self.prompt_rows < 128 else 8,
+            num_warps=tuning.PROMPT_WARPS if self.prompt_rows < 128 else tuning.TALL_PROMPT_WARPS,
         )

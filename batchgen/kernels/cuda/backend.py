@@ -12,10 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
-from batchgen.kernels.cuda import mixers, rows, sampling
-from batchgen.kernels.cuda.attention import PagedAttention
+from batchgen.kernels.cuda import mixers, rows, sampling, tuning
+from batchgen.kernels.cuda.attention import Arrivals, PagedAttention
 from batchgen.kernels.cuda.experts import StackedExperts
-from batchgen.kernels.cuda.linear import CublasLinear, FixedOrderLinear
+from batchgen.kernels.cuda.linear import CublasLinear, FixedOrderLinear, FusedGatedLinear
 from batchgen.kernels.cuda.tiles import num_tiles, power_of_two
 from batchgen.kernels.experts import TorchRouter
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
@@ -50,11 +50,17 @@ class CudaKernels:
     def __init__(
         self, device: torch.device | None = None, *, batch_invariant: bool = False, weights: str = "auto"
     ) -> None:
-        """``device``, if given, becomes the current one, which is where Triton launches: one process, one device."""
-        if device is not None:
+        """``device``, if given, becomes the current one, which is where Triton launches: one process, one device.
+
+        Products of this process are summed in float32 from here on: partial sums of torch's default may be rounded.
+        """
+        if device is not None and device.index is not None:  # without one it is the current one already
             torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self.batch_invariant, self.weights = batch_invariant, weights
         self._device = device
+        self._arrivals = Arrivals()
 
     @property
     def variant(self) -> str:
@@ -70,7 +76,9 @@ class CudaKernels:
         return FixedOrderLinear(weight, bias) if self.batch_invariant else CublasLinear(weight, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        return TwoStepGatedLinear(self, gate, up)
+        if self.batch_invariant:  # the two steps have tiles of one width, whatever the number of rows
+            return TwoStepGatedLinear(self, gate, up)
+        return FusedGatedLinear(stored(torch.cat((gate, up)), self.weights, gate.dtype), self.swiglu)
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         return TableEmbedding(self, table, dtype), self.linear(table)
@@ -92,6 +100,24 @@ class CudaKernels:
         num_rows, width = x.shape
         rows.rms_norm[(num_rows,)](x, weight, residual, out, width, eps, BLOCK=power_of_two(width), **_FUSED)
         return out
+
+    def add_and_norm(
+        self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float, post: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        bias = None
+        if isinstance(linear, CublasLinear) and len(x) <= tuning.FEW_ROWS:
+            y, bias = linear.parts(x), linear.bias
+        else:
+            y = linear(x)[None]
+        sums, out = torch.empty_like(residual), torch.empty_like(residual)
+        num_parts, num_rows, width = y.shape
+        rows.add_and_norm[(num_rows,)](
+            *(y, bias, post, residual, weight, sums, out, num_rows, width, eps),
+            NUM_PARTS=num_parts,
+            BLOCK=power_of_two(width),
+            **_FUSED,
+        )
+        return sums, out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         num_rows, width = len(gate_up), gate_up.shape[1] // 2
@@ -129,7 +155,7 @@ class CudaKernels:
     ) -> Tensor:
         out = torch.empty(len(q), q.shape[1] * head_dim, dtype=dtype, device=q.device)
         paged = PagedAttention(q, cache, inputs, head_dim, window, gates, self.batch_invariant)
-        paged.single_tokens(out)
+        paged.single_tokens(out, self._arrivals)
         if inputs.num_tokens > inputs.num_seqs:
             paged.prompts(out)
         return out
@@ -142,12 +168,14 @@ class CudaKernels:
         tiles = inputs.num_seqs if one_each else num_tiles(inputs.num_tokens, inputs.num_seqs, tokens)
         tensors = (
             *(bcx, weight, bias, state.slots, state.blocks, inputs.cu_seqlens, inputs.conv_slots),
+            inputs.conv_rejected,
             *(inputs.positions, inputs.slot_mapping, out),
         )
         mixers.short_conv[(tiles, triton.cdiv(width, mixers.CONV_CHANNELS.value))](
             *(tensors, inputs.num_seqs, width),
             BLOCK_SIZE=state.block_size,
             TAPS=taps,
+            NUM_SPARE=state.num_spare,
             TOKENS=tokens,
             ONE_EACH=one_each,
             **_FUSED,

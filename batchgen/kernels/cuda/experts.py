@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.cuda.linear import BLOCK_M, BLOCK_N, CublasLinear, block_sizes
+from batchgen.kernels.cuda.linear import CublasLinear, block_sizes
 from batchgen.kernels.cuda.tiles import num_tiles, tile_of
+from batchgen.kernels.cuda.tuning import BLOCK_M, BLOCK_N
 from batchgen.kernels.experts import add_up
 from batchgen.kernels.interface import Kernels, Linear
 from batchgen.kernels.quantize import stored

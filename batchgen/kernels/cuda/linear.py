@@ -8,6 +8,7 @@ too tall for a few rows and too small for thousands.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-BLOCK_M = tl.constexpr(64)  # the least that a Hopper matrix instruction takes
-BLOCK_N = tl.constexpr(64)
-GROUP_M = tl.constexpr(8)  # row tiles that go over the weight together, so that it is read from the L2 cache
+from batchgen.kernels.cuda import tuning
+from batchgen.kernels.cuda.rows import gated
+from batchgen.kernels.cuda.tuning import BLOCK_M, BLOCK_N, GATED_N, GROUP_M, NUM_PARTS, PART_N
+from batchgen.kernels.interface import Linear
 
 
 class CublasLinear:
@@ -29,14 +31,20 @@ class CublasLinear:
         self.bias = bias
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if residual is None:
-            return functional.linear(x, self.weight, self.bias)
-        y = torch.addmm(residual, x, self.weight.T)  # added before the product is rounded
-        return y if self.bias is None else y + self.bias
+        y = functional.linear(x, self.weight, self.bias)
+        return y if residual is None else y + residual
+
+    def parts(self, x: Tensor) -> Tensor:
+        """What add up to the product of few rows without its bias, float32 [NUM_PARTS, rows, out_features]."""
+        (rows, width), out_features = x.shape, len(self.weight)
+        out = torch.empty(NUM_PARTS.value, rows, out_features, dtype=torch.float32, device=x.device)
+        grid = (triton.cdiv(out_features, PART_N.value), NUM_PARTS.value, triton.cdiv(rows, BLOCK_M.value))
+        matmul_parts[grid](x, self.weight, out, rows, out_features, width, **block_sizes(x))
+        return out
 
 
 class FixedOrderLinear:
-    """``Linear`` that adds bias and residual before it rounds, and every product in the same order."""
+    """``Linear`` that adds every product in the same order, and the bias before it rounds."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight.contiguous()
@@ -47,20 +55,43 @@ class FixedOrderLinear:
         out_features = len(self.weight)
         out = x.new_empty(rows, out_features)
         grid = (triton.cdiv(rows, BLOCK_M.value) * triton.cdiv(out_features, BLOCK_N.value),)
-        matmul[grid](x, self.weight, self.bias, residual, out, rows, out_features, width, **block_sizes(x))
+        matmul[grid](x, self.weight, self.bias, out, rows, out_features, width, **block_sizes(x))
+        return out if residual is None else out + residual
+
+
+class FusedGatedLinear:
+    """``GatedLinear`` of one weight, gates before ups, that is one kernel for few rows, and two steps for many.
+
+    For few rows a row's bits are its own: those of ``FixedOrderLinear`` and SwiGLU, up to what the width of a tile may
+    change in a matrix instruction.
+    """
+
+    def __init__(self, weight: Tensor, swiglu: Callable[[Tensor], Tensor]) -> None:
+        self.weight = weight
+        self.linear: Linear = CublasLinear(weight, None)
+        self._swiglu = swiglu
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, width = x.shape
+        if rows > tuning.FEW_ROWS:
+            return self._swiglu(self.linear(x))
+        inner = len(self.weight) // 2
+        out = x.new_empty(rows, inner)
+        grid = (triton.cdiv(inner, GATED_N.value), triton.cdiv(rows, BLOCK_M.value))
+        gated_matmul[grid](x, self.weight, out, rows, inner, width, **block_sizes(x))
         return out
 
 
 def block_sizes(x: Tensor) -> dict[str, Any]:
     """How a product of x in tiles of ``BLOCK_M`` by ``BLOCK_N`` is launched."""
-    is_wide = x.element_size() == 4
-    stages = {"num_warps": 8, "num_stages": 3} if is_wide else {"num_warps": 4, "num_stages": 4}
-    return {"BLOCK_K": 32 if is_wide else 64, "enable_fp_fusion": True, **stages}
+    if x.element_size() == 4:
+        return {"BLOCK_K": tuning.BLOCK_K_FLOAT32, "enable_fp_fusion": True, **tuning.PRODUCT_OPTIONS_FLOAT32}
+    return {"BLOCK_K": tuning.BLOCK_K, "enable_fp_fusion": True, **tuning.PRODUCT_OPTIONS}
 
 
 @triton.jit(do_not_specialize=["rows"])
-def matmul(x, weight, bias, residual, out, rows, out_features, width, BLOCK_K: tl.constexpr):
-    """``out = x @ weight.T (+ bias) (+ residual)``: one program per tile of ``out``."""
+def matmul(x, weight, bias, out, rows, out_features, width, BLOCK_K: tl.constexpr):
+    """``out = x @ weight.T (+ bias)``: one program per tile of ``out``."""
     tiles_n = tl.cdiv(out_features, BLOCK_N)
     group = tl.program_id(0) // (GROUP_M * tiles_n)
     tiles_m = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * GROUP_M, GROUP_M)
@@ -78,6 +109,49 @@ def matmul(x, weight, bias, residual, out, rows, out_features, width, BLOCK_K: t
     inside = (row < rows) & (column < out_features)
     if bias is not None:
         total += tl.load(bias + n, mask=n < out_features, other=0.0).to(tl.float32)[None, :]
-    if residual is not None:
-        total += tl.load(residual + row * out_features + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * out_features + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gated_matmul(x, weight, out, rows, inner, width, BLOCK_K: tl.constexpr):
+    """``out = silu(gates) * ups`` of ``x @ weight.T``, the gates before the ups: one program per tile of ``out``.
+
+    Products are added up as in ``matmul`` and rounded as if they were stored.
+    """
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * GATED_N + tl.arange(0, GATED_N)
+    row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
+    gate = tl.zeros([BLOCK_M, GATED_N], tl.float32)
+    up = tl.zeros([BLOCK_M, GATED_N], tl.float32)
+    for start in range(0, width, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x + row * width + k[None, :], mask=(row < rows) & (k < width)[None, :], other=0.0)
+        at = weight + column * width + k[:, None]
+        inside = (column < inner) & (k < width)[:, None]
+        gate = tl.dot(a, tl.load(at, mask=inside, other=0.0), gate, input_precision="ieee")
+        up = tl.dot(a, tl.load(at + inner * width, mask=inside, other=0.0), up, input_precision="ieee")
+    dtype: tl.constexpr = out.dtype.element_ty
+    y = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
+    tl.store(out + row * inner + column, y.to(dtype), mask=(row < rows) & (column < inner))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def matmul_parts(x, weight, out, rows, out_features, width, BLOCK_K: tl.constexpr):
+    """``out[i] = x @ weight.T`` over the i-th part of ``width``: one program per tile and part.
+
+    The weight alone says where parts begin, so that a row's sum does not depend on how many rows there are.
+    """
+    n = tl.program_id(0) * PART_N + tl.arange(0, PART_N)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
+    part = tl.program_id(1)
+    extent = tl.cdiv(width, NUM_PARTS * BLOCK_K) * BLOCK_K
+    total = tl.zeros([BLOCK_M, PART_N], tl.float32)
+    for start in range(part * extent, tl.minimum((part + 1) * extent, width), BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x + row * width + k[None, :], mask=(row < rows) & (k < width)[None, :], other=0.0)
+        at = weight + column * width + k[:, None]
+        b = tl.load(at, mask=(column < out_features) & (k < width)[:, None], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    to = out + (part.to(tl.int64) * rows + row) * out_features + column
+    tl.store(to, total, mask=(row < rows) & (column < out_features))

@@ -61,9 +61,9 @@ def rope_and_cache(
     row += num_heads * (2 * HALF)
     a, b = _normed_and_rotated(row, k_weight, eps, cosine + angle, sine + angle, head, num_kv_heads, HALF, HALF_BLOCK)
     place = (slot // BLOCK_SIZE * num_kv_heads + head)[:, None]  # block and head
-    to = keys + (place * WIDTH + i[None, :]) * LANES + slot % BLOCK_SIZE
+    to = keys + (place * LANES + slot % BLOCK_SIZE) * WIDTH + i[None, :]
     tl.store(to, a.to(keys.dtype.element_ty), mask=inside)
-    tl.store(to + HALF * LANES, b.to(keys.dtype.element_ty), mask=inside)
+    tl.store(to + HALF, b.to(keys.dtype.element_ty), mask=inside)
 
     at = row + (num_kv_heads + head)[:, None] * (2 * HALF) + i[None, :]
     to = values + (place * BLOCK_SIZE + slot % BLOCK_SIZE) * WIDTH + i[None, :]
@@ -88,34 +88,45 @@ def _conv_input(bcx, past, token, first, is_started, width, channel, TAPS: tl.co
 
 
 @triton.jit
-def _remember(to, bcx, past, token, first, is_started, width, channel, TAPS: tl.constexpr):
-    """Write the inputs up to ``token`` as a state that follows it; ``to`` may be ``past`` itself.
+def _remember(to, bcx, past, token, first, is_started, width, channel, num_back, is_backwards, TAPS: tl.constexpr):
+    """Write the inputs up to ``token`` as a state that follows it, ``num_back`` more before ``to``.
 
-    Then reads stay ahead of writes: row i is written when only rows above it are still to be read, and the barrier
-    is there because threads may hold other channels when they write than when they read.
+    ``past`` may be in the memory that is written. Then reads stay ahead of writes: a state that moves towards its
+    start is written from there on, one that moves towards its end backwards. The barrier is there because threads may
+    hold other channels when they write than when they read.
     """
-    for i in tl.static_range(TAPS - 1):
-        u = _conv_input(bcx, past, token - (TAPS - 2) + i, first, is_started, width, channel, TAPS)
+    for i in range(TAPS - 1 + num_back):
+        row = tl.where(is_backwards, TAPS - 2 - i, i - num_back)
+        u = _conv_input(bcx, past, token - (TAPS - 2) + row, first, is_started, width, channel, TAPS)
         tl.debug_barrier()
-        tl.store(to + i * width + channel, u.to(to.dtype.element_ty), mask=channel < width)
+        tl.store(to + row * width + channel, u.to(to.dtype.element_ty), mask=channel < width)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def short_conv(
-    tensors, num_seqs, width, BLOCK_SIZE: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, ONE_EACH: tl.constexpr
+    tensors,
+    num_seqs,
+    width,
+    BLOCK_SIZE: tl.constexpr,
+    TAPS: tl.constexpr,
+    NUM_SPARE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ONE_EACH: tl.constexpr,
 ):
     """One program per tile of ``TOKENS`` tokens of a sequence and ``CONV_CHANNELS`` channels.
 
     Only a sequence's first tile reads its state, so it is also the one that writes the next: no program waits.
     """
-    bcx, weight, bias, slots, blocks, cu_seqlens, conv_slots, positions, slot_mapping, out = tensors
+    bcx, weight, bias, slots, blocks, cu_seqlens, conv_slots, rejected, positions, slot_mapping, out = tensors
     sequence, token, end = tile_of(tl.program_id(0), cu_seqlens, num_seqs, TOKENS, ONE_EACH)
     if token >= end:
         return
     first = tl.load(cu_seqlens + sequence)
     is_started = tl.load(positions + first) > 0
     state_size = (TAPS - 1) * width
-    past = slots + tl.load(conv_slots + sequence).to(tl.int64) * state_size
+    num_rejected = tl.load(rejected + sequence)
+    state = slots + (tl.load(conv_slots + sequence).to(tl.int64) * (TAPS - 1 + NUM_SPARE) + NUM_SPARE) * width
+    past = state - num_rejected * width
     channel = tl.program_id(1) * CONV_CHANNELS + tl.arange(0, CONV_CHANNELS)
     inside = channel < width
     offset = tl.load(bias + channel, mask=inside, other=0.0)
@@ -130,6 +141,8 @@ def short_conv(
         tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
         if (tl.load(positions + t) + 1) % BLOCK_SIZE == 0:
             block = tl.load(slot_mapping + t) // BLOCK_SIZE
-            _remember(blocks + block * state_size, bcx, past, t, first, is_started, width, channel, TAPS)
+            _remember(blocks + block * state_size, bcx, past, t, first, is_started, width, channel, 0, False, TAPS)
     if token == first:
-        _remember(past, bcx, past, end - 1, first, is_started, width, channel, TAPS)
+        num_back = tl.minimum(end - first - 1, NUM_SPARE)
+        is_backwards = num_rejected > end - first
+        _remember(state, bcx, past, end - 1, first, is_started, width, channel, num_back, is_backwards, TAPS)

@@ -1,4 +1,4 @@
-"""Kernels that treat each row by itself: RMS norm, SwiGLU, argmax.
+"""Kernels that treat each row by itself: RMS norm, alone and behind a sum; SwiGLU; argmax.
 
 The width alone fixes the order in which a row is summed, so its bits never depend on the other rows.
 """
@@ -13,21 +13,60 @@ ARGMAX_BLOCK = 8192  # logits of one program; a row's parts are then compared by
 
 
 @triton.jit
-def rms_norm(x, weight, residual, out, width, eps, BLOCK: tl.constexpr):
-    """One program per row; the normed value is rounded before it meets the weight, as the model was trained.
+def _normed(v, weight, width, eps, dtype: tl.constexpr):
+    """A float32 row over its root mean square, rounded to ``dtype`` before it meets the weight, as models are trained.
 
-    Their product is rounded before ``residual``, if there is one, is added.
+    Their product is rounded too; the result is float32 again.
     """
+    column = tl.arange(0, v.shape[0])
+    v = (v * tl.rsqrt(tl.sum(v * v) / width + eps)).to(dtype).to(tl.float32)
+    v *= tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    return v.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def rms_norm(x, weight, residual, out, width, eps, BLOCK: tl.constexpr):
+    """One program per row; ``residual``, if there is one, is added to what is normed."""
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
     v = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-    v = (v * tl.rsqrt(tl.sum(v * v) / width + eps)).to(out.dtype.element_ty)
-    v = v.to(tl.float32) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    v = _normed(v, weight, width, eps, out.dtype.element_ty)
     if residual is not None:
-        v = v.to(out.dtype.element_ty).to(tl.float32)
         v += tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + start + column, v.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_and_norm(
+    y, bias, post, residual, weight, sums, out, num_rows, width, eps, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program per row: ``sums = y + residual``, y normed first by ``post`` if there is one; ``out`` their norm.
+
+    y [NUM_PARTS, num_rows, width] is added up, and ``bias`` to it if there is one, and rounded before all that.
+    """
+    start = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    dtype: tl.constexpr = out.dtype.element_ty
+    v = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        at = y + num_rows.to(tl.int64) * width * part + start + column
+        v += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        v += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    v = v.to(dtype).to(tl.float32)
+    if post is not None:
+        v = _normed(v, post, width, eps, dtype)
+    v = (v + tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+    tl.store(sums + start + column, v, mask=inside)
+    tl.store(out + start + column, _normed(v.to(tl.float32), weight, width, eps, dtype).to(dtype), mask=inside)
+
+
+@triton.jit
+def gated(gate, up):
+    """``silu(gate) * up`` of float32."""
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit
@@ -38,8 +77,7 @@ def swiglu(gate_up, out, width, BLOCK: tl.constexpr):
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + column, gated(gate, up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

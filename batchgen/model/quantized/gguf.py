@@ -155,6 +155,8 @@ class _Cursor:
 
     def skip_texts(self, count: int) -> None:
         """Pass over ``count`` strings."""
+        if 8 * count > self._end - self.offset:  # of which each has its length
+            raise struct.error
         offset, end, length_at = self.offset, self._end - 8, struct.Struct("<Q").unpack_from
         for _ in range(count):
             if offset > end:

@@ -145,11 +145,11 @@ def _convolve(bcx, weight, bias, out, token, count, width, taps, past):
 
 
 @simd.inline
-def _remember(past, first, state, width, taps):
-    """The ``taps - 1`` inputs from row ``first`` of ``past`` on, as the state that follows them."""
-    for i in range(0, (taps - 1) * width, LANES):
-        left = (taps - 1) * width - i
-        simd.store_some(state, i, simd.load_some(past, first * width + i, left), left)
+def _remember(past, first, num_rows, width, state, row):
+    """``num_rows`` inputs from row ``first`` of ``past`` on, into the state from its ``row`` on."""
+    for i in range(0, num_rows * width, LANES):
+        left = num_rows * width - i
+        simd.store_some(state, row * width + i, simd.load_some(past, first * width + i, left), left)
 
 
 @simd.jit
@@ -167,22 +167,28 @@ def short_conv(words, dtype):
     worker = worker_number(words)
     past = simd.pointer(words[ARGS + 11] + worker * 4 * conv_scratch_floats(taps, width), F32)
     slots, block_size = simd.pointer(words[ARGS + 13], np.int64), words[ARGS + 14]
-    state_bytes = (taps - 1) * width * words[ARGS + 10]
+    rejected, num_spare = simd.pointer(words[ARGS + 15], np.int32), words[ARGS + 16]
+    row_bytes = width * words[ARGS + 10]
     # Prompts stand last in a step, and long items come first for the threads' balance: all is counted from the end.
     mirrored = words[NUM_WORKERS] - 1 - worker
     item = next_item(words, mirrored)
     while item < words[NUM_ITEMS]:
         sequence = words[NUM_ITEMS] - 1 - item
         first, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
-        state = simd.pointer(words[ARGS + 3] + conv_slots[sequence] * state_bytes, dtype)
-        _recall(state, positions[first], width, taps, past)
+        slot = words[ARGS + 3] + conv_slots[sequence] * (num_spare + taps - 1) * row_bytes
+        state = simd.pointer(slot, dtype)
+        window = simd.pointer(slot + (num_spare - rejected[sequence]) * row_bytes, dtype)
+        _recall(window, positions[first], width, taps, past)
         for token in range(first, end, SEGMENT):
             count = min(SEGMENT, end - token)
             _convolve(bcx, weight, bias, out, token, count, width, taps, past)
             for t in range(count):
                 if (positions[token + t] + 1) % block_size == 0:  # the end of a KV block
-                    border = simd.pointer(words[ARGS + 12] + slots[token + t] // block_size * state_bytes, dtype)
-                    _remember(past, t + 1, border, width, taps)
-            _remember(past, count, past, width, taps)  # the newest inputs are the past of what follows
-        _remember(past, 0, state, width, taps)
+                    block = words[ARGS + 12] + slots[token + t] // block_size * (taps - 1) * row_bytes
+                    _remember(past, t + 1, taps - 1, width, simd.pointer(block, dtype), 0)
+            if token + count == end:
+                num_back = min(count - 1, num_spare)
+                _remember(past, count - num_back, num_back, width, state, num_spare - num_back)
+            _remember(past, count, taps - 1, width, past, 0)  # the newest inputs are the past of what follows
+        _remember(past, 0, taps - 1, width, state, num_spare)
         item = next_item(words, mirrored)

@@ -8,6 +8,7 @@ typed pointer decides (``uint16`` holds bfloat16 bits, ``int8`` and ``float32`` 
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -134,7 +135,27 @@ def store_bytes(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: i
 @emitted(I64, ANY, I64, I64)
 def fetch_add(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, amount: ir.Value) -> ir.Value:
     """Atomically add ``amount`` to the int64 ``base[index]``; the value before."""
-    return builder.atomic_rmw("add", builder.gep(base, [index]), amount, "monotonic")
+    return builder.atomic_rmw("add", builder.gep(base, [index]), amount, "seq_cst")
+
+
+@emitted(I64, ANY, I64)
+def fetch(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
+    """Atomically read the int64 ``base[index]``."""
+    return builder.load_atomic(builder.gep(base, [index]), "seq_cst", 8)
+
+
+@emitted(types.boolean, ANY, I64, I64, I64)
+def replace(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, old: ir.Value, new: ir.Value) -> ir.Value:
+    """Atomically make ``new`` of the int64 ``base[index]`` if it is ``old``; whether it was."""
+    found = builder.cmpxchg(builder.gep(base, [index]), old, new, "seq_cst", "seq_cst")
+    return builder.extract_value(found, 1)
+
+
+@emitted(types.void)
+def pause(builder: ir.IRBuilder) -> None:
+    """Tell the processor that this is a loop that waits."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        emit_call(builder, "llvm.x86.sse2.pause", [], ir.VoidType())
 
 
 @emitted(types.float32, I64)
@@ -149,21 +170,14 @@ def bits_of_float(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.zext(builder.bitcast(value, INT), ir.IntType(64))
 
 
-@emitted(I64, I64)
-def call(builder: ir.IRBuilder, code: ir.Value) -> ir.Value:
-    """Call a C function ``int f(void)`` by its address."""
-    kind = ir.FunctionType(INT, [])
-    return builder.sext(builder.call(builder.inttoptr(code, kind.as_pointer()), []), ir.IntType(64))
-
-
-@emitted(types.void, I64, I64, I64, I64)
-def call_with(builder: ir.IRBuilder, code: ir.Value, function: ir.Value, data: ir.Value, count: ir.Value) -> None:
-    """Call a C function ``void f(void *function, void *data, unsigned count, unsigned 0)`` by its address."""
-    address = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [address, address, INT, INT])
-    pointers = [builder.inttoptr(argument, address) for argument in (function, data)]
-    called = builder.inttoptr(code, kind.as_pointer())
-    builder.call(called, [*pointers, builder.trunc(count, INT), ir.Constant(INT, 0)])
+@emitted(I64, I64, I64, I64, I64, I64, I64)
+def call(  # numba wants to see the parameters
+    builder: ir.IRBuilder, code: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value, e: ir.Value
+) -> ir.Value:
+    """Call a C function of up to five integers or addresses by its address; what it returns as an int."""
+    kind = ir.FunctionType(INT, [a.type] * 5)
+    called = builder.call(builder.inttoptr(code, kind.as_pointer()), [a, b, c, d, e])
+    return builder.sext(called, ir.IntType(64))
 
 
 @inline

@@ -1,0 +1,90 @@
+"""The section [cluster] of a job: where its engines run. None of its keys changes an output."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from batchgen.core.keys import Kind, integer_or_auto, key, one_of
+from batchgen.core.units import parse_duration
+
+_MAX_WORKERS = 1 << 16
+
+
+def _workers(value: object) -> str:
+    text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else "?"
+    if text in ("", "auto"):
+        return text
+    least, colon, most = text.partition(":")
+    bounds = [int(part) if re.fullmatch(r"\d{1,6}", part, re.ASCII) else 0 for part in (least, most or least)]
+    if not 1 <= bounds[0] <= bounds[1] <= _MAX_WORKERS or (colon and not most):
+        raise ValueError(f"must be a number of workers up to {_MAX_WORKERS}, MIN:MAX or auto")
+    return text
+
+
+def _address(value: object) -> str:
+    if isinstance(value, str) and value.startswith("ray://"):
+        raise ValueError(
+            "the driver must be on a node of the cluster: run it there, such as with ray job submit, and give auto or "
+            "HOST:PORT"
+        )
+    if not isinstance(value, str) or (value not in ("", "auto") and not re.fullmatch(r"\S+:\d{1,5}", value, re.ASCII)):
+        raise ValueError("must be auto or HOST:PORT")
+    return value
+
+
+def _duration(value: object) -> str:
+    text = f"{value}s" if isinstance(value, int | float) and not isinstance(value, bool) else value
+    if not isinstance(text, str) or not 0 < parse_duration(text) < 1e9:
+        raise ValueError('must be a duration above 0 such as "60s"')
+    return text
+
+
+def _resources(value: object) -> Mapping[str, float]:
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(
+        isinstance(amount, int | float) and not isinstance(amount, bool) and 0 < amount < 1e12
+        for amount in found.values()
+    ):
+        raise ValueError('must be an object of names and amounts above 0, such as {"spot": 0.01}')
+    return {name: float(amount) for name, amount in found.items()}
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """How many workers run the engines, and where; without ``workers`` and ``ray`` this process does.
+
+    ``workers`` is a number, "MIN:MAX", "auto" or empty, ``patience`` a duration such as "60s".
+    """
+
+    workers: str = key(Kind(_workers, "N|MIN:MAX|auto"), "Processes that compute", "", outputs=False)
+    ray: str = key(Kind(_address, "auto|HOST:PORT"), "The Ray cluster to use", "", outputs=False)
+    worker_cpus: int | None = key(integer_or_auto(1, 1 << 16), "CPUs of a worker", None, outputs=False)
+    worker_gpus: int | None = key(integer_or_auto(0, 1 << 10), "GPUs of a worker", None, outputs=False)
+    resources: Mapping[str, float] | None = key(
+        Kind(_resources, "JSON"), "Ray resources of a worker, such as '{\"spot\": 0.01}'", None, outputs=False
+    )
+    patience: str = key(Kind(_duration, "DURATION"), "Give a worker up after so long a silence", "60s", outputs=False)
+    numerics: str = key(one_of("same", "any"), "any: accept workers whose tokens may differ", "same", outputs=False)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether rows go to workers."""
+        return bool(self.workers or self.ray)
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """The fewest workers, of which the first alone is waited for, and the most; None if they are to be chosen."""
+        if self.workers in ("", "auto"):
+            return None
+        least, colon, most = self.workers.partition(":")
+        return (int(least), int(most)) if colon else (1, int(least))
+
+    @property
+    def patience_s(self) -> float:
+        return parse_duration(self.patience)

@@ -1,0 +1,267 @@
+"""Addresses of remote files (``s3://``, ``gs://``, ``hf://``, ``https://``), the stores behind them, and their faults.
+
+A store is an fsspec file system; its library is imported when the first address of its scheme is used. Credentials come
+from the places of these libraries (environment, ``~/.aws``, ``gcloud``, ``hf auth login``) and never from an address.
+Whatever a store raises becomes one line: what passes is tried again first. Rows and runs are unknown here.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from glob import has_magic
+from itertools import chain
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+from batchgen.core.errors import BatchgenError, RemoteKind, UsageError
+from batchgen.core.errors import RemoteError as RemoteError  # noqa: PLC0414 - what callers of this module catch
+from batchgen.core.units import printable, shortened
+
+T = TypeVar("T")
+READABLE = ("s3", "gs", "hf", "https", "http")
+WRITABLE = ("s3", "gs", "hf")
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before each further try of what may pass
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_SECRET_NAME = re.compile(r"(?i)(x-(amz|goog)-)?(signature|credential|sig|.*token|(api|access)?[_-]?key|password)")
+_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+_REFUSED = frozenset({400, 401, 403})
+# Errors of libraries that are not imported here, by the names of their types and base types.
+_UNREACHED = {"HTTPClientError", "ClientConnectionError", "ClientPayloadError", "TransportError", "RequestException"}
+_UNREACHED |= {"FSTimeoutError", "IncompleteRead", "IncompleteReadError", "URLError", "ResponseParserError"}
+_UNREACHED |= {"ConnectionError", "TimeoutError", "HTTPException"}
+_NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError"}
+_NO_CREDENTIALS |= {"SSOError", "LoginError", "ProfileNotFound", "DefaultCredentialsError", "RefreshError"}
+_FORBIDDEN = {"PermissionError", "GatedRepoError"}
+_MISSING = {"FileNotFoundError", "EntryNotFoundError", "RepositoryNotFoundError", "RevisionNotFoundError"}
+_BUSY = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout"}
+_SIGN_IN = {
+    "s3": "set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (a public bucket: FSSPEC_S3_ANON=true)",
+    "gs": "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS",
+    "hf": "run hf auth login, or set HF_TOKEN",
+}
+_NOISY = (
+    "aiobotocore",
+    "asyncio",
+    "botocore",
+    "fsspec",
+    "gcsfs",
+    "huggingface_hub",
+    "s3fs",
+)  # they print tracebacks of what is explained
+
+
+def scheme_of(text: str) -> str | None:
+    """The scheme of an address in lower case; None for what is a path."""
+    match = _ADDRESS.match(text)
+    return match[1].lower() if match else None
+
+
+def check_address(text: str, schemes: Collection[str]) -> None:
+    """Raises ValueError that completes "<key> = <value>: ..." for an address that cannot be used.
+
+    That is: another scheme than ``schemes``, one that holds a secret, and one that names no file or folder.
+    """
+    scheme = scheme_of(text)
+    known = ", ".join(f"{name}://" for name in schemes)
+    if scheme not in schemes:
+        raise ValueError(f"{scheme}:// is not among the kinds of storage that can be used here: {known}")
+    if _has_secret(text):
+        raise ValueError(f"holds a secret, which would be written to job.json: leave it out and {_sign_in(scheme)}")
+    rest = text.partition("://")[2]
+    host, _, path = rest.partition("/")
+    if not host or (scheme != "hf" and host.startswith(".")) or not printable(text) == text or " " in host:
+        raise ValueError(f"names no {'server' if scheme in ('http', 'https') else 'bucket'}")
+    if scheme == "hf" and (host != "datasets" or len([part for part in path.split("/") if part]) < 2):
+        raise ValueError("must be hf://datasets/USER/NAME/FILE, or @REVISION behind NAME")
+
+
+def redacted(value: T) -> T | str:
+    """What a message may show of a value: of an address that holds a secret only its scheme."""
+    if isinstance(value, str) and (scheme := scheme_of(value)) and _has_secret(value):
+        return f"{scheme}://***"
+    return value
+
+
+def _has_secret(text: str) -> bool:
+    """Whether an address holds a password, or a signature that gives access: ``user:password@``, ``?sig=...``."""
+    scheme, rest = scheme_of(text), text.partition("://")[2]
+    host = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    is_web = scheme in ("http", "https")
+    _, colon, port = re.sub(r"\[.*\]", "", host).partition(":")
+    if "@" in host or (colon and not (port.isdecimal() if is_web else host.startswith("arn:"))):
+        return True
+    query = rest.partition("?")[2] if is_web else ""
+    return any(_SECRET_NAME.fullmatch(name) for name, _ in parse_qsl(query, keep_blank_values=True))
+
+
+def _sign_in(scheme: str | None) -> str:
+    return _SIGN_IN.get(scheme or "", "fetch the file to this machine, or read it through s3://, gs:// or hf://")
+
+
+def open_store(address: str) -> tuple[Any, str]:
+    """The ``fsspec.AbstractFileSystem`` of an address, and the path in it. Nothing is listed from a cache.
+
+    Raises UsageError where its library is not installed, RemoteError where it cannot be set up.
+    """
+    scheme = str(scheme_of(address))
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with explained_errors("open", address):
+        try:
+            store = _make_store(scheme)
+        except ImportError:
+            package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme, "huggingface_hub")
+            advice = f"pip install 'batchgen[{scheme}]'" if scheme in ("s3", "gs") else f"pip install {package}"
+            raise UsageError(f"{address}: {scheme}:// needs {package}, which is not installed: {advice}") from None
+        return store, str(store._strip_protocol(address)).rstrip("/")
+
+
+def _make_store(scheme: str) -> Any:
+    import fsspec
+
+    if scheme != "s3":
+        return fsspec.filesystem(scheme, **({} if scheme == "hf" else {"use_listings_cache": False}))
+    tries = {"mode": "standard", "total_max_attempts": 2}  # ``attempt`` does the rest, with a limit of its own
+    store = fsspec.filesystem("s3", use_listings_cache=False, config_kwargs={"retries": tries})
+    store.retries = 1
+    return store
+
+
+def find_files(address: str) -> list[str]:
+    """The addresses of the files that one address names: itself, those that match a glob, or a folder's Parquet files.
+
+    They are sorted; hidden files are left out of a folder, as Arrow does. Raises UsageError where there are none.
+    """
+    scheme = str(scheme_of(address))
+    if scheme in ("http", "https"):  # which have no lists of files
+        return [address]
+    store, path = open_store(address)
+    with refusals_as_usage():
+        found = attempt("find", address, lambda: _listed(store, path))
+    if not found:
+        if has_magic(path):
+            raise UsageError(f"no file matches input {address}")
+        folder = address.rstrip("/")
+        raise UsageError(f"input {address} is a folder without .parquet files; name files, as in '{folder}/*.jsonl'")
+    return [f"{scheme}://{name}" for name in sorted(found)]
+
+
+def _listed(store: Any, path: str) -> list[str]:
+    """The names of the files that a path of a store stands for; see ``find_files``."""
+    store.invalidate_cache()
+    try:
+        if store.info(path)["type"] == "file":
+            return [path]
+    except FileNotFoundError:
+        if not has_magic(path):
+            raise
+        return [name for name, info in store.glob(path, detail=True).items() if info["type"] == "file"]
+    names = [name for name in store.find(path) if name.endswith(".parquet")]
+    return [name for name in names if not any(part[:1] in ("", ".", "_") for part in name[len(path) + 1 :].split("/"))]
+
+
+def attempt(doing: str, address: str, call: Callable[[], T]) -> T:
+    """What ``call`` returns; it is called again after growing waits while its errors are such as pass.
+
+    ``doing`` completes "cannot <doing> <address>". Raises RemoteError; BatchgenErrors of ``call`` are not retried
+    unless they are RemoteErrors of kind "passing".
+    """
+    for wait_s in chain(WAITS_S, (None,)):
+        try:
+            with explained_errors(doing, address):
+                return call()
+        except RemoteError as error:
+            if error.kind != "passing" or wait_s is None:
+                raise
+            time.sleep(wait_s)
+    raise AssertionError("unreachable")
+
+
+@contextmanager
+def explained_errors(doing: str, address: str) -> Iterator[None]:
+    """Turn what a store's library raises inside the block into a RemoteError of one line."""
+    try:
+        yield
+    except BatchgenError:
+        raise
+    except Exception as error:  # several libraries, each with dozens of types
+        kind, why = _explanation(error, scheme_of(address))
+        raise RemoteError(f"cannot {doing} {address}: {why}", kind) from error
+
+
+@contextmanager
+def refusals_as_usage() -> Iterator[None]:
+    """While nothing has begun: a RemoteError that lasts is one of usage (exit 2), what passes stays as it is."""
+    try:
+        yield
+    except RemoteError as error:
+        if error.kind == "passing":
+            raise
+        raise UsageError(str(error)) from error
+
+
+def _explanation(error: BaseException, scheme: str | None) -> tuple[RemoteKind, str]:
+    """What an error means, and the words for it."""
+    causes = _causes(error)
+    names = {base.__name__ for cause in causes for base in type(cause).__mro__}
+    is_torn = "ClientPayloadError" in names  # whose cause has a status that is no server's
+    status = None if is_torn else next((found for found in map(_status, causes) if found), None)
+    code = next((found for found in map(_code, causes) if found), "")
+    said = _message(causes[0])
+    busy = f"the server keeps answering {code or status}; try later"
+    refusal = f"access is refused ({code or status or 'forbidden'}: {said}); {_sign_in(scheme)}"
+    meanings: list[tuple[bool, RemoteKind, str]] = [
+        ("OfflineModeIsEnabled" in names, "refused", "HF_HUB_OFFLINE forbids it; hf:NAME reads from the Hub's cache"),
+        (bool(names & _NO_CREDENTIALS), "refused", f"no valid credentials ({said}); {_sign_in(scheme)}"),
+        (status == 412 or "FileExpired" in names, "changed", "it is no longer the same version"),
+        (code == "NoSuchBucket", "missing", "there is no such bucket"),
+        (code in _BUSY, "passing", busy),  # some of them with the status of a wrong request
+        (status in _REFUSED or bool(names & _FORBIDDEN) or said.startswith("Forbidden"), "refused", refusal),
+        (status in (404, 410) or bool(names & _MISSING), "missing", "there is no such file"),
+        (status in _PASSING, "passing", busy),
+        (bool(names & _UNREACHED), "passing", f"the server cannot be reached, or breaks off ({said}); try later"),
+    ]
+    return next(((kind, why) for holds, kind, why in meanings if holds), ("other", said))
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from, the outermost first."""
+    found: list[BaseException] = []
+    while error not in found and len(found) < 10:
+        found.append(error)
+        reason = getattr(error, "reason", None)  # of a URLError
+        cause = error.__cause__ or (reason if isinstance(reason, BaseException) else None)
+        if cause is None:
+            break
+        error = cause
+    return found
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error of any of the libraries carries."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return int(response) if response else None
+    for found in (getattr(response, "status_code", None), getattr(error, "code", None), getattr(error, "status", None)):
+        if str(found).isdecimal():
+            return int(str(found))
+    return None
+
+
+def _code(error: BaseException) -> str:
+    """The code in words that S3 gives, such as "NoSuchBucket"."""
+    response: Any = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def _message(error: BaseException) -> str:
+    """The message in one line, without the queries of URLs, which may hold signatures."""
+    text = re.sub(r"(://[^\s?'\"]*)\?[^\s'\")]*", r"\1?...", " ".join(str(error).split()))
+    text = re.sub(r"://[^\s/@]*@", "://***@", text)
+    return shortened(printable(text) or type(error).__name__, 200).rstrip(".")

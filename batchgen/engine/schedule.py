@@ -1,0 +1,73 @@
+"""One step's work, as the scheduler decides it and all that follows reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from batchgen.engine.sequence import Sequence
+
+
+def _attended(count: int, window: int) -> int:
+    """Positions that the first ``count`` tokens of a sequence attend to."""
+    growing = min(count, window or count)
+    return growing * (growing + 1) // 2 + (count - growing) * window
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One step's work; what is derived from it is that of the moment when it was first asked for.
+
+    Attributes:
+        entries: ordered (sequence, num_scheduled_tokens), every count at least 1.
+        resumed: sequences that start behind a cached prefix, whose convolution state comes with its last block.
+        drafts: tokens to be computed behind all that a sequence owes, beside those counted.
+    """
+
+    entries: tuple[tuple[Sequence, int], ...]
+    resumed: tuple[Sequence, ...] = ()
+    drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens computed in the step."""
+        return sum([count for _, count in self.entries])
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts computed in the step."""
+        return sum(map(len, self.drafts.values()))
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether each sequence has one token, beside drafts."""
+        return self.num_tokens == len(self.entries)
+
+    @property
+    def unended(self) -> Schedule:
+        """The schedule without the sequences that have ended since it was made."""
+        entries = tuple([entry for entry in self.entries if entry[0].finished_at is None])
+        return self if len(entries) == len(self.entries) else replace(self, entries=entries)
+
+    def num_attended(self, window: int = 0) -> int:
+        """Positions that the step's tokens attend to: each to itself and all before it, or ``window`` of these.
+
+        Ask before booking.
+        """
+        if self.is_single and not window:
+            return sum([s.num_computed_tokens for s, _ in self.entries]) + len(self.entries)
+        spans = [(s.num_computed_tokens, s.num_computed_tokens + n) for s, n in self.entries]
+        return sum(_attended(end, window) - _attended(start, window) for start, end in spans)
+
+    @cached_property
+    def completing(self) -> list[Sequence]:
+        """The sequences that will owe nothing after the step, so that their next token can be sampled."""
+        owed = [(s, n, len(s.token_ids) + s.num_pending - s.num_computed_tokens) for s, n in self.entries]
+        return [s for s, count, num_owed in owed if count == num_owed and s.generates]
+
+    @cached_property
+    def scored(self) -> list[tuple[Sequence, range]]:
+        """The tokens (indexes) that this step's logits score, by sequence."""
+        unscored = [(s, count) for s, count in self.entries if s.next_scored < s.end_scored]
+        return [(s, found) for s, count in unscored if (found := s.scored_in(count))]

@@ -1,0 +1,251 @@
+"""A Ray cluster: joining it, the machines that it has, and actors on them. The only module that imports Ray.
+
+It leaves this process as it was: signal handlers are put back, and Ray prints nothing to the user's terminal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchgen.config.cluster import ClusterSpec
+from batchgen.core.errors import UsageError
+
+_WITHOUT_RAY = "ray is not installed: pip install 'batchgen[ray]', here and on every machine of the cluster"
+_NODE_ID = "ray.io/node-id"  # a label that Ray gives every machine
+_CONNECT_S = 10.0
+_LOOK_S = 1.0  # between two looks at the machines
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # announces otherwise that this will be so
+}
+# What Ray says of a lost actor, and what to tell of it.
+_REASONS = {
+    "node has died": "its machine is gone",
+    "node is dead": "its machine is gone",
+    "preempted": "its machine was taken away",
+    "running low on memory": "its machine was short of memory, and Ray ended it",
+    "No module named": "what it needs is not installed there: install the same batchgen on every machine",
+    "worker process has died": "its process died",
+    "ray.kill": "it was ended",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of the cluster with all its resources, in use or not; its name is that of no other."""
+
+    node_id: str
+    name: str
+    resources: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Resources of one worker."""
+
+    cpus: float
+    gpus: float
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec, device: str, nodes: Collection[Node]) -> Needs:
+        """Those that a job asks for.
+
+        Where it leaves that open, a worker has one GPU, if the job may run on GPUs and there are any. Without GPUs it
+        has as many CPUs as the smallest machine.
+        """
+        has_gpus = device != "cpu" and any(node.resources.get("GPU") for node in nodes)
+        gpus = cluster.worker_gpus
+        if gpus is None:
+            gpus = int(has_gpus or device.startswith("cuda"))
+        smallest = min((cpus for node in nodes if (cpus := node.resources.get("CPU", 0)) >= 1), default=1)
+        cpus = cluster.worker_cpus or (1 if gpus else int(smallest))
+        return cls(cpus, gpus, cluster.resources or {})
+
+    @property
+    def all(self) -> dict[str, float]:
+        """Amounts by Ray's names."""
+        amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
+        return {name: amount for name, amount in amounts.items() if amount}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The same as options of an actor or a task."""
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus, "resources": dict(self.resources) or None}
+
+    def most_on(self, node: Node) -> int:
+        """How many workers a machine has room for."""
+        return min(int(node.resources.get(name, 0) / amount) for name, amount in self.all.items())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{amount:g} {name}" for name, amount in self.all.items())
+
+
+class Cluster:
+    """This process as a driver on a cluster: ``address`` is HOST:PORT, or "auto" for the one that this machine is of.
+
+    A thread looks at the machines once a second: ``nodes`` are those alive, ``leaving`` the ids of those that will soon
+    be gone. Raises UsageError if the cluster cannot be reached.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._is_ours = _connect(address)
+        self.nodes: tuple[Node, ...] = ()
+        self.leaving: frozenset[str] = frozenset()
+        self._is_over = threading.Event()
+        self._look()
+        threading.Thread(target=self._watch, name="batchgen-ray", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave the cluster, which ends all actors; a session that was there before stays."""
+        import ray
+
+        self._is_over.set()
+        if self._is_ours:
+            ray.shutdown()
+
+    def start(self, cls: type, needs: Needs, barred: Collection[str] = ()) -> Any:
+        """Begin to start an actor on a machine that is not barred; does not wait.
+
+        Ray does not start it again when it is lost: that would hide the loss.
+        """
+        import ray
+
+        where = {_NODE_ID: f"!in({','.join(sorted(barred))})"} if barred else None
+        made: Any = ray.remote(cls)
+        return made.options(**needs.options, label_selector=where, max_restarts=0, max_task_retries=0).remote()
+
+    def everywhere(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], needs: Needs, nodes: Iterable[Node]
+    ) -> Iterator[tuple[str, Any]]:
+        """Run a function once on each of some machines; their names with its results, or errors, as they come."""
+        import ray
+
+        remote: Any = ray.remote(_in_folder)
+        names = {}
+        for node in nodes:
+            placed = remote.options(**needs.options, label_selector={_NODE_ID: node.node_id}, max_retries=0)
+            names[placed.remote(str(Path.cwd()), function, arguments)] = node.name
+        while names:
+            (done,), _ = ray.wait(list(names))
+            try:
+                found = ray.get(done)
+            except Exception as error:
+                found = getattr(error, "cause", None) or RuntimeError(reason_of(error))
+            yield names.pop(done), found
+
+    @staticmethod
+    def end(actor: Any) -> None:
+        """End an actor at once, whatever it does; does not wait."""
+        import ray
+
+        with suppress(Exception):  # it may be gone
+            ray.kill(actor)
+
+    @staticmethod
+    def own_node() -> str:
+        """The id of the machine on which an actor asks."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(_LOOK_S):
+            with suppress(Exception):  # the cluster is out of reach; losses are told by the actors' own calls
+                self._look()
+
+    def _look(self) -> None:
+        import ray
+        from ray._private.state import state  # the one place that tells; Ray Train asks there too
+
+        alive = [found for found in ray.nodes() if found["Alive"]]  # type: ignore[no-untyped-call]
+        known = Counter(found["NodeManagerHostname"] for found in alive)
+        self.nodes = tuple(
+            Node(found["NodeID"], name if known[name] == 1 else f"{name}-{found['NodeID'][:6]}", found["Resources"])
+            for found in alive
+            for name in [found["NodeManagerHostname"]]
+        )
+        self.leaving = frozenset(state.get_draining_nodes())
+
+
+def _in_folder(folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Call a function where relative paths are the driver's, if its folder is there."""
+    with suppress(OSError):
+        os.chdir(folder)
+    return function(*arguments)
+
+
+def reason_of(error: Exception) -> str:
+    """Why an actor's call has no result, in a few words."""
+    text = str(error)
+    return next((reason for said, reason in _REASONS.items() if said in text), text.strip().partition("\n")[0])
+
+
+def _connect(address: str) -> bool:
+    """Join a cluster; False where this process is on one already. Raises UsageError."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+    except ImportError:
+        raise UsageError(_WITHOUT_RAY) from None
+    if ray.is_initialized():
+        return False
+    if address != "auto":
+        _require_reachable(address)
+    try:
+        with _same_signal_handlers():
+            ray.init(address=address, job_config=_job_config(), log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise UsageError(f"cluster.ray = {address}: {why or type(error).__name__}") from None
+    # Even so it would print each loss of a process to stdout.
+    ray._private.worker._worker_logs_enabled = False
+    return True
+
+
+def _job_config() -> Any:
+    """Settings of a driver from whose working folder actors import no module: it may hold data of others.
+
+    Ray would put that folder first on their path, unless the driver is a client's or ``ray job submit`` has sent a
+    folder of code along.
+    """
+    from ray.job_config import JobConfig
+
+    return JobConfig(_client_job="RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ)
+
+
+def _require_reachable(address: str) -> None:
+    """Raises UsageError where nothing answers; Ray would try for long, and then end the process."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"no Ray cluster at {address}: {getattr(error, 'strerror', None) or error}") from None
+
+
+@contextmanager
+def _same_signal_handlers() -> Iterator[None]:
+    """Put back the handlers that Ray replaces; a signal that comes meanwhile is for those too, later."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in signals}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,136 @@
+"""Query rows of attention in the scratch memory of a worker: gathered, weighed and written.
+
+Row r of a query block is query head ``r % group`` of its token ``r // group``. The rows of blocks that are attended
+together follow each other, each block's from a row on that ``stride`` leaves room for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled.simd import F32
+from batchgen.kernels.cpu.compiled.softmax import softmax_row
+from batchgen.kernels.cpu.layout import CHUNK, LANES, MAX_QUERIES, NUM_STREAMS, SCORE_STRIDE, TILE
+
+GROUP = NUM_STREAMS * CHUNK  # positions whose values are added side by side
+
+
+@simd.jit
+def padded(num_rows):
+    """The rows of the tile that takes up to ``MAX_QUERIES`` of them."""
+    rows = 1
+    while rows < num_rows:
+        rows *= 2
+    return rows
+
+
+@simd.jit
+def stride(num_rows):
+    """The rows that tiles write of a block's ``num_rows``: those of the next block begin behind them."""
+    rest = num_rows % MAX_QUERIES
+    return num_rows - rest + (padded(rest) if rest else 0)
+
+
+@simd.inline
+def from_row(scratch, row, width):
+    """The scratch memory of a block whose rows begin at ``row``."""
+    rows_q, sums, scores, weights, copies, scales, peak, total = scratch
+    mine = simd.shifted(rows_q, row * width), simd.shifted(sums, row * width), scores, weights, copies, scales
+    return (*mine, simd.shifted(peak, row), simd.shifted(total, row))
+
+
+@simd.jit
+def divide_scratch(mine, num_rows, width, dtype, inner):
+    """The parts of one worker's scratch.
+
+    Queries (of type ``inner``) and sums [rows, width], scores and weights (``inner``) [8, SCORE_STRIDE], copied
+    values (``dtype``) [NUM_STREAMS, CHUNK, width] with their address, scales [2, TILE], peak and total [rows].
+    """
+    sums = mine + 4 * num_rows * width
+    scores = sums + 4 * num_rows * width
+    weights = scores + 4 * MAX_QUERIES * SCORE_STRIDE
+    copies = weights + 4 * MAX_QUERIES * SCORE_STRIDE
+    scales = copies + 4 * NUM_STREAMS * CHUNK * width
+    peak = scales + 4 * 2 * TILE
+    return (
+        simd.pointer(mine, inner),
+        simd.pointer(sums, F32),
+        simd.pointer(scores, F32),
+        simd.pointer(weights, inner),
+        (simd.pointer(copies, dtype), copies),
+        simd.pointer(scales, F32),
+        simd.pointer(peak, F32),
+        simd.pointer(peak + 4 * num_rows, F32),
+    )
+
+
+@simd.jit
+def gather_queries(num_rows, group, q, source, num_heads, width, scratch):
+    """Copy the query rows of one KV head together and clear their sums.
+
+    Row r is query head ``r % group`` of the block's token ``r // group``; rows up to a multiple of 8 are zero.
+    """
+    rows_q, sums, _, _, _, _, peak, total = scratch
+    zero = simd.splat(F32(0.0))
+    for r in range(-(-num_rows // MAX_QUERIES) * MAX_QUERIES):
+        at = (source + (r // group) * num_heads + r % group) * width
+        for i in range(0, width, LANES):
+            simd.store(rows_q, r * width + i, simd.load(q, at + i) if r < num_rows else zero)
+            simd.store(sums, r * width + i, zero)
+        peak[r], total[r] = F32(-np.inf), F32(0.0)
+
+
+@simd.inline
+def lowest(position, window):
+    """The first position that the one at ``position`` attends to."""
+    return max(position + 1 - window, 0) if window else 0
+
+
+@simd.jit
+def weigh_rows(first, rows, group, start, window, tile, begin, tile_end, width, scratch, has_scales):
+    """Turn the scores of ``rows`` query rows from ``first`` on into probabilities, and shrink their sums as is due."""
+    _, sums, scores, weights, _, scales, peak, total = scratch
+    cleared = max(begin - begin % GROUP - tile, 0)
+    weighted = -(-(tile_end - tile) // GROUP) * GROUP
+    for r in range(first, first + rows):
+        position = start + r // group
+        visible = max(min(position + 1, tile_end) - tile, 0)
+        seen = min(max(lowest(position, window) - tile, 0), visible)
+        at, whole = (r - first) * SCORE_STRIDE, seen - seen % LANES
+        if has_scales:
+            simd.multiply_row(scores, at + whole, visible - whole, scales, whole)
+        peak[r], shrink, added = softmax_row(scores, weights, at, cleared, seen, visible, weighted, peak[r])
+        if has_scales:
+            simd.multiply_row(weights, at + whole, visible - whole, scales, TILE + whole)
+        total[r] = total[r] * shrink + added
+        if shrink != F32(1.0):
+            by = simd.splat(shrink)
+            for i in range(r * width, (r + 1) * width, LANES):
+                simd.store(sums, i, simd.mul(simd.load(sums, i), by))
+
+
+@simd.inline
+def _sigmoid(scratch, logit):
+    x = simd.splat(-logit)
+    return F32(1.0) / (F32(1.0) + simd.lane(simd.exp(scratch, x), 0))
+
+
+@simd.jit
+def write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, gates, out):
+    """Divide sums by totals, gate, round, and write the rows to ``out`` [tokens, num_heads, head_dim].
+
+    ``gates`` are (their address or 0, logits whose row ends with one per head, columns).
+    """
+    _, sums, scores, _, _, _, _, total = scratch
+    has_gates, logits, columns = gates
+    for r in range(num_rows):
+        place = target + (r // group) * num_heads + r % group
+        scale = F32(1.0) / total[r]
+        if has_gates:
+            token, head = place // num_heads, place % num_heads
+            scale *= _sigmoid(scores, simd.lane(simd.load_part(logits, (token + 1) * columns - num_heads + head, 1), 0))
+        by = simd.splat(scale)
+        for i in range(0, head_dim, LANES):
+            v = simd.mul(simd.load(sums, r * width + i), by)
+            simd.store_some(out, place * head_dim + i, v, head_dim - i)

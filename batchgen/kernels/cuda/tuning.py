@@ -1,0 +1,33 @@
+"""Sizes that a measurement on a device decides: tiles, spans, warps and pipeline stages of the heavy kernels.
+
+None of these was measured. ``SPAN``, ``TILE`` and ``BLOCK_K`` decide in which order numbers are added up, and so bits;
+the others do not.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+# Attention. The best block of the KV cache is a tile: its number is then one load, and its keys one piece of memory.
+SPAN = 512  # positions that one program takes of a single token's context
+TILE, TILE_FLOAT32 = 64, 32  # positions in a step of the loop
+LEAST_ROWS = 16  # of a matrix instruction
+PROMPT_ROWS = 128  # of a prompt's tile: arithmetic enough for every key it reads
+PROMPT_ROWS_FLOAT32 = 16  # which has no matrix instruction to feed, and taller tiles would spill registers
+ATTENTION_STAGES = (
+    5  # the pipeline's first two fetch the block table; the others are tiles of keys and values under way
+)
+ONE_TOKEN_WARPS = 4
+PROMPT_WARPS, TALL_PROMPT_WARPS = 4, 8  # of tiles up to 64 rows, and of taller ones
+
+# Products.
+BLOCK_M = tl.constexpr(64)  # the least that a Hopper matrix instruction takes
+BLOCK_N = tl.constexpr(64)
+BLOCK_K, BLOCK_K_FLOAT32 = 64, 32
+GATED_N = tl.constexpr(32)  # columns of a tile of gates, and of the tile of ups beside it
+PART_N = tl.constexpr(32)  # columns of a tile of a product in parts
+NUM_PARTS = tl.constexpr(4)  # of the sum behind a layer, each added up by programs of its own
+FEW_ROWS = 256  # most that kernels made for decode steps multiply; cuBLAS has better tiles for more
+GROUP_M = tl.constexpr(8)  # row tiles that go over the weight together, so that it is read from the L2 cache
+PRODUCT_OPTIONS = {"num_warps": 4, "num_stages": 4}
+PRODUCT_OPTIONS_FLOAT32 = {"num_warps": 8, "num_stages": 3}

@@ -1,0 +1,76 @@
+"""What an invocation needs of an engine, in this process or elsewhere, and what it tells of itself to get one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Protocol
+
+
+class Stats(Protocol):
+    """Counts since an engine was created; see ``EngineStats``, of which these are read while it runs."""
+
+    @property
+    def num_prefill_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+class EngineLike(Protocol):
+    """The methods of ``batchgen.engine.Engine`` that an invocation calls."""
+
+    @property
+    def stats(self) -> Stats: ...
+
+    def run(self, requests: Iterable[Any]) -> Iterator[Any]:
+        """Results in order of completion, pulling requests lazily; see ``Backend.takes_rows`` for others."""
+
+    def stop(self) -> None:
+        """Make ``run`` return after the step under way."""
+
+    def unfinished(self) -> Mapping[int, tuple[int, ...]]:
+        """Tokens generated so far for each unfinished request, by key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """An engine with its weights.
+
+    ``numerics`` (``Engine.numerics``) must stay the same for a run: others give other tokens. ``facts`` returns, after
+    the engine has run, its sizes and the machine's roofline for the report. ``notes`` are shown to the user.
+    ``prepare`` returns when the kernels are compiled, which the first run on a machine waits for. An engine that
+    ``takes_rows`` runs ``Pending`` rows, not requests, and gives ``Finished`` ones, not results. ``close`` ends what
+    the engine holds outside of this process. ``workers`` tells of each that takes part now: name, place, state, rows,
+    tokens_per_s, in_flight.
+    """
+
+    engine: EngineLike
+    numerics: dict[str, str]
+    threads: int
+    facts: Callable[[], Mapping[str, Any]] = dict
+    notes: tuple[str, ...] = ()
+    prepare: Callable[[], None] = lambda: None
+    takes_rows: bool = False
+    close: Callable[[], None] = lambda: None
+    workers: Callable[[], Sequence[Mapping[str, Any]]] = tuple
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What is known of a run when its engine is loaded, so that workers elsewhere can load the same.
+
+    ``at`` is when it was begun, ``weights`` are the digests of ``ModelInfo.fingerprint``, ``digests`` those of files
+    and their states (``Digests.to_plain``), ``numerics`` (see ``Backend``) those of its rows so far, None without any.
+    ``num_rows`` are the rows of this shard, if they were counted. ``note`` shows a line to the user.
+    ``takes_kernels`` says whether rows may come from other kernels too; those are then in the manifest before a row is.
+    """
+
+    at: datetime | None = None
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    digests: Mapping[str, Any] = field(default_factory=dict)
+    numerics: Mapping[str, str] | None = None
+    num_rows: int | None = None
+    note: Callable[[str], object] = lambda line: None
+    takes_kernels: Callable[[str], bool] = lambda kernels: False

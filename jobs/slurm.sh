@@ -1,0 +1,16 @@
+#!/bin/bash
+# A SLURM array: each task runs its shard of a job, and is queued again until the shard is finished.
+#   sbatch jobs/slurm.sh job.toml runs/questions && batchgen merge runs/questions-* -o runs/questions
+#SBATCH --array=1-8
+#SBATCH --time=04:00:00
+#SBATCH --requeue
+set -u
+job=$1 output=$2
+shift 2
+batchgen run "$job" --shard "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" \
+    --output "$output-$SLURM_ARRAY_TASK_ID" --max-runtime 3h50m --quiet "$@"
+code=$?
+if [ "$code" -eq 75 ]; then # stopped early: what is finished is kept
+    exec scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+fi
+exit "$code"

@@ -1,0 +1,161 @@
+"""Addresses of remote files: which are refused, what is shown of them, how the errors of stores are explained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import urllib.error
+from typing import Any
+
+import pytest
+
+from batchgen.core import remote
+from batchgen.core.errors import ExitCode
+from batchgen.core.remote import READABLE, WRITABLE, RemoteError, attempt, check_address, redacted
+
+SECRETS = (
+    "s3://AKIA:hush@bucket/x",
+    "s3://AKIA:hu/sh@bucket/x",
+    "s3://AKIA:hush/x",
+    "gs://hush@bucket/x",
+    "https://user:hush@host/x",
+    "https://user:hu/sh@host/x",
+    "https://token-hush@host:80/x",
+    "https://host/x?a=b&X-Amz-Signature=hush",
+    "https://host/x?sig=hush",
+    "https://host/x?api_key=hush",
+    "hf://hush@datasets/user/name/x",
+)
+
+
+@pytest.mark.parametrize("address", SECRETS)
+def test_an_address_with_a_secret_is_refused_and_not_shown(address: str) -> None:
+    with pytest.raises(ValueError, match="holds a secret") as caught:
+        check_address(address, READABLE)
+    assert "hu" not in str(caught.value) + redacted(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "s3://bucket/a b/x@y:z.jsonl",
+        "s3://bucket/x?token=part-of-the-name",
+        "s3://arn:aws:s3:us-east-1:1:accesspoint/x",
+        "gs://bucket",
+        "https://host:8080/x?page=1#top",
+        "http://[::1]:80/x",
+        "hf://datasets/user/name@main/x.parquet",
+    ],
+)
+def test_other_addresses_are_taken_and_shown_as_they_are(address: str) -> None:
+    check_address(address, READABLE)
+    assert redacted(address) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("ftp://host/x", "ftp:// is not among .*: s3://, gs://, hf://$"),
+        ("https://host/x", "https:// is not among"),
+        ("file:///etc/passwd", "file:// is not among"),
+        ("s3:///x", "names no bucket"),
+        ("s3://a\nb/x", "names no bucket"),
+        ("hf://user/name/x", "must be hf://datasets/USER/NAME"),
+        ("hf://datasets/name", "must be hf://datasets/USER/NAME"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_refused_with_the_reason(address: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check_address(address, WRITABLE)
+
+
+class ClientError(Exception):
+    """As botocore makes them."""
+
+    def __init__(self, status: int, code: str = "", message: str = "said") -> None:
+        super().__init__(message)
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+class NoCredentialsError(Exception):
+    pass
+
+
+class ClientPayloadError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (ClientError(403, "ExpiredToken"), "refused", r"access is refused \(ExpiredToken: said\); set AWS_PROFILE"),
+        (NoCredentialsError("none"), "refused", "no valid credentials"),
+        (ClientError(404, "NoSuchBucket"), "missing", "no such bucket"),
+        (ClientError(404, "NoSuchKey"), "missing", "no such file"),
+        (FileNotFoundError("x"), "missing", "no such file"),
+        (ClientError(412), "changed", "no longer the same version"),
+        (ClientError(503, "SlowDown"), "passing", "keeps answering SlowDown"),
+        (urllib.error.URLError(TimeoutError("timed out")), "passing", "cannot be reached"),
+        (ClientPayloadError("broke"), "passing", r"breaks off \(broke\)"),
+        (ConnectionResetError(104, "reset"), "passing", "breaks off"),
+        (OSError(5, "odd\nthing at https://u:hush@host/x?sig=hush"), "other", r"odd thing at https://\*\*\*@host/x\?"),
+    ],
+)
+def test_an_error_of_a_store_is_one_line_with_what_it_means(
+    error: Exception, kind: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "WAITS_S", ())
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(RemoteError, match=rf"cannot read s3://b/x: .*{words}") as caught:
+        attempt("read", "s3://b/x", fail)
+    assert caught.value.kind == kind
+    assert caught.value.exit_code == ExitCode.CRASH
+    assert "\n" not in str(caught.value)
+    assert "hush" not in str(caught.value)
+
+
+def test_what_passes_is_tried_again_after_growing_waits_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(remote.time, "sleep", waits.append)
+    answers: list[Any] = [ClientError(503), ConnectionResetError(), TimeoutError(), "content"]
+
+    def call() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert attempt("read", "s3://b/x", call) == "content"
+    assert waits == list(remote.WAITS_S[:3]) == sorted(waits)
+    answers[:] = [ClientError(403), "content"]
+    with pytest.raises(RemoteError):
+        attempt("read", "s3://b/x", call)
+    answers[:] = [ClientError(500)] * 99
+    waits.clear()
+    with pytest.raises(RemoteError):
+        attempt("read", "s3://b/x", call)
+    assert waits == list(remote.WAITS_S)
+
+
+@pytest.mark.parametrize(("scheme", "library"), [("s3", "s3fs"), ("gs", "gcsfs")])
+def test_a_library_that_is_not_installed_is_named_with_the_extra(scheme: str, library: str) -> None:
+    program = (
+        f"import sys; sys.modules['{library}'] = None\n"
+        f"from batchgen.core.remote import open_store\ntry: open_store('{scheme}://b/x')\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    needs = f"{scheme}:// needs {library}, which is not installed"
+    assert done.stdout == f"UsageError {scheme}://b/x: {needs}: pip install 'batchgen[{scheme}]'\n"
+
+
+def test_a_local_run_imports_no_library_of_remote_files() -> None:
+    program = (
+        "import sys, batchgen.input.source, batchgen.config.load, batchgen.core.remote; "
+        "print({'fsspec', 'aiohttp', 's3fs', 'urllib.request'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

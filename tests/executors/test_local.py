@@ -1,0 +1,279 @@
+"""Jobs on workers that are processes of this machine: what becomes of a run when these, or their driver, go."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_workers import local_workers, signalled, still_there, workers_of
+from run_helpers import (
+    ENVIRONMENT,
+    JobMaker,
+    finish,
+    quiet,
+    rows_of,
+    start,
+    until_phase,
+    until_rows_are_done,
+)
+from stub_engine import stub_factory
+
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import BatchgenError, ExitCode, ModelError, OutOfMemory
+from batchgen.executors.backend import run_job
+from batchgen.executors.local import LocalSeat
+from batchgen.executors.pipe import Pipe
+from batchgen.run import job
+from batchgen.run.backend import Backend
+from batchgen.run.loader import ModelInfo
+
+SAMPLED = {"sampling": {"temperature": 0.8, "n": 2, "logprobs": 1}}
+TWO = {"cluster": {"workers": 2}}
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> JobMaker:
+    return JobMaker(tmp_path)
+
+
+def alone(jobs: JobMaker, **sections: Any) -> list[dict[str, Any]]:
+    """The outputs of one process, in a folder of their own."""
+    output, jobs.output = jobs.output, jobs.folder / "alone"
+    assert jobs.run(jobs.spec(**sections)).exit_code in (ExitCode.OK, ExitCode.ROWS_FAILED)
+    found, jobs.output = jobs.outputs(), output
+    return found
+
+
+def test_a_run_begun_by_one_process_is_finished_by_workers(jobs: JobMaker) -> None:
+    jobs.write([*rows_of(150), {"id": "q-3", "question": "again"}, "{", {"id": "x", "question": ""}])
+    wanted, errors = alone(jobs, **SAMPLED), (jobs.folder / "alone" / "errors.jsonl").read_bytes()
+    assert jobs.run(jobs.spec(**SAMPLED), quiet(max_total_tokens=2000)).exit_code == ExitCode.STOPPED
+    spec = jobs.spec(**SAMPLED, **TWO)
+    assert run_job(spec, quiet(), engine_factory=stub_factory()).exit_code == ExitCode.ROWS_FAILED
+    assert jobs.outputs() == wanted
+    assert (jobs.output / "errors.jsonl").read_bytes() == errors
+
+
+def test_rows_behind_bad_ones_at_the_beginning_go_to_workers_as_any_others(jobs: JobMaker) -> None:
+    jobs.write(["{", "[]", "{", *rows_of(9)])  # read in chunks that double: the first good row has company
+    assert run_job(jobs.spec(**TWO), quiet(), engine_factory=stub_factory()).exit_code == ExitCode.ROWS_FAILED
+    assert [error["code"] for error in jobs.errors()] == ["bad_json", "bad_type", "bad_json"]
+    assert jobs.outputs() == alone(jobs)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "is lost: it was ended by SIGKILL"),
+        (signal.SIGRTMIN + 1, f"is lost: it was ended by signal {signal.SIGRTMIN + 1}"),
+        (signal.SIGSTOP, "is lost: it was silent"),
+    ],
+)
+def test_rows_of_a_worker_that_dies_or_hangs_go_to_others(
+    jobs: JobMaker, capfd: pytest.CaptureFixture[str], number: int, said: str
+) -> None:
+    jobs.write(rows_of(80))
+    seats: list[LocalSeat] = []
+
+    def on_hire(seat: LocalSeat) -> None:
+        seats.append(seat)
+        if len(seats) == 1:
+            signalled(seat, number)
+
+    factory = local_workers(2, stub_factory(step_s=0.01), on_hire=on_hire, patience_s=0.7)
+    options = job.RunOptions()
+    assert job.run_job(jobs.spec(), options, engine_factory=factory).exit_code == ExitCode.OK
+    assert jobs.outputs() == alone(jobs)
+    assert re.search(f"worker local-1 on .* {said}", capfd.readouterr().err)
+    assert len(seats) == 3, "the lost worker was replaced, once"
+    assert not still_there([seat.process.pid for seat in seats])
+
+
+def test_workers_end_with_their_driver_and_the_run_goes_on(jobs: JobMaker) -> None:
+    jobs.write(rows_of(600))
+    toml = jobs.toml()
+    process = start(["run", toml, "--workers", "2", "-q"], step_s=0.02)
+    until_rows_are_done(process, jobs.output)
+    pids = workers_of(process.pid)
+    assert len(pids) == 2
+    signalled_one, *_ = pids
+    subprocess.run(["kill", "-STOP", str(signalled_one)], check=True)  # not even this one stays
+    process.kill()
+    finish(process)
+    assert not still_there(pids)
+    assert finish(start(["run", toml, "--workers", "2", "-q"]))[0] == ExitCode.OK
+    assert jobs.outputs() == alone(jobs)
+
+
+def test_workers_end_with_a_driver_that_is_killed_while_they_load(jobs: JobMaker) -> None:
+    jobs.write(rows_of(3))
+    process = start(["run", jobs.toml(), "--workers", "2", "-q"], load_s=60)
+    until_phase(process, jobs.output, "loading the model")
+    while len(pids := workers_of(process.pid)) < 2:
+        time.sleep(0.02)
+    process.kill()
+    finish(process)
+    assert not still_there(pids)
+
+
+def test_sigterm_saves_the_tokens_of_all_workers(jobs: JobMaker) -> None:
+    jobs.write(rows_of(40))
+    toml = jobs.toml(sampling={"max_tokens": 200})
+    process = start(["run", toml, "--workers", "2"], step_s=0.02)
+    until_rows_are_done(process, jobs.output, 4)
+    pids = workers_of(process.pid)
+    for pid in pids:  # whoever sends it to a whole group or service sends it to these too
+        subprocess.run(["kill", "-TERM", str(pid)], check=True)
+    process.send_signal(signal.SIGTERM)
+    code, said = finish(process)
+    assert code == ExitCode.STOPPED
+    saved = re.search(r"(\d+) half done and saved; run again to resume", said)
+    assert saved and int(saved[1]) > 8, "more than one worker can have"
+    assert not still_there(pids)
+    assert finish(start(["run", toml]))[0] == ExitCode.OK, "one process finishes it"
+    assert jobs.outputs() == alone(jobs, sampling={"max_tokens": 200})
+
+
+def test_a_second_sigint_ends_all_at_once(jobs: JobMaker) -> None:
+    jobs.write(rows_of(30))
+    process = start(["run", jobs.toml(), "--workers", "2"], step_s=3)
+    until_phase(process, jobs.output, "generating")
+    pids = workers_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    code, said = finish(process)
+    assert code == ExitCode.STOPPED
+    assert "stopped at once by a second SIGINT" in said
+    assert not still_there(pids)
+
+
+@dataclass
+class Failing:
+    """An engine factory that raises in workers."""
+
+    error: Exception
+
+    def __call__(self, spec: JobSpec, model: ModelInfo) -> Backend:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(ModelError("there is no such model"), "no such model"), (MemoryError(), "out of memory while running this")],
+)
+def test_what_no_worker_can_begin_with_ends_the_job_as_in_one_process(
+    jobs: JobMaker, error: Exception, said: str
+) -> None:
+    jobs.write(rows_of(3))
+    wanted = type(error) if isinstance(error, BatchgenError) else OutOfMemory
+    with pytest.raises(wanted, match=said):
+        run_job(jobs.spec(**TWO), quiet(), engine_factory=Failing(error))
+    assert not (jobs.output / "job.json").exists(), "nothing was written"
+
+
+@dataclass
+class OutOfMemoryAt:
+    """Stub engines that run out of memory at a step; a worker whose number is above ``num_short`` has enough."""
+
+    step: int
+    folder: Path
+    num_short: int
+
+    def __call__(self, spec: JobSpec, model: ModelInfo) -> Backend:
+        (self.folder / f"worker-{time.monotonic_ns()}").touch()
+        is_short = len([*self.folder.glob("worker-*")]) <= self.num_short
+        return stub_factory(before_step=self._check if is_short else None)(spec, model)
+
+    def _check(self, step: int) -> None:
+        if step >= self.step:
+            raise OutOfMemory("out of memory while computing a step")
+
+
+def test_where_memory_is_short_fewer_workers_go_on_and_no_row_is_convicted(jobs: JobMaker) -> None:
+    jobs.write(rows_of(60))
+    short_ones = OutOfMemoryAt(step=3, folder=jobs.folder, num_short=2)
+    outcome = job.run_job(jobs.spec(), quiet(), engine_factory=local_workers(3, short_ones))
+    assert outcome.exit_code == ExitCode.OK
+    assert jobs.outputs() == alone(jobs)
+    assert len([*jobs.folder.glob("worker-*")]) == 3, "none took the place of those"
+
+
+def test_lasting_lack_of_memory_ends_the_job_with_its_message(jobs: JobMaker) -> None:
+    jobs.write(rows_of(60))
+    short_ones = OutOfMemoryAt(step=3, folder=jobs.folder, num_short=9)
+    with pytest.raises(OutOfMemory, match="computing a step"):
+        job.run_job(jobs.spec(), quiet(), engine_factory=local_workers(2, short_ones))
+    assert not jobs.errors()
+    assert jobs.run().exit_code == ExitCode.OK
+    assert jobs.outputs() == alone(jobs)
+
+
+def test_messages_of_any_size_pass_a_pipe_that_never_blocks() -> None:
+    ends = socket.socketpair()
+    sender, receiver = map(Pipe, ends)
+    for end in ends:
+        end.setblocking(False)
+    messages = [b"", b"x" * 10_000_000, ("y", 1), b"z" * 300_000]
+    for message in messages:
+        sender.send(message)
+    assert sender.has_more_to_send, "what the socket does not take must wait"
+    found = []
+    while len(found) < len(messages):
+        sender.flush()
+        found += receiver.receive()
+    assert found == messages
+    assert not sender.has_more_to_send
+    sender.send("last")
+    ends[0].close()
+    assert [*receiver.receive()] == ["last"]
+    assert receiver.is_closed
+    receiver.send("to no one")
+    ends[1].close()
+
+
+def test_a_worker_that_says_nothing_is_lost_with_its_last_line(jobs: JobMaker) -> None:
+    jobs.write(rows_of(3))
+    with pytest.raises(BatchgenError, match=r"no worker is left \(it ended with exit code 3: the disk is on fire\)"):
+        job.run_job(jobs.spec(), quiet(), engine_factory=local_workers(1, Exiting("the disk is on fire")))
+
+
+@dataclass
+class Exiting:
+    """An engine factory that ends its process."""
+
+    last_line: str
+
+    def __call__(self, spec: JobSpec, model: ModelInfo) -> Backend:
+        os.write(2, f"one\n{self.last_line}\n\n".encode())
+        os._exit(3)
+
+
+def test_workers_import_nothing_from_the_folder_that_they_are_started_in(
+    jobs: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.write(rows_of(3))
+    (jobs.folder / "json.py").write_text("raise SystemExit('executed')")  # as one beside a data set may be
+    monkeypatch.chdir(jobs.folder)
+    assert run_job(jobs.spec(**TWO), quiet(), engine_factory=stub_factory()).exit_code == ExitCode.OK
+
+
+def test_a_driver_of_workers_never_imports_torch(jobs: JobMaker) -> None:
+    jobs.write(rows_of(5))
+    program = (
+        "import sys; from batchgen.cli.main import call; from stub_engine import stub_factory\n"
+        "code = call(sys.argv[1:], engine_factory=stub_factory())\n"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else code)"
+    )
+    command = [sys.executable, "-c", program, "run", str(jobs.toml()), "--workers", "1", "-q"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,293 @@
+"""Jobs on a Ray cluster: the run directory is that of one process, whatever happens to a worker or a machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopback import is_inside
+from ray_machines import Machines
+from run_helpers import (
+    ENVIRONMENT,
+    MODEL,
+    JobMaker,
+    finish,
+    quiet,
+    read_lines,
+    rows_of,
+    start,
+    until_rows_are_done,
+    without_timings,
+)
+from stub_engine import stub_factory
+
+from batchgen.config.cluster import ClusterSpec
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import ExitCode
+from batchgen.executors.backend import on_workers
+from batchgen.executors.ray_crew import RayCrew
+from batchgen.executors.worker import Start
+from batchgen.run.backend import Backend
+from batchgen.run.job import run_job
+from batchgen.run.loader import EngineFactory, ModelInfo
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]  # the cluster alone takes 10 s to start
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Any]:
+    """The cluster of all tests; each leaves it with two machines."""
+    if not is_inside():
+        yield None
+        return
+    made = Machines()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> JobMaker:
+    return JobMaker(tmp_path)
+
+
+Act = Callable[[RayCrew], object]
+
+
+def workers(
+    machines: Any,
+    bounds: str = "2",
+    *,
+    at: dict[int, Act] | None = None,
+    engine: EngineFactory | None = None,
+    patience_s: float = 60.0,
+    **stub: Any,
+) -> EngineFactory:
+    """Workers on the cluster, with stub engines by default; ``at`` so many answers something is done to them."""
+    cluster = ClusterSpec(ray=machines.address, workers=bounds)
+    crews: list[RayCrew] = []
+
+    def load(spec: JobSpec, model: ModelInfo) -> Backend:
+        def make_crew(start: Start) -> RayCrew:
+            started = engine or stub_factory(**{"step_s": 0.002, **stub})
+            made = replace(start, spec=replace(spec, cluster=cluster), engine_factory=started)
+            crews.append(RayCrew(made, model.config, None))
+            return crews[-1]
+
+        backend = on_workers(make_crew, patience_s)(spec, model)
+        run = backend.engine.run
+
+        def watched(tasks: Iterable[Any]) -> Iterator[Any]:
+            for number, answer in enumerate(run(tasks), 1):
+                yield answer
+                if at and number in at:
+                    at[number](crews[-1])
+
+        backend.engine.run = watched  # type: ignore[method-assign]
+        return backend
+
+    return load
+
+
+def pids(crew: RayCrew) -> list[int]:
+    """Processes of the workers that have a place."""
+    return [seat.pid for seat in crew.seats if seat.pid]
+
+
+def outputs(jobs: JobMaker, name: str, engine_factory: EngineFactory, **sections: Any) -> list[dict[str, Any]]:
+    """The output records of a run into a folder of its own."""
+    jobs.output = jobs.folder / name
+    outcome = run_job(jobs.spec(**sections), quiet(), engine_factory=engine_factory)
+    assert outcome.exit_code in (ExitCode.OK, ExitCode.ROWS_FAILED)
+    return without_timings(jobs.output / "outputs.jsonl")
+
+
+def test_a_cluster_gives_the_rows_of_one_process(machines: Any, jobs: JobMaker) -> None:
+    rows = [*rows_of(300), {"id": "q-3", "question": "again"}, "{", {"id": "x", "question": ""}]
+    rows[7] = {"id": "c", "question": "Which?", "sampling": {"choices": ["yes", "no"]}}
+    jobs.write(rows)
+    spec = {"sampling": {"temperature": 0.8, "n": 2, "logprobs": 1}}
+    alone = outputs(jobs, "alone", stub_factory(), **spec)
+    assert outputs(jobs, "pool", workers(machines), **spec) == alone
+    assert read_lines(jobs.folder / "pool" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
+
+
+def test_rows_of_a_worker_that_dies_go_to_others(machines: Any, jobs: JobMaker) -> None:
+    jobs.write(rows_of(400))
+    alone = outputs(jobs, "alone", stub_factory(), sampling={"temperature": 0.8})
+    factory = workers(machines, at={100: lambda crew: os.kill(pids(crew)[0], signal.SIGKILL)})
+    assert outputs(jobs, "pool", factory, sampling={"temperature": 0.8}) == alone
+
+
+def test_rows_of_a_worker_that_hangs_go_to_others(machines: Any, jobs: JobMaker) -> None:
+    jobs.write(rows_of(400))
+    alone = outputs(jobs, "alone", stub_factory())
+    factory = workers(machines, at={100: lambda crew: os.kill(pids(crew)[0], signal.SIGSTOP)}, patience_s=2.0)
+    assert outputs(jobs, "pool", factory) == alone
+
+
+def test_rows_of_a_machine_that_is_gone_go_to_another(machines: Any, jobs: JobMaker) -> None:
+    jobs.write(rows_of(400))
+    alone = outputs(jobs, "alone", stub_factory())
+    node = machines.add()
+    factory = workers(machines, "3", at={100: lambda crew: machines.remove(node)})
+    assert outputs(jobs, "pool", factory) == alone
+
+
+def test_a_machine_that_will_be_taken_away_gives_its_rows_back(machines: Any, jobs: JobMaker) -> None:
+    jobs.write(rows_of(800))
+    alone = outputs(jobs, "alone", stub_factory())
+    node, left = machines.add(), []
+
+    def drain(crew: RayCrew) -> None:
+        machines.drain(node)
+        while node.node_id not in crew.leaving:
+            time.sleep(0.02)
+
+    at = {100: drain, 800: lambda crew: left.extend(seat.node_id for seat in crew.seats)}
+    assert outputs(jobs, "pool", workers(machines, "3", at=at)) == alone
+    assert left and node.node_id not in left
+    machines.remove(node)
+
+
+def test_a_machine_that_comes_late_gets_a_worker(machines: Any, jobs: JobMaker) -> None:
+    jobs.write(rows_of(1200))
+    alone = outputs(jobs, "alone", stub_factory())
+    nodes: list[Any] = []
+    counts: list[int] = []
+
+    def add(crew: RayCrew) -> None:
+        counts.append(len(pids(crew)))
+        nodes.append(machines.add())
+        until = time.monotonic() + 120  # bounds a failure
+        while len(machines.workers()) < 3 and time.monotonic() < until:
+            time.sleep(0.05)
+
+    factory = workers(machines, "1:3", at={100: add, 1150: lambda crew: counts.append(len(pids(crew)))})
+    assert outputs(jobs, "pool", factory) == alone
+    assert counts == [2, 3]
+    machines.remove(nodes[0])
+
+
+@pytest.mark.parametrize("ends_on_cluster", [True, False])
+def test_a_killed_driver_takes_its_workers_along_and_is_resumed(
+    machines: Any, jobs: JobMaker, ends_on_cluster: bool
+) -> None:
+    jobs.write(rows_of(600))
+    alone = outputs(jobs, "alone", stub_factory())
+    jobs.output = jobs.folder / "pool"
+    command = ["run", jobs.toml(), "--ray", machines.address, "--workers", "2"]
+    driver = start(command, step_s=0.02)
+    until_rows_are_done(driver, jobs.output, 100)
+    assert machines.workers()
+    driver.kill()
+    driver.communicate()
+    machines.until_no_workers()
+    code, said = finish(start(command if ends_on_cluster else command[:2]))
+    assert (code, "finished already" in said) == (0, True), said
+    assert jobs.outputs() == alone
+
+
+def test_a_stopped_driver_saves_what_its_workers_have(machines: Any, jobs: JobMaker) -> None:
+    jobs.write(rows_of(600))
+    alone = outputs(jobs, "alone", stub_factory())
+    jobs.output = jobs.folder / "pool"
+    command = ["run", jobs.toml(), "--ray", machines.address, "--workers", "2"]
+    driver = start(command, step_s=0.05)
+    until_rows_are_done(driver, jobs.output, 50)
+    driver.send_signal(signal.SIGTERM)
+    code, said = finish(driver)
+    assert (code, "half done and saved" in said) == (ExitCode.STOPPED, True), said
+    code, said = finish(start(command))
+    assert (code, "finished already" in said) == (0, True), said
+    assert jobs.outputs() == alone
+
+
+def test_actors_import_nothing_from_the_drivers_folder(
+    machines: Any, jobs: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs.write(rows_of(20))
+    for name in ("tokenizers", "huggingface_hub", "jinja2"):  # which an actor imports, and a data set may contain
+        (jobs.folder / f"{name}.py").write_text(f"open({str(jobs.folder / 'ran')!r}, 'w').close()\n")
+    monkeypatch.chdir(jobs.folder)
+    code, said = finish(start(["run", jobs.toml(), "--ray", machines.address, "--workers", "1"]))
+    assert code == ExitCode.OK, said
+    assert not (jobs.folder / "ran").exists()
+
+
+def test_without_a_worker_the_job_waits_for_a_machine(machines: Any, jobs: JobMaker) -> None:
+    jobs.write(rows_of(400))
+    alone = outputs(jobs, "alone", stub_factory())
+    jobs.output = jobs.folder / "pool"
+    only = {"batchgen-test": 1.0}
+    node = machines.add(resources=only)
+    where = ["--ray", machines.address, "--workers", "1", "--resources", '{"batchgen-test": 1}']
+    driver = start(["run", jobs.toml(), *where], step_s=0.05)
+    try:
+        until_rows_are_done(driver, jobs.output, 50)
+        machines.remove(node)
+        machines.until_no_workers()
+        node = machines.add(resources=only)
+        code, said = finish(driver)
+    finally:
+        machines.remove(node)
+    assert code == 0, said
+    assert "its machine is gone" in said and jobs.outputs() == alone
+
+
+def batchgen(*arguments: str | Path) -> tuple[int, str]:
+    """Exit code and all output of the command line, with the model's own engine."""
+    command = [sys.executable, "-m", "batchgen", *map(str, arguments)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_machines_of_several_kinds_are_told_apart(machines: Any, jobs: JobMaker) -> None:
+    """The model's own engine on two machines of this processor, and on one with a weaker one."""
+    machines.settle()
+    jobs.write(rows_of(12))
+    assert batchgen("run", jobs.toml())[0] == 0
+    alone, jobs.output = jobs.outputs(), jobs.folder / "pool"
+    on_cluster = ["--ray", machines.address]
+    check = ["check", "--model", MODEL, *on_cluster]
+    code, said = batchgen(*check)
+    assert code == 0 and "all 2 machines compute the same bits" in said, said
+    code, said = batchgen("run", jobs.toml(), *on_cluster, "--workers", "2")
+    assert code == 0 and jobs.outputs() == alone, said
+
+    node = machines.add({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2"})
+    code, said = batchgen(*check)
+    assert code == ExitCode.GATE_FAILED and "1 of 3 machines failed" in said and "kernels: was" in said, said
+    jobs.output = jobs.folder / "strangers"
+    code, said = batchgen("run", jobs.toml(), *on_cluster, "--workers", "3")
+    assert code == 0 and jobs.output.exists(), said
+    machines.remove(node)
+
+
+def test_random_kills_of_workers_and_machines_lose_no_row_and_double_none(machines: Any, jobs: JobMaker) -> None:
+    rows = [*rows_of(500), {"id": "q-3", "question": "again"}, "{", {"id": "x", "question": ""}]
+    rows[7] = {"id": "c", "question": "Which?", "sampling": {"choices": ["yes", "no"]}}
+    rows[9] = {"id": "n", "question": "Three?", "sampling": {"n": 3, "temperature": 0.8, "seed": 5}}
+    jobs.write(rows)
+    alone = outputs(jobs, "alone", stub_factory(), sampling={"temperature": 0.8, "logprobs": 1})
+    rng, node, num_killed = random.Random(0), machines.add(), []
+
+    def kill(crew: RayCrew) -> None:
+        if found := machines.workers():
+            os.kill(rng.choice(found), signal.SIGKILL)
+            num_killed.append(1)
+
+    at: dict[int, Act] = {rng.randrange(1, 495): kill for _ in range(12)}
+    at[250] = lambda crew: machines.remove(node)
+    factory = workers(machines, "3", at=at)
+    assert outputs(jobs, "pool", factory, sampling={"temperature": 0.8, "logprobs": 1}) == alone
+    assert read_lines(jobs.folder / "pool" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
+    assert len(num_killed) > 8

@@ -1,0 +1,149 @@
+"""Workers whose rows would be others than the run's are turned away, by name and with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import JobMaker, quiet, rows_of
+from stub_engine import stub_factory
+from thread_seats import ThreadCrew, ThreadSeat
+
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import ExitCode, UsageError
+from batchgen.core.version import __version__
+from batchgen.executors.backend import on_workers
+from batchgen.executors.engine import PoolEngine
+from batchgen.executors.identity import Gate
+from batchgen.executors.messages import Hello, Identity
+from batchgen.executors.pool import Pool
+from batchgen.executors.worker import Start
+from batchgen.output.rundir import RunDir
+from batchgen.run.backend import Backend, Begun
+from batchgen.run.job import run_job
+from batchgen.run.loader import EngineFactory, ModelInfo
+
+WEIGHTS = {"model.safetensors": "ab" * 32}
+NUMERICS = {"dtype": "bfloat16", "device": "cpu", "kernels": "avx512"}
+
+
+def hello(**changes: Any) -> Hello:
+    """A worker like the others, but for some of its identity."""
+    identity = replace(Identity(WEIGHTS, NUMERICS, __version__), **changes)
+    return Hello(identity, max_num_seqs=4, threads=1, place="node7")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"weights": {"model.safetensors": "cd" * 32}}, "its model is another one: model.safetensors"),
+        ({"weights": {**WEIGHTS, "adapter": {"adapter.safetensors": "00"}}}, "its model is another one: adapter"),
+        ({"version": "0.0.9"}, "it has batchgen 0.0.9, here it is"),
+        ({"numerics": {**NUMERICS, "dtype": "float32"}}, 'dtype: was "bfloat16", now "float32"'),
+        ({"numerics": {**NUMERICS, "device": "cuda"}}, "device: was"),
+        ({"numerics": {**NUMERICS, "llguidance": "1.8.0"}}, "llguidance"),
+        ({"numerics": {**NUMERICS, "kernels": "avx2"}}, "its kernels are avx2, the run's avx512"),
+    ],
+)
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_stranger_is_told_by_what_differs(changes: Mapping[str, Any], said: str, has_begun: bool) -> None:
+    gate = Gate(Begun(weights=WEIGHTS, numerics=NUMERICS if has_begun else None))
+    if not has_begun:
+        assert gate.refusal(hello()) == ""
+    assert said in gate.refusal(hello(**changes))
+    assert gate.refusal(hello()) == "" and gate.numerics == NUMERICS
+
+
+def test_several_kernel_sets_are_taken_where_the_run_takes_them() -> None:
+    asked: list[str] = []
+    gate = Gate(Begun(weights=WEIGHTS, numerics=NUMERICS, takes_kernels=lambda kernels: not asked.append(kernels)))
+    other = hello(numerics={**NUMERICS, "kernels": "avx2"})
+    assert [gate.refusal(worker) for worker in (hello(), other, hello(), other)] == [""] * 4
+    assert asked == ["avx2"]
+    assert gate.numerics["kernels"] == "avx512 + avx2"
+    assert "dtype" in gate.refusal(hello(numerics={**NUMERICS, "dtype": "float32"}))
+
+
+def test_workers_of_a_run_of_an_earlier_build_are_held_against_each_other() -> None:
+    gate = Gate(Begun(weights=WEIGHTS, numerics={"dtype": "bfloat16", "device": "cpu"}))
+    assert gate.refusal(hello()) == ""
+    assert gate.refusal(hello(numerics={**NUMERICS, "kernels": "avx2"}))
+
+
+class MixedCrew(ThreadCrew):
+    """Its workers have these kernels by turns."""
+
+    kernels: tuple[str, ...] = ()
+
+    def hire(self) -> ThreadSeat:
+        self._start = replace(self._start, engine_factory=with_kernels(self.kernels[len(self.seats) % 2]))
+        return super().hire()
+
+
+def with_kernels(kernels: str) -> EngineFactory:
+    def load(spec: JobSpec, model: ModelInfo) -> Backend:
+        backend = stub_factory(step_s=0.001)(spec, model)
+        return replace(backend, numerics={**backend.numerics, "kernels": kernels})
+
+    return load
+
+
+def mixed_crew(*kernels: str) -> EngineFactory:
+    def make_crew(start: Start) -> MixedCrew:
+        crew = MixedCrew(start, 2)
+        crew.kernels = kernels
+        return crew
+
+    return on_workers(make_crew)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> JobMaker:
+    return JobMaker(tmp_path)
+
+
+def kernels_of(folder: Path) -> str:
+    manifest = RunDir(folder).read_manifest()
+    assert manifest is not None
+    return str(manifest.fingerprints["numerics"]["kernels"])
+
+
+def test_rows_go_on_with_the_workers_that_fit(jobs: JobMaker) -> None:
+    jobs.write(rows_of(50))
+    assert run_job(jobs.spec(), quiet(), engine_factory=mixed_crew("avx512", "avx2")).exit_code == ExitCode.OK
+    assert kernels_of(jobs.output) in ("avx512", "avx2")
+
+
+def test_a_mix_that_is_allowed_is_recorded(jobs: JobMaker) -> None:
+    jobs.write(rows_of(400))
+    spec = jobs.spec(cluster={"numerics": "any"})
+    assert run_job(spec, quiet(), engine_factory=mixed_crew("avx512", "avx2")).exit_code == ExitCode.OK
+    assert set(kernels_of(jobs.output).split(" + ")) == {"avx512", "avx2"}
+
+
+def test_a_resume_lets_no_stranger_in(jobs: JobMaker) -> None:
+    jobs.write(rows_of(50))
+    stopped = run_job(jobs.spec(), quiet(max_total_tokens=100), engine_factory=with_kernels("avx512"))
+    assert stopped.exit_code == ExitCode.STOPPED
+    with pytest.raises(UsageError, match=r"no worker may take part.* its kernels are avx2, the run's avx512"):
+        run_job(jobs.spec(), quiet(), engine_factory=mixed_crew("avx2", "avx2"))
+    assert run_job(jobs.spec(), quiet(), engine_factory=mixed_crew("avx2", "avx512")).exit_code == ExitCode.OK
+    assert kernels_of(jobs.output) == "avx512"
+
+
+def test_where_all_are_turned_away_the_reason_is_told(jobs: JobMaker) -> None:
+    crew = ThreadCrew(Start(jobs.spec(), None, {}, stub_factory()), 1)
+    with pytest.raises(UsageError, match=r"^no worker may take part: on \S+ it is odd$"):
+        PoolEngine(crew, Pool(), lambda hello: "it is odd").begin()
+
+
+def test_where_workers_are_on_other_machines_others_take_the_place_of_those_turned_away(jobs: JobMaker) -> None:
+    crew, seen = ThreadCrew(Start(jobs.spec(), None, {}, stub_factory()), 1), []
+    crew.is_one_place = False
+    engine = PoolEngine(crew, Pool(), lambda hello: "" if len(seen) == 2 else seen.append(hello) or "it is odd")
+    engine.begin()
+    engine.close()
+    assert len(crew.seats) == 3

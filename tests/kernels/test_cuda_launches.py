@@ -1,0 +1,25 @@
+"""Launches of one decode step on a GPU: each costs microseconds there, whatever it computes."""
+
+from __future__ import annotations
+
+import pytest
+from launches import decode_launches
+from triton_device import OnDevice
+
+from batchgen.model.config import CONV
+from batchgen.model.registry import dummy_config
+
+LFM2_350M = dummy_config("dummy:LFM2-350M")
+AROUND = {"embedding": 1, "first norm": 1, "rows with logits": 2, "head": 1}
+
+
+@pytest.mark.parametrize("num_seqs", [1, 100, 256])
+def test_a_decode_step_launches_no_more_than_its_layers_need(num_seqs: int) -> None:
+    found = decode_launches(LFM2_350M, num_seqs, OnDevice().kernels)
+    half_layers = 2 * len(LFM2_350M.layers)
+    num_conv = sum(layer.mixer == CONV for layer in LFM2_350M.layers)
+    num_attention = len(LFM2_350M.layers) - num_conv
+    assert found["add_and_norm"] == half_layers
+    assert found["matmul_parts"] == half_layers
+    assert found["rms_norm"] == AROUND["first norm"], "each other norm belongs to a sum"
+    assert found.total() == 7 * num_conv + 8 * num_attention + sum(AROUND.values()), found

@@ -1,0 +1,317 @@
+"""Publication of a run's files to an object store: whole, once, never over another's, whatever the store does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from object_store import Answer, ObjectStore, bucket_of, object_store
+from run_helpers import JobMaker, quiet, rows_of
+from stub_engine import stub_factory
+
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import ExitCode, StorageError, UsageError
+from batchgen.core.remote import RemoteError
+from batchgen.output import bucket as bucket_module
+from batchgen.output.bucket import Bucket
+from batchgen.output.rundir import RunDir
+from batchgen.run.invocation import RunOptions
+from batchgen.run.merge import merge
+from batchgen.run.retry import retry_job
+
+_numbers = count()
+slow = partial(pytest.param, marks=pytest.mark.slow)
+BAD = {"id": "bad", "question": ""}  # a row that fails until it is fixed
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    with object_store() as found:
+        yield found
+
+
+@pytest.fixture
+def bucket(store: ObjectStore) -> Iterator[str]:
+    with bucket_of(store, f"bucket{next(_numbers)}") as name:
+        yield name
+
+
+@pytest.fixture
+def published(job: JobMaker, bucket: str) -> JobSpec:
+    """A job of three rows that is published to the folder "out" of the bucket."""
+    job.write(rows_of(3))
+    return job.spec(output={"publish": f"s3://{bucket}/out"})
+
+
+def local(job: JobMaker, *names: str) -> dict[str, bytes]:
+    return {f"out/{name}": (job.output / name).read_bytes() for name in names}
+
+
+def written(store: ObjectStore, bucket: str) -> list[str]:
+    """The names that were written since the last look, in order."""
+    names = [name.removeprefix(f"PUT {bucket}/out/") for name in store.requests if name.startswith("PUT ")]
+    store.requests.clear()
+    return names
+
+
+def test_the_files_of_a_finished_run_appear_the_outputs_last(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
+) -> None:
+    outcome = job.run(published)
+    assert (outcome.exit_code, outcome.lines[-1]) == (0, f"published to s3://{bucket}/out")
+    content = store.content(bucket)
+    marker = json.loads(content.pop("out/batchgen.json"))
+    assert content == local(job, "report.json", "outputs.jsonl")
+    assert marker["complete"] and {*marker["files"]} == {"report.json", "outputs.jsonl"}
+    assert written(store, bucket) == ["batchgen.json"] * 2 + ["report.json", "outputs.jsonl", "batchgen.json"]
+
+
+def test_a_finished_run_publishes_nothing_twice(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
+) -> None:
+    job.run(published)
+    written(store, bucket)
+    outcome = job.run(published)
+    assert (outcome.exit_code, outcome.lines[-1]) == (0, f"already published to s3://{bucket}/out")
+    assert written(store, bucket) == [] and job.engines == []
+
+
+@pytest.mark.parametrize("harm", [slow("removed"), "edited"])
+def test_what_is_missing_or_differs_is_published_again(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec, harm: str
+) -> None:
+    job.run(published)
+    before = store.content(bucket)
+    if harm == "removed":
+        store.remove(bucket, "out/report.json")
+    else:
+        store.put(bucket, "out/report.json", before["out/report.json"].replace(b"1", b"2"))
+    written(store, bucket)
+    assert job.run(published).lines[-1] == f"published to s3://{bucket}/out"
+    assert written(store, bucket) == ["batchgen.json", "report.json", "batchgen.json"]
+    assert store.content(bucket) == before
+
+
+def test_a_run_that_finished_before_is_published_when_that_is_asked_for(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
+) -> None:
+    job.write([*rows_of(2), BAD])
+    job.run(job.spec())
+    outcome = job.run(published)
+    assert outcome.exit_code == ExitCode.ROWS_FAILED
+    assert store.content(bucket).items() >= local(job, "report.json", "outputs.jsonl", "errors.jsonl").items()
+
+
+@pytest.mark.parametrize("name", [slow("outputs.jsonl"), "outputs.parquet", slow("errors.jsonl"), "batchgen.json"])
+def test_files_of_others_are_not_replaced_and_that_is_known_before_the_model_is_loaded(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec, name: str
+) -> None:
+    store.put(bucket, f"out/{name}", b"[]")
+    with pytest.raises(UsageError, match=rf"out holds {name}: it is not replaced"):
+        job.run(published)
+    assert job.engines == [] and not job.output.exists()
+    assert store.content(bucket) == {f"out/{name}": b"[]"}
+
+
+def test_the_files_of_another_run_are_not_replaced(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
+) -> None:
+    job.run(published)
+    before = store.content(bucket)
+    other = job.spec(output={"publish": f"s3://{bucket}/out", "path": str(job.folder / "other"), "token_ids": True})
+    with pytest.raises(UsageError, match="of another run, begun 20"):
+        job.run(other)
+    job.run(job.spec(output={"path": str(job.folder / "other"), "token_ids": True}))
+    with pytest.raises(StorageError, match="the run is finished and its files are kept"):
+        job.run(other)  # it is finished now, and may still not replace them
+    assert store.content(bucket) == before
+
+
+@pytest.mark.slow
+def test_a_run_that_published_nothing_stands_in_no_way(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
+) -> None:
+    job.run(published, quiet(max_total_tokens=1))
+    assert json.loads(store.content(bucket)["out/batchgen.json"])["files"] == {}
+    other = job.spec(output={"publish": f"s3://{bucket}/out", "path": str(job.folder / "other"), "token_ids": True})
+    assert job.run(other).lines[-1] == f"published to s3://{bucket}/out"
+
+
+def test_overwrite_replaces_files_of_others_even_if_the_run_is_resumed_without_it(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
+) -> None:
+    for name in ("out/outputs.parquet", "out/errors.jsonl", "out/notes.txt"):
+        store.put(bucket, name, b"of another")
+    options = RunOptions(progress="quiet", overwrite=True, limits=quiet(max_total_tokens=1).limits)
+    assert job.run(published, options).exit_code == ExitCode.STOPPED
+    assert job.run(published).exit_code == 0
+    content = store.content(bucket)
+    del content["out/batchgen.json"]
+    assert content == local(job, "report.json", "outputs.jsonl") | {"out/notes.txt": b"of another"}
+
+
+@pytest.mark.parametrize("request_start", ["PUT", "HEAD"])
+def test_refused_credentials_end_the_run_before_the_model_is_loaded(
+    job: JobMaker, store: ObjectStore, published: JobSpec, request_start: str
+) -> None:
+    store.fault = lambda request: 403 if request.startswith(request_start) else None
+    with pytest.raises(UsageError, match="AWS_PROFILE") as caught:
+        job.run(published)
+    assert "\n" not in str(caught.value) and "secret" not in str(caught.value).replace("AWS_SECRET", "")
+    assert job.engines == [] and not job.output.exists()
+
+
+def test_a_bucket_that_is_not_there_ends_the_run_before_the_model_is_loaded(job: JobMaker, store: ObjectStore) -> None:
+    job.write(rows_of(1))
+    with pytest.raises(UsageError, match="there is no such bucket"):
+        job.run(job.spec(output={"publish": "s3://not-there/out"}))
+    assert job.engines == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [slow("report.json", "break"), ("outputs.jsonl", 403), ("outputs.jsonl", "lose"), slow("batchgen.json", 503)],
+)
+def test_a_publication_that_fails_leaves_a_finished_run_which_publishes_when_run_again(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec, name: str, fault: Answer
+) -> None:
+    def fail(request: str) -> Answer | None:
+        is_late = name != "batchgen.json" or f"PUT {bucket}/out/outputs.jsonl" in store.requests
+        return fault if is_late and request == f"PUT {bucket}/out/{name}" else None
+
+    store.fault = fail
+    with pytest.raises(StorageError, match="the run is finished and its files are kept; run again to publish them"):
+        job.run(published)
+    assert RunDir(job.output).is_complete()
+    files = local(job, "report.json", "outputs.jsonl")
+    assert not json.loads(store.content(bucket)["out/batchgen.json"])["complete"]
+    store.fault = lambda request: None
+    outcome = job.run(published)
+    assert outcome.exit_code == 0 and job.engines == []
+    content = store.content(bucket)
+    assert json.loads(content.pop("out/batchgen.json"))["complete"] and content == files
+
+
+@pytest.mark.parametrize("fault", [slow(503), "lose"])
+def test_what_passes_is_tried_again(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec, fault: Answer
+) -> None:
+    seen: set[str] = set()
+
+    def fail_once(request: str) -> Answer | None:
+        is_new = request not in seen
+        seen.add(request)
+        return fault if is_new else None
+
+    store.fault = fail_once
+    assert job.run(published).lines[-1] == f"published to s3://{bucket}/out"
+    assert store.content(bucket).items() >= local(job, "report.json", "outputs.jsonl").items()
+
+
+def test_a_retry_publishes_and_removes_errors_that_are_gone(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
+) -> None:
+    job.write([*rows_of(2), BAD])
+    job.run(published)
+    assert "out/errors.jsonl" in store.content(bucket)
+    errors = job.output / "errors.jsonl"
+    line = json.loads(errors.read_bytes())
+    errors.write_text(json.dumps({**line, "row": {"id": "bad", "question": "Now?"}}) + "\n", encoding="utf-8")
+    outcome = retry_job(job.output, RunOptions(progress="quiet"), {}, engine_factory=stub_factory())
+    assert (outcome.exit_code, outcome.lines[-1]) == (0, f"published to s3://{bucket}/out")
+    content = store.content(bucket)
+    del content["out/batchgen.json"]
+    assert content == local(job, "report.json", "outputs.jsonl")
+
+
+def test_a_later_state_of_the_run_is_not_replaced_by_an_earlier_one(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
+) -> None:
+    job.run(published)
+    content = store.content(bucket)
+    later = content["out/batchgen.json"].replace(b'"finished_at": "20', b'"finished_at": "30')
+    store.put(bucket, "out/batchgen.json", later)
+    store.put(bucket, "out/outputs.jsonl", b"fixed elsewhere")
+    assert "holds a later state of this run" in job.run(published).lines[-1]
+    assert store.content(bucket)["out/outputs.jsonl"] == b"fixed elsewhere"
+
+
+@pytest.mark.slow
+def test_a_merged_run_publishes_nothing_by_itself(job: JobMaker, bucket: str) -> None:
+    job.write(rows_of(4))
+    parts = [job.folder / f"part{number}" for number in (1, 2)]
+    for number, part in enumerate(parts, 1):
+        spec = job.spec(output={"path": str(part), "publish": f"s3://{bucket}/{part.name}"})
+        job.run(spec, RunOptions(progress="quiet", shard=(number, 2)))  # type: ignore[arg-type]
+    merge(parts, job.folder / "whole")
+    found = json.loads((job.folder / "whole" / "job.json").read_bytes())
+    assert (found["job"]["output"]["publish"], found["job"]["output"]["mirror"]) == ("", "")
+    whole = job.spec(output={"path": str(job.folder / "whole"), "publish": f"s3://{bucket}/whole"})
+    assert job.run(whole).lines[-1] == f"published to s3://{bucket}/whole" and not job.engines
+
+
+def test_a_large_file_appears_whole_or_not_at_all(
+    store: ObjectStore, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_module, "_CHUNK_BYTES", 5 << 20)
+    path = tmp_path / "large"
+    path.write_bytes(bytes(range(256)) * (11 << 12))
+    to = Bucket(f"s3://{bucket}/out")
+    num_parts = 0
+
+    def fail(request: str) -> Answer | None:
+        nonlocal num_parts
+        num_parts += request.startswith("PUT")
+        return 403 if request.startswith("PUT") and num_parts >= 3 else None
+
+    store.fault = fail
+    with pytest.raises(RemoteError, match="access is refused"):
+        to.upload("large", path)
+    assert store.content(bucket) == {} and store.uploads(bucket) == 0
+    store.fault = lambda request: None
+    to.upload("large", path)
+    assert store.content(bucket) == {"out/large": path.read_bytes()}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("publish", "/data/out", "is no address"),
+        ("publish", "out", "is no address"),
+        ("publish", "https://host/out", "https:// is not among"),
+        ("publish", "ftp://host/out", "ftp:// is not among"),
+        ("publish", "hf://datasets/user", "hf://datasets/USER/NAME"),
+        ("publish", "hf://datasets/user/name@main", "names a revision"),
+        ("mirror", "hf://datasets/user/name", "hf:// is not among"),
+        ("mirror", "/data/out", "is no address"),
+        ("mirror", "s3://bucket/a*", "holds"),
+    ],
+)
+def test_what_cannot_be_written_to_is_refused(job: JobMaker, key: str, value: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why) as caught:
+        job.spec(output={key: value})
+    assert value in str(caught.value)
+
+
+def test_a_secret_in_an_address_is_refused_and_not_shown(job: JobMaker) -> None:
+    with pytest.raises(UsageError, match="holds a secret") as caught:
+        job.spec(output={"publish": "s3://AKIA:topsecret@bucket/out"})
+    assert "topsecret" not in str(caught.value) and "AKIA" not in str(caught.value)
+
+
+def test_destinations_that_overwrite_each_other_are_refused(job: JobMaker) -> None:
+    with pytest.raises(UsageError, match="a folder of its own"):
+        job.spec(output={"publish": "s3://bucket/out/", "mirror": "s3://bucket/out"})
+
+
+@pytest.mark.slow
+def test_the_keys_may_change_from_one_invocation_to_the_next(job: JobMaker, store: ObjectStore, bucket: str) -> None:
+    job.write(rows_of(3))
+    flags: dict[str, Any] = {"publish": f"s3://{bucket}/out"}
+    job.run(job.spec(), quiet(max_total_tokens=1))
+    assert job.run(job.spec(output=flags)).lines[-1] == f"published to s3://{bucket}/out"
