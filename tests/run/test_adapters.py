@@ -252,9 +252,10 @@ def texts_of(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_killed_job_goes_on_with_its_adapter(job: JobMaker, lora: Path) -> None:
-    job.write(rows_of(40))
-    arguments = command(job, "out", MODEL, "--adapter", str(lora), "--max-num-seqs", "1", "--max-tokens", "60")
-    program = [sys.executable, "-m", "batchgen", *arguments]
+    job.write(rows_of(400))
+    arguments = command(job, "out", MODEL, "--adapter", str(lora), "--max-tokens", "60")
+    # one row at a time takes many times the two seconds after which a run says how far it is
+    program = [sys.executable, "-m", "batchgen", *arguments, "--max-num-seqs", "1"]
     process = subprocess.Popen(program, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     until_rows_are_done(process, job.output, 2)
     process.send_signal(signal.SIGKILL)
@@ -263,7 +264,7 @@ def test_a_killed_job_goes_on_with_its_adapter(job: JobMaker, lora: Path) -> Non
     assert call(arguments) == 0
     assert call([item if item != str(job.output) else str(job.folder / "whole") for item in arguments]) == 0
     assert texts_of(job.output) == texts_of(job.folder / "whole")
-    assert len(texts_of(job.output)) == 40
+    assert len(texts_of(job.output)) == 400
 
 
 @pytest.mark.slow
