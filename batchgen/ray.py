@@ -113,7 +113,7 @@ def _machines() -> list[Mapping[str, float]]:
     """Resources of each machine of the cluster that runs tasks."""
     import ray
 
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
+    nodes: list[dict[str, Any]] = ray.nodes()
     return [node["Resources"] for node in nodes if node["Alive"] and node["Resources"].get("CPU")]
 
 

@@ -168,7 +168,7 @@ class Cluster:
         import ray
         from ray._private.state import state  # the one place that tells; Ray Train asks there too
 
-        alive = [found for found in ray.nodes() if found["Alive"]]  # type: ignore[no-untyped-call]
+        alive = [found for found in ray.nodes() if found["Alive"]]
         known = Counter(found["NodeManagerHostname"] for found in alive)
         self.nodes = tuple(
             Node(found["NodeID"], name if known[name] == 1 else f"{name}-{found['NodeID'][:6]}", found["Resources"])
