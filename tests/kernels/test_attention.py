@@ -16,6 +16,7 @@ from repeats import each_value_once
 from tiny_model import BACK_ENDS
 from torch import Tensor
 
+from batchgen.kernels.cpu import backend, layout
 from batchgen.kernels.cpu.backend import CpuKernels
 
 BLOCK_SIZES = [1, 3, 16, 24, 32, 64, 96, 300]
@@ -73,6 +74,31 @@ def test_bits_do_not_depend_on_the_other_sequences_or_the_threads(
     assert all(map(torch.equal, attend(CpuKernels(), case, 24), expected))
     for row in range(len(PIECES)):
         assert torch.equal(attend(CpuKernels(), case.only(row), 24)[0], expected[row])
+
+
+@every_dtype
+@pytest.mark.parametrize("heads", [(8, 8, 16), (6, 6, 24), (24, 12, 16), (32, 8, 8), (48, 6, 16)], ids=str)
+@pytest.mark.usefixtures("threads_as_before")
+def test_bits_do_not_depend_on_how_many_heads_an_item_walks(
+    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    for window, block_size in ((0, 32), (0, 24), (40, 64)):
+        case = make_case(PIECES, heads, dtype, 4, kv_dtype, window, is_gated=window > 0)
+        found = []
+        for most in range(1, layout.MOST_HEADS + 1):
+            monkeypatch.setattr(backend, "MOST_HEADS", most)
+            found.append(attend(CpuKernels(), case, block_size))
+        assert all(all(map(torch.equal, one, found[0])) for one in found)
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_items_leave_every_worker_its_share() -> None:
+    for num_blocks, threads, heads in [(1, 1, 8), (1, 2, 4), (7, 2, 4), (8, 2, 8), (1, 16, 1), (16, 4, 8), (15, 4, 4)]:
+        torch.set_num_threads(threads)
+        assert backend.heads_of_an_item(num_blocks, 8) == heads
+    torch.set_num_threads(1)
+    assert [backend.heads_of_an_item(1, heads) for heads in (1, 6, 7, 11, 12, 32)] == [1, 6, 7, 1, 6, 8]
 
 
 @each_value_once({"heads": [(3, 3, 16), (6, 2, 24), (4, 1, 40), (12, 1, 16)], "dtype, kv_dtype": DTYPES})

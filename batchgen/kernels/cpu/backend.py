@@ -16,7 +16,7 @@ from torch import Tensor
 from batchgen.kernels.cpu import layout, sources
 from batchgen.kernels.cpu import linear as linears
 from batchgen.kernels.cpu.experts import PanelRouter, in_panels
-from batchgen.kernels.cpu.layout import DOT_GROUP, ITEMS_PER_WORKER, ROWS_PER_ITEM
+from batchgen.kernels.cpu.layout import DOT_GROUP, ITEMS_PER_WORKER, MOST_HEADS, ROWS_PER_ITEM
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch, share_with_torch
 from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.experts import ExpertLoop, TorchRouter
@@ -62,6 +62,16 @@ def _bits(value: float) -> int:
 def _address_of(tensor: Tensor | None) -> int:
     """Address of a tensor, 0 if there is none."""
     return 0 if tensor is None else address(tensor)
+
+
+def heads_of_an_item(num_blocks: int, num_kv_heads: int) -> int:
+    """KV heads in an item of attention: as many as leave every worker a share of each query block, or a few of all."""
+    workers = torch.get_num_threads()
+    for heads in range(min(num_kv_heads, MOST_HEADS), 1, -1):
+        shares = num_kv_heads // heads
+        if not num_kv_heads % heads and (shares >= workers or num_blocks * shares >= ITEMS_PER_WORKER * workers):
+            return heads
+    return 1
 
 
 class PanelEmbedding:
@@ -195,6 +205,7 @@ class CpuKernels:
         most_rows = layout.attention_rows(QUERY_BLOCK * (num_heads // num_kv_heads))
         items = len(inputs.query_blocks) * num_kv_heads
         most_together = min(max(items // (ITEMS_PER_WORKER * torch.get_num_threads()), 1), QUERY_BLOCK)
+        most_heads = heads_of_an_item(len(inputs.query_blocks), num_kv_heads)
         floats = layout.attention_scratch_floats(width, most_rows)
         arguments = (
             *map(address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
@@ -202,9 +213,9 @@ class CpuKernels:
             scratch(floats * torch.get_num_threads()),
             *(num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes, inputs.block_tables.shape[1]),
             *(cache.keys.element_size(), most_rows, _address_of(cache.scales)),
-            *(window, _address_of(gates), 0 if gates is None else gates.shape[1], most_together),
+            *(window, _address_of(gates), 0 if gates is None else gates.shape[1], most_together, most_heads),
         )
-        _ATTENTION.launch(_ATTENTION_KINDS[dtype, cache.keys.dtype], items, *arguments)
+        _ATTENTION.launch(_ATTENTION_KINDS[dtype, cache.keys.dtype], items // most_heads, *arguments)
         return out
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:

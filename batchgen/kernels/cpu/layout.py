@@ -40,6 +40,8 @@ UNPACKED_TILES = 21  # at most these rows: their sums wait in the first caches m
 
 # Attention.
 MAX_QUERIES = 8  # query rows that read the same keys at once
+MOST_HEADS = 8  # KV heads of a few query rows that one item walks side by side
+SCORE_ROWS = 32  # of all these heads: their scores of a tile wait in the nearer caches
 CHUNK = 2 * LANES  # neighbouring positions that are scored side by side
 NUM_STREAMS = 4  # places in memory that are read at once: one alone does not fill a core's share of the bandwidth
 TILE = 256  # positions whose scores are held at once; a multiple of CHUNK * NUM_STREAMS
@@ -63,7 +65,8 @@ def attention_rows(num_rows: int) -> int:
 
 def attention_scratch_floats(width: int, most_rows: int) -> int:
     """Float32 words one worker of attention needs: head_dim padded to ``width``, rows of a block to a multiple of 8."""
-    return 2 * most_rows * (width + 1) + 2 * MAX_QUERIES * SCORE_STRIDE + NUM_STREAMS * CHUNK * width + 2 * TILE
+    scores, copies, scales = SCORE_ROWS * SCORE_STRIDE, NUM_STREAMS * CHUNK * width, MOST_HEADS * 2 * TILE
+    return 2 * most_rows * (width + 1) + 2 * scores + copies + scales
 
 
 def conv_scratch_floats(taps: int, width: int) -> int:

@@ -1,12 +1,12 @@
 """Causal grouped-query attention over the paged cache: prompts, chunks and single tokens alike.
 
-A work item is one KV head and a few consecutive tokens of one sequence, or of several whose block tables begin alike:
-the tiles that these share are read once for all of them. Up to ``MAX_QUERIES`` query rows meet a key at once. Keys
-are stored as ``[head_dim, lane]`` in a block, so 16 positions fill one vector and a score needs no horizontal sum;
-values as ``[position, head_dim]``. Arithmetic is float32 on keys and values as cached; where the machine multiplies
-pairs of bfloat16 (twice as fast), queries and probabilities are rounded to bfloat16 first, as the reference model
-rounds them. The element type of the pointers to both decides. Where keys and values are integers, a score is multiplied
-by the scale of its key, and a probability by that of its value once it has been summed.
+A work item is a few KV heads and a few consecutive tokens of one sequence, or of several whose block tables begin
+alike: the tiles that these share are read once for all of them. Up to ``MAX_QUERIES`` query rows meet a key at once.
+Keys are stored as ``[head_dim, lane]`` in a block, so 16 positions fill one vector and a score needs no horizontal
+sum; values as ``[position, head_dim]``. Arithmetic is float32 on keys and values as cached; where the machine
+multiplies pairs of bfloat16 (twice as fast), queries and probabilities are rounded to bfloat16 first, as the reference
+model rounds them. The element type of the pointers to both decides. Where keys and values are integers, a score is
+multiplied by the scale of its key, and a probability by that of its value once it has been summed.
 
 Why a row's result never depends on its batch, chunk or block size: a score is a sum over head_dim in order; the
 softmax runs over tiles of ``TILE`` positions that start at multiples of ``TILE`` of the *sequence*, adds
@@ -14,9 +14,9 @@ probabilities per lane = position mod 16, and adds values two positions at a tim
 32 positions. Rows that share an item share loads, never a sum. With a window, what no row of an item sees is left out
 by whole tiles, groups and chunks, and what is left out would have added zeros.
 
-Memory is the bound where contexts are long: a core gets its share of the bandwidth only if it reads from several
-places at once, and works on what is near while it does. So four chunks are scored side by side while their values are
-fetched into the second cache, and their values added up while the next keys are.
+Memory is the bound where contexts are long, and the processor fetches ahead by itself only what is read in long runs,
+from few places. The keys of a block are one run over all heads, and its values another; so an item walks the heads of
+four blocks side by side: with one head to an item, runs of a few kilobytes gave two thirds of what memory has to give.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ import numpy as np
 
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
-from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER, accumulate, score, score_chunks
+from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER, accumulate, score, score_chunks, shifted
 from batchgen.kernels.cpu.compiled.query_rows import (
     GROUP,
     divide_scratch,
     from_row,
     gather_queries,
     lowest,
+    of_head,
     padded,
     stride,
     weigh_rows,
@@ -46,6 +47,7 @@ from batchgen.kernels.cpu.layout import (
     MAX_QUERIES,
     NUM_ITEMS,
     QUERY_BLOCK_FIELDS,
+    SCORE_ROWS,
     TILE,
 )
 
@@ -66,56 +68,40 @@ def _place(table, position, head, sizes):
 
 
 @simd.inline
-def _key_streams(table, end, position, head, cache, sizes):
-    """Addresses of the keys of ``NUM_STREAMS`` chunks from ``position`` on, as far as ``end``; chunks beyond it repeat.
-
-    A guess where blocks are not as large as chunks; what is prefetched in vain does no harm.
-    """
-    _, width, _, lanes = sizes
-    size, last = width * lanes * cache[4], end - 1
-    return (
-        cache[2] + _place(table, min(position, last), head, sizes) * size,
-        cache[2] + _place(table, min(position + CHUNK, last), head, sizes) * size,
-        cache[2] + _place(table, min(position + 2 * CHUNK, last), head, sizes) * size,
-        cache[2] + _place(table, min(position + 3 * CHUNK, last), head, sizes) * size,
-    )
-
-
-@simd.inline
 def _chunk(table, position, head, cache, sizes):
-    """Where the keys of the chunk at ``position`` begin, and the address of its values."""
-    _, _, _, values_at, itemsize, _ = cache
+    """Where the keys of the chunk at ``position`` begin."""
     _, width, block_size, lanes = sizes
-    place, offset = _place(table, position, head, sizes), position % block_size
-    at = place * width * lanes + offset * _pack(itemsize)
-    return at, values_at + (place * block_size + offset) * width * itemsize
+    return _place(table, position, head, sizes) * width * lanes + position % block_size * _pack(cache[4])
 
 
 @simd.jit
-def _score_tile(tall, q, tile, begin, tile_end, table, head, cache, sizes, scores):
-    """Scores of ``tall`` query rows against the positions from ``begin`` to ``tile_end``, a chunk's start and any.
+def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, scratch):
+    """Scores of ``tall`` query rows of each head against the positions from ``begin`` to ``tile_end``.
 
-    What is prefetched meanwhile are the values of the same positions. Few rows take a group of chunks at once, to read
-    from several places of memory; for one outside these positions the nearest is scored, and those scores are masked.
+    ``begin`` is a chunk's start. Few rows take a group of chunks at once, to read from several places of memory; for
+    one outside these positions the nearest is scored, and those scores are masked.
     """
-    keys, itemsize = cache[0], cache[4]
+    keys, pack = cache[0], _pack(cache[4])
     _, width, block_size, lanes = sizes
-    pack, position = _pack(itemsize), begin
+    head, num_heads = heads
+    position, next_head = begin, width * lanes
     while position < tile_end:
-        if tall <= MOST_TOGETHER and block_size % CHUNK == 0 and tile_end - position > CHUNK:
-            group, last = position - position % GROUP, (tile_end - 1) // CHUNK * CHUNK
-            at0, ahead0 = _chunk(table, position, head, cache, sizes)
-            at1, ahead1 = _chunk(table, max(group + CHUNK, position), head, cache, sizes)
-            at2, ahead2 = _chunk(table, min(max(group + 2 * CHUNK, position), last), head, cache, sizes)
-            at3, ahead3 = _chunk(table, min(max(group + 3 * CHUNK, position), last), head, cache, sizes)
-            starts, ahead = (at0, at1, at2, at3), (ahead0, ahead1, ahead2, ahead3)
-            score_chunks(tall, q, width, keys, starts, lanes, scores, group - tile, ahead)
-            position = group + GROUP
-        else:
-            count = min(tile_end - position, block_size - position % block_size)
-            at, near = _chunk(table, position, head, cache, sizes)
-            score(tall, count, q, width, keys, at, pack, lanes, scores, position - tile, near)
-            position += count
+        is_group = tall <= MOST_TOGETHER and block_size % CHUNK == 0 and tile_end - position > CHUNK
+        group, last = position - position % GROUP, (tile_end - 1) // CHUNK * CHUNK
+        a = b = c = d = _chunk(table, position, head, cache, sizes)
+        if is_group:
+            b = _chunk(table, max(group + CHUNK, position), head, cache, sizes)
+            c = _chunk(table, min(max(group + 2 * CHUNK, position), last), head, cache, sizes)
+            d = _chunk(table, min(max(group + 3 * CHUNK, position), last), head, cache, sizes)
+        count = min(tile_end - position, block_size - position % block_size)
+        for number in range(num_heads):
+            q, _, scores, _, _, _, _, _ = of_head(scratch, number, apart, tall, width)
+            if is_group:
+                starts = shifted((a, b, c, d), number * next_head)
+                score_chunks(tall, q, width, keys, starts, lanes, scores, group - tile)
+            else:
+                score(tall, count, q, width, keys, a + number * next_head, pack, lanes, scores, position - tile)
+        position = group + GROUP if is_group else position + count
 
 
 @simd.jit
@@ -142,28 +128,27 @@ def _values_of(stream, group, tile_end, table, head, cache, sizes, copies):
 
 
 @simd.jit
-def _value_tile(tall, tile, begin, tile_end, table, head, cache, sizes, weights, sums, copies, after):
-    """Add the values of the positions from ``begin`` to ``tile_end``, weighted by ``weights``, to ``sums``.
+def _value_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, scratch):
+    """Add the values of the positions from ``begin`` to ``tile_end``, weighted, to the sums of each head.
 
     In place of a chunk of a group outside these positions the first inside is read again, with the zero weights of
-    those positions. Meanwhile the keys that are scored next are prefetched: ``after`` is (block table, its end, first
-    position, head).
+    those positions.
     """
-    values, itemsize = cache[1], cache[4]
-    width = sizes[1]
-    next_table, next_end, next_first, next_head = after
+    values, copies, itemsize = cache[1], scratch[4], cache[4]
+    width, (head, num_heads) = sizes[1], heads
     for group in range(begin - begin % GROUP, tile_end, GROUP):
         first = max(begin - group, 0) // CHUNK
-        a = _values_of(first, group, tile_end, table, head, cache, sizes, copies)
-        b = c = d = a
-        if first < 1 and group + CHUNK < tile_end:
-            b = _values_of(1, group, tile_end, table, head, cache, sizes, copies)
-        if first < 2 and group + 2 * CHUNK < tile_end:
-            c = _values_of(2, group, tile_end, table, head, cache, sizes, copies)
-        if first < 3 and group + 3 * CHUNK < tile_end:
-            d = _values_of(3, group, tile_end, table, head, cache, sizes, copies)
-        ahead = _key_streams(next_table, next_end, next_first + max(group - begin, 0), next_head, cache, sizes)
-        accumulate(tall, weights, group - tile, values, itemsize, (a, b, c, d), width, sums, ahead)
+        for number in range(num_heads):
+            a = _values_of(first, group, tile_end, table, head + number, cache, sizes, copies)
+            b = c = d = a
+            if first < 1 and group + CHUNK < tile_end:
+                b = _values_of(1, group, tile_end, table, head + number, cache, sizes, copies)
+            if first < 2 and group + 2 * CHUNK < tile_end:
+                c = _values_of(2, group, tile_end, table, head + number, cache, sizes, copies)
+            if first < 3 and group + 3 * CHUNK < tile_end:
+                d = _values_of(3, group, tile_end, table, head + number, cache, sizes, copies)
+            _, sums, _, weights, _, _, _, _ = of_head(scratch, number, apart, tall, width)
+            accumulate(tall, weights, group - tile, values, itemsize, (a, b, c, d), width, sums)
 
 
 @simd.jit
@@ -187,31 +172,32 @@ def _chunk_of(position):
 
 
 @simd.jit
-def _attend(num_rows, group, start, window, first, end, table, head, cache, sizes, scratch, coming):
+def _attend(num_rows, apart, group, start, window, first, end, table, heads, cache, sizes, scratch):
     """Query rows (see ``query_rows``) against the positions from ``first``, a tile's, to ``end`` that they see.
 
-    ``start`` is the position of the block's first token; sums and totals are left in ``scratch``. Tiles are the outer
-    loop, so that all rows meet a tile's keys and values while they are near. ``coming`` says what is read after all of
-    these: see ``_value_tile``.
+    ``heads`` are the first KV head and how many; if there are several, their rows begin ``apart`` behind each other
+    and are at most ``MAX_QUERIES`` each. ``start`` is the position of the block's first token; sums and totals are
+    left in ``scratch``. Tiles are the outer loop, so that all rows meet a tile's keys and values while they are near.
     """
-    rows_q, sums, scores, weights, copies, scales, _, _ = scratch
     width, scales_at = sizes[1], cache[5]
+    head, num_heads = heads
     seen = max(first, _chunk_of(lowest(start, window)))
     for tile in range(seen - seen % TILE, end, TILE):
-        after = (table, end, tile + TILE, head) if tile + TILE < end else coming
-        if scales_at:
-            _gather_scales(tile, max(tile, seen), min(tile + TILE, end), table, head, scales_at, sizes, scales)
+        for number in range(num_heads if scales_at else 0):
+            scales = simd.shifted(scratch[5], number * 2 * TILE)
+            _gather_scales(tile, max(tile, seen), min(tile + TILE, end), table, head + number, scales_at, sizes, scales)
         for row in range(0, num_rows, MAX_QUERIES):
             rows = min(MAX_QUERIES, num_rows - row)
             tile_end = min(tile + TILE, start + (row + rows - 1) // group + 1)
             begin = max(tile, _chunk_of(lowest(start + row // group, window)))
             if tile_end <= begin:
                 continue
-            tall = padded(rows)
-            q, mine = simd.shifted(rows_q, row * width), simd.shifted(sums, row * width)
-            _score_tile(tall, q, tile, begin, tile_end, table, head, cache, sizes, scores)
-            weigh_rows(row, rows, group, start, window, tile, begin, tile_end, width, scratch, scales_at != 0)
-            _value_tile(tall, tile, begin, tile_end, table, head, cache, sizes, weights, mine, copies, after)
+            tall, mine = padded(rows), from_row(scratch, row, width)
+            _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, mine)
+            for number in range(num_heads):
+                of_one = of_head(scratch, number, apart, tall, width)
+                weigh_rows(row, rows, group, start, window, tile, begin, tile_end, width, of_one, scales_at != 0)
+            _value_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, mine)
 
 
 @simd.inline
@@ -229,10 +215,12 @@ def _piece(queries, block):
 
 
 @simd.inline
-def _keys_of(queries, block, first, head, window):
-    """What is read first of the keys of a query block, see ``_value_tile``: from position ``first`` on."""
-    table, _, _, position = _piece(queries, block)
-    return table, position + 1, max(first, _chunk_of(lowest(position, window))), head
+def _rows_of(queries, block, members, group):
+    """Rows of scratch memory for one KV head of ``members`` query blocks."""
+    rows = 0
+    for i in range(members):
+        rows += stride(queries[0][(block + i) * QUERY_BLOCK_FIELDS + 2] * group)
+    return rows
 
 
 @simd.inline
@@ -251,36 +239,43 @@ def _members(queries, block, most, num_blocks):
 
 
 @simd.jit
-def _attend_together(block, members, head, queries, q, heads, window, cache, sizes, scratch, coming, gates, out):
-    """All rows of ``members`` query blocks of one KV head, from ``block`` on.
+def _attend_together(block, members, kv_heads, queries, q, heads, window, cache, sizes, scratch, gates, out):
+    """All rows of ``members`` query blocks, from ``block`` on, of some KV heads: the first and how many.
 
     They meet the tiles that their sequences share side by side, then each block its own by itself.
     """
     num_heads, group, head_dim = heads
-    width, row, longest = sizes[1], 0, 0
-    for i in range(members):
-        _, token, count, start = _piece(queries, block + i)
-        first_head, longest = token * num_heads + head * group, max(longest, start + count)
-        gather_queries(count * group, group, q, first_head, num_heads, width, from_row(scratch, row, width))
-        row += stride(count * group)
+    kv_head, num_kv_heads = kv_heads
+    width, together, longest = sizes[1], _rows_of(queries, block, members, group), 0
+    apart = stride(together)
+    for number in range(num_kv_heads):
+        row = number * apart
+        for i in range(members):
+            _, token, count, start = _piece(queries, block + i)
+            first_head, longest = token * num_heads + (kv_head + number) * group, max(longest, start + count)
+            gather_queries(count * group, group, q, first_head, num_heads, width, from_row(scratch, row, width))
+            row += stride(count * group)
     shared = queries[0][block * QUERY_BLOCK_FIELDS + 4]
     shared = shared - shared % TILE if members > 1 and (window == 0 or longest <= window) else 0
-    together, row = row, 0
+    row = 0
     for i in range(-1 if shared else 0, members):
         table, token, count, start = _piece(queries, block + max(i, 0))
-        after = _keys_of(queries, block + i + 1, shared, head, window) if i + 1 < members else coming
         at, first, end = (0, 0, shared) if i < 0 else (row, shared, start + count)
         rows, begin, seen = (together, shared, 0) if i < 0 else (count * group, start, window)
         mine = from_row(scratch, at, width)  # all rows see all that is shared: their positions do not matter
-        _attend(rows, group, begin, seen, first, end, table, head, cache, sizes, mine, after)
-        if i >= 0:
-            write_rows(rows, group, token * num_heads + head * group, num_heads, head_dim, width, mine, gates, out)
-            row += stride(rows)
+        _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, cache, sizes, mine)
+        if i < 0:
+            continue
+        for number in range(num_kv_heads):
+            target, of_one = token * num_heads + (kv_head + number) * group, from_row(mine, number * apart, width)
+            write_rows(rows, group, target, num_heads, head_dim, width, of_one, gates, out)
+        row += stride(rows)
 
 
 @simd.jit
 def attention(words, result, dtype, inner):
-    """Arguments (addresses, then sizes) as listed in ``backend``; one item is a query block and a KV head.
+    """Arguments (addresses, then sizes) as listed in ``backend``; one item is a query block and
+    ``most_heads`` KV heads.
 
     Element types: of the ``result``, of keys and values (``dtype``), and of queries and probabilities where they are
     multiplied (``inner``).
@@ -297,18 +292,20 @@ def attention(words, result, dtype, inner):
     queries = simd.pointer(words[ARGS + 4], np.int32), positions, words[ARGS + 3], max_blocks
     most_rows, window = words[ARGS + 16], words[ARGS + 18]
     gates = words[ARGS + 19], simd.pointer(words[ARGS + 19], result), words[ARGS + 20]
-    num_blocks, most = words[NUM_ITEMS] // num_kv_heads, words[ARGS + 21]
+    most, most_heads = words[ARGS + 21], words[ARGS + 22]
+    shares = num_kv_heads // most_heads
+    num_blocks = words[NUM_ITEMS] // shares
     worker = worker_number(words)
     mine = words[ARGS + 7] + worker * 4 * scratch_floats(width, most_rows)
     scratch = divide_scratch(mine, most_rows, width, dtype, inner)
     item = next_item(words, worker)
     while item < words[NUM_ITEMS]:
-        block, head = item // num_kv_heads, item % num_kv_heads
+        block, first, last = item // shares, item % shares * most_heads, (item % shares + 1) * most_heads
         members = _members(queries, block, most, num_blocks)
         if members:
-            # Most likely this worker's next item.
-            next_head = head + 1 if head + 1 < num_kv_heads else 0
-            next_block = block if next_head else min(block + members, num_blocks - 1)
-            coming = _keys_of(queries, next_block, 0, next_head, window)
-            _attend_together(block, members, head, queries, q, heads, window, cache, sizes, scratch, coming, gates, out)
+            rows = padded(_rows_of(queries, block, members, heads[1]))
+            together = min(SCORE_ROWS // rows, most_heads) if rows <= MAX_QUERIES else 1
+            for head in range(first, last, together):
+                some = head, min(together, last - head)
+                _attend_together(block, members, some, queries, q, heads, window, cache, sizes, scratch, gates, out)
         item = next_item(words, worker)

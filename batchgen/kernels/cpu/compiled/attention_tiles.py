@@ -15,7 +15,6 @@ from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, inline, jit
 from batchgen.kernels.cpu.compiled.vector_ir import (
-    CACHE_LINE,
     FLOAT,
     LOG2_E,
     VECTOR,
@@ -25,12 +24,10 @@ from batchgen.kernels.cpu.compiled.vector_ir import (
     emit_load,
     emit_load_pairs,
     emit_load_whole_pairs,
-    emit_prefetch,
     emit_splat,
     emit_splat_pair,
     emit_widen_pairs,
     is_bf16,
-    is_int8,
     number,
 )
 from batchgen.kernels.cpu.layout import CHUNK, LANES, MAX_QUERIES, SCORE_STRIDE
@@ -50,11 +47,6 @@ def _spread(builder, base, index):
     return emit_splat(builder, builder.load(builder.gep(base, [index])))
 
 
-def _prefetched(keys_or_values, lines):
-    """Bytes that so many prefetches go on by: integers lie so close that each half of a cache line is asked for."""
-    return number(lines * (CACHE_LINE // 2 if is_int8(keys_or_values) else CACHE_LINE))
-
-
 def _multiply(builder, paired, a, b, total):
     return emit_dot(builder, a, b, total) if paired else emit_fma(builder, a, b, total)
 
@@ -70,15 +62,14 @@ def _factors(builder, q, keys, places, d):
     return [(evens, d), (odds, builder.add(d, number(1)))]
 
 
-def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out, out_index, ahead):
+def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out, out_index):
     """Scores, as base-2 logarithms, of ``rows`` queries against ``16 * vectors`` positions of each chunk.
 
     Chunks begin at ``starts`` in the keys. A score is a sum over dimensions (or pairs of them) in order; there are
-    enough of them under way to hide the latency of an addition. Meanwhile the cache lines from each of ``ahead`` on
-    are prefetched, one per dimension.
+    enough of them under way to hide the latency of an addition.
     """
     unit = 2 if is_bf16(keys) else 1  # dimensions that lie side by side
-    starts, streams = cgutils.unpack_tuple(builder, starts), cgutils.unpack_tuple(builder, ahead)
+    starts = cgutils.unpack_tuple(builder, starts)
     columns = range(len(starts) * vectors)
     grid = [(r, v) for r in range(rows) for v in columns]
     sums = {place: cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for place in grid}
@@ -86,10 +77,6 @@ def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out
     begins = [builder.add(start, number(v * LANES * unit)) for start in starts for v in range(vectors)]
     with cgutils.for_range(builder, builder.udiv(width, number(unit))) as loop:
         d = builder.mul(loop.index, number(unit))
-        for line in range(unit):
-            place = builder.mul(builder.add(d, number(line)), _prefetched(keys, 1))
-            for stream in streams:
-                emit_prefetch(builder, builder.add(stream, place), closeness=2)
         row = builder.mul(d, key_stride)
         for key, place in _factors(builder, q, keys, [builder.add(begin, row) for begin in begins], d):
             for r in range(rows):
@@ -106,22 +93,21 @@ def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out
 def _scores(vectors, row_counts):
     """Function of the tiles of ``_emit_scores`` for each of ``row_counts``."""
 
-    @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, ANY, I64, ANY)
-    def scores(builder, rows, q, width, keys, starts, key_stride, out, out_index, ahead):
+    @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, ANY, I64)
+    def scores(builder, rows, q, width, keys, starts, key_stride, out, out_index):
         def tile(count):
-            _emit_scores(builder, count, vectors, q, width, keys, starts, key_stride, out, out_index, ahead)
+            _emit_scores(builder, count, vectors, q, width, keys, starts, key_stride, out, out_index)
 
         emit_cases(builder, rows, row_counts, tile)
 
     return scores
 
 
-def _emit_values(builder, rows, vectors, weights, weight_index, values, chunks, width, out, out_index, ahead):
+def _emit_values(builder, rows, vectors, weights, weight_index, values, chunks, width, out, out_index):
     """Add the weighted values of ``NUM_STREAMS`` chunks to ``vectors`` vectors of ``rows`` accumulators.
 
     ``chunks`` are the addresses of their values [CHUNK, width] from the first of these vectors on. Two neighbours of
-    each chunk are added in turn, then the next two of each. Meanwhile ``vectors`` cache lines for each of those two
-    are prefetched, from each of ``ahead`` on.
+    each chunk are added in turn, then the next two of each.
     """
 
     def place(r, v):
@@ -144,16 +130,11 @@ def _emit_values(builder, rows, vectors, weights, weight_index, values, chunks, 
         builder.store(builder.load(where, align=4), total)
     starts = [builder.add(weight_index, number(r * SCORE_STRIDE)) for r in range(rows)]
     bases = [builder.inttoptr(chunk, values.type) for chunk in cgutils.unpack_tuple(builder, chunks)]
-    streams = cgutils.unpack_tuple(builder, ahead)
     with cgutils.for_range(builder, number(CHUNK // 2)) as loop:
         position = builder.mul(loop.index, number(2))
         at = builder.mul(position, width)
         then = builder.add(at, width)
-        lines = builder.mul(loop.index, _prefetched(values, vectors))
         for c, base in enumerate(bases):
-            for line in range(vectors):
-                near = builder.add(streams[c], builder.add(lines, _prefetched(values, line)))
-                emit_prefetch(builder, near, closeness=2)
             weight_at = builder.add(position, number(c * CHUNK))
             if is_bf16(weights):
                 add(emit_load_pairs(builder, base, at, then, vectors), True, weight_at)
@@ -173,11 +154,11 @@ def _wide_vectors(rows):
 def _values(is_wide):
     """Function of the tiles of ``_emit_values``, as wide as their rows allow or one vector wide."""
 
-    @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, ANY, I64, ANY)
-    def values(builder, rows, weights, weight_index, values, chunks, width, out, out_index, ahead):
+    @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, ANY, I64)
+    def values(builder, rows, weights, weight_index, values, chunks, width, out, out_index):
         def tile(count):
             vectors = _wide_vectors.py_func(count) if is_wide else 1
-            _emit_values(builder, count, vectors, weights, weight_index, values, chunks, width, out, out_index, ahead)
+            _emit_values(builder, count, vectors, weights, weight_index, values, chunks, width, out, out_index)
 
         emit_cases(builder, rows, ROW_COUNTS, tile)
 
@@ -190,50 +171,47 @@ _values_wide, _values_thin = _values(True), _values(False)
 
 
 @jit
-def score_chunks(rows, q, width, keys, starts, stride, out, to, ahead):
+def score_chunks(rows, q, width, keys, starts, stride, out, to):
     """Scores of up to ``MOST_TOGETHER`` queries against ``NUM_STREAMS`` chunks of ``CHUNK`` positions.
 
-    ``starts`` and ``ahead`` are tuples of as many. Four queries meet two chunks at a time: the registers hold the sums.
+    ``starts`` is a tuple of as many. Four queries meet two chunks at a time: the registers hold the sums.
     """
     if rows <= 2:
-        _scores_of_four_chunks(rows, q, width, keys, starts, stride, out, to, ahead)
+        _scores_of_four_chunks(rows, q, width, keys, starts, stride, out, to)
     else:
-        _scores_of_two(rows, q, width, keys, starts[:2], stride, out, to, ahead[:2])
-        _scores_of_two(rows, q, width, keys, starts[2:], stride, out, to + 2 * CHUNK, ahead[2:])
+        _scores_of_two(rows, q, width, keys, starts[:2], stride, out, to)
+        _scores_of_two(rows, q, width, keys, starts[2:], stride, out, to + 2 * CHUNK)
 
 
 @jit
-def score(rows, count, q, width, keys, at, pack, stride, out, to, ahead):
-    """Scores of ``rows`` queries against ``count`` positions of a block, and up to 31 more that the caller masks.
-
-    ``ahead`` is the address of what is prefetched meanwhile.
-    """
-    j, near = 0, (ahead,)
+def score(rows, count, q, width, keys, at, pack, stride, out, to):
+    """Scores of ``rows`` queries against ``count`` positions of a block, and up to 31 more that the caller masks."""
+    j = 0
     while j < count:
         start = (at + j * pack,)
         if count - j > LANES:
-            _scores_wide(rows, q, width, keys, start, stride, out, to + j, near)
+            _scores_wide(rows, q, width, keys, start, stride, out, to + j)
             j += 2 * LANES
         else:
-            _scores_thin(rows, q, width, keys, start, stride, out, to + j, near)
+            _scores_thin(rows, q, width, keys, start, stride, out, to + j)
             j += LANES
 
 
 @inline
-def _shifted(four, by):
+def shifted(four, by):
+    """Four addresses or indices, each ``by`` further on."""
     return four[0] + by, four[1] + by, four[2] + by, four[3] + by
 
 
 @jit
-def accumulate(rows, weights, weight_index, values, itemsize, chunks, width, out, ahead):
+def accumulate(rows, weights, weight_index, values, itemsize, chunks, width, out):
     """``out[r, :width]`` plus the values at the addresses ``chunks`` times ``weights[r]``; see ``_emit_values``."""
     vectors = width // LANES
     step = _wide_vectors(rows)
-    keys_ahead = CHUNK * min(itemsize, 2)  # bytes prefetched for each dimension
     whole = vectors - vectors % step
     for v in range(0, whole, step):
-        parts, near = _shifted(chunks, v * LANES * itemsize), _shifted(ahead, v * LANES * keys_ahead)
-        _values_wide(rows, weights, weight_index, values, parts, width, out, v * LANES, near)
+        parts = shifted(chunks, v * LANES * itemsize)
+        _values_wide(rows, weights, weight_index, values, parts, width, out, v * LANES)
     for v in range(whole, vectors):
-        parts, near = _shifted(chunks, v * LANES * itemsize), _shifted(ahead, v * LANES * keys_ahead)
-        _values_thin(rows, weights, weight_index, values, parts, width, out, v * LANES, near)
+        parts = shifted(chunks, v * LANES * itemsize)
+        _values_thin(rows, weights, weight_index, values, parts, width, out, v * LANES)

@@ -11,7 +11,16 @@ import numpy as np
 from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.simd import F32
 from batchgen.kernels.cpu.compiled.softmax import softmax_row
-from batchgen.kernels.cpu.layout import CHUNK, LANES, MAX_QUERIES, NUM_STREAMS, SCORE_STRIDE, TILE
+from batchgen.kernels.cpu.layout import (
+    CHUNK,
+    LANES,
+    MAX_QUERIES,
+    MOST_HEADS,
+    NUM_STREAMS,
+    SCORE_ROWS,
+    SCORE_STRIDE,
+    TILE,
+)
 
 GROUP = NUM_STREAMS * CHUNK  # positions whose values are added side by side
 
@@ -40,19 +49,32 @@ def from_row(scratch, row, width):
     return (*mine, simd.shifted(peak, row), simd.shifted(total, row))
 
 
+@simd.inline
+def of_head(scratch, number, apart, tall, width):
+    """The scratch memory of KV head ``number`` of an item, from the first head's on.
+
+    A head's rows begin ``apart`` behind those of the one before, its scores, of ``tall`` rows, right behind.
+    """
+    rows_q, sums, scores, weights, copies, scales, peak, total = from_row(scratch, number * apart, width)
+    at = number * tall * SCORE_STRIDE
+    mine = simd.shifted(scores, at), simd.shifted(weights, at), copies, simd.shifted(scales, number * 2 * TILE)
+    return (rows_q, sums, *mine, peak, total)
+
+
 @simd.jit
 def divide_scratch(mine, num_rows, width, dtype, inner):
     """The parts of one worker's scratch.
 
-    Queries (of type ``inner``) and sums [rows, width], scores and weights (``inner``) [8, SCORE_STRIDE], copied
-    values (``dtype``) [NUM_STREAMS, CHUNK, width] with their address, scales [2, TILE], peak and total [rows].
+    Queries (of type ``inner``) and sums [rows, width], scores and weights (``inner``) [SCORE_ROWS,
+    SCORE_STRIDE], copied values (``dtype``) [NUM_STREAMS, CHUNK, width] with their address, scales [MOST_HEADS, 2,
+    TILE], peak and total [rows].
     """
     sums = mine + 4 * num_rows * width
     scores = sums + 4 * num_rows * width
-    weights = scores + 4 * MAX_QUERIES * SCORE_STRIDE
-    copies = weights + 4 * MAX_QUERIES * SCORE_STRIDE
+    weights = scores + 4 * SCORE_ROWS * SCORE_STRIDE
+    copies = weights + 4 * SCORE_ROWS * SCORE_STRIDE
     scales = copies + 4 * NUM_STREAMS * CHUNK * width
-    peak = scales + 4 * 2 * TILE
+    peak = scales + 4 * MOST_HEADS * 2 * TILE
     return (
         simd.pointer(mine, inner),
         simd.pointer(sums, F32),
@@ -69,11 +91,11 @@ def divide_scratch(mine, num_rows, width, dtype, inner):
 def gather_queries(num_rows, group, q, source, num_heads, width, scratch):
     """Copy the query rows of one KV head together and clear their sums.
 
-    Row r is query head ``r % group`` of the block's token ``r // group``; rows up to a multiple of 8 are zero.
+    Row r is query head ``r % group`` of the block's token ``r // group``; those that a tile takes beside them are zero.
     """
     rows_q, sums, _, _, _, _, peak, total = scratch
     zero = simd.splat(F32(0.0))
-    for r in range(-(-num_rows // MAX_QUERIES) * MAX_QUERIES):
+    for r in range(stride(num_rows)):
         at = (source + (r // group) * num_heads + r % group) * width
         for i in range(0, width, LANES):
             simd.store(rows_q, r * width + i, simd.load(q, at + i) if r < num_rows else zero)
