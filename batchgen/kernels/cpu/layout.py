@@ -58,9 +58,10 @@ BINS = 4096  # of the histograms that find a sampling threshold
 def attention_rows(num_rows: int) -> int:
     """Rows in the scratch memory of a worker of attention for ``num_rows`` query rows of several blocks.
 
-    Those of a block may be padded to almost twice as many, and the block's last are cleared to a multiple of 8.
+    Those of a block may be padded to almost twice as many; few are those of several heads, of two tiles each.
     """
-    return -(-2 * num_rows // MAX_QUERIES) * MAX_QUERIES + MAX_QUERIES
+    heads = SCORE_ROWS // MAX_QUERIES
+    return max(-(-2 * num_rows // MAX_QUERIES) * MAX_QUERIES + MAX_QUERIES, 2 * MAX_QUERIES * heads)
 
 
 def attention_scratch_floats(width: int, most_rows: int) -> int:

@@ -175,9 +175,9 @@ def _chunk_of(position):
 def _attend(num_rows, apart, group, start, window, first, end, table, heads, cache, sizes, scratch):
     """Query rows (see ``query_rows``) against the positions from ``first``, a tile's, to ``end`` that they see.
 
-    ``heads`` are the first KV head and how many; if there are several, their rows begin ``apart`` behind each other
-    and are at most ``MAX_QUERIES`` each. ``start`` is the position of the block's first token; sums and totals are
-    left in ``scratch``. Tiles are the outer loop, so that all rows meet a tile's keys and values while they are near.
+    ``heads`` are the first KV head and how many; their rows begin ``apart`` behind each other. ``start`` is the
+    position of the block's first token; sums and totals are left in ``scratch``. Tiles are the outer loop, so that all
+    rows meet a tile's keys and values while they are near.
     """
     width, scales_at = sizes[1], cache[5]
     head, num_heads = heads
@@ -236,6 +236,14 @@ def _members(queries, block, most, num_blocks):
             break
         members += 1
     return members
+
+
+@simd.inline
+def _heads_together(rows, most):
+    """KV heads of so many rows each that are walked side by side; one where products take longer than reading."""
+    if rows > 2 * MAX_QUERIES:
+        return 1
+    return min(SCORE_ROWS // padded(min(rows, MAX_QUERIES)), most)
 
 
 @simd.jit
@@ -303,8 +311,7 @@ def attention(words, result, dtype, inner):
         block, first, last = item // shares, item % shares * most_heads, (item % shares + 1) * most_heads
         members = _members(queries, block, most, num_blocks)
         if members:
-            rows = padded(_rows_of(queries, block, members, heads[1]))
-            together = min(SCORE_ROWS // rows, most_heads) if rows <= MAX_QUERIES else 1
+            together = _heads_together(_rows_of(queries, block, members, heads[1]), most_heads)
             for head in range(first, last, together):
                 some = head, min(together, last - head)
                 _attend_together(block, members, some, queries, q, heads, window, cache, sizes, scratch, gates, out)
