@@ -9,7 +9,7 @@ it. Which drafts are made, and how many, may depend on the schedule and on the c
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -153,3 +153,21 @@ def rows_of(schedule: Schedule) -> list[Sequence | Ahead]:
     for sequence in schedule.completing:
         rows += [sequence, *Ahead.all_of(sequence, schedule.drafts.get(sequence, ()))]
     return rows
+
+
+def append_plain(sampled: Iterable[tuple[Sequence | Ahead, int]]) -> list[tuple[Sequence | Ahead, int]]:
+    """Append the pending tokens that end nothing and that nothing watches; the others are left to be judged."""
+    left = []
+    for entry in sampled:
+        row, token_id = entry
+        if (
+            isinstance(row, Ahead)
+            or not row.num_pending
+            or len(row.token_ids) >= row.plain_until
+            or token_id in row.end_ids
+        ):
+            left.append(entry)
+        else:
+            row.num_pending = 0
+            row.token_ids.append(token_id)
+    return left

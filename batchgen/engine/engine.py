@@ -22,7 +22,7 @@ from batchgen.core.machine import SMALLER_SIZES, memory_errors
 from batchgen.core.records import FinishReason, Request, Result
 from batchgen.engine.batch import Wait, build_pending, fetch_ids
 from batchgen.engine.config import EngineConfig
-from batchgen.engine.drafts import Ahead, common_length, rows_of
+from batchgen.engine.drafts import Ahead, append_plain, common_length, rows_of
 from batchgen.engine.duplicates import Duplicates
 from batchgen.engine.load import use_threads
 from batchgen.engine.masks import build_mask
@@ -185,7 +185,7 @@ class Engine:
         """
         with self.stats.phase("schedule"):
             schedule = self.scheduler.schedule()
-        if self.overlaps and not any(s.needs_host for s, _ in schedule.entries):
+        if self.overlaps and not any(s.needs_host for s, _ in schedule.entries if not s.plain_until):
             launched = self._launch(schedule)
             results = self._collect()
             self._book(launched)
@@ -237,7 +237,7 @@ class Engine:
         with self.stats.phase("forward"):
             token_ids = step.wait()
         with self.stats.phase("update"):
-            ended = self._update(zip(step.sampled, token_ids, strict=True))
+            ended = self._update(step.sampled, token_ids)
             for sequence in step.schedule.drafts:
                 self._judge_drafts(sequence, step.schedule)
             ended += [s for s, _ in step.schedule.entries if not s.generates and not s.num_owed]
@@ -275,17 +275,19 @@ class Engine:
         tokens = {s.request.key: s.group.resumable_tokens for s in self.scheduler.unfinished()}
         return {key: generated for key, generated in tokens.items() if generated}
 
-    def _update(self, sampled: Iterable[tuple[Row, int]]) -> list[Sequence]:
+    def _update(self, sampled: list[Row], token_ids: list[int]) -> list[Sequence]:
         """Append pending tokens, and those behind drafts that were right; the sequences that end with them."""
         now = time.monotonic()
         ended = []
-        for row, token_id in sampled:
+        left = append_plain(zip(sampled, token_ids, strict=True))
+        self.stats.num_output_tokens += len(sampled) - len(left)
+        for row, token_id in left:
             if not row.num_pending:
                 continue
             sequence = row.sequence if isinstance(row, Ahead) else row
             sequence.num_pending = 0
             if token_id < 0:
-                self._fail(sequence, *sequence.no_token())
+                sequence.fail(*sequence.no_token())
                 ended.append(sequence)
                 continue
             self.stats.num_output_tokens += 1
@@ -297,6 +299,8 @@ class Engine:
             self._append_forced(sequence)
             if sequence.finish_reason is not None:
                 ended.append(sequence)
+            elif not sequence.plain_until:
+                sequence.mark_plain(self.eos_token_ids)
         return ended
 
     def _judge(self, sequence: Sequence) -> None:
@@ -304,7 +308,7 @@ class Engine:
         try:
             sequence.finish_reason = sequence.stop_reason(self.eos_token_ids, self.config.max_model_len)
         except TokenizerError as error:  # no text to look for stop strings in
-            self._fail(sequence, str(error))
+            sequence.fail(str(error))
 
     def _judge_drafts(self, sequence: Sequence, step: Schedule) -> None:
         """Keep the state of the drafts that were right; the sequence owes what came behind them."""
@@ -324,7 +328,7 @@ class Engine:
             sequence.token_ids.append(token_id)
             self._judge(sequence)
         if sequence.constraint is not None and sequence.constraint.error:
-            self._fail(sequence, f"structured_outputs: {sequence.constraint.error}", RowErrorCode.BAD_PARAM)
+            sequence.fail(f"structured_outputs: {sequence.constraint.error}", RowErrorCode.BAD_PARAM)
 
     def _end(self, sequence: Sequence) -> list[Result]:
         """Remove a sequence that has ended; the results that are complete with it."""
@@ -333,7 +337,7 @@ class Engine:
             sequence.finish_reason = FinishReason.STOP if sequence.request.choices else FinishReason.LENGTH
             sequence.first_token_at = sequence.finished_at
         if not all(isfinite(score.logprob) for score in (*sequence.scores, *sequence.logprobs)):
-            self._fail(sequence, "the model's logits over the given tokens are not finite")
+            sequence.fail("the model's logits over the given tokens are not finite")
         if sequence.first_scheduled_at is not None:
             self.scheduler.finish(sequence)
         if not sequence.group.is_finished:
@@ -342,9 +346,3 @@ class Engine:
         answers = [result, *self.duplicates.end(sequence.group, result)]
         self.stats.num_shared_requests = self.duplicates.num_shared
         return answers
-
-    @staticmethod
-    def _fail(sequence: Sequence, message: str, code: RowErrorCode = RowErrorCode.INTERNAL) -> None:
-        """End a sequence, and its request with an error."""
-        sequence.group.error = RowError(code, message)
-        sequence.finish_reason = FinishReason.STOP

@@ -184,7 +184,7 @@ class Scheduler:
 
     def _awaits_its_last(self, sequence: Sequence) -> bool:
         """Whether the pending token ends the sequence by length, so that nothing follows it."""
-        return sequence.num_computed_tokens == self._most_tokens(sequence)
+        return sequence.num_computed_tokens == sequence.max_state_tokens
 
     def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether admitting the sequence behind ``prefix`` leaves memory for those that run.
@@ -224,6 +224,7 @@ class Scheduler:
         self.pool.share(prefix)
         sequence.block_table = array("i", prefix)
         self._most_blocks_running += self._most_blocks(sequence)
+        sequence.max_state_tokens = self._most_tokens(sequence)
         sequence.num_computed_tokens = len(prefix) * self.config.block_size
         if sequence.num_preemptions:
             self.num_recomputed_tokens += max(0, sequence.max_computed_tokens - sequence.num_computed_tokens)

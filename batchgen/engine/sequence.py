@@ -47,6 +47,7 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)  # of the full blocks in order, as far as asked for
     conv_slot: int | None = None
     num_rejected: int = 0  # newest inputs in that slot which belong to rejected drafts
+    max_state_tokens: int = 0  # most tokens whose state it will hold while it runs
     order: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # see WaitingQueue
     first_scheduled_at: float | None = None
     # What watches the generated tokens; ``counts`` is one of the observers, which the sampler reads.
@@ -55,6 +56,10 @@ class Sequence:
     constraint: Constraint | None = None
     rules: TokenRules | None = None
     lookup: Lookup | None = None  # of the drafter
+    # Below ``plain_until`` tokens nothing but ``end_ids`` (with -1) ends it, and it asks the sampler for nothing beside
+    # its draw: what many such rows have in common is done for all at once. 0 until that is known.
+    plain_until: int = 0
+    end_ids: frozenset[int] = frozenset()
     finish_reason: FinishReason | None = None
     matched_stop: str | None = None
     first_token_at: float | None = None
@@ -150,6 +155,14 @@ class Sequence:
         is_scored = self.next_scored < self.end_scored
         return is_scored or not self.generates or self.request.params.logprobs is not None or self.needs_history
 
+    def mark_plain(self, eos_token_ids: frozenset[int]) -> None:
+        """Set ``plain_until`` and ``end_ids``, once it runs and no given token is left to be scored."""
+        params = self.request.params
+        is_asking = self.needs_host or params.has_penalties or self.rules is not None or bool(self.observers)
+        if not is_asking and self.num_output_tokens >= params.min_tokens:
+            self.plain_until = self.max_state_tokens
+            self.end_ids = (frozenset() if params.ignore_eos else eos_token_ids).union(params.stop_token_ids, (-1,))
+
     @property
     def may_draft(self) -> bool:
         """Whether more tokens can be computed behind the one that it owes, and sampled from."""
@@ -194,6 +207,11 @@ class Sequence:
             f"{keys} leave no token to follow token {self.num_tokens}, or the logits are not finite",
             RowErrorCode.BAD_PARAM,
         )
+
+    def fail(self, message: str, code: RowErrorCode = RowErrorCode.INTERNAL) -> None:
+        """End it, and its request with an error."""
+        self.group.error = RowError(code, message)
+        self.finish_reason = FinishReason.STOP
 
     def append(self, token_id: int, at: float) -> None:
         """Add a generated token, at an instant of the engine's clock."""
