@@ -30,9 +30,23 @@ class Schedule:
     drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
+    def sequences(self) -> list[Sequence]:
+        return [s for s, _ in self.entries]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Tokens of each sequence, without drafts."""
+        return [count for _, count in self.entries]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The first position that each sequence computes. Ask before booking."""
+        return [s.num_computed_tokens for s in self.sequences]
+
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
-        return sum([count for _, count in self.entries])
+        return sum(self.counts)
 
     @property
     def num_drafts(self) -> int:
@@ -56,15 +70,21 @@ class Schedule:
         Ask before booking.
         """
         if self.is_single and not window:
-            return sum([s.num_computed_tokens for s, _ in self.entries]) + len(self.entries)
-        spans = [(s.num_computed_tokens, s.num_computed_tokens + n) for s, n in self.entries]
-        return sum(_attended(end, window) - _attended(start, window) for start, end in spans)
+            return sum(self.starts) + len(self.entries)
+        spans = zip(self.starts, self.counts, strict=True)
+        return sum(_attended(start + n, window) - _attended(start, window) for start, n in spans)
+
+    def num_decoded(self) -> int:
+        """How many of the step's tokens this run generated and has not computed before. Ask before booking."""
+        firsts = [s.decoded_from for s in self.sequences]
+        rows = zip(self.starts, self.counts, firsts, strict=True)
+        return sum([n if start >= first else max(0, start + n - first) for start, n, first in rows])
 
     @cached_property
     def completing(self) -> list[Sequence]:
         """The sequences that will owe nothing after the step, so that their next token can be sampled."""
-        owed = [(s, n, len(s.token_ids) + s.num_pending - s.num_computed_tokens) for s, n in self.entries]
-        return [s for s, count, num_owed in owed if count == num_owed and s.generates]
+        ends = [s.num_computed_tokens + n - s.num_pending for s, n in self.entries]
+        return [s for s, end in zip(self.sequences, ends, strict=True) if end == len(s.token_ids) and s.generates]
 
     @cached_property
     def scored(self) -> list[tuple[Sequence, range]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterable
-from itertools import chain
 
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.engine.admission import OutputLengths, PromptTrend, WaitingQueue, peak_tokens
@@ -90,23 +89,26 @@ class Scheduler:
         Sequences that owe one token come first, then those partly computed, then waiting ones, up to the token budget.
         While there is work at least one sequence advances, unless all await their last token.
         """
-        counts: dict[Sequence, int] = {}
         budget = self.config.max_num_batched_tokens
         preemptions_before = self.num_preemptions
         size = self.config.block_size
-        owing = [(len(s.token_ids) + s.num_pending - s.num_computed_tokens, s) for s in self.running]
-        by_debt = [[entry for entry in owing if (entry[0] > 1) is later] for later in (False, True)]
-        for num_owed, sequence in chain(*by_debt):  # in order of admission within each
+        owing = [len(s.token_ids) + s.num_pending - s.num_computed_tokens for s in self.running]
+        entries = zip(self.running, owing, strict=True)
+        single = [s for s, n in entries if n == 1 and (not s.num_pending or s.num_computed_tokens < s.max_state_tokens)]
+        later = [s for s, n in zip(self.running, owing, strict=True) if n > 1] if max(owing, default=0) > 1 else []
+        counts = dict.fromkeys(single[:budget], 1)
+        later = single[budget:] + later  # in order of admission within each
+        budget -= len(counts)
+        for sequence in [s for s in counts if not s.num_computed_tokens % size]:  # the others' blocks have room
+            if sequence.conv_slot is not None:  # not preempted in this step
+                budget += sum(counts.pop(victim, 0) for victim in self._make_room(sequence, 1))
+        for sequence in later:
             if budget == 0:
                 break
-            if sequence.conv_slot is None:  # preempted in this step
+            if sequence.conv_slot is None:
                 continue
-            if sequence.num_pending and self._awaits_its_last(sequence):
-                continue
-            count = min(num_owed, budget)
-            if sequence.num_computed_tokens + count > len(sequence.block_table) * size:
-                for victim in self._make_room(sequence, count):
-                    budget += counts.pop(victim, 0)
+            count = min(sequence.num_owed, budget)
+            budget += sum(counts.pop(victim, 0) for victim in self._make_room(sequence, count))
             if sequence.conv_slot is not None:
                 counts[sequence] = count
                 budget -= count
@@ -181,10 +183,6 @@ class Scheduler:
         """Whether a running sequence is computing the next block of the prompt."""
         usable = self._usable_digests(sequence)
         return not sequence.num_preemptions and len(usable) > num_found and usable[num_found] in self._promised
-
-    def _awaits_its_last(self, sequence: Sequence) -> bool:
-        """Whether the pending token ends the sequence by length, so that nothing follows it."""
-        return sequence.num_computed_tokens == sequence.max_state_tokens
 
     def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether admitting the sequence behind ``prefix`` leaves memory for those that run.
@@ -262,6 +260,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence.max_computed_tokens = max(sequence.max_computed_tokens, sequence.num_computed_tokens)
+        sequence.decoded_from = max(sequence.decoded_from, sequence.num_computed_tokens)
         self._release(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
@@ -286,12 +285,10 @@ class Scheduler:
         """Count the schedule's tokens as cached; to be called once their forward pass is launched."""
         size = self.config.block_size
         for sequence, count in schedule.entries:
-            before = sequence.num_computed_tokens // size
-            sequence.num_computed_tokens += count
+            end = sequence.num_computed_tokens = sequence.num_computed_tokens + count
             sequence.num_rejected = 0
-            full = sequence.num_computed_tokens // size
-            if full > before and self.config.prefix_caching:
-                self._label(sequence, before, full)
+            if end % size < count and self.config.prefix_caching:
+                self._label(sequence, (end - count) // size, end // size)
 
     def judged(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Count accepted drafts of a running sequence as cached, and take back what was computed for the others."""

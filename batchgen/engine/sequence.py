@@ -41,6 +41,7 @@ class Sequence:
     # Owned by the scheduler.
     num_computed_tokens: int = 0
     max_computed_tokens: int = 0  # before a preemption
+    decoded_from: int = field(init=False)  # computed tokens from here on are new ones that this run generated
     num_cached_tokens: int = 0  # taken over from the prefix cache
     num_preemptions: int = 0
     block_table: array[int] = field(default_factory=partial(array, "i"))  # memory that a step copies as it is
@@ -73,13 +74,14 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+        self.decoded_from = len(self.token_ids)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.generates = self.request.params.max_tokens > 0
 
     def score_choice(self, choice: tuple[int, ...]) -> None:
         """Generate nothing, but score these tokens after the prompt."""
         self.token_ids = [*self.request.prompt_token_ids, *choice]
-        self.generates = False
+        self.generates, self.decoded_from = False, len(self.token_ids)
         self.next_scored, self.end_scored = self.num_prompt_tokens, len(self.token_ids)
 
     def score_given(self) -> None:
@@ -136,14 +138,6 @@ class Sequence:
         """Which tokens (indexes) the logits of the next ``count`` computed positions score."""
         done = self.num_computed_tokens
         return range(max(self.next_scored, done + 1), min(self.end_scored, done + count + 1))
-
-    def num_decoded_in(self, count: int) -> int:
-        """How many of the next ``count`` computed tokens this run generated and has not computed before."""
-        if not self.generates:
-            return 0
-        done = self.num_computed_tokens
-        known = max(self.num_prompt_tokens + len(self.request.output_token_ids), self.max_computed_tokens)
-        return count if done >= known else max(0, done + count - known)
 
     @property
     def is_finished(self) -> bool:

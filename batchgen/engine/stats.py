@@ -140,8 +140,8 @@ class EngineStats:
             self.num_window_attended += schedule.num_attended(window)
             self.num_window_read += sum(min(s.num_computed_tokens + n, window) for s, n in schedule.entries)
         self.sum_experts += model.expected_experts(schedule.num_tokens + schedule.num_drafts)
-        decode = sum([s.num_decoded_in(count) for s, count in schedule.entries])
-        self.num_kv_read += sum([s.num_computed_tokens for s, _ in schedule.entries]) + schedule.num_tokens
+        decode = schedule.num_decoded()
+        self.num_kv_read += sum(schedule.starts) + schedule.num_tokens
         pool = scheduler.pool
         kv_use = 1 - pool.num_free / pool.num_blocks
         self.add_step(schedule.num_tokens - decode, decode, len(schedule.entries), kv_use)
