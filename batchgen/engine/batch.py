@@ -41,13 +41,16 @@ def build_pending(schedule: Schedule, sampled: Sequence_[object], token_ids: Ten
 
     A pending token is the only one that its sequence owes.
     """
-    pending = [place for place, (sequence, _) in enumerate(schedule.entries) if sequence.num_pending]
-    if not pending:
+    sequences = schedule.sequences
+    pending = np.flatnonzero([s.num_pending for s in sequences])
+    if not len(pending):
         return None
-    row_of = dict(zip(sampled, range(len(sampled)), strict=True))
-    rows = [row_of[schedule.entries[place][0]] for place in pending]
-    ends = np.cumsum([count for _, count in schedule.entries])
-    return PendingTokens(token_ids, torch.tensor(rows), torch.from_numpy(ends[pending] - 1))
+    rows = pending
+    if sampled != sequences:
+        row_of = dict(zip(sampled, range(len(sampled)), strict=True))
+        rows = np.array([row_of[s] for s in sequences if s.num_pending])
+    places = pending if schedule.is_single else np.cumsum(schedule.counts)[pending] - 1
+    return PendingTokens(token_ids, torch.from_numpy(rows), torch.from_numpy(places))
 
 
 def build_input(schedule: Schedule, block_size: int, tail_reach: int | None = None) -> ModelInput:
@@ -57,11 +60,11 @@ def build_input(schedule: Schedule, block_size: int, tail_reach: int | None = No
     Logits are asked for the last token of each sequence in ``schedule.completing`` and for its drafts, then for the
     token before each in ``schedule.scored``.
     """
-    sequences = [s for s, _ in schedule.entries]
-    counts = np.array([count for _, count in schedule.entries], dtype=np.int32)
+    sequences = schedule.sequences
+    counts = np.array(schedule.counts, dtype=np.int32)
     if schedule.drafts:
         counts += np.array([len(schedule.drafts.get(s, ())) for s in sequences], dtype=np.int32)
-    starts = np.array([s.num_computed_tokens for s in sequences], dtype=np.int32)
+    starts = np.array(schedule.starts, dtype=np.int32)
     cu_seqlens = np.concatenate((np.zeros(1, np.int32), counts.cumsum(dtype=np.int32)))
     rows = np.repeat(np.arange(len(sequences)), counts)
     positions = np.arange(counts.sum(), dtype=np.int32) - (cu_seqlens[:-1] - starts)[rows]
@@ -96,8 +99,8 @@ def _block_tables(sequences: Sequence_[Sequence]) -> np.ndarray:
 
 def _token_ids(schedule: Schedule) -> list[int]:
     if schedule.is_single and not schedule.drafts:
-        known = [(s.token_ids, s.num_computed_tokens) for s, _ in schedule.entries]
-        return [tokens[place] if place < len(tokens) else 0 for tokens, place in known]
+        places = zip(schedule.sequences, schedule.starts, strict=True)
+        return [0 if s.num_pending else s.token_ids[place] for s, place in places]
     token_ids: list[int] = []
     for sequence, count in schedule.entries:
         first, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from batchgen.core.records import Request, TokenLogprob
 from batchgen.engine.lookup import Lookup, NGrams
@@ -104,6 +104,7 @@ class Ahead:
     counts: TokenCounts | None
     constraint: Constraint | None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    plain_until: ClassVar[int] = 0
 
     @classmethod
     def all_of(cls, sequence: Sequence, drafts: tuple[int, ...]) -> list[Ahead]:

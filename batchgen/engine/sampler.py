@@ -72,28 +72,29 @@ class Sampler:
         Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens of some rows. Books the
         log-probabilities asked for; without these the host does not wait for the device.
         """
-        params = [s.request.params for s in sequences]
-        reported = [i for i, p in enumerate(params) if p.logprobs is not None]
+        asking = [(i, s) for i, s in enumerate(sequences) if not s.plain_until]
+        reported = [i for i, s in asking if s.request.params.logprobs is not None]
         raw = logits[reported] if reported else None
         if mask is not None:
             self.kernels.mask(logits, mask.rows, mask.bits)
-        token_ids = self._choose(logits, sequences)
+        token_ids = self._choose(logits, sequences, asking)
         if raw is not None:
-            wanted = [params[i].logprobs or 0 for i in reported]
+            wanted = [sequences[i].request.params.logprobs or 0 for i in reported]
             found = self._logprobs(raw, token_ids[reported].tolist(), wanted)
             for i, logprob in zip(reported, found, strict=True):
                 sequences[i].logprobs.append(logprob)
         return token_ids
 
-    def _choose(self, logits: Tensor, sequences: Sequence_[Row]) -> Tensor:
+    def _choose(self, logits: Tensor, sequences: Sequence_[Row], asking: list[tuple[int, Row]]) -> Tensor:
+        """``asking`` are those rows that ask for more than a draw."""
         if not sequences:
             return torch.empty(0, dtype=torch.int64)
-        self._forbid(logits, sequences)
-        biased = [(i, s.rules) for i, s in enumerate(sequences) if s.rules is not None and len(s.rules.biases)]
-        penalized = [(i, s.counts, s.request.params) for i, s in enumerate(sequences) if s.counts is not None]
+        self._forbid(logits, asking)
+        biased = [(i, s.rules) for i, s in asking if s.rules is not None and len(s.rules.biases)]
+        penalized = [(i, s.counts, s.request.params) for i, s in asking if s.counts is not None]
         counted = []
         if self.seen is not None:
-            counted = [(i, s) for i, s in enumerate(sequences) if s.request.params.has_penalties]
+            counted = [(i, s) for i, s in asking if s.request.params.has_penalties]
         if biased or penalized or counted:
             logits = self._widened(logits)
         if biased:
@@ -151,18 +152,18 @@ class Sampler:
             self._wide = torch.empty(logits.numel(), device=logits.device)
         return self._wide[: logits.numel()].view_as(logits).copy_(logits)
 
-    def _forbid(self, logits: Tensor, sequences: Sequence_[Row]) -> None:
+    def _forbid(self, logits: Tensor, asking: list[tuple[int, Row]]) -> None:
         """Forbid the end tokens of model and request before ``min_tokens``, and tokens that complete a bad word."""
         places = [
             (row, token_id)
-            for row, sequence in enumerate(sequences)
+            for row, sequence in asking
             if (least := sequence.request.params.min_tokens) and sequence.num_output_tokens < least
             for token_id in self.eos_token_ids.union(sequence.request.params.stop_token_ids)
             if 0 <= token_id < logits.shape[1]
         ]
         places += [
             (row, token_id)
-            for row, sequence in enumerate(sequences)
+            for row, sequence in asking
             if sequence.rules is not None and sequence.rules.endings
             for token_id in sequence.rules.endings_of(sequence.token_ids, sequence.num_output_tokens)
         ]
@@ -175,7 +176,7 @@ class Sampler:
         params = [s.request.params for s in sequences]
         kinds = {id(p): p for p in params}  # the rows of a job share most of theirs
         place = dict(zip(kinds, range(len(kinds)), strict=True))
-        kind_of = np.array([place[id(p)] for p in params])
+        kind_of = np.array([place[id(p)] for p in params] if len(kinds) > 1 else [0] * len(params))
 
         def of_kinds(values: Iterable[float], dtype: type) -> np.ndarray:
             column: np.ndarray = np.array([*values], dtype=dtype)[kind_of]
@@ -188,7 +189,12 @@ class Sampler:
             of_kinds((p.seed for p in kinds.values()), np.int64),
             [s.request.key for s in sequences],
             [s.sample_index for s in sequences],
-            [s.num_output_tokens for s in sequences],
+            [
+                len(s.token_ids) + s.num_pending - s.num_prompt_tokens  # not asked by a call, as they are many
+                if isinstance(s, Sequence) and s.generates
+                else s.num_output_tokens
+                for s in sequences
+            ],
         )
         return SamplingRows(
             temperature=uploaded((min(max(p.temperature, _COLDEST), _HOTTEST) for p in kinds.values()), np.float32),

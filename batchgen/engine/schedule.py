@@ -83,8 +83,7 @@ class Schedule:
     @cached_property
     def completing(self) -> list[Sequence]:
         """The sequences that will owe nothing after the step, so that their next token can be sampled."""
-        ends = [s.num_computed_tokens + n - s.num_pending for s, n in self.entries]
-        return [s for s, end in zip(self.sequences, ends, strict=True) if end == len(s.token_ids) and s.generates]
+        return [s for s, n in self.entries if s.num_pending or s.completes(n)]  # a pending token is all that it owes
 
     @cached_property
     def scored(self) -> list[tuple[Sequence, range]]:

@@ -132,7 +132,7 @@ class Sequence:
 
     def completes(self, count: int) -> bool:
         """Whether computing ``count`` more tokens leaves nothing owed, so that the next token can be sampled."""
-        return self.generates and count == self.num_owed
+        return self.generates and self.num_computed_tokens + count == len(self.token_ids) + self.num_pending
 
     def scored_in(self, count: int) -> range:
         """Which tokens (indexes) the logits of the next ``count`` computed positions score."""

@@ -89,13 +89,15 @@ def query_blocks(
     Run i is the tokens from ``starts[i]`` to ``ends[i]``, of sequence ``sequences[i]``; ``positions`` are those of all
     tokens, ``tables`` the block tables of all sequences, of blocks of ``size``.
     """
-    pieces = -(-(ends - starts) // QUERY_BLOCK)
-    run = np.repeat(np.arange(len(starts)), pieces)
-    before = np.concatenate((np.zeros(1, np.int64), pieces.cumsum()[:-1]))
-    first = starts[run] + (np.arange(len(run)) - before[run]) * QUERY_BLOCK
-    count = np.minimum(ends[run] - first, QUERY_BLOCK)
-    alone = np.zeros_like(first)
-    found = np.stack((sequences[run], first, count, alone, alone), axis=1).astype(np.int32)
+    run, first = np.arange(len(starts)), starts
+    if len(positions) > len(starts):
+        pieces = -(-(ends - starts) // QUERY_BLOCK)
+        run = np.repeat(run, pieces)
+        before = np.concatenate((np.zeros(1, np.int64), pieces.cumsum()[:-1]))
+        first = starts[run] + (np.arange(len(run)) - before[run]) * QUERY_BLOCK
+    found = np.zeros((len(run), 5), dtype=np.int32)
+    found[:, 0], found[:, 1] = sequences[run], first
+    found[:, 2] = np.minimum(ends[run] - first, QUERY_BLOCK)
     return torch.from_numpy(_share_prefixes(found, positions[first], tables, size))
 
 
