@@ -207,7 +207,7 @@ class Engine:
             pending = build_pending(schedule, before.sampled, before.token_ids) if before is not None else None
             logits = self.runner.run(schedule, pending)
         mask = None
-        if any(s.constraint is not None or s.rules is not None for s in sampled):
+        if any(s.constraint is not None or s.rules is not None for s in sampled if not s.plain_until):
             with self.stats.phase("mask"):  # on a GPU the forward pass runs meanwhile
                 mask = build_mask(self._constraints, sampled, logits.shape[1], logits.device)
         with self.stats.phase("sample"):
@@ -226,7 +226,8 @@ class Engine:
             return
         with self.stats.phase("update"):
             for sequence in launched.schedule.completing:
-                sequence.num_pending = int(sequence.finished_at is None)
+                if sequence.finished_at is None:
+                    sequence.num_pending = 1
             self.scheduler.computed(launched.schedule.unended)
 
     def _collect(self) -> list[Result]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import ge
 
 from batchgen.engine.sequence import Sequence
 
@@ -77,8 +78,10 @@ class Schedule:
     def num_decoded(self) -> int:
         """How many of the step's tokens this run generated and has not computed before. Ask before booking."""
         firsts = [s.decoded_from for s in self.sequences]
+        if all(map(ge, self.starts, firsts)):
+            return self.num_tokens
         rows = zip(self.starts, self.counts, firsts, strict=True)
-        return sum([n if start >= first else max(0, start + n - first) for start, n, first in rows])
+        return sum(min(n, max(0, start + n - first)) for start, n, first in rows)
 
     @cached_property
     def completing(self) -> list[Sequence]:

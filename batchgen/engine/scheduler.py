@@ -92,7 +92,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         preemptions_before = self.num_preemptions
         size = self.config.block_size
-        owing = [len(s.token_ids) + s.num_pending - s.num_computed_tokens for s in self.running]
+        owing = [s.num_pending or len(s.token_ids) - s.num_computed_tokens for s in self.running]
         entries = zip(self.running, owing, strict=True)
         single = [s for s, n in entries if n == 1 and (not s.num_pending or s.num_computed_tokens < s.max_state_tokens)]
         later = [s for s, n in zip(self.running, owing, strict=True) if n > 1] if max(owing, default=0) > 1 else []
