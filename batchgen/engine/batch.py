@@ -42,7 +42,7 @@ def build_pending(schedule: Schedule, sampled: Sequence_[object], token_ids: Ten
     A pending token is the only one that its sequence owes.
     """
     sequences = schedule.sequences
-    pending = np.flatnonzero([s.num_pending for s in sequences])
+    pending = np.flatnonzero(schedule.pending)
     if not len(pending):
         return None
     rows = pending
@@ -98,6 +98,8 @@ def _block_tables(sequences: Sequence_[Sequence]) -> np.ndarray:
 
 
 def _token_ids(schedule: Schedule) -> list[int]:
+    if all(schedule.pending):
+        return [0] * len(schedule.entries)
     if schedule.is_single and not schedule.drafts:
         places = zip(schedule.sequences, schedule.starts, strict=True)
         return [0 if s.num_pending else s.token_ids[place] for s, place in places]

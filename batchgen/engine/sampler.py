@@ -174,9 +174,10 @@ class Sampler:
     @staticmethod
     def _rows(sequences: Sequence_[Row], device: torch.device) -> SamplingRows:
         params = [s.request.params for s in sequences]
-        kinds = {id(p): p for p in params}  # the rows of a job share most of theirs
+        names = [*map(id, params)]
+        kinds = dict(zip(names, params, strict=True))  # the rows of a job share most of theirs
         place = dict(zip(kinds, range(len(kinds)), strict=True))
-        kind_of = np.array([place[id(p)] for p in params] if len(kinds) > 1 else [0] * len(params))
+        kind_of = np.array([place[name] for name in names])
 
         def of_kinds(values: Iterable[float], dtype: type) -> np.ndarray:
             column: np.ndarray = np.array([*values], dtype=dtype)[kind_of]

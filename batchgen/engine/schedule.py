@@ -45,6 +45,11 @@ class Schedule:
         return [s.num_computed_tokens for s in self.sequences]
 
     @cached_property
+    def pending(self) -> list[int]:
+        """``num_pending`` of each sequence; one that has any is scheduled for that token alone."""
+        return [s.num_pending for s in self.sequences]
+
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
         return sum(self.counts)

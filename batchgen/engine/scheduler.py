@@ -92,20 +92,25 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         preemptions_before = self.num_preemptions
         size = self.config.block_size
-        owing = [s.num_pending or len(s.token_ids) - s.num_computed_tokens for s in self.running]
-        entries = zip(self.running, owing, strict=True)
-        single = [s for s, n in entries if n == 1 and (not s.num_pending or s.num_computed_tokens < s.max_state_tokens)]
-        later = [s for s, n in zip(self.running, owing, strict=True) if n > 1] if max(owing, default=0) > 1 else []
+        single = [
+            s
+            for s in self.running
+            if (
+                s.num_computed_tokens < s.max_state_tokens  # else nothing follows the token that is pending
+                if s.num_pending
+                else len(s.token_ids) - s.num_computed_tokens == 1
+            )
+        ]
         counts = dict.fromkeys(single[:budget], 1)
-        later = single[budget:] + later  # in order of admission within each
+        later = single[budget:]  # then those that owe more; in order of admission within each
+        if len(single) < len(self.running):
+            later += [s for s in self.running if not s.num_pending and s.num_owed > 1]
         budget -= len(counts)
         for sequence in [s for s in counts if not s.num_computed_tokens % size]:  # the others' blocks have room
             if sequence.conv_slot is not None:  # not preempted in this step
                 budget += sum(counts.pop(victim, 0) for victim in self._make_room(sequence, 1))
         for sequence in later:
-            if budget == 0:
-                break
-            if sequence.conv_slot is None:
+            if not budget or sequence.conv_slot is None:
                 continue
             count = min(sequence.num_owed, budget)
             budget += sum(counts.pop(victim, 0) for victim in self._make_room(sequence, count))

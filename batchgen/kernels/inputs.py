@@ -108,7 +108,8 @@ def _share_prefixes(blocks: np.ndarray, past: np.ndarray, tables: np.ndarray, si
     tells so by itself.
     """
     few = np.flatnonzero((past >= LEAST_SHARED) & (blocks[:, 2] <= QUERY_BLOCK // 2))
-    if len(few) < 2 or len(np.unique(tables[blocks[few, 0], (LEAST_SHARED - 1) // size])) == len(few):
+    last = np.sort(tables[blocks[few, 0], (LEAST_SHARED - 1) // size] if len(few) else few)
+    if not (last[1:] == last[:-1]).any():
         return blocks
     owned = [tables[sequence].tobytes() for sequence in blocks[few, 0]]
     ordered = few[sorted(range(len(few)), key=owned.__getitem__)]  # equal prefixes become neighbours
