@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -107,6 +108,24 @@ def test_every_result_is_that_of_single_steps(sizes: dict[str, Any], order: list
     assert untimed(checked_run(engine, requests)) == {r.key: expected()[r.key] for r in requests}
     assert device.num_waits == device.num_launched <= engine.stats.num_steps
     assert engine.scheduler.pool.num_free == sizes["num_blocks"]
+
+
+def test_tokens_appended_for_many_rows_at_once_end_them_where_judging_each_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = requests_of_every_kind()
+    num_judged = []
+    for is_plain in (True, False):
+        if not is_plain:
+            monkeypatch.setattr(Sequence, "mark_plain", lambda *_: None)
+        calls: list[Sequence] = []
+        engine = overlapping(Device())
+        judge = engine._judge
+        monkeypatch.setattr(engine, "_judge", lambda s, judge=judge, calls=calls: (calls.append(s), judge(s)))
+        assert untimed(checked_run(engine, requests)) == expected()
+        num_judged.append((len(calls), engine.stats.num_output_tokens))
+    (few, num_tokens), (all_of_them, _) = num_judged
+    assert few < all_of_them == num_tokens == num_judged[1][1]
 
 
 def test_a_sequence_preempted_with_its_last_token_pending_ends_where_it_waits() -> None:
