@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
+
+Normed = Any
+"""Rows that were normed, or on a GPU what they are computed from. Only what a back end makes of weights takes them."""
 
 
 class Linear(Protocol):
@@ -114,7 +117,7 @@ class Kernels(Protocol):
 
     def add_and_norm(
         self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float, post: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Normed]:
         """``h = linear(x) + residual`` and ``rms_norm(h, weight, eps)``: what ends each half of a layer.
 
         With weights ``post`` the product is normed before it is added.
@@ -132,6 +135,14 @@ class Kernels(Protocol):
         qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], or wider: what follows is not read. rotary is
         float32 [2, positions, head_dim / 2], cosines then sines. Returns the queries times head_dim**-0.5 as float32
         [num_tokens, num_heads, width], zero from head_dim to the cache's width.
+        """
+
+    def project_and_cache(
+        self, linear: Linear, x: Normed, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache
+    ) -> tuple[Tensor, Tensor | None]:
+        """``rope_and_cache`` of ``linear(x)``: what begins an attention layer.
+
+        Beside the queries the product, which is None only if it has no columns behind the values.
         """
 
     def attention(
@@ -157,6 +168,11 @@ class Kernels(Protocol):
         ``taps - 1`` inputs and with as many before them as it takes to take back all of this step's tokens but the
         first, as far as it has room; and every KV block whose last position was computed holds those up to there.
         """
+
+    def project_and_convolve(
+        self, linear: Linear, x: Normed, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput
+    ) -> Tensor:
+        """``short_conv`` of ``linear(x)``: what begins a convolution layer."""
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Index of each row's first largest value, int64 [rows]; -1 for a row of NaN."""
@@ -220,6 +236,21 @@ def add_then_norm(
     """``Kernels.add_and_norm`` of back ends whose linears add the residual themselves."""
     h = linear(x, residual) if post is None else kernels.rms_norm(linear(x), post, eps, residual)
     return h, kernels.rms_norm(h, weight, eps)
+
+
+def project_then_cache(
+    kernels: Kernels, linear: Linear, x: Normed, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache
+) -> tuple[Tensor, Tensor | None]:
+    """``Kernels.project_and_cache`` in two steps."""
+    qkv = linear(x)
+    return kernels.rope_and_cache(qkv, heads, rotary, inputs, cache), qkv
+
+
+def project_then_convolve(
+    kernels: Kernels, linear: Linear, x: Normed, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput
+) -> Tensor:
+    """``Kernels.project_and_convolve`` in two steps."""
+    return kernels.short_conv(linear(x), weight, bias, state, inputs)
 
 
 class TwoStepGatedLinear:

@@ -29,6 +29,8 @@ from batchgen.kernels.interface import (
     TableEmbedding,
     TwoStepGatedLinear,
     add_then_norm,
+    project_then_cache,
+    project_then_convolve,
 )
 from batchgen.kernels.processor import most_integer, processor_variant
 from batchgen.kernels.quantize import Int8Weight, quantize, quantize_rows, stored
@@ -79,6 +81,8 @@ class ReferenceKernels:
 
     name = "reference"
     add_and_norm = add_then_norm
+    project_and_cache = project_then_cache
+    project_and_convolve = project_then_convolve
 
     def __init__(
         self,

@@ -34,6 +34,8 @@ from batchgen.kernels.interface import (
     TableEmbedding,
     TwoStepGatedLinear,
     add_then_norm,
+    project_then_cache,
+    project_then_convolve,
 )
 from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.quantize import quantize, stored
@@ -98,6 +100,8 @@ class CpuKernels:
 
     name = "cpu"
     add_and_norm = add_then_norm
+    project_and_cache = project_then_cache
+    project_and_convolve = project_then_convolve
 
     def __init__(self, dtype: torch.dtype | None = None, *, weights: str = "auto", activations: str = "auto") -> None:
         self.weights, self.activations = weights, activations

@@ -30,6 +30,8 @@ from batchgen.kernels.interface import (
     SparseFeedForward,
     TableEmbedding,
     TwoStepGatedLinear,
+    project_then_cache,
+    project_then_convolve,
 )
 from batchgen.kernels.quantize import stored
 
@@ -46,6 +48,8 @@ class CudaKernels:
 
     name = "cuda"
     activations = "auto"
+    project_and_cache = project_then_cache
+    project_and_convolve = project_then_convolve
 
     def __init__(
         self, device: torch.device | None = None, *, batch_invariant: bool = False, weights: str = "auto"
