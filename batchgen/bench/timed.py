@@ -20,6 +20,9 @@ from batchgen.kernels.interface import (
     Router,
     Routing,
     SparseFeedForward,
+    add_then_norm,
+    project_then_cache,
+    project_then_convolve,
 )
 
 
@@ -27,8 +30,12 @@ class TimedKernels:
     """Wraps a CPU's ``Kernels`` and adds the wall time of each operation to ``seconds``, by its name.
 
     On an asynchronous device this would measure launches. While ``is_timing``, engines get no recorder, because the
-    kernels of a recording run in one piece and would not be timed.
+    kernels of a recording run in one piece and would not be timed. What is several operations is timed as these.
     """
+
+    add_and_norm = add_then_norm
+    project_and_cache = project_then_cache
+    project_and_convolve = project_then_convolve
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -86,7 +86,8 @@ def test_bench_prints_one_object_with_figures_and_roofline(
     assert min(found["peaks"].values()) > 0
     assert min(found["read_bytes_per_s"], found["copy_bytes_per_s"]) > 0
     assert json.loads(ceilings_file.read_text()).popitem()[1]["ceilings"]["peaks"].keys() == found["peaks"].keys()
-    assert found["split_s"].keys() >= {"linear", "attention", "short_conv", "host"}
+    assert found["split_s"].keys() >= {"linear", "rms_norm", "attention", "short_conv", "host"}
+    assert not any("_and_norm" in kind or "project" in kind for kind in found["split_s"]), "no time is counted twice"
     assert min(found["split_s"].values()) > 0
     assert found["engine"].keys() >= {"max_num_batched_tokens", "max_num_seqs", "block_size", "kv_bytes"}
     assert found["peak_memory_bytes"] > 0
