@@ -1,7 +1,8 @@
 """Compiles every CUDA kernel as a real step would launch it, for a GPU that need not be there.
 
-Run as a program: arguments are the compute capability and dtypes; prints a line of JSON per binary: bytes of stack
-(registers spilled to memory), of shared memory, and how many matrix instructions and wide asynchronous copies it has.
+Run as a program: arguments are the compute capability and dtypes; prints a line of JSON per binary: registers of a
+thread, bytes of stack (registers spilled to memory) and of shared memory, and how many matrix instructions and wide
+asynchronous copies it has.
 """
 
 from __future__ import annotations
@@ -67,12 +68,14 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
     for residual in (None, zeros(tokens, HIDDEN)):
         kernels.rms_norm(zeros(tokens, HIDDEN), zeros(HIDDEN), 1e-5, residual)
     kernels.swiglu(zeros(tokens, 2 * FF))
-    kernels.gated_linear(zeros(FF, HIDDEN), zeros(FF, HIDDEN))(zeros(tokens, HIDDEN))
+    gated = kernels.gated_linear(zeros(FF, HIDDEN), zeros(FF, HIDDEN))
+    gated(zeros(tokens, HIDDEN))
     for bias in (None, zeros(HIDDEN)):
         linear = kernels.linear(zeros(HIDDEN, HIDDEN), bias)
         linear(zeros(tokens, HIDDEN))
         for post in (None, zeros(HIDDEN)):
-            kernels.add_and_norm(linear, zeros(tokens, HIDDEN), zeros(tokens, HIDDEN), zeros(HIDDEN), 1e-5, post)
+            x = zeros(tokens, HIDDEN)
+            gated(kernels.add_and_norm(linear, x, x, zeros(HIDDEN), 1e-5, post)[1])
     experts = kernels.experts((zeros(64, HIDDEN), zeros(64, HIDDEN), zeros(HIDDEN, 64)) for _ in range(4))
     route = kernels.router(Routing(zeros(4, HIDDEN, dtype=torch.float32), None, 2, is_softmax=True))
     x = zeros(tokens, HIDDEN)
@@ -102,10 +105,12 @@ def report(name: str, kernel: Any) -> dict[str, Any]:
             subprocess.run([TOOL, option, file.name], capture_output=True, text=True, check=True).stdout
             for option in ("-res-usage", "-sass")
         )
-    stack = re.search(r"STACK:(\d+)", usage)
+    registers, stack = (re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK"))
+    assert registers is not None, usage
     assert stack is not None, usage
     return {
         "name": name,
+        "registers": int(registers[1]),
         "stack_bytes": int(stack[1]),
         "shared_bytes": kernel.metadata.shared,
         "matrix": len(re.findall(r"\bHG?MMA", code)),

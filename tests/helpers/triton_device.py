@@ -35,6 +35,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa:
 
 from batchgen.kernels.cuda import rows  # noqa: E402
 from batchgen.kernels.cuda.backend import CudaKernels  # noqa: E402
+from batchgen.kernels.cuda.linear import computed  # noqa: E402
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput  # noqa: E402
 from batchgen.kernels.interface import Heads, Linear, Router, Routing, SamplingRows  # noqa: E402
 
@@ -107,7 +108,7 @@ class OnDevice:
         """``linear`` is one of ``kernels``, which this wraps."""
         moved = None if post is None else post.to(DEVICE)
         h, normed = self.kernels.add_and_norm(linear, x.to(DEVICE), residual.to(DEVICE), weight.to(DEVICE), eps, moved)
-        return h.cpu(), normed.cpu()
+        return h.cpu(), computed(normed).cpu()
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return self.kernels.swiglu(gate_up.to(DEVICE)).cpu()

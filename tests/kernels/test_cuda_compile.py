@@ -21,6 +21,7 @@ TESTS = Path(__file__).parent.parent
 HOPPER_SHARED_BYTES = 227 * 1024  # most that one block may take
 KERNELS = {
     "add_and_norm",
+    "add_product",
     "argmax_of_parts",
     "argmax_parts",
     "attend_one_token",
@@ -30,14 +31,13 @@ KERNELS = {
     "logsumexp",
     "mask",
     "matmul",
-    "matmul_parts",
     "rms_norm",
     "rope_and_cache",
     "sample",
     "short_conv",
     "swiglu",
 }
-HEAVY = {"attend_one_token", "attend_tile", "gated_matmul", "grouped_matmul", "matmul", "matmul_parts"}
+HEAVY = {"add_product", "attend_one_token", "attend_tile", "gated_matmul", "grouped_matmul", "matmul"}
 
 
 def compiled(capability: int, *dtypes: str, cache: Path) -> list[dict[str, Any]]:

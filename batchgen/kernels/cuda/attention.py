@@ -19,11 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.cuda import tuning
-from batchgen.kernels.cuda.tiles import num_tiles, power_of_two, tile_of
+from batchgen.kernels.cuda.tiles import Arrivals, num_tiles, power_of_two, tile_of
 from batchgen.kernels.cuda.tuning import SPAN
 from batchgen.kernels.inputs import KVCache, ModelInput
 
-_LEAST_ARRIVALS = 1 << 14  # for 2,048 sequences with 8 KV heads
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -237,23 +236,6 @@ def attend_tile(
     inside = valid[:, None] & (dim < HEAD_DIM)[None, :]
     mixed = _gated(mixed / total[:, None], gates, token, head, valid, num_heads)
     tl.store(to, mixed.to(out.dtype.element_ty), mask=inside)
-
-
-class Arrivals:
-    """Counters of the programs that have arrived, all zero between launches.
-
-    They stay where they are as long as this lives, since recordings hold their address: more are beside them.
-    """
-
-    def __init__(self) -> None:
-        self._given: list[Tensor] = []
-
-    def at_least(self, count: int, device: torch.device) -> Tensor:
-        """Counters, int32 [``count`` or more]."""
-        if not self._given or len(self._given[-1]) < count:
-            size = max(_LEAST_ARRIVALS, power_of_two(count))
-            self._given.append(torch.zeros(size, dtype=torch.int32, device=device))
-        return self._given[-1]
 
 
 class PagedAttention:

@@ -13,10 +13,17 @@ import triton
 from torch import Tensor
 
 from batchgen.kernels.cuda import mixers, rows, sampling, tuning
-from batchgen.kernels.cuda.attention import Arrivals, PagedAttention
+from batchgen.kernels.cuda.attention import PagedAttention
 from batchgen.kernels.cuda.experts import StackedExperts
-from batchgen.kernels.cuda.linear import CublasLinear, FixedOrderLinear, FusedGatedLinear
-from batchgen.kernels.cuda.tiles import num_tiles, power_of_two
+from batchgen.kernels.cuda.linear import (
+    CublasLinear,
+    FixedOrderLinear,
+    FusedGatedLinear,
+    PendingNorm,
+    computed,
+    norm_rows,
+)
+from batchgen.kernels.cuda.tiles import Arrivals, num_tiles, power_of_two
 from batchgen.kernels.experts import TorchRouter
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import (
@@ -88,7 +95,8 @@ class CudaKernels:
         return TableEmbedding(self, table, dtype), self.linear(table)
 
     def router(self, routing: Routing) -> Router:
-        return TorchRouter(routing, FixedOrderLinear(routing.weight, None))
+        choose = TorchRouter(routing, FixedOrderLinear(routing.weight, None))
+        return lambda x: choose(computed(x))
 
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> SparseFeedForward:
         return StackedExperts(weights, self)
@@ -100,27 +108,21 @@ class CudaKernels:
         return x.index_select(0, rows).to(dtype or x.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-        out = torch.empty_like(x)
-        num_rows, width = x.shape
-        rows.rms_norm[(num_rows,)](x, weight, residual, out, width, eps, BLOCK=power_of_two(width), **_FUSED)
-        return out
+        return norm_rows(x, weight, eps, residual)
 
     def add_and_norm(
         self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float, post: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        bias = None
+    ) -> tuple[Tensor, Tensor | PendingNorm]:
         if isinstance(linear, CublasLinear) and len(x) <= tuning.FEW_ROWS:
-            y, bias = linear.parts(x), linear.bias
+            y, squares = linear.few_rows(x, residual if post is None else None, self._arrivals)
+            if post is None:
+                return y, PendingNorm(y, squares, weight, eps)
         else:
-            y = linear(x)[None]
+            y = linear(x)
         sums, out = torch.empty_like(residual), torch.empty_like(residual)
-        num_parts, num_rows, width = y.shape
-        rows.add_and_norm[(num_rows,)](
-            *(y, bias, post, residual, weight, sums, out, num_rows, width, eps),
-            NUM_PARTS=num_parts,
-            BLOCK=power_of_two(width),
-            **_FUSED,
-        )
+        num_rows, width = y.shape
+        block = max(power_of_two(width), tuning.PIECE.value)
+        rows.add_and_norm[(num_rows,)](y, post, residual, weight, sums, out, width, eps, BLOCK=block, **_FUSED)
         return sums, out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:

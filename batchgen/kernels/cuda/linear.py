@@ -4,11 +4,16 @@ cuBLAS picks its kernel by shape and may split the inner dimension when rows are
 differ with how many rows share the product. ``FixedOrderLinear`` computes every element from tiles of one size,
 adding along the inner dimension from its start to its end: a row's bits are its own, at the cost of tiles that are
 too tall for a few rows and too small for thousands.
+
+The few rows of a decode step have products that also compute what stands beside them, each kernel less being
+microseconds saved: the last product of half a layer adds the residual and leaves sums of squares, from which the next
+one norms its rows on the way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,9 +23,47 @@ from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels.cuda import tuning
-from batchgen.kernels.cuda.rows import gated
-from batchgen.kernels.cuda.tuning import BLOCK_M, BLOCK_N, GATED_N, GROUP_M, NUM_PARTS, PART_N
+from batchgen.kernels.cuda.rows import gated, rms_norm, scaled
+from batchgen.kernels.cuda.tiles import Arrivals, power_of_two
+from batchgen.kernels.cuda.tuning import BLOCK_M, BLOCK_N, GATED_N, GROUP_M, NUM_PARTS, PIECE
 from batchgen.kernels.interface import Linear
+
+
+class PendingNorm:
+    """RMS norm of ``rows`` [rows, width] by ``weight``, which the kernel that multiplies them computes on the way.
+
+    ``squares`` [rows, pieces], float32, add up to each row's sum of squares.
+    """
+
+    def __init__(self, rows: Tensor, squares: Tensor, weight: Tensor, eps: float) -> None:
+        self.rows, self.squares, self.weight, self.eps = rows, squares, weight, eps
+
+    @cached_property
+    def computed(self) -> Tensor:
+        """The norm for whatever does not compute it."""
+        return norm_rows(self.rows, self.weight, self.eps)
+
+
+def computed(x: Tensor | PendingNorm) -> Tensor:
+    """X as a tensor."""
+    return x.computed if isinstance(x, PendingNorm) else x
+
+
+def operand(x: Tensor | PendingNorm) -> tuple[Tensor, dict[str, Any]]:
+    """The rows of x, and how a kernel for few of them that norms them on the way is launched."""
+    if not isinstance(x, PendingNorm):
+        return x, {"norm": (None, None, 0.0), "PIECES": 1, **block_sizes(x)}
+    norm, pieces = (x.weight, x.squares, x.eps), power_of_two(x.squares.shape[1])
+    return x.rows, {"norm": norm, "PIECES": pieces, **block_sizes(x.rows)}
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    """``Kernels.rms_norm``."""
+    out = torch.empty_like(x)
+    num_rows, width = x.shape
+    block = max(power_of_two(width), PIECE.value)
+    rms_norm[(num_rows,)](x, weight, residual, out, width, eps, BLOCK=block, enable_fp_fusion=True)
+    return out
 
 
 class CublasLinear:
@@ -30,17 +73,29 @@ class CublasLinear:
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = functional.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor | PendingNorm, residual: Tensor | None = None) -> Tensor:
+        y = functional.linear(computed(x), self.weight, self.bias)
         return y if residual is None else y + residual
 
-    def parts(self, x: Tensor) -> Tensor:
-        """What add up to the product of few rows without its bias, float32 [NUM_PARTS, rows, out_features]."""
+    def few_rows(self, x: Tensor, residual: Tensor | None, arrivals: Arrivals) -> tuple[Tensor, Tensor]:
+        """``linear(x) (+ residual)``, each rounded, and sums of its squares as ``PendingNorm`` has them.
+
+        A row's bits are its own.
+        """
         (rows, width), out_features = x.shape, len(self.weight)
-        out = torch.empty(NUM_PARTS.value, rows, out_features, dtype=torch.float32, device=x.device)
-        grid = (triton.cdiv(out_features, PART_N.value), NUM_PARTS.value, triton.cdiv(rows, BLOCK_M.value))
-        matmul_parts[grid](x, self.weight, out, rows, out_features, width, **block_sizes(x))
-        return out
+        grid = (triton.cdiv(out_features, PIECE.value), NUM_PARTS.value, triton.cdiv(rows, BLOCK_M.value))
+        out, squares, parts = (
+            torch.empty(shape, dtype=dtype, device=x.device)
+            for *shape, dtype in (
+                (rows, out_features, x.dtype),
+                (rows, grid[0], torch.float32),
+                (NUM_PARTS.value, rows, out_features, torch.float32),
+            )
+        )
+        arrived = arrivals.at_least(grid[0] * grid[2], x.device)
+        tensors = (x, self.weight, self.bias, residual, parts, arrived, out, squares)
+        add_product[grid](tensors, rows, out_features, width, **block_sizes(x))
+        return out, squares
 
 
 class FixedOrderLinear:
@@ -71,14 +126,15 @@ class FusedGatedLinear:
         self.linear: Linear = CublasLinear(weight, None)
         self._swiglu = swiglu
 
-    def __call__(self, x: Tensor) -> Tensor:
-        rows, width = x.shape
+    def __call__(self, x: Tensor | PendingNorm) -> Tensor:
+        taken, options = operand(x)
+        rows, width = taken.shape
         if rows > tuning.FEW_ROWS:
-            return self._swiglu(self.linear(x))
+            return self._swiglu(self.linear(taken))
         inner = len(self.weight) // 2
-        out = x.new_empty(rows, inner)
+        out = taken.new_empty(rows, inner)
         grid = (triton.cdiv(inner, GATED_N.value), triton.cdiv(rows, BLOCK_M.value))
-        gated_matmul[grid](x, self.weight, out, rows, inner, width, **block_sizes(x))
+        gated_matmul[grid](taken, self.weight, out, rows, inner, width, **options)
         return out
 
 
@@ -112,20 +168,45 @@ def matmul(x, weight, bias, out, rows, out_features, width, BLOCK_K: tl.constexp
     tl.store(out + row * out_features + column, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def scale_of(norm, m, rows, width, PIECES: tl.constexpr):
+    """What ``normed`` takes for rows m: one over their root mean square. ``norm`` is that of ``operand``."""
+    weight, squares, eps = norm
+    if weight is None:
+        return m
+    else:
+        piece, count = tl.arange(0, PIECES), tl.cdiv(width, PIECE)
+        inside = (m < rows)[:, None] & (piece < count)[None, :]
+        found = tl.load(squares + m.to(tl.int64)[:, None] * count + piece[None, :], mask=inside, other=0.0)
+        return tl.rsqrt(tl.sum(found, 1) / width + eps)
+
+
+@triton.jit
+def normed(x, norm, scale, m, k, rows, width):
+    """Columns k of rows m of x [rows, width], normed if ``norm`` says so; zero beyond its ends."""
+    inside = (m < rows)[:, None] & (k < width)[None, :]
+    a = tl.load(x + m.to(tl.int64)[:, None] * width + k[None, :], mask=inside, other=0.0)
+    if norm[0] is not None:
+        weight = tl.load(norm[0] + k, mask=k < width, other=0.0)[None, :]
+        a = scaled(a.to(tl.float32), scale[:, None], weight, a.dtype).to(a.dtype)
+    return a
+
+
 @triton.jit(do_not_specialize=["rows"])
-def gated_matmul(x, weight, out, rows, inner, width, BLOCK_K: tl.constexpr):
+def gated_matmul(x, weight, out, rows, inner, width, norm, BLOCK_K: tl.constexpr, PIECES: tl.constexpr):
     """``out = silu(gates) * ups`` of ``x @ weight.T``, the gates before the ups: one program per tile of ``out``.
 
-    Products are added up as in ``matmul`` and rounded as if they were stored.
+    Products are added up as in ``matmul`` and rounded as if they were stored; x is normed first as ``norm`` says.
     """
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * GATED_N + tl.arange(0, GATED_N)
     row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
+    scale = scale_of(norm, m, rows, width, PIECES)
     gate = tl.zeros([BLOCK_M, GATED_N], tl.float32)
     up = tl.zeros([BLOCK_M, GATED_N], tl.float32)
     for start in range(0, width, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        a = tl.load(x + row * width + k[None, :], mask=(row < rows) & (k < width)[None, :], other=0.0)
+        a = normed(x, norm, scale, m, k, rows, width)
         at = weight + column * width + k[:, None]
         inside = (column < inner) & (k < width)[:, None]
         gate = tl.dot(a, tl.load(at, mask=inside, other=0.0), gate, input_precision="ieee")
@@ -136,22 +217,43 @@ def gated_matmul(x, weight, out, rows, inner, width, BLOCK_K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def matmul_parts(x, weight, out, rows, out_features, width, BLOCK_K: tl.constexpr):
-    """``out[i] = x @ weight.T`` over the i-th part of ``width``: one program per tile and part.
+def add_product(tensors, rows, out_features, width, BLOCK_K: tl.constexpr):
+    """``out = x @ weight.T (+ bias) (+ residual)``, each rounded, and the sums of its squares over each tile's columns.
 
-    The weight alone says where parts begin, so that a row's sum does not depend on how many rows there are.
+    One program per tile of ``out`` and part of ``width``; the last to arrive adds up the parts, in order, and sets the
+    counter in ``arrivals`` back to zero. The weight alone says where parts begin, so that a row's sum does not depend
+    on how many rows there are.
     """
-    n = tl.program_id(0) * PART_N + tl.arange(0, PART_N)
+    x, weight, bias, residual, parts, arrivals, out, squares = tensors
+    tile, part = tl.program_id(0), tl.program_id(1)
+    n = tile * PIECE + tl.arange(0, PIECE)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
-    part = tl.program_id(1)
     extent = tl.cdiv(width, NUM_PARTS * BLOCK_K) * BLOCK_K
-    total = tl.zeros([BLOCK_M, PART_N], tl.float32)
+    total = tl.zeros([BLOCK_M, PIECE], tl.float32)
     for start in range(part * extent, tl.minimum((part + 1) * extent, width), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         a = tl.load(x + row * width + k[None, :], mask=(row < rows) & (k < width)[None, :], other=0.0)
         at = weight + column * width + k[:, None]
         b = tl.load(at, mask=(column < out_features) & (k < width)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
-    to = out + (part.to(tl.int64) * rows + row) * out_features + column
-    tl.store(to, total, mask=(row < rows) & (column < out_features))
+    inside = (row < rows) & (column < out_features)
+    at = row * out_features + column
+    size = rows.to(tl.int64) * out_features
+    tl.store(parts + part * size + at, total, mask=inside)
+    arrived = arrivals + tl.program_id(2) * tl.num_programs(0) + tile
+    tl.debug_barrier()  # every thread has written before one of them counts
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == NUM_PARTS - 1:
+        tl.store(arrived, 0)
+        total = tl.zeros([BLOCK_M, PIECE], tl.float32)
+        for i in tl.static_range(NUM_PARTS):
+            total += tl.load(parts + i * size + at, mask=inside, other=0.0)
+        if bias is not None:
+            total += tl.load(bias + n, mask=n < out_features, other=0.0).to(tl.float32)[None, :]
+        y = total.to(out.dtype.element_ty)
+        if residual is not None:
+            kept = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+            y = (y.to(tl.float32) + kept).to(out.dtype.element_ty)
+        tl.store(out + at, y, mask=inside)
+        v = y.to(tl.float32)
+        tl.store(squares + m.to(tl.int64) * tl.num_programs(0) + tile, tl.sum(v * v, 1), mask=m < rows)

@@ -8,20 +8,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from batchgen.kernels.cuda.tuning import PIECE
+
 SWIGLU_BLOCK = 1024
 ARGMAX_BLOCK = 8192  # logits of one program; a row's parts are then compared by another
 
 
 @triton.jit
-def _normed(v, weight, width, eps, dtype: tl.constexpr):
-    """A float32 row over its root mean square, rounded to ``dtype`` before it meets the weight, as models are trained.
+def scaled(v, scale, weight, dtype: tl.constexpr):
+    """Float32 rows times ``scale``, rounded to ``dtype`` before they meet the norm's weight, as models are trained.
 
-    Their product is rounded too; the result is float32 again.
+    ``scale`` is one over their root mean square. The product is rounded too; the result is float32 again.
     """
+    return ((v * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _normed(v, weight, width, eps, dtype: tl.constexpr):
+    """RMS norm of a float32 row: squares are added up piece by piece, as those that ``linear.add_product`` leaves."""
     column = tl.arange(0, v.shape[0])
-    v = (v * tl.rsqrt(tl.sum(v * v) / width + eps)).to(dtype).to(tl.float32)
-    v *= tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
-    return v.to(dtype).to(tl.float32)
+    squares = tl.sum(tl.reshape(v * v, [v.shape[0] // PIECE, PIECE]), 1)
+    scale = tl.rsqrt(tl.sum(squares) / width + eps)
+    return scaled(v, scale, tl.load(weight + column, mask=column < width, other=0.0), dtype)
 
 
 @triton.jit
@@ -37,25 +45,14 @@ def rms_norm(x, weight, residual, out, width, eps, BLOCK: tl.constexpr):
     tl.store(out + start + column, v.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def add_and_norm(
-    y, bias, post, residual, weight, sums, out, num_rows, width, eps, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One program per row: ``sums = y + residual``, y normed first by ``post`` if there is one; ``out`` their norm.
-
-    y [NUM_PARTS, num_rows, width] is added up, and ``bias`` to it if there is one, and rounded before all that.
-    """
+@triton.jit
+def add_and_norm(y, post, residual, weight, sums, out, width, eps, BLOCK: tl.constexpr):
+    """One program per row: ``sums = y + residual``, y normed first by ``post`` if there is one; ``out`` their norm."""
     start = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
     dtype: tl.constexpr = out.dtype.element_ty
-    v = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(NUM_PARTS):
-        at = y + num_rows.to(tl.int64) * width * part + start + column
-        v += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if bias is not None:
-        v += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    v = v.to(dtype).to(tl.float32)
+    v = tl.load(y + start + column, mask=inside, other=0.0).to(tl.float32)
     if post is not None:
         v = _normed(v, post, width, eps, dtype)
     v = (v + tl.load(residual + start + column, mask=inside, other=0.0).to(tl.float32)).to(dtype)

@@ -3,12 +3,18 @@
 A ragged batch is cut into tiles of T tokens that never span two sequences. Sequence i owns the tiles from
 ``cu_seqlens[i] // T + i`` on; that leaves it ``cu_seqlens[i + 1] // T - cu_seqlens[i] // T + 1`` of them, never
 fewer than it needs, so ``num_tokens // T + num_seqs`` programs cover every batch and a few find nothing to do.
+
+Where several programs compute parts of one result, they count their arrivals, and the last adds the parts up.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+_LEAST_ARRIVALS = 1 << 14  # for 2,048 sequences with 8 KV heads
 
 
 def num_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
@@ -19,6 +25,23 @@ def num_tiles(num_tokens: int, num_seqs: int, tokens: int) -> int:
 def power_of_two(n: int) -> int:
     """The least power of two that is not below n; what Triton's ranges must be."""
     return 1 << (n - 1).bit_length()
+
+
+class Arrivals:
+    """Counters of the programs that have arrived, all zero between launches.
+
+    They stay where they are as long as this lives, since recordings hold their address: more are beside them.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[Tensor] = []
+
+    def at_least(self, count: int, device: torch.device) -> Tensor:
+        """Counters, int32 [``count`` or more]."""
+        if not self._given or len(self._given[-1]) < count:
+            size = max(_LEAST_ARRIVALS, power_of_two(count))
+            self._given.append(torch.zeros(size, dtype=torch.int32, device=device))
+        return self._given[-1]
 
 
 @triton.jit
