@@ -59,8 +59,7 @@ def compile_instead_of_launching() -> dict[str, tuple[str, Any]]:
 
 
 def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple[int, int]]) -> None:
-    inputs, num_blocks = ragged_input(pieces, BLOCK_SIZE)
-    tokens, slots = inputs.num_tokens, inputs.num_seqs
+    tokens = sum(count for _, count in pieces)
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -68,34 +67,47 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
     for residual in (None, zeros(tokens, HIDDEN)):
         kernels.rms_norm(zeros(tokens, HIDDEN), zeros(HIDDEN), 1e-5, residual)
     kernels.swiglu(zeros(tokens, 2 * FF))
-    gated = kernels.gated_linear(zeros(FF, HIDDEN), zeros(FF, HIDDEN))
-    gated(zeros(tokens, HIDDEN))
     for bias in (None, zeros(HIDDEN)):
         linear = kernels.linear(zeros(HIDDEN, HIDDEN), bias)
         linear(zeros(tokens, HIDDEN))
         for post in (None, zeros(HIDDEN)):
-            x = zeros(tokens, HIDDEN)
-            gated(kernels.add_and_norm(linear, x, x, zeros(HIDDEN), 1e-5, post)[1])
+            kernels.add_and_norm(linear, zeros(tokens, HIDDEN), zeros(tokens, HIDDEN), zeros(HIDDEN), 1e-5, post)
     experts = kernels.experts((zeros(64, HIDDEN), zeros(64, HIDDEN), zeros(HIDDEN, 64)) for _ in range(4))
     route = kernels.router(Routing(zeros(4, HIDDEN, dtype=torch.float32), None, 2, is_softmax=True))
-    x = zeros(tokens, HIDDEN)
+    x, gated = zeros(tokens, HIDDEN), kernels.gated_linear(zeros(FF, HIDDEN), zeros(FF, HIDDEN))
     experts(x, *route(x), x)
-    keys = zeros(num_blocks + 1, KV_HEADS, 1, BLOCK_SIZE, HEAD_DIM)
-    cache = KVCache(keys, zeros(num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM), BLOCK_SIZE)
-    rotary = zeros(2, 1024, HEAD_DIM // 2, dtype=torch.float32)
-    for norm, window, gates in ((zeros(HEAD_DIM), 0, 0), (None, 256, HEADS)):
-        qkv = zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM + gates)
-        q = kernels.rope_and_cache(qkv, Heads(HEADS, HEAD_DIM, norm, norm, 1e-5), rotary, inputs, cache)
-        kernels.attention(q, cache, inputs, HEAD_DIM, keys.dtype, window, qkv if gates else None)
-    state = ConvState(zeros(slots, 2, HIDDEN), zeros(num_blocks, 2, HIDDEN), BLOCK_SIZE)
-    weight, bias = zeros(3, HIDDEN, dtype=torch.float32), zeros(HIDDEN, dtype=torch.float32)
-    kernels.short_conv(zeros(tokens, 3 * HIDDEN), weight, bias, state, inputs)
+    for taken in (x, kernels.add_and_norm(linear, x, x, zeros(HIDDEN), 1e-5)[1]):
+        gated(taken)
+        call_projections(kernels, dtype, pieces, taken)
     logits = zeros(2, VOCAB)
     kernels.argmax(logits)
     kernels.logsumexp(logits)
     kernels.mask(logits, zeros(2, dtype=torch.int64), zeros(2, VOCAB // 32, dtype=torch.int32))
     types = (torch.float32, torch.float32, torch.int64, torch.float64, torch.float64)
     kernels.sample(logits, SamplingRows(*(zeros(2, dtype=t) for t in types)))
+
+
+def call_projections(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple[int, int]], x: Any) -> None:
+    """What begins a layer, in one kernel if it may be; then in steps."""
+    inputs, num_blocks = ragged_input(pieces, BLOCK_SIZE)
+    tokens, slots = inputs.num_tokens, inputs.num_seqs
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    keys = zeros(num_blocks + 1, KV_HEADS, 1, BLOCK_SIZE, HEAD_DIM)
+    cache = KVCache(keys, zeros(num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM), BLOCK_SIZE)
+    rotary = zeros(2, 1024, HEAD_DIM // 2, dtype=torch.float32)
+    for norm, window, gates in ((zeros(HEAD_DIM), 0, 0), (None, 256, HEADS)):
+        qkv = zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM + gates)
+        heads = Heads(HEADS, HEAD_DIM, norm, norm, 1e-5)
+        kernels.project_and_cache(kernels.linear(zeros(qkv.shape[1], HIDDEN)), x, heads, rotary, inputs, cache)
+        q = kernels.rope_and_cache(qkv, heads, rotary, inputs, cache)
+        kernels.attention(q, cache, inputs, HEAD_DIM, keys.dtype, window, qkv if gates else None)
+    state = ConvState(zeros(slots, 2, HIDDEN), zeros(num_blocks, 2, HIDDEN), BLOCK_SIZE)
+    weight, bias = zeros(3, HIDDEN, dtype=torch.float32), zeros(HIDDEN, dtype=torch.float32)
+    kernels.project_and_convolve(kernels.linear(zeros(3 * HIDDEN, HIDDEN)), x, weight, bias, state, inputs)
+    kernels.short_conv(zeros(tokens, 3 * HIDDEN), weight, bias, state, inputs)
 
 
 def report(name: str, kernel: Any) -> dict[str, Any]:

@@ -31,13 +31,24 @@ KERNELS = {
     "logsumexp",
     "mask",
     "matmul",
+    "project_and_cache",
+    "project_and_convolve",
     "rms_norm",
     "rope_and_cache",
     "sample",
     "short_conv",
     "swiglu",
 }
-HEAVY = {"add_product", "attend_one_token", "attend_tile", "gated_matmul", "grouped_matmul", "matmul"}
+HEAVY = {
+    "add_product",
+    "attend_one_token",
+    "attend_tile",
+    "gated_matmul",
+    "grouped_matmul",
+    "matmul",
+    "project_and_cache",
+    "project_and_convolve",
+}
 
 
 def compiled(capability: int, *dtypes: str, cache: Path) -> list[dict[str, Any]]:

@@ -37,6 +37,7 @@ from batchgen.kernels.cuda import attention as attention_kernels
 from batchgen.kernels.cuda import tuning
 from batchgen.kernels.cuda.linear import CublasLinear, PendingNorm
 from batchgen.kernels.cuda.tiles import Arrivals
+from batchgen.kernels.inputs import ConvState
 from batchgen.kernels.interface import Heads, SamplingRows
 from batchgen.kernels.quantize import quantize
 from batchgen.kernels.reference import ReferenceKernels
@@ -338,6 +339,72 @@ def test_short_conv_equals_the_reference(width: int, taps: int, pieces: str, dty
     torch.testing.assert_close(out, expected, **tolerance(dtype))
     assert torch.equal(slots, expected_slots), "the last inputs are kept as they are, and only for these sequences"
     torch.testing.assert_close(blocks, expected_blocks, rtol=0, atol=0, equal_nan=True)
+
+
+@each_value_once(
+    {
+        "heads, block_size": [((3, 3, 16), 16), ((5, 1, 8), 3), ((4, 2, 24), 24), ((2, 1, 128), 1), ((2, 2, 64), 32)],
+        "is_plain, is_pending, dtype": list(product([False, True], [True, False], DTYPES)),
+    }
+)
+def test_a_projection_joined_to_the_heads_equals_the_steps_it_joins(
+    is_plain: bool, is_pending: bool, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    inputs, num_blocks = ragged_input([(0, 1), (300, 1), (0, 5), (31, 63)], block_size)
+    moved, width, norm = inputs.to(DEVICE), 70, pending_norm(70, 70, dtype)
+    x = norm if is_pending else norm.computed
+    weights = [None if is_plain else (1 + normal(head_dim, seed=s, dtype=dtype)).to(DEVICE) for s in (2, 3)]
+    shape = Heads(num_heads, head_dim, weights[0], weights[1], 1e-5)
+    columns = (num_heads + 2 * num_kv_heads) * head_dim
+    weight = normal(columns, width, seed=1, dtype=dtype)
+    rotary = rotary_table(400, head_dim).to(DEVICE)
+    joined, in_order = OnDevice().kernels, OnDevice(batch_invariant=True).kernels
+    results = []
+    for kernels in (joined, in_order):
+        cache = OnDevice._moved(empty_cache(inputs, num_blocks, block_size, num_kv_heads, head_dim, dtype))
+        taken = x if kernels is joined else norm.computed
+        q, product = kernels.project_and_cache(kernels.linear(weight.to(DEVICE)), taken, shape, rotary, moved, cache)
+        assert (product is None) == (kernels is joined)
+        results.append((q, cache.keys, cache.values))
+    for got, expected in zip(*results, strict=True):
+        assert_equal_norms(got, expected)
+    wider = joined.linear(normal(columns + num_heads, width, seed=1, dtype=dtype).to(DEVICE))
+    _, product = joined.project_and_cache(wider, x, shape, rotary, moved, cache)
+    assert product is not None, "gates are in it"
+    assert product.shape == (70, columns + num_heads)
+
+
+@each_value_once(
+    {
+        "width, taps, num_spare": [(16, 3, 0), (100, 3, 2), (70, 2, 1), (40, 7, 3)],
+        "is_pending, dtype": list(product([True, False], DTYPES)),
+    }
+)
+def test_a_projection_joined_to_the_convolution_equals_the_steps_it_joins(
+    width: int, taps: int, num_spare: int, is_pending: bool, dtype: torch.dtype
+) -> None:
+    inputs, num_blocks = ragged_input([(past % 40, 1) for past in range(70)], 16)
+    rejected = torch.arange(70, dtype=torch.int32) % (num_spare + 1)
+    inputs = replace(inputs, conv_rejected=torch.minimum(rejected, inputs.positions)).to(DEVICE)
+    norm = pending_norm(70, width, dtype)
+    weight, bias = normal(taps, width, seed=1).to(DEVICE), normal(width, seed=2).to(DEVICE)
+    projection = normal(3 * width, width, seed=3, dtype=dtype).to(DEVICE)
+    slots = normal(73, taps - 1 + num_spare, width, seed=4, dtype=dtype)
+    slots[inputs.conv_slots[inputs.positions == 0].long().cpu()] = torch.nan  # an earlier sequence's
+    results = []
+    for kernels in (OnDevice().kernels, OnDevice(batch_invariant=True).kernels):
+        blocks = torch.full((num_blocks, taps - 1, width), 7, dtype=dtype)
+        state = ConvState(slots.to(DEVICE, copy=True), blocks.to(DEVICE), 16)
+        x = norm if is_pending and not kernels.batch_invariant else norm.computed
+        out = kernels.project_and_convolve(kernels.linear(projection), x, weight, bias, state, inputs)
+        results.append((out, state.slots, state.blocks))
+    (out, slots, blocks), (expected, expected_slots, expected_blocks) = results
+    assert_equal_norms(out, expected)
+    assert torch.equal(slots.isnan(), expected_slots.isnan())
+    assert_equal_norms(slots.nan_to_num(), expected_slots.nan_to_num())
+    assert_equal_norms(blocks, expected_blocks)
+    assert (blocks != 7).any()
 
 
 FILTERS = [

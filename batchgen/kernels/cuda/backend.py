@@ -7,6 +7,7 @@ step can be captured in a CUDA graph. Kernels are compiled when first launched a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, TypeGuard
 
 import torch
 import triton
@@ -22,6 +23,7 @@ from batchgen.kernels.cuda.linear import (
     PendingNorm,
     computed,
     norm_rows,
+    operand,
 )
 from batchgen.kernels.cuda.tiles import Arrivals, num_tiles, power_of_two
 from batchgen.kernels.experts import TorchRouter
@@ -45,6 +47,23 @@ from batchgen.kernels.quantize import stored
 _FUSED = {"enable_fp_fusion": True}  # as compilers do by default; Triton 3.9 warns where it is not said
 
 
+def _joins(linear: Linear, inputs: ModelInput) -> TypeGuard[CublasLinear]:
+    """Whether a kernel for few rows computes a projection together with what follows it."""
+    return isinstance(linear, CublasLinear) and linear.bias is None and inputs.num_tokens <= tuning.FEW_ROWS
+
+
+def _cached_heads(
+    heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache
+) -> tuple[Tensor, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+    """Room for queries, and the arguments of kernels that write them, keys and values."""
+    new = torch.empty if cache.width == heads.head_dim else torch.zeros
+    q = new(inputs.num_tokens, heads.num_heads, cache.width, dtype=torch.float32, device=cache.keys.device)
+    tensors = (heads.q_norm, heads.k_norm, rotary[0], rotary[1], inputs.positions, inputs.slot_mapping)
+    sizes = (heads.eps, heads.head_dim**-0.5, heads.num_heads, cache.keys.shape[1])
+    options = {"HALF": heads.head_dim // 2, "CACHE": (cache.width, cache.block_size, cache.lanes)}
+    return q, (*tensors, q, cache.keys, cache.values), sizes, options
+
+
 class CudaKernels:
     """``Kernels`` for NVIDIA GPUs, in bfloat16, float16 and float32.
 
@@ -55,8 +74,6 @@ class CudaKernels:
 
     name = "cuda"
     activations = "auto"
-    project_and_cache = project_then_cache
-    project_and_convolve = project_then_convolve
 
     def __init__(
         self, device: torch.device | None = None, *, batch_invariant: bool = False, weights: str = "auto"
@@ -133,21 +150,32 @@ class CudaKernels:
         return out
 
     def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
-        num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, heads.head_dim
-        new = torch.empty if width == head_dim else torch.zeros
-        q = new(len(qkv), heads.num_heads, width, dtype=torch.float32, device=qkv.device)
-        tensors = (
-            *(qkv, heads.q_norm, heads.k_norm, rotary[0], rotary[1], inputs.positions, inputs.slot_mapping),
-            *(q, cache.keys, cache.values),
-        )
-        mixers.rope_and_cache[(len(qkv),)](
-            *(tensors, heads.eps, head_dim**-0.5, heads.num_heads, num_kv_heads, qkv.shape[1]),
-            HALF=head_dim // 2,
-            CACHE=(width, cache.block_size, cache.lanes),
-            POWERS=tuple(map(power_of_two, (heads.num_heads, num_kv_heads, head_dim // 2))),
-            **_FUSED,
-        )
+        q, tensors, sizes, options = _cached_heads(heads, rotary, inputs, cache)
+        powers = tuple(map(power_of_two, (heads.num_heads, cache.keys.shape[1], heads.head_dim // 2)))
+        mixers.rope_and_cache[(len(qkv),)](qkv, tensors, sizes, qkv.shape[1], POWERS=powers, **options, **_FUSED)
         return q
+
+    def project_and_cache(
+        self,
+        linear: Linear,
+        x: Tensor | PendingNorm,
+        heads: Heads,
+        rotary: Tensor,
+        inputs: ModelInput,
+        cache: KVCache,
+    ) -> tuple[Tensor, Tensor | None]:
+        num_heads = heads.num_heads + 2 * cache.keys.shape[1]
+        if not _joins(linear, inputs) or len(linear.weight) > num_heads * heads.head_dim:
+            return project_then_cache(self, linear, x, heads, rotary, inputs, cache)
+        taken, options = operand(x)
+        q, tensors, sizes, cache_options = _cached_heads(heads, rotary, inputs, cache)
+        mixers.project_and_cache[(num_heads, triton.cdiv(len(taken), tuning.BLOCK_M.value))](
+            *(taken, linear.weight, tensors, sizes, *taken.shape),
+            HALF_BLOCK=max(tuning.LEAST_ROWS, power_of_two(heads.head_dim // 2)),
+            **cache_options,
+            **options,
+        )
+        return q, None
 
     def attention(
         self,
@@ -185,6 +213,32 @@ class CudaKernels:
             TOKENS=tokens,
             ONE_EACH=one_each,
             **_FUSED,
+        )
+        return out
+
+    def project_and_convolve(
+        self,
+        linear: Linear,
+        x: Tensor | PendingNorm,
+        weight: Tensor,
+        bias: Tensor,
+        state: ConvState,
+        inputs: ModelInput,
+    ) -> Tensor:
+        taps, width = weight.shape
+        if not _joins(linear, inputs) or inputs.num_tokens > inputs.num_seqs or taps == 1:
+            return project_then_convolve(self, linear, x, weight, bias, state, inputs)
+        taken, options = operand(x)
+        out = torch.empty_like(taken)
+        tensors = (weight, bias, state.slots, state.blocks, inputs.conv_slots, inputs.conv_rejected)
+        grid = (triton.cdiv(width, tuning.CONV_N.value), triton.cdiv(len(taken), tuning.BLOCK_M.value))
+        mixers.project_and_convolve[grid](
+            *(taken, linear.weight, (*tensors, inputs.positions, inputs.slot_mapping, out), *taken.shape),
+            BLOCK_SIZE=state.block_size,
+            TAPS=taps,
+            TAPS_BLOCK=power_of_two(max(taps - 2, 1)),
+            NUM_SPARE=state.num_spare,
+            **options,
         )
         return out
 

@@ -1,74 +1,141 @@
-"""Kernels that touch a sequence's state: rotary embedding with the KV cache write, and the short convolution."""
+"""Kernels that touch a sequence's state: rotary embedding with the KV cache write, and the short convolution.
+
+Each alone, and for few rows joined to the projection before it, with the roundings of both.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from batchgen.kernels.cuda.linear import normed, scale_of
+from batchgen.kernels.cuda.rows import scaled
 from batchgen.kernels.cuda.tiles import tile_of
+from batchgen.kernels.cuda.tuning import BLOCK_M, CONV_N
 
 CONV_TOKENS = 16  # tokens of a sequence that one program convolves, one after the other
 CONV_CHANNELS = tl.constexpr(256)
 
 
 @triton.jit
-def _normed_and_rotated(x, weight, eps, cosine, sine, head, num_heads, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
-    """RMS norm, if there is a ``weight``, and half-split rotation of heads x [num_heads, 2 * HALF].
-
-    Returns float32 halves [heads, HALF_BLOCK].
-    """
-    dtype = x.dtype.element_ty
+def _halves(x, head, num_heads, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr):
+    """Heads of x [num_heads, 2 * HALF] as float32 halves [heads, HALF_BLOCK], zero beyond their ends."""
     i = tl.arange(0, HALF_BLOCK)
     inside = (head[:, None] < num_heads) & (i < HALF)[None, :]
     at = x + head[:, None] * (2 * HALF) + i[None, :]
-    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    a, b = tl.load(at, mask=inside, other=0.0), tl.load(at + HALF, mask=inside, other=0.0)
+    return a.to(tl.float32), b.to(tl.float32)
+
+
+@triton.jit
+def _normed_and_rotated(a, b, weight, eps, cosine, sine, HALF: tl.constexpr, dtype: tl.constexpr):
+    """RMS norm, if there is a ``weight``, and half-split rotation of heads in halves a, b [rows, HALF_BLOCK].
+
+    All in float32, norms rounded to ``dtype``; ``cosine`` and ``sine`` [rows or 1] are where a row's position has them.
+    """
+    i = tl.arange(0, a.shape[1])
     if weight is not None:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
-        weight_a = tl.load(weight + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
-        weight_b = tl.load(weight + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)[None, :]
-        a = ((a * scale).to(dtype).to(tl.float32) * weight_a).to(dtype).to(tl.float32)
-        b = ((b * scale).to(dtype).to(tl.float32) * weight_b).to(dtype).to(tl.float32)
-    c = tl.load(cosine + i, mask=i < HALF, other=0.0)[None, :]
-    s = tl.load(sine + i, mask=i < HALF, other=0.0)[None, :]
+        a = scaled(a, scale, tl.load(weight + i, mask=i < HALF, other=0.0)[None, :], dtype)
+        b = scaled(b, scale, tl.load(weight + HALF + i, mask=i < HALF, other=0.0)[None, :], dtype)
+    c = tl.load(cosine[:, None] + i[None, :], mask=(i < HALF)[None, :], other=0.0)
+    s = tl.load(sine[:, None] + i[None, :], mask=(i < HALF)[None, :], other=0.0)
     return a * c - b * s, b * c + a * s
 
 
 @triton.jit
-def rope_and_cache(
-    tensors, eps, scale, num_heads, num_kv_heads, columns, HALF: tl.constexpr, CACHE: tl.constexpr, POWERS: tl.constexpr
-):
+def _store_halves(to, a, b, inside, HALF: tl.constexpr):
+    """Heads as they lie in memory, each at its ``to`` [rows], of halves a, b [rows, HALF_BLOCK]."""
+    i = tl.arange(0, a.shape[1])
+    at, inside = to[:, None] + i[None, :], inside[:, None] & (i < HALF)[None, :]
+    tl.store(at, a.to(to.dtype.element_ty), mask=inside)
+    tl.store(at + HALF, b.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rope_and_cache(qkv, tensors, sizes, columns, HALF: tl.constexpr, CACHE: tl.constexpr, POWERS: tl.constexpr):
     """One program per token. CACHE: width, block_size, lanes. POWERS: of two, holding num_heads, num_kv_heads, HALF."""
     WIDTH: tl.constexpr = CACHE[0]
     BLOCK_SIZE: tl.constexpr = CACHE[1]
     LANES: tl.constexpr = CACHE[2]
     HALF_BLOCK: tl.constexpr = POWERS[2]
-    qkv, q_weight, k_weight, cosine, sine, positions, slots, q_out, keys, values = tensors
+    q_weight, k_weight, cosine, sine, positions, slots, q_out, keys, values = tensors
+    eps, scale, num_heads, num_kv_heads = sizes
     token = tl.program_id(0).to(tl.int64)
-    angle = tl.load(positions + token) * HALF
+    angle = tl.load(positions + token + tl.arange(0, 1)) * HALF
+    dtype: tl.constexpr = qkv.dtype.element_ty
     row = qkv + token * columns
-    i = tl.arange(0, HALF_BLOCK)
     head = tl.arange(0, POWERS[0])
-    a, b = _normed_and_rotated(row, q_weight, eps, cosine + angle, sine + angle, head, num_heads, HALF, HALF_BLOCK)
-    inside = (head[:, None] < num_heads) & (i < HALF)[None, :]
-    to = q_out + (token * num_heads + head)[:, None] * WIDTH + i[None, :]
-    tl.store(to, a * scale, mask=inside)
-    tl.store(to + HALF, b * scale, mask=inside)
+    a, b = _halves(row, head, num_heads, HALF, HALF_BLOCK)
+    a, b = _normed_and_rotated(a, b, q_weight, eps, cosine + angle, sine + angle, HALF, dtype)
+    _store_halves(q_out + (token * num_heads + head) * WIDTH, a * scale, b * scale, head < num_heads, HALF)
 
     slot = tl.load(slots + token)
     head = tl.arange(0, POWERS[1])
-    inside = (head[:, None] < num_kv_heads) & (i < HALF)[None, :]
+    place = slot // BLOCK_SIZE * num_kv_heads + head
     row += num_heads * (2 * HALF)
-    a, b = _normed_and_rotated(row, k_weight, eps, cosine + angle, sine + angle, head, num_kv_heads, HALF, HALF_BLOCK)
-    place = (slot // BLOCK_SIZE * num_kv_heads + head)[:, None]  # block and head
-    to = keys + (place * LANES + slot % BLOCK_SIZE) * WIDTH + i[None, :]
-    tl.store(to, a.to(keys.dtype.element_ty), mask=inside)
-    tl.store(to + HALF, b.to(keys.dtype.element_ty), mask=inside)
+    a, b = _halves(row, head, num_kv_heads, HALF, HALF_BLOCK)
+    a, b = _normed_and_rotated(a, b, k_weight, eps, cosine + angle, sine + angle, HALF, dtype)
+    _store_halves(keys + (place * LANES + slot % BLOCK_SIZE) * WIDTH, a, b, head < num_kv_heads, HALF)
+    a, b = _halves(row + num_kv_heads * (2 * HALF), head, num_kv_heads, HALF, HALF_BLOCK)
+    _store_halves(values + (place * BLOCK_SIZE + slot % BLOCK_SIZE) * WIDTH, a, b, head < num_kv_heads, HALF)
 
-    at = row + (num_kv_heads + head)[:, None] * (2 * HALF) + i[None, :]
-    to = values + (place * BLOCK_SIZE + slot % BLOCK_SIZE) * WIDTH + i[None, :]
-    tl.store(to, tl.load(at, mask=inside), mask=inside)
-    tl.store(to + HALF, tl.load(at + HALF, mask=inside), mask=inside)
+
+@triton.jit(do_not_specialize=["rows"])
+def project_and_cache(
+    x,
+    weight,
+    tensors,
+    sizes,
+    rows,
+    width,
+    norm,
+    HALF: tl.constexpr,
+    CACHE: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """``rope_and_cache`` of ``x @ weight.T``: one program per head of queries, keys or values, and ``BLOCK_M`` tokens.
+
+    Products are added up as in ``linear.matmul``; x is normed first as ``norm`` says.
+    """
+    WIDTH: tl.constexpr = CACHE[0]
+    BLOCK_SIZE: tl.constexpr = CACHE[1]
+    LANES: tl.constexpr = CACHE[2]
+    q_weight, k_weight, cosine, sine, positions, slots, q_out, keys, values = tensors
+    eps, q_scale, num_heads, num_kv_heads = sizes
+    head = tl.program_id(0)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = tl.arange(0, HALF_BLOCK)
+    n = (head * (2 * HALF) + i).to(tl.int64)[None, :]
+    scale = scale_of(norm, m, rows, width, PIECES)
+    a = tl.zeros([BLOCK_M, HALF_BLOCK], tl.float32)
+    b = tl.zeros([BLOCK_M, HALF_BLOCK], tl.float32)
+    for start in range(0, width, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        taken = normed(x, norm, scale, m, k, rows, width)
+        at = weight + n * width + k[:, None]
+        inside = (i < HALF)[None, :] & (k < width)[:, None]
+        a = tl.dot(taken, tl.load(at, mask=inside, other=0.0), a, input_precision="ieee")
+        b = tl.dot(taken, tl.load(at + HALF * width, mask=inside, other=0.0), b, input_precision="ieee")
+    inside = m < rows
+    dtype: tl.constexpr = x.dtype.element_ty
+    a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
+    angle = tl.load(positions + m, mask=inside, other=0) * HALF
+    slot = tl.load(slots + m, mask=inside, other=0)
+    place = slot // BLOCK_SIZE * num_kv_heads
+    if head < num_heads:
+        a, b = _normed_and_rotated(a, b, q_weight, eps, cosine + angle, sine + angle, HALF, dtype)
+        at = m.to(tl.int64) * num_heads + head
+        _store_halves(q_out + at * WIDTH, a * q_scale, b * q_scale, inside, HALF)
+    elif head < num_heads + num_kv_heads:
+        a, b = _normed_and_rotated(a, b, k_weight, eps, cosine + angle, sine + angle, HALF, dtype)
+        at = (place + head - num_heads) * LANES + slot % BLOCK_SIZE
+        _store_halves(keys + at * WIDTH, a, b, inside, HALF)
+    else:
+        at = (place + head - num_heads - num_kv_heads) * BLOCK_SIZE + slot % BLOCK_SIZE
+        _store_halves(values + at * WIDTH, a, b, inside, HALF)
 
 
 @triton.jit
@@ -146,3 +213,69 @@ def short_conv(
         num_back = tl.minimum(end - first - 1, NUM_SPARE)
         is_backwards = num_rejected > end - first
         _remember(state, bcx, past, end - 1, first, is_started, width, channel, num_back, is_backwards, TAPS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def project_and_convolve(
+    x,
+    projection,
+    tensors,
+    rows,
+    width,
+    norm,
+    BLOCK_SIZE: tl.constexpr,
+    TAPS: tl.constexpr,
+    TAPS_BLOCK: tl.constexpr,
+    NUM_SPARE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """``short_conv`` of ``x @ projection.T`` for sequences with one token each.
+
+    One program per ``BLOCK_M`` of them and ``CONV_N`` channels, which owns their state: it reads all of it that it
+    needs before it writes. Products are added up as in ``linear.matmul``; x is normed first as ``norm`` says.
+    """
+    weight, bias, slots, blocks, conv_slots, rejected, positions, slot_mapping, out = tensors
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * CONV_N + tl.arange(0, CONV_N)
+    scale = scale_of(norm, m, rows, width, PIECES)
+    b = tl.zeros([BLOCK_M, CONV_N], tl.float32)
+    c = tl.zeros([BLOCK_M, CONV_N], tl.float32)
+    u = tl.zeros([BLOCK_M, CONV_N], tl.float32)
+    for start in range(0, width, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = normed(x, norm, scale, m, k, rows, width)
+        at = projection + n.to(tl.int64)[None, :] * width + k[:, None]
+        inside = (n < width)[None, :] & (k < width)[:, None]
+        b = tl.dot(a, tl.load(at, mask=inside, other=0.0), b, input_precision="ieee")
+        c = tl.dot(a, tl.load(at + width * width, mask=inside, other=0.0), c, input_precision="ieee")
+        u = tl.dot(a, tl.load(at + 2 * width * width, mask=inside, other=0.0), u, input_precision="ieee")
+    dtype: tl.constexpr = out.dtype.element_ty
+    u = (b.to(dtype).to(tl.float32) * u.to(dtype).to(tl.float32)).to(dtype)
+
+    is_row = m < rows
+    inside = is_row[:, None] & (n < width)[None, :]
+    slot = tl.load(conv_slots + m, mask=is_row, other=0).to(tl.int64)
+    state = slots + (slot * (TAPS - 1 + NUM_SPARE) + NUM_SPARE) * width
+    past = (state - tl.load(rejected + m, mask=is_row, other=0) * width)[:, None] + n[None, :]
+    position = tl.load(positions + m, mask=is_row, other=0)
+    is_old = inside & (position > 0)[:, None]
+    total = tl.load(bias + n, mask=n < width, other=0.0)[None, :]
+    for tap in tl.static_range(TAPS - 1):
+        old = tl.load(past + tap * width, mask=is_old, other=0.0).to(tl.float32)
+        total += old * tl.load(weight + tap * width + n, mask=n < width, other=0.0)[None, :]
+    total += u.to(tl.float32) * tl.load(weight + (TAPS - 1) * width + n, mask=n < width, other=0.0)[None, :]
+    y = c.to(dtype).to(tl.float32) * total.to(dtype).to(tl.float32)
+    tl.store(out + m.to(tl.int64)[:, None] * width + n[None, :], y.to(dtype), mask=inside)
+
+    block = tl.load(slot_mapping + m, mask=is_row, other=0) // BLOCK_SIZE
+    ends = inside & ((position + 1) % BLOCK_SIZE == 0)[:, None]
+    state = state[:, None] + n[None, :]
+    block = (blocks + block * (TAPS - 1) * width)[:, None] + n[None, :]
+    tap = tl.arange(0, TAPS_BLOCK)[:, None, None]
+    kept = tl.load(past[None, :, :] + (tap + 1) * width, mask=is_old[None, :, :] & (tap < TAPS - 2), other=0.0)
+    tl.debug_barrier()  # threads may hold other channels when they write than when they read
+    tl.store(state[None, :, :] + tap * width, kept, mask=inside[None, :, :] & (tap < TAPS - 2))
+    tl.store(block[None, :, :] + tap * width, kept, mask=ends[None, :, :] & (tap < TAPS - 2))
+    tl.store(state + (TAPS - 2) * width, u, mask=inside)
+    tl.store(block + (TAPS - 2) * width, u, mask=ends)

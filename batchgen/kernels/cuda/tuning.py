@@ -24,6 +24,7 @@ PROMPT_WARPS, TALL_PROMPT_WARPS = 4, 8  # of tiles up to 64 rows, and of taller 
 BLOCK_M = tl.constexpr(64)  # the least that a Hopper matrix instruction takes
 BLOCK_N = tl.constexpr(64)
 BLOCK_K, BLOCK_K_FLOAT32 = 64, 32
+CONV_N = tl.constexpr(16)  # channels of a projection that its convolution is joined to, three tiles side by side
 GATED_N = tl.constexpr(32)  # columns of a tile of gates, and of the tile of ups beside it
 PIECE = tl.constexpr(32)  # columns of a row whose squares are added up together; of a tile of a product in parts
 NUM_PARTS = tl.constexpr(4)  # of the sum behind a layer, each added up by programs of its own
