@@ -20,9 +20,6 @@ from batchgen.kernels.interface import (
     Router,
     Routing,
     SparseFeedForward,
-    add_then_norm,
-    project_then_cache,
-    project_then_convolve,
 )
 
 
@@ -33,9 +30,9 @@ class TimedKernels:
     kernels of a recording run in one piece and would not be timed. What is several operations is timed as these.
     """
 
-    add_and_norm = add_then_norm
-    project_and_cache = project_then_cache
-    project_and_convolve = project_then_convolve
+    add_and_norm = Kernels.add_and_norm
+    project_and_cache = Kernels.project_and_cache
+    project_and_convolve = Kernels.project_and_convolve
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

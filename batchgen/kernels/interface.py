@@ -76,6 +76,8 @@ class Recorder(Protocol):
 class Kernels(Protocol):
     """Operations of a back end. All tensors are contiguous; results are new tensors unless said otherwise.
 
+    Those that are made of others say so, so that a back end may join what they are made of.
+
     While a ``Recorder`` records, results exist only after the recording.
     """
 
@@ -122,6 +124,8 @@ class Kernels(Protocol):
 
         With weights ``post`` the product is normed before it is added.
         """
+        h = linear(x, residual) if post is None else self.rms_norm(linear(x), post, eps, residual)
+        return h, self.rms_norm(h, weight, eps)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up [rows, 2 * width]; [rows, width]."""
@@ -144,6 +148,8 @@ class Kernels(Protocol):
 
         Beside the queries the product, which is None only if it has no columns behind the values.
         """
+        qkv = linear(x)
+        return self.rope_and_cache(qkv, heads, rotary, inputs, cache), qkv
 
     def attention(
         self,
@@ -173,6 +179,7 @@ class Kernels(Protocol):
         self, linear: Linear, x: Normed, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput
     ) -> Tensor:
         """``short_conv`` of ``linear(x)``: what begins a convolution layer."""
+        return self.short_conv(linear(x), weight, bias, state, inputs)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Index of each row's first largest value, int64 [rows]; -1 for a row of NaN."""
@@ -222,35 +229,6 @@ class PlainLinear:
             self.weight = self.weight.to(x.dtype)
         y = functional.linear(pad_rows(x, self.least_rows), self.weight, self.bias)[: len(x)]
         return y if residual is None else y + residual
-
-
-def add_then_norm(
-    kernels: Kernels,
-    linear: Linear,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    post: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``Kernels.add_and_norm`` of back ends whose linears add the residual themselves."""
-    h = linear(x, residual) if post is None else kernels.rms_norm(linear(x), post, eps, residual)
-    return h, kernels.rms_norm(h, weight, eps)
-
-
-def project_then_cache(
-    kernels: Kernels, linear: Linear, x: Normed, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache
-) -> tuple[Tensor, Tensor | None]:
-    """``Kernels.project_and_cache`` in two steps."""
-    qkv = linear(x)
-    return kernels.rope_and_cache(qkv, heads, rotary, inputs, cache), qkv
-
-
-def project_then_convolve(
-    kernels: Kernels, linear: Linear, x: Normed, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput
-) -> Tensor:
-    """``Kernels.project_and_convolve`` in two steps."""
-    return kernels.short_conv(linear(x), weight, bias, state, inputs)
 
 
 class TwoStepGatedLinear:

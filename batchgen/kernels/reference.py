@@ -20,6 +20,7 @@ from batchgen.kernels.interface import (
     Embedding,
     GatedLinear,
     Heads,
+    Kernels,
     Linear,
     PlainLinear,
     Router,
@@ -28,9 +29,6 @@ from batchgen.kernels.interface import (
     SparseFeedForward,
     TableEmbedding,
     TwoStepGatedLinear,
-    add_then_norm,
-    project_then_cache,
-    project_then_convolve,
 )
 from batchgen.kernels.processor import most_integer, processor_variant
 from batchgen.kernels.quantize import Int8Weight, quantize, quantize_rows, stored
@@ -76,13 +74,10 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scales[..., None]).nan_to_num(127.0).clamp(-127, 127).round().to(torch.int8), scales
 
 
-class ReferenceKernels:
+class ReferenceKernels(Kernels):
     """``Kernels`` by torch; ``device`` is where the model runs, the CPU by default; ``dtype`` as for ``CpuKernels``."""
 
     name = "reference"
-    add_and_norm = add_then_norm
-    project_and_cache = project_then_cache
-    project_and_convolve = project_then_convolve
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from batchgen.kernels.interface import (
     Embedding,
     GatedLinear,
     Heads,
+    Kernels,
     Linear,
     PlainLinear,
     Router,
@@ -33,9 +34,6 @@ from batchgen.kernels.interface import (
     SparseFeedForward,
     TableEmbedding,
     TwoStepGatedLinear,
-    add_then_norm,
-    project_then_cache,
-    project_then_convolve,
 )
 from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.quantize import quantize, stored
@@ -95,13 +93,10 @@ class PanelEmbedding:
         return out
 
 
-class CpuKernels:
+class CpuKernels(Kernels):
     """``Kernels`` for CPUs, for a model in ``dtype``, bfloat16 or float32; None: that of the weights."""
 
     name = "cpu"
-    add_and_norm = add_then_norm
-    project_and_cache = project_then_cache
-    project_and_convolve = project_then_convolve
 
     def __init__(self, dtype: torch.dtype | None = None, *, weights: str = "auto", activations: str = "auto") -> None:
         self.weights, self.activations = weights, activations

@@ -32,15 +32,15 @@ from batchgen.kernels.interface import (
     Embedding,
     GatedLinear,
     Heads,
+    Kernels,
     Linear,
+    Normed,
     Router,
     Routing,
     SamplingRows,
     SparseFeedForward,
     TableEmbedding,
     TwoStepGatedLinear,
-    project_then_cache,
-    project_then_convolve,
 )
 from batchgen.kernels.quantize import stored
 
@@ -54,17 +54,18 @@ def _joins(linear: Linear, inputs: ModelInput) -> TypeGuard[CublasLinear]:
 
 def _cached_heads(
     heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache
-) -> tuple[Tensor, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+) -> tuple[Tensor, tuple[Any, ...], tuple[Any, ...], tuple[int, ...]]:
     """Room for queries, and the arguments of kernels that write them, keys and values."""
     new = torch.empty if cache.width == heads.head_dim else torch.zeros
     q = new(inputs.num_tokens, heads.num_heads, cache.width, dtype=torch.float32, device=cache.keys.device)
     tensors = (heads.q_norm, heads.k_norm, rotary[0], rotary[1], inputs.positions, inputs.slot_mapping)
     sizes = (heads.eps, heads.head_dim**-0.5, heads.num_heads, cache.keys.shape[1])
-    options = {"HALF": heads.head_dim // 2, "CACHE": (cache.width, cache.block_size, cache.lanes)}
-    return q, (*tensors, q, cache.keys, cache.values), sizes, options
+    half = heads.head_dim // 2
+    layout = (cache.width, cache.block_size, cache.lanes, half, max(power_of_two(half), tuning.LEAST_ROWS))
+    return q, (*tensors, q, cache.keys, cache.values), sizes, layout
 
 
-class CudaKernels:
+class CudaKernels(Kernels):
     """``Kernels`` for NVIDIA GPUs, in bfloat16, float16 and float32.
 
     With ``batch_invariant`` a token's bits depend on its own sequence alone. Without it cuBLAS may round a row
@@ -129,7 +130,7 @@ class CudaKernels:
 
     def add_and_norm(
         self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float, post: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | PendingNorm]:
+    ) -> tuple[Tensor, Normed]:
         if isinstance(linear, CublasLinear) and len(x) <= tuning.FEW_ROWS:
             y, squares = linear.few_rows(x, residual if post is None else None, self._arrivals)
             if post is None:
@@ -150,30 +151,21 @@ class CudaKernels:
         return out
 
     def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
-        q, tensors, sizes, options = _cached_heads(heads, rotary, inputs, cache)
-        powers = tuple(map(power_of_two, (heads.num_heads, cache.keys.shape[1], heads.head_dim // 2)))
-        mixers.rope_and_cache[(len(qkv),)](qkv, tensors, sizes, qkv.shape[1], POWERS=powers, **options, **_FUSED)
+        q, tensors, sizes, layout = _cached_heads(heads, rotary, inputs, cache)
+        powers = (power_of_two(heads.num_heads), power_of_two(cache.keys.shape[1]))
+        mixers.rope_and_cache[(len(qkv),)](qkv, qkv.shape[1], tensors, sizes, LAYOUT=layout, POWERS=powers, **_FUSED)
         return q
 
     def project_and_cache(
-        self,
-        linear: Linear,
-        x: Tensor | PendingNorm,
-        heads: Heads,
-        rotary: Tensor,
-        inputs: ModelInput,
-        cache: KVCache,
+        self, linear: Linear, x: Normed, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache
     ) -> tuple[Tensor, Tensor | None]:
         num_heads = heads.num_heads + 2 * cache.keys.shape[1]
         if not _joins(linear, inputs) or len(linear.weight) > num_heads * heads.head_dim:
-            return project_then_cache(self, linear, x, heads, rotary, inputs, cache)
+            return super().project_and_cache(linear, x, heads, rotary, inputs, cache)
         taken, options = operand(x)
-        q, tensors, sizes, cache_options = _cached_heads(heads, rotary, inputs, cache)
+        q, tensors, sizes, layout = _cached_heads(heads, rotary, inputs, cache)
         mixers.project_and_cache[(num_heads, triton.cdiv(len(taken), tuning.BLOCK_M.value))](
-            *(taken, linear.weight, tensors, sizes, *taken.shape),
-            HALF_BLOCK=max(tuning.LEAST_ROWS, power_of_two(heads.head_dim // 2)),
-            **cache_options,
-            **options,
+            *(taken, linear.weight, tensors, sizes, *taken.shape), LAYOUT=layout, **options
         )
         return q, None
 
@@ -217,27 +209,18 @@ class CudaKernels:
         return out
 
     def project_and_convolve(
-        self,
-        linear: Linear,
-        x: Tensor | PendingNorm,
-        weight: Tensor,
-        bias: Tensor,
-        state: ConvState,
-        inputs: ModelInput,
+        self, linear: Linear, x: Normed, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput
     ) -> Tensor:
         taps, width = weight.shape
-        if not _joins(linear, inputs) or inputs.num_tokens > inputs.num_seqs or taps == 1:
-            return project_then_convolve(self, linear, x, weight, bias, state, inputs)
+        if not _joins(linear, inputs) or inputs.num_tokens > inputs.num_seqs or taps < 2:
+            return super().project_and_convolve(linear, x, weight, bias, state, inputs)
         taken, options = operand(x)
         out = torch.empty_like(taken)
         tensors = (weight, bias, state.slots, state.blocks, inputs.conv_slots, inputs.conv_rejected)
         grid = (triton.cdiv(width, tuning.CONV_N.value), triton.cdiv(len(taken), tuning.BLOCK_M.value))
         mixers.project_and_convolve[grid](
             *(taken, linear.weight, (*tensors, inputs.positions, inputs.slot_mapping, out), *taken.shape),
-            BLOCK_SIZE=state.block_size,
-            TAPS=taps,
-            TAPS_BLOCK=power_of_two(max(taps - 2, 1)),
-            NUM_SPARE=state.num_spare,
+            STATE=(state.block_size, state.num_spare, taps, power_of_two(max(taps - 2, 1))),
             **options,
         )
         return out

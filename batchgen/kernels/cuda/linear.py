@@ -192,28 +192,34 @@ def normed(x, norm, scale, m, k, rows, width):
     return a
 
 
-@triton.jit(do_not_specialize=["rows"])
-def gated_matmul(x, weight, out, rows, inner, width, norm, BLOCK_K: tl.constexpr, PIECES: tl.constexpr):
-    """``out = silu(gates) * ups`` of ``x @ weight.T``, the gates before the ups: one program per tile of ``out``.
+@triton.jit
+def two_products(x, weight, m, n, is_inside, distance, rows, width, norm, BLOCK_K: tl.constexpr, PIECES: tl.constexpr):
+    """Products of rows m of x with rows n of ``weight``, where ``is_inside``, and with those ``distance`` below.
 
-    Products are added up as in ``matmul`` and rounded as if they were stored; x is normed first as ``norm`` says.
+    Float32 [BLOCK_M, len(n)], added up in one order as in ``matmul`` and rounded as if they were stored.
     """
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * GATED_N + tl.arange(0, GATED_N)
-    row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
     scale = scale_of(norm, m, rows, width, PIECES)
-    gate = tl.zeros([BLOCK_M, GATED_N], tl.float32)
-    up = tl.zeros([BLOCK_M, GATED_N], tl.float32)
+    first = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
+    second = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
     for start in range(0, width, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         a = normed(x, norm, scale, m, k, rows, width)
-        at = weight + column * width + k[:, None]
-        inside = (column < inner) & (k < width)[:, None]
-        gate = tl.dot(a, tl.load(at, mask=inside, other=0.0), gate, input_precision="ieee")
-        up = tl.dot(a, tl.load(at + inner * width, mask=inside, other=0.0), up, input_precision="ieee")
-    dtype: tl.constexpr = out.dtype.element_ty
-    y = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
-    tl.store(out + row * inner + column, y.to(dtype), mask=(row < rows) & (column < inner))
+        at = weight + n.to(tl.int64)[None, :] * width + k[:, None]
+        inside = is_inside[None, :] & (k < width)[:, None]
+        first = tl.dot(a, tl.load(at, mask=inside, other=0.0), first, input_precision="ieee")
+        second = tl.dot(a, tl.load(at + distance * width, mask=inside, other=0.0), second, input_precision="ieee")
+    dtype: tl.constexpr = x.dtype.element_ty
+    return first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gated_matmul(x, weight, out, rows, inner, width, norm, BLOCK_K: tl.constexpr, PIECES: tl.constexpr):
+    """``out = silu(gates) * ups`` of ``x @ weight.T``, the gates before the ups: one program per tile of ``out``."""
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * GATED_N + tl.arange(0, GATED_N)
+    gate, up = two_products(x, weight, m, n, n < inner, inner, rows, width, norm, BLOCK_K, PIECES)
+    inside = (m < rows)[:, None] & (n < inner)[None, :]
+    tl.store(out + m.to(tl.int64)[:, None] * inner + n[None, :], gated(gate, up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])

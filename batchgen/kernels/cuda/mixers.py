@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from batchgen.kernels.cuda.linear import normed, scale_of
+from batchgen.kernels.cuda.linear import normed, scale_of, two_products
 from batchgen.kernels.cuda.rows import scaled
 from batchgen.kernels.cuda.tiles import tile_of
 from batchgen.kernels.cuda.tuning import BLOCK_M, CONV_N
@@ -53,12 +53,16 @@ def _store_halves(to, a, b, inside, HALF: tl.constexpr):
 
 
 @triton.jit
-def rope_and_cache(qkv, tensors, sizes, columns, HALF: tl.constexpr, CACHE: tl.constexpr, POWERS: tl.constexpr):
-    """One program per token. CACHE: width, block_size, lanes. POWERS: of two, holding num_heads, num_kv_heads, HALF."""
-    WIDTH: tl.constexpr = CACHE[0]
-    BLOCK_SIZE: tl.constexpr = CACHE[1]
-    LANES: tl.constexpr = CACHE[2]
-    HALF_BLOCK: tl.constexpr = POWERS[2]
+def rope_and_cache(qkv, columns, tensors, sizes, LAYOUT: tl.constexpr, POWERS: tl.constexpr):
+    """One program per token. POWERS: of two, holding num_heads and num_kv_heads.
+
+    LAYOUT: width, block_size and lanes of ``KVCache``, half of head_dim, and the power of two that holds that.
+    """
+    WIDTH: tl.constexpr = LAYOUT[0]
+    BLOCK_SIZE: tl.constexpr = LAYOUT[1]
+    LANES: tl.constexpr = LAYOUT[2]
+    HALF: tl.constexpr = LAYOUT[3]
+    HALF_BLOCK: tl.constexpr = LAYOUT[4]
     q_weight, k_weight, cosine, sine, positions, slots, q_out, keys, values = tensors
     eps, scale, num_heads, num_kv_heads = sizes
     token = tl.program_id(0).to(tl.int64)
@@ -83,45 +87,24 @@ def rope_and_cache(qkv, tensors, sizes, columns, HALF: tl.constexpr, CACHE: tl.c
 
 @triton.jit(do_not_specialize=["rows"])
 def project_and_cache(
-    x,
-    weight,
-    tensors,
-    sizes,
-    rows,
-    width,
-    norm,
-    HALF: tl.constexpr,
-    CACHE: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PIECES: tl.constexpr,
+    x, weight, tensors, sizes, rows, width, norm, LAYOUT: tl.constexpr, BLOCK_K: tl.constexpr, PIECES: tl.constexpr
 ):
     """``rope_and_cache`` of ``x @ weight.T``: one program per head of queries, keys or values, and ``BLOCK_M`` tokens.
 
     Products are added up as in ``linear.matmul``; x is normed first as ``norm`` says.
     """
-    WIDTH: tl.constexpr = CACHE[0]
-    BLOCK_SIZE: tl.constexpr = CACHE[1]
-    LANES: tl.constexpr = CACHE[2]
+    WIDTH: tl.constexpr = LAYOUT[0]
+    BLOCK_SIZE: tl.constexpr = LAYOUT[1]
+    LANES: tl.constexpr = LAYOUT[2]
+    HALF: tl.constexpr = LAYOUT[3]
     q_weight, k_weight, cosine, sine, positions, slots, q_out, keys, values = tensors
     eps, q_scale, num_heads, num_kv_heads = sizes
     head = tl.program_id(0)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    i = tl.arange(0, HALF_BLOCK)
-    n = (head * (2 * HALF) + i).to(tl.int64)[None, :]
-    scale = scale_of(norm, m, rows, width, PIECES)
-    a = tl.zeros([BLOCK_M, HALF_BLOCK], tl.float32)
-    b = tl.zeros([BLOCK_M, HALF_BLOCK], tl.float32)
-    for start in range(0, width, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        taken = normed(x, norm, scale, m, k, rows, width)
-        at = weight + n * width + k[:, None]
-        inside = (i < HALF)[None, :] & (k < width)[:, None]
-        a = tl.dot(taken, tl.load(at, mask=inside, other=0.0), a, input_precision="ieee")
-        b = tl.dot(taken, tl.load(at + HALF * width, mask=inside, other=0.0), b, input_precision="ieee")
+    i = tl.arange(0, LAYOUT[4])
+    a, b = two_products(x, weight, m, head * (2 * HALF) + i, i < HALF, HALF, rows, width, norm, BLOCK_K, PIECES)
     inside = m < rows
     dtype: tl.constexpr = x.dtype.element_ty
-    a, b = a.to(dtype).to(tl.float32), b.to(dtype).to(tl.float32)
     angle = tl.load(positions + m, mask=inside, other=0) * HALF
     slot = tl.load(slots + m, mask=inside, other=0)
     place = slot // BLOCK_SIZE * num_kv_heads
@@ -217,24 +200,17 @@ def short_conv(
 
 @triton.jit(do_not_specialize=["rows"])
 def project_and_convolve(
-    x,
-    projection,
-    tensors,
-    rows,
-    width,
-    norm,
-    BLOCK_SIZE: tl.constexpr,
-    TAPS: tl.constexpr,
-    TAPS_BLOCK: tl.constexpr,
-    NUM_SPARE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PIECES: tl.constexpr,
+    x, projection, tensors, rows, width, norm, STATE: tl.constexpr, BLOCK_K: tl.constexpr, PIECES: tl.constexpr
 ):
     """``short_conv`` of ``x @ projection.T`` for sequences with one token each.
 
     One program per ``BLOCK_M`` of them and ``CONV_N`` channels, which owns their state: it reads all of it that it
-    needs before it writes. Products are added up as in ``linear.matmul``; x is normed first as ``norm`` says.
+    needs before it writes. Products are added up as in ``linear.matmul``; x is normed first as ``norm`` says. STATE:
+    block_size, num_spare, taps, and the power of two that holds what stays of them.
     """
+    BLOCK_SIZE: tl.constexpr = STATE[0]
+    NUM_SPARE: tl.constexpr = STATE[1]
+    TAPS: tl.constexpr = STATE[2]
     weight, bias, slots, blocks, conv_slots, rejected, positions, slot_mapping, out = tensors
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * CONV_N + tl.arange(0, CONV_N)
@@ -272,7 +248,7 @@ def project_and_convolve(
     ends = inside & ((position + 1) % BLOCK_SIZE == 0)[:, None]
     state = state[:, None] + n[None, :]
     block = (blocks + block * (TAPS - 1) * width)[:, None] + n[None, :]
-    tap = tl.arange(0, TAPS_BLOCK)[:, None, None]
+    tap = tl.arange(0, STATE[3])[:, None, None]
     kept = tl.load(past[None, :, :] + (tap + 1) * width, mask=is_old[None, :, :] & (tap < TAPS - 2), other=0.0)
     tl.debug_barrier()  # threads may hold other channels when they write than when they read
     tl.store(state[None, :, :] + tap * width, kept, mask=inside[None, :, :] & (tap < TAPS - 2))
