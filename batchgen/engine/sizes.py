@@ -51,8 +51,10 @@ def kept_kv_dtype(kv_dtype: str, model: Decoder) -> str:
     """
     if kv_dtype in ("auto", model.numerics["dtype"]):
         return "auto"
-    if model.device.type != "cpu":
-        raise UsageError(f'kv_dtype {kv_dtype}: a GPU keeps keys and values as they are computed; leave it "auto"')
+    if model.device.type != "cpu" and kv_dtype != "int8":
+        raise UsageError(
+            f'kv_dtype {kv_dtype}: a GPU keeps keys and values as they are computed, "auto", or as integers, "int8"'
+        )
     return kv_dtype
 
 

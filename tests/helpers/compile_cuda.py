@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,17 @@ def call_projections(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tupl
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    keys = zeros(num_blocks + 1, KV_HEADS, 1, BLOCK_SIZE, HEAD_DIM)
-    cache = KVCache(keys, zeros(num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM), BLOCK_SIZE)
     rotary = zeros(2, 1024, HEAD_DIM // 2, dtype=torch.float32)
-    for norm, window, gates in ((zeros(HEAD_DIM), 0, 0), (None, 256, HEADS)):
+    for cached, (norm, window, gates) in product((dtype, torch.int8), ((zeros(HEAD_DIM), 0, 0), (None, 256, HEADS))):
+        keys = zeros(num_blocks + 1, KV_HEADS, 1, BLOCK_SIZE, HEAD_DIM, dtype=cached)
+        values = zeros(num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype=cached)
+        scales = zeros(num_blocks, KV_HEADS, 2, BLOCK_SIZE, dtype=torch.float32) if cached is torch.int8 else None
+        cache = KVCache(keys, values, BLOCK_SIZE, scales)
         qkv = zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM + gates)
         heads = Heads(HEADS, HEAD_DIM, norm, norm, 1e-5)
         kernels.project_and_cache(kernels.linear(zeros(qkv.shape[1], HIDDEN)), x, heads, rotary, inputs, cache)
         q = kernels.rope_and_cache(qkv, heads, rotary, inputs, cache)
-        kernels.attention(q, cache, inputs, HEAD_DIM, keys.dtype, window, qkv if gates else None)
+        kernels.attention(q, cache, inputs, HEAD_DIM, dtype, window, qkv if gates else None)
     state = ConvState(zeros(slots, 2, HIDDEN), zeros(num_blocks, 2, HIDDEN), BLOCK_SIZE)
     weight, bias = zeros(3, HIDDEN, dtype=torch.float32), zeros(HIDDEN, dtype=torch.float32)
     kernels.project_and_convolve(kernels.linear(zeros(3 * HIDDEN, HIDDEN)), x, weight, bias, state, inputs)

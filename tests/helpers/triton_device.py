@@ -1,11 +1,11 @@
 """The CUDA kernels wherever tests run: on a GPU if there is one, else on Triton's interpreter over CPU tensors.
 
 ``OnDevice`` takes and gives CPU tensors, so that what tests the other back ends tests this one too. The interpreter
-(``tests/conftest.py`` asks for it) runs each program in Python, a few hundred a second: shapes are kept tiny. Three
-things it does unlike any device are mended here: it cuts a float32 to bfloat16 instead of rounding it, multiplies
-matrices of bfloat16 by their bits, and leaves products to the machine's BLAS, of which some (OpenBLAS for AVX2) add up
-a row in an order that depends on where in the tile it stands. Here all rows of a tile add up alike, so what is left of
-a difference is the kernels' own.
+(``tests/conftest.py`` asks for it) runs each program in Python, a few hundred a second: shapes are kept tiny. Four
+things it does unlike any device are mended here: it cuts a float32 to bfloat16 instead of rounding it, takes an integer
+for the bits of a bfloat16, multiplies matrices of bfloat16 by their bits, and leaves products to the machine's BLAS, of
+which some (OpenBLAS for AVX2) add up a row in an order that depends on where in the tile it stands. Here all rows of a
+tile add up alike, so what is left of a difference is the kernels' own.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def _mend(builder: type[Any]) -> None:
     cast = builder.cast_impl
 
     def rounded_cast(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar.is_int() and target.scalar == tl.bfloat16:
+            source = cast(self, source, tl.float32)
         result = cast(self, source, target)
         if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
             bits = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16).numpy()
@@ -123,15 +125,16 @@ class OnDevice:
         )
         cache.keys.copy_(packed_keys(moved.keys[:, :, 0].transpose(2, 3), cache.keys.shape[4]))
         cache.values.copy_(moved.values)
+        if cache.scales is not None and moved.scales is not None:
+            cache.scales.copy_(moved.scales)
         return q.cpu()
 
     @staticmethod
     def _moved(cache: KVCache) -> KVCache:
         """The cache as this device lays it out."""
-        keys = cache.key_columns(torch.arange(len(cache.keys)))
-        return replace(
-            cache, keys=keys.transpose(2, 3)[:, :, None].contiguous().to(DEVICE), values=cache.values.to(DEVICE)
-        )
+        keys = cache.key_columns(torch.arange(len(cache.keys))).transpose(2, 3)[:, :, None].contiguous().to(DEVICE)
+        scales = None if cache.scales is None else cache.scales.to(DEVICE)
+        return replace(cache, keys=keys, values=cache.values.to(DEVICE), scales=scales)
 
     def attention(
         self,

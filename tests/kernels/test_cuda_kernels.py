@@ -46,6 +46,7 @@ from batchgen.model import state
 
 REFERENCE = ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16]
+KINDS = list(product(DTYPES, [None, torch.int8]))  # (what is computed, what is cached of it: None for the same)
 pytestmark = INTERPRETED
 
 
@@ -215,11 +216,19 @@ def assert_attends(case: Case, block_size: int) -> None:
 
 
 @pytest.mark.usefixtures("short_spans")
-@each_value_once({"heads, block_size": list(zip(HEADS, [32, 64, 3], strict=True)), "dtype": DTYPES})
+@each_value_once({"heads, block_size": list(zip(HEADS, [32, 64, 3], strict=True)), "dtype, kv_dtype": KINDS})
 def test_paged_attention_equals_dense_attention(
-    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
-    assert_attends(make_case(PIECES, heads, dtype, seed=block_size), block_size)
+    assert_attends(make_case(PIECES, heads, dtype, block_size, kv_dtype), block_size)
+
+
+@pytest.mark.usefixtures("short_spans")
+def test_in_float16_no_weight_of_an_integer_value_is_too_small_to_count() -> None:
+    case = make_case([(150, 1), (60, 9)], (4, 2, 16), torch.float16, 1, torch.int8)
+    case = replace(case, values=[value * 2**-10 for value in case.values])
+    for got, expected in zip(attend(OnDevice(), case, 16), dense(case), strict=True):
+        assert relative_error(got, expected) < 2**-7
 
 
 def test_attention_equals_dense_attention_over_full_spans() -> None:
@@ -227,9 +236,11 @@ def test_attention_equals_dense_attention_over_full_spans() -> None:
 
 
 @pytest.mark.usefixtures("short_spans")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_attention_has_the_same_bits_whatever_shares_the_batch(dtype: torch.dtype) -> None:
-    case = make_case([(100, 1), (20, 5), (63, 1), (64, 2)], (4, 2, 16), dtype, 2)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS, ids=str)
+def test_attention_has_the_same_bits_whatever_shares_the_batch(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    case = make_case([(100, 1), (20, 5), (63, 1), (64, 2)], (4, 2, 16), dtype, 2, kv_dtype)
     together = attend(OnDevice(), case, 16)
     assert all(map(torch.equal, attend(OnDevice(), case, 64, seed=1), together)), "other blocks, other block size"
     for row, expected in enumerate(together):
@@ -288,9 +299,11 @@ def test_counters_stay_where_recordings_found_them() -> None:
 
 
 @pytest.mark.usefixtures("short_spans")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_batch_invariant_attention_has_the_same_bits_however_a_prompt_is_cut(dtype: torch.dtype) -> None:
-    whole = make_case([(0, 80)], (4, 2, 16), dtype, 3)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS, ids=str)
+def test_batch_invariant_attention_has_the_same_bits_however_a_prompt_is_cut(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    whole = make_case([(0, 80)], (4, 2, 16), dtype, 3, kv_dtype)
     expected = attend(OnDevice(batch_invariant=True), whole, 16)[0]
     got, past = [], 0
     for count in (63, 1, 1, 10, 1, 4):
@@ -300,12 +313,12 @@ def test_batch_invariant_attention_has_the_same_bits_however_a_prompt_is_cut(dty
 
 
 @pytest.mark.usefixtures("short_spans")
-@each_value_once({"window, heads, block_size": [(3, (6, 2, 24), 3), (100, (4, 1, 16), 64)], "dtype": DTYPES})
+@each_value_once({"window, heads, block_size": [(3, (6, 2, 24), 3), (100, (4, 1, 16), 64)], "dtype, kv_dtype": KINDS})
 def test_attention_over_a_window_with_gates_equals_dense_attention(
-    window: int, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+    window: int, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
     pieces = [(0, 1), (0, 7), (127, 1), (128, 1), (200, 1), (125, 9)]
-    assert_attends(make_case(pieces, heads, dtype, window, window=window, is_gated=True), block_size)
+    assert_attends(make_case(pieces, heads, dtype, window, kv_dtype, window, is_gated=True), block_size)
 
 
 @pytest.mark.usefixtures("short_spans")
@@ -344,11 +357,18 @@ def test_short_conv_equals_the_reference(width: int, taps: int, pieces: str, dty
 @each_value_once(
     {
         "heads, block_size": [((3, 3, 16), 16), ((5, 1, 8), 3), ((4, 2, 24), 24), ((2, 1, 128), 1), ((2, 2, 64), 32)],
-        "is_plain, is_pending, dtype": list(product([False, True], [True, False], DTYPES)),
+        "is_plain, is_pending, dtype, kv_dtype": [
+            (*flags, *kind) for flags in product([False, True], repeat=2) for kind in KINDS
+        ],
     }
 )
 def test_a_projection_joined_to_the_heads_equals_the_steps_it_joins(
-    is_plain: bool, is_pending: bool, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+    is_plain: bool,
+    is_pending: bool,
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     inputs, num_blocks = ragged_input([(0, 1), (300, 1), (0, 5), (31, 63)], block_size)
@@ -362,11 +382,18 @@ def test_a_projection_joined_to_the_heads_equals_the_steps_it_joins(
     joined, in_order = OnDevice().kernels, OnDevice(batch_invariant=True).kernels
     results = []
     for kernels in (joined, in_order):
-        cache = OnDevice._moved(empty_cache(inputs, num_blocks, block_size, num_kv_heads, head_dim, dtype))
+        cache = OnDevice._moved(empty_cache(inputs, num_blocks, block_size, num_kv_heads, head_dim, kv_dtype or dtype))
         taken = x if kernels is joined else norm.computed
         q, product = kernels.project_and_cache(kernels.linear(weight.to(DEVICE)), taken, shape, rotary, moved, cache)
         assert (product is None) == (kernels is joined)
-        results.append((q, cache.keys, cache.values))
+        kept = [cache.keys, cache.values]
+        if cache.scales is not None:  # the numbers that the integers stand for, positions before dimensions
+            of_keys, of_values = cache.scales.unbind(2)
+            kept = [
+                cache.keys[:-1].float() * of_keys[:, :, None, :, None],
+                cache.values * of_values[:, :, :block_size, None],
+            ]
+        results.append((q, *kept))
     for got, expected in zip(*results, strict=True):
         assert_equal_norms(got, expected)
     wider = joined.linear(normal(columns + num_heads, width, seed=1, dtype=dtype).to(DEVICE))
@@ -538,20 +565,24 @@ def test_products_of_half_precision_are_summed_in_float32() -> None:
 
 @pytest.mark.skipif(HAS_GPU, reason="this is for a model whose weights are on the CPU; test_cuda_device has the other")
 @pytest.mark.parametrize(
-    "shape",
+    ("shape", "kv_dtype"),
     [
-        {"num_hidden_layers": 2, "full_attn_idxs": [1]},
-        pytest.param({"model_type": "lfm3", "sliding_window": 6}, marks=pytest.mark.slow),
+        ({"num_hidden_layers": 2, "full_attn_idxs": [1]}, "auto"),
+        ({"num_hidden_layers": 2, "full_attn_idxs": [1]}, "int8"),
+        pytest.param({"model_type": "lfm3", "sliding_window": 6}, "auto", marks=pytest.mark.slow),
+        pytest.param({"model_type": "lfm3", "sliding_window": 6}, "int8", marks=pytest.mark.slow),
     ],
-    ids=["lfm2", "lfm3"],
+    ids=["lfm2", "lfm2-int8", "lfm3", "lfm3-int8"],
 )
-def test_a_model_generates_what_the_reference_generates(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_generates_what_the_reference_generates(
+    shape: dict[str, Any], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     greedy = random_requests(3, seed=1, prompt=(1, 20), output=(2, 4))
     drawn = random_requests(2, seed=2, prompt=(3, 9), output=(3, 3), params=SamplingParams(temperature=0.8, top_k=20))
     requests = [*greedy, *(replace(r, key=10 + r.key) for r in drawn)]
     monkeypatch.setattr(state, "key_pack", lambda _dtype, _device, width: width)  # as on a GPU
     model = tiny_model(kernels=OnDevice().kernels, **shape)
-    engine = Engine(model, EngineConfig(max_num_batched_tokens=16, max_num_seqs=4, block_size=8, kv_memory=1 << 20))
-    got = tokens_of(engine.run(requests))
+    sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "block_size": 8, "kv_memory": 1 << 20}
+    got = tokens_of(Engine(model, EngineConfig(kv_dtype=kv_dtype, **sizes)).run(requests))
     monkeypatch.undo()
-    assert got == solo(tiny_model(kernels=REFERENCE, **shape), requests)
+    assert got == solo(tiny_model(kernels=REFERENCE, **shape), requests, kv_dtype)

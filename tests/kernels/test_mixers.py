@@ -90,6 +90,7 @@ def same_heads(num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, s
     return torch.cat((k, k, v), 1)
 
 
+@INTERPRETED
 @settings(max_examples=30)
 @given(
     pieces=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=4),
@@ -112,7 +113,7 @@ def test_what_is_cached_is_what_was_computed_rounded_once(
     inputs, num_blocks = ragged_input(pieces, block_size)
     qkv = same_heads(inputs.num_tokens, heads, head_dim, dtype, seed)
     weight = 1 + normal(head_dim, seed=seed, dtype=dtype)
-    for kernels in BACK_ENDS.values():
+    for kernels in EVERY_BACK_END.values():
         cache = empty_cache(inputs, num_blocks, block_size, heads, head_dim, kv_dtype)
         shape = Heads(heads, head_dim, weight, weight, 1e-5)
         q = kernels().rope_and_cache(qkv, shape, rotary_table(64, head_dim), inputs, cache)
@@ -143,6 +144,7 @@ EXTREMES = {
 }
 
 
+@INTERPRETED
 @pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_values_become_the_integers_of_the_definition(name: str) -> None:
     head_dim, some = 16, torch.tensor(EXTREMES[name])
@@ -150,7 +152,7 @@ def test_extreme_values_become_the_integers_of_the_definition(name: str) -> None
     value = some.repeat(head_dim)[:head_dim]
     qkv = torch.cat((torch.ones(2 * head_dim), value))[None]
     shape = Heads(1, head_dim, torch.ones(head_dim), torch.ones(head_dim), 1e-5)
-    for kernels in BACK_ENDS.values():
+    for kernels in EVERY_BACK_END.values():
         cache = empty_cache(inputs, num_blocks, 16, 1, head_dim, torch.int8)
         kernels().rope_and_cache(qkv, shape, rotary_table(8, head_dim), inputs, cache)
         _, integers, _, scale = cached_heads(cache, inputs, head_dim)

@@ -9,6 +9,9 @@ that no row sees are left out; those that some row does not see add nothing to i
 Rows of a tile are (token, head of the group that shares a KV head), so that grouped heads read keys once and a
 single token still fills part of a matrix instruction. Scratch of split decode is float32
 [num_seqs, num_heads, num_spans, head_dim], num_spans being that of the longest sequence.
+
+Keys and values in int8 are multiplied as the integers that they are, which 16 bits hold: a score is then multiplied by
+its key's scale, a weight by its value's.
 """
 
 from __future__ import annotations
@@ -62,11 +65,12 @@ def _merge(best, total, mixed, best2, total2, mixed2):
 def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAYOUT: tl.constexpr):
     """Rows q [rows, dims] at ``position`` [rows] over cached positions [first, end): see ``_merge`` for what returns.
 
-    ``cache`` is (keys, values, num_kv_heads). A step that lies in one block looks up that alone. Keys past ``end`` may
-    hold anything: their scores are replaced. Values are multiplied by a weight of zero, which does not silence an
-    infinity, so those past ``end`` are not read.
+    ``cache`` is (keys, values, scales, num_kv_heads). A step that lies in one block looks up that alone. Keys past
+    ``end`` may hold anything: their scores are replaced. Values are multiplied by a weight of zero, which does not
+    silence an infinity, so those past ``end`` are not read. A weight times the scale of a value may be smaller than
+    float16 holds: beside float16, too, it is rounded to bfloat16.
     """
-    keys, values, num_kv_heads = cache
+    keys, values, scales, num_kv_heads = cache
     TILE: tl.constexpr = LAYOUT[TILE_AT]
     HEAD_DIM: tl.constexpr = LAYOUT[HEAD_DIM_AT]
     WIDTH: tl.constexpr = LAYOUT[WIDTH_AT]
@@ -88,7 +92,11 @@ def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAY
         place, offset = block * num_kv_heads + kv_head, at % BLOCK_SIZE
         key = keys + ((place * LANES + offset) * WIDTH)[:, None] + dim[None, :]
         k = tl.load(key, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * LOG2_E
+        if scales is None:
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * LOG2_E
+        else:
+            scale = scales + place * (2 * LANES) + offset  # of keys, and ``LANES`` behind it of values
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * (tl.load(scale) * LOG2_E)[None, :]
         visible = at[None, :] <= position[:, None]
         if LAYOUT[WINDOW_AT]:
             visible &= at[None, :] >= _lowest(position, LAYOUT)[:, None]
@@ -99,7 +107,11 @@ def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAY
         fade = tl.exp2(best - base)
         value = values + ((place * BLOCK_SIZE + offset) * WIDTH)[:, None] + dim[None, :]
         v = tl.load(value, mask=(at < end)[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-        mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
+        shares = weights
+        if scales is not None:
+            shares = weights * tl.load(scale + LANES, mask=at < end, other=0.0)[None, :]
+            v = v.to(tl.float32 if q.dtype == tl.float32 else tl.bfloat16)
+        mixed = tl.dot(shares.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
         total = tl.fma(total, fade, tl.sum(weights, 1))
         best = largest
     return best, total, mixed
@@ -107,7 +119,7 @@ def _attend_span(q, position, cache, table, kv_head, first, end, max_blocks, LAY
 
 @triton.jit
 def _queries(q, token, head, valid, num_heads, dtype: tl.constexpr, LAYOUT: tl.constexpr):
-    """Rows of q for tokens and heads [rows], as the type that keys have; zero where not ``valid``."""
+    """Rows of q for tokens and heads [rows], in ``dtype``; zero where not ``valid``."""
     dim = tl.arange(0, LAYOUT[DIMS_AT])
     WIDTH: tl.constexpr = LAYOUT[WIDTH_AT]
     at = q + (token.to(tl.int64) * num_heads + head)[:, None] * WIDTH + dim[None, :]
@@ -152,7 +164,7 @@ def attend_one_token(
     The last to arrive merges the spans, in order, and sets the counter in ``arrivals`` [num_seqs, num_kv_heads] back to
     zero for the next launch.
     """
-    q, keys, values, tables, positions, cu_seqlens = tensors
+    q, keys, values, scales, tables, positions, cu_seqlens = tensors
     best_out, total_out, mixed_out = spans
     SPAN: tl.constexpr = LAYOUT[SPAN_AT]
     GROUP: tl.constexpr = LAYOUT[GROUP_AT]
@@ -168,10 +180,10 @@ def attend_one_token(
     row = tl.arange(0, ROWS)
     head = kv_head * GROUP + row
     valid = row < GROUP
-    rows = _queries(q, token + row * 0, head, valid, num_heads, keys.dtype.element_ty, LAYOUT)
+    rows = _queries(q, token + row * 0, head, valid, num_heads, out.dtype.element_ty, LAYOUT)
     table = tables + sequence.to(tl.int64) * max_blocks
     end = tl.minimum(first + SPAN, context)
-    cache = (keys, values, num_kv_heads)
+    cache = (keys, values, scales, num_kv_heads)
     position = context - 1 + row * 0
     if LAYOUT[WINDOW_AT]:
         first = tl.maximum(first, lowest // TILE * TILE)
@@ -202,7 +214,7 @@ def attend_tile(
     tensors, gates, out, num_seqs, num_heads, num_kv_heads, max_blocks, ROWS: tl.constexpr, LAYOUT: tl.constexpr
 ):
     """One program per tile of ``ROWS // GROUP`` tokens and KV head, for sequences with several tokens in this step."""
-    q, keys, values, tables, positions, cu_seqlens = tensors
+    q, keys, values, scales, tables, positions, cu_seqlens = tensors
     GROUP: tl.constexpr = LAYOUT[GROUP_AT]
     HEAD_DIM: tl.constexpr = LAYOUT[HEAD_DIM_AT]
     DIMS: tl.constexpr = LAYOUT[DIMS_AT]
@@ -216,14 +228,14 @@ def attend_tile(
     row = tl.arange(0, ROWS)
     token, head = first_token + row // GROUP, kv_head * GROUP + row % GROUP
     valid = (row < TOKENS * GROUP) & (token < end_token)
-    rows = _queries(q, token, head, valid, num_heads, keys.dtype.element_ty, LAYOUT)
+    rows = _queries(q, token, head, valid, num_heads, out.dtype.element_ty, LAYOUT)
     position = tl.load(positions + token, mask=valid, other=0)
     context = tl.load(positions + tl.minimum(first_token + TOKENS, end_token) - 1) + 1
     table = tables + tl.cast(sequence, tl.int64) * max_blocks
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
-    cache = (keys, values, num_kv_heads)
+    cache = (keys, values, scales, num_kv_heads)
     lowest = _lowest(tl.load(positions + first_token), LAYOUT)
     for span in range(lowest // SPAN * SPAN, context, SPAN):
         first, end = span, tl.minimum(span + SPAN, context)
@@ -241,6 +253,8 @@ def attend_tile(
 class PagedAttention:
     """Launches the kernels of one layer's attention in one step; q is [num_tokens, num_heads, width].
 
+    The result is written to ``out`` [num_tokens, num_heads * head_dim], in whose type queries and weights are rounded.
+
     ``window`` and ``gates`` as in ``Kernels.attention``.
 
     ``one_order``: prompts in tiles as high as a single token's, and no rounding left to the compiler's choice, so
@@ -252,52 +266,54 @@ class PagedAttention:
         q: Tensor,
         cache: KVCache,
         inputs: ModelInput,
-        head_dim: int,
+        out: Tensor,
         window: int,
         gates: Tensor | None,
         one_order: bool,
     ) -> None:
         self.inputs = inputs
         self.gates = (gates, 0 if gates is None else gates.shape[1])
-        self.head_dim = head_dim
+        self.out = out
         self.num_tokens, self.num_heads, width = q.shape
+        self.head_dim = out.shape[1] // self.num_heads
         self.num_kv_heads = cache.keys.shape[1]
         self.num_seqs, self.max_blocks = inputs.block_tables.shape
         self.num_spans = -(-self.max_blocks * cache.block_size // SPAN)
         if window:
             self.num_spans = min(self.num_spans, (window - 2) // SPAN + 2)
-        self.tensors = (q, cache.keys, cache.values, inputs.block_tables, inputs.positions, inputs.cu_seqlens)
+        kv = (cache.keys, cache.values, cache.scales)
+        self.tensors = (q, *kv, inputs.block_tables, inputs.positions, inputs.cu_seqlens)
         group = self.num_heads // self.num_kv_heads
-        is_wide = cache.keys.element_size() == 4
+        is_wide = out.element_size() == 4
         self.single_rows = max(tuning.LEAST_ROWS, power_of_two(group))
         most = tuning.PROMPT_ROWS_FLOAT32 if is_wide else tuning.PROMPT_ROWS
         self.prompt_rows = self.single_rows if one_order else max(most, self.single_rows)
         self.prompt_tokens = self.prompt_rows // group
         tile = tuning.TILE_FLOAT32 if is_wide else tuning.TILE
-        dims = max(16, power_of_two(head_dim))
-        layout = (SPAN, tile, group, head_dim, dims, width, cache.block_size, cache.lanes, window)
+        dims = max(16, power_of_two(self.head_dim))
+        layout = (SPAN, tile, group, self.head_dim, dims, width, cache.block_size, cache.lanes, window)
         self.options = {"LAYOUT": layout, "num_stages": tuning.ATTENTION_STAGES, "enable_fp_fusion": not one_order}
 
-    def single_tokens(self, out: Tensor, arrivals: Arrivals) -> None:
-        """Into ``out``, the sequences with one token in this step: their spans side by side."""
-        device = out.device
+    def single_tokens(self, arrivals: Arrivals) -> None:
+        """The sequences with one token in this step: their spans side by side."""
+        device = self.out.device
         shape = (self.num_seqs, self.num_heads, self.num_spans)
         best, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         spans = (best, total, torch.empty(*shape, self.head_dim, dtype=torch.float32, device=device))
         arrived = arrivals.at_least(self.num_seqs * self.num_kv_heads, device)
         attend_one_token[(self.num_seqs, self.num_kv_heads, self.num_spans)](
-            *(self.tensors, spans, arrived, self.gates, out),
+            *(self.tensors, spans, arrived, self.gates, self.out),
             *(self.num_heads, self.num_kv_heads, self.max_blocks, self.num_spans),
             ROWS=self.single_rows,
             **self.options,
             num_warps=tuning.ONE_TOKEN_WARPS,
         )
 
-    def prompts(self, out: Tensor) -> None:
-        """Into ``out``, the sequences with several tokens in this step, in tiles of (token, head)."""
+    def prompts(self) -> None:
+        """The sequences with several tokens in this step, in tiles of (token, head)."""
         grid = (num_tiles(self.num_tokens, self.num_seqs, self.prompt_tokens), self.num_kv_heads)
         attend_tile[grid](
-            *(self.tensors, self.gates, out, self.num_seqs, self.num_heads, self.num_kv_heads, self.max_blocks),
+            *(self.tensors, self.gates, self.out, self.num_seqs, self.num_heads, self.num_kv_heads, self.max_blocks),
             ROWS=self.prompt_rows,
             **self.options,
             num_warps=tuning.PROMPT_WARPS if self.prompt_rows < 128 else tuning.TALL_PROMPT_WARPS,

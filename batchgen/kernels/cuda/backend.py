@@ -62,7 +62,7 @@ def _cached_heads(
     sizes = (heads.eps, heads.head_dim**-0.5, heads.num_heads, cache.keys.shape[1])
     half = heads.head_dim // 2
     layout = (cache.width, cache.block_size, cache.lanes, half, max(power_of_two(half), tuning.LEAST_ROWS))
-    return q, (*tensors, q, cache.keys, cache.values), sizes, layout
+    return q, (*tensors, q, cache.keys, cache.values, cache.scales), sizes, layout
 
 
 class CudaKernels(Kernels):
@@ -180,10 +180,10 @@ class CudaKernels(Kernels):
         gates: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty(len(q), q.shape[1] * head_dim, dtype=dtype, device=q.device)
-        paged = PagedAttention(q, cache, inputs, head_dim, window, gates, self.batch_invariant)
-        paged.single_tokens(out, self._arrivals)
+        paged = PagedAttention(q, cache, inputs, out, window, gates, self.batch_invariant)
+        paged.single_tokens(self._arrivals)
         if inputs.num_tokens > inputs.num_seqs:
-            paged.prompts(out)
+            paged.prompts()
         return out
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:

@@ -15,6 +15,7 @@ from batchgen.kernels.cuda.tuning import BLOCK_M, CONV_N
 
 CONV_TOKENS = 16  # tokens of a sequence that one program convolves, one after the other
 CONV_CHANNELS = tl.constexpr(256)
+ROUNDER = tl.constexpr(1.5 * 2.0**23)  # a float32 of this size has no bit behind the point: ties go to even
 
 
 @triton.jit
@@ -53,6 +54,35 @@ def _store_halves(to, a, b, inside, HALF: tl.constexpr):
 
 
 @triton.jit
+def _to_int8(a, b):
+    """Float32 halves of heads [num_heads, HALF_BLOCK] as int8 and their scales [num_heads]: ``reference.to_int8``.
+
+    Every quotient is rounded as IEEE 754 has it, so that the integers of the same numbers are the reference's.
+    """
+    largest = tl.maximum(tl.abs(a), tl.abs(b))
+    is_finite = (tl.abs(a) < float("inf")) & (tl.abs(b) < float("inf"))  # no maximum keeps a NaN
+    largest = tl.max(tl.where(is_finite, largest, float("inf")), 1)
+    scale = tl.where(largest < float("inf"), tl.div_rn(largest, 127.0), float("nan"))
+    return _rounded(a, scale), _rounded(b, scale), scale
+
+
+@triton.jit
+def _rounded(x, scale):
+    quotient = tl.div_rn(x, scale[:, None])
+    quotient = tl.where(quotient == quotient, tl.clamp(quotient, -127.0, 127.0), 127.0)
+    return ((quotient + ROUNDER) - ROUNDER).to(tl.int8)
+
+
+@triton.jit
+def _cache_halves(to, scales, at, a, b, inside, HALF: tl.constexpr):
+    """``_store_halves`` of keys or values; where these are integers, their scales go to ``scales[at]`` [rows]."""
+    if scales is not None:
+        a, b, scale = _to_int8(a.to(tl.float32), b.to(tl.float32))
+        tl.store(scales + at, scale, mask=inside)
+    _store_halves(to, a, b, inside, HALF)
+
+
+@triton.jit
 def rope_and_cache(qkv, columns, tensors, sizes, LAYOUT: tl.constexpr, POWERS: tl.constexpr):
     """One program per token. POWERS: of two, holding num_heads and num_kv_heads.
 
@@ -63,7 +93,7 @@ def rope_and_cache(qkv, columns, tensors, sizes, LAYOUT: tl.constexpr, POWERS: t
     LANES: tl.constexpr = LAYOUT[2]
     HALF: tl.constexpr = LAYOUT[3]
     HALF_BLOCK: tl.constexpr = LAYOUT[4]
-    q_weight, k_weight, cosine, sine, positions, slots, q_out, keys, values = tensors
+    q_weight, k_weight, cosine, sine, positions, slots, q_out, keys, values, scales = tensors
     eps, scale, num_heads, num_kv_heads = sizes
     token = tl.program_id(0).to(tl.int64)
     angle = tl.load(positions + token + tl.arange(0, 1)) * HALF
@@ -76,13 +106,15 @@ def rope_and_cache(qkv, columns, tensors, sizes, LAYOUT: tl.constexpr, POWERS: t
 
     slot = tl.load(slots + token)
     head = tl.arange(0, POWERS[1])
-    place = slot // BLOCK_SIZE * num_kv_heads + head
+    place, offset = slot // BLOCK_SIZE * num_kv_heads + head, slot % BLOCK_SIZE
+    at = place * (2 * LANES) + offset
     row += num_heads * (2 * HALF)
     a, b = _halves(row, head, num_kv_heads, HALF, HALF_BLOCK)
     a, b = _normed_and_rotated(a, b, k_weight, eps, cosine + angle, sine + angle, HALF, dtype)
-    _store_halves(keys + (place * LANES + slot % BLOCK_SIZE) * WIDTH, a, b, head < num_kv_heads, HALF)
+    _cache_halves(keys + (place * LANES + offset) * WIDTH, scales, at, a, b, head < num_kv_heads, HALF)
     a, b = _halves(row + num_kv_heads * (2 * HALF), head, num_kv_heads, HALF, HALF_BLOCK)
-    _store_halves(values + (place * BLOCK_SIZE + slot % BLOCK_SIZE) * WIDTH, a, b, head < num_kv_heads, HALF)
+    to = values + (place * BLOCK_SIZE + offset) * WIDTH
+    _cache_halves(to, scales, at + LANES, a, b, head < num_kv_heads, HALF)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -97,7 +129,7 @@ def project_and_cache(
     BLOCK_SIZE: tl.constexpr = LAYOUT[1]
     LANES: tl.constexpr = LAYOUT[2]
     HALF: tl.constexpr = LAYOUT[3]
-    q_weight, k_weight, cosine, sine, positions, slots, q_out, keys, values = tensors
+    q_weight, k_weight, cosine, sine, positions, slots, q_out, keys, values, scales = tensors
     eps, q_scale, num_heads, num_kv_heads = sizes
     head = tl.program_id(0)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -107,18 +139,20 @@ def project_and_cache(
     dtype: tl.constexpr = x.dtype.element_ty
     angle = tl.load(positions + m, mask=inside, other=0) * HALF
     slot = tl.load(slots + m, mask=inside, other=0)
-    place = slot // BLOCK_SIZE * num_kv_heads
+    place, offset = slot // BLOCK_SIZE * num_kv_heads, slot % BLOCK_SIZE
     if head < num_heads:
         a, b = _normed_and_rotated(a, b, q_weight, eps, cosine + angle, sine + angle, HALF, dtype)
         at = m.to(tl.int64) * num_heads + head
         _store_halves(q_out + at * WIDTH, a * q_scale, b * q_scale, inside, HALF)
     elif head < num_heads + num_kv_heads:
         a, b = _normed_and_rotated(a, b, k_weight, eps, cosine + angle, sine + angle, HALF, dtype)
-        at = (place + head - num_heads) * LANES + slot % BLOCK_SIZE
-        _store_halves(keys + at * WIDTH, a, b, inside, HALF)
+        place += head - num_heads
+        to = keys + (place * LANES + offset) * WIDTH
+        _cache_halves(to, scales, place * (2 * LANES) + offset, a, b, inside, HALF)
     else:
-        at = (place + head - num_heads - num_kv_heads) * BLOCK_SIZE + slot % BLOCK_SIZE
-        _store_halves(values + at * WIDTH, a, b, inside, HALF)
+        place += head - num_heads - num_kv_heads
+        to = values + (place * BLOCK_SIZE + offset) * WIDTH
+        _cache_halves(to, scales, place * (2 * LANES) + LANES + offset, a.to(dtype), b.to(dtype), inside, HALF)
 
 
 @triton.jit
