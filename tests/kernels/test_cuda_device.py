@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import attend, dense, empty_cache, make_case, normal, rotary_table
+from kernel_cases import rotary_table
 from tiny_model import CPU, STD, engine_for, ragged_input, random_requests, random_state, raw_config, solo, tokens_of
 from torch import Tensor
-from triton_device import DEVICE, HAS_GPU, CudaKernels, OnDevice
+from triton_device import DEVICE, HAS_GPU, CudaKernels
 
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
@@ -100,24 +100,6 @@ def test_float32_tokens_equal_those_of_the_cpu_reference(family: str) -> None:
     got = tokens_of(engine.run(requests))
     assert engine.stats.num_preemptions
     assert got == solo(model_on(CPU, torch.float32, ReferenceKernels(), family), requests)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("num_rows", [1, 40])
-def test_integers_written_and_read_on_the_device_are_those_of_the_cpu_reference(
-    num_rows: int, dtype: torch.dtype
-) -> None:
-    case = make_case([(0, num_rows), (600, num_rows)], (4, 2, 64), dtype, 1, torch.int8)
-    inputs, num_blocks = ragged_input(case.pieces, BLOCK_SIZE)
-    turn = torch.stack((torch.ones(1024, 32), torch.zeros(1024, 32)))  # by nothing, so that nothing is rounded
-    qkv = normal(inputs.num_tokens, 8 * 64, seed=1, dtype=dtype)
-    caches = [empty_cache(inputs, num_blocks, BLOCK_SIZE, 2, 64, torch.int8) for _ in range(2)]
-    for kernels, cache in zip((OnDevice(), ReferenceKernels()), caches, strict=True):
-        kernels.rope_and_cache(qkv, Heads(4, 64, None, None, 1e-5), turn, inputs, cache)
-    got, expected = ((cache.keys, cache.values, cache.scales) for cache in caches)
-    assert all(map(torch.equal, got, expected))
-    for attended, exact in zip(attend(OnDevice(), case, BLOCK_SIZE), dense(case), strict=True):
-        assert (attended.double() - exact).norm() / exact.norm() < (1e-5 if dtype == torch.float32 else 2**-7)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 5e-2), (torch.float16, 1e-2)], ids=str)

@@ -186,6 +186,24 @@ def test_rope_and_cache_equals_the_reference(
     assert torch.equal(values, expected_values), "values are copied as they are"
 
 
+@pytest.mark.parametrize(("heads", "block_size"), [((3, 3, 16), 16), ((5, 1, 8), 3), ((4, 3, 64), 32)])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+def test_integers_and_their_scales_are_those_of_the_reference(
+    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    inputs, num_blocks = ragged_input([(0, 1), (300, 1), (0, 5), (31, 3)], block_size)
+    qkv = 2.0 ** normal(inputs.num_tokens, 1, seed=1) * normal(
+        inputs.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, seed=2
+    )
+    turn = torch.stack((torch.ones(400, head_dim // 2), torch.zeros(400, head_dim // 2)))  # keys stay as they are
+    caches = [empty_cache(inputs, num_blocks, block_size, num_kv_heads, head_dim, torch.int8) for _ in range(2)]
+    for kernels, cache in zip((OnDevice(), REFERENCE), caches, strict=True):
+        kernels.rope_and_cache(qkv.to(dtype), Heads(num_heads, head_dim, None, None, 1e-5), turn, inputs, cache)
+    got, expected = ((cache.keys, cache.values, cache.scales) for cache in caches)
+    assert all(map(torch.equal, got, expected)), "in the tokens' own slots, and nothing elsewhere"
+
+
 def test_the_reference_keeps_keys_as_a_gpu_does_too() -> None:
     inputs, num_blocks = ragged_input([(0, 5), (31, 3)], 16)
     qkv, weight = normal(inputs.num_tokens, 4 * 24, seed=1), 1 + normal(24, seed=2)

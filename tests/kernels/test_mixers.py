@@ -90,7 +90,6 @@ def same_heads(num_tokens: int, heads: int, head_dim: int, dtype: torch.dtype, s
     return torch.cat((k, k, v), 1)
 
 
-@INTERPRETED
 @settings(max_examples=30)
 @given(
     pieces=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=4),
@@ -113,7 +112,7 @@ def test_what_is_cached_is_what_was_computed_rounded_once(
     inputs, num_blocks = ragged_input(pieces, block_size)
     qkv = same_heads(inputs.num_tokens, heads, head_dim, dtype, seed)
     weight = 1 + normal(head_dim, seed=seed, dtype=dtype)
-    for kernels in EVERY_BACK_END.values():
+    for kernels in BACK_ENDS.values():
         cache = empty_cache(inputs, num_blocks, block_size, heads, head_dim, kv_dtype)
         shape = Heads(heads, head_dim, weight, weight, 1e-5)
         q = kernels().rope_and_cache(qkv, shape, rotary_table(64, head_dim), inputs, cache)
