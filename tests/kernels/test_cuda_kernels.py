@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import RAW
 from kernel_cases import (
     INTERPRETED,
     JUST_BELOW_ONE,
@@ -579,6 +580,23 @@ def test_products_of_half_precision_are_summed_in_float32() -> None:
         setattr(matmul, name, True)
     CudaKernels()
     assert [getattr(matmul, name) for name in names] == [False, False]
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this is for a model whose weights are on the CPU; test_cuda_device has the other")
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("family", RAW)
+def test_a_decode_step_of_every_family_gives_the_logits_of_the_reference(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, num_blocks = ragged_input([(0, 1), (5, 1), (20, 1)], 8)
+    monkeypatch.setattr(state, "key_pack", lambda _dtype, _device, width: width)  # as on a GPU
+    found = []
+    for kernels in (OnDevice().kernels, REFERENCE):
+        model = tiny_model(dtype, kernels, model_type=family)
+        sizes = {"num_blocks": num_blocks, "block_size": 8, "num_slots": inputs.num_seqs}
+        zeros = state.allocate(model.config, **sizes, dtype=dtype, device=model.device)
+        found.append(model.forward(inputs, zeros, 20))
+    assert relative_error(*found) < (2**-5 if dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this is for a model whose weights are on the CPU; test_cuda_device has the other")
