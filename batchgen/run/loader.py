@@ -30,6 +30,7 @@ from batchgen.model import ModelConfig, is_dummy, load_config
 from batchgen.model.adapter.settings import Lora, read_lora, resolve_adapter
 from batchgen.output.payloads import Payloads
 from batchgen.run.backend import Backend, Begun
+from batchgen.run.stop import signals_afterwards
 from batchgen.text.grammar import Grammars
 from batchgen.text.guidance import library
 from batchgen.text.reasoning import Reasoning, text_behind
@@ -209,7 +210,7 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     num_params = info.config.linear_params + info.config.logits_params_per_token
     require_address_space(num_params * (1 if spec.model.weights == "int8" else 2))  # in the smallest dtype
     start_kernels(spec, info.config)  # beside the import of torch
-    with _lasting_imports():
+    with signals_afterwards(), _lasting_imports():
         from batchgen.engine import Engine
         from batchgen.engine.facts import engine_facts
         from batchgen.engine.load import load_weights, use_threads

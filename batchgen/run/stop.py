@@ -148,3 +148,26 @@ class Stopper:
         elif self._is_interruptible:
             self._delivered = True
             raise StopRequested
+
+
+@contextmanager
+def signals_afterwards() -> Iterator[None]:
+    """Call the handlers of signals that come while inside once it is left; see ``Stopper.listening`` for which.
+
+    An exception raised within the import of torch ends the process by SIGABRT, or becomes an ImportError.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    previous = {int(number): handler for number, handler in found.items() if callable(handler)}
+    for number in previous:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    for number in came:  # not raised again: the watchdog has counted them
+        previous[number](number, None)

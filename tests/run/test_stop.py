@@ -16,7 +16,7 @@ from run_helpers import ENVIRONMENT, JobMaker, quiet, rows_of, until_delivered
 from batchgen.output.lock import RunLock
 from batchgen.output.rundir import RunDir
 from batchgen.run.progress import Progress
-from batchgen.run.stop import Limits, Stopper, StopRequested
+from batchgen.run.stop import Limits, Stopper, StopRequested, signals_afterwards
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -50,6 +50,21 @@ def test_a_signal_interrupts_interruptible_work_once(stopper: Stopper) -> None:
                 send(signal.SIGTERM)  # while it is tidied up
         send(signal.SIGTERM)
     assert stopper.reason == "SIGTERM"
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_torch_is_imported_interrupts_once_that_has_ended(
+    stopper: Stopper, number: signal.Signals
+) -> None:
+    """Raised in the middle, it would end the process by SIGABRT."""
+    has_ended = False
+    with stopper.listening(), pytest.raises(StopRequested), stopper.interruptible():
+        with signals_afterwards():
+            send(number)
+            has_ended = True
+        raise AssertionError("work went on though a stop was asked for")
+    assert has_ended
+    assert stopper.reason == number.name
 
 
 def test_a_signal_while_work_drains_lets_it_drain(stopper: Stopper) -> None:
