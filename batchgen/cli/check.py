@@ -80,18 +80,13 @@ def check(
         _refuse_unused(spec.output.expected, max_tokens, most_different)
     if spec.cluster.workers and not spec.cluster.ray:
         raise UsageError("--workers are machines to compare: it needs --ray")
-    if spec.cluster.ray and against is None:
+    if spec.cluster.ray and against is not None:
+        raise UsageError("--ray compares machines and --against forms of a model: give one of them")
+    if spec.cluster.ray:
         return _check_machines(spec, has_input=prompts is not None, as_json=as_json)
     require_address_space()
     if against is not None:
-        from batchgen.check.against import compare_forms, render
-
-        compared = compare_forms(spec, against, max_tokens or _MAX_TOKENS, log=say)
-        show(json.dumps(compared, indent=2) if as_json else render(compared))
-        different = 1 - compared["num_same_rows"] / compared["num_rows"]
-        if most_different is not None and different > most_different:
-            raise GateFailed(f"{different:.1%} of the rows differ, more than the {most_different:.1%} allowed")
-        return ExitCode.OK
+        return _compare_forms(spec, against, max_tokens, most_different, as_json=as_json)
     from batchgen.check.report import run_check
 
     found = run_check(spec, has_input=prompts is not None, log=say, show=(lambda line: None) if as_json else show)
@@ -100,6 +95,19 @@ def check(
     if not found["ok"]:
         first, more = found["failed"][0], len(found["failed"]) - 1
         raise GateFailed(first + (f" (and {counted(more, 'more proof')})" if more else ""))
+    return ExitCode.OK
+
+
+def _compare_forms(
+    spec: JobSpec, against: str, max_tokens: int | None, most_different: float | None, *, as_json: bool
+) -> int:
+    from batchgen.check.against import compare_forms, render
+
+    compared = compare_forms(spec, against, max_tokens or _MAX_TOKENS, log=say)
+    show(json.dumps(compared, indent=2) if as_json else render(compared))
+    different = 1 - compared["num_same_rows"] / compared["num_rows"]
+    if most_different is not None and different > most_different:
+        raise GateFailed(f"{different:.1%} of the rows differ, more than the {most_different:.1%} allowed")
     return ExitCode.OK
 
 

@@ -162,6 +162,7 @@ def test_logits_that_are_not_finite_are_one_line(
     ("flags", "message"),
     [
         ([], "--against needs --prompts FILE"),
+        (["--prompts", "rows.jsonl", "--ray", "auto"], "--ray compares machines and --against forms of a model"),
         (["--prompts", "rows.jsonl", "--activations", "int8"], 'needs model.weights = "int8"'),
         (["--prompts", "rows.jsonl", "--prompt", "{question}", "--expected", "anser"], "did you mean 'answer'"),
         (["--prompts", "rows.jsonl", "--prompt", "{question}", "--expected", "nothing"], "row 0 has no text"),
