@@ -98,7 +98,7 @@ class ModelSpec:
     adapter: str = key(string(empty=True), "LoRA folder or Hub id, added to the weights", "", outputs=False)
     device: str = key(_DEVICE, "Where the model runs", "auto", outputs=False)
     tokenizer: str = key(string(empty=True), "Folder or Hub id [the model's own]", "", outputs=False)
-    batch_invariant: bool = key(BOOL, "On a GPU: no row depends on its batch (slower)", False)
+    batch_invariant: bool = key(BOOL, "On a GPU: no row depends on its batch (no: cuBLAS)", True)
 
     @property
     def named(self) -> dict[str, str]:

@@ -13,13 +13,14 @@ def select(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    batch_invariant: bool = False,
+    batch_invariant: bool = True,
     weights: str = "auto",
     activations: str = "auto",
 ) -> Kernels:
-    """The fastest back end for a device and dtype; with ``batch_invariant`` the fastest whose rows are independent.
+    """The fastest back end for a device and dtype whose rows are independent, as ``batch_invariant`` asks.
 
-    On the CPU both are the same. ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the latter.
+    Without it CUDA multiplies with cuBLAS; on the CPU both are the same. ``weights`` and ``activations`` are those of
+    ``Kernels``; CUDA ignores the latter.
     """
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
         from batchgen.kernels.cpu.backend import CpuKernels

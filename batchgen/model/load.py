@@ -38,7 +38,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     activations: str = "auto",
     adapter: str = "",
     device: str = "auto",
-    batch_invariant: bool = False,
+    batch_invariant: bool = True,
     kernels: Kernels | None = None,
 ) -> Decoder:
     """The model at ``path`` with its weights, ready to run.
@@ -48,8 +48,8 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     ``activations`` "int8", which rounds their inputs too, on the CPU only); "auto" leaves both as they are. ``adapter``
     is the folder or Hub id of a LoRA whose matrices are added to the weights before they are rounded. ``device``
     "auto" is CUDA if there is one. ``batch_invariant`` makes matrix products on a GPU add up in one order whatever
-    shares the batch, as they always do on the CPU. ``kernels`` replaces the back end of the device. Raises ModelError
-    for an unusable folder, config, or weights.
+    shares the batch, as they always do on the CPU; without it cuBLAS computes those of many rows. ``kernels`` replaces
+    the back end of the device. Raises ModelError for an unusable folder, config, or weights.
     """
     where = resolve_device(device)
     model = None if is_dummy(path) else resolve_model(path, revision, _PATTERNS)

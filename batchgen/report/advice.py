@@ -81,8 +81,8 @@ def _settings_advice(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"workers had nothing to do for {idle:.0%} of their time: fewer of them would do, or give a run more rows"
     if bound_by(report) == _OVERHEADS["load"]:
         yield "loading took longer than it should pay for: give a run more rows"
-    if report["numerics"].get("device") == "cuda":
-        yield "on a GPU a row's tokens may depend on what shared its batch; --batch-invariant rules that out"
+    if "cublas" in report["numerics"].get("kernels", ""):
+        yield "with cuBLAS a row's tokens may depend on what shared its batch; --batch-invariant rules that out"
 
 
 def _rows_advice(report: Mapping[str, Any]) -> Iterator[str]:

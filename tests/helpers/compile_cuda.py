@@ -70,7 +70,8 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
     kernels.swiglu(zeros(tokens, 2 * FF))
     for bias in (None, zeros(HIDDEN)):
         linear = kernels.linear(zeros(HIDDEN, HIDDEN), bias)
-        linear(zeros(tokens, HIDDEN))
+        for rows in (tokens, 300):
+            linear(zeros(rows, HIDDEN))
         for post in (None, zeros(HIDDEN)):
             kernels.add_and_norm(linear, zeros(tokens, HIDDEN), zeros(tokens, HIDDEN), zeros(HIDDEN), 1e-5, post)
     experts = kernels.experts((zeros(64, HIDDEN), zeros(64, HIDDEN), zeros(HIDDEN, 64)) for _ in range(4))
@@ -79,6 +80,7 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
     experts(x, *route(x), x)
     for taken in (x, kernels.add_and_norm(linear, x, x, zeros(HIDDEN), 1e-5)[1]):
         gated(taken)
+        gated(zeros(300, HIDDEN))
         call_projections(kernels, dtype, pieces, taken)
     logits = zeros(2, VOCAB)
     kernels.argmax(logits)

@@ -73,7 +73,7 @@ class OnDevice:
 
     name = "cuda"
 
-    def __init__(self, *, batch_invariant: bool = False, weights: str = "auto") -> None:
+    def __init__(self, *, batch_invariant: bool = True, weights: str = "auto") -> None:
         device = DEVICE if HAS_GPU else None
         self.kernels = CudaKernels(device, batch_invariant=batch_invariant, weights=weights)
         self.variant = self.kernels.variant

@@ -111,7 +111,7 @@ def test_a_product_of_few_rows_comes_with_sums_of_squares_and_a_row_has_its_own_
 
 def test_many_rows_are_multiplied_by_cublas_before_they_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "FEW_ROWS", 4)
-    device = OnDevice()
+    device = OnDevice(batch_invariant=False)
     x, h, norm = normal(5, 70, seed=0), normal(5, 30, seed=1), normal(30, seed=2)
     linear = device.kernels.linear(normal(30, 70, seed=3).to(DEVICE))
     assert torch.equal(device.add_and_norm(linear, x, h, norm, 1e-5)[0], h + linear(x.to(DEVICE)).cpu())
@@ -129,7 +129,7 @@ def test_a_product_is_rounded_before_it_is_added_and_the_sum_before_it_is_normed
     weight, bias = normal(width, 70, seed=4, dtype=dtype), normal(width, seed=5, dtype=dtype)
     for behind, added in ((None, None), (post, None), (None, bias)):
         linear = device.kernels.linear(weight.to(DEVICE), None if added is None else added.to(DEVICE))
-        y = (linear(x.to(DEVICE)) if batch_invariant else linear.few_rows(x.to(DEVICE), None, Arrivals())[0]).cpu()
+        y = linear.few_rows(x.to(DEVICE), None, Arrivals())[0].cpu()
         sums, normed = device.add_and_norm(linear, x, h, norm, 1e-5, behind)
         assert torch.equal(sums, h + (y if behind is None else device.rms_norm(y, behind, 1e-5)))
         assert torch.equal(normed, device.rms_norm(sums, norm, 1e-5))
@@ -323,10 +323,10 @@ def test_batch_invariant_attention_has_the_same_bits_however_a_prompt_is_cut(
     dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
     whole = make_case([(0, 80)], (4, 2, 16), dtype, 3, kv_dtype)
-    expected = attend(OnDevice(batch_invariant=True), whole, 16)[0]
+    expected = attend(OnDevice(), whole, 16)[0]
     got, past = [], 0
     for count in (63, 1, 1, 10, 1, 4):
-        got += attend(OnDevice(batch_invariant=True), whole.chunk(past, count), 16)
+        got += attend(OnDevice(), whole.chunk(past, count), 16)
         past += count
     assert torch.equal(torch.cat(got), expected)
 
@@ -344,10 +344,10 @@ def test_attention_over_a_window_with_gates_equals_dense_attention(
 @each_value_once({"window": [3, 50], "dtype": DTYPES})
 def test_attention_over_a_window_has_the_same_bits_however_a_prompt_is_cut(window: int, dtype: torch.dtype) -> None:
     whole = make_case([(0, 140)], (2, 1, 16), dtype, 3, window=window, is_gated=True)
-    expected = attend(OnDevice(batch_invariant=True), whole, 16)[0]
+    expected = attend(OnDevice(), whole, 16)[0]
     starts = [0, 63, 64, 65, 128, 129, 136, 140]
     cuts = [whole.chunk(start, end - start) for start, end in pairwise(starts)]
-    assert torch.equal(torch.cat([attend(OnDevice(batch_invariant=True), cut, 32)[0] for cut in cuts]), expected)
+    assert torch.equal(torch.cat([attend(OnDevice(), cut, 32)[0] for cut in cuts]), expected)
 
 
 CONV_PIECES = {
@@ -388,23 +388,23 @@ def test_a_projection_joined_to_the_heads_equals_the_steps_it_joins(
     block_size: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     inputs, num_blocks = ragged_input([(0, 1), (300, 1), (0, 5), (31, 63)], block_size)
-    moved, width, norm = inputs.to(DEVICE), 70, pending_norm(70, 70, dtype)
+    moved, width, norm = inputs.to(DEVICE), 50, pending_norm(70, 50, dtype)
     x = norm if is_pending else norm.computed
     weights = [None if is_plain else (1 + normal(head_dim, seed=s, dtype=dtype)).to(DEVICE) for s in (2, 3)]
     shape = Heads(num_heads, head_dim, weights[0], weights[1], 1e-5)
     columns = (num_heads + 2 * num_kv_heads) * head_dim
     weight = normal(columns, width, seed=1, dtype=dtype)
     rotary = rotary_table(400, head_dim).to(DEVICE)
-    joined, in_order = OnDevice().kernels, OnDevice(batch_invariant=True).kernels
-    results = []
-    for kernels in (joined, in_order):
+    kernels, results = OnDevice().kernels, []
+    for most in (256, 0):
+        monkeypatch.setattr(tuning, "FEW_ROWS", most)
         cache = OnDevice._moved(empty_cache(inputs, num_blocks, block_size, num_kv_heads, head_dim, kv_dtype or dtype))
-        taken = x if kernels is joined else norm.computed
-        q, product = kernels.project_and_cache(kernels.linear(weight.to(DEVICE)), taken, shape, rotary, moved, cache)
-        assert (product is None) == (kernels is joined)
+        q, product = kernels.project_and_cache(kernels.linear(weight.to(DEVICE)), x, shape, rotary, moved, cache)
+        assert (product is None) == (most > 0)
         kept = [cache.keys, cache.values]
         if cache.scales is not None:  # the numbers that the integers stand for, positions before dimensions
             of_keys, of_values = cache.scales.unbind(2)
@@ -415,8 +415,9 @@ def test_a_projection_joined_to_the_heads_equals_the_steps_it_joins(
         results.append((q, *kept))
     for got, expected in zip(*results, strict=True):
         assert_equal_norms(got, expected)
-    wider = joined.linear(normal(columns + num_heads, width, seed=1, dtype=dtype).to(DEVICE))
-    _, product = joined.project_and_cache(wider, x, shape, rotary, moved, cache)
+    monkeypatch.setattr(tuning, "FEW_ROWS", 256)
+    wider = kernels.linear(normal(columns + num_heads, width, seed=1, dtype=dtype).to(DEVICE))
+    _, product = kernels.project_and_cache(wider, x, shape, rotary, moved, cache)
     assert product is not None, "gates are in it"
     assert product.shape == (70, columns + num_heads)
 
@@ -428,7 +429,7 @@ def test_a_projection_joined_to_the_heads_equals_the_steps_it_joins(
     }
 )
 def test_a_projection_joined_to_the_convolution_equals_the_steps_it_joins(
-    width: int, taps: int, num_spare: int, is_pending: bool, dtype: torch.dtype
+    width: int, taps: int, num_spare: int, is_pending: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, num_blocks = ragged_input([(past % 40, 1) for past in range(70)], 16)
     rejected = torch.arange(70, dtype=torch.int32) % (num_spare + 1)
@@ -439,10 +440,12 @@ def test_a_projection_joined_to_the_convolution_equals_the_steps_it_joins(
     slots = normal(73, taps - 1 + num_spare, width, seed=4, dtype=dtype)
     slots[inputs.conv_slots[inputs.positions == 0].long().cpu()] = torch.nan  # an earlier sequence's
     results = []
-    for kernels in (OnDevice().kernels, OnDevice(batch_invariant=True).kernels):
+    for most in (256, 0):
+        monkeypatch.setattr(tuning, "FEW_ROWS", most)
+        kernels = OnDevice().kernels
         blocks = torch.full((num_blocks, taps - 1, width), 7, dtype=dtype)
         state = ConvState(slots.to(DEVICE, copy=True), blocks.to(DEVICE), 16)
-        x = norm if is_pending and not kernels.batch_invariant else norm.computed
+        x = norm if is_pending else norm.computed
         out = kernels.project_and_convolve(kernels.linear(projection), x, weight, bias, state, inputs)
         results.append((out, state.slots, state.blocks))
     (out, slots, blocks), (expected, expected_slots, expected_blocks) = results
@@ -506,7 +509,7 @@ def test_linear_equals_torch(dtype: torch.dtype, batch_invariant: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_batch_invariant_linear_has_the_same_bits_for_a_row_in_any_batch(dtype: torch.dtype) -> None:
-    linear = OnDevice(batch_invariant=True).linear(normal(70, 100, seed=1, dtype=dtype))
+    linear = OnDevice().linear(normal(70, 100, seed=1, dtype=dtype))
     x = normal(130, 100, seed=0, dtype=dtype)
     whole = linear(x)
     for rows in (slice(0, 1), slice(5, 9), slice(60, 129)):
@@ -515,17 +518,19 @@ def test_batch_invariant_linear_has_the_same_bits_for_a_row_in_any_batch(dtype: 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("width", "inner"), [(100, 70), (64, 32), (7, 1)])
-def test_a_gated_product_in_one_kernel_equals_the_steps_it_joins(width: int, inner: int, dtype: torch.dtype) -> None:
+def test_a_gated_product_in_one_kernel_equals_the_steps_it_joins(
+    width: int, inner: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = OnDevice()
     gate, up = (normal(inner, width, seed=seed, dtype=dtype) for seed in (1, 2))
     x = normal(130, width, seed=0, dtype=dtype)
     joined = device.kernels.gated_linear(gate.to(DEVICE), up.to(DEVICE))
     whole = joined(x.to(DEVICE)).cpu()
-    in_order = OnDevice(batch_invariant=True).linear(torch.cat((gate, up)))
-    assert torch.equal(whole, device.swiglu(in_order(x)))
     assert relative_error(whole, REFERENCE.gated_linear(gate, up)(x)) < (2**-6 if dtype == torch.bfloat16 else 1e-5)
     for rows in (slice(0, 1), slice(5, 9), slice(60, 129)):
         assert torch.equal(joined(x[rows].to(DEVICE)).cpu(), whole[rows]), "a row's bits are its own"
+    monkeypatch.setattr(tuning, "FEW_ROWS", 0)
+    assert torch.equal(joined(x.to(DEVICE)).cpu(), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -541,7 +546,7 @@ def test_a_norm_on_the_way_into_a_gated_product_equals_one_before_it(
 
 def test_many_rows_are_multiplied_before_they_are_gated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "FEW_ROWS", 4)
-    device = OnDevice()
+    device = OnDevice(batch_invariant=False)
     gate, up, x = normal(20, 30, seed=1), normal(20, 30, seed=2), normal(5, 30, seed=0)
     got = device.kernels.gated_linear(gate.to(DEVICE), up.to(DEVICE))(x.to(DEVICE)).cpu()
     assert torch.equal(got, device.swiglu(device.linear(torch.cat((gate, up)))(x)))

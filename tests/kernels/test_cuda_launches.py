@@ -13,12 +13,14 @@ LFM2_350M = dummy_config("dummy:LFM2-350M")
 AROUND = {"embedding": 1, "first and last norm": 2, "rows with logits": 2, "head": 1}
 
 
+@pytest.mark.parametrize("batch_invariant", [True, False])
 @pytest.mark.parametrize("num_seqs", [1, 100, 256])
-def test_a_decode_step_launches_no_more_than_its_layers_need(num_seqs: int) -> None:
-    found = decode_launches(LFM2_350M, num_seqs, OnDevice().kernels)
+def test_a_decode_step_launches_no_more_than_its_layers_need(num_seqs: int, batch_invariant: bool) -> None:
+    found = decode_launches(LFM2_350M, num_seqs, OnDevice(batch_invariant=batch_invariant).kernels)
     half_layers = 2 * len(LFM2_350M.layers)
     num_conv = sum(layer.mixer == CONV for layer in LFM2_350M.layers)
     num_attention = len(LFM2_350M.layers) - num_conv
     assert found["add_product"] == half_layers
     assert found["rms_norm"] == AROUND["first and last norm"], "each other norm belongs to a product"
+    assert found.total() == 76
     assert found.total() == 4 * num_conv + 5 * num_attention + sum(AROUND.values()), found

@@ -183,7 +183,9 @@ def test_failed_rows_get_advice_by_code() -> None:
 def test_what_may_differ_on_a_gpu_is_told() -> None:
     report = made()
     assert not any("--batch-invariant" in text for text in advice(report))
-    report["numerics"] = {"dtype": "bfloat16", "device": "cuda"}
+    report["numerics"] = {"dtype": "bfloat16", "device": "cuda", "kernels": "cuda-sm90-triton3.6.0"}
+    assert not any("--batch-invariant" in text for text in advice(report)), "the default"
+    report["numerics"]["kernels"] = "cuda-sm90-cublas-NVIDIA-H200-triton3.6.0"
     assert any("--batch-invariant" in text for text in advice(report))
 
 

@@ -40,16 +40,16 @@ from batchgen.kernels.interface import (
     SamplingRows,
     SparseFeedForward,
     TableEmbedding,
-    TwoStepGatedLinear,
 )
 from batchgen.kernels.quantize import stored
 
 _FUSED = {"enable_fp_fusion": True}  # as compilers do by default; Triton 3.9 warns where it is not said
 
 
-def _joins(linear: Linear, inputs: ModelInput) -> TypeGuard[CublasLinear]:
-    """Whether a kernel for few rows computes a projection together with what follows it."""
-    return isinstance(linear, CublasLinear) and linear.bias is None and inputs.num_tokens <= tuning.FEW_ROWS
+def _joins(linear: Linear, inputs: ModelInput) -> TypeGuard[FixedOrderLinear]:
+    """Whether a kernel for few rows computes a projection, in one part, together with what follows it."""
+    is_plain = isinstance(linear, FixedOrderLinear) and linear.bias is None and linear.num_parts == 1
+    return is_plain and inputs.num_tokens <= tuning.FEW_ROWS
 
 
 def _cached_heads(
@@ -68,7 +68,8 @@ def _cached_heads(
 class CudaKernels(Kernels):
     """``Kernels`` for NVIDIA GPUs, in bfloat16, float16 and float32.
 
-    With ``batch_invariant`` a token's bits depend on its own sequence alone. Without it cuBLAS may round a row
+    With ``batch_invariant`` a token's bits depend on its own sequence alone: products add up in an order that their
+    weight fixes, and steps that are joined for few rows round as they do alone. Without it cuBLAS may round a row
     differently with how many rows share its product, and a token computed as part of a prompt (a long chunk, or
     again after a preemption) differently from one computed by itself; see the package's docstring.
     """
@@ -77,7 +78,7 @@ class CudaKernels(Kernels):
     activations = "auto"
 
     def __init__(
-        self, device: torch.device | None = None, *, batch_invariant: bool = False, weights: str = "auto"
+        self, device: torch.device | None = None, *, batch_invariant: bool = True, weights: str = "auto"
     ) -> None:
         """``device``, if given, becomes the current one, which is where Triton launches: one process, one device.
 
@@ -88,6 +89,7 @@ class CudaKernels(Kernels):
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self.batch_invariant, self.weights = batch_invariant, weights
+        self._linear = FixedOrderLinear if batch_invariant else CublasLinear
         self._device = device
         self._arrivals = Arrivals()
 
@@ -95,19 +97,18 @@ class CudaKernels(Kernels):
     def variant(self) -> str:
         """The GPU is named where cuBLAS picks its kernels by it; Triton compiles for the architecture alone."""
         if not torch.cuda.is_available():
-            return "cuda-interpreted"
+            return "cuda-interpreted" if self.batch_invariant else "cuda-interpreted-cublas"
         major, minor = torch.cuda.get_device_capability(self._device)
-        gpu = [] if self.batch_invariant else torch.cuda.get_device_name(self._device).split()
+        gpu = [] if self.batch_invariant else ["cublas", *torch.cuda.get_device_name(self._device).split()]
         return "-".join([f"cuda-sm{major}{minor}", *gpu, f"triton{triton.__version__}", f"torch{torch.__version__}"])
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         weight = stored(weight, self.weights, weight.dtype)
-        return FixedOrderLinear(weight, bias) if self.batch_invariant else CublasLinear(weight, bias)
+        return self._linear(weight, bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        if self.batch_invariant:  # the two steps have tiles of one width, whatever the number of rows
-            return TwoStepGatedLinear(self, gate, up)
-        return FusedGatedLinear(stored(torch.cat((gate, up)), self.weights, gate.dtype), self.swiglu)
+        weight = stored(torch.cat((gate, up)), self.weights, gate.dtype)
+        return FusedGatedLinear(self._linear(weight, None, num_parts=1), self.swiglu)
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         return TableEmbedding(self, table, dtype), self.linear(table)
@@ -131,7 +132,7 @@ class CudaKernels(Kernels):
     def add_and_norm(
         self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float, post: Tensor | None = None
     ) -> tuple[Tensor, Normed]:
-        if isinstance(linear, CublasLinear) and len(x) <= tuning.FEW_ROWS:
+        if isinstance(linear, FixedOrderLinear) and len(x) <= tuning.FEW_ROWS:
             y, squares = linear.few_rows(x, residual if post is None else None, self._arrivals)
             if post is None:
                 return y, PendingNorm(y, squares, weight, eps)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.cuda.linear import CublasLinear, PendingNorm, block_sizes, computed
+from batchgen.kernels.cuda.linear import CublasLinear, PendingNorm, block_sizes, computed, product
 from batchgen.kernels.cuda.tiles import num_tiles, tile_of
 from batchgen.kernels.cuda.tuning import BLOCK_M, BLOCK_N
 from batchgen.kernels.experts import add_up
@@ -68,14 +68,8 @@ def grouped_matmul(x, weight, starts, out, num_experts, out_features, width, BLO
     if first < end:
         m = first + tl.arange(0, BLOCK_M)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
         of_expert = weight + expert.to(tl.int64) * out_features * width
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, width, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            a = tl.load(x + row * width + k[None, :], mask=(row < end) & (k < width)[None, :], other=0.0)
-            at = of_expert + column * width + k[:, None]
-            b = tl.load(at, mask=(column < out_features) & (k < width)[:, None], other=0.0)
-            total = tl.dot(a, b, total, input_precision="ieee")
+        total = product(x, of_expert, m, n, end, out_features, width, 0, 1, BLOCK_K)
+        row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
         inside = (row < end) & (column < out_features)
         tl.store(out + row * out_features + column, total.to(out.dtype.element_ty), mask=inside)

@@ -1,13 +1,13 @@
-"""Matrix products with a fixed weight: cuBLAS, or a kernel that sums in one order whatever the number of rows.
+"""Matrix products with a fixed weight: kernels that sum in one order whatever the number of rows, or cuBLAS.
 
 cuBLAS picks its kernel by shape and may split the inner dimension when rows are few, so a row's last bits can
-differ with how many rows share the product. ``FixedOrderLinear`` computes every element from tiles of one size,
-adding along the inner dimension from its start to its end: a row's bits are its own, at the cost of tiles that are
-too tall for a few rows and too small for thousands.
+differ with how many rows share the product. ``FixedOrderLinear`` adds along the inner dimension in steps and parts
+that the weight alone fixes; only the height and width of tiles follow the number of rows, so a row's bits are its own.
+That holds as long as a GPU's matrix instructions of one family round alike at every width.
 
 The few rows of a decode step have products that also compute what stands beside them, each kernel less being
 microseconds saved: the last product of half a layer adds the residual and leaves sums of squares, from which the next
-one norms its rows on the way.
+one norms its rows on the way. They round wherever the steps that they join do.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels.cuda import tuning
-from batchgen.kernels.cuda.rows import gated, rms_norm, scaled
+from batchgen.kernels.cuda.rows import folded, gated, rms_norm, scaled, sums_of_squares
 from batchgen.kernels.cuda.tiles import Arrivals, power_of_two
-from batchgen.kernels.cuda.tuning import BLOCK_M, BLOCK_N, GATED_N, GROUP_M, NUM_PARTS, PIECE
+from batchgen.kernels.cuda.tuning import BLOCK_M, BLOCK_N, GATED_N, GROUP_M, PIECE
 from batchgen.kernels.interface import Linear
 
 
@@ -66,76 +66,92 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = N
     return out
 
 
-class CublasLinear:
-    """``Linear`` by cuBLAS, in float32 as exact as torch's setting says; its default allows no TF32."""
+class FixedOrderLinear:
+    """``Linear`` that adds every product in the order that its weight fixes, and the bias before it rounds."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
+    def __init__(self, weight: Tensor, bias: Tensor | None, num_parts: int | None = None) -> None:
+        """``num_parts`` of the sum are added up by themselves; ``parts_of`` the weight's shape, if it is not given."""
+        self.weight = weight.contiguous()
         self.bias = bias
+        self.num_parts = num_parts or parts_of(*weight.shape)
 
     def __call__(self, x: Tensor | PendingNorm, residual: Tensor | None = None) -> Tensor:
-        y = functional.linear(computed(x), self.weight, self.bias)
-        return y if residual is None else y + residual
+        x = computed(x)
+        rows, width = x.shape
+        out_features = len(self.weight)
+        out = x.new_empty(rows, out_features)
+        options = tiles_of(x)
+        tile_m, tile_n = options["TILE"]
+        grid = (triton.cdiv(rows, tile_m) * triton.cdiv(out_features, tile_n),)
+        sizes = (rows, out_features, width)
+        matmul[grid](x, self.weight, self.bias, out, *sizes, NUM_PARTS=self.num_parts, **options)
+        return out if residual is None else out + residual
 
     def few_rows(self, x: Tensor, residual: Tensor | None, arrivals: Arrivals) -> tuple[Tensor, Tensor]:
         """``linear(x) (+ residual)``, each rounded, and sums of its squares as ``PendingNorm`` has them.
 
-        A row's bits are its own.
+        The parts of a sum have programs of their own.
         """
         (rows, width), out_features = x.shape, len(self.weight)
-        grid = (triton.cdiv(out_features, PIECE.value), NUM_PARTS.value, triton.cdiv(rows, BLOCK_M.value))
+        grid = (triton.cdiv(out_features, PIECE.value), self.num_parts, triton.cdiv(rows, BLOCK_M.value))
         out, squares, parts = (
             torch.empty(shape, dtype=dtype, device=x.device)
             for *shape, dtype in (
                 (rows, out_features, x.dtype),
                 (rows, grid[0], torch.float32),
-                (NUM_PARTS.value, rows, out_features, torch.float32),
+                (self.num_parts, rows, out_features, torch.float32),
             )
         )
         arrived = arrivals.at_least(grid[0] * grid[2], x.device)
         tensors = (x, self.weight, self.bias, residual, parts, arrived, out, squares)
-        add_product[grid](tensors, rows, out_features, width, **block_sizes(x))
+        add_product[grid](tensors, rows, out_features, width, NUM_PARTS=self.num_parts, **block_sizes(x))
         return out, squares
 
 
-class FixedOrderLinear:
-    """``Linear`` that adds every product in the same order, and the bias before it rounds."""
+class CublasLinear(FixedOrderLinear):
+    """``Linear`` by cuBLAS, in float32 as exact as torch's setting says; its default allows no TF32."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight.contiguous()
-        self.bias = bias
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        rows, width = x.shape
-        out_features = len(self.weight)
-        out = x.new_empty(rows, out_features)
-        grid = (triton.cdiv(rows, BLOCK_M.value) * triton.cdiv(out_features, BLOCK_N.value),)
-        matmul[grid](x, self.weight, self.bias, out, rows, out_features, width, **block_sizes(x))
-        return out if residual is None else out + residual
+    def __call__(self, x: Tensor | PendingNorm, residual: Tensor | None = None) -> Tensor:
+        y = functional.linear(computed(x), self.weight, self.bias)
+        return y if residual is None else y + residual
 
 
 class FusedGatedLinear:
-    """``GatedLinear`` of one weight, gates before ups, that is one kernel for few rows, and two steps for many.
+    """``GatedLinear`` that is one kernel for few rows, and for many a product and SwiGLU.
 
-    For few rows a row's bits are its own: those of ``FixedOrderLinear`` and SwiGLU, up to what the width of a tile may
-    change in a matrix instruction.
+    ``linear`` has gates before ups, and adds up in one part, as the kernel does.
     """
 
-    def __init__(self, weight: Tensor, swiglu: Callable[[Tensor], Tensor]) -> None:
-        self.weight = weight
-        self.linear: Linear = CublasLinear(weight, None)
-        self._swiglu = swiglu
+    def __init__(self, linear: FixedOrderLinear, swiglu: Callable[[Tensor], Tensor]) -> None:
+        self.linear: Linear = linear
+        self._weight, self._swiglu = linear.weight, swiglu
 
     def __call__(self, x: Tensor | PendingNorm) -> Tensor:
         taken, options = operand(x)
         rows, width = taken.shape
         if rows > tuning.FEW_ROWS:
-            return self._swiglu(self.linear(taken))
-        inner = len(self.weight) // 2
+            return self._swiglu(self.linear(computed(x)))
+        inner = len(self._weight) // 2
         out = taken.new_empty(rows, inner)
         grid = (triton.cdiv(inner, GATED_N.value), triton.cdiv(rows, BLOCK_M.value))
-        gated_matmul[grid](taken, self.weight, out, rows, inner, width, **options)
+        gated_matmul[grid](taken, self._weight, out, rows, inner, width, **options)
         return out
+
+
+def parts_of(out_features: int, width: int) -> int:
+    """Into how many parts the sums of a product fall, each added up by itself and then to those before it.
+
+    Those of a weight with few rows do, which would leave most of a GPU idle: one that ends half a layer. Where parts
+    begin is up to the weight's width and dtype alone, so that kernels for few rows and for many give the same bits.
+    """
+    return tuning.NUM_PARTS if out_features <= width else 1
+
+
+def tiles_of(x: Tensor) -> dict[str, Any]:
+    """How a product of x is launched: many rows have tiles that read less, along the same steps of K."""
+    if len(x) <= tuning.FEW_ROWS or x.element_size() == 4:  # no matrix instruction to feed: tall tiles spill registers
+        return {"TILE": (BLOCK_M.value, BLOCK_N.value), **block_sizes(x)}
+    return {"TILE": tuning.TALL_TILE, **block_sizes(x), **tuning.TALL_OPTIONS}
 
 
 def block_sizes(x: Tensor) -> dict[str, Any]:
@@ -145,23 +161,49 @@ def block_sizes(x: Tensor) -> dict[str, Any]:
     return {"BLOCK_K": tuning.BLOCK_K, "enable_fp_fusion": True, **tuning.PRODUCT_OPTIONS}
 
 
-@triton.jit(do_not_specialize=["rows"])
-def matmul(x, weight, bias, out, rows, out_features, width, BLOCK_K: tl.constexpr):
-    """``out = x @ weight.T (+ bias)``: one program per tile of ``out``."""
-    tiles_n = tl.cdiv(out_features, BLOCK_N)
-    group = tl.program_id(0) // (GROUP_M * tiles_n)
-    tiles_m = tl.minimum(tl.cdiv(rows, BLOCK_M) - group * GROUP_M, GROUP_M)
-    within = tl.program_id(0) % (GROUP_M * tiles_n)
-    m = (group * GROUP_M + within % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = within // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
+@triton.jit
+def product(x, weight, m, n, rows, out_features, width, part, NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Products of rows m of x with rows n of ``weight``, added up over one part of ``width``, in steps of ``BLOCK_K``.
+
+    Float32 [len(m), len(n)]. The sum of all parts, in order, is the product: the bits of each element are up to
+    ``NUM_PARTS`` and ``BLOCK_K`` alone.
+    """
+    extent = tl.cdiv(width, NUM_PARTS * BLOCK_K) * BLOCK_K
     row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, width, BLOCK_K):
+    total = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
+    for start in range(part * extent, tl.minimum((part + 1) * extent, width), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         a = tl.load(x + row * width + k[None, :], mask=(row < rows) & (k < width)[None, :], other=0.0)
         at = weight + column * width + k[:, None]
         b = tl.load(at, mask=(column < out_features) & (k < width)[:, None], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["rows"])
+def matmul(
+    x,
+    weight,
+    bias,
+    out,
+    rows,
+    out_features,
+    width,
+    TILE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """``out = x @ weight.T (+ bias)``: one program per tile of ``out``, which adds up the parts of a sum in order."""
+    tiles_n = tl.cdiv(out_features, TILE[1])
+    group = tl.program_id(0) // (GROUP_M * tiles_n)
+    tiles_m = tl.minimum(tl.cdiv(rows, TILE[0]) - group * GROUP_M, GROUP_M)
+    within = tl.program_id(0) % (GROUP_M * tiles_n)
+    m = (group * GROUP_M + within % tiles_m) * TILE[0] + tl.arange(0, TILE[0])
+    n = within // tiles_m * TILE[1] + tl.arange(0, TILE[1])
+    total = product(x, weight, m, n, rows, out_features, width, 0, NUM_PARTS, BLOCK_K)
+    for part in range(1, NUM_PARTS):
+        total += product(x, weight, m, n, rows, out_features, width, part, NUM_PARTS, BLOCK_K)
+    row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
     inside = (row < rows) & (column < out_features)
     if bias is not None:
         total += tl.load(bias + n, mask=n < out_features, other=0.0).to(tl.float32)[None, :]
@@ -178,7 +220,7 @@ def scale_of(norm, m, rows, width, PIECES: tl.constexpr):
         piece, count = tl.arange(0, PIECES), tl.cdiv(width, PIECE)
         inside = (m < rows)[:, None] & (piece < count)[None, :]
         found = tl.load(squares + m.to(tl.int64)[:, None] * count + piece[None, :], mask=inside, other=0.0)
-        return tl.rsqrt(tl.sum(found, 1) / width + eps)
+        return tl.rsqrt(folded(found) / width + eps)
 
 
 @triton.jit
@@ -223,26 +265,18 @@ def gated_matmul(x, weight, out, rows, inner, width, norm, BLOCK_K: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["rows"])
-def add_product(tensors, rows, out_features, width, BLOCK_K: tl.constexpr):
+def add_product(tensors, rows, out_features, width, NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr):
     """``out = x @ weight.T (+ bias) (+ residual)``, each rounded, and the sums of its squares over each tile's columns.
 
     One program per tile of ``out`` and part of ``width``; the last to arrive adds up the parts, in order, and sets the
-    counter in ``arrivals`` back to zero. The weight alone says where parts begin, so that a row's sum does not depend
-    on how many rows there are.
+    counter in ``arrivals`` back to zero. The bits are those of ``matmul``.
     """
     x, weight, bias, residual, parts, arrivals, out, squares = tensors
     tile, part = tl.program_id(0), tl.program_id(1)
     n = tile * PIECE + tl.arange(0, PIECE)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    total = product(x, weight, m, n, rows, out_features, width, part, NUM_PARTS, BLOCK_K)
     row, column = m.to(tl.int64)[:, None], n.to(tl.int64)[None, :]
-    extent = tl.cdiv(width, NUM_PARTS * BLOCK_K) * BLOCK_K
-    total = tl.zeros([BLOCK_M, PIECE], tl.float32)
-    for start in range(part * extent, tl.minimum((part + 1) * extent, width), BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        a = tl.load(x + row * width + k[None, :], mask=(row < rows) & (k < width)[None, :], other=0.0)
-        at = weight + column * width + k[:, None]
-        b = tl.load(at, mask=(column < out_features) & (k < width)[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
     inside = (row < rows) & (column < out_features)
     at = row * out_features + column
     size = rows.to(tl.int64) * out_features
@@ -261,5 +295,5 @@ def add_product(tensors, rows, out_features, width, BLOCK_K: tl.constexpr):
             kept = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
             y = (y.to(tl.float32) + kept).to(out.dtype.element_ty)
         tl.store(out + at, y, mask=inside)
-        v = y.to(tl.float32)
-        tl.store(squares + m.to(tl.int64) * tl.num_programs(0) + tile, tl.sum(v * v, 1), mask=m < rows)
+        sums = sums_of_squares(y.to(tl.float32))
+        tl.store(squares + m.to(tl.int64) * tl.num_programs(0) + tile, sums, mask=m < rows)

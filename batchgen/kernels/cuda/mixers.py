@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from batchgen.kernels.cuda.linear import normed, scale_of, two_products
-from batchgen.kernels.cuda.rows import scaled
+from batchgen.kernels.cuda.rows import folded, scaled
 from batchgen.kernels.cuda.tiles import tile_of
 from batchgen.kernels.cuda.tuning import BLOCK_M, CONV_N
 
@@ -33,15 +33,16 @@ def _normed_and_rotated(a, b, weight, eps, cosine, sine, HALF: tl.constexpr, dty
     """RMS norm, if there is a ``weight``, and half-split rotation of heads in halves a, b [rows, HALF_BLOCK].
 
     All in float32, norms rounded to ``dtype``; ``cosine`` and ``sine`` [rows or 1] are where a row's position has them.
+    Fused by hand, so that all callers round alike.
     """
     i = tl.arange(0, a.shape[1])
     if weight is not None:
-        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        scale = tl.rsqrt(folded(tl.fma(a, a, b * b)) / (2 * HALF) + eps)[:, None]
         a = scaled(a, scale, tl.load(weight + i, mask=i < HALF, other=0.0)[None, :], dtype)
         b = scaled(b, scale, tl.load(weight + HALF + i, mask=i < HALF, other=0.0)[None, :], dtype)
     c = tl.load(cosine[:, None] + i[None, :], mask=(i < HALF)[None, :], other=0.0)
     s = tl.load(sine[:, None] + i[None, :], mask=(i < HALF)[None, :], other=0.0)
-    return a * c - b * s, b * c + a * s
+    return tl.fma(a, c, -(b * s)), tl.fma(b, c, a * s)
 
 
 @triton.jit
@@ -218,7 +219,7 @@ def short_conv(
         total = offset
         for tap in tl.static_range(TAPS):
             u = _conv_input(bcx, past, t - (TAPS - 1) + tap, first, is_started, width, channel, TAPS)
-            total += u * tl.load(weight + tap * width + channel, mask=inside, other=0.0)
+            total = tl.fma(u, tl.load(weight + tap * width + channel, mask=inside, other=0.0), total)
         at = tl.cast(t, tl.int64) * width + channel
         c = tl.load(bcx + tl.cast(t, tl.int64) * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
         y = c * total.to(out.dtype.element_ty).to(tl.float32)
@@ -270,11 +271,12 @@ def project_and_convolve(
     past = (state - tl.load(rejected + m, mask=is_row, other=0) * width)[:, None] + n[None, :]
     position = tl.load(positions + m, mask=is_row, other=0)
     is_old = inside & (position > 0)[:, None]
-    total = tl.load(bias + n, mask=n < width, other=0.0)[None, :]
+    total = tl.zeros([BLOCK_M, CONV_N], tl.float32) + tl.load(bias + n, mask=n < width, other=0.0)[None, :]
     for tap in tl.static_range(TAPS - 1):
         old = tl.load(past + tap * width, mask=is_old, other=0.0).to(tl.float32)
-        total += old * tl.load(weight + tap * width + n, mask=n < width, other=0.0)[None, :]
-    total += u.to(tl.float32) * tl.load(weight + (TAPS - 1) * width + n, mask=n < width, other=0.0)[None, :]
+        total = tl.fma(old, tl.load(weight + tap * width + n, mask=n < width, other=0.0)[None, :], total)
+    last = tl.load(weight + (TAPS - 1) * width + n, mask=n < width, other=0.0)[None, :]
+    total = tl.fma(u.to(tl.float32), last, total)  # as ``short_conv`` fuses
     y = c.to(dtype).to(tl.float32) * total.to(dtype).to(tl.float32)
     tl.store(out + m.to(tl.int64)[:, None] * width + n[None, :], y.to(dtype), mask=inside)
 

@@ -1,6 +1,8 @@
 """Kernels that treat each row by itself: RMS norm, alone and behind a sum; SwiGLU; argmax.
 
-The width alone fixes the order in which a row is summed, so its bits never depend on the other rows.
+The width alone fixes the order in which a row is summed, so its bits never depend on the other rows. Products that norm
+rows on the way, or leave their sums of squares, do so with the functions here: a compiler may pick another order for
+``tl.sum`` in each kernel, and fuse a product and a sum in one and not in another, so both are written out.
 """
 
 from __future__ import annotations
@@ -12,6 +14,23 @@ from batchgen.kernels.cuda.tuning import PIECE
 
 SWIGLU_BLOCK = 1024
 ARGMAX_BLOCK = 8192  # logits of one program; a row's parts are then compared by another
+
+
+@triton.jit
+def folded(x):
+    """Sums of float32 rows x [rows, n], n a power of two up to 4096: neighbours are added until one is left."""
+    for _ in tl.static_range(12):
+        if x.shape[1] > 1:
+            a, b = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+            x = a + b
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def sums_of_squares(v):
+    """Of float32 rows v [rows, n], n a power of two from 2 on; see ``folded``."""
+    a, b = tl.split(tl.reshape(v, [v.shape[0], v.shape[1] // 2, 2]))
+    return folded(tl.fma(a, a, b * b))
 
 
 @triton.jit
@@ -27,9 +46,11 @@ def scaled(v, scale, weight, dtype: tl.constexpr):
 def _normed(v, weight, width, eps, dtype: tl.constexpr):
     """RMS norm of a float32 row: squares are added up piece by piece, as those that ``linear.add_product`` leaves."""
     column = tl.arange(0, v.shape[0])
-    squares = tl.sum(tl.reshape(v * v, [v.shape[0] // PIECE, PIECE]), 1)
-    scale = tl.rsqrt(tl.sum(squares) / width + eps)
-    return scaled(v, scale, tl.load(weight + column, mask=column < width, other=0.0), dtype)
+    squares = sums_of_squares(tl.reshape(v, [v.shape[0] // PIECE, PIECE]))
+    scale = tl.rsqrt(folded(tl.reshape(squares, [1, v.shape[0] // PIECE])) / width + eps)
+    return scaled(
+        v, tl.broadcast_to(scale, [v.shape[0]]), tl.load(weight + column, mask=column < width, other=0.0), dtype
+    )
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Sizes that a measurement on a device decides: tiles, spans, warps and pipeline stages of the heavy kernels.
 
-None of these was measured. ``SPAN``, ``TILE`` and ``BLOCK_K`` decide in which order numbers are added up, and so bits;
-the others do not.
+None of these was measured. ``SPAN``, ``TILE``, ``BLOCK_K``, ``PIECE`` and ``NUM_PARTS`` decide in which order numbers
+are added up, and so bits; the others do not.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ PROMPT_WARPS, TALL_PROMPT_WARPS = 4, 8  # of tiles up to 64 rows, and of taller 
 # Products.
 BLOCK_M = tl.constexpr(64)  # the least that a Hopper matrix instruction takes
 BLOCK_N = tl.constexpr(64)
+TALL_TILE, TALL_OPTIONS = (128, 128), {"num_warps": 8, "num_stages": 3}  # of many rows; its stages fit in 96 KiB
 BLOCK_K, BLOCK_K_FLOAT32 = 64, 32
 CONV_N = tl.constexpr(16)  # channels of a projection that its convolution is joined to, three tiles side by side
 GATED_N = tl.constexpr(32)  # columns of a tile of gates, and of the tile of ups beside it
 PIECE = tl.constexpr(32)  # columns of a row whose squares are added up together; of a tile of a product in parts
-NUM_PARTS = tl.constexpr(4)  # of the sum behind a layer, each added up by programs of its own
-FEW_ROWS = 256  # most that kernels made for decode steps multiply; cuBLAS has better tiles for more
+NUM_PARTS = 4  # of the sum behind a layer, for few rows each added up by programs of its own
+FEW_ROWS = 256  # most that kernels made for decode steps multiply; taller tiles are better for more
 GROUP_M = tl.constexpr(8)  # row tiles that go over the weight together, so that it is read from the L2 cache
 PRODUCT_OPTIONS = {"num_warps": 4, "num_stages": 4}
 PRODUCT_OPTIONS_FLOAT32 = {"num_warps": 8, "num_stages": 3}

@@ -1,0 +1,80 @@
+"""A row's bits on a GPU: the same alone and among others, on both sides of the row count at which kernels change.
+
+Triton's interpreter adds up along K in order within a step, whatever the tile (``triton_device``): what these tests
+show is that kernels for few rows and for many take the same steps and parts of K and round in the same places. That a
+GPU's matrix instructions of different widths round alike can only be seen on one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import INTERPRETED, normal
+from torch import Tensor
+from triton_device import DEVICE, OnDevice
+
+from batchgen.kernels.cuda import linear as products
+from batchgen.kernels.cuda import tuning
+from batchgen.kernels.cuda.linear import FixedOrderLinear, PendingNorm, computed
+
+FEW = 4
+ROWS = 7
+DTYPES = [torch.float32, torch.bfloat16]
+SUBSETS = [slice(0, ROWS), slice(0, FEW), slice(2, 3), slice(1, 6), slice(FEW, ROWS)]  # on both sides of ``FEW``
+pytestmark = INTERPRETED
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "FEW_ROWS", FEW)
+
+
+def half_layer(x: Tensor, h: Tensor, out_features: int, width: int) -> list[Tensor]:
+    """What a layer's last product, the norm behind it, and the gated product of that give for rows x added to h."""
+    kernels, dtype = OnDevice().kernels, x.dtype
+    linear = kernels.linear(normal(out_features, width, seed=1, dtype=dtype).to(DEVICE))
+    gated = kernels.gated_linear(*(normal(9, out_features, seed=s, dtype=dtype).to(DEVICE) for s in (2, 3)))
+    weight = (1 + normal(out_features, seed=4, dtype=dtype)).to(DEVICE)
+    sums, norm = kernels.add_and_norm(linear, x.to(DEVICE), h.to(DEVICE), weight, 1e-5)
+    assert isinstance(norm, PendingNorm) == (len(x) <= FEW)
+    return [part.cpu() for part in (linear(x.to(DEVICE)), sums, computed(norm), gated(norm))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("out_features", "width"), [(70, 600), (40, 40), (130, 70), (1, 1)])
+def test_a_row_has_the_same_bits_in_every_number_of_rows(out_features: int, width: int, dtype: torch.dtype) -> None:
+    x, h = normal(ROWS, width, seed=0, dtype=dtype), normal(ROWS, out_features, seed=5, dtype=dtype)
+    whole = half_layer(x, h, out_features, width)
+    for rows in SUBSETS:
+        got = half_layer(x[rows], h[rows], out_features, width)
+        assert all(torch.equal(a, b[rows]) for a, b in zip(got, whole, strict=True))
+
+
+def test_the_bits_tell_a_path_that_takes_other_parts_or_steps_of_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, linear = normal(ROWS, 600, seed=0).to(DEVICE), OnDevice().kernels.linear(normal(70, 600, seed=1).to(DEVICE))
+    expected = linear(x)
+    assert isinstance(linear, FixedOrderLinear)
+    assert not torch.equal(FixedOrderLinear(linear.weight, None, num_parts=1)(x), expected)
+    monkeypatch.setattr(tuning, "BLOCK_K_FLOAT32", 64)  # parts begin at whole steps
+    assert not torch.equal(linear(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+def test_steps_and_parts_of_k_do_not_follow_the_number_of_rows(dtype: torch.dtype) -> None:
+    few, many = (torch.empty(n, 8, dtype=dtype) for n in (1, 2000))
+    steps = {options["BLOCK_K"] for x in (few, many) for options in (products.block_sizes(x), products.tiles_of(x))}
+    assert len(steps) == 1
+    options = [products.operand(x)[1] for x in (few, many, PendingNorm(few, few.float(), few[0], 0.0))]
+    assert {one["BLOCK_K"] for one in options} == steps
+
+
+@pytest.mark.parametrize(("shape", "num_parts"), [((1024, 4608), 4), ((1024, 1024), 4), ((3072, 1024), 1)])
+def test_sums_of_weights_with_few_rows_fall_in_parts_but_for_gated_ones(shape: tuple[int, int], num_parts: int) -> None:
+    kernels, weight = OnDevice().kernels, torch.empty(*shape)
+    assert kernels.linear(weight).num_parts == num_parts
+    assert kernels.gated_linear(weight, weight).linear.num_parts == 1, "as the kernel for few rows adds up"
+
+
+def test_the_fingerprint_tells_cublas_from_products_in_one_order() -> None:
+    assert "cublas" in OnDevice(batch_invariant=False).variant
+    assert "cublas" not in OnDevice().variant
