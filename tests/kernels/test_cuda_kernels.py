@@ -81,14 +81,6 @@ def pending_norm(num_rows: int, width: int, dtype: torch.dtype) -> PendingNorm:
     return PendingNorm(h, squares, (1 + normal(width, seed=6, dtype=dtype)).to(DEVICE), 1e-5)
 
 
-def assert_equal_norms(got: Tensor, expected: Tensor) -> None:
-    """Equal bits where squares are added up in an order that is known; a GPU's compiler chooses one per kernel."""
-    if HAS_GPU:
-        assert relative_error(got.cpu(), expected.cpu()) < (2**-8 if got.dtype == torch.bfloat16 else 1e-6)
-    else:
-        assert torch.equal(got, expected)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("width", "out_features"), [(600, 33), (70, 1), (1, 40)])
 def test_a_product_of_few_rows_comes_with_sums_of_squares_and_a_row_has_its_own_bits(
@@ -414,7 +406,7 @@ def test_a_projection_joined_to_the_heads_equals_the_steps_it_joins(
             ]
         results.append((q, *kept))
     for got, expected in zip(*results, strict=True):
-        assert_equal_norms(got, expected)
+        assert torch.equal(got, expected)
     monkeypatch.setattr(tuning, "FEW_ROWS", 256)
     wider = kernels.linear(normal(columns + num_heads, width, seed=1, dtype=dtype).to(DEVICE))
     _, product = kernels.project_and_cache(wider, x, shape, rotary, moved, cache)
@@ -449,10 +441,10 @@ def test_a_projection_joined_to_the_convolution_equals_the_steps_it_joins(
         out = kernels.project_and_convolve(kernels.linear(projection), x, weight, bias, state, inputs)
         results.append((out, state.slots, state.blocks))
     (out, slots, blocks), (expected, expected_slots, expected_blocks) = results
-    assert_equal_norms(out, expected)
+    assert torch.equal(out, expected)
     assert torch.equal(slots.isnan(), expected_slots.isnan())
-    assert_equal_norms(slots.nan_to_num(), expected_slots.nan_to_num())
-    assert_equal_norms(blocks, expected_blocks)
+    assert torch.equal(slots.nan_to_num(), expected_slots.nan_to_num())
+    assert torch.equal(blocks, expected_blocks)
     assert (blocks != 7).any()
 
 
@@ -541,7 +533,7 @@ def test_a_norm_on_the_way_into_a_gated_product_equals_one_before_it(
     pending = pending_norm(70, width, dtype)
     gate, up = (normal(inner, width, seed=seed, dtype=dtype).to(DEVICE) for seed in (1, 2))
     joined = OnDevice().kernels.gated_linear(gate, up)
-    assert_equal_norms(joined(pending), joined(pending.computed))
+    assert torch.equal(joined(pending), joined(pending.computed))
 
 
 def test_many_rows_are_multiplied_before_they_are_gated(monkeypatch: pytest.MonkeyPatch) -> None:
