@@ -17,7 +17,7 @@ from math import isfinite
 
 from torch import Tensor
 
-from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
+from batchgen.core.errors import RowErrorCode, TokenizerError
 from batchgen.core.machine import SMALLER_SIZES, memory_errors
 from batchgen.core.records import FinishReason, Request, Result
 from batchgen.engine.batch import Wait, build_pending, fetch_ids
@@ -28,6 +28,7 @@ from batchgen.engine.load import use_threads
 from batchgen.engine.masks import build_mask
 from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.observers import Constraints, StopMatcher, TokenCounts, observers_for
+from batchgen.engine.refusals import unusable
 from batchgen.engine.rules import rules_for
 from batchgen.engine.sampler import Row, Sampler
 from batchgen.engine.schedule import Schedule
@@ -130,7 +131,10 @@ class Engine:
     def submit(self, request: Request) -> Result | None:
         """Queue a request; a result at once if it can never run, was answered before, or is done already."""
         group = Group(request)
-        group.error = self._unusable(request) or next(filter(None, map(self.scheduler.refusal, group.sequences)), None)
+        makers = {"stop": self._stop_matcher, "structured_outputs": self._constraints}
+        missing = tuple(name for name, maker in makers.items() if maker is None)
+        group.error = unusable(request, self.runner.model.config.vocab_size, missing)
+        group.error = group.error or next(filter(None, map(self.scheduler.refusal, group.sequences)), None)
         if group.error is not None:
             return group.result()
         if self._shares_duplicates:
@@ -147,17 +151,6 @@ class Engine:
             else:
                 self.scheduler.add(sequence)
         return answers[0] if answers else None
-
-    def _unusable(self, request: Request) -> RowError | None:
-        known = self.runner.model.config.vocab_size
-        for tokens in filter(None, request.token_lists):
-            for token in (min(tokens), max(tokens)):
-                if not 0 <= token < known:
-                    return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {known}")
-        for name, maker in (("stop", self._stop_matcher), ("structured_outputs", self._constraints)):
-            if getattr(request.params, name) and maker is None:
-                return RowError(RowErrorCode.BAD_PARAM, f"{name} needs a tokenizer, and this model has none")
-        return None
 
     def _prepare(self, sequence: Sequence) -> None:
         """Set up what watches the sequence, and show it the tokens that an earlier run generated."""

@@ -11,11 +11,12 @@ import time
 from array import array
 from collections.abc import Iterable
 
-from batchgen.core.errors import RowError, RowErrorCode
+from batchgen.core.errors import RowError
 from batchgen.engine.admission import OutputLengths, PromptTrend, WaitingQueue, peak_tokens
 from batchgen.engine.block_pool import BlockPool, extend_digests
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.drafts import Drafter
+from batchgen.engine.refusals import most_tokens, too_long
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
 
@@ -53,29 +54,10 @@ class Scheduler:
 
     def refusal(self, sequence: Sequence) -> RowError | None:
         """Why a sequence can never be run to its end, or None; to be asked before it is added."""
-        limit = self.config.max_model_len
-        if not sequence.num_prompt_tokens:
-            return RowError(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
-        length = sequence.num_prompt_tokens if sequence.generates else sequence.num_tokens
-        if length > limit - sequence.generates:
-            what = "the prompt has" if sequence.generates else "prompt and choice have"
-            message = f"{what} {length} tokens; with max_model_len {limit} at most {limit - sequence.generates} fit"
-            return RowError(RowErrorCode.TOO_LONG, message)
-        needed = self._most_tokens(sequence)
-        if needed > self.config.max_num_tokens:
-            message = (
-                f"prompt and max_tokens need KV memory for {needed} tokens; "
-                f"the pool holds {self.config.max_num_tokens}: raise kv_memory or lower max_tokens"
-            )
-            return RowError(RowErrorCode.TOO_LONG, message)
-        return None
+        return too_long(sequence, self.config)
 
     def _most_tokens(self, sequence: Sequence) -> int:
-        """Most tokens whose state the sequence will ever hold: the last one is never computed, unless given."""
-        if not sequence.generates:
-            return sequence.num_tokens
-        wanted = sequence.num_prompt_tokens + sequence.request.params.max_tokens
-        return (wanted if wanted < self.config.max_model_len else self.config.max_model_len) - 1
+        return most_tokens(sequence, self.config.max_model_len)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence without a ``refusal``."""
