@@ -15,7 +15,7 @@ from batchgen.core.errors import GateFailed
 from batchgen.core.records import Request
 from batchgen.engine import Engine
 from batchgen.engine.masks import TokenMask
-from batchgen.engine.sampler import Row, Sampler
+from batchgen.engine.sampler import Draws, Row, Sampler
 from batchgen.engine.sequence import Sequence as Sequence_
 from batchgen.kernels.interface import Kernels
 
@@ -30,10 +30,13 @@ class LogitsRecorder(Sampler):
         super().__init__(kernels, eos_token_ids)
         self.logits: dict[tuple[int, int], Tensor] = {}
 
-    def sample(self, logits: Tensor, sequences: Sequence[Row], mask: TokenMask | None = None) -> Tensor:
+    def sample(
+        self, logits: Tensor, sequences: Sequence[Row], mask: TokenMask | None = None, draws: Draws | None = None
+    ) -> Tensor:
+        step = draws.step if draws is not None else 0
         for sequence, row in zip(sequences, logits.to("cpu", copy=True), strict=True):
-            self.logits[sequence.request.key, sequence.num_output_tokens] = row
-        return super().sample(logits, sequences, mask)
+            self.logits[sequence.request.key, sequence.num_output_tokens + step] = row
+        return super().sample(logits, sequences, mask, draws)
 
     def score(self, logits: Tensor, scored: Sequence[tuple[Sequence_, range]]) -> None:
         rows = iter(logits.to("cpu", copy=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, replace
 
@@ -21,17 +21,20 @@ class PendingTokens:
 
     Attributes:
         token_ids: int64 [num_sampled] on the device, -1 for a row of logits that is not finite.
-        rows: int64 [num_pending] on the host, which of them are wanted.
-        places: int64 [num_pending] on the host, where they go among this step's tokens.
+        rows: int64 [num_pending] on the host, which of them are wanted; None: they are this step's tokens in order.
+        places: int64 [num_pending] on the host, where they go among this step's tokens; None as ``rows`` is.
     """
 
     token_ids: Tensor
-    rows: Tensor
-    places: Tensor
+    rows: Tensor | None = None
+    places: Tensor | None = None
 
     @torch.inference_mode()
     def into(self, token_ids: Tensor) -> None:
         """Write the ids into ``token_ids``, in launch order; -1 becomes 0, as it must not index the embeddings."""
+        if self.rows is None or self.places is None:
+            torch.clamp(self.token_ids, min=0, out=token_ids[: len(self.token_ids)])
+            return
         rows, places = upload(torch.stack((self.rows, self.places)), token_ids.device)
         token_ids[places] = self.token_ids[rows].clamp(min=0)
 
@@ -46,7 +49,10 @@ def build_pending(schedule: Schedule, sampled: Sequence_[object], token_ids: Ten
     if not len(pending):
         return None
     rows = pending
-    if sampled != sequences:
+    if sampled == sequences:
+        if schedule.is_single and len(pending) == len(sequences):
+            return PendingTokens(token_ids)
+    else:
         row_of = dict(zip(sampled, range(len(sampled)), strict=True))
         rows = np.array([row_of[s] for s in sequences if s.num_pending])
     places = pending if schedule.is_single else np.cumsum(schedule.counts)[pending] - 1
@@ -56,12 +62,13 @@ def build_pending(schedule: Schedule, sampled: Sequence_[object], token_ids: Ten
 def build_input(schedule: Schedule, block_size: int, tail_reach: int | None = None) -> ModelInput:
     """CPU tensors for one forward pass; see ``ModelInput`` for shapes, ``build_subset`` for ``tail_reach``.
 
-    The scheduled tokens of a sequence are the first ``count`` it owes; a pending token is 0, see ``PendingTokens``.
+    The scheduled tokens of a sequence are the first ``count`` it owes; a pending token is 0, see ``PendingTokens``. Of
+    several decode steps this is the first; ``inputs_of`` makes the others.
     Logits are asked for the last token of each sequence in ``schedule.completing`` and for its drafts, then for the
     token before each in ``schedule.scored``.
     """
     sequences = schedule.sequences
-    counts = np.array(schedule.counts, dtype=np.int32)
+    counts = np.array(schedule.counts if schedule.num_steps == 1 else [1] * len(sequences), dtype=np.int32)
     if schedule.drafts:
         counts += np.array([len(schedule.drafts.get(s, ())) for s in sequences], dtype=np.int32)
     starts = np.array(schedule.starts, dtype=np.int32)
@@ -87,6 +94,24 @@ def build_input(schedule: Schedule, block_size: int, tail_reach: int | None = No
     return inputs if tail_reach is None else replace(inputs, subset=build_subset(inputs, block_size, tail_reach))
 
 
+def inputs_of(schedule: Schedule, block_size: int) -> Iterator[ModelInput]:
+    """The CPU tensors of each step of a burst, whose tokens are pending from the second on.
+
+    They differ in positions, which go on up to the last that the sequence has a block for.
+    """
+    inputs = build_input(schedule, block_size)
+    yield inputs
+    rows, tables = np.arange(inputs.num_seqs), inputs.block_tables.numpy()
+    starts = inputs.positions.numpy()
+    most = np.array(schedule.counts, dtype=np.int32) - 1
+    for step in range(1, schedule.num_steps):
+        positions = starts + np.minimum(most, step)
+        slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        nothing = torch.zeros_like(inputs.token_ids)
+        now = torch.from_numpy(positions), torch.from_numpy(slots)
+        yield replace(inputs, token_ids=nothing, positions=now[0], slot_mapping=now[1])
+
+
 def _block_tables(sequences: Sequence_[Sequence]) -> np.ndarray:
     """The block tables as rows of one width, 0 beyond their ends, int32 [num_seqs, max_blocks]."""
     widths = np.array([len(s.block_table) for s in sequences])
@@ -106,8 +131,7 @@ def _token_ids(schedule: Schedule) -> list[int]:
     token_ids: list[int] = []
     for sequence, count in schedule.entries:
         first, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
-        token_ids += sequence.token_ids[first:end]
-        token_ids += [0] * (end - len(sequence.token_ids))
+        token_ids += [0] if sequence.num_pending else sequence.token_ids[first:end]
         token_ids += schedule.drafts.get(sequence, ())
     return token_ids
 
@@ -170,14 +194,18 @@ def build_subset(inputs: ModelInput, block_size: int, reach: int) -> LogitsSubse
     return LogitsSubset(kept, narrowed)
 
 
-Wait = Callable[[], list[int]]
-"""Returns the token ids of a step once they are on the host."""
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Token ids on their way to the host: ``wait`` returns them, ``is_done`` whether the device has come so far."""
+
+    wait: Callable[[], list[int]]
+    is_done: Callable[[], bool] = lambda: True
 
 
-def fetch_ids(token_ids: Tensor) -> Wait:
+def fetch_ids(token_ids: Tensor) -> Copy:
     """Begin to copy int64 ids to the host, behind all work launched so far; later launches are not waited for."""
     if token_ids.device.type != "cuda":
-        return token_ids.tolist
+        return Copy(token_ids.tolist)
     host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
     host.copy_(token_ids, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
@@ -187,4 +215,4 @@ def fetch_ids(token_ids: Tensor) -> Wait:
         copied.synchronize()
         return host.tolist()
 
-    return wait
+    return Copy(wait, copied.query)

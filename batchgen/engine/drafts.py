@@ -156,19 +156,24 @@ def rows_of(schedule: Schedule) -> list[Sequence | Ahead]:
     return rows
 
 
-def append_plain(sampled: Iterable[tuple[Sequence | Ahead, int]]) -> list[tuple[Sequence | Ahead, int]]:
-    """Append the pending tokens that end nothing and that nothing watches; the others are left to be judged."""
+def append_plain(
+    sampled: Iterable[tuple[Sequence | Ahead, tuple[int, ...]]], num_each: int
+) -> list[tuple[Sequence | Ahead, tuple[int, ...]]]:
+    """Append the pending tokens that end nothing and that nothing watches; the others are left to be judged.
+
+    Each row has as many tokens, ``num_each``, and either all of them are appended or none.
+    """
     left = []
     for entry in sampled:
-        row, token_id = entry
+        row, token_ids = entry
         if (
             isinstance(row, Ahead)
             or not row.num_pending
-            or len(row.token_ids) >= row.plain_until
-            or token_id in row.end_ids
+            or len(row.token_ids) + num_each > row.plain_until
+            or not row.end_ids.isdisjoint(token_ids)
         ):
             left.append(entry)
         else:
             row.num_pending = 0
-            row.token_ids.append(token_id)
+            row.token_ids += token_ids
     return left

@@ -5,22 +5,24 @@ launched while the one before it still runs. Token ids go from step to step on t
 step late; until then a sequence has a pending token. An end by length is known ahead. If an end token, a stop string
 or a row that is not finite ends a sequence, the step under way computes one token too many, which is dropped on
 arrival. The memory of an ended sequence is reused at once: later work on it is launched later, and the device keeps the
-order of launches.
+order of launches. Where the host is slower than the device, a step is several of them: see ``bursts``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 
+import torch
 from torch import Tensor
 
 from batchgen.core.errors import RowErrorCode, TokenizerError
 from batchgen.core.machine import SMALLER_SIZES, memory_errors
 from batchgen.core.records import FinishReason, Request, Result
-from batchgen.engine.batch import Wait, build_pending, fetch_ids
+from batchgen.engine.batch import Copy, build_pending, fetch_ids, inputs_of
+from batchgen.engine.bursts import InFlight, Pace, launch_burst, lengthened
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.drafts import Ahead, append_plain, common_length, rows_of
 from batchgen.engine.duplicates import Duplicates
@@ -39,16 +41,6 @@ from batchgen.engine.sizes import resolve
 from batchgen.engine.stats import EngineStats
 from batchgen.kernels.interface import Kernels
 from batchgen.model.decoder import Decoder
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A step that was launched: its schedule, whose tokens it samples, and their ids on the device."""
-
-    schedule: Schedule
-    sampled: list[Row]
-    token_ids: Tensor
-    wait: Wait
 
 
 class Engine:
@@ -70,7 +62,7 @@ class Engine:
         constraints: Constraints | None = None,
         sampler: Callable[[Kernels, frozenset[int]], Sampler] = Sampler,
         overlaps: bool | None = None,
-        fetch: Callable[[Tensor], Wait] = fetch_ids,
+        fetch: Callable[[Tensor], Copy] = fetch_ids,
     ) -> None:
         """``stop_matcher`` makes the matcher of some stop strings, ``sampler`` the sampler for these end tokens;
         ``constraints`` makes what ``structured_outputs`` asks for.
@@ -98,6 +90,7 @@ class Engine:
         self.duplicates, self._shares_duplicates = Duplicates(), config.share_duplicates
         self._stop_matcher, self._constraints = stop_matcher, constraints
         self._fetch, self._stopping = fetch, False
+        self.pace = Pace()
         self.in_flight: InFlight | None = None
 
     @property
@@ -132,8 +125,7 @@ class Engine:
         """Queue a request; a result at once if it can never run, was answered before, or is done already."""
         group = Group(request)
         makers = {"stop": self._stop_matcher, "structured_outputs": self._constraints}
-        missing = tuple(name for name, maker in makers.items() if maker is None)
-        group.error = unusable(request, self.runner.model.config.vocab_size, missing)
+        group.error = unusable(request, self.runner.model.config.vocab_size, makers)
         group.error = group.error or next(filter(None, map(self.scheduler.refusal, group.sequences)), None)
         if group.error is not None:
             return group.result()
@@ -179,7 +171,9 @@ class Engine:
         with self.stats.phase("schedule"):
             schedule = self.scheduler.schedule()
         if self.overlaps and not any(s.needs_host for s, _ in schedule.entries if not s.plain_until):
-            launched = self._launch(schedule)
+            if self.in_flight is not None:
+                self.pace.judge(self.in_flight.copy.is_done())
+            launched = self._launch(lengthened(schedule, self.scheduler, self.pace.num_steps))
             results = self._collect()
             self._book(launched)
             return results
@@ -198,6 +192,13 @@ class Engine:
         sampled, before = rows_of(schedule), self.in_flight
         with self.stats.phase("forward"):
             pending = build_pending(schedule, before.sampled, before.token_ids) if before is not None else None
+            if schedule.num_steps > 1:
+                draws = self.sampler.draws(sampled, self.runner.model.device, schedule.num_steps)
+                choices = [partial(self.sampler.sample, sequences=sampled, draws=drawn) for drawn in draws]
+                inputs = inputs_of(schedule, self.config.block_size)
+                chosen = launch_burst(inputs, pending, self.runner.forward, choices)
+                self.stats.count(schedule, len(sampled), self.scheduler, self.runner.model.config)
+                return InFlight(schedule, sampled, chosen[-1], self._fetch(torch.cat(chosen)))
             logits = self.runner.run(schedule, pending)
         mask = None
         if any(s.constraint is not None or s.rules is not None for s in sampled if not s.plain_until):
@@ -207,10 +208,10 @@ class Engine:
             if len(logits) > len(sampled):  # first: given tokens stand before the new ones
                 self.sampler.score(logits[len(sampled) :], schedule.scored)
             token_ids = self.sampler.sample(logits[: len(sampled)], sampled, mask)
-            wait = self._fetch(token_ids)
+            copy = self._fetch(token_ids)
         with self.stats.phase("update"):
             self.stats.count(schedule, len(logits), self.scheduler, self.runner.model.config)
-        return InFlight(schedule, sampled, token_ids, wait)
+        return InFlight(schedule, sampled, token_ids, copy)
 
     def _book(self, launched: InFlight | None) -> None:
         """Make a launched step the one in flight: its tokens count as cached, and those it samples as pending."""
@@ -218,9 +219,9 @@ class Engine:
         if launched is None:
             return
         with self.stats.phase("update"):
-            for sequence in launched.schedule.completing:
+            for sequence, num_pending in launched.schedule.sampling:
                 if sequence.finished_at is None:
-                    sequence.num_pending = 1
+                    sequence.num_pending = num_pending
             self.scheduler.computed(launched.schedule.unended)
 
     def _collect(self) -> list[Result]:
@@ -231,11 +232,13 @@ class Engine:
         with self.stats.phase("forward"):
             token_ids = step.wait()
         with self.stats.phase("update"):
-            ended = self._update(step.sampled, token_ids)
+            ended = self._update(step, token_ids)
             for sequence in step.schedule.drafts:
                 self._judge_drafts(sequence, step.schedule)
             ended += [s for s, _ in step.schedule.entries if not s.generates and not s.num_owed]
-            return [result for sequence in ended for result in self._end(sequence)]
+            results = [result for sequence in ended for result in self._end(sequence)]
+            self.scheduler.learned(step.schedule)
+            return results
 
     @property
     def max_num_seqs(self) -> int:
@@ -269,33 +272,38 @@ class Engine:
         tokens = {s.request.key: s.group.resumable_tokens for s in self.scheduler.unfinished()}
         return {key: generated for key, generated in tokens.items() if generated}
 
-    def _update(self, sampled: list[Row], token_ids: list[int]) -> list[Sequence]:
+    def _update(self, step: InFlight, token_ids: list[tuple[int, ...]]) -> list[Sequence]:
         """Append pending tokens, and those behind drafts that were right; the sequences that end with them."""
-        now = time.monotonic()
-        ended = []
-        left = append_plain(zip(sampled, token_ids, strict=True))
-        self.stats.num_output_tokens += len(sampled) - len(left)
-        for row, token_id in left:
+        now, ended = time.monotonic(), list[Sequence]()
+        left = append_plain(zip(step.sampled, token_ids, strict=True), step.schedule.num_steps)
+        self.stats.num_output_tokens += step.schedule.num_steps * (len(step.sampled) - len(left))
+        for row, found in left:
             if not row.num_pending:
                 continue
             sequence = row.sequence if isinstance(row, Ahead) else row
             sequence.num_pending = 0
-            if token_id < 0:
-                sequence.fail(*sequence.no_token())
-                ended.append(sequence)
-                continue
-            self.stats.num_output_tokens += 1
-            sequence.append(token_id, now)
-            if isinstance(row, Ahead):
-                sequence.logprobs += row.logprobs
-                sequence.constraint = row.constraint  # the same, with what its mask has found
-            self._judge(sequence)
-            self._append_forced(sequence)
-            if sequence.finish_reason is not None:
-                ended.append(sequence)
-            elif not sequence.plain_until:
-                sequence.mark_plain(self.eos_token_ids)
+            for token_id in found:
+                self._append(row, sequence, token_id, now)
+                if sequence.is_finished:  # what comes behind was computed in vain
+                    ended.append(sequence)
+                    break
+            else:
+                if not sequence.plain_until:
+                    sequence.mark_plain(self.eos_token_ids)
         return ended
+
+    def _append(self, row: Row, sequence: Sequence, token_id: int, now: float) -> None:
+        """Append a sampled token to the sequence of a row and judge it; -1 is none."""
+        if token_id < 0:
+            sequence.fail(*sequence.no_token())
+            return
+        self.stats.num_output_tokens += 1
+        sequence.append(token_id, now)
+        if isinstance(row, Ahead):
+            sequence.logprobs += row.logprobs
+            sequence.constraint = row.constraint  # the same, with what its mask has found
+        self._judge(sequence)
+        self._append_forced(sequence)
 
     def _judge(self, sequence: Sequence) -> None:
         """Decide whether the newest token ends the sequence."""

@@ -10,6 +10,7 @@ from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.graphs import CaptureFailed, CudaRecorder
 from batchgen.engine.replay import PaddingSlot, StepReplays, is_decode
 from batchgen.engine.schedule import Schedule
+from batchgen.kernels.inputs import ModelInput
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import KV_DTYPES, allocate
 
@@ -61,6 +62,10 @@ class ModelRunner:
         if schedule.resumed:
             last = [s.block_table[s.num_computed_tokens // self.block_size - 1] for s in schedule.resumed]
             self.state.restore_conv(last, [s.conv_slot for s in schedule.resumed if s.conv_slot is not None])
+        return self.forward(inputs, pending)
+
+    def forward(self, inputs: ModelInput, pending: PendingTokens | None) -> Tensor:
+        """``run`` for CPU inputs that are built already."""
         if self.replays is not None and is_decode(inputs, self.replays.most_each):
             try:
                 return self.replays.run(inputs, pending)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import Request
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.sequence import Sequence
 
 
-def unusable(request: Request, vocab_size: int, missing: tuple[str, ...]) -> RowError | None:
-    """Why the model cannot run a request, or None; ``missing`` are the parameters that this engine has no maker for."""
+def unusable(request: Request, vocab_size: int, makers: Mapping[str, object]) -> RowError | None:
+    """Why the model cannot run a request, or None; ``makers`` of what some parameters need are None without any."""
     for tokens in filter(None, request.token_lists):
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < vocab_size:
                 return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {vocab_size}")
-    for name in missing:
-        if getattr(request.params, name):
+    for name, maker in makers.items():
+        if getattr(request.params, name) and maker is None:
             return RowError(RowErrorCode.BAD_PARAM, f"{name} needs a tokenizer, and this model has none")
     return None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -47,6 +48,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def uniforms(seeds: ArrayLike, keys: ArrayLike, samples: ArrayLike, positions: ArrayLike) -> np.ndarray:
     """Numbers in [0, 1), float64 [num_rows], each a function of its row's four integers (int64 [num_rows]) alone.
 
+    ``positions`` may have rows of them, [num_steps, num_rows], and then so has the result.
+
     Positions count output tokens.
     """
     bits = np.zeros(1, dtype=np.uint64)
@@ -54,6 +57,21 @@ def uniforms(seeds: ArrayLike, keys: ArrayLike, samples: ArrayLike, positions: A
         bits = _mix(bits ^ np.asarray(column, dtype=np.int64).view(np.uint64))
     drawn: np.ndarray = (bits >> 11) * 2.0**-53
     return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How the rows of a step are chosen from, once nothing forbids or biases their tokens.
+
+    Attributes:
+        step: which step of a burst it is, the first is 0.
+        rows: of those that are drawn; None where all are greedy.
+        chosen: which they are, int64 [num_drawn] on the device; None for all.
+    """
+
+    step: int
+    rows: SamplingRows | None
+    chosen: Tensor | None
 
 
 class Sampler:
@@ -66,12 +84,17 @@ class Sampler:
         self._wide = torch.empty(0)  # kept between steps: fresh memory would cost more than its use
 
     @torch.inference_mode()  # logits come from inference mode and may be written only inside it
-    def sample(self, logits: Tensor, sequences: Sequence_[Row], mask: TokenMask | None = None) -> Tensor:
+    def sample(
+        self, logits: Tensor, sequences: Sequence_[Row], mask: TokenMask | None = None, draws: Draws | None = None
+    ) -> Tensor:
         """Next token ids, int64 [num_seqs] on the logits' device; -1 where a row is not finite or no token is allowed.
 
         Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens of some rows. Books the
-        log-probabilities asked for; without these the host does not wait for the device.
+        log-probabilities asked for; without these the host does not wait for the device. ``draws`` are given for rows
+        that ask for no more than them.
         """
+        if draws is not None:
+            return self._drawn(logits, draws)
         asking = [(i, s) for i, s in enumerate(sequences) if not s.plain_until]
         reported = [i for i, s in asking if s.request.params.logprobs is not None]
         raw = logits[reported] if reported else None
@@ -102,25 +125,32 @@ class Sampler:
         if penalized:
             penalize(logits, *zip(*penalized, strict=True))
         if not counted or self.seen is None:
-            return self._drawn(logits, sequences)
+            return self._drawn(logits, self.draws(sequences, logits.device)[0])
         rows, owners = zip(*counted, strict=True)
         slots = self.seen.penalize(logits, rows, owners)
-        ids = self._drawn(logits, sequences)
+        ids = self._drawn(logits, self.draws(sequences, logits.device)[0])
         self.seen.add(slots, ids if len(rows) == len(ids) else ids[upload(torch.tensor(rows), ids.device)])
         return ids
 
-    def _drawn(self, logits: Tensor, sequences: Sequence_[Row]) -> Tensor:
-        """The likeliest tokens of greedy rows, drawn ones of the others."""
+    def draws(self, sequences: Sequence_[Row], device: torch.device, num_steps: int = 1) -> list[Draws]:
+        """The draws of successive steps in which each of these, one or more, advances by one token."""
         drawn = [i for i, s in enumerate(sequences) if s.request.params.temperature]
-        if len(drawn) == len(sequences):
-            return self.kernels.sample(logits, self._rows(sequences, logits.device))
+        if not drawn:
+            return [Draws(step, None, None) for step in range(num_steps)]
+        is_part = len(drawn) < len(sequences)
+        chosen = upload(torch.tensor(drawn), device) if is_part else None
+        rows = self._rows([sequences[i] for i in drawn] if is_part else sequences, device, num_steps)
+        return [Draws(step, rows[step], chosen) for step in range(num_steps)]
+
+    def _drawn(self, logits: Tensor, draws: Draws) -> Tensor:
+        """The likeliest tokens of greedy rows, drawn ones of the others."""
+        if draws.rows is not None and draws.chosen is None:
+            return self.kernels.sample(logits, draws.rows)
         ids = self.kernels.argmax(logits)
         best = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0]
         ids.masked_fill_(best == -torch.inf, -1)  # nothing is allowed: the first of equals would be no answer
-        if drawn:
-            chosen = upload(torch.tensor(drawn), logits.device)
-            rows = self._rows([sequences[i] for i in drawn], logits.device)
-            ids[chosen] = self.kernels.sample(logits[chosen], rows)
+        if draws.rows is not None:
+            ids[draws.chosen] = self.kernels.sample(logits[draws.chosen], draws.rows)
         return ids
 
     @torch.inference_mode()
@@ -172,7 +202,7 @@ class Sampler:
             logits[rows, columns] = -torch.inf
 
     @staticmethod
-    def _rows(sequences: Sequence_[Row], device: torch.device) -> SamplingRows:
+    def _rows(sequences: Sequence_[Row], device: torch.device, num_steps: int) -> list[SamplingRows]:
         params = [s.request.params for s in sequences]
         names = [*map(id, params)]
         kinds = dict(zip(names, params, strict=True))  # the rows of a job share most of theirs
@@ -186,24 +216,29 @@ class Sampler:
         def uploaded(values: Iterable[float], dtype: type) -> Tensor:
             return upload(torch.from_numpy(of_kinds(values, dtype)), device)
 
-        drawn = uniforms(
-            of_kinds((p.seed for p in kinds.values()), np.int64),
-            [s.request.key for s in sequences],
-            [s.sample_index for s in sequences],
+        positions = np.array(
             [
                 len(s.token_ids) + s.num_pending - s.num_prompt_tokens  # not asked by a call, as they are many
                 if isinstance(s, Sequence) and s.generates
                 else s.num_output_tokens
                 for s in sequences
-            ],
+            ]
         )
-        return SamplingRows(
+        drawn = uniforms(
+            of_kinds((p.seed for p in kinds.values()), np.int64),
+            [s.request.key for s in sequences],
+            [s.sample_index for s in sequences],
+            positions + np.arange(num_steps)[:, None],
+        )
+        columns = upload(torch.from_numpy(drawn.reshape(num_steps, -1)), device)
+        first = SamplingRows(
             temperature=uploaded((min(max(p.temperature, _COLDEST), _HOTTEST) for p in kinds.values()), np.float32),
             min_p=uploaded((p.min_p for p in kinds.values()), np.float32),
             top_k=uploaded((p.top_k for p in kinds.values()), np.int64),
             top_p=uploaded((p.top_p for p in kinds.values()), np.float64),
-            uniform=upload(torch.from_numpy(drawn), device),
+            uniform=columns[0],
         )
+        return [replace(first, uniform=column) for column in columns]
 
 
 def _likeliest(logits: Tensor, num_top: list[int]) -> list[list[tuple[int, float]]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import repeat
 from operator import ge
 
 from batchgen.engine.sequence import Sequence
@@ -24,11 +25,15 @@ class Schedule:
         entries: ordered (sequence, num_scheduled_tokens), every count at least 1.
         resumed: sequences that start behind a cached prefix, whose convolution state comes with its last block.
         drafts: tokens to be computed behind all that a sequence owes, beside those counted.
+        num_steps: decode steps that are launched one behind the other and counted as one schedule. Each computes one
+            token of each sequence, which the step before has sampled; one that has fewer tokens left is computed in
+            vain once it is at its end.
     """
 
     entries: tuple[tuple[Sequence, int], ...]
     resumed: tuple[Sequence, ...] = ()
     drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)
+    num_steps: int = 1
 
     @cached_property
     def sequences(self) -> list[Sequence]:
@@ -51,7 +56,7 @@ class Schedule:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens computed in the step."""
+        """Tokens computed in all steps."""
         return sum(self.counts)
 
     @property
@@ -61,8 +66,8 @@ class Schedule:
 
     @cached_property
     def is_single(self) -> bool:
-        """Whether each sequence has one token, beside drafts."""
-        return self.num_tokens == len(self.entries)
+        """Whether each sequence has one token in each step, beside drafts."""
+        return self.num_steps > 1 or self.num_tokens == len(self.entries)
 
     @property
     def unended(self) -> Schedule:
@@ -75,7 +80,7 @@ class Schedule:
 
         Ask before booking.
         """
-        if self.is_single and not window:
+        if self.num_tokens == len(self.entries) and not window:
             return sum(self.starts) + len(self.entries)
         spans = zip(self.starts, self.counts, strict=True)
         return sum(_attended(start + n, window) - _attended(start, window) for start, n in spans)
@@ -91,7 +96,14 @@ class Schedule:
     @cached_property
     def completing(self) -> list[Sequence]:
         """The sequences that will owe nothing after the step, so that their next token can be sampled."""
+        if self.num_steps > 1:
+            return self.sequences
         return [s for s, n in self.entries if s.num_pending or s.completes(n)]  # a pending token is all that it owes
+
+    @property
+    def sampling(self) -> Iterable[tuple[Sequence, int]]:
+        """``completing``, with how many tokens are sampled for each."""
+        return self.entries if self.num_steps > 1 else zip(self.completing, repeat(1))
 
     @cached_property
     def scored(self) -> list[tuple[Sequence, range]]:

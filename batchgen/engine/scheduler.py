@@ -274,8 +274,17 @@ class Scheduler:
         for sequence, count in schedule.entries:
             end = sequence.num_computed_tokens = sequence.num_computed_tokens + count
             sequence.num_rejected = 0
-            if end % size < count and self.config.prefix_caching:
+            if end % size < count and self.config.prefix_caching and schedule.num_steps == 1:
                 self._label(sequence, (end - count) // size, end // size)
+
+    def learned(self, schedule: Schedule) -> None:
+        """Label the blocks that several steps have filled, now that their tokens are known."""
+        size = self.config.block_size
+        if schedule.num_steps == 1 or not self.config.prefix_caching:
+            return
+        for (sequence, count), start in zip(schedule.entries, schedule.starts, strict=True):
+            if start % size + count >= size and sequence.conv_slot is not None:
+                self._label(sequence, start // size, (start + count) // size)
 
     def judged(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Count accepted drafts of a running sequence as cached, and take back what was computed for the others."""
@@ -323,7 +332,6 @@ class Scheduler:
         assert self._most_blocks_running == sum(map(self._most_blocks, self.running))
         for s in self.running:
             assert 0 <= s.num_computed_tokens < s.num_tokens, "a running sequence owes nothing"
-            assert s.num_computed_tokens <= len(s.token_ids), "a token was computed before it was known"
             assert len(s.block_table) == -(-s.num_computed_tokens // self.config.block_size), "blocks do not fit tokens"
         for s in self.waiting:
             holds = s.block_table or s.conv_slot is not None or s.num_computed_tokens

@@ -133,18 +133,24 @@ class EngineStats:
             self.phase_s[name] = self.phase_s.get(name, 0.0) + time.monotonic() - start
 
     def count(self, schedule: Schedule, num_logits: int, scheduler: Scheduler, model: ModelConfig) -> None:
-        """Count a step that has just been launched and is not booked yet, without its drafts."""
-        self.num_logits += num_logits - schedule.num_drafts
-        self.num_attended += schedule.num_attended()
+        """Count a schedule that has just been launched and is not booked yet, without its drafts.
+
+        ``num_logits`` are the rows of one step.
+        """
+        num_steps, attended = schedule.num_steps, schedule.num_attended()
+        self.num_logits += num_steps * num_logits - schedule.num_drafts
+        self.num_attended += attended
         if window := model.window:
             self.num_window_attended += schedule.num_attended(window)
-            self.num_window_read += sum(min(s.num_computed_tokens + n, window) for s, n in schedule.entries)
-        self.sum_experts += model.expected_experts(schedule.num_tokens + schedule.num_drafts)
+            read = (min(s.num_computed_tokens + n, window) for s, n in schedule.entries)
+            self.num_window_read += schedule.num_attended(window) if num_steps > 1 else sum(read)
+        num_rows = schedule.num_tokens + schedule.num_drafts if num_steps == 1 else len(schedule.entries)
+        self.sum_experts += num_steps * model.expected_experts(num_rows)
         decode = schedule.num_decoded()
-        self.num_kv_read += sum(schedule.starts) + schedule.num_tokens
+        self.num_kv_read += attended if num_steps > 1 else sum(schedule.starts) + schedule.num_tokens
         pool = scheduler.pool
         kv_use = 1 - pool.num_free / pool.num_blocks
-        self.add_step(schedule.num_tokens - decode, decode, len(schedule.entries), kv_use)
+        self.add_step(schedule.num_tokens - decode, decode, len(schedule.entries), kv_use, num_steps)
         self.num_preemptions = scheduler.num_preemptions
         self.num_queried_tokens = scheduler.num_queried_tokens
         self.num_cached_tokens = scheduler.num_cached_tokens
@@ -164,8 +170,11 @@ class EngineStats:
         self.num_attended += accepted.num_attended()
         self.num_window_attended += accepted.num_attended(window) if window else 0
 
-    def add_step(self, prefill_tokens: int, decode_tokens: int, sequences: int, kv_use: float) -> None:
-        """Count a step whose forward pass has just been timed; ``kv_use`` is a share of the blocks."""
+    def add_step(self, prefill_tokens: int, decode_tokens: int, sequences: int, kv_use: float, steps: int = 1) -> None:
+        """Count a step, or several alike, whose forward pass has just been timed; ``kv_use`` is a share of the blocks.
+
+        Tokens are those of all steps, ``sequences`` those of one.
+        """
         tokens = prefill_tokens + decode_tokens
         forward_s = self.phase_s.get("forward", 0.0)
         step_s = forward_s - self._forward_s
@@ -173,14 +182,14 @@ class EngineStats:
         now = time.monotonic()
         began = now - step_s if self._step_end is None else self._step_end
         self._step_end = now
-        self.num_steps += 1
+        self.num_steps += steps
         self.num_prefill_tokens += prefill_tokens
         self.num_decode_tokens += decode_tokens
-        self.sum_sequences += sequences
-        self.sum_kv_use += kv_use
+        self.sum_sequences += steps * sequences
+        self.sum_kv_use += steps * kv_use
         self.max_kv_use = max(self.max_kv_use, kv_use)
         self.forward_prefill_s += step_s * prefill_tokens / max(tokens, 1)
-        self.series.add(Point(began, now - began, 1, tokens, prefill_tokens, sequences, kv_use))
+        self.series.add(Point(began, now - began, steps, tokens, prefill_tokens, steps * sequences, steps * kv_use))
 
     def to_dict(self) -> dict[str, Any]:
         """For a report; ``series`` as columns."""

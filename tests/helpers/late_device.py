@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from batchgen.engine.batch import Wait
+from batchgen.engine.batch import Copy
 
 
 class Device:
     """Gives a step's ids once, in order, and never has more than two steps: one that runs and the one behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_idle: Callable[[], bool] = lambda: False) -> None:
+        self.is_idle = is_idle  # whether it has done all that it was given when it is asked
         self.num_launched = 0
         self.num_waits = 0
         self.num_ahead = 0  # waits during which another step was under way
 
-    def __call__(self, token_ids: Tensor) -> Wait:
+    def __call__(self, token_ids: Tensor) -> Copy:
         """See ``fetch_ids``."""
         assert self.num_launched - self.num_waits <= 1, "a third step was launched"
         step, ids = self.num_launched, token_ids.tolist()
@@ -27,7 +30,7 @@ class Device:
             self.num_ahead += self.num_launched > self.num_waits
             return ids
 
-        return wait
+        return Copy(wait, self.is_idle)
 
 
 class SomeTokens:

@@ -1,0 +1,98 @@
+"""Bursts: decode steps that are launched one behind the other and whose token ids are waited for once.
+
+The host schedules, builds and books a burst as one step, so that a device with short steps does not run out of work.
+Positions, slots and block tables of all its steps are known ahead, and token ids go from step to step on the device. A
+row that meets an end token, or its last token, in the middle is computed to the end of the burst, and what comes behind
+is dropped on arrival; others are admitted only then. How long a burst is may depend on the clock: tokens do not depend
+on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from batchgen.engine.batch import Copy, PendingTokens
+from batchgen.engine.drafts import Ahead
+from batchgen.engine.schedule import Schedule
+from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.sequence import Sequence
+from batchgen.kernels.inputs import ModelInput
+
+MAX_STEPS = 8
+_ENDING_SHARE = 16  # at most one row in so many may come to its last token before the last step
+_PATIENCE = 32  # schedules that found the device at work, after which shorter bursts are tried
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A schedule that was launched: whose tokens it samples, those of its last step on the device, and all of them.
+
+    ``copy`` has the ids of step after step, a row of ``sampled`` each.
+    """
+
+    schedule: Schedule
+    sampled: list[Sequence | Ahead]
+    token_ids: Tensor
+    copy: Copy
+
+    def wait(self) -> list[tuple[int, ...]]:
+        """The token ids of each row, one per step."""
+        ids, num_rows = self.copy.wait(), len(self.sampled)
+        return [*zip(*(ids[i : i + num_rows] for i in range(0, len(ids), num_rows)), strict=True)] if ids else []
+
+
+def launch_burst(
+    inputs: Iterable[ModelInput],
+    pending: PendingTokens | None,
+    forward: Callable[[ModelInput, PendingTokens | None], Tensor],
+    choices: Iterable[Callable[[Tensor], Tensor]],
+) -> list[Tensor]:
+    """The token ids of each step on the device, int64 [num_sampled]; ``choices`` make them of each step's logits."""
+    token_ids: list[Tensor] = []
+    for step, choose in zip(inputs, choices, strict=True):
+        token_ids.append(choose(forward(step, pending)))
+        pending = PendingTokens(token_ids[-1])
+    return token_ids
+
+
+class Pace:
+    """Chooses the length of bursts: the shortest with which the device does not run out of work."""
+
+    def __init__(self) -> None:
+        self.num_steps = 1
+        self._num_busy = 0
+
+    def judge(self, is_idle: bool) -> None:
+        """Learn whether the device has done all that it was given, just before it is given more."""
+        self._num_busy = 0 if is_idle else self._num_busy + 1
+        if is_idle:
+            self.num_steps = min(2 * self.num_steps, MAX_STEPS)
+        elif self._num_busy == _PATIENCE:
+            self.num_steps, self._num_busy = max(self.num_steps // 2, 1), 0
+
+
+def lengthened(schedule: Schedule, scheduler: Scheduler, most: int) -> Schedule:
+    """The schedule as a burst of at most ``most`` steps, with blocks for all of them; unchanged where it cannot be one.
+
+    It can if each row owes one token, nothing watches what it generates, few are near their last token, and enough
+    blocks are free. Called with the newest schedule, before anything of it is launched.
+    """
+    sequences, size = schedule.sequences, scheduler.config.block_size
+    if most == 1 or not sequences or not schedule.is_single or schedule.resumed:
+        return schedule
+    if not all(s.plain_until for s in sequences) or len(schedule.completing) < len(sequences):
+        return schedule
+    left = [s.max_state_tokens - s.num_computed_tokens for s in sequences]
+    num_steps = min(most, sorted(left)[len(left) // _ENDING_SHARE])
+    counts = [min(n, num_steps) for n in left]
+    ends = map(sum, zip(schedule.starts, counts, strict=True))
+    missing = [-(-end // size) - len(s.block_table) for s, end in zip(sequences, ends, strict=True)]
+    if num_steps == 1 or sum(missing) > scheduler.pool.num_free:
+        return schedule
+    for sequence, num_blocks in zip(sequences, missing, strict=True):
+        if num_blocks:
+            sequence.block_table.extend(scheduler.pool.allocate(num_blocks))
+    return replace(schedule, entries=tuple(zip(sequences, counts, strict=True)), num_steps=num_steps)
