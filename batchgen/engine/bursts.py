@@ -87,12 +87,11 @@ def lengthened(schedule: Schedule, scheduler: Scheduler, most: int) -> Schedule:
         return schedule
     left = [s.max_state_tokens - s.num_computed_tokens for s in sequences]
     num_steps = min(most, sorted(left)[len(left) // _ENDING_SHARE])
-    counts = [min(n, num_steps) for n in left]
-    ends = map(sum, zip(schedule.starts, counts, strict=True))
-    missing = [-(-end // size) - len(s.block_table) for s, end in zip(sequences, ends, strict=True)]
+    entries = [(s, n if n < num_steps else num_steps) for s, n in zip(sequences, left, strict=True)]
+    missing = [-(-(s.num_computed_tokens + n) // size) - len(s.block_table) for s, n in entries]
     if num_steps == 1 or sum(missing) > scheduler.pool.num_free:
         return schedule
     for sequence, num_blocks in zip(sequences, missing, strict=True):
         if num_blocks:
             sequence.block_table.extend(scheduler.pool.allocate(num_blocks))
-    return replace(schedule, entries=tuple(zip(sequences, counts, strict=True)), num_steps=num_steps)
+    return replace(schedule, entries=tuple(entries), num_steps=num_steps)

@@ -12,8 +12,8 @@ from batchgen.engine.sequence import Sequence
 
 
 def _attended(count: int, window: int) -> int:
-    """Positions that the first ``count`` tokens of a sequence attend to."""
-    growing = min(count, window or count)
+    """Positions that the first ``count`` tokens of a sequence attend to, each to at most ``window``."""
+    growing = min(count, window)
     return growing * (growing + 1) // 2 + (count - growing) * window
 
 
@@ -80,8 +80,9 @@ class Schedule:
 
         Ask before booking.
         """
-        if self.num_tokens == len(self.entries) and not window:
-            return sum(self.starts) + len(self.entries)
+        if not window:
+            own = [n * (n + 1) // 2 for n in self.counts] if self.num_tokens > len(self.entries) else self.counts
+            return sum([start * n for start, n in zip(self.starts, self.counts, strict=True)], sum(own))
         spans = zip(self.starts, self.counts, strict=True)
         return sum(_attended(start + n, window) - _attended(start, window) for start, n in spans)
 

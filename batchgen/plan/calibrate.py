@@ -162,12 +162,13 @@ class _Probe:
     """Runs requests on one engine and records the work and the seconds of each step.
 
     Where steps overlap, a call launches one and waits for the one before, whose work its time is then for: the rate is
-    that of a run.
+    that of a run. A burst of steps is recorded as so many with an even share of it.
     """
 
     engine: Engine
     steps: list[tuple[StepWork, float]] = field(default_factory=list)
     done: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))  # by all steps that are not in flight
+    num_done: int = 0
 
     def run(self, requests: Iterable[Request], until: float) -> tuple[list[int], list[int]]:
         """Output lengths of the requests that finished and of those still running at the monotonic time ``until``."""
@@ -194,17 +195,19 @@ class _Probe:
         launched, start = self._launched(), time.monotonic()
         results = advance()
         seconds, before = time.monotonic() - start, self.done
-        tokens, attended = launched if self.engine.in_flight is not None else self._launched()
+        tokens, attended, num_done = launched if self.engine.in_flight is not None else self._launched()
+        num_steps, self.num_done = num_done - self.num_done, num_done
         self.done = StepWork(tokens, self.num_sampled, attended)
-        if tokens > before.tokens:
-            work = StepWork(tokens - before.tokens, self.num_sampled - before.logits, attended - before.attended)
-            self.steps.append((work, seconds))
+        if num_steps:
+            logits = self.num_sampled - before.logits
+            work = (tokens - before.tokens, logits, attended - before.attended)
+            self.steps += [(StepWork(*(n // num_steps for n in work)), seconds / num_steps)] * num_steps
         return results
 
-    def _launched(self) -> tuple[int, int]:
-        """Tokens and attended positions of all steps so far, of one in flight too."""
+    def _launched(self) -> tuple[int, int, int]:
+        """Tokens, attended positions and number of all steps so far, of one in flight too."""
         stats = self.engine.stats
-        return stats.num_prefill_tokens + stats.num_decode_tokens, stats.num_attended
+        return stats.num_prefill_tokens + stats.num_decode_tokens, stats.num_attended, stats.num_steps
 
     @property
     def num_sampled(self) -> int:

@@ -13,7 +13,7 @@ from run_helpers import JobMaker, rows_of
 from tiny_model import engine_for, random_requests, tiny_model
 
 from batchgen.config.job import JobSpec
-from batchgen.core.records import WHOLE, SamplingParams
+from batchgen.core.records import WHOLE, Request, SamplingParams
 from batchgen.engine.batch import PendingTokens
 from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.schedule import Schedule
@@ -163,6 +163,18 @@ def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker) -> Non
     assert found.lengths.basis == "5 sampled rows run to their end"
     assert found.estimate is not None
     assert 0 < found.estimate.engine_s < found.estimate.wall_s
+
+
+def test_a_burst_is_timed_as_its_steps() -> None:
+    """Rows of the same length, so that each step of a burst has the same work but for what it attends to."""
+    requests = [Request(key, (9, 30 + key), SamplingParams(ignore_eos=True, max_tokens=40)) for key in range(4)]
+    parts = {"overlaps": True, "fetch": Device(lambda: True)}
+    engine = engine_for(tiny_model(), num_blocks=90, block_size=8, parts=parts, max_num_seqs=4)
+    probe = _Probe(engine)
+    probe.run(requests, time.monotonic() + 60)
+    assert len(probe.steps) == engine.stats.num_steps == 40
+    assert [(work.tokens, work.logits) for work, _ in probe.steps[1:]] == [(4, 4)] * 39
+    assert sum(work.attended for work, _ in probe.steps) == pytest.approx(engine.stats.num_attended, abs=40)
 
 
 @pytest.mark.parametrize("parts", [{}, {"overlaps": True, "fetch": Device()}], ids=["one by one", "overlapping"])
