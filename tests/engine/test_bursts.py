@@ -27,8 +27,9 @@ from tiny_model import checked_run, engine_for, random_requests, sequence_at, sp
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine.batch import build_input, inputs_of
-from batchgen.engine.bursts import MAX_STEPS, Pace
+from batchgen.engine.bursts import MAX_STEPS, Pace, lengthened
 from batchgen.engine.schedule import Schedule
+from batchgen.engine.sequence import Sequence
 
 SAMPLED = replace(PLAIN, temperature=1.0, seed=3)
 
@@ -230,3 +231,39 @@ def test_a_device_that_is_never_idle_is_given_single_steps_and_one_that_is_burst
         assert (device.num_launched < engine.stats.num_steps / 3) == is_idle
         assert (device.num_launched == engine.stats.num_steps) != is_idle
     assert engine_for(MODEL, num_blocks=200, block_size=4).overlaps is False
+
+
+def test_only_steps_in_which_plain_rows_owe_one_token_become_bursts() -> None:
+    scheduler = engine_for(MODEL, num_blocks=20, block_size=4).scheduler
+
+    def row(num_known: int, plain_until: int = 30) -> Sequence:
+        sequence = sequence_at(range(10, 10 + num_known), 4, scheduler.pool.allocate(2), 0)
+        sequence.plain_until, sequence.max_state_tokens = plain_until, 30
+        return sequence
+
+    decode = Schedule(((row(5), 1), (row(5), 1)))
+    others = [
+        Schedule(()),
+        Schedule(((row(6), 1), (row(5), 1))),  # one owes more than the step computes
+        Schedule(((row(6), 2), (row(5), 1))),
+        Schedule(((row(5, plain_until=0), 1), (row(5), 1))),
+        replace(decode, resumed=(decode.sequences[0],)),  # convolution state is to be restored before the step
+    ]
+    assert lengthened(decode, scheduler, 1) is decode
+    for schedule in others:
+        assert lengthened(schedule, scheduler, 8) is schedule
+    burst = lengthened(decode, scheduler, 8)
+    assert (burst.counts, burst.num_steps, [len(s.block_table) for s in burst.sequences]) == ([8, 8], 8, [3, 3])
+
+
+def test_a_burst_ends_where_more_than_a_few_rows_do() -> None:
+    scheduler = engine_for(MODEL, num_blocks=100, block_size=4).scheduler
+    for num_short, num_steps in ((1, 8), (2, 8), (3, 3)):
+        rows = [sequence_at(range(10, 15), 4, scheduler.pool.allocate(2), i) for i in range(32)]
+        for i, sequence in enumerate(rows):
+            sequence.plain_until = sequence.max_state_tokens = 7 if i < num_short else 30
+        burst = lengthened(Schedule(tuple((s, 1) for s in rows)), scheduler, 8)
+        assert burst.num_steps == num_steps
+        assert burst.counts == [3] * num_short + [num_steps] * (32 - num_short)
+        for sequence in rows:
+            scheduler.pool.free(sequence.block_table)
