@@ -59,14 +59,22 @@ def launch_burst(
 
 
 class Pace:
-    """Chooses the length of bursts: the shortest with which the device does not run out of work."""
+    """Chooses the length of bursts: the shortest with which the device does not run out of work.
+
+    Longer ones compute more tokens in vain, behind end tokens that the host learns later.
+    """
 
     def __init__(self) -> None:
         self.num_steps = 1
         self._num_busy = 0
 
-    def judge(self, is_idle: bool) -> None:
-        """Learn whether the device has done all that it was given, just before it is given more."""
+    def judge(self, before: InFlight | None) -> None:
+        """Learn from decode steps whether the device has done all that it was given, just before it is given more."""
+        if before is not None and before.schedule.is_single:
+            self.learn(before.copy.is_done())
+
+    def learn(self, is_idle: bool) -> None:
+        """Adapt to a device that was idle, or at work, when it was given more."""
         self._num_busy = 0 if is_idle else self._num_busy + 1
         if is_idle:
             self.num_steps = min(2 * self.num_steps, MAX_STEPS)

@@ -171,8 +171,7 @@ class Engine:
         with self.stats.phase("schedule"):
             schedule = self.scheduler.schedule()
         if self.overlaps and not any(s.needs_host for s, _ in schedule.entries if not s.plain_until):
-            if self.in_flight is not None:
-                self.pace.judge(self.in_flight.copy.is_done())
+            self.pace.judge(self.in_flight)
             launched = self._launch(lengthened(schedule, self.scheduler, self.pace.num_steps))
             results = self._collect()
             self._book(launched)

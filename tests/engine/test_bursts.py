@@ -27,7 +27,7 @@ from tiny_model import checked_run, engine_for, random_requests, sequence_at, sp
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine.batch import build_input, inputs_of
-from batchgen.engine.bursts import MAX_STEPS, Pace, lengthened
+from batchgen.engine.bursts import MAX_STEPS, InFlight, Pace, lengthened
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
 
@@ -41,7 +41,7 @@ class Forced(Pace):
         super().__init__()
         self._lengths = lengths
 
-    def judge(self, is_idle: bool) -> None:
+    def judge(self, before: InFlight | None) -> None:
         self.num_steps = next(self._lengths)
 
 
@@ -214,7 +214,7 @@ def test_bursts_become_longer_while_the_device_is_idle_and_shorter_once_it_is_no
     pace = Pace()
     lengths = []
     for is_idle in [True] * 4 + [False] * 200:
-        pace.judge(is_idle)
+        pace.learn(is_idle)
         lengths.append(pace.num_steps)
     assert lengths[:4] == [2, 4, 8, MAX_STEPS]
     assert sorted(lengths[4:], reverse=True) == lengths[4:]

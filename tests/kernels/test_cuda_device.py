@@ -19,6 +19,7 @@ from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
 from batchgen.core.records import SamplingParams
 from batchgen.engine import Engine
+from batchgen.engine.bursts import Pace
 from batchgen.engine.graphs import CaptureFailed, CudaRecorder
 from batchgen.engine.replay import PaddingSlot, StepReplays, bucket
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
@@ -138,7 +139,9 @@ def small_engine(kernels: CudaKernels, **parts: Any) -> Engine:
     return engine_for(model, num_blocks=200, block_size=BLOCK_SIZE, parts=parts, **sizes, **NO_FORECAST)
 
 
-def test_steps_that_overlap_give_the_tokens_of_single_ones() -> None:
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_steps_that_overlap_give_the_tokens_of_single_ones(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "judge", lambda pace, _: setattr(pace, "num_steps", length))
     requests = random_requests(60, seed=2, prompt=(1, 90), output=(1, 80), vocab_size=1000)
     requests += [replace(r, key=100 + r.key, params=replace(r.params, temperature=1.0, seed=5)) for r in requests]
     kernels = CudaKernels(DEVICE, batch_invariant=True)
