@@ -31,12 +31,17 @@ class LogitsRecorder(Sampler):
         self.logits: dict[tuple[int, int], Tensor] = {}
 
     def sample(
-        self, logits: Tensor, sequences: Sequence[Row], mask: TokenMask | None = None, draws: Draws | None = None
+        self,
+        logits: Tensor,
+        sequences: Sequence[Row],
+        mask: TokenMask | None = None,
+        best: Tensor | None = None,
+        draws: Draws | None = None,
     ) -> Tensor:
         step = draws.step if draws is not None else 0
         for sequence, row in zip(sequences, logits.to("cpu", copy=True), strict=True):
             self.logits[sequence.request.key, sequence.num_output_tokens + step] = row
-        return super().sample(logits, sequences, mask, draws)
+        return super().sample(logits, sequences, mask, best, draws)
 
     def score(self, logits: Tensor, scored: Sequence[tuple[Sequence_, range]]) -> None:
         rows = iter(logits.to("cpu", copy=True))

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from batchgen.engine.batch import Copy, PendingTokens
 from batchgen.engine.drafts import Ahead
+from batchgen.engine.model_runner import ModelRunner
+from batchgen.engine.sampler import Draws
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
@@ -47,15 +50,21 @@ class InFlight:
 def launch_burst(
     inputs: Iterable[ModelInput],
     pending: PendingTokens | None,
-    forward: Callable[[ModelInput, PendingTokens | None], Tensor],
-    choices: Iterable[Callable[[Tensor], Tensor]],
-) -> list[Tensor]:
-    """The token ids of each step on the device, int64 [num_sampled]; ``choices`` make them of each step's logits."""
-    token_ids: list[Tensor] = []
-    for step, choose in zip(inputs, choices, strict=True):
-        token_ids.append(choose(forward(step, pending)))
-        pending = PendingTokens(token_ids[-1])
-    return token_ids
+    runner: ModelRunner,
+    sample: Callable[..., Tensor],
+    draws: Iterable[Draws],
+) -> tuple[Tensor, Tensor]:
+    """Token ids on the device: those of the last step, int64 [num_sampled], and those of each, one behind the other.
+
+    ``sample`` is the sampler's for the rows of the burst.
+    """
+    steps: list[Tensor] = []
+    for step, drawn in zip(inputs, draws, strict=True):
+        logits = runner.forward(step, pending)
+        token_ids = sample(logits, best=runner.likeliest, draws=drawn)
+        steps.append(token_ids.clone())  # the next step may overwrite them
+        pending = PendingTokens(token_ids)
+    return token_ids, torch.cat(steps)
 
 
 class Pace:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from math import isfinite
 
-import torch
 from torch import Tensor
 
 from batchgen.core.errors import RowErrorCode, TokenizerError
@@ -193,11 +192,11 @@ class Engine:
             pending = build_pending(schedule, before.sampled, before.token_ids) if before is not None else None
             if schedule.num_steps > 1:
                 draws = self.sampler.draws(sampled, self.runner.model.device, schedule.num_steps)
-                choices = [partial(self.sampler.sample, sequences=sampled, draws=drawn) for drawn in draws]
+                sample = partial(self.sampler.sample, sequences=sampled)
                 inputs = inputs_of(schedule, self.config.block_size)
-                chosen = launch_burst(inputs, pending, self.runner.forward, choices)
+                last, token_ids = launch_burst(inputs, pending, self.runner, sample, draws)
                 self.stats.count(schedule, len(sampled), self.scheduler, self.runner.model.config)
-                return InFlight(schedule, sampled, chosen[-1], self._fetch(torch.cat(chosen)))
+                return InFlight(schedule, sampled, last, self._fetch(token_ids))
             logits = self.runner.run(schedule, pending)
         mask = None
         if any(s.constraint is not None or s.rules is not None for s in sampled if not s.plain_until):
@@ -206,7 +205,7 @@ class Engine:
         with self.stats.phase("sample"):
             if len(logits) > len(sampled):  # first: given tokens stand before the new ones
                 self.sampler.score(logits[len(sampled) :], schedule.scored)
-            token_ids = self.sampler.sample(logits[: len(sampled)], sampled, mask)
+            token_ids = self.sampler.sample(logits[: len(sampled)], sampled, mask, self.runner.likeliest)
             copy = self._fetch(token_ids)
         with self.stats.phase("update"):
             self.stats.count(schedule, len(logits), self.scheduler, self.runner.model.config)

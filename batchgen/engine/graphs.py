@@ -48,7 +48,8 @@ class CudaRecorder:
             if is_out_of_memory(error):
                 raise
             raise CaptureFailed(str(error).partition("\n")[0]) from error
-        current.wait_stream(self.stream)
+        finally:
+            current.wait_stream(self.stream)  # the first run of ``work`` writes memory, even if its capture failed
         number = len(self._graphs)
         self._graphs.append(graph)
 

@@ -19,6 +19,10 @@ class ModelRunner:
     """A model with the KV blocks and convolution slots that a scheduler of these sizes hands out.
 
     CUDA graphs of its decode steps are recorded here, before the first step. ``notes`` are for the user.
+
+    Attributes:
+        likeliest: int64 [rows], the likeliest token of each row of logits that ``run`` gave last, -1 for a row that is
+            not finite; None if the step did not find them. Valid until the next run, which still takes them as pending.
     """
 
     @memory_errors("allocating KV blocks and convolution state", SMALLER_SIZES)
@@ -41,6 +45,7 @@ class ModelRunner:
         self.replays: StepReplays | None = None
         if recorder is not None:
             self.replays = StepReplays(model, self.state, recorder, padding, config.max_model_len)
+        self.likeliest: Tensor | None = None
         self.notes: list[str] = []
         if self.replays is not None and padding is not None:
             try:
@@ -68,9 +73,13 @@ class ModelRunner:
         """``run`` for CPU inputs that are built already."""
         if self.replays is not None and is_decode(inputs, self.replays.most_each):
             try:
-                return self.replays.run(inputs, pending)
+                logits = self.replays.run(inputs, pending)
+                newest = self.replays.newest
+                self.likeliest = None if newest is None else newest[: len(logits)]
+                return logits
             except CaptureFailed as error:
                 self._launch_all(error)
+        self.likeliest = None
         max_position = int(inputs.positions.max())
         inputs = inputs.to(self.model.device)
         if pending is not None:

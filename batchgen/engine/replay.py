@@ -3,14 +3,16 @@
 A step in which every sequence has one token, or one and as many drafts as the others, does the same work on the same
 tensors as any other of its size, so the host need not launch its hundreds of kernels again: it only changes what the
 input tensors hold. CUDA graphs are recorded with padding: sizes are rounded up to a few buckets, and the added rows
-work on a block and a slot that no sequence owns. All buckets are recorded before the first step. On the CPU a recording
-is cheap but computes every row it has, so it is made of exactly one size.
+work on a block and a slot that no sequence owns. All buckets are recorded before the first step. They begin with the
+feed of token ids that only the device knows and end with the argmax of each row, so that nothing is launched between
+greedy steps but copies. On the CPU a recording is cheap but computes every row it has, so it is made of exactly one
+size; feed and argmax stay outside, as its recorder repeats nothing but kernels of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -70,6 +72,11 @@ class StepReplays:
     With ``padding`` each size is padded to its bucket, and recorded on the padding alone: by ``record_all``, or when
     first met. Without, a size is recorded when it is met twice in a row, one with drafts when it is met again, and that
     step's result comes from the recording.
+
+    Attributes:
+        newest: with ``padding``, int64 [max_num_seqs] on the device: the likeliest token of each row of logits of the
+            step replayed last, -1 for a row that is not finite. The sampler may put others in their place; the next
+            replay is fed from here and overwrites it, behind all that was launched before.
     """
 
     def __init__(
@@ -83,6 +90,9 @@ class StepReplays:
         self.most_each = QUERY_BLOCK if padding is None else 1  # tokens of a sequence in a recorded step
         # Recordings hold the address of the rotary table: graphs get one that never grows, others are made anew.
         self.rotary = model.rotary.upto(max_model_len if padding is not None else 0)
+        self.newest: Tensor | None = None
+        if padding is not None:
+            self.newest = torch.zeros(padding.slot, dtype=torch.int64, device=model.device)
         self.recorded: dict[StepSize, tuple[StaticInput, Callable[[], Tensor]]] = {}
         self._newest: StepSize | None = None  # of the steps that were not recorded
         self._drafted: set[StepSize] = set()  # of those with drafts, whose numbers change from step to step
@@ -119,9 +129,14 @@ class StepReplays:
                 return self._run_exact(size, inputs, last)
             self._record_padded(size, self.padding)
         static, replay = self.recorded[size]
-        static.fill(inputs)
-        if pending is not None:
-            pending.into(static.inputs.token_ids)
+        if self.newest is None:
+            static.fill(inputs)
+            if pending is not None:
+                pending.into(static.inputs.token_ids)
+        else:
+            if pending is not None and pending.token_ids.data_ptr() != self.newest.data_ptr():
+                self.newest[: len(pending.token_ids)] = pending.token_ids  # of a step that was not replayed, or drawn
+            static.fill(inputs, pending)
         return replay()[: inputs.num_tokens]
 
     def _size(self, inputs: ModelInput) -> StepSize:
@@ -158,13 +173,33 @@ class StepReplays:
         """Record a step while it is run: recording advances the convolution state of the rows it is made with."""
         static = StaticInput(size, padding, self.model.device)
         static.fill(inputs)
-        logits, replay = self.recorder.record(lambda: self.model.forward(static.inputs, self.state, last))
+        if self.newest is None:
+            logits, replay = self.recorder.record(lambda: self.model.forward(static.inputs, self.state, last))
+        else:
+            kept = self.newest.clone()  # the step that is recorded now may wait for them
+            try:
+                logits, replay = self.recorder.record(lambda: self._fed_step(static, last))
+            finally:
+                self.newest.copy_(kept)
         self.recorded[size] = static, replay
+        return logits
+
+    def _fed_step(self, static: StaticInput, last: int) -> Tensor:
+        """Logits of a step from the newest ids to the next; both lie at one address, as a stream keeps the order."""
+        assert self.newest is not None
+        known = torch.cat((static.inputs.token_ids, self.newest))
+        token_ids = known.index_select(0, static.feed).clamp_(min=0)  # -1 must not index the embeddings
+        logits = self.model.forward(replace(static.inputs, token_ids=token_ids), self.state, last)
+        self.newest[: len(logits)] = self.model.kernels.likeliest(logits)
         return logits
 
 
 class StaticInput:
-    """A ``ModelInput`` of one size at fixed addresses; what changes from step to step crosses in one copy."""
+    """A ``ModelInput`` of one size at fixed addresses; what changes from step to step crosses in one copy.
+
+    ``feed``, int32 [num_tokens], says where the id of each token lies: in ``inputs.token_ids``, which the host knows,
+    or that many places behind their end among the ids that the step before gave.
+    """
 
     def __init__(self, size: StepSize, padding: PaddingSlot, device: torch.device) -> None:
         n, each = size.num_seqs, size.tokens_each
@@ -173,6 +208,7 @@ class StaticInput:
         self._alone = torch.stack((rows[:-1], rows[:-1] * each, nothing + each, nothing, nothing), dim=1)
         fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "token_ids": (torch.int64, (n * each,)),
+            "feed": (torch.int32, (n * each,)),
             "slot_mapping": (torch.int64, (n * each,)),
             "block_tables": (torch.int32, (n, size.max_blocks)),
             "positions": (torch.int32, (n * each,)),
@@ -186,15 +222,18 @@ class StaticInput:
         self._target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # unannotated
         self._host = _views(self._source, fields)
+        views = _views(self._target, fields)
+        self.feed = views.pop("feed")
+        self._all_known = torch.arange(n * each, dtype=torch.int32)
         self.inputs = ModelInput(
-            **_views(self._target, fields),
+            **views,
             cu_seqlens=rows.to(device) * each,
             logits_indices=torch.arange(n * each, device=device),
             subset=None,
         )
         self.padding = padding
 
-    def fill(self, inputs: ModelInput | None) -> None:
+    def fill(self, inputs: ModelInput | None, pending: PendingTokens | None = None) -> None:
         """Take over a step's CPU tensors; the rows left over, or all for None, work on the padding."""
         count, width = (0, 0) if inputs is None else inputs.block_tables.shape
         host, padding = self._host, self.padding
@@ -204,6 +243,13 @@ class StaticInput:
             host[name][count:] = rest
         host["slot_mapping"][count:] = padding.block * padding.block_size
         host["query_blocks"].copy_(self._alone)
+        host["feed"].copy_(self._all_known)
+        if pending is not None:
+            newest = len(host["feed"])  # where the newest ids begin
+            if pending.rows is None:
+                host["feed"][: len(pending.token_ids)] += newest
+            else:
+                host["feed"][pending.places] = (pending.rows + newest).int()
         host["block_tables"].zero_()
         host["block_tables"][count:, 0] = padding.block
         if inputs is not None:

@@ -85,22 +85,28 @@ class Sampler:
 
     @torch.inference_mode()  # logits come from inference mode and may be written only inside it
     def sample(
-        self, logits: Tensor, sequences: Sequence_[Row], mask: TokenMask | None = None, draws: Draws | None = None
+        self,
+        logits: Tensor,
+        sequences: Sequence_[Row],
+        mask: TokenMask | None = None,
+        best: Tensor | None = None,
+        draws: Draws | None = None,
     ) -> Tensor:
         """Next token ids, int64 [num_seqs] on the logits' device; -1 where a row is not finite or no token is allowed.
 
-        Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens of some rows. Books the
-        log-probabilities asked for; without these the host does not wait for the device. ``draws`` are given for rows
-        that ask for no more than them.
+        Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens of some rows. ``best``, if known, has
+        what ``kernels.likeliest`` gives for these rows, and maybe for others behind; drawn ids are written into it.
+        Books the log-probabilities asked for; without these the host does not wait for the device. ``draws`` are given
+        for rows that ask for no more than them.
         """
         if draws is not None:
-            return self._drawn(logits, draws)
+            return self._drawn(logits, draws, best)
         asking = [(i, s) for i, s in enumerate(sequences) if not s.plain_until]
         reported = [i for i, s in asking if s.request.params.logprobs is not None]
         raw = logits[reported] if reported else None
         if mask is not None:
             self.kernels.mask(logits, mask.rows, mask.bits)
-        token_ids = self._choose(logits, sequences, asking)
+        token_ids = self._choose(logits, sequences, asking, best if mask is None else None)
         if raw is not None:
             wanted = [sequences[i].request.params.logprobs or 0 for i in reported]
             found = self._logprobs(raw, token_ids[reported].tolist(), wanted)
@@ -108,27 +114,30 @@ class Sampler:
                 sequences[i].logprobs.append(logprob)
         return token_ids
 
-    def _choose(self, logits: Tensor, sequences: Sequence_[Row], asking: list[tuple[int, Row]]) -> Tensor:
-        """``asking`` are those rows that ask for more than a draw."""
+    def _choose(
+        self, logits: Tensor, sequences: Sequence_[Row], asking: list[tuple[int, Row]], best: Tensor | None
+    ) -> Tensor:
+        """``asking`` are those rows that ask for more than a draw; ``best`` is of no use once logits are changed."""
         if not sequences:
             return torch.empty(0, dtype=torch.int64)
-        self._forbid(logits, asking)
+        if self._forbid(logits, asking):
+            best = None
         biased = [(i, s.rules) for i, s in asking if s.rules is not None and len(s.rules.biases)]
         penalized = [(i, s.counts, s.request.params) for i, s in asking if s.counts is not None]
         counted = []
         if self.seen is not None:
             counted = [(i, s) for i, s in asking if s.request.params.has_penalties]
         if biased or penalized or counted:
-            logits = self._widened(logits)
+            logits, best = self._widened(logits), None
         if biased:
             add_biases(logits, *zip(*biased, strict=True))
         if penalized:
             penalize(logits, *zip(*penalized, strict=True))
         if not counted or self.seen is None:
-            return self._drawn(logits, self.draws(sequences, logits.device)[0])
+            return self._drawn(logits, self.draws(sequences, logits.device)[0], best)
         rows, owners = zip(*counted, strict=True)
         slots = self.seen.penalize(logits, rows, owners)
-        ids = self._drawn(logits, self.draws(sequences, logits.device)[0])
+        ids = self._drawn(logits, self.draws(sequences, logits.device)[0], best)
         self.seen.add(slots, ids if len(rows) == len(ids) else ids[upload(torch.tensor(rows), ids.device)])
         return ids
 
@@ -142,13 +151,11 @@ class Sampler:
         rows = self._rows([sequences[i] for i in drawn] if is_part else sequences, device, num_steps)
         return [Draws(step, rows[step], chosen) for step in range(num_steps)]
 
-    def _drawn(self, logits: Tensor, draws: Draws) -> Tensor:
+    def _drawn(self, logits: Tensor, draws: Draws, best: Tensor | None) -> Tensor:
         """The likeliest tokens of greedy rows, drawn ones of the others."""
         if draws.rows is not None and draws.chosen is None:
             return self.kernels.sample(logits, draws.rows)
-        ids = self.kernels.argmax(logits)
-        best = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0]
-        ids.masked_fill_(best == -torch.inf, -1)  # nothing is allowed: the first of equals would be no answer
+        ids = self.kernels.likeliest(logits) if best is None else best[: len(logits)]
         if draws.rows is not None:
             ids[draws.chosen] = self.kernels.sample(logits[draws.chosen], draws.rows)
         return ids
@@ -182,8 +189,11 @@ class Sampler:
             self._wide = torch.empty(logits.numel(), device=logits.device)
         return self._wide[: logits.numel()].view_as(logits).copy_(logits)
 
-    def _forbid(self, logits: Tensor, asking: list[tuple[int, Row]]) -> None:
-        """Forbid the end tokens of model and request before ``min_tokens``, and tokens that complete a bad word."""
+    def _forbid(self, logits: Tensor, asking: list[tuple[int, Row]]) -> bool:
+        """Forbid the end tokens of model and request before ``min_tokens``, and tokens that complete a bad word.
+
+        True if there are any.
+        """
         places = [
             (row, token_id)
             for row, sequence in asking
@@ -200,6 +210,7 @@ class Sampler:
         if places:
             rows, columns = upload(torch.tensor(places).T.contiguous(), logits.device)
             logits[rows, columns] = -torch.inf
+        return bool(places)
 
     @staticmethod
     def _rows(sequences: Sequence_[Row], device: torch.device, num_steps: int) -> list[SamplingRows]:

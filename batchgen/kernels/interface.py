@@ -184,6 +184,12 @@ class Kernels(Protocol):
     def argmax(self, logits: Tensor) -> Tensor:
         """Index of each row's first largest value, int64 [rows]; -1 for a row of NaN."""
 
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """``argmax``, and -1 where all logits are -inf: no token is allowed, and the first of equals is no answer."""
+        ids = self.argmax(logits)
+        largest = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0]
+        return ids.masked_fill_(largest == -torch.inf, -1)
+
     def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """One token id per row drawn as ``SamplingRows`` says, int64 [rows]; -1 for a row that is not finite."""
 

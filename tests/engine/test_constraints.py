@@ -76,9 +76,9 @@ def test_the_likeliest_of_the_allowed_tokens_is_taken() -> None:
     made = engine()
     sample = made.sampler.sample
 
-    def recorded(logits: Tensor, sequences: Any, mask: Any = None) -> Tensor:
+    def recorded(logits: Tensor, sequences: Any, *args: Any) -> Tensor:
         seen.append(logits.clone())
-        return sample(logits, sequences, mask)
+        return sample(logits, sequences, *args)
 
     made.sampler.sample = recorded  # type: ignore[method-assign]
     allowed = [[20, 31, 57, 99, 127], [8, 64, 65], [12, 13, 14, 15]]

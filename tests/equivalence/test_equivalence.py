@@ -239,12 +239,12 @@ def logits_of_every_token(engine: Engine, requests: Iterable[Request]) -> dict[t
     seen: dict[tuple[int, int], Tensor] = {}
     plain = engine.sampler.sample
 
-    def sample(logits: Tensor, sequences: list[Any], mask: object = None) -> Tensor:
+    def sample(logits: Tensor, sequences: list[Any], *args: Any) -> Tensor:
         for row, sequence in zip(logits, sequences, strict=True):
             seen[sequence.request.key, sequence.num_output_tokens] = row.clone()
-        return plain(logits, sequences, mask)  # type: ignore[arg-type]
+        return plain(logits, sequences, *args)
 
-    engine.sampler.sample = sample  # type: ignore[method-assign, assignment]
+    engine.sampler.sample = sample  # type: ignore[method-assign]
     tokens_of(checked_run(engine, requests))
     return seen
 

@@ -1,4 +1,4 @@
-"""Parts of an engine for tests of overlapping steps: a device that answers late, and stop strings of some tokens."""
+"""Parts of an engine for tests of overlapping steps: a device that answers late, recordings, stop strings."""
 
 from __future__ import annotations
 
@@ -31,6 +31,23 @@ class Device:
             return ids
 
         return Copy(wait, self.is_idle)
+
+
+class Again:
+    """Runs the work while recording, as warming up does, and again at every replay, with one result tensor."""
+
+    def __init__(self) -> None:
+        self.num_recorded = 0
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+        self.num_recorded += 1
+        result = work()
+
+        def replay() -> Tensor:
+            result.copy_(work())
+            return result
+
+        return result, replay
 
 
 class SomeTokens:

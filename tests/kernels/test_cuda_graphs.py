@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from late_device import Again
 from tiny_model import (
     CPU,
     checked_run,
@@ -36,23 +37,6 @@ from batchgen.model.state import StateCache
 BLOCK_SIZE = 4
 MOST_SEQS = 11
 LONGEST = 2500  # more than a rotary table holds unless asked
-
-
-class Again:
-    """Runs the work while recording, as warming up does, and again at every replay, with one result tensor."""
-
-    def __init__(self) -> None:
-        self.num_recorded = 0
-
-    def record(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-        self.num_recorded += 1
-        result = work()
-
-        def replay() -> Tensor:
-            result.copy_(work())
-            return result
-
-        return result, replay
 
 
 def state_for(model: Decoder, num_blocks: int) -> tuple[StateCache, PaddingSlot]:
