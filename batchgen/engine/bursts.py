@@ -17,8 +17,6 @@ from torch import Tensor
 
 from batchgen.engine.batch import Copy, PendingTokens
 from batchgen.engine.drafts import Ahead
-from batchgen.engine.model_runner import ModelRunner
-from batchgen.engine.sampler import Draws
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
@@ -50,18 +48,16 @@ class InFlight:
 def launch_burst(
     inputs: Iterable[ModelInput],
     pending: PendingTokens | None,
-    runner: ModelRunner,
-    sample: Callable[..., Tensor],
-    draws: Iterable[Draws],
+    forward: Callable[[ModelInput, PendingTokens | None], Tensor],
+    choices: Iterable[Callable[[Tensor], Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Token ids on the device: those of the last step, int64 [num_sampled], and those of each, one behind the other.
 
-    ``sample`` is the sampler's for the rows of the burst.
+    ``choices`` make them of each step's logits.
     """
     steps: list[Tensor] = []
-    for step, drawn in zip(inputs, draws, strict=True):
-        logits = runner.forward(step, pending)
-        token_ids = sample(logits, best=runner.likeliest, draws=drawn)
+    for step, choose in zip(inputs, choices, strict=True):
+        token_ids = choose(forward(step, pending))
         steps.append(token_ids.clone())  # the next step may overwrite them
         pending = PendingTokens(token_ids)
     return token_ids, torch.cat(steps)

@@ -193,8 +193,9 @@ class Engine:
             if schedule.num_steps > 1:
                 draws = self.sampler.draws(sampled, self.runner.model.device, schedule.num_steps)
                 sample = partial(self.sampler.sample, sequences=sampled)
+                choices = [lambda x, drawn=drawn: sample(x, best=self.runner.likeliest, draws=drawn) for drawn in draws]
                 inputs = inputs_of(schedule, self.config.block_size)
-                last, token_ids = launch_burst(inputs, pending, self.runner, sample, draws)
+                last, token_ids = launch_burst(inputs, pending, self.runner.forward, choices)
                 self.stats.count(schedule, len(sampled), self.scheduler, self.runner.model.config)
                 return InFlight(schedule, sampled, last, self._fetch(token_ids))
             logits = self.runner.run(schedule, pending)

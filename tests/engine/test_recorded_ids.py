@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import Again, Device
+from test_bursts import Forced, lengths_of
 from tiny_model import checked_run, random_requests, tiny_model, tokens_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,13 +39,18 @@ KINDS = (
 
 
 @contextmanager
-def recorded(recorder: Again, **sizes: Any) -> Iterator[Engine]:
-    """An engine whose steps overlap and come from recordings, more of which are made as contexts grow."""
+def recorded(recorder: Again, burst: int = 1, **sizes: Any) -> Iterator[Engine]:
+    """An engine whose steps overlap and come from recordings, more of which are made as contexts grow.
+
+    ``burst`` is the length of bursts, or seeds lengths that change; see ``lengths_of``.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "_USUAL_TOKENS", 8)
         patch.setattr(model_runner, "has_graphs", lambda _: True)
         patch.setattr(model_runner, "CudaRecorder", lambda _: recorder)
-        yield Engine(MODEL, config_of(**sizes), overlaps=True, fetch=Device())
+        engine = Engine(MODEL, config_of(**sizes), overlaps=True, fetch=Device())
+        engine.pace = Forced(lengths_of(burst))
+        yield engine
 
 
 def config_of(num_blocks: int = 200, **sizes: Any) -> EngineConfig:
@@ -52,23 +58,24 @@ def config_of(num_blocks: int = 200, **sizes: Any) -> EngineConfig:
     return EngineConfig(block_size=4, kv_memory=memory, forecast_memory=False, share_duplicates=False, **sizes)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
     max_num_seqs=st.integers(2, 9),
     max_num_batched_tokens=st.integers(9, 40),
     num_blocks=st.integers(13, 50),
     seed=st.integers(0, 99),
+    burst=st.integers(1, 20),
 )
 def test_tokens_are_those_of_an_engine_that_waits_for_each_step(
-    kinds: list[SamplingParams], seed: int, **sizes: int
+    kinds: list[SamplingParams], seed: int, burst: int, **sizes: int
 ) -> None:
     requests = [
         replace(r, params=replace(kinds[i % len(kinds)], max_tokens=r.params.max_tokens))
         for i, r in enumerate(random_requests(9, seed=seed, prompt=(1, 20), output=(1, 24)))
     ]
     expected = tokens_of(Engine(MODEL, config_of(**sizes), overlaps=False).run(requests))
-    with recorded(Again(), **sizes) as engine:
+    with recorded(Again(), burst, **sizes) as engine:
         assert tokens_of(checked_run(engine, requests)) == expected
 
 
