@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import RAW
 from kernel_cases import INTERPRETED, normal
+from tiny_model import engine_for, random_requests, tiny_model
 from torch import Tensor
-from triton_device import DEVICE, OnDevice
+from triton_device import DEVICE, HAS_GPU, OnDevice
 
+from batchgen.core.records import SamplingParams
 from batchgen.kernels.cuda import linear as products
 from batchgen.kernels.cuda import tuning
 from batchgen.kernels.cuda.linear import FixedOrderLinear, PendingNorm, computed
+from batchgen.model import state
 
 FEW = 4
 ROWS = 7
@@ -78,3 +82,24 @@ def test_sums_of_weights_with_few_rows_fall_in_parts_but_for_gated_ones(shape: t
 def test_the_fingerprint_tells_cublas_from_products_in_one_order() -> None:
     assert "cublas" in OnDevice(batch_invariant=False).variant
     assert "cublas" not in OnDevice().variant
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this is for a model whose weights are on the CPU; test_cuda_device has the other")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "family", [name if name == "lfm2" else pytest.param(name, marks=pytest.mark.slow) for name in RAW]
+)
+def test_log_probabilities_of_every_family_are_those_of_a_row_alone(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "TALL_TILE", (16, 32))
+    monkeypatch.setattr(state, "key_pack", lambda _dtype, _device, width: width)  # as on a GPU
+    model = tiny_model(dtype, OnDevice().kernels, model_type=family)
+    requests = random_requests(7, seed=3, prompt=(1, 14), output=(2, 4), params=SamplingParams(logprobs=1))
+    together = engine_for(model, num_blocks=40, block_size=8, max_num_seqs=6, max_num_batched_tokens=11)
+    expected = {}
+    for request in requests:
+        alone = engine_for(model, num_blocks=4, block_size=8, max_num_seqs=1, max_num_batched_tokens=3)
+        expected |= {answer.key: answer.logprobs for answer in alone.run([request])}
+    assert {answer.key: answer.logprobs for answer in together.run(requests)} == expected
+    assert all(expected.values())
