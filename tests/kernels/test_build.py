@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -181,3 +183,27 @@ def test_the_first_run_and_the_next_import_no_numba_and_agree(tmp_path: Path, ca
         lines = (tmp_path / name / "outputs.jsonl").read_text().splitlines()
         outputs.append([json.loads(line)["text"] for line in lines])
     assert outputs[0] == outputs[1]
+
+
+def test_a_copy_of_the_process_does_not_wait_for_what_another_thread_compiled() -> None:
+    """That thread is not copied, nor does it ever release the lock there."""
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with build._LOCK:
+            held.set()
+            release.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what forks beside threads is asked for here
+        child = os.fork()
+    if not child:
+        signal.alarm(30)
+        with build._LOCK:
+            os._exit(0)
+    release.set()
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0

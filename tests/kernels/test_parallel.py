@@ -189,6 +189,46 @@ def test_there_are_no_more_threads_than_processors(
     assert sorted(started) == [1, 2, 3]
 
 
+def test_ctrl_c_while_a_thread_starts_leaves_each_number_to_one_thread(
+    fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers with one number would share scratch memory and a range."""
+    started: list[int] = []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if len(started) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pool, "_serve", lambda _, number: started.append(number))
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    fresh_pool()
+    torch.set_num_threads(4)
+    done = torch.zeros(2, 9)
+    with pytest.raises(KeyboardInterrupt):
+        COUNT.launch(torch.float32, 9, done[0].data_ptr(), done[1].data_ptr())
+    COUNT.launch(torch.float32, 9, done[0].data_ptr(), done[1].data_ptr())
+    until(lambda: len(started) == 3)
+    assert sorted(started) == [1, 2, 3]
+    assert done[0].eq(1).all()
+
+
+def test_threads_whose_first_launches_meet_have_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are kept under a pool's key: under another's all of its threads would be worker 0."""
+    meet, make = threading.Barrier(3, timeout=60), Pool.__init__
+
+    def slow(self: Pool) -> None:
+        make(self)
+        meet.wait()
+
+    monkeypatch.setattr(Pool, "__init__", slow)
+    monkeypatch.setattr(parallel, "_POOL", {})
+    with ThreadPoolExecutor(3) as executor:
+        found = list(executor.map(lambda _: (parallel._launcher()[1], parallel.pool().numbering), range(3)))
+    assert {numbering for pair in found for numbering in pair} == {parallel.pool().numbering}
+
+
 def test_a_copy_of_the_process_starts_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with a number and scratch memory of its own, for what was recorded before too, though a launch ran."""
     monkeypatch.setattr(parallel, "num_usable_cpus", lambda: 2)

@@ -57,6 +57,15 @@ def start(*model: str, others: bool = False) -> None:
             _builders[model] = process, missing
 
 
+def _begin_copy() -> None:
+    """In a copy of the process: the lock may be held for ever by a thread that was not copied."""
+    global _LOCK  # noqa: PLW0603 - a lock that another thread holds cannot be released
+    _LOCK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_copy)
+
+
 def is_started() -> bool:
     """Whether this process has said which kernels it needs."""
     return bool(_asked)

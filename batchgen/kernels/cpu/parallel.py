@@ -152,6 +152,7 @@ class Pool:
         with LAUNCHING:
             if num_workers > self._num_workers:
                 for number in range(self._num_workers, min(num_workers, num_usable_cpus())):
+                    self._num_workers = number + 1  # before its start, which Ctrl-C may end: no two have one number
                     threading.Thread(target=self._serve, args=(number,), daemon=True).start()
                 self._num_workers = num_workers
             self._run(program)
@@ -178,18 +179,21 @@ def _address(function: object) -> int:
     return found
 
 
-@lru_cache(maxsize=1)
+_POOL: dict[None, Pool] = {}
+
+
 def pool() -> Pool:
-    """The pool of this process."""
-    return Pool()
+    """The pool of this process: one, since threads of one have no numbers under the key of another."""
+    found = _POOL.get(None)
+    return found if found is not None else _POOL.setdefault(None, Pool())  # as in ``scratch``
 
 
 def _begin_copy() -> None:
     """A copy of the process has one thread: none of the pool's, and none that holds the lock of a launch."""
     global LAUNCHING  # noqa: PLW0603 - the lock may be held for ever by a thread that was not copied
     LAUNCHING = threading.Lock()
-    if pool.cache_info().currsize:
-        pool().forget_threads()
+    for known in _POOL.values():
+        known.forget_threads()
 
 
 os.register_at_fork(after_in_child=_begin_copy)
