@@ -77,8 +77,10 @@ class Manifest:
             data = json.loads(content)
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
-        if not isinstance(data, dict) or data.pop("version", None) != _VERSION:
+        if not isinstance(data, dict) or "version" not in data:
             raise ValueError(f"it is not a job.json of layout version {_VERSION}")
+        if (version := data.pop("version")) != _VERSION:
+            raise ValueError(f"another batchgen wrote it, in layout version {version!r}, and this one reads {_VERSION}")
         if not _is_shard(data.get("shard", [1, 1])):
             raise ValueError("shard is not [i, n] with 1 <= i <= n")
         data["shard"] = Shard(*data.get("shard", ()))

@@ -127,10 +127,11 @@ class RunDir:
         """The manifest on disk, None if there is none. Raises UsageError if it cannot be read."""
         try:
             return Manifest.from_bytes(self.manifest.read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
-            raise UsageError(f"cannot read {self.manifest}: {error}; --overwrite starts anew") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UsageError(f"cannot read {self.manifest}: {why}; batchgen run --overwrite starts anew") from error
 
     def write_manifest(self, manifest: Manifest) -> None:
         write_atomic(self.manifest, manifest.to_bytes())

@@ -345,6 +345,7 @@ def test_a_run_that_is_just_beginning_is_locked_not_foreign(tmp_path: Path) -> N
         ({"shard": 3}, "shard"),
         ({"num_rows": "x"}, "num_rows"),
         ({"num_rows": 10**30}, "num_rows"),
+        ({"version": 99}, "another batchgen wrote it, in layout version 99"),
     ],
     ids=str,
 )

@@ -100,6 +100,10 @@ def test_an_unfinished_retry_of_a_finished_run_is_told_of(job: JobMaker) -> None
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is not a run directory"):
         read_status(tmp_path)
+    file = tmp_path / "questions.jsonl"
+    file.touch()
+    with pytest.raises(UsageError, match=r"questions\.jsonl is not a run directory"):
+        read_status(file)
 
 
 def test_json_is_what_a_script_reads(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
