@@ -84,8 +84,8 @@ _POSITIVE_OR_AUTO = integer_or_auto(1)
 class ModelSpec:
     """Which model, and in what form it runs.
 
-    A resume compares the content that ``path`` and ``adapter`` lead to and the dtype and device that the model really
-    runs in, not these values; ``weights`` and ``activations`` are compared as they are written here.
+    A resume compares the content that ``path`` and ``adapter`` lead to and the dtype, device and kernels that the model
+    really runs with, not these values; ``weights`` and ``activations`` are compared as they are written here.
     """
 
     path: str = key(string("MODEL"), "Folder, .gguf file, Hub id or dummy:NAME", "", flag="model", outputs=False)
@@ -98,7 +98,7 @@ class ModelSpec:
     adapter: str = key(string(empty=True), "LoRA folder or Hub id, added to the weights", "", outputs=False)
     device: str = key(_DEVICE, "Where the model runs", "auto", outputs=False)
     tokenizer: str = key(string(empty=True), "Folder or Hub id [the model's own]", "", outputs=False)
-    batch_invariant: bool = key(BOOL, "On a GPU: no row depends on its batch (no: cuBLAS)", True)
+    batch_invariant: bool = key(BOOL, "On a GPU: no row depends on its batch; without, cuBLAS", True, outputs=False)
 
     @property
     def named(self) -> dict[str, str]:
@@ -287,6 +287,13 @@ class JobSpec:
 def record_keys_of(output_keys: Container[str]) -> frozenset[str]:
     """The fields of an output record in a run begun with these ``JobSpec.output_keys``."""
     return RECORD_KEYS - {name for name, key in _KEY_OF_FIELD.items() if key not in output_keys}
+
+
+def changes_outputs(dotted: str) -> bool:
+    """Whether values of a dotted key change outputs; those of a key that is none may."""
+    section, _, name = dotted.partition(".")
+    item = KEYS.get(section, {}).get(name)
+    return item is None or item.outputs
 
 
 def is_default(dotted: str, value: object) -> bool:

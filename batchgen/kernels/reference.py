@@ -93,10 +93,10 @@ class ReferenceKernels(Kernels):
 
     @property
     def variant(self) -> str:
-        """A GPU that the model runs on is named, since it computes the products."""
+        """A GPU that the model runs on is named, since its cuBLAS computes the products."""
         if self._device is None or self._device.type == "cpu":
             return processor_variant("plain", self.activations)
-        return "-".join((processor_variant("plain"), *torch.cuda.get_device_name(self._device).split()))
+        return "-".join((processor_variant("plain"), "cublas", *torch.cuda.get_device_name(self._device).split()))
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         if self.activations == "int8":

@@ -17,10 +17,10 @@ def select(
     weights: str = "auto",
     activations: str = "auto",
 ) -> Kernels:
-    """The fastest back end for a device and dtype whose rows are independent, as ``batch_invariant`` asks.
+    """The fastest back end for a device and dtype; on CUDA the one whose rows are independent if ``batch_invariant``.
 
-    Without it CUDA multiplies with cuBLAS; on the CPU both are the same. ``weights`` and ``activations`` are those of
-    ``Kernels``; CUDA ignores the latter.
+    Without it, or without Triton, CUDA multiplies with cuBLAS, which ``Kernels.variant`` then names; on the CPU both
+    are the same. ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the latter.
     """
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
         from batchgen.kernels.cpu.backend import CpuKernels

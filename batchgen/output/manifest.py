@@ -14,7 +14,7 @@ from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
 
-from batchgen.config.job import SAMPLING_COLUMNS, OutputSpec, is_default, record_keys_of
+from batchgen.config.job import SAMPLING_COLUMNS, OutputSpec, changes_outputs, is_default, record_keys_of
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import WHOLE, Shard
 from batchgen.core.units import shortened
@@ -60,9 +60,10 @@ class Manifest:
         return record_keys_of(self.output_keys)
 
     def continuing(self, begun: Manifest) -> Manifest:
-        """This manifest as that of a run which ``begun`` began: keys that its build did not know stay away."""
+        """This manifest as that of a run which ``begun`` began, whose build decided which keys it has and which not."""
         known = begun.output_keys.keys() | {SAMPLING_COLUMNS}
         output_keys = {key: value for key, value in self.output_keys.items() if key in known}
+        output_keys |= {key: value for key, value in begun.output_keys.items() if not changes_outputs(key)}
         return replace(self, output_keys=output_keys, created_at=begun.created_at, num_rows=begun.num_rows)
 
     def to_bytes(self) -> bytes:
@@ -138,10 +139,11 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
     """What changed between the manifest on disk and a job that wants to resume; it may if ``refused`` is empty.
 
     A key that one of them lacks, because an earlier version knew no such key, counts as having its default; kernels
-    that one of them does not name may be any. ``sampling.columns`` is an exception: before it existed, every column
-    named like a sampling key was one. Whether rows have such columns is unknown here, so that this difference is
-    ``allowed``, which is reported.
+    that one of them does not name may be any. One that changed outputs in an earlier version only is ``allowed``.
+    ``sampling.columns`` is an exception: before it existed, every column named like a sampling key was one. Whether
+    rows have such columns is unknown here, so that this difference is ``allowed``, which is reported.
     """
+    old, new = (_judged_here(manifest) for manifest in (old, new))
     if not (kernels_of(old) and kernels_of(new)):
         old, new = with_kernels(old, None), with_kernels(new, None)
     values = new.output_keys | old.output_keys
@@ -157,6 +159,12 @@ def compare(old: Manifest, new: Manifest) -> Comparison:
     bound |= {key for key in jobs[0].keys() ^ jobs[1].keys() if is_default(key, (jobs[0] | jobs[1])[key])}
     loose = [{key: value for key, value in job.items() if key not in bound} for job in jobs]
     return Comparison(differences(binding(old), binding(new)), differences(*loose))
+
+
+def _judged_here(manifest: Manifest) -> Manifest:
+    """The manifest without keys that change no outputs in this build, though they did in the one that wrote it."""
+    kept = {key: value for key, value in manifest.output_keys.items() if changes_outputs(key)}
+    return replace(manifest, output_keys=kept)
 
 
 def kernels_of(manifest: Manifest) -> str | None:

@@ -82,7 +82,7 @@ def _settings_advice(report: Mapping[str, Any]) -> Iterator[str]:
     if bound_by(report) == _OVERHEADS["load"]:
         yield "loading took longer than it should pay for: give a run more rows"
     if "cublas" in report["numerics"].get("kernels", ""):
-        yield "with cuBLAS a row's tokens may depend on what shared its batch; --batch-invariant rules that out"
+        yield "with cuBLAS a row's tokens may depend on its batch; with Triton --batch-invariant rules that out"
 
 
 def _rows_advice(report: Mapping[str, Any]) -> Iterator[str]:

@@ -130,6 +130,7 @@ def report(name: str, kernel: Any) -> dict[str, Any]:
         "registers": int(registers[1]),
         "stack_bytes": int(stack[1]),
         "shared_bytes": kernel.metadata.shared,
+        "fused": kernel.asm["ptx"].count("fma.rn.f32"),
         "matrix": len(re.findall(r"\bHG?MMA", code)),
         "wide_copies": len(re.findall(r"LDGSTS\S*\.128", code)),
     }

@@ -78,3 +78,5 @@ def test_every_kernel_compiles_for_every_dtype_and_generation(capability: int, t
     binaries = compiled(capability, "bfloat16", "float16", "float32", cache=tmp_path)
     assert {b["name"] for b in binaries} == KERNELS
     assert max(b["shared_bytes"] for b in binaries) <= 99 * 1024, "the least that one block may take on any of these"
+    fused = {b["fused"] for b in binaries if b["name"] == "rms_norm"}
+    assert len(fused) == 1, "a norm is rounded before its residual is added, in every dtype"

@@ -175,6 +175,27 @@ def test_no_launch_waits_for_threads_that_do_not_come(
     assert done.eq(done[0]).all()
 
 
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_launch(
+    fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(Pool, "_serve", lambda _, number: started.append(number))
+    fresh_pool()
+    torch.set_num_threads(4)
+    done = torch.zeros(2, 64)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            COUNT.launch(torch.float32, 64, done[0].data_ptr(), done[1].data_ptr())
+    COUNT.launch(torch.float32, 64, done[0].data_ptr(), done[1].data_ptr())
+    until(lambda: len(started) == 3)
+    assert sorted(started) == [1, 2, 3]
+
+
 def test_there_are_no_more_threads_than_processors(
     fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

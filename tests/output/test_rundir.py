@@ -188,6 +188,20 @@ def test_a_key_that_is_newer_than_the_directory_is_as_good_as_there_with_its_def
     )
 
 
+def test_a_key_that_changed_outputs_in_an_earlier_build_only_is_allowed() -> None:
+    old = replace(
+        MANIFEST,
+        job={**MANIFEST.job, "model": {"path": "m", "batch_invariant": False}},
+        output_keys=MANIFEST.output_keys | {"model.batch_invariant": False, "model.unknown": 1},
+    )
+    new = replace(MANIFEST, job={**MANIFEST.job, "model": {"path": "m", "batch_invariant": True}})
+    for was, now, values in ((old, new, "was false, now true"), (new, old, "was true, now false")):
+        found = compare(was, now)
+        assert found.allowed == (f"model.batch_invariant: {values}",)
+        assert [line.partition(":")[0] for line in found.refused] == ["model.unknown"]
+    assert new.continuing(old).output_keys == MANIFEST.output_keys | {"model.batch_invariant": False}
+
+
 def changed_files(old: list[Any], new: list[Any]) -> tuple[str, ...]:
     """What is said of other input files; the older ones come from disk."""
     was, now = (replace(MANIFEST, fingerprints={"input": {"files": files}}) for files in (old, new))

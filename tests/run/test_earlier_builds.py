@@ -16,6 +16,8 @@ from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.core.errors import ResumeMismatch
+from batchgen.output.manifest import Manifest
+from batchgen.output.publish import identity
 from batchgen.output.rundir import RunDir
 from batchgen.run.reports import read_report
 
@@ -58,6 +60,21 @@ def test_a_run_of_a_build_without_integers_goes_on_as_it_was_and_with_no_other_w
     with pytest.raises(ResumeMismatch, match=r'model\.weights: was .*, now "int8"'):
         job.run(job.spec(model={"weights": "int8"}))
     assert job.run().exit_code == 0
+
+
+def test_a_run_begun_with_another_default_of_what_changed_outputs_then_goes_on(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    assert job.run(options=quiet(max_total_tokens=100)).exit_code == 75
+    path = job.output / "job.json"
+    manifest = json.loads(path.read_bytes())
+    manifest["output_keys"]["model.batch_invariant"] = manifest["job"]["model"]["batch_invariant"] = False
+    path.write_text(json.dumps(manifest))
+    assert job.run(options=quiet(max_total_tokens=100)).exit_code == 75
+    assert identity(RunDir(job.output).read_manifest()) == identity(Manifest.from_bytes(json.dumps(manifest).encode()))
+    assert job.run().exit_code == 0
+    assert len(job.outputs()) == 60
+    path.write_text(json.dumps(manifest))
+    assert job.run().exit_code == 0, "a finished one is not begun with another job either"
 
 
 def test_ids_that_were_compared_as_values_are_compared_as_texts_from_their_first_row_on(job: JobMaker) -> None:

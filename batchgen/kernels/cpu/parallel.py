@@ -153,7 +153,11 @@ class Pool:
             if num_workers > self._num_workers:
                 for number in range(self._num_workers, min(num_workers, num_usable_cpus())):
                     self._num_workers = number + 1  # before its start, which Ctrl-C may end: no two have one number
-                    threading.Thread(target=self._serve, args=(number,), daemon=True).start()
+                    try:
+                        threading.Thread(target=self._serve, args=(number,), daemon=True).start()
+                    except RuntimeError:  # it was not started: the next launch tries again
+                        self._num_workers = number
+                        raise
                 self._num_workers = num_workers
             self._run(program)
 

@@ -141,7 +141,8 @@ class CudaKernels(Kernels):
         sums, out = torch.empty_like(residual), torch.empty_like(residual)
         num_rows, width = y.shape
         block = max(power_of_two(width), tuning.PIECE.value)
-        rows.add_and_norm[(num_rows,)](y, post, residual, weight, sums, out, width, eps, BLOCK=block, **_FUSED)
+        tensors = (y, post, residual, weight, sums, out)
+        rows.add_and_norm[(num_rows,)](*tensors, width, eps, BLOCK=block, **rows.WRITTEN_OUT)
         return sums, out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels.cuda import tuning
-from batchgen.kernels.cuda.rows import folded, gated, rms_norm, scaled, sums_of_squares
+from batchgen.kernels.cuda.rows import WRITTEN_OUT, folded, gated, rms_norm, scaled, sums_of_squares
 from batchgen.kernels.cuda.tiles import Arrivals, power_of_two
 from batchgen.kernels.cuda.tuning import BLOCK_M, BLOCK_N, GATED_N, GROUP_M, PIECE
 from batchgen.kernels.interface import Linear
@@ -62,7 +62,7 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = N
     out = torch.empty_like(x)
     num_rows, width = x.shape
     block = max(power_of_two(width), PIECE.value)
-    rms_norm[(num_rows,)](x, weight, residual, out, width, eps, BLOCK=block, enable_fp_fusion=True)
+    rms_norm[(num_rows,)](x, weight, residual, out, width, eps, BLOCK=block, **WRITTEN_OUT)
     return out
 
 
@@ -141,8 +141,9 @@ class FusedGatedLinear:
 def parts_of(out_features: int, width: int) -> int:
     """Into how many parts the sums of a product fall, each added up by itself and then to those before it.
 
-    Those of a weight with few rows do, which would leave most of a GPU idle: one that ends half a layer. Where parts
-    begin is up to the weight's width and dtype alone, so that kernels for few rows and for many give the same bits.
+    Several for a weight with few rows, such as those that end half a layer: one program per tile would leave most of a
+    GPU idle. Where parts begin is up to width and dtype alone, so that kernels for few rows and for many give the same
+    bits.
     """
     return tuning.NUM_PARTS if out_features <= width else 1
 

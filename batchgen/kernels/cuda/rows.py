@@ -2,7 +2,8 @@
 
 The width alone fixes the order in which a row is summed, so its bits never depend on the other rows. Products that norm
 rows on the way, or leave their sums of squares, do so with the functions here: a compiler may pick another order for
-``tl.sum`` in each kernel, and fuse a product and a sum in one and not in another, so both are written out.
+``tl.sum`` in each kernel, and fuse a product and a sum in one and not in another, so both are written out; norms are
+launched with ``WRITTEN_OUT``, as they would be fused with the residual that is added to them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton.language as tl
 from batchgen.kernels.cuda.tuning import PIECE
 
 SWIGLU_BLOCK = 1024
+WRITTEN_OUT = {"enable_fp_fusion": False}  # nothing is fused but ``tl.fma``
 ARGMAX_BLOCK = 8192  # logits of one program; a row's parts are then compared by another
 
 

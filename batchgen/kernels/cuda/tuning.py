@@ -1,7 +1,7 @@
 """Sizes that a measurement on a device decides: tiles, spans, warps and pipeline stages of the heavy kernels.
 
-None of these was measured. ``SPAN``, ``TILE``, ``BLOCK_K``, ``PIECE`` and ``NUM_PARTS`` decide in which order numbers
-are added up, and so bits; the others do not.
+None of these was measured. ``SPAN``, ``TILE``, ``BLOCK_K`` and ``NUM_PARTS`` decide in which order numbers are added
+up, and so bits; the others do not.
 """
 
 from __future__ import annotations
