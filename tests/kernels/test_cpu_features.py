@@ -125,14 +125,14 @@ def test_the_variant_names_the_units_that_kernels_are_compiled_for(
     assert processor_variant().endswith(f"{vectors}{units}")
 
 
-def test_the_variant_of_the_reference_names_the_gpu_only_where_the_model_runs_on_it(
+def test_the_variant_of_the_reference_names_gpu_and_cublas_only_where_the_model_runs_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
     assert ReferenceKernels().variant == ReferenceKernels(torch.device("cpu")).variant == processor_variant("plain")
     on_gpu = ReferenceKernels(torch.device("cuda", 0)).variant
-    assert on_gpu == f"{processor_variant('plain')}-NVIDIA-H100-80GB-HBM3"
+    assert on_gpu == f"{processor_variant('plain')}-cublas-NVIDIA-H100-80GB-HBM3"
 
 
 @pytest.mark.parametrize(
