@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from batchgen.engine.batch import Copy, PendingTokens
+from batchgen.engine.batch import Copy, PendingTokens, inputs_of
 from batchgen.engine.drafts import Ahead
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
@@ -45,19 +46,30 @@ class InFlight:
         return [*zip(*(ids[i : i + num_rows] for i in range(0, len(ids), num_rows)), strict=True)] if ids else []
 
 
-def launch_burst(
-    inputs: Iterable[ModelInput],
-    pending: PendingTokens | None,
-    forward: Callable[[ModelInput, PendingTokens | None], Tensor],
-    choices: Iterable[Callable[[Tensor], Tensor]],
-) -> tuple[Tensor, Tensor]:
-    """Token ids on the device: those of the last step, int64 [num_sampled], and those of each, one behind the other.
+class Runner(Protocol):
+    """What of ``ModelRunner`` a burst needs."""
 
-    ``choices`` make them of each step's logits.
+    block_size: int
+    likeliest: Tensor | None
+
+    def forward(self, inputs: ModelInput, pending: PendingTokens | None) -> Tensor: ...
+
+
+def launch_burst(
+    runner: Runner,
+    sample: Callable[..., Tensor],
+    schedule: Schedule,
+    draws: Iterable[object],
+    pending: PendingTokens | None,
+) -> tuple[Tensor, Tensor]:
+    """Token ids on the device: those of the last step, int64 [num_seqs], and those of each, one behind the other.
+
+    ``sample`` is that of a ``Sampler``, whose ``draws`` of each step are given.
     """
     steps: list[Tensor] = []
-    for step, choose in zip(inputs, choices, strict=True):
-        token_ids = choose(forward(step, pending))
+    for inputs, drawn in zip(inputs_of(schedule, runner.block_size), draws, strict=True):
+        logits = runner.forward(inputs, pending)
+        token_ids = sample(logits, schedule.sequences, best=runner.likeliest, draws=drawn)
         steps.append(token_ids.clone())  # the next step may overwrite them
         pending = PendingTokens(token_ids)
     return token_ids, torch.cat(steps)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
 from math import isfinite
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from batchgen.core.errors import RowErrorCode, TokenizerError
 from batchgen.core.machine import SMALLER_SIZES, memory_errors
 from batchgen.core.records import FinishReason, Request, Result
-from batchgen.engine.batch import Copy, build_pending, fetch_ids, inputs_of
+from batchgen.engine.batch import Copy, build_pending, fetch_ids
 from batchgen.engine.bursts import InFlight, Pace, launch_burst, lengthened
 from batchgen.engine.config import EngineConfig
 from batchgen.engine.drafts import Ahead, append_plain, common_length, rows_of
@@ -192,13 +191,18 @@ class Engine:
             pending = build_pending(schedule, before.sampled, before.token_ids) if before is not None else None
             if schedule.num_steps > 1:
                 draws = self.sampler.draws(sampled, self.runner.model.device, schedule.num_steps)
-                sample = partial(self.sampler.sample, sequences=sampled)
-                choices = [lambda x, drawn=drawn: sample(x, best=self.runner.likeliest, draws=drawn) for drawn in draws]
-                inputs = inputs_of(schedule, self.config.block_size)
-                last, token_ids = launch_burst(inputs, pending, self.runner.forward, choices)
-                self.stats.count(schedule, len(sampled), self.scheduler, self.runner.model.config)
-                return InFlight(schedule, sampled, last, self._fetch(token_ids))
-            logits = self.runner.run(schedule, pending)
+                last, token_ids = launch_burst(self.runner, self.sampler.sample, schedule, draws, pending)
+                launched, num_logits = InFlight(schedule, sampled, last, self._fetch(token_ids)), len(sampled)
+            else:
+                logits = self.runner.run(schedule, pending)
+        if schedule.num_steps == 1:
+            launched, num_logits = self._sample(schedule, sampled, logits), len(logits)
+        with self.stats.phase("update"):
+            self.stats.count(schedule, num_logits, self.scheduler, self.runner.model.config)
+        return launched
+
+    def _sample(self, schedule: Schedule, sampled: list[Sequence | Ahead], logits: Tensor) -> InFlight:
+        """Choose the tokens of a single step, and score given ones."""
         mask = None
         if any(s.constraint is not None or s.rules is not None for s in sampled if not s.plain_until):
             with self.stats.phase("mask"):  # on a GPU the forward pass runs meanwhile
@@ -207,10 +211,7 @@ class Engine:
             if len(logits) > len(sampled):  # first: given tokens stand before the new ones
                 self.sampler.score(logits[len(sampled) :], schedule.scored)
             token_ids = self.sampler.sample(logits[: len(sampled)], sampled, mask, self.runner.likeliest)
-            copy = self._fetch(token_ids)
-        with self.stats.phase("update"):
-            self.stats.count(schedule, len(logits), self.scheduler, self.runner.model.config)
-        return InFlight(schedule, sampled, token_ids, copy)
+            return InFlight(schedule, sampled, token_ids, self._fetch(token_ids))
 
     def _book(self, launched: InFlight | None) -> None:
         """Make a launched step the one in flight: its tokens count as cached, and those it samples as pending."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from batchgen.model.state import StateCache
 _USUAL_TOKENS = 4096  # contexts beyond them have recordings of their own; the programs of shorter ones end at once
 _MAX_EXACT = 64  # recordings of exact sizes; each holds a few copies of its block tables
 _MIN_BLOCKS = 16
+_UPLOADS = 10  # that may be under way: the steps of the longest burst and more, so that none waits for one before it
 _ALIGNMENT = 64  # bytes: vector loads want it, and so fields share no cache line
 
 
@@ -218,10 +220,8 @@ class StaticInput:
         }
         num_bytes = sum(_aligned_bytes(*field) for field in fields.values())
         is_cuda = device.type == "cuda"
-        self._source = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)  # so that a copy is no wait
+        self._sources = cycle([_Source(num_bytes, fields, is_cuda) for _ in range(_UPLOADS if is_cuda else 1)])
         self._target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # unannotated
-        self._host = _views(self._source, fields)
         views = _views(self._target, fields)
         self.feed = views.pop("feed")
         self._all_known = torch.arange(n * each, dtype=torch.int32)
@@ -236,9 +236,10 @@ class StaticInput:
     def fill(self, inputs: ModelInput | None, pending: PendingTokens | None = None) -> None:
         """Take over a step's CPU tensors; the rows left over, or all for None, work on the padding."""
         count, width = (0, 0) if inputs is None else inputs.block_tables.shape
-        host, padding = self._host, self.padding
-        if self._copied is not None:
-            self._copied.synchronize()  # the last copy has read its source
+        source, padding = next(self._sources), self.padding
+        host = source.views
+        if source.copied is not None:
+            source.copied.synchronize()  # the last copy has read it
         for name, rest in (("token_ids", 0), ("positions", 0), ("conv_slots", padding.slot), ("conv_rejected", 0)):
             host[name][count:] = rest
         host["slot_mapping"][count:] = padding.block * padding.block_size
@@ -257,9 +258,18 @@ class StaticInput:
                 given = getattr(inputs, name)
                 host[name][: len(given)] = given
             host["block_tables"][:count, :width] = inputs.block_tables
-        self._target.copy_(self._source, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._target.copy_(source.memory, non_blocking=True)
+        if source.copied is not None:
+            source.copied.record()
+
+
+class _Source:
+    """Host memory of one upload, pinned so that the copy is no wait, and when it was read."""
+
+    def __init__(self, num_bytes: int, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]], is_cuda: bool) -> None:
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self.copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # unannotated
+        self.views = _views(self.memory, fields)
 
 
 def _aligned_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

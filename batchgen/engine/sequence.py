@@ -37,7 +37,7 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     generates: bool = field(init=False)
-    num_pending: int = 0  # 1: a token was sampled whose id the host does not know yet; it is not in token_ids
+    num_pending: int = 0  # tokens sampled whose ids the host does not know yet; they are not in token_ids
     # Owned by the scheduler.
     num_computed_tokens: int = 0
     max_computed_tokens: int = 0  # before a preemption

@@ -73,7 +73,7 @@ class EngineStats:
 
     Attributes:
         num_prefill_tokens: computed tokens of prompts, of earlier runs and after preemptions.
-        num_decode_tokens: the other computed ones, which this run generated, sampled or forced.
+        num_decode_tokens: the other computed ones, which this run generated, sampled or forced, those in vain included.
         num_forced_tokens: of ``num_output_tokens``, those that were not sampled, since a constraint left no choice.
         num_drafted_tokens: computed ahead, of which ``num_accepted_tokens`` were what was sampled; the others are in no
             other count.

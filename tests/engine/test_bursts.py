@@ -131,6 +131,28 @@ def test_a_burst_is_waited_for_once_and_counts_as_its_steps() -> None:
     assert [sum(points[n]) for n in ("steps", "tokens")] == [sum(singles[n]) for n in ("steps", "tokens")]
 
 
+def test_the_time_of_a_burst_is_its_own_and_not_that_of_the_prompts_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("batchgen.engine.stats.time.monotonic", lambda: now[0])
+    engine = bursting(8, max_num_seqs=3, prefix_caching=False)
+    forward = engine.runner.forward
+
+    def slow(*given: Any) -> torch.Tensor:
+        now[0] += 1.0
+        return forward(*given)
+
+    engine.runner.forward = slow  # type: ignore[method-assign]
+    engine.submit(Request(0, (9, 30), replace(PLAIN, max_tokens=20)))
+    engine.step()
+    assert engine.stats.forward_prefill_s == 1.0
+    engine.step()  # its first token is known then
+    engine.step()
+    assert (engine.stats.num_steps, now[0]) == (10, 10.0)
+    engine.submit(Request(1, (9, 31), replace(PLAIN, max_tokens=1)))
+    engine.step()
+    assert engine.stats.forward_prefill_s == pytest.approx(1.0 + 2 / 3), "two of three tokens of one step"
+
+
 @pytest.mark.parametrize("length", range(1, MAX_STEPS + 1))
 def test_an_end_token_at_any_step_of_a_burst_ends_the_row_there(length: int) -> None:
     request = Request(0, (9, 30, 77), replace(SAMPLED, max_tokens=30))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from batchgen.engine import model_runner, replay
 from batchgen.engine.batch import PendingTokens
+from batchgen.engine.bursts import MAX_STEPS
 from batchgen.engine.graphs import CaptureFailed
 from batchgen.engine.replay import PaddingSlot, StaticInput, StepReplays, StepSize, bucket, is_decode
 from batchgen.kernels.inputs import ModelInput
@@ -115,6 +117,43 @@ def test_rows_left_over_are_first_tokens_in_the_spare_state_whatever_was_there_b
     for name in filled.__slots__:
         if name != "subset":
             assert getattr(filled, name).dtype == getattr(inputs, name).dtype, name
+
+
+def on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*sizes: Any, device: object = None, pin_memory: bool = False, **others: Any) -> torch.Tensor:
+        return make(*sizes, **others)
+
+    return made
+
+
+def test_the_steps_of_a_burst_are_uploaded_without_a_wait_for_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a device that has not begun yet: an upload that is waited for would never be done."""
+    waited: list[int] = []
+
+    class Event:
+        is_recorded = False
+
+        def synchronize(self) -> None:
+            waited.append(1) if self.is_recorded else None
+
+        def record(self) -> None:
+            self.is_recorded = True
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for name in ("zeros", "arange"):
+        monkeypatch.setattr(torch, name, on_host(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
+    padding = PaddingSlot(block=99, slot=50, block_size=BLOCK_SIZE)
+    static = StaticInput(StepSize(4, 16), padding, torch.device("cuda", 0))
+    filled = []
+    for step in range(MAX_STEPS + 1):
+        static.fill(ragged_input([(5 + step, 1)], BLOCK_SIZE)[0])
+        filled.append(static.inputs.positions[0].item())
+    assert not waited
+    assert filled == [*range(5, 6 + MAX_STEPS)]
+    static.fill(None)
+    static.fill(None)
+    assert waited, "memory is not written again before it was read"
 
 
 def test_an_engine_that_replays_gives_the_tokens_of_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
