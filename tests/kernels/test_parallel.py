@@ -92,6 +92,15 @@ def fresh_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     parallel._launcher.cache_clear()
 
 
+@pytest.fixture
+def started(fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the threads that a fresh pool starts, each of which ends at once."""
+    numbers: list[int] = []
+    monkeypatch.setattr(Pool, "_serve", lambda _, number: numbers.append(number))
+    fresh_pool()
+    return numbers
+
+
 @pytest.mark.parametrize("by_torch", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(items=st.integers(0, 40), num_threads=st.integers(1, 4), ranges=st.none() | st.integers(1, 7))
@@ -176,11 +185,8 @@ def test_no_launch_waits_for_threads_that_do_not_come(
 
 
 def test_a_thread_that_could_not_be_started_is_started_by_the_next_launch(
-    fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    started: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[int] = []
-    monkeypatch.setattr(Pool, "_serve", lambda _, number: started.append(number))
-    fresh_pool()
     torch.set_num_threads(4)
     done = torch.zeros(2, 64)
 
@@ -196,12 +202,7 @@ def test_a_thread_that_could_not_be_started_is_started_by_the_next_launch(
     assert sorted(started) == [1, 2, 3]
 
 
-def test_there_are_no_more_threads_than_processors(
-    fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[int] = []
-    monkeypatch.setattr(Pool, "_serve", lambda _, number: started.append(number))
-    fresh_pool()
+def test_there_are_no_more_threads_than_processors(started: list[int]) -> None:
     torch.set_num_threads(64)
     done = torch.zeros(2, 64)
     for _ in range(2):
@@ -211,10 +212,9 @@ def test_there_are_no_more_threads_than_processors(
 
 
 def test_ctrl_c_while_a_thread_starts_leaves_each_number_to_one_thread(
-    fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    started: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two workers with one number would share scratch memory and a range."""
-    started: list[int] = []
     start = threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
@@ -222,9 +222,7 @@ def test_ctrl_c_while_a_thread_starts_leaves_each_number_to_one_thread(
         if len(started) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Pool, "_serve", lambda _, number: started.append(number))
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    fresh_pool()
     torch.set_num_threads(4)
     done = torch.zeros(2, 9)
     with pytest.raises(KeyboardInterrupt):
