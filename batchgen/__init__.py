@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from batchgen.config.job import JobSpec
     from batchgen.config.load import load_job
     from batchgen.core.errors import BatchgenError
-    from batchgen.core.records import Request, Result, SamplingParams, Shard
+    from batchgen.core.records import Request, Result, SamplingParams
+    from batchgen.core.shard import Shard
     from batchgen.engine import Engine, EngineConfig
     from batchgen.executors.backend import run_job
     from batchgen.model import load_model
@@ -31,7 +32,7 @@ _HOME = {
     "Result": "batchgen.core.records",
     "RunOptions": "batchgen.run.invocation",
     "SamplingParams": "batchgen.core.records",
-    "Shard": "batchgen.core.records",
+    "Shard": "batchgen.core.shard",
     "Tokenizer": "batchgen.text.tokenizer",
     "load_job": "batchgen.config.load",
     "load_model": "batchgen.model",
@@ -54,6 +55,10 @@ __all__ = [
     "load_model",
     "run_job",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

@@ -33,20 +33,26 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         _ignore_signals()
     except KeyboardInterrupt:
         _ignore_signals()
+        _say_interrupted()
         code = _STOPPED
-        from contextlib import suppress
-
-        with suppress(OSError):
-            os.write(2, b"batchgen: error: interrupted\n")
     sys.exit(code)
 
 
-class _Interrupted(KeyboardInterrupt):
-    """A signal. CPython ends a process by SIGINT once a bare KeyboardInterrupt has left an ``exec``, caught or not."""
-
-
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise _Interrupted
+    """Leave at once where a module is being imported: what is raised there may end as any other error, or as none."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            _say_interrupted()
+            os._exit(_STOPPED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _say_interrupted() -> None:
+    try:  # noqa: SIM105 - contextlib may be what is being imported
+        os.write(2, b"batchgen: error: interrupted\n")
+    except OSError:
+        pass
 
 
 def _fill_standard_streams() -> None:

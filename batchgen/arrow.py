@@ -30,15 +30,16 @@ def generate(
     engine_factory: EngineFactory | None = None,
     **job: Any,
 ) -> Iterator[pa.RecordBatch]:
-    """The batches with the columns text, finish_reason, prompt_tokens, completion_tokens and error.
+    """The batches with the columns text, finish_reason, prompt_tokens, completion_tokens, details and error.
 
     ``sampling``, ``key`` and further arguments are those of ``TableJob``.
     Batches and their rows stay in order, and no batch waits for the one before: rows of later ones run beside it.
+    ``details`` is null, or JSON with what ``sampling`` asks for more: samples, logprobs, choices with their scores.
     ``error`` is null or "code: message", of a row that cannot run; the other columns are null then. All batches must
     have one schema, and those that come out have ``output_schema`` of it. The model is loaded for the first row.
 
     Raises:
-        UsageError: a key that is impossible, or a batch of another schema.
+        UsageError: a key that is impossible or not known, or a batch of another schema.
         ModelError: the model cannot be used.
 
     Example:
@@ -47,7 +48,7 @@ def generate(
         ...     yield from generate(batches, model="LiquidAI/LFM2-350M", prompt="{question}")
         >>> df.mapInArrow(answers, from_arrow_schema(output_schema(to_arrow_schema(df.schema))))  # doctest: +SKIP
     """
-    table_job = TableJob(model, prompt, **job)
+    table_job = TableJob.of(model, prompt, job)
     table_job.spec()
     return _generate(iter(batches), table_job, engine_factory)
 

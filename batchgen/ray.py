@@ -22,7 +22,7 @@ _BATCHES_AT_ONCE = 32  # in a worker: more rows than an engine runs, so that it 
 
 
 class Generator:
-    """Adds text, finish_reason, prompt_tokens, completion_tokens and error to batches; for ``Dataset.map_batches``.
+    """Adds the columns of ``batchgen.arrow.generate`` to batches; for ``Dataset.map_batches``.
 
     Takes the arguments of ``TableJob``. Batches that are called for at the same time share the engine's batch.
     ``error`` is null or "code: message": a row that cannot run raises nothing. Raises UsageError for an impossible job,
@@ -41,7 +41,7 @@ class Generator:
     """
 
     def __init__(self, model: str | Mapping[str, Any], prompt: str | None = None, **job: Any) -> None:
-        self._rows = TableEngine(TableJob(model, prompt, **job))
+        self._rows = TableEngine(TableJob.of(model, prompt, job))
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._take, name="batchgen-take", daemon=True)
         self._thread.start()
@@ -84,10 +84,11 @@ def generate(
     """
     import ray
 
+    job = {"engine": engine or {}, "begun_at": datetime.now(UTC), **job}
+    device = TableJob.of(model, prompt, job).spec().model.device
+    job |= {"model": model, "prompt": prompt}
     if not ray.is_initialized():
         ray.init()
-    job = {"model": model, "prompt": prompt, "engine": engine or {}, "begun_at": datetime.now(UTC), **job}
-    device = TableJob(**job).spec().model.device
     machines = _machines()
     smallest = min((int(machine.get("CPU", 0)) for machine in machines), default=1) or 1
     has_gpus = device != "cpu" and any(machine.get("GPU") for machine in machines)
@@ -104,7 +105,7 @@ def generate(
             max_tasks_in_flight_per_actor=2 * _BATCHES_AT_ONCE,
             max_concurrent_calls_per_actor=_BATCHES_AT_ONCE,
         ),
-        num_cpus=cpus * (1 - 1 / smallest),  # actors that hold all leave none for the tasks that read
+        num_cpus=cpus * max(1 - 1 / smallest, 0.5),  # actors that hold all leave none for the tasks that read
         num_gpus=1 if has_gpus else 0,
     )
 

@@ -1,6 +1,7 @@
 #!/bin/bash
 # A SLURM array: each task runs its shard of a job, and is queued again until the shard is finished.
-#   sbatch jobs/slurm.sh job.toml runs/questions && batchgen merge runs/questions-* -o runs/questions
+#   id=$(sbatch --parsable jobs/slurm.sh job.toml runs/questions)
+#   sbatch --dependency=afterok:$id --wrap 'batchgen merge runs/questions-* -o runs/questions'
 #SBATCH --array=1-8
 #SBATCH --time=04:00:00
 #SBATCH --requeue
@@ -12,5 +13,8 @@ batchgen run "$job" --shard "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" \
 code=$?
 if [ "$code" -eq 75 ]; then # stopped early: what is finished is kept
     exec scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+fi
+if [ "$code" -eq 3 ]; then # finished, some rows failed: they are in errors.jsonl, and the shards can be merged
+    exit 0
 fi
 exit "$code"

@@ -1,26 +1,54 @@
-"""Fixtures shared by all tests."""
+"""Fixtures shared by all tests, and their map: these files prove the promise, the others are breadth.
+
+1. The same tokens: equivalence/; against transformers, model/: families, lfm3, mixtures, parity; kernels/: attention,
+   experts, linear, mask, parallel, quantize, rope_conv, rows, sampling_kernel, shared_prefixes, windows.
+2. No row lost, none twice: output/: durability, journal, rundir, writer; input/: changed_input; run/: backend,
+   deadline, fault_points, growing_input, identity, merge, resume, retry, run, signals, stdin, stop,
+   storm.
+3. The scheduler: engine/: admission, block_pool, build_input, engine, scheduler, scheduler_sharing, sequence, sizes.
+4. Bad rows: input/: bad_inputs, columns, hostile_inputs, openai_batch, prompt, reader, reader_properties.
+5. The contract: cli/; config/: params, spec; report/: report, report_compare; plan/; check/; bench/; test_house.
+
+Helpers (tests/helpers): run_helpers and stub_engine for whole runs without a model, tiny_model and families for random
+models, kernel_cases for every back end, fault_injection, power_loss, fault_runs and storm_runs for crashes.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 from loopback import pytest_pyfunc_call  # noqa: F401 - a hook
-from run_helpers import ENVIRONMENT, JobMaker
+from repeats import mark_repeats
 
+if TYPE_CHECKING:
+    from run_helpers import JobMaker
+
+# The same for processes started here: ``run_helpers`` copies the environment when it is imported.
+os.environ["COLUMNS"] = "80"
+os.environ.pop("BATCHGEN_DEBUG", None)
 # Before torch is imported: a thread that waits for another sleeps. By default it spins, and where the other one's core
 # is busy with something else, tests on two threads take five times as long.
-for variables in (os.environ, ENVIRONMENT):
-    variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch  # noqa: E402
+
+def has_gpu() -> bool:
+    """Whether torch can use a GPU; it is imported only where there is a driver, as one test needs no torch."""
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():  # the second one: under WSL
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
 
 # Before Triton is imported, which transformers does too: its mode is settled then, for all tests of the process.
-if not torch.cuda.is_available():
+if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # The same examples everywhere, however slow the machine is; --hypothesis-profile=explore looks at others in each run.
@@ -29,16 +57,25 @@ settings.register_profile("explore", deadline=None, suppress_health_check=[Healt
 settings.load_profile("suite")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """No processes beside this one where single files or tests are named: they would be ready later than the tests."""
+    is_named = config.args_source is pytest.Config.ArgsSource.ARGS
+    return 0 if is_named and all(Path(name.partition("::")[0]).is_file() for name in config.args) else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_repeats(items, is_interpreted="TRITON_INTERPRET" in os.environ)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def same_surroundings_everywhere() -> None:
-    """80 columns, no debugging, and signals that processes started here do not inherit as ignored or blocked.
+    """Signals that processes started here do not inherit as ignored or blocked; ``nohup`` and ``&`` ignore some.
 
-    ``nohup`` and a shell's ``&`` ignore some. A handler that does nothing keeps pytest itself as it was started:
-    unlike "ignore" it ends with the start of another program.
+    A handler that does nothing keeps pytest itself as it was started: unlike "ignore" it ends with the start of another
+    program.
     """
-    for environment in (os.environ, ENVIRONMENT):
-        environment["COLUMNS"] = "80"
-        environment.pop("BATCHGEN_DEBUG", None)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
@@ -48,12 +85,24 @@ def same_surroundings_everywhere() -> None:
 @pytest.fixture
 def job(tmp_path: Path) -> JobMaker:
     """Makes jobs over rows written to ``tmp_path``; see ``JobMaker``."""
+    from run_helpers import JobMaker
+
     return JobMaker(tmp_path)
 
 
 @pytest.fixture
 def threads_as_before() -> Iterator[None]:
     """For what sets the threads of its process, which tests share."""
+    import torch
+
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fast_folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is such a thing, for tests that sync thousands of times."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)

@@ -21,7 +21,8 @@ from batchgen.core.machine import peak_bytes
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
-from batchgen.engine.facts import engine_sizes, model_key
+from batchgen.engine.facts import engine_sizes, model_key, weight_bytes
+from batchgen.engine.generation import TextTools
 from batchgen.engine.load import load_weights, use_threads
 from batchgen.engine.stats import EngineStats
 from batchgen.kernels.select import select
@@ -87,7 +88,7 @@ def _repeats(
     for _ in range(times):
         wall_s, stats, sizes = _run(model, config, requests)
         after = measure(model)
-        costs = Costs.of(model.config, model.dtype.itemsize, model.weight_bytes, sizes["kv_dtype"])
+        costs = Costs.of(model.config, model.dtype.itemsize, weight_bytes(model), sizes["kv_dtype"])
         work = costs.work(stats.to_dict())
         mean = before.mean(after)
         yield _metrics(wall_s, requests, stats, work, mean), stats, sizes, mean
@@ -134,7 +135,7 @@ def _kernel_seconds(model: Decoder, config: EngineConfig, requests: list[Request
 
 def _run(model: Decoder, config: EngineConfig, requests: list[Request]) -> tuple[float, EngineStats, dict[str, Any]]:
     """Wall time, counts and sizes of a new engine, which is gone by then: the next one takes the memory left."""
-    engine = Engine(model, config, stop_matcher=EndAfter)
+    engine = Engine(model, config, text=TextTools(EndAfter))
     start = time.monotonic()
     num_results = 0
     for result in engine.run(requests):

@@ -31,8 +31,6 @@ class TimedKernels:
     """
 
     add_and_norm = Kernels.add_and_norm
-    project_and_cache = Kernels.project_and_cache
-    project_and_convolve = Kernels.project_and_convolve
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -43,33 +43,22 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a made-up workload; all prompts begin with the same ``shared_prefix`` tokens."""
+    """Shape of a made-up workload."""
 
     num_requests: int
     inputs: LengthRange
     outputs: LengthRange
-    shared_prefix: int = 0
 
     def requests(self, vocab_size: int) -> list[Request]:
         """Prompts of random tokens with forced output lengths; the same for the same shape."""
         rng = random.Random(0)
-        shared = [rng.randrange(_FIRST_TOKEN, vocab_size) for _ in range(self.shared_prefix)]
         requests = []
         for key in range(self.num_requests):
-            own = rng.randint(self.inputs.low, self.inputs.high)
-            prompt = (*shared, *(rng.randrange(_FIRST_TOKEN, vocab_size) for _ in range(own)))
+            length = rng.randint(self.inputs.low, self.inputs.high)
+            prompt = tuple(rng.randrange(_FIRST_TOKEN, vocab_size) for _ in range(length))
             params = SamplingParams(max_tokens=rng.randint(self.outputs.low, self.outputs.high), ignore_eos=True)
             requests.append(Request(key, prompt, params))
         return requests
-
-
-PRESETS = {
-    "decode-heavy": Shape(128, LengthRange(32, 32), LengthRange(512, 512)),
-    "prefill-heavy": Shape(8, LengthRange(4096, 4096), LengthRange(16, 16)),
-    "few-shot": Shape(128, LengthRange(60, 160), LengthRange(60, 140), shared_prefix=1050),
-    "yardstick": Shape(256, LengthRange(100, 1024), LengthRange(100, 1024)),
-    "single": Shape(1, LengthRange(32, 32), LengthRange(128, 128)),
-}
 
 
 def from_file(path: Path, *, ignore_eos: bool, limit: int | None = None) -> list[Request]:

@@ -12,7 +12,7 @@ from itertools import takewhile
 from math import exp, fsum
 from typing import Any
 
-from batchgen.check.rows import Write, read_rows
+from batchgen.check.proofs import Write, read_rows
 from batchgen.config.job import JobSpec, ModelSpec
 from batchgen.core.errors import GateFailed, TokenizerError, UsageError
 from batchgen.core.records import Request, Result, SamplingParams

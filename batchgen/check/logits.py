@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -14,8 +15,7 @@ from torch import Tensor
 from batchgen.core.errors import GateFailed
 from batchgen.core.records import Request
 from batchgen.engine import Engine
-from batchgen.engine.masks import TokenMask
-from batchgen.engine.sampler import Draws, Row, Sampler
+from batchgen.engine.sampler import Sampler, TokenMask
 from batchgen.engine.sequence import Sequence as Sequence_
 from batchgen.kernels.interface import Kernels
 
@@ -26,22 +26,20 @@ class LogitsRecorder(Sampler):
     ``logits`` holds rows [vocab_size] by request key and index of the output token that they belong to.
     """
 
-    def __init__(self, kernels: Kernels, eos_token_ids: frozenset[int]) -> None:
-        super().__init__(kernels, eos_token_ids)
+    def __init__(self, kernels: Kernels, eos_token_ids: frozenset[int], num_slots: int = 0) -> None:
+        super().__init__(kernels, eos_token_ids, num_slots)
         self.logits: dict[tuple[int, int], Tensor] = {}
 
     def sample(
         self,
         logits: Tensor,
-        sequences: Sequence[Row],
+        sequences: Sequence[Sequence_],
         mask: TokenMask | None = None,
         best: Tensor | None = None,
-        draws: Draws | None = None,
     ) -> Tensor:
-        step = draws.step if draws is not None else 0
         for sequence, row in zip(sequences, logits.to("cpu", copy=True), strict=True):
-            self.logits[sequence.request.key, sequence.num_output_tokens + step] = row
-        return super().sample(logits, sequences, mask, best, draws)
+            self.logits[sequence.request.key, sequence.num_output_tokens] = row
+        return super().sample(logits, sequences, mask, best)
 
     def score(self, logits: Tensor, scored: Sequence[tuple[Sequence_, range]]) -> None:
         rows = iter(logits.to("cpu", copy=True))
@@ -57,6 +55,14 @@ class Trace:
 
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     logits: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """A digest of all logits as float32: the same on machines that compute the same bits."""
+        found = blake2b(digest_size=16)
+        for place in sorted(self.logits):
+            found.update(self.logits[place].float().contiguous().numpy().tobytes())
+        return found.hexdigest()
 
     def record(self, engine: Engine, requests: Iterable[Request]) -> Trace:
         """Add a run of requests on an engine whose sampler is a ``LogitsRecorder``.

@@ -13,15 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchgen.check.known_drafts import KnownDrafts
 from batchgen.check.logits import Divergence, LogitsComparison, LogitsRecorder, Trace
-from batchgen.config.job import ModelSpec
-from batchgen.core.records import Request, SamplingParams
+from batchgen.config.job import JobSpec, ModelSpec
+from batchgen.core.errors import UsageError
+from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.load import load_weights
 from batchgen.engine.sizes import kept_kv_dtype
+from batchgen.input.columns import check_columns
+from batchgen.input.source import open_source
 from batchgen.kernels.reference import ReferenceKernels
+from batchgen.run.loader import ModelInfo
+from batchgen.run.stdin import stdin_as_file
 
 # Largest gap between fast and reference kernels as a share of a row's largest logit. Both round every activation to
 # the dtype, in another order, and the differences add up over the layers: 5 % in bfloat16 over the 16 of the 350M.
@@ -43,6 +47,7 @@ _DRAWN = replace(GREEDY, temperature=1.0, top_k=50, top_p=0.95, seed=1)
 _PENALIZED = replace(_DRAWN, repetition_penalty=1.05, presence_penalty=0.2)
 
 Prompt = tuple[int, ...]
+Write = Callable[[str], None]
 
 
 def made_up_prompts(vocab_size: int, max_model_len: int) -> list[Prompt]:
@@ -57,6 +62,28 @@ def made_up_prompts(vocab_size: int, max_model_len: int) -> list[Prompt]:
     prompts = [tokens(length) for length in _LENGTHS] + [prefix + tokens(length) for length in _SUFFIXES]
     room = max(max_model_len - _MAX_TOKENS, max_model_len // 2)
     return [prompt[:room] for prompt in prompts]
+
+
+def read_rows(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list[tuple[Record, Request]]:
+    """The rows of a job's input, tokenized as a run would; no bad row is let pass.
+
+    Raises:
+        UsageError: the input is unreadable, lacks a named column, has no rows, or has one that could not run.
+    """
+    with stdin_as_file(spec.input) as readable:
+        builder = info.builder(readable, params)
+        source = open_source(readable)
+        check_columns(source.read(), spec, builder.finder)
+        rows = []
+        for row in source.read():
+            found = row if isinstance(row, BadRow) else next(builder.build([row]))
+            if isinstance(found, BadRow):
+                raise UsageError(f"{found.source}:{found.line}: {found.error.code}: {found.error.message}")
+            assert isinstance(row, Record)
+            rows.append((row, found))
+    if not rows:
+        raise UsageError(f"--input {spec.input.path[0]}: holds no rows")
+    return rows
 
 
 def requests_for(prompts: list[Prompt]) -> list[Request]:
@@ -113,37 +140,30 @@ _VARIANTS = (
 )
 
 
-def _num_right(engine: Engine) -> str:
-    return f"{engine.stats.num_accepted_tokens} of {counted(engine.stats.num_drafted_tokens, 'draft')} right"
-
-
 class Check:
-    """The loaded ``model`` and the ``requests`` that its proofs run."""
+    """The loaded ``model`` and the ``requests`` that its proofs run; ``solo`` is what they give one by one."""
 
     def __init__(self, where: ModelSpec, prompts: list[Prompt], kv_dtype: str = "auto") -> None:
         self.model = load_weights(where)
         self.kv_dtype = kept_kv_dtype(kv_dtype, self.model)
         self.requests = requests_for(prompts)
+        self.solo = Trace()
         self._where = where
-        self._solo = Trace()
 
-    def proofs(self, log: Callable[[str], None]) -> Iterator[Proof]:
+    def proofs(self, log: Write) -> Iterator[Proof]:
         """All proofs in turn; to be called once. ``log`` takes messages about progress.
 
         Raises:
             GateFailed: a request ends with an error.
         """
         log(f"running {len(self.requests)} requests one by one")
-        self.run_alone()
+        for request in self.requests:
+            budget = len(request.prompt_token_ids)
+            self.solo.record(self._engine([request], max_num_seqs=1, max_num_batched_tokens=budget), [request])
         for variant in _VARIANTS:
             log(f"proving {variant.name}")
             engine = self._engine(self.requests, **variant.sizes)
             yield self._prove(variant.name, engine, self.requests, note=variant.note)
-        engine = self._engine(self.requests, max_num_seqs=2, speculate="auto")
-        if engine.scheduler.drafter is not None:
-            log("proving drafted = undrafted")
-            engine.scheduler.drafter = KnownDrafts(self._solo.tokens)
-            yield self._prove("drafted = undrafted", engine, self.requests, note=_num_right)
         log("proving decoded = prefilled")
         yield self._prove_scored("decoded = prefilled")
         fast, dtype, device = self.model.kernels.name, self.model.dtype, self.model.device
@@ -158,16 +178,9 @@ class Check:
                 tolerance += EXPERTS_TOLERANCE
             yield self._prove_scored("fast kernels ~ reference", tolerance)
 
-    def run_alone(self) -> Trace:
-        """Run the requests one by one, for all else to be compared with. Raises GateFailed."""
-        for request in self.requests:
-            budget = len(request.prompt_token_ids)
-            self._solo.record(self._engine([request], max_num_seqs=1, max_num_batched_tokens=budget), [request])
-        return self._solo
-
     def _engine(self, requests: list[Request], *, is_tight: bool = False, **sizes: Any) -> Engine:
         """An engine with memory for all requests at once or, if ``is_tight``, for their prompts and little more."""
-        sizes = {"block_size": _BLOCK_SIZE, "prefix_caching": False, "speculate": "off", **sizes}
+        sizes = {"block_size": _BLOCK_SIZE, "prefix_caching": False, **sizes}
         blocks = [-(-(len(r.prompt_token_ids) + r.params.max_tokens) // sizes["block_size"]) for r in requests]
         num_blocks = max(*blocks, sum(len(r.prompt_token_ids) + 2 for r in requests)) if is_tight else sum(blocks)
         sizes |= {"kv_dtype": self.kv_dtype, "share_duplicates": False, "forecast_memory": False}
@@ -180,7 +193,7 @@ class Check:
     def _prove_scored(self, name: str, tolerance: float = 0.0) -> Proof:
         """Prefill each prompt with its output as one text; the logits must be those that the output came from."""
         params = SamplingParams(choices=("what was generated",))
-        texts = [replace(r, params=params, choices=(self._solo.tokens[r.key],)) for r in self.requests]
+        texts = [replace(r, params=params, choices=(self.solo.tokens[r.key],)) for r in self.requests]
         return self._prove(name, self._engine(self.requests), texts, tolerance)
 
     def _prove(
@@ -191,7 +204,7 @@ class Check:
         tolerance: float = 0.0,
         note: Callable[[Engine], str] = lambda engine: "",
     ) -> Proof:
-        found = LogitsComparison(self._solo, Trace().record(engine, requests), tolerance)
+        found = LogitsComparison(self.solo, Trace().record(engine, requests), tolerance)
         flipped = f"{counted(found.num_flipped, 'near tie')} flipped" if found.num_flipped else ""
         gaps = (tolerance, found.largest_gap, found.largest_share)
         return Proof(name, found.num_compared, *gaps, note(engine) or flipped, found.divergence)

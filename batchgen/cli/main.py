@@ -10,12 +10,14 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING
 
 import click
 
 from batchgen.cli.bench import bench
 from batchgen.cli.check import check
+from batchgen.cli.options import RunOption
 from batchgen.cli.plan import plan
 from batchgen.cli.report import report
 from batchgen.cli.run import merge, retry, run, status
@@ -28,7 +30,14 @@ if TYPE_CHECKING:
     from batchgen.run.loader import EngineFactory
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
+class _Commands(click.Group):
+    """The commands in the order in which people need them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*self.commands]
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(__version__, message="batchgen %(version)s")
 def cli() -> None:
     """Run a language model over a whole dataset, offline, and never lose or repeat a row.
@@ -42,8 +51,13 @@ def cli() -> None:
     """
 
 
-for command in (run, status, retry, merge, plan, report, check, bench):
+for command in (run, plan, status, report, retry, merge, check, bench):
     cli.add_command(command)
+for option in run.params:  # those of the run itself: where a command line says "run", "plan" can be written
+    if isinstance(option, RunOption) and option.name not in {own.name for own in plan.params}:
+        ignored = copy(option)
+        ignored.hidden, ignored.expose_value = True, False
+        plan.params.append(ignored)
 
 
 def call(argv: Sequence[str] | None = None, engine_factory: EngineFactory | None = None) -> int:

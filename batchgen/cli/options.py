@@ -6,6 +6,7 @@ Flags of job keys become the raw values that a job file would hold; ``config.loa
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,8 @@ import click
 
 from batchgen.config.job import KEYS
 from batchgen.core.keys import BOOL, Key
-from batchgen.core.records import Shard
 from batchgen.core.remote import redacted
+from batchgen.core.shard import Shard
 from batchgen.core.storage import check_path
 from batchgen.core.units import parse_clock, parse_count, parse_duration, parse_share, shortened
 
@@ -46,10 +47,22 @@ def _local_path(text: str) -> Path:
     return Path(text)
 
 
+def _points(text: str) -> float:
+    """Percentage points."""
+    try:
+        points = float(text)
+    except ValueError:
+        points = -1.0
+    if not 0 <= points <= 100:
+        raise ValueError("must be percentage points such as 1 or 0.5")
+    return points
+
+
 CLOCK = Parsed("HH:MM", lambda text: parse_clock(text, datetime.now().astimezone()))
 COUNT = Parsed("N", parse_count)
 DURATION = Parsed("DURATION", parse_duration)
 PATH = Parsed("FILE", _local_path)
+POINTS = Parsed("POINTS", _points)
 SHARD = Parsed("I/N", Shard.parse)
 SHARE = Parsed("SHARE", parse_share)
 
@@ -61,20 +74,63 @@ class RunOption(click.Option):
 run_option = partial(click.option, cls=RunOption)
 
 
+_EXPERT_KEYS = {  # shown by --help-all alone
+    "model": "activations batch_invariant",
+    "input": "prompt_token_ids",
+    "sampling": "min_tokens min_p presence_penalty frequency_penalty repetition_penalty stop_token_ids ignore_eos "
+    "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words normalize columns",
+    "engine": "max_num_batched_tokens block_size prefix_caching speculate share_duplicates longest_first "
+    "forecast_memory",
+    "output": "order token_ids",
+    "cluster": "worker_cpus worker_gpus resources patience load_patience",
+}
+_ALL = "batchgen.all"  # in a context: whether help shows options for experts
+
+
+def _show_all(ctx: click.Context, option: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
 class GroupedCommand(click.Command):
-    """A command whose help lists its options under headings: the job's sections, this run, others."""
+    """A command whose help lists its options under headings: the job's sections, this run, others.
+
+    Those that are hidden are for experts: ``--help-all`` shows them too.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        help_all = click.Option(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_all,
+            help="Show all options.",
+        )
+        self.params.append(help_all)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options under the heading of their section; the last line tells how many are hidden."""
         blocks: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+        num_hidden = 0
+        for option in [copy(item) for item in self.get_params(ctx) if isinstance(item, click.Option)]:
+            if option.hidden and option.expose_value:
+                num_hidden += 1
+                option.hidden = _ALL not in ctx.meta
+            record = option.get_help_record(ctx)
             if record is not None:
-                section, is_key, _ = (parameter.name or "").partition("__")
-                other = "This run" if isinstance(parameter, RunOption) else "Other"
+                section, is_key, _ = (option.name or "").partition("__")
+                other = "This run" if isinstance(option, RunOption) else "Other"
                 blocks.setdefault(section.capitalize() if is_key else other, []).append(record)
         for heading, records in sorted(blocks.items(), key=lambda block: block[0] == "Other"):
             with formatter.section(heading):
                 formatter.write_dl(records)
+        if num_hidden and _ALL not in ctx.meta:
+            formatter.write_paragraph()
+            formatter.write_text(f"{num_hidden} more options, for experts: {ctx.command_path} --help-all")
 
 
 def json_option(text: str = "One JSON object instead of text.") -> Callable[[F], F]:
@@ -84,8 +140,8 @@ def json_option(text: str = "One JSON object instead of text.") -> Callable[[F],
 
 _HEARTBEAT_HELP = "Time between progress lines if stderr is no terminal [30s]."
 _PROGRESS = (
-    run_option("--heartbeat", "heartbeat_s", type=DURATION, default="30s", help=_HEARTBEAT_HELP),
-    run_option("--json-progress", is_flag=True, help="Progress as JSON lines on stderr."),
+    run_option("--heartbeat", "heartbeat_s", type=DURATION, default="30s", help=_HEARTBEAT_HELP, hidden=True),
+    run_option("--json-progress", is_flag=True, hidden=True, help="Progress as JSON lines on stderr."),
     run_option("-q", "--quiet", is_flag=True, help="Print nothing but errors."),
 )
 
@@ -112,14 +168,15 @@ def job_options(*sections: str, without: tuple[str, ...] = ()) -> Callable[[F], 
 
 def _job_option(section: str, item: Key) -> Callable[[F], F]:
     default = item.written(item.default)
-    is_silent = isinstance(default, bool) or default in (None, "", ())
+    shown = ("off", "on")[default] if isinstance(default, bool) else default
     return click.option(
         f"--{item.flag}/--no-{item.flag}" if item.kind is BOOL else f"--{item.flag}",
         f"{section}__{item.name}",
         metavar=item.kind.metavar or None,
         default=None,
         multiple=item.kind.repeats,
-        help=f"{item.help}{'' if is_silent else f' [{default}]'}.",
+        help=f"{item.help}{'' if shown in (None, '', ()) else f' [{shown}]'}.",
+        hidden=item.name in _EXPERT_KEYS.get(section, "").split(),
     )
 
 

@@ -18,7 +18,7 @@ from batchgen.cli.options import (
     json_option,
     take_job_flags,
 )
-from batchgen.cli.say import show
+from batchgen.cli.say import point_out_backslashes, show
 from batchgen.core.errors import ExitCode
 
 
@@ -34,7 +34,8 @@ def plan(job: Path | None, as_json: bool, **values: Any) -> int:
     """Read a job's whole input and estimate what running it takes.
 
     Writes nothing and needs no weights. Shows rows, bad rows by line, token counts, repeated prompts and KV memory.
-    The time is estimated from the last run's report, or with --calibrate from real steps of the model.
+    The time is estimated from the last run's report, or with --calibrate from real steps of the model. The flags of
+    run are taken too; those that say how to run, such as --deadline, have no effect here.
 
     \b
     Examples:
@@ -44,6 +45,7 @@ def plan(job: Path | None, as_json: bool, **values: Any) -> int:
       batchgen plan job.toml --json | jq -r '.bad_rows[] | "\\(.line) \\(.code)"'
     """
     flags = take_job_flags(values)
+    point_out_backslashes(flags)
     if job is None and not flags:
         raise click.UsageError("give a job file, or --model and --input", click.get_current_context())
     from batchgen.config.load import load_job

@@ -24,7 +24,7 @@ from batchgen.cli.options import (
     run_option,
     take_job_flags,
 )
-from batchgen.cli.say import say, show
+from batchgen.cli.say import point_out_backslashes, say, show
 from batchgen.core.errors import ExitCode
 from batchgen.core.units import counted
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from batchgen.run.invocation import Outcome, RunOptions
     from batchgen.run.loader import EngineFactory
 
-_MIXED_HELP = "Accept rows of other kernels, whose tokens may differ."
+_MIXED_HELP = "Go on with a run begun on another kind of processor."
 
 
 @click.command(cls=GroupedCommand)
@@ -40,12 +40,12 @@ _MIXED_HELP = "Accept rows of other kernels, whose tokens may differ."
 @job_options("model", "input", "sampling", "engine", "output", "cluster")
 @run_option("--overwrite", is_flag=True, help="Start anew: drop what the run directory holds.")
 @run_option("--strict", is_flag=True, help="Refuse to start if any row is bad.")
-@run_option("--max-error-rate", type=SHARE, help="Stop when more rows fail, such as 5% of those read (or of 100).")
+@run_option("--max-error-rate", type=SHARE, help="Stop when more of the rows read fail, such as 5%.")
 @run_option("--deadline", type=CLOCK, help="Stop at this time of day, or at an ISO date and time.")
 @run_option("--max-runtime", type=DURATION, help="Stop after this long, such as 55m.")
 @run_option("--max-total-tokens", type=COUNT, help="Stop after computing N tokens.")
 @run_option("--shard", type=SHARD, default="1/1", help="Run the I-th of N parts of the rows.")
-@run_option("--allow-mixed-kernels", is_flag=True, help=_MIXED_HELP)
+@run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
 @run_option("--metrics-file", type=PATH, help="Write Prometheus metrics at the end.")
 @progress_options
 @click.pass_obj
@@ -70,6 +70,7 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     from batchgen.config.load import load_job
 
     flags = take_job_flags(values)
+    point_out_backslashes(flags)
     if job is None and not flags:
         raise click.UsageError("give a job file, or --model, --input and --output", click.get_current_context())
     spec = load_job(job, flags)
@@ -105,7 +106,7 @@ def _conclude(outcome: Outcome, values: dict[str, Any]) -> int:
 @click.command(cls=GroupedCommand)
 @click.argument("folder", metavar="DIR", type=PATH)
 @job_options("engine", "cluster")
-@run_option("--allow-mixed-kernels", is_flag=True, help=_MIXED_HELP)
+@run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
 @progress_options
 @click.pass_obj
 def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) -> int:
@@ -155,7 +156,9 @@ def status(folder: Path, as_json: bool, watch: bool) -> int:
 
 @click.command()
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=PATH)
-@click.option("-o", "--output", metavar="DIR", required=True, type=PATH, help="A new folder.")
+@click.option(
+    "-o", "--output", metavar="DIR", required=True, type=PATH, help="Folder for the joined run; must not exist."
+)
 @click.option("--allow-mixed-kernels", is_flag=True, help=_MIXED_HELP)
 def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) -> int:
     """Join the shards of one job into one run.

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import click
 
@@ -25,6 +27,14 @@ def say(text: str) -> None:
     first, *more = (printable(line) for line in text.split("\n"))
     with suppress(OSError, ValueError):
         click.echo("\n".join([f"batchgen: {first}", *(f"  {line.strip()}" for line in more)]), err=True)
+
+
+def point_out_backslashes(flags: Mapping[str, Mapping[str, Any]]) -> None:
+    """Warn of a prompt in a job's flags that was meant to have a new line, which a shell does not make of ``\\n``."""
+    for key in ("prompt", "system"):
+        text = flags.get("input", {}).get(key, "")
+        if "\\n" in text and "\n" not in text:
+            say(f"warning: --{key} holds a backslash and an n, not a new line: in a shell write it as $'...\\n...'")
 
 
 def is_of_stdout(error: OSError) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from batchgen.core.keys import Kind, integer_or_auto, key, one_of
+from batchgen.core.keys import Kind, integer_or_auto, key
 from batchgen.core.units import parse_duration
 
 _MAX_WORKERS = 1 << 16
@@ -59,18 +59,29 @@ def _resources(value: object) -> Mapping[str, float]:
 class ClusterSpec:
     """How many workers run the engines, and where; without ``workers`` and ``ray`` this process does.
 
-    ``workers`` is a number, "MIN:MAX", "auto" or empty, ``patience`` a duration such as "60s".
+    ``workers`` is a number, "MIN:MAX", "auto" or empty; ``patience`` and ``load_patience`` are durations such as "60s".
     """
 
-    workers: str = key(Kind(_workers, "N|MIN:MAX|auto"), "Processes that compute", "", outputs=False)
-    ray: str = key(Kind(_address, "auto|HOST:PORT"), "The Ray cluster to use", "", outputs=False)
+    workers: str = key(
+        Kind(_workers, "N|MIN:MAX|auto"),
+        "Worker processes; auto: one per GPU or NUMA node",
+        "",
+        outputs=False,
+    )
+    ray: str = key(
+        Kind(_address, "auto|HOST:PORT"), "Run on a Ray cluster: auto, or the address of its head", "", outputs=False
+    )
     worker_cpus: int | None = key(integer_or_auto(1, 1 << 16), "CPUs of a worker", None, outputs=False)
     worker_gpus: int | None = key(integer_or_auto(0, 1 << 10), "GPUs of a worker", None, outputs=False)
     resources: Mapping[str, float] | None = key(
         Kind(_resources, "JSON"), "Ray resources of a worker, such as '{\"spot\": 0.01}'", None, outputs=False
     )
-    patience: str = key(Kind(_duration, "DURATION"), "Give a worker up after so long a silence", "60s", outputs=False)
-    numerics: str = key(one_of("same", "any"), "any: accept workers whose tokens may differ", "same", outputs=False)
+    patience: str = key(
+        Kind(_duration, "DURATION"), "Give a worker up when no step of it has ended for so long", "60s", outputs=False
+    )
+    load_patience: str = key(
+        Kind(_duration, "DURATION"), "Give a worker up that has not loaded the model in so long", "30m", outputs=False
+    )
 
     @property
     def is_used(self) -> bool:
@@ -79,7 +90,10 @@ class ClusterSpec:
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """The fewest workers, of which the first alone is waited for, and the most; None if they are to be chosen."""
+        """The fewest workers that a run goes on with, and the most; None if they are to be chosen.
+
+        It begins with the first. Where fewer are left than the fewest, others are waited for as long as one may load.
+        """
         if self.workers in ("", "auto"):
             return None
         least, colon, most = self.workers.partition(":")
@@ -88,3 +102,7 @@ class ClusterSpec:
     @property
     def patience_s(self) -> float:
         return parse_duration(self.patience)
+
+    @property
+    def load_patience_s(self) -> float:
+        return parse_duration(self.load_patience)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from batchgen.config.cluster import ClusterSpec
-from batchgen.config.sampling import COLUMNS, SAMPLING_KEYS, row_keys_of
+from batchgen.config.sampling import COLUMNS, SAMPLING_KEYS
 from batchgen.core import keys
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
@@ -21,14 +21,10 @@ from batchgen.core.records import SamplingParams, is_batch_shape
 from batchgen.core.remote import WRITABLE, check_address, scheme_of
 from batchgen.core.units import parse_size, shown
 
-# "*" stands for every column named like a sampling key that no prompt uses; names behind it, for those of them.
-SAMPLING_COLUMNS = "sampling.columns"
 RECORD_KEYS = frozenset(
     {"id", "index", "text", "reasoning", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
     | {"choices", "prompt_logprobs", "perplexity", "complete", "parsed"}
 )  # fields of an output record; a kept column of such a name is written as input_<name>
-# Fields that the record has had since a key came; in a run that an earlier build began they are names like any other.
-_KEY_OF_FIELD = {"reasoning": "output.split_reasoning", "complete": "output.parse_json", "parsed": "output.parse_json"}
 
 
 def _paths(paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -91,14 +87,14 @@ class ModelSpec:
     path: str = key(string("MODEL"), "Folder, .gguf file, Hub id or dummy:NAME", "", flag="model", outputs=False)
     revision: str = key(string(), "Branch, tag or commit on the Hub", "main", outputs=False)
     dtype: str = key(
-        one_of("auto", "bfloat16", "float16", "float32"), "Data type of what is computed", "auto", outputs=False
+        one_of("auto", "bfloat16", "float16", "float32"), "Number format to compute in", "auto", outputs=False
     )
-    weights: str = key(_AS_IT_IS_OR_INT8, "Weights in memory: as stored, or in 8 bits", "auto")
-    activations: str = key(_AS_IT_IS_OR_INT8, "Inputs of products: as they are, or in 8 bits", "auto")
+    weights: str = key(_AS_IT_IS_OR_INT8, "Keep weights as stored, or as integers", "auto")
+    activations: str = key(_AS_IT_IS_OR_INT8, "int8: round the inputs of products too", "auto")
     adapter: str = key(string(empty=True), "LoRA folder or Hub id, added to the weights", "", outputs=False)
     device: str = key(_DEVICE, "Where the model runs", "auto", outputs=False)
     tokenizer: str = key(string(empty=True), "Folder or Hub id [the model's own]", "", outputs=False)
-    batch_invariant: bool = key(BOOL, "On a GPU: no row depends on its batch; without, cuBLAS", True, outputs=False)
+    batch_invariant: bool = key(BOOL, "On a GPU: no row depends on its batch; off: cuBLAS", True, outputs=False)
 
     @property
     def named(self) -> dict[str, str]:
@@ -115,14 +111,14 @@ class InputSpec:
     """
 
     path: tuple[str, ...] = key(
-        _PATHS, "File, glob, folder, address, - (stdin), hf:NAME; may be repeated", (), flag="input", outputs=False
+        _PATHS, "File, pattern, folder, URL, - (stdin), hf:NAME; may be repeated", (), flag="input", outputs=False
     )
     format: str = key(
         one_of("auto", "jsonl", "parquet", "hf", "openai-batch", "text"), "Input format", "auto", flag="input-format"
     )
-    id: str | None = key(_COLUMN, "Column with a unique id", None)
+    id: str | None = key(_COLUMN, "Column that identifies a row", None)
     prompt: str | None = key(string(), "Column name, or template such as '{question}'", None)
-    messages: str | None = key(_COLUMN, "Column with a chat", None)
+    messages: str | None = key(_COLUMN, "Column with a chat, a list of messages", None)
     prompt_token_ids: str | None = key(_COLUMN, "Column with token ids, used unchanged", None)
     system: str | None = key(string(empty=True), "System prompt", None)
     chat: bool = key(BOOL, "Wrap prompts in the model's chat template", True)
@@ -163,12 +159,10 @@ class EngineConfig:
     look_ahead: int | None = None
     threads: int | None = key(_POSITIVE_OR_AUTO, "CPU threads", None, outputs=False)
     prefix_caching: bool = key(BOOL, "Compute shared beginnings of prompts once", True, outputs=False)
-    speculate: str = key(
-        one_of("auto", "off"), "Compute likely next tokens ahead if few rows run", "auto", outputs=False
-    )
+    speculate: str = key(one_of("auto", "off"), "Without effect: no tokens are drafted", "auto", outputs=False)
     share_duplicates: bool = key(BOOL, "Compute identical greedy rows once", True, outputs=False)
-    longest_first: bool = key(BOOL, "Start the rows that may become longest first", True, outputs=False)
-    forecast_memory: bool = key(BOOL, "Admit rows only if their KV memory will last", True, outputs=False)
+    longest_first: bool = key(BOOL, "Start the rows first that may become longest", True, outputs=False)
+    forecast_memory: bool = key(BOOL, "Start a row only if its memory is expected to last", True, outputs=False)
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -196,9 +190,9 @@ class OutputSpec:
     )
     order: str = key(one_of("input", "completion"), "Order of the output rows", "input", outputs=False)
     token_ids: bool = key(BOOL, "Add the generated token ids", False)
-    split_reasoning: bool = key(BOOL, "Put what a model thinks first into a field of its own", False)
-    parse_json: bool = key(BOOL, "Add the value of a text that is JSON; typed columns in Parquet", False)
-    expected: str | None = key(_COLUMN, "Column to compare the text with", None)
+    split_reasoning: bool = key(BOOL, "Write the thinking part of an answer into a field `reasoning`", False)
+    parse_json: bool = key(BOOL, "Add the JSON answer parsed; typed columns in Parquet", False)
+    expected: str | None = key(_COLUMN, "Column with the right answer, to compare", None)
     publish: str = key(
         _destination(*WRITABLE), "Copy the finished files to s3://, gs://, hf://datasets/", "", outputs=False
     )
@@ -232,22 +226,14 @@ class JobSpec:
     sampling: SamplingParams = SamplingParams()
     engine: EngineConfig = EngineConfig()
     cluster: ClusterSpec = ClusterSpec()
-    sampling_columns: tuple[str, ...] = ()  # ``sampling.columns``: see ``SAMPLING_COLUMNS``
+    sampling_columns: tuple[str, ...] = ()  # "*": every column named like a sampling key that no prompt uses
     over_preset: tuple[str, ...] | None = None  # keys given over ``preset = "model"``, until the model is found
-    record_keys: frozenset[str] = RECORD_KEYS  # fields of the run's records; see ``record_keys_of``
 
     @property
     def expected_field(self) -> str | None:
         """The field of an output record that holds ``output.expected``."""
         name = self.output.expected
-        return f"input_{name}" if name in self.record_keys else name
-
-    def continuing(self, output_keys: Container[str]) -> JobSpec:
-        """The job as that of a run begun with these ``output_keys``: what its build did not know are names like any."""
-        columns = self.sampling_columns
-        if columns == ("*",):
-            columns += row_keys_of(output_keys)
-        return replace(self, record_keys=record_keys_of(output_keys), sampling_columns=columns)
+        return f"input_{name}" if name in RECORD_KEYS else name
 
     def check_destinations(self) -> None:
         """Refuse to publish over the input or the mirror. Raises ``UsageError``."""
@@ -282,22 +268,3 @@ class JobSpec:
             for name, value in values.items()
             if KEYS[section][name].outputs
         }
-
-
-def record_keys_of(output_keys: Container[str]) -> frozenset[str]:
-    """The fields of an output record in a run begun with these ``JobSpec.output_keys``."""
-    return RECORD_KEYS - {name for name, key in _KEY_OF_FIELD.items() if key not in output_keys}
-
-
-def changes_outputs(dotted: str) -> bool:
-    """Whether values of a dotted key change outputs; those of a key that is none may."""
-    section, _, name = dotted.partition(".")
-    item = KEYS.get(section, {}).get(name)
-    return item is None or item.outputs
-
-
-def is_default(dotted: str, value: object) -> bool:
-    """Whether ``value``, possibly read from JSON, is the default of a dotted key."""
-    section, _, name = dotted.partition(".")
-    item = KEYS.get(section, {}).get(name)
-    return item is not None and item.written(item.default) == (tuple(value) if isinstance(value, list) else value)

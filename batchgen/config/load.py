@@ -21,7 +21,7 @@ from batchgen.config.sampling import ParamError, card_values, merge_params
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import nearest, resembling
 from batchgen.core.records import SamplingParams
-from batchgen.core.remote import READABLE, check_address, redacted, scheme_of
+from batchgen.core.remote import READABLE, check_address, redacted, refusal_of_variable, scheme_of
 from batchgen.core.storage import absolute, check_path, read_text
 from batchgen.core.structured import ALIASES, canonical
 from batchgen.core.units import shown
@@ -98,6 +98,7 @@ def load_job(
     origins = [] if path is None else [read_settings(path)]
     if flags:
         origins.append(RawSettings(flags))
+        _check_names(origins[-1])
     spec = _merge(origins)
     for section in needs:
         if not getattr(spec, section).path:
@@ -112,15 +113,12 @@ def load_job(
 def job_from_dict(data: Mapping[str, Any], source: object = "job.json") -> JobSpec:
     """The spec that ``JobSpec.to_dict`` described, as read back from JSON.
 
-    Absent keys have their defaults, as has [cluster], which earlier versions did not know. Without
-    ``sampling.columns`` one of those wrote it, which took every column so named. Raises UsageError naming ``source`` on
-    unknown keys and on impossible values.
+    Raises UsageError naming ``source`` on unknown keys and on impossible values.
     """
-    values: dict[str, Any] = {section: data.get(section, {} if section == "cluster" else None) for section in KEYS}
+    values: dict[str, Any] = {section: data.get(section) for section in KEYS}
     settings = RawSettings(values, None, str(source))
     try:
         _check_names(settings)
-        values["sampling"] = {"columns": ["*"], **values["sampling"]}
         spec = _merge([settings])
         if lacking := [section for section in _PLACES if not getattr(spec, section).path]:
             raise UsageError(f"{source}: lacks {lacking[0]}.path")
@@ -184,16 +182,18 @@ def read_settings(path: Path) -> RawSettings:
 
 def _check_names(settings: RawSettings) -> None:
     """Raises UsageError on unknown sections and keys."""
+    where = settings.file or "flags"
     for section, values in settings.values.items():
         if section not in KEYS:
-            raise UsageError(f"{settings.file}: unknown section [{section}]{nearest(section, [*KEYS])}")
+            raise UsageError(f"{where}: unknown section [{section}]{nearest(section, [*KEYS])}")
         if not isinstance(values, Mapping):
-            raise UsageError(f"{settings.file}: {section} = {shown(values, 60)}: must be a section, [{section}]")
+            raise UsageError(f"{where}: {section} = {shown(values, 60)}: must be a section, [{section}]")
         for key in values:
             if key not in KEYS[section]:
                 elsewhere = [name for name, keys in KEYS.items() if key in keys]
                 hint = f" (it belongs in [{elsewhere[0]}])" if elsewhere else _hint(section, key)
-                raise UsageError(f"{settings.place(section, key)}: unknown key{hint}")
+                place = settings.place(section, key) if settings.file else f"flags: {section}.{key}"
+                raise UsageError(f"{place}: unknown key{hint}")
 
 
 def _hint(section: str, key: str) -> str:
@@ -215,6 +215,8 @@ def _expand(settings: RawSettings, section: str, key: str, value: object) -> obj
         escape, name = match.groups()
         if escape:
             return match[0][1:]
+        if why := refusal_of_variable(name):
+            raise UsageError(f"{settings.place(section, key)}: {why}")
         if name not in os.environ:
             why = f"the environment has no {name} (write $${{{name}}} for the text itself)"
             raise settings.error(section, key, value, why)
@@ -312,8 +314,10 @@ def _input(base: Path, item: str) -> str:
         return item
     if not item.startswith("hf:"):
         return item if item == "-" else _absolute(base, item)
-    check_path(item.removeprefix("hf:").partition("?")[0])  # which may be a folder
-    return item
+    name, mark, options = item.removeprefix("hf:").partition("?")
+    check_path(name)
+    is_folder = name.startswith((".", "/", "~")) or (bool(name) and (base / name).is_dir())
+    return f"hf:{_absolute(base, name)}{mark}{options}" if is_folder else item
 
 
 def _absolute(base: Path, path: str) -> str:

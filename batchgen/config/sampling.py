@@ -6,7 +6,7 @@ values that contradict each other. Nothing here knows a file format or the engin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,8 +53,8 @@ def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-_PRESET_HELP = "What generation_config.json (model), or an LFM2 model's card, recommends"
-_COLUMNS_HELP = "Columns that hold a row's own sampling values; * for all so named"
+_PRESET_HELP = "Values recommended in generation_config.json (model) or by LFM2's card"
+_COLUMNS_HELP = "Columns with a row's own sampling values; *: all named like a key"
 COLUMNS = STRINGS.then(_column_names, metavar="A,B|*", from_text=_listed, repeats=False)
 SAMPLING_KEYS = {
     **keys_of(SamplingParams),
@@ -72,12 +72,6 @@ _IGNORED = "guided_decoding_backend"  # vLLM's: which library, not which text
 ROW_KEYS = tuple(dict.fromkeys((*PARAM_KEYS, *_WAYS, _IGNORED)))
 _Made = TypeVar("_Made")
 _PARSE = {name: SAMPLING_KEYS[name].kind.parse for name in PARAM_KEYS}
-
-
-def row_keys_of(output_keys: Container[str]) -> tuple[str, ...]:
-    """The names of ``ROW_KEYS`` that a build knew which began a run with these ``JobSpec.output_keys``."""
-    keys = {name: "structured_outputs" if name in (*_WAYS, _IGNORED) else name for name in ROW_KEYS}
-    return tuple(name for name, key in keys.items() if key == "preset" or f"sampling.{key}" in output_keys)
 
 
 def card_values(model: str) -> Mapping[str, float] | None:

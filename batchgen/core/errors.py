@@ -48,14 +48,14 @@ class StorageError(BatchgenError):
     """The run directory cannot be written or read back; journalled rows stay, and the run resumes."""
 
 
-RemoteKind = Literal["missing", "refused", "changed", "passing", "other"]
+RemoteKind = Literal["missing", "no bucket", "refused", "changed", "passing", "other"]
 
 
 class RemoteError(BatchgenError):
     """A remote file cannot be read or written; finished rows stay, and the run resumes.
 
-    ``kind`` is what a caller may act on: ``missing`` (no such file or bucket), ``refused`` (credentials), ``changed``
-    (a precondition did not hold), ``passing`` (it was tried several times) or ``other``.
+    ``kind`` is what a caller may act on: ``missing`` (no such file), ``no bucket``, ``refused`` (credentials),
+    ``changed`` (a precondition did not hold), ``passing`` (it was tried several times) or ``other``.
     """
 
     def __init__(self, message: str, kind: RemoteKind = "other") -> None:

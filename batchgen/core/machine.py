@@ -1,4 +1,4 @@
-"""Memory, address space and processor of this machine, and the errors that report exhausted memory.
+"""Memory, address space, processors and GPUs of this machine, and the errors that report exhausted memory.
 
 It imports nothing large, so that limits can be checked before torch is imported.
 """
@@ -183,3 +183,16 @@ def cpus_by_node() -> list[list[int]]:
         node = next((path.name for path in folder.glob("node[0-9]*")), "")
         nodes.setdefault(node, []).append((_read_int(f"{folder}/topology/core_id") or 0, cpu))
     return [[cpu for _, cpu in sorted(found)] for found in nodes.values()]
+
+
+def visible_gpus(device: str) -> list[str]:
+    """The CUDA devices that a job may share out, by their names in CUDA_VISIBLE_DEVICES; none if it names one itself.
+
+    ``device`` is the job's. A driver's files tell, so that torch need not be imported.
+    """
+    if device not in ("auto", "cuda"):
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
+    return sorted((path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int)

@@ -1,11 +1,11 @@
 """Data types of the pipeline: Record -> Request -> Result. All are frozen, and none needs torch.
 
-Input, engine and output share only these types, so none of them imports another.
+Input, engine and output share only these types, so none of them imports another. Nothing here is durable: a row is once
+its Result lies in the journal (``output.journal``).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,7 +24,7 @@ class FinishReason(StrEnum):
     REPETITION = "repetition"  # caught in a loop, see SamplingParams.max_repeats
 
 
-class Lean:
+class FastPickle:
     """A base of frozen dataclasses with slots that go between processes in thousands per second.
 
     They are pickled as a call of their class, which takes half the time of what ``dataclasses`` itself does.
@@ -37,7 +37,7 @@ class Lean:
 
 
 @dataclass(frozen=True, slots=True)
-class Cursor(Lean):
+class Cursor(FastPickle):
     """A place between two input rows from which reading can go on.
 
     ``file`` counts the input's files from 0; ``offset`` is what that file's format can seek to (a byte
@@ -52,42 +52,7 @@ class Cursor(Lean):
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """Shard ``number`` of ``count``, counted from 1: the rows with ``index % count == number - 1``.
-
-    Raises ValueError for a number outside 1 to ``count``; its text completes "<flag> = <value>: ...".
-    """
-
-    number: int = 1
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.number <= self.count:
-            raise ValueError('must be "i/n" with 1 <= i <= n, such as "2/8"')
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
-
-    @classmethod
-    def parse(cls, text: str) -> Shard:
-        """``2/8``: the second of eight shards. Raises ValueError for any other text."""
-        match = re.fullmatch(r"\s*(\d{1,18})\s*/\s*(\d{1,18})\s*", text)
-        return cls(int(match[1]), int(match[2])) if match else cls(0, 0)
-
-    def owns(self, index: int) -> bool:
-        """Whether the row at ``index`` of the input belongs to this shard."""
-        return index >= 0 and index % self.count == self.number - 1
-
-    def rows(self, num_rows: int) -> range:
-        """The indexes of this shard's rows among the first ``num_rows`` rows of the input."""
-        return range(self.number - 1, num_rows, self.count)
-
-
-WHOLE = Shard()  # the only shard of a job that is not divided
-
-
-@dataclass(frozen=True, slots=True)
-class Record(Lean):
+class Record(FastPickle):
     """One input row, untouched.
 
     ``index`` is its 0-based position in the whole input and its stable key; ``line`` is the 1-based line
@@ -133,11 +98,11 @@ class SamplingParams:
     """
 
     max_tokens: int = key(integer(0, INT32_MAX), "Most tokens to generate", 256)
-    min_tokens: int = key(integer(0, INT32_MAX), "Fewest tokens before an end token may end the row", 0)
+    min_tokens: int = key(integer(0, INT32_MAX), "Generate at least N tokens", 0)
     temperature: float = key(keys.TEMPERATURE, "0 always takes the likeliest token", 0.0)
     top_p: float = key(number(0, 1, above_low=True), "Keep the likeliest tokens up to this total probability", 1.0)
     top_k: int = key(keys.TOP_K, "Keep the K likeliest tokens; 0 keeps all", 0)
-    min_p: float = key(number(0, 1), "Least probability, as a share of the likeliest token's", 0.0)
+    min_p: float = key(number(0, 1), "Drop tokens less likely than this share of the likeliest one", 0.0)
     # vLLM: above 0; beyond these bounds float32 logits overflow
     repetition_penalty: float = key(
         number(0.01, 100), "Above 1, tokens of the prompt and the output become less likely", 1.0
@@ -146,8 +111,8 @@ class SamplingParams:
     frequency_penalty: float = key(number(-2, 2), "Subtracted from a logit per time its token was generated", 0.0)
     seed: int = key(integer(-INT64_MAX - 1), "Seed of the job's random draws", 0)
     stop: tuple[str, ...] = key(keys.STOP, "Text that ends the output and is cut from it; may be repeated", ())
-    stop_token_ids: tuple[int, ...] = key(keys.TOKEN_IDS, "Further end tokens, such as 2,7", ())
-    ignore_eos: bool = key(keys.BOOL, "Continue after an end token", False)
+    stop_token_ids: tuple[int, ...] = key(keys.TOKEN_IDS, "Token ids that end the output too, such as 2,7", ())
+    ignore_eos: bool = key(keys.BOOL, "Continue after an end token, for benchmarks", False)
     n: int = key(integer(1, MAX_SAMPLES), "Samples per row", 1)
     logprobs: int | None = key(keys.LOGPROBS, "Add each token's log-probability and the K likeliest tokens", None)
     prompt_logprobs: int | None = key(keys.LOGPROBS, "Add the prompt's log-probabilities and perplexity", None)
@@ -159,7 +124,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = key(keys.BAD_WORDS, "Text that may not be generated; may be repeated", ())
     structured_outputs: str = key(keys.STRUCTURED, "JSON schema, regex, choice or grammar that the text must fit", "")
     choices: tuple[str, ...] = key(keys.CHOICES, "Text to score instead of generating; repeat it per choice", ())
-    normalize: str = key(one_of("none", "tokens"), "The best choice is that with the best mean per token", "none")
+    normalize: str = key(one_of("none", "tokens"), "Choose by total log-probability, or by its mean per token", "none")
 
     @property
     def is_greedy(self) -> bool:
@@ -184,7 +149,7 @@ class Request:
     ``key`` is the row's index. ``output_token_ids`` are tokens an earlier, interrupted run already
     generated: the engine continues after them. ``choices`` holds the tokens of ``params.choices``, in their order:
     with any, the request is scored and generates nothing. ``bad_words`` holds the tokens of each way to write one of
-    ``params.bad_words``.
+    ``params.bad_words``. ``num_row_chars`` is about how much of its row is kept in memory until there is a result.
     """
 
     key: int
@@ -193,10 +158,11 @@ class Request:
     output_token_ids: tuple[int, ...] = ()
     choices: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    num_row_chars: int = field(default=0, compare=False)
 
     @property
     def token_lists(self) -> tuple[tuple[int, ...], ...]:
-        """Every list of token ids that it holds."""
+        """Every list of token ids that was given with it and must be checked, all but ``stop_token_ids``."""
         biased = tuple(token for token, _ in self.params.logit_bias)
         given = self.prompt_token_ids, self.output_token_ids, self.params.allowed_token_ids, biased
         return *given, *self.choices, *self.bad_words
@@ -232,7 +198,9 @@ class Timings:
 
     ``queue_s`` runs from submission to the first scheduling, ``prefill_s`` from there to the first token,
     ``decode_s`` from the first token to the last; ``ttft_s`` and ``total_s`` count from submission;
-    ``tpot_s`` is decode time over (completion tokens - 1).
+    ``tpot_s`` is decode time over (tokens - 1), of the longest sample's tokens that this run generated.
+    ``cached_tokens`` are the prompt tokens that none of the row's samples computed: all of them in a copy of an
+    identical row's answer.
     """
 
     queue_s: float = 0.0
@@ -251,7 +219,7 @@ class Result:
 
     ``token_ids``, ``finish_reason``, ``stop``, ``logprobs`` and ``is_complete`` are those of the first sample (see
     ``Sample``), ``more_samples`` holds the others. ``choice_logprobs`` sums the log-probabilities of each choice's
-    tokens, ``choice_means`` are those per token if they decide; then ``token_ids`` are the best choice's.
+    tokens, ``choice_means`` are those per token; then ``token_ids`` are the best choice's.
     ``prompt_logprobs`` has one entry per prompt token but the first.
     """
 
@@ -269,16 +237,25 @@ class Result:
     choice_means: tuple[float, ...] = ()
     is_complete: bool | None = None
 
-    @property
-    def best_choice(self) -> int:
-        """Which choice is the best; the first of equals."""
-        scores = self.choice_means or self.choice_logprobs
-        return scores.index(max(scores))
+    def choice_scores(self, params: SamplingParams) -> tuple[float, ...]:
+        """The log-probabilities that decide between the choices: means per token, or sums."""
+        return self.choice_means if params.normalize == "tokens" else self.choice_logprobs
 
     @property
     def num_completion_tokens(self) -> int:
         """Generated tokens of all samples."""
         return len(self.token_ids) + sum(len(sample.token_ids) for sample in self.more_samples)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """``num_completion_tokens``, or 0 where choices were scored."""
+        return 0 if self.choice_logprobs else self.num_completion_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """About how many tokens the engine computed for it: none for a copy of an identical request's result."""
+        new = self.num_prompt_tokens - self.timings.cached_tokens
+        return new + self.num_generated_tokens if new else 0
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -288,8 +265,6 @@ class Result:
 
 
 CHAT_URL = "/v1/chat/completions"
-
-
 COMPLETION_URL = "/v1/completions"
 
 

@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from glob import has_magic
 from itertools import chain
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -24,9 +23,12 @@ from batchgen.core.units import printable, shortened
 T = TypeVar("T")
 READABLE = ("s3", "gs", "hf", "https", "http")
 WRITABLE = ("s3", "gs", "hf")
-WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before each further try of what may pass
+WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 16.0)  # before each further try of what may pass
+PATIENCE_S = 60.0  # after which there is no further try
+STILL_S = 15.0  # for which a server may send nothing
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_SECRET_VARIABLE = re.compile(r"(?i)(.*_)?(token|secret|password|passwd|credentials?|(api|access)_?key)(_.*)?")
 _SECRET_NAME = re.compile(r"(?i)(x-(amz|goog)-)?(signature|credential|sig|.*token|(api|access)?[_-]?key|password)")
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REFUSED = frozenset({400, 401, 403})
@@ -80,6 +82,14 @@ def check_address(text: str, schemes: Collection[str]) -> None:
         raise ValueError("must be hf://datasets/USER/NAME/FILE, or @REVISION behind NAME")
 
 
+def refusal_of_variable(name: str) -> str:
+    """Why a job may not hold the value of an environment variable: it seems to be a secret. "" where it may."""
+    if not _SECRET_VARIABLE.fullmatch(name):
+        return ""
+    why = f"{name} seems to hold a secret, which would be written to job.json and copied with it"
+    return f"{why}: leave it out (the tools of AWS, Google and the Hub find their credentials by themselves)"
+
+
 def redacted(value: T) -> T | str:
     """What a message may show of a value: of an address that holds a secret only its scheme."""
     if isinstance(value, str) and (scheme := scheme_of(value)) and _has_secret(value):
@@ -124,59 +134,41 @@ def open_store(address: str) -> tuple[Any, str]:
 def _make_store(scheme: str) -> Any:
     import fsspec
 
-    if scheme != "s3":
-        return fsspec.filesystem(scheme, **({} if scheme == "hf" else {"use_listings_cache": False}))
+    if scheme == "hf":
+        bound_hub()
+        return fsspec.filesystem("hf")
+    if scheme == "gs":
+        import aiohttp
+
+        limits = aiohttp.ClientTimeout(None, sock_connect=STILL_S, sock_read=STILL_S)
+        return fsspec.filesystem("gs", use_listings_cache=False, requests_timeout=limits)
     tries = {"mode": "standard", "total_max_attempts": 2}  # ``attempt`` does the rest, with a limit of its own
-    store = fsspec.filesystem("s3", use_listings_cache=False, config_kwargs={"retries": tries})
+    config = {"retries": tries, "connect_timeout": STILL_S, "read_timeout": STILL_S}
+    store = fsspec.filesystem("s3", use_listings_cache=False, config_kwargs=config)
     store.retries = 1
     return store
 
 
-def find_files(address: str) -> list[str]:
-    """The addresses of the files that one address names: itself, those that match a glob, or a folder's Parquet files.
+def bound_hub() -> None:
+    """Make requests of ``huggingface_hub`` end where the Hub does not answer; by itself most wait for ever."""
+    from huggingface_hub import get_session
 
-    They are sorted; hidden files are left out of a folder, as Arrow does. Raises UsageError where there are none.
-    """
-    scheme = str(scheme_of(address))
-    if scheme in ("http", "https"):  # which have no lists of files
-        return [address]
-    store, path = open_store(address)
-    with refusals_as_usage():
-        found = attempt("find", address, lambda: _listed(store, path))
-    if not found:
-        if has_magic(path):
-            raise UsageError(f"no file matches input {address}")
-        folder = address.rstrip("/")
-        raise UsageError(f"input {address} is a folder without .parquet files; name files, as in '{folder}/*.jsonl'")
-    return [f"{scheme}://{name}" for name in sorted(found)]
-
-
-def _listed(store: Any, path: str) -> list[str]:
-    """The names of the files that a path of a store stands for; see ``find_files``."""
-    store.invalidate_cache()
-    try:
-        if store.info(path)["type"] == "file":
-            return [path]
-    except FileNotFoundError:
-        if not has_magic(path):
-            raise
-        return [name for name, info in store.glob(path, detail=True).items() if info["type"] == "file"]
-    names = [name for name in store.find(path) if name.endswith(".parquet")]
-    return [name for name in names if not any(part[:1] in ("", ".", "_") for part in name[len(path) + 1 :].split("/"))]
+    get_session().timeout = STILL_S
 
 
 def attempt(doing: str, address: str, call: Callable[[], T]) -> T:
-    """What ``call`` returns; it is called again after growing waits while its errors are such as pass.
+    """What ``call`` returns; it is called again after growing waits, for a minute, while its errors are such as pass.
 
     ``doing`` completes "cannot <doing> <address>". Raises RemoteError; BatchgenErrors of ``call`` are not retried
     unless they are RemoteErrors of kind "passing".
     """
+    began_at = time.monotonic()
     for wait_s in chain(WAITS_S, (None,)):
         try:
             with explained_errors(doing, address):
                 return call()
         except RemoteError as error:
-            if error.kind != "passing" or wait_s is None:
+            if error.kind != "passing" or wait_s is None or time.monotonic() - began_at + wait_s > PATIENCE_S:
                 raise
             time.sleep(wait_s)
     raise AssertionError("unreachable")
@@ -219,7 +211,7 @@ def _explanation(error: BaseException, scheme: str | None) -> tuple[RemoteKind, 
         ("OfflineModeIsEnabled" in names, "refused", "HF_HUB_OFFLINE forbids it; hf:NAME reads from the Hub's cache"),
         (bool(names & _NO_CREDENTIALS), "refused", f"no valid credentials ({said}); {_sign_in(scheme)}"),
         (status == 412 or "FileExpired" in names, "changed", "it is no longer the same version"),
-        (code == "NoSuchBucket", "missing", "there is no such bucket"),
+        (code == "NoSuchBucket", "no bucket", "there is no such bucket"),
         (code in _BUSY, "passing", busy),  # some of them with the status of a wrong request
         (status in _REFUSED or bool(names & _FORBIDDEN) or said.startswith("Forbidden"), "refused", refusal),
         (status in (404, 410) or bool(names & _MISSING), "missing", "there is no such file"),

@@ -7,6 +7,7 @@ become one-line ``StorageError``s. It handles bytes and paths and knows nothing 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -51,16 +52,43 @@ def read_text(path: Path, max_bytes: int) -> str:
     return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
+def read_regular(path: Path) -> bytes:
+    """The content of a file. Raises OSError, also for a pipe or device, from which a read might never return."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_bytes()
+
+
+def sync_file(fd: int) -> None:
+    """Make the bytes of an open file durable. On macOS an fsync leaves them in the drive's cache."""
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        with suppress(OSError):  # a file system that has only an fsync, such as one in the network
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+            return
+    os.fsync(fd)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in ``folder`` durable: files created in it, renamed or removed from it."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # a folder that may be written but not read cannot be synced
+        return
+    try:
+        sync_file(fd)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
     finally:
         os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents with durable names, those that a killed process made too. Raises OSError."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing or [path]:
+        sync_folder(folder.parent)
 
 
 def temporary_name(path: Path) -> Path:
@@ -70,23 +98,26 @@ def temporary_name(path: Path) -> Path:
 
 @contextmanager
 def staged_file(path: Path) -> Iterator[BinaryIO]:
-    """Write the content of ``path`` to its temporary file: durable afterwards, visible only after ``publish``.
+    """Write the content of ``path`` to its temporary file: durable afterwards, visible only after ``commit_staged``.
 
-    Raises StorageError; on any exception the temporary file is removed, which gives a full disk its space back.
+    Raises StorageError; on any exception the temporary file is removed, which gives a full disk its space back. It is
+    a new file each time: a link that somebody has put there is not followed.
     """
     temporary = temporary_name(path)
     try:
-        with storage_errors("write", path), temporary.open("wb", buffering=1 << 20) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        with storage_errors("write", path):
+            temporary.unlink(missing_ok=True)
+            with temporary.open("xb", buffering=1 << 20) as file:
+                yield file
+                file.flush()
+                sync_file(file.fileno())
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
 
 
-def publish(path: Path) -> None:
+def commit_staged(path: Path) -> None:
     """Rename a staged file to its name, replacing an older file, and make that durable."""
     with storage_errors("write", path):
         temporary_name(path).replace(path)
@@ -97,7 +128,7 @@ def write_atomic(path: Path, content: bytes) -> None:
     """Replace ``path`` by ``content``: a crash at any moment leaves the old or the new content, whole."""
     with staged_file(path) as file:
         file.write(content)
-    publish(path)
+    commit_staged(path)
 
 
 def check_replaceable(path: Path, marker: bytes, what: str) -> None:
@@ -128,20 +159,20 @@ def remove_file(path: Path) -> None:
         sync_folder(path.parent)
 
 
-def doomed_name(folder: Path) -> Path:
+def trash_name(folder: Path) -> Path:
     """The name under which ``folder`` is removed: a hidden sibling of fixed name; a kill may leave it half empty."""
     return folder.with_name(f".{folder.name}.removed")
 
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder with its content: a crash at any moment leaves it whole, or gone under its name."""
-    doomed = doomed_name(folder)
+    trash = trash_name(folder)
     with storage_errors("remove", folder):
-        shutil.rmtree(doomed, ignore_errors=True)
+        shutil.rmtree(trash, ignore_errors=True)
         if folder.is_dir():
-            folder.replace(doomed)
+            folder.replace(trash)
             sync_folder(folder.parent)
-            shutil.rmtree(doomed, ignore_errors=True)
+            shutil.rmtree(trash, ignore_errors=True)
 
 
 _FILE = "file://"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import reprlib
+import textwrap
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
@@ -98,6 +100,13 @@ def printable(text: str) -> str:
 def shortened(text: str, width: int) -> str:
     """``text``, cut to ``width`` characters with an ellipsis if it is longer."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def labelled(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Labels and texts as lines of 80 columns, which go on below the text; an empty label continues the one before."""
+    for label, text in lines:
+        for number, part in enumerate(textwrap.wrap(printable(text), 67) or [""]):
+            yield f"{'' if number else label:<12} {part}".rstrip()
 
 
 def one_line(error: BaseException, width: int = 300) -> str:

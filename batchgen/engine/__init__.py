@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from batchgen.engine.config import EngineConfig
+from batchgen.config.job import EngineConfig
 
 if TYPE_CHECKING:
     from batchgen.engine.engine import Engine

@@ -1,24 +1,67 @@
-"""Admission: the order in which waiting sequences are started, and a forecast of what running ones will still need.
+"""Admission: how far requests are pulled ahead, which can never run, and the order in which they are started.
 
-How much a sequence may generate is known (``max_tokens``); how much it will is learned from the sequences that ended. A
-preemption costs all that it throws away and an idle block costs little, so admission looks at the coming peak of KV
-memory: sequences advance together and the shortest leave first, which gives their blocks back (cf. Gong et al.,
-Past-Future Scheduler for LLM Serving, arXiv:2507.10150).
+How much KV memory they may take is the matter of ``forecast``.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator
 
+from batchgen.core.errors import RowError, RowErrorCode
+from batchgen.core.records import Request, Result
 from batchgen.engine.sequence import Sequence
+from batchgen.engine.sizes import SchedulerConfig
 
-_MEMORY = 512  # ended sequences remembered
-_ENOUGH = 32  # before so many have ended, a sequence is expected to generate the most it may
+_ENOUGH = 32  # sequences that have ended before their prompts say anything
+_MAX_FOLLOWERS = 1 << 14
+_MAX_AHEAD_BYTES = 1 << 29
+_ROW_BYTES, _TOKEN_BYTES = 1000, 40  # of a request and its row, beside the text of the row and for each prompt token
 _Order = tuple[int, int, int, int, int]
+
+
+class LookAhead:
+    """Source of the requests of a run, which gives them as far as they are of use now.
+
+    It bounds the requests that wait to be admitted (``max_waiting``), those that only wait for the result of another,
+    and the memory of all that have no result yet. Large rows are pulled one by one beyond that bound, while none waits.
+    """
+
+    def __init__(
+        self, requests: Iterable[Request], max_waiting: int, waiting: WaitingQueue, num_followers: Callable[[], int]
+    ) -> None:
+        self.is_exhausted = False
+        self._source, self._max_waiting = iter(requests), max_waiting
+        self._waiting, self._num_followers = waiting, num_followers
+        self._bytes_of: dict[int, int] = {}  # by key
+        self._num_bytes = 0
+
+    def pull(self) -> Iterator[Request]:
+        """Requests while there is room for them; at most ``max_waiting``, so that no step waits for long."""
+        for _ in range(self._max_waiting):
+            if not self._has_room:
+                return
+            request = next(self._source, None)
+            if request is None:
+                self.is_exhausted = True
+                return
+            size = request.num_row_chars + _ROW_BYTES + _TOKEN_BYTES * len(request.prompt_token_ids)
+            self._bytes_of[request.key] = size
+            self._num_bytes += size
+            yield request
+
+    def answered(self, result: Result) -> Result:
+        """Take note that a request has its result, which is returned."""
+        self._num_bytes -= self._bytes_of.pop(result.key, 0)
+        return result
+
+    @property
+    def _has_room(self) -> bool:
+        num_waiting, num_followers = len(self._waiting), self._num_followers()
+        if self._num_bytes >= _MAX_AHEAD_BYTES:
+            return not num_waiting and not num_followers
+        return num_waiting < self._max_waiting and num_followers < _MAX_FOLLOWERS
 
 
 class WaitingQueue:
@@ -34,7 +77,8 @@ class WaitingQueue:
         self._longest_first = longest_first
         self._preempted: deque[Sequence] = deque()
         self._prompts_count = False
-        self._fresh: list[tuple[_Order, Sequence]] = []
+        self._fresh: list[tuple[_Order, _Order, Sequence]] = []  # a heap by the first: the order as it counts now
+        self.deferred: list[tuple[_Order, _Order, Sequence]] = []
         self._arrivals = 0
         # By first block: the first member's prompt length (negative) and arrival, and the number of waiting members.
         self._families: dict[bytes, tuple[int, int, int]] = {}
@@ -44,37 +88,29 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._preempted
-        yield from (sequence for _, sequence in self._fresh)
+        yield from (sequence for _, _, sequence in self._fresh)
 
     def push(self, sequence: Sequence) -> None:
-        """Add a fresh sequence; its ``digests`` say which others begin as it does."""
+        """Add a fresh sequence; its ``block_hashes`` say which others begin as it does."""
         self._arrivals += 1
-        if self._longest_first:
-            prompt = -sequence.num_prompt_tokens
-            family_prompt, family, _ = self._families.get(_family(sequence), (prompt, self._arrivals, 0))
-            sequence.order = (-max(sequence.max_new_tokens, 0), family_prompt, family, prompt, self._arrivals)
-        else:
-            sequence.order = (0, 0, 0, 0, self._arrivals)
-        self.put_back(sequence)
-
-    def put_back(self, sequence: Sequence) -> None:
-        """Return a fresh sequence that was popped, to its old place."""
-        name = _family(sequence)
+        prompt, name = -sequence.num_prompt_tokens, _family(sequence)
+        family_prompt, family, members = self._families.get(name, (prompt, self._arrivals, 0))
         if name:
-            _, family_prompt, family, _, _ = sequence.order
-            _, _, members = self._families.get(name, (0, 0, 0))
             self._families[name] = (family_prompt, family, members + 1)
-        heapq.heappush(self._fresh, (self._place(sequence), sequence))
+        order: _Order = (0, 0, 0, 0, self._arrivals)
+        if self._longest_first:
+            order = (-max(sequence.max_new_tokens, 0), family_prompt, family, prompt, self._arrivals)
+        heapq.heappush(self._fresh, (self._place(order), order, sequence))
 
-    def _place(self, sequence: Sequence) -> _Order:
-        longest, _, family, _, arrival = sequence.order
-        return sequence.order if self._prompts_count else (longest, 0, family, 0, arrival)
+    def _place(self, order: _Order) -> _Order:
+        longest, _, family, _, arrival = order
+        return order if self._prompts_count else (longest, 0, family, 0, arrival)
 
     def put_longest_prompts_first(self, on: bool) -> None:
         """Whether the longest prompts come first among sequences that may become equally long; off by default."""
         if on != self._prompts_count:
             self._prompts_count = on
-            self._fresh = [(self._place(sequence), sequence) for _, sequence in self._fresh]
+            self._fresh = [(self._place(order), order, sequence) for _, order, sequence in self._fresh]
             heapq.heapify(self._fresh)
 
     def push_preempted(self, sequence: Sequence) -> None:
@@ -87,64 +123,35 @@ class WaitingQueue:
 
     def peek(self) -> Sequence:
         """The next to be admitted."""
-        return self._preempted[0] if self._preempted else self._fresh[0][1]
+        return self._preempted[0] if self._preempted else self._fresh[0][2]
 
     def pop(self) -> Sequence:
         """Remove and return the next to be admitted."""
         if self._preempted:
             return self._preempted.popleft()
-        _, sequence = heapq.heappop(self._fresh)
+        _, _, sequence = heapq.heappop(self._fresh)
         self._leave_family(sequence)
         return sequence
 
-    def remove(self, sequences: Collection[Sequence]) -> None:
-        """Remove fresh sequences, wherever they are."""
-        self._fresh = [entry for entry in self._fresh if entry[1] not in sequences]
-        heapq.heapify(self._fresh)
-        for sequence in sequences:
-            self._leave_family(sequence)
+    def defer(self) -> None:
+        """Set the next to be admitted, which is fresh, aside until ``restore``; it does not count as waiting."""
+        self.deferred.append(heapq.heappop(self._fresh))
+
+    def restore(self) -> None:
+        """Return those set aside to their places."""
+        for entry in self.deferred:
+            heapq.heappush(self._fresh, entry)
+        self.deferred.clear()
 
     def _leave_family(self, sequence: Sequence) -> None:
-        name = _family(sequence)
-        if name:
+        if name := _family(sequence):
             family_prompt, family, members = self._families.pop(name)
             if members > 1:
                 self._families[name] = (family_prompt, family, members - 1)
 
 
 def _family(sequence: Sequence) -> bytes:
-    return sequence.digests[0] if sequence.digests else b""
-
-
-class OutputLengths:
-    """Output lengths of the sequences that ended last, and what they say about one that still runs."""
-
-    def __init__(self) -> None:
-        self._recent: deque[int] = deque()
-        self._sorted: list[int] = []
-        self._sums: list[int] | None = None  # of the first lengths of ``_sorted``, when they are asked for
-
-    def add(self, length: int) -> None:
-        if len(self._recent) == _MEMORY:
-            oldest = self._recent.popleft()
-            del self._sorted[bisect_right(self._sorted, oldest) - 1]
-        self._recent.append(length)
-        insort(self._sorted, length)
-        self._sums = None
-
-    def expected_more(self, sequence: Sequence) -> int:
-        """Tokens the sequence will probably still generate: the mean over the remembered lengths beyond its own."""
-        most = max(sequence.max_new_tokens, 0)
-        if sequence.request.params.has_fixed_length or len(self._sorted) < _ENOUGH:
-            return most
-        if self._sums is None:
-            self._sums = [0, *accumulate(self._sorted)]
-        place = bisect_right(self._sorted, sequence.num_output_tokens)
-        num_longer = len(self._sorted) - place
-        if not num_longer:
-            return most
-        mean = (self._sums[-1] - self._sums[place]) / num_longer
-        return min(most, round(mean) - sequence.num_output_tokens)
+    return sequence.block_hashes[0] if sequence.block_hashes else b""
 
 
 class PromptTrend:
@@ -179,15 +186,29 @@ class PromptTrend:
         return covariance > 0 and self._num * covariance**2 > 4 * variance_x * variance_y
 
 
-def peak_tokens(held: Iterable[int], more: Iterable[int], block_size: int) -> int:
-    """The most tokens of KV memory that sequences will occupy at once.
+def too_long(sequence: Sequence, config: SchedulerConfig) -> RowError | None:
+    """Why a sequence does not fit into the model's context or the pool, or None."""
+    limit = config.max_model_len
+    if not sequence.num_prompt_tokens:
+        return RowError(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
+    length = sequence.num_prompt_tokens if sequence.generates else sequence.num_tokens
+    if length > limit - sequence.generates:
+        what = "the prompt has" if sequence.generates else "prompt and choice have"
+        message = f"{what} {length} tokens; with max_model_len {limit} at most {limit - sequence.generates} fit"
+        return RowError(RowErrorCode.TOO_LONG, message)
+    needed = most_tokens(sequence, limit)
+    if needed > config.max_num_tokens:
+        message = (
+            f"prompt and max_tokens need KV memory for {needed} tokens; "
+            f"the pool holds {config.max_num_tokens}: raise kv_memory or lower max_tokens"
+        )
+        return RowError(RowErrorCode.TOO_LONG, message)
+    return None
 
-    Each holds ``held`` tokens now and will add ``more``, one per step, and then give all of them back. The last block
-    of a sequence is assumed to be half empty.
-    """
-    peak = total = 0
-    longest_first = sorted(zip(more, held, strict=True), reverse=True)
-    for num_alive, (coming, now) in enumerate(longest_first, 1):
-        total += now + block_size // 2
-        peak = max(peak, total + num_alive * coming)
-    return peak
+
+def most_tokens(sequence: Sequence, max_model_len: int) -> int:
+    """Most tokens whose state the sequence will ever hold: the last one is never computed, unless given."""
+    if not sequence.generates:
+        return sequence.num_tokens
+    wanted = sequence.num_prompt_tokens + sequence.request.params.max_tokens
+    return (wanted if wanted < max_model_len else max_model_len) - 1

@@ -14,7 +14,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from batchgen.core.records import Result, SamplingParams, Timings
-from batchgen.engine.sequence import Group
+from batchgen.engine.sequence import RequestState
 
 MAX_REMEMBERED_TOKENS = 4_000_000  # 4 bytes each
 _OVERHEAD_TOKENS = 150  # memory of a result beside its tokens, in tokens
@@ -30,45 +30,40 @@ class Duplicates:
     def __init__(self) -> None:
         self.num_waiting = 0
         self.num_shared = 0
-        self._under_way: dict[bytes, Group] = {}
+        self._under_way: dict[bytes, RequestState] = {}
         self._finished: OrderedDict[bytes, tuple[Result, array[int]]] = OrderedDict()
         self._num_remembered_tokens = 0
 
-    def answered(self, group: Group) -> Result | None:
+    def answered(self, state: RequestState) -> Result | None:
         """The result of an identical request that has one, under this request's key."""
-        digest = _digest(group)
+        digest = _digest(state)
         found = self._finished.get(digest) if digest is not None else None
         if found is None:
             return None
         self.num_shared += 1
         result, tokens = found
-        return replace(result, key=group.request.key, token_ids=tuple(tokens))
+        return replace(result, key=state.request.key, token_ids=tuple(tokens))
 
-    def begin(self, group: Group) -> bool:
+    def begin(self, state: RequestState) -> bool:
         """Whether the request is to be computed; if not, ``end`` of an identical one under way will answer it."""
-        digest = _digest(group)
-        leader = self._under_way.setdefault(digest, group) if digest is not None else group
-        if leader is group:
+        digest = _digest(state)
+        leader = self._under_way.setdefault(digest, state) if digest is not None else state
+        if leader is state:
             return True
-        leader.duplicates.append(group)
+        leader.followers.append((state.request.key, state.submitted_at))
         self.num_waiting += 1
         return False
 
-    def forget(self, group: Group) -> None:
-        """A request without others that wait for it will not be computed."""
-        if group.digest is not None:
-            del self._under_way[group.digest]
-
-    def end(self, group: Group, result: Result) -> list[Result]:
+    def end(self, state: RequestState, result: Result) -> list[Result]:
         """Take the result of a request; returns those of the identical requests that waited for it."""
-        if group.digest is None:
+        if state.digest is None:
             return []
-        del self._under_way[group.digest]
+        del self._under_way[state.digest]
         if not (result.error or result.logprobs or result.prompt_logprobs or result.more_samples):
-            self._remember(group.digest, result)
-        self.num_waiting -= len(group.duplicates)
-        self.num_shared += len(group.duplicates)
-        return [_copied(result, waiting) for waiting in group.duplicates]
+            self._remember(state.digest, result)
+        self.num_waiting -= len(state.followers)
+        self.num_shared += len(state.followers)
+        return [_copied(result, key, submitted_at) for key, submitted_at in state.followers]
 
     def _remember(self, digest: bytes, result: Result) -> None:
         timings = Timings(cached_tokens=result.num_prompt_tokens)
@@ -79,12 +74,11 @@ class Duplicates:
             self._num_remembered_tokens -= _size(*oldest)
 
 
-def _copied(result: Result, group: Group) -> Result:
+def _copied(result: Result, key: int, submitted_at: float) -> Result:
     """The result under the key of an identical request that only waited."""
-    waited = time.monotonic() - group.submitted_at
-    cached = len(group.request.prompt_token_ids)
-    timings = Timings(queue_s=waited, ttft_s=waited, total_s=waited, cached_tokens=cached)
-    return replace(result, key=group.request.key, timings=timings)
+    waited = time.monotonic() - submitted_at
+    timings = Timings(queue_s=waited, ttft_s=waited, total_s=waited, cached_tokens=result.num_prompt_tokens)
+    return replace(result, key=key, timings=timings)
 
 
 def _size(result: Result, tokens: array[int]) -> int:
@@ -92,17 +86,17 @@ def _size(result: Result, tokens: array[int]) -> int:
     return _OVERHEAD_TOKENS + len(tokens) + _SCORE_TOKENS * len(result.choice_logprobs)
 
 
-def _digest(group: Group) -> bytes | None:
+def _digest(state: RequestState) -> bytes | None:
     """Name of all that decides a greedy answer, made when first asked for; None for sampled requests.
 
     Tokens that an earlier run generated are no part of it: they are the beginning of that very answer.
     """
-    request = group.request
-    if group.digest is None and request.params.is_greedy:
+    request = state.request
+    if state.digest is None and request.params.is_greedy:
         tokens = array("i", request.prompt_token_ids).tobytes()
         choices = repr((request.choices, request.bad_words)).encode()
-        group.digest = blake2b(_name(request.params) + choices + b"\0" + tokens, digest_size=16).digest()
-    return group.digest
+        state.digest = blake2b(_name(request.params) + choices + b"\0" + tokens, digest_size=16).digest()
+    return state.digest
 
 
 @lru_cache(maxsize=256)

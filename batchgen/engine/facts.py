@@ -27,8 +27,14 @@ def engine_facts(engine: Engine) -> dict[str, Any]:
     num_tokens = stats.num_prefill_tokens + stats.num_decode_tokens
     pays = sum(stats.phase_s.values()) >= _LEAST_S and _MOST_SHARE * num_tokens >= QUICK.on(model.device).num_tokens
     measured = (_measure_now(model) if pays else None) or recall(model_key(model))
-    costs = Costs.of(model.config, model.dtype.itemsize, model.weight_bytes, engine.config.kv_dtype)
+    costs = Costs.of(model.config, model.dtype.itemsize, weight_bytes(model), engine.config.kv_dtype)
     return {"sizes": engine_sizes(engine), "roofline": describe_costs(costs, measured)}
+
+
+def weight_bytes(model: Decoder) -> float:
+    """Bytes of memory per weight of a model's linears."""
+    kernels, is_cpu = model.kernels, model.device.type == "cpu"
+    return model.config.weight_bytes(model.numerics["dtype"], kernels.weights, kernels.activations, is_cpu=is_cpu)
 
 
 def engine_sizes(engine: Engine) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""CUDA graphs: launches are captured once and then repeated by one call.
+"""CUDA graphs of decode steps: launches are captured once and then repeated by one call.
+
+Sizes are rounded up to a few buckets, and the added rows work on a block and a slot that no sequence owns. All buckets
+are recorded before the first step. They begin with the feed of token ids that only the device knows and end with the
+argmax of each row, so that nothing is launched between greedy steps but copies.
 
 All recordings of an engine share a stream and a pool of memory, as torch's allocator keeps memory by stream and cuBLAS
 a workspace for each. They also end together, once the device is done with them: newer torch frees the workspaces of a
@@ -9,15 +13,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from batchgen.core.machine import is_out_of_memory
+from batchgen.engine.step_output import CaptureFailed, PendingTokens, StepOutput
+from batchgen.kernels.inputs import ModelInput
+from batchgen.kernels.interface import Recorder
+from batchgen.model.decoder import Decoder
+from batchgen.model.state import StateCache
 
-
-class CaptureFailed(Exception):
-    """A step could not be recorded; nothing is lost, as it can be launched kernel by kernel."""
+_USUAL_TOKENS = 4096  # contexts beyond them have recordings of their own; the programs of shorter ones end at once
+_UPLOADS = 3  # that may be under way: of a step that runs and the one behind it, and one more
+_ALIGNMENT = 64  # bytes: vector loads want it, and so fields share no cache line
 
 
 class CudaRecorder:
@@ -83,3 +94,190 @@ def _destroy(device: torch.device, graphs: list[torch.cuda.CUDAGraph]) -> None:
     if graphs:
         torch.cuda.synchronize(device)
         graphs.clear()
+
+
+def bucket(num_seqs: int, most: int) -> int:
+    """The rows that ``num_seqs`` are padded to, at most ``most``.
+
+    Up to 16 that is a power of two, then a multiple of 16, from 128 on one of at most four steps to a power of two.
+    Few rows are padded much, as their time is that of reading the weights.
+    """
+    power = 1 << (num_seqs - 1).bit_length()
+    step = max(16, power >> 3)
+    return min(power if num_seqs <= 16 else -(-num_seqs // step) * step, most)
+
+
+class CudaGraphs:
+    """Runs decode steps of one model from graphs, which are recorded on the padding: by ``record_all``, or when met.
+
+    Attributes:
+        last_token_ids: int64 [max_num_seqs] on the device: the likeliest token of each row of logits of the step
+            replayed last, -1 for a row that is not finite. The sampler may put others in their place; the next replay
+            is fed from here and overwrites it, behind all that was launched before.
+    """
+
+    def __init__(
+        self, model: Decoder, state: StateCache, recorder: Recorder, padding: PaddingSlot, max_model_len: int
+    ) -> None:
+        self.model, self.state, self.recorder = model, state, recorder
+        self.padding, self.max_model_len = padding, max_model_len
+        model.rotary.upto(max_model_len)  # graphs hold the address of the table, which grows no more
+        self.last_token_ids = torch.zeros(padding.slot, dtype=torch.int64, device=model.device)
+        self.recorded: dict[StepSize, tuple[StaticInput, Callable[[], Tensor]]] = {}
+
+    def record_all(self) -> None:
+        """Record each bucket, for contexts of ``_USUAL_TOKENS``: the largest first, whose memory the others share.
+
+        Raises:
+            CaptureFailed: see ``CudaRecorder``.
+        """
+        most = self.padding.slot
+        for num_seqs in sorted({bucket(n + 1, most) for n in range(most)}, reverse=True):
+            self._record(StepSize(num_seqs, self._width(1)))
+
+    @torch.inference_mode()
+    def run(self, inputs: ModelInput, pending: PendingTokens | None = None) -> StepOutput:
+        """See ``Replays``.
+
+        Raises:
+            CaptureFailed: see ``CudaRecorder``; nothing is computed.
+        """
+        num_seqs, num_blocks = inputs.block_tables.shape
+        size = StepSize(bucket(num_seqs, self.padding.slot), self._width(num_blocks))
+        if size not in self.recorded:
+            self._record(size)
+        static, replay = self.recorded[size]
+        if pending is not None and pending.token_ids.data_ptr() != self.last_token_ids.data_ptr():
+            self.last_token_ids[: len(pending.token_ids)] = pending.token_ids  # of a step not replayed, or drawn
+        static.fill(inputs, pending)
+        return StepOutput(replay()[:num_seqs], self.last_token_ids[:num_seqs])
+
+    def _width(self, num_blocks: int) -> int:
+        """Columns of block tables, those that are not needed included: one width does for most steps."""
+        num_tokens = _USUAL_TOKENS
+        while num_tokens < num_blocks * self.padding.block_size:
+            num_tokens *= 4
+        return -(-min(num_tokens, self.max_model_len) // self.padding.block_size)
+
+    @torch.inference_mode()
+    def _record(self, size: StepSize) -> None:
+        static = StaticInput(size, self.padding, self.model.device)
+        static.fill(None)
+        kept = self.last_token_ids.clone()  # the step that is recorded now may wait for them
+        try:
+            self.recorded[size] = static, self.recorder.record(lambda: self._fed_step(static))[1]
+        finally:
+            self.last_token_ids.copy_(kept)
+
+    def _fed_step(self, static: StaticInput) -> Tensor:
+        """Logits of a step from the last ids to the next; both lie at one address, as a stream keeps the order."""
+        known = torch.cat((static.inputs.token_ids, self.last_token_ids))
+        token_ids = known.index_select(0, static.feed).clamp_(min=0)  # -1 must not index the embeddings
+        inputs = replace(static.inputs, token_ids=token_ids)
+        logits = self.model.forward(inputs, self.state, self.max_model_len - 1)
+        self.last_token_ids[: len(logits)] = self.model.kernels.argmax_or_none(logits)
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a recording holds fixed beside the model and its state; ``num_threads`` is torch's on the CPU."""
+
+    num_seqs: int
+    max_blocks: int
+    num_threads: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingSlot:
+    """A KV block and a convolution slot that no sequence is ever given: those after all others."""
+
+    block: int
+    slot: int
+    block_size: int
+
+
+class StaticInput:
+    """A ``ModelInput`` of one size at fixed addresses; what changes from step to step crosses in one copy.
+
+    ``feed``, int32 [num_tokens], says where the id of each token lies: in ``inputs.token_ids``, which the host knows,
+    or that many places behind their end among the ids that the step before gave.
+    """
+
+    def __init__(self, size: StepSize, padding: PaddingSlot, device: torch.device) -> None:
+        n = size.num_seqs
+        rows = torch.arange(n + 1, dtype=torch.int32)
+        nothing = torch.zeros_like(rows[:-1])
+        self._alone = torch.stack((rows[:-1], rows[:-1], nothing + 1, nothing, nothing), dim=1)
+        fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "token_ids": (torch.int64, (n,)),
+            "feed": (torch.int32, (n,)),
+            "slot_mapping": (torch.int64, (n,)),
+            "block_tables": (torch.int32, (n, size.max_blocks)),
+            "positions": (torch.int32, (n,)),
+            "conv_slots": (torch.int32, (n,)),
+            "query_blocks": (torch.int32, tuple(self._alone.shape)),
+        }
+        num_bytes = sum(_aligned_bytes(*field) for field in fields.values())
+        is_cuda = device.type == "cuda"
+        self._sources = cycle([_Source(num_bytes, fields, is_cuda) for _ in range(_UPLOADS if is_cuda else 1)])
+        self._target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        views = _views(self._target, fields)
+        self.feed = views.pop("feed")
+        self._all_known = torch.arange(n, dtype=torch.int32)
+        fixed = {"cu_seqlens": rows.to(device), "logits_indices": torch.arange(n, device=device)}
+        self.inputs = ModelInput(**views, **fixed, subset=None)
+        self.padding = padding
+
+    def fill(self, inputs: ModelInput | None, pending: PendingTokens | None = None) -> None:
+        """Take over a step's CPU tensors; the rows left over, or all for None, work on the padding."""
+        count, width = (0, 0) if inputs is None else inputs.block_tables.shape
+        source, padding = next(self._sources), self.padding
+        host = source.views
+        if source.copied is not None:
+            source.copied.synchronize()  # the last copy has read it
+        for name, rest in (("token_ids", 0), ("positions", 0), ("conv_slots", padding.slot)):
+            host[name][count:] = rest
+        host["slot_mapping"][count:] = padding.block * padding.block_size
+        host["query_blocks"].copy_(self._alone)
+        host["feed"].copy_(self._all_known)
+        if pending is not None:
+            newest = len(host["feed"])  # where the newest ids begin
+            if pending.rows is None:
+                host["feed"][: len(pending.token_ids)] += newest
+            else:
+                host["feed"][pending.places] = (pending.rows + newest).int()
+        host["block_tables"].zero_()
+        host["block_tables"][count:, 0] = padding.block
+        if inputs is not None:
+            for name in ("token_ids", "positions", "conv_slots", "slot_mapping", "query_blocks"):
+                given = getattr(inputs, name)
+                host[name][: len(given)] = given
+            host["block_tables"][:count, :width] = inputs.block_tables
+        self._target.copy_(source.memory, non_blocking=True)
+        if source.copied is not None:
+            source.copied.record()
+
+
+class _Source:
+    """Host memory of one upload, pinned so that the copy is no wait, and when it was read."""
+
+    def __init__(self, num_bytes: int, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]], is_cuda: bool) -> None:
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self.copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]  # unannotated
+        self.views = _views(self.memory, fields)
+
+
+def _aligned_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _views(memory: Tensor, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """Tensors of the given types and shapes, one behind the other in a piece of memory."""
+    views, start = {}, 0
+    for name, (dtype, shape) in fields.items():
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        views[name] = memory[start : start + num_bytes].view(dtype).view(shape)
+        start += _aligned_bytes(dtype, shape)
+    return views

@@ -40,6 +40,12 @@ def load_weights(where: ModelSpec, kernels: Kernels | None = None) -> Decoder:
     )
 
 
+def use_threads_beside(model: Decoder, threads: int | None) -> None:
+    """Set the CPU threads of this process where that is asked for; beside a GPU one, as its tensors are small."""
+    if threads is not None or model.device.type == "cuda":
+        use_threads(threads or 1, model.config)
+
+
 def use_threads(threads: int | None, config: ModelConfig) -> int:
     """Set the CPU threads of this process, and return how many; loading packs weights with them.
 

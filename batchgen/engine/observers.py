@@ -1,15 +1,17 @@
-"""Observers of one sequence: each takes every generated token in turn, and may end the sequence with it.
+"""What watches the tokens of one sequence: observers take each in turn and may end it, rules restrict what may come.
 
-A new kind of observer is a class here and a line in ``observers_for``. What they ask for counts from ``min_tokens`` on.
-A constraint also says which tokens may come next. The engine knows no grammar: whoever makes it brings ``Constraints``.
-Tokens that a constraint forces are part of its definition, not a shortcut, since a model may spell the same text in
-other tokens: they are appended whatever the batch, as soon as they are known, and computed with the next step.
+What observers ask for counts from ``min_tokens`` on. A constraint also says which tokens may come next; the engine
+knows no grammar, only ``Constraints``. Tokens that a constraint forces are part of its definition, not a shortcut,
+since a model may spell the same text in other tokens: they are appended whatever the batch, as soon as they are known,
+and computed with the next step. Rules are made once for all rows that ask for the same, and hold no state.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,9 +19,10 @@ import numpy as np
 from batchgen.core.records import FinishReason, SamplingParams
 
 MAX_PERIOD = 64  # tokens of the longest run that counts as a loop
+_MAX_KEPT = 64  # rules, each of kilobytes for a list of some thousand tokens
 
 
-class Ending(NamedTuple):
+class Stop(NamedTuple):
     """Why an observer ends a sequence, with the stop string that was found."""
 
     reason: FinishReason
@@ -29,8 +32,8 @@ class Ending(NamedTuple):
 class Observer(Protocol):
     """Takes the generated tokens of one sequence."""
 
-    def push(self, token_id: int) -> Ending | None:
-        """Take in the next token; an ``Ending`` if the sequence should end with it. May raise TokenizerError."""
+    def push(self, token_id: int) -> Stop | None:
+        """Take in the next token; an ``Stop`` if the sequence should end with it. May raise TokenizerError."""
 
 
 class StopMatcher(Protocol):
@@ -68,13 +71,7 @@ class Constraint(Protocol):
     def push(self, token_id: int) -> None:
         """Take in the next token, which is no end token. May raise TokenizerError."""
 
-    def num_fitting(self, token_ids: Sequence[int]) -> int:
-        """How many of these, none of them an end token, may come next one after the other."""
-
-    def followed_by(self, token_id: int) -> Constraint:
-        """The constraint as it is after one more token; this one stays as it is."""
-
-    def rest(self) -> None:
+    def release(self) -> None:
         """Let go of what takes much memory until it is needed again: many sequences wait for each that runs."""
 
 
@@ -91,18 +88,6 @@ class Constraints(Protocol):
         """
 
 
-def observers_for(
-    params: SamplingParams, stop_matcher: Callable[[tuple[str, ...]], StopMatcher] | None
-) -> list[Observer]:
-    """The observers that end a sequence with these parameters, most important first."""
-    observers: list[Observer] = []
-    if params.stop and stop_matcher is not None:
-        observers.append(StopObserver(stop_matcher(params.stop)))
-    if params.max_repeats:
-        observers.append(LoopDetector(params.max_repeats))
-    return observers
-
-
 class StopObserver:
     """Ends a text with a stop string."""
 
@@ -111,9 +96,9 @@ class StopObserver:
     def __init__(self, matcher: StopMatcher) -> None:
         self._matcher = matcher
 
-    def push(self, token_id: int) -> Ending | None:
+    def push(self, token_id: int) -> Stop | None:
         found = self._matcher.push(token_id)
-        return None if found is None else Ending(FinishReason.STOP, found)
+        return None if found is None else Stop(FinishReason.STOP, found)
 
 
 class LoopDetector:
@@ -130,7 +115,7 @@ class LoopDetector:
         self._recent: deque[int] = deque(maxlen=MAX_PERIOD)  # the newest token first
         self._matches = [0] * MAX_PERIOD  # by period, from 1 on
 
-    def push(self, token_id: int) -> Ending | None:
+    def push(self, token_id: int) -> Stop | None:
         is_loop = False
         for place, earlier in enumerate(self._recent):
             if earlier != token_id:
@@ -139,10 +124,10 @@ class LoopDetector:
             self._matches[place] += 1
             is_loop |= self._matches[place] >= (self._max_repeats - 1) * (place + 1)
         self._recent.appendleft(token_id)
-        return Ending(FinishReason.REPETITION) if is_loop else None
+        return Stop(FinishReason.REPETITION) if is_loop else None
 
 
-class TokenCounts:
+class HostTokenCounts:
     """How often each distinct token of a sequence was generated (0: in the prompt only), for the sampler's penalties.
 
     Kept up to date token by token, so that a penalty costs a few additions per distinct token instead of a pass over
@@ -166,13 +151,6 @@ class TokenCounts:
         self._ids[place] = token_id
         self._counts[place] += 1
 
-    def followed_by(self, token_id: int) -> TokenCounts:
-        """The counts after one more generated token; these stay as they are."""
-        after = TokenCounts(())
-        after._place, after._ids, after._counts = dict(self._place), self._ids.copy(), self._counts.copy()
-        after.push(token_id)
-        return after
-
     @property
     def ids(self) -> np.ndarray:
         """The tokens, int64."""
@@ -182,3 +160,57 @@ class TokenCounts:
     def counts(self) -> np.ndarray:
         """How often each of ``ids`` was generated, float32."""
         return self._counts[: len(self._place)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRules:
+    """What ``allowed_token_ids``, ``bad_words`` and ``logit_bias`` ask for.
+
+    Attributes:
+        bits: int32 [ceil(vocab_size / 32)], a bit per token that may come at all; None if all may.
+        endings: of the bad words of several tokens the last ones, by those before; these have ``sizes`` tokens.
+        biased_ids: int64 [num_biased].
+        biases: float32 [num_biased], what is added to their logits.
+    """
+
+    bits: np.ndarray | None
+    endings: Mapping[tuple[int, ...], Sequence[int]]
+    sizes: frozenset[int]
+    biased_ids: np.ndarray
+    biases: np.ndarray
+
+    def endings_of(self, token_ids: Sequence[int], num_output_tokens: int) -> list[int]:
+        """The tokens that would complete a bad word within the output, the last ones of ``token_ids``."""
+        sizes = [size for size in self.sizes if size <= num_output_tokens]
+        return [token for size in sizes for token in self.endings.get(tuple(token_ids[-size:]), ())]
+
+
+def rules_for(params: SamplingParams, bad_words: tuple[tuple[int, ...], ...], vocab_size: int) -> TokenRules | None:
+    """The rules of rows that ask for these, None if they ask for nothing; all ids are below ``vocab_size``."""
+    asked = params.allowed_token_ids, bad_words, params.logit_bias
+    return _made(*asked, vocab_size) if any(asked) else None
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def _made(
+    allowed: tuple[int, ...],
+    bad_words: tuple[tuple[int, ...], ...],
+    logit_bias: tuple[tuple[int, float], ...],
+    vocab_size: int,
+) -> TokenRules:
+    endings: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for *start, last in bad_words:
+        endings[tuple(start)].append(last)
+    bits = _bits(allowed, endings.pop((), []), vocab_size)
+    ids, biases = zip(*logit_bias, strict=True) if logit_bias else ((), ())
+    sizes = frozenset(map(len, endings))
+    return TokenRules(bits, dict(endings), sizes, np.array(ids, dtype=np.int64), np.array(biases, dtype=np.float32))
+
+
+def _bits(allowed: Sequence[int], forbidden: Sequence[int], vocab_size: int) -> np.ndarray | None:
+    if not (allowed or forbidden):
+        return None
+    may_come = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+    may_come[list(allowed) or slice(vocab_size)] = 1
+    may_come[list(forbidden)] = 0
+    return np.packbits(may_come, bitorder="little").view(np.int32)

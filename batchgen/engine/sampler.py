@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,16 +22,12 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from batchgen.core.records import SamplingParams, TokenLogprob
-from batchgen.engine.drafts import Ahead
-from batchgen.engine.masks import TokenMask
-from batchgen.engine.observers import TokenCounts
-from batchgen.engine.rules import TokenRules
-from batchgen.engine.seen import SeenTokens
+from batchgen.engine.observers import Constraints, HostTokenCounts, TokenRules
+from batchgen.engine.seen import DeviceTokenCounts
 from batchgen.engine.sequence import Sequence
 from batchgen.kernels.inputs import upload
 from batchgen.kernels.interface import Kernels, SamplingRows
 
-Row = Sequence | Ahead  # what a row of logits is of
 _STEP, _FIRST, _SECOND = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _COLDEST, _HOTTEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -48,8 +44,6 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def uniforms(seeds: ArrayLike, keys: ArrayLike, samples: ArrayLike, positions: ArrayLike) -> np.ndarray:
     """Numbers in [0, 1), float64 [num_rows], each a function of its row's four integers (int64 [num_rows]) alone.
 
-    ``positions`` may have rows of them, [num_steps, num_rows], and then so has the result.
-
     Positions count output tokens.
     """
     bits = np.zeros(1, dtype=np.uint64)
@@ -59,49 +53,38 @@ def uniforms(seeds: ArrayLike, keys: ArrayLike, samples: ArrayLike, positions: A
     return drawn
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """How the rows of a step are chosen from, once nothing forbids or biases their tokens.
+class TokenMask(NamedTuple):
+    """Allowed tokens of some rows of logits: rows int64 [num_masked], bits int32 [num_masked, words]; on the device."""
 
-    Attributes:
-        step: which step of a burst it is, the first is 0.
-        rows: of those that are drawn; None where all are greedy.
-        chosen: which they are, int64 [num_drawn] on the device; None for all.
-    """
-
-    step: int
-    rows: SamplingRows | None
-    chosen: Tensor | None
+    rows: Tensor
+    bits: Tensor
 
 
 class Sampler:
     """Chooses one token per row of logits."""
 
-    def __init__(self, kernels: Kernels, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, kernels: Kernels, eos_token_ids: frozenset[int], num_slots: int = 0) -> None:
+        """``num_slots`` are those of sequences whose penalties are counted on the device, not in ``Generation``."""
         self.kernels = kernels
         self.eos_token_ids = eos_token_ids
-        self.seen: SeenTokens | None = None  # where penalties are counted on the device, not by ``Sequence.counts``
+        self.seen = DeviceTokenCounts(num_slots) if num_slots else None
         self._wide = torch.empty(0)  # kept between steps: fresh memory would cost more than its use
 
     @torch.inference_mode()  # logits come from inference mode and may be written only inside it
     def sample(
         self,
         logits: Tensor,
-        sequences: Sequence_[Row],
+        sequences: Sequence_[Sequence],
         mask: TokenMask | None = None,
         best: Tensor | None = None,
-        draws: Draws | None = None,
     ) -> Tensor:
         """Next token ids, int64 [num_seqs] on the logits' device; -1 where a row is not finite or no token is allowed.
 
         Logits [num_seqs, vocab_size] may be overwritten; ``mask`` forbids tokens of some rows. ``best``, if known, has
-        what ``kernels.likeliest`` gives for these rows, and maybe for others behind; drawn ids are written into it.
-        Books the log-probabilities asked for; without these the host does not wait for the device. ``draws`` are given
-        for rows that ask for no more than them.
+        what ``kernels.argmax_or_none`` gives for these rows, and maybe others behind; drawn ids are written into it.
+        Books the log-probabilities asked for; without these the host does not wait for the device.
         """
-        if draws is not None:
-            return self._drawn(logits, draws, best)
-        asking = [(i, s) for i, s in enumerate(sequences) if not s.plain_until]
+        asking = [(i, s) for i, s in enumerate(sequences) if not s.generation.unwatched_until]
         reported = [i for i, s in asking if s.request.params.logprobs is not None]
         raw = logits[reported] if reported else None
         if mask is not None:
@@ -111,19 +94,19 @@ class Sampler:
             wanted = [sequences[i].request.params.logprobs or 0 for i in reported]
             found = self._logprobs(raw, token_ids[reported].tolist(), wanted)
             for i, logprob in zip(reported, found, strict=True):
-                sequences[i].logprobs.append(logprob)
+                sequences[i].generation.logprobs.append(logprob)
         return token_ids
 
     def _choose(
-        self, logits: Tensor, sequences: Sequence_[Row], asking: list[tuple[int, Row]], best: Tensor | None
+        self, logits: Tensor, sequences: Sequence_[Sequence], asking: list[tuple[int, Sequence]], best: Tensor | None
     ) -> Tensor:
         """``asking`` are those rows that ask for more than a draw; ``best`` is of no use once logits are changed."""
         if not sequences:
             return torch.empty(0, dtype=torch.int64)
         if self._forbid(logits, asking):
             best = None
-        biased = [(i, s.rules) for i, s in asking if s.rules is not None and len(s.rules.biases)]
-        penalized = [(i, s.counts, s.request.params) for i, s in asking if s.counts is not None]
+        biased = [(i, rules) for i, s in asking if (rules := s.generation.rules) is not None and len(rules.biases)]
+        penalized = [(i, c, s.request.params) for i, s in asking if (c := s.generation.counts) is not None]
         counted = []
         if self.seen is not None:
             counted = [(i, s) for i, s in asking if s.request.params.has_penalties]
@@ -134,30 +117,23 @@ class Sampler:
         if penalized:
             penalize(logits, *zip(*penalized, strict=True))
         if not counted or self.seen is None:
-            return self._drawn(logits, self.draws(sequences, logits.device)[0], best)
+            return self._draw(logits, sequences, best)
         rows, owners = zip(*counted, strict=True)
         slots = self.seen.penalize(logits, rows, owners)
-        ids = self._drawn(logits, self.draws(sequences, logits.device)[0], best)
+        ids = self._draw(logits, sequences, best)
         self.seen.add(slots, ids if len(rows) == len(ids) else ids[upload(torch.tensor(rows), ids.device)])
         return ids
 
-    def draws(self, sequences: Sequence_[Row], device: torch.device, num_steps: int = 1) -> list[Draws]:
-        """The draws of successive steps in which each of these, one or more, advances by one token."""
-        drawn = [i for i, s in enumerate(sequences) if s.request.params.temperature]
-        if not drawn:
-            return [Draws(step, None, None) for step in range(num_steps)]
-        is_part = len(drawn) < len(sequences)
-        chosen = upload(torch.tensor(drawn), device) if is_part else None
-        rows = self._rows([sequences[i] for i in drawn] if is_part else sequences, device, num_steps)
-        return [Draws(step, rows[step], chosen) for step in range(num_steps)]
-
-    def _drawn(self, logits: Tensor, draws: Draws, best: Tensor | None) -> Tensor:
+    def _draw(self, logits: Tensor, sequences: Sequence_[Sequence], best: Tensor | None) -> Tensor:
         """The likeliest tokens of greedy rows, drawn ones of the others."""
-        if draws.rows is not None and draws.chosen is None:
-            return self.kernels.sample(logits, draws.rows)
-        ids = self.kernels.likeliest(logits) if best is None else best[: len(logits)]
-        if draws.rows is not None:
-            ids[draws.chosen] = self.kernels.sample(logits[draws.chosen], draws.rows)
+        drawn = [i for i, s in enumerate(sequences) if s.request.params.temperature]
+        if drawn and len(drawn) == len(sequences):
+            return self.kernels.sample(logits, self._rows(sequences, logits.device))
+        ids = self.kernels.argmax_or_none(logits) if best is None else best[: len(logits)]
+        if drawn:
+            chosen = upload(torch.tensor(drawn), logits.device)
+            rows = self._rows([sequences[i] for i in drawn], logits.device)
+            ids[chosen] = self.kernels.sample(logits[chosen], rows)
         return ids
 
     @torch.inference_mode()
@@ -166,11 +142,11 @@ class Sampler:
         if not scored:
             return
         tokens = [s.token_ids[i] for s, indexes in scored for i in indexes]
-        wanted = [s.num_top(i) for s, indexes in scored for i in indexes]
+        wanted = [s.generation.num_top(i) for s, indexes in scored for i in indexes]
         found = iter(self._logprobs(logits, tokens, wanted))
         for sequence, indexes in scored:
             for logprob in islice(found, len(indexes)):
-                sequence.book_score(logprob)
+                sequence.generation.book_score(logprob)
 
     def _logprobs(self, logits: Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprob]:
         """The log-probability of a token in each row, and of the ``num_top`` likeliest there (equals by id)."""
@@ -189,7 +165,7 @@ class Sampler:
             self._wide = torch.empty(logits.numel(), device=logits.device)
         return self._wide[: logits.numel()].view_as(logits).copy_(logits)
 
-    def _forbid(self, logits: Tensor, asking: list[tuple[int, Row]]) -> bool:
+    def _forbid(self, logits: Tensor, asking: list[tuple[int, Sequence]]) -> bool:
         """Forbid the end tokens of model and request before ``min_tokens``, and tokens that complete a bad word.
 
         True if there are any.
@@ -204,8 +180,8 @@ class Sampler:
         places += [
             (row, token_id)
             for row, sequence in asking
-            if sequence.rules is not None and sequence.rules.endings
-            for token_id in sequence.rules.endings_of(sequence.token_ids, sequence.num_output_tokens)
+            if (rules := sequence.generation.rules) is not None and rules.endings
+            for token_id in rules.endings_of(sequence.token_ids, sequence.num_output_tokens)
         ]
         if places:
             rows, columns = upload(torch.tensor(places).T.contiguous(), logits.device)
@@ -213,7 +189,7 @@ class Sampler:
         return bool(places)
 
     @staticmethod
-    def _rows(sequences: Sequence_[Row], device: torch.device, num_steps: int) -> list[SamplingRows]:
+    def _rows(sequences: Sequence_[Sequence], device: torch.device) -> SamplingRows:
         params = [s.request.params for s in sequences]
         names = [*map(id, params)]
         kinds = dict(zip(names, params, strict=True))  # the rows of a job share most of theirs
@@ -227,29 +203,21 @@ class Sampler:
         def uploaded(values: Iterable[float], dtype: type) -> Tensor:
             return upload(torch.from_numpy(of_kinds(values, dtype)), device)
 
-        positions = np.array(
-            [
-                len(s.token_ids) + s.num_pending - s.num_prompt_tokens  # not asked by a call, as they are many
-                if isinstance(s, Sequence) and s.generates
-                else s.num_output_tokens
-                for s in sequences
-            ]
-        )
+        # Not ``num_output_tokens``, as calls for many rows take longer.
+        positions = np.array([len(s.token_ids) + s.num_in_flight - s.num_prompt_tokens for s in sequences])
         drawn = uniforms(
             of_kinds((p.seed for p in kinds.values()), np.int64),
             [s.request.key for s in sequences],
             [s.sample_index for s in sequences],
-            positions + np.arange(num_steps)[:, None],
+            positions,
         )
-        columns = upload(torch.from_numpy(drawn.reshape(num_steps, -1)), device)
-        first = SamplingRows(
+        return SamplingRows(
             temperature=uploaded((min(max(p.temperature, _COLDEST), _HOTTEST) for p in kinds.values()), np.float32),
             min_p=uploaded((p.min_p for p in kinds.values()), np.float32),
             top_k=uploaded((p.top_k for p in kinds.values()), np.int64),
             top_p=uploaded((p.top_p for p in kinds.values()), np.float64),
-            uniform=columns[0],
+            uniform=upload(torch.from_numpy(drawn), device),
         )
-        return [replace(first, uniform=column) for column in columns]
 
 
 def _likeliest(logits: Tensor, num_top: list[int]) -> list[list[tuple[int, float]]]:
@@ -277,7 +245,7 @@ def add_biases(logits: Tensor, rows: Sequence_[int], rules: Sequence_[TokenRules
 
 
 def penalize(
-    logits: Tensor, rows: Sequence_[int], counts: Sequence_[TokenCounts], params: Sequence_[SamplingParams]
+    logits: Tensor, rows: Sequence_[int], counts: Sequence_[HostTokenCounts], params: Sequence_[SamplingParams]
 ) -> None:
     """Lower the logits of tokens seen before, in place, in ``rows`` of float32 logits [num_seqs, vocab_size].
 
@@ -299,3 +267,22 @@ def penalize(
     seen = seen - spread([p.frequency_penalty for p in params]) * times
     seen = seen - spread([p.presence_penalty for p in params]) * (times > 0)
     logits[places, columns] = seen
+
+
+def build_mask(
+    constraints: Constraints | None, sequences: Sequence_[Sequence], vocab_size: int, device: torch.device
+) -> TokenMask | None:
+    """The mask of ``sequences`` that are about to be sampled and must leave tokens out; None if none must."""
+    guided = {row: c for row, s in enumerate(sequences) if (c := s.generation.constraint) and c.is_active}
+    rules = {row: s.generation.rules for row, s in enumerate(sequences)}
+    fixed = {row: r.bits for row, r in rules.items() if r is not None and r.bits is not None}
+    rows = [*guided, *(row for row in fixed if row not in guided)]
+    if not rows:
+        return None
+    bits = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)
+    if guided and constraints is not None:
+        constraints.fill([*guided.values()], bits[: len(guided)])
+    for place, row in enumerate(rows):
+        if row in fixed:
+            bits[place] &= fixed[row]
+    return TokenMask(upload(torch.tensor(rows), device), upload(torch.from_numpy(bits), device))

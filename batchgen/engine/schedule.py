@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import repeat
 from operator import ge
 
 from batchgen.engine.sequence import Sequence
@@ -19,21 +17,15 @@ def _attended(count: int, window: int) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step's work; what is derived from it is that of the moment when it was first asked for.
+    """One step's work. Cached properties keep what they were when first read; the others look anew.
 
     Attributes:
         entries: ordered (sequence, num_scheduled_tokens), every count at least 1.
         resumed: sequences that start behind a cached prefix, whose convolution state comes with its last block.
-        drafts: tokens to be computed behind all that a sequence owes, beside those counted.
-        num_steps: decode steps that are launched one behind the other and counted as one schedule. Each computes one
-            token of each sequence, which the step before has sampled; one that has fewer tokens left is computed in
-            vain once it is at its end.
     """
 
     entries: tuple[tuple[Sequence, int], ...]
     resumed: tuple[Sequence, ...] = ()
-    drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)
-    num_steps: int = 1
 
     @cached_property
     def sequences(self) -> list[Sequence]:
@@ -41,7 +33,7 @@ class Schedule:
 
     @cached_property
     def counts(self) -> list[int]:
-        """Tokens of each sequence, without drafts."""
+        """Tokens of each sequence."""
         return [count for _, count in self.entries]
 
     @cached_property
@@ -51,28 +43,23 @@ class Schedule:
 
     @cached_property
     def pending(self) -> list[int]:
-        """``num_pending`` of each sequence; one that has any is scheduled for that token alone."""
-        return [s.num_pending for s in self.sequences]
+        """``num_in_flight`` of each sequence; one that has any is scheduled for that token alone."""
+        return [s.num_in_flight for s in self.sequences]
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens computed in all steps."""
+        """Tokens computed in the step."""
         return sum(self.counts)
-
-    @property
-    def num_drafts(self) -> int:
-        """Drafts computed in the step."""
-        return sum(map(len, self.drafts.values()))
 
     @cached_property
     def is_single(self) -> bool:
-        """Whether each sequence has one token in each step, beside drafts."""
-        return self.num_steps > 1 or self.num_tokens == len(self.entries)
+        """Whether each sequence has one token."""
+        return self.num_tokens == len(self.entries)
 
     @property
-    def unended(self) -> Schedule:
+    def without_finished(self) -> Schedule:
         """The schedule without the sequences that have ended since it was made."""
-        entries = tuple([entry for entry in self.entries if entry[0].finished_at is None])
+        entries = tuple([entry for entry in self.entries if entry[0].generation.finished_at is None])
         return self if len(entries) == len(self.entries) else replace(self, entries=entries)
 
     def num_attended(self, window: int = 0) -> int:
@@ -97,17 +84,21 @@ class Schedule:
     @cached_property
     def completing(self) -> list[Sequence]:
         """The sequences that will owe nothing after the step, so that their next token can be sampled."""
-        if self.num_steps > 1:
-            return self.sequences
-        return [s for s, n in self.entries if s.num_pending or s.completes(n)]  # a pending token is all that it owes
+        return [s for s, n in self.entries if s.num_in_flight or s.completes(n)]  # a pending token is all that it owes
 
     @property
-    def sampling(self) -> Iterable[tuple[Sequence, int]]:
-        """``completing``, with how many tokens are sampled for each."""
-        return self.entries if self.num_steps > 1 else zip(self.completing, repeat(1))
+    def needs_host(self) -> bool:
+        """Whether a sequence needs tokens of the step before on the host, or gives more than a token id."""
+        return any(s.generation.needs_host for s, _ in self.entries if not s.generation.unwatched_until)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether some tokens may be forbidden to a sequence that is sampled."""
+        watched = [s.generation for s in self.completing if not s.generation.unwatched_until]
+        return any(g.constraint is not None or g.rules is not None for g in watched)
 
     @cached_property
     def scored(self) -> list[tuple[Sequence, range]]:
         """The tokens (indexes) that this step's logits score, by sequence."""
-        unscored = [(s, count) for s, count in self.entries if s.next_scored < s.end_scored]
-        return [(s, found) for s, count in unscored if (found := s.scored_in(count))]
+        wanted = [(s, count) for s, count in self.entries if s.generation.is_scored]
+        return [(s, found) for s, count in wanted if (found := s.scored_in(count))]

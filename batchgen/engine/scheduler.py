@@ -12,13 +12,12 @@ from array import array
 from collections.abc import Iterable
 
 from batchgen.core.errors import RowError
-from batchgen.engine.admission import OutputLengths, PromptTrend, WaitingQueue, peak_tokens
-from batchgen.engine.block_pool import BlockPool, extend_digests
-from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.drafts import Drafter
-from batchgen.engine.refusals import most_tokens, too_long
+from batchgen.engine.admission import PromptTrend, WaitingQueue, most_tokens, too_long
+from batchgen.engine.block_pool import BlockPool, extend_block_hashes
+from batchgen.engine.forecast import MemoryForecast, OutputLengths
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
+from batchgen.engine.sizes import SchedulerConfig
 
 # Share of a forecast peak that must fit. Each row kept waiting makes steps less full, which costs more than an
 # occasional preemption: at 0.95 about 2 % of the tokens of a job five times the pool are computed twice.
@@ -41,12 +40,11 @@ class Scheduler:
         self.num_queried_tokens = 0  # of fresh sequences, when they were admitted
         self.num_cached_tokens = 0  # taken over from the prefix cache by fresh sequences
         self.num_recomputed_tokens = 0
-        self.drafter = Drafter(config.max_drafts) if config.max_drafts else None
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._is_full = False  # admission last ended for want of slots or memory
-        self._num_left = 0  # sequences that have finished since
+        self._admission_blocked = False  # admission last ended for want of slots or memory
+        self._num_finished_since = 0  # sequences that have finished since
         self._most_blocks_running = 0  # if every running sequence were at its longest and shared nothing
-        self._promised: dict[bytes, Sequence] = {}  # blocks of prompts that a running sequence is computing
+        self._being_computed: dict[bytes, Sequence] = {}  # blocks of prompts that a running sequence is computing
 
     @property
     def has_work(self) -> bool:
@@ -56,13 +54,10 @@ class Scheduler:
         """Why a sequence can never be run to its end, or None; to be asked before it is added."""
         return too_long(sequence, self.config)
 
-    def _most_tokens(self, sequence: Sequence) -> int:
-        return most_tokens(sequence, self.config.max_model_len)
-
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence without a ``refusal``."""
         if self.config.prefix_caching:
-            extend_digests(sequence.digests, sequence.token_ids, self.config.block_size)
+            extend_block_hashes(sequence.block_hashes, sequence.token_ids, self.config.block_size)
         self.waiting.push(sequence)
 
     def schedule(self) -> Schedule:
@@ -78,15 +73,15 @@ class Scheduler:
             s
             for s in self.running
             if (
-                s.num_computed_tokens < s.max_state_tokens  # else nothing follows the token that is pending
-                if s.num_pending
+                s.num_computed_tokens < s.max_state_tokens  # else the pending token is the last
+                if s.num_in_flight
                 else len(s.token_ids) - s.num_computed_tokens == 1
             )
         ]
         counts = dict.fromkeys(single[:budget], 1)
         later = single[budget:]  # then those that owe more; in order of admission within each
         if len(single) < len(self.running):
-            later += [s for s in self.running if not s.num_pending and s.num_owed > 1]
+            later += [s for s in self.running if not s.num_in_flight and s.num_owed > 1]
         budget -= len(counts)
         for sequence in [s for s in counts if not s.num_computed_tokens % size]:  # the others' blocks have room
             if sequence.conv_slot is not None:  # not preempted in this step
@@ -100,78 +95,56 @@ class Scheduler:
                 counts[sequence] = count
                 budget -= count
         resumed = self._admit(counts, budget) if self.num_preemptions == preemptions_before else []
-        return Schedule(tuple(counts.items()), tuple(resumed), self._draft(counts))
-
-    def _draft(self, counts: dict[Sequence, int]) -> dict[Sequence, tuple[int, ...]]:
-        """Drafts for a step in which each sequence advances by one token, as far as they pay and blocks are free."""
-        drafter = self.drafter
-        room = drafter.room(len(counts)) if drafter is not None else 0
-        room = min(room, self.config.max_num_batched_tokens - len(counts))
-        if drafter is None or room <= 0 or any(count > 1 for count in counts.values()):
-            return {}
-        drafts, num_free = {}, self.pool.num_free - len(self.running)
-        for sequence in [s for s in counts if s.may_draft]:
-            most = min(room // len(counts), sequence.max_new_tokens - 1)
-            most = min(most, self.config.max_model_len - sequence.num_tokens - 1)
-            found = sequence.fitting(drafter.propose(sequence, most)) if most > 0 else ()
-            missing = self._blocks_missing(sequence, 1 + len(found))
-            if found and missing <= num_free:
-                drafts[sequence] = found
-                num_free -= missing
-        if not drafts or not drafter.pays(len(counts), drafts):
-            return {}
-        for sequence, found in drafts.items():
-            sequence.block_table.extend(self.pool.allocate(self._blocks_missing(sequence, 1 + len(found))))
-        return drafts
+        return Schedule(tuple(counts.items()), tuple(resumed))
 
     def _admit(self, counts: dict[Sequence, int], budget: int) -> list[Sequence]:
         """Admit waiting sequences within budget, slots and memory; returns those that start behind a cached prefix."""
         resumed: list[Sequence] = []
-        deferred: list[Sequence] = []
-        if not budget or self._gathers():
+        if not budget or self._waits_for_batch():
             return resumed
-        while budget and self.waiting and self._free_slots and len(deferred) < _MAX_DEFERRED:
-            sequence = self.waiting.peek()
-            prefix = self.pool.find(self._usable_digests(sequence))
-            if self._is_promised(sequence, len(prefix)):
-                deferred.append(self.waiting.pop())
+        waiting, forecast = self.waiting, MemoryForecast(self.running, self.pool, self.lengths, self.config.block_size)
+        while budget and waiting and self._free_slots and len(waiting.deferred) < _MAX_DEFERRED:
+            sequence = waiting.peek()
+            prefix = self.pool.find(self._usable_hashes(sequence))
+            if self._is_being_computed(sequence, len(prefix)):
+                waiting.defer()
                 continue
-            if self.running and not self._has_room(sequence, prefix):
+            if self.running and not self._has_room(sequence, prefix, forecast):
                 break
-            self._start(self.waiting.pop(), prefix)
+            self._start(waiting.pop(), prefix)
             if prefix:
                 resumed.append(sequence)
             count = min(sequence.num_owed, budget)
             sequence.block_table.extend(self.pool.allocate(self._blocks_missing(sequence, count)))
+            forecast.add(sequence, prefix)
             counts[sequence] = count
             budget -= count
-        self._is_full = budget > 0 and len(self.waiting) > 0 and len(deferred) < _MAX_DEFERRED
-        self._num_left = 0
-        for sequence in deferred:
-            self.waiting.put_back(sequence)
+        self._admission_blocked = budget > 0 and len(waiting) > 0 and len(waiting.deferred) < _MAX_DEFERRED
+        self._num_finished_since = 0
+        waiting.restore()
         return resumed
 
-    def _gathers(self) -> bool:
+    def _waits_for_batch(self) -> bool:
         """Whether to wait until more sequences have left, so that fewer steps compute prompts beside single tokens.
 
-        That ends once as many have left as make up for it, or their places make room for a whole step of prompts. Where
-        fewer wait than that, the input is at its end.
+        The wait ends once one in ``_BATCH_SHARE`` has left, or all that still wait fit into the places of those that
+        left, or these places make room for a whole step of prompts.
         """
-        if not (self.config.admits_in_batches and self._is_full and self.waiting):
+        if not (self.config.admits_in_batches and self._admission_blocked and self.waiting):
             return False
-        batch = (len(self.running) + self._num_left) // _BATCH_SHARE
-        fills_step = self._num_left * self.waiting.peek().num_owed >= self.config.max_num_batched_tokens
-        return self._num_left < min(batch, len(self.waiting)) and not fills_step
+        batch = (len(self.running) + self._num_finished_since) // _BATCH_SHARE
+        fills_step = self._num_finished_since * self.waiting.peek().num_owed >= self.config.max_num_batched_tokens
+        return self._num_finished_since < min(batch, len(self.waiting)) and not fills_step
 
-    def _usable_digests(self, sequence: Sequence) -> list[bytes]:
-        return sequence.digests[: sequence.max_cached_tokens // self.config.block_size]
+    def _usable_hashes(self, sequence: Sequence) -> list[bytes]:
+        return sequence.block_hashes[: sequence.max_cached_tokens // self.config.block_size]
 
-    def _is_promised(self, sequence: Sequence, num_found: int) -> bool:
+    def _is_being_computed(self, sequence: Sequence, num_found: int) -> bool:
         """Whether a running sequence is computing the next block of the prompt."""
-        usable = self._usable_digests(sequence)
-        return not sequence.num_preemptions and len(usable) > num_found and usable[num_found] in self._promised
+        usable = self._usable_hashes(sequence)
+        return not sequence.num_preemptions and len(usable) > num_found and usable[num_found] in self._being_computed
 
-    def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
+    def _has_room(self, sequence: Sequence, prefix: list[int], forecast: MemoryForecast) -> bool:
         """Whether admitting the sequence behind ``prefix`` leaves memory for those that run.
 
         All it owes must fit, not just this chunk, and each running sequence keeps the block it may need next: otherwise
@@ -186,20 +159,10 @@ class Scheduler:
             return True
         if self._most_blocks_running + self._most_blocks(sequence) <= self.config.num_blocks:
             return True
-        return _CAUTION * self._peak_blocks(sequence, prefix) <= self.config.num_blocks
-
-    def _peak_blocks(self, newcomer: Sequence, prefix: list[int]) -> int:
-        """Forecast of the most blocks held at once if ``newcomer`` runs too."""
-        size = self.config.block_size
-        own = [self.pool.num_sole(s.block_table) for s in self.running]  # shared blocks outlive their sequence
-        shared = self.config.num_blocks - self.pool.num_free + self.pool.num_unused(prefix) - sum(own)
-        held = [s.num_tokens - (len(s.block_table) - n) * size for s, n in zip(self.running, own, strict=True)]
-        held.append(newcomer.num_tokens - len(prefix) * size)
-        more = (self.lengths.expected_more(s) for s in (*self.running, newcomer))
-        return shared + self._blocks_needed(peak_tokens(held, more, size))
+        return _CAUTION * forecast.peak_blocks(sequence, prefix) <= self.config.num_blocks
 
     def _most_blocks(self, sequence: Sequence) -> int:
-        return self._blocks_needed(self._most_tokens(sequence))
+        return self._blocks_needed(most_tokens(sequence, self.config.max_model_len))
 
     def _blocks_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
@@ -209,7 +172,7 @@ class Scheduler:
         self.pool.share(prefix)
         sequence.block_table = array("i", prefix)
         self._most_blocks_running += self._most_blocks(sequence)
-        sequence.max_state_tokens = self._most_tokens(sequence)
+        sequence.max_state_tokens = most_tokens(sequence, self.config.max_model_len)
         sequence.num_computed_tokens = len(prefix) * self.config.block_size
         if sequence.num_preemptions:
             self.num_recomputed_tokens += max(0, sequence.max_computed_tokens - sequence.num_computed_tokens)
@@ -219,8 +182,8 @@ class Scheduler:
             self.num_cached_tokens += sequence.num_computed_tokens
         sequence.conv_slot = self._free_slots.pop()
         self.running.append(sequence)
-        for digest in self._usable_digests(sequence)[len(prefix) :]:
-            self._promised.setdefault(digest, sequence)
+        for block_hash in self._usable_hashes(sequence)[len(prefix) :]:
+            self._being_computed.setdefault(block_hash, sequence)
         if sequence.first_scheduled_at is None:
             sequence.first_scheduled_at = time.monotonic()
 
@@ -260,51 +223,43 @@ class Scheduler:
         self.pool.free(sequence.block_table)
         sequence.block_table = array("i")
         self._most_blocks_running -= self._most_blocks(sequence)
-        for digest in sequence.digests:
-            if self._promised.get(digest) is sequence:
-                del self._promised[digest]
+        for block_hash in sequence.block_hashes:
+            if self._being_computed.get(block_hash) is sequence:
+                del self._being_computed[block_hash]
         assert sequence.conv_slot is not None
         self._free_slots.append(sequence.conv_slot)
         sequence.conv_slot = None
-        sequence.num_rejected = 0
 
-    def computed(self, schedule: Schedule) -> None:
+    def on_launched(self, schedule: Schedule) -> None:
         """Count the schedule's tokens as cached; to be called once their forward pass is launched."""
-        size = self.config.block_size
         for sequence, count in schedule.entries:
-            end = sequence.num_computed_tokens = sequence.num_computed_tokens + count
-            sequence.num_rejected = 0
-            if end % size < count and self.config.prefix_caching and schedule.num_steps == 1:
-                self._label(sequence, (end - count) // size, end // size)
+            sequence.num_computed_tokens += count
 
-    def learned(self, schedule: Schedule) -> None:
-        """Label the blocks that several steps have filled, now that their tokens are known."""
-        size = self.config.block_size
-        if schedule.num_steps == 1 or not self.config.prefix_caching:
+    def on_tokens_known(self, schedule: Schedule) -> None:
+        """Register the blocks that a step has filled, for other sequences and for these after a preemption.
+
+        To be called once its tokens are known, before sequences that end with them are finished. Blocks of a prompt
+        wait for the first token behind it: if its logits are not finite, any of these blocks may be bad.
+        """
+        if not self.config.prefix_caching:
             return
-        for (sequence, count), start in zip(schedule.entries, schedule.starts, strict=True):
-            if start % size + count >= size and sequence.conv_slot is not None:
-                self._label(sequence, start // size, (start + count) // size)
+        size, rows = self.config.block_size, zip(schedule.entries, schedule.starts, strict=True)
+        filled = [(s, start) for (s, n), start in rows if start % size + n >= size or start < s.decoded_from]
+        known = set(schedule.completing) if filled else ()
+        for sequence, start in filled:
+            is_known = sequence in known or not (sequence.generates or sequence.num_owed)
+            if is_known and sequence.conv_slot is not None and sequence.generation.error is None:
+                self._register(sequence, 0 if start < sequence.decoded_from else start // size)
 
-    def judged(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """Count accepted drafts of a running sequence as cached, and take back what was computed for the others."""
-        self.computed(Schedule(((sequence, num_accepted),)))
-        sequence.num_rejected = num_drafted - num_accepted
-        needed = self._blocks_needed(sequence.num_computed_tokens)
-        self.pool.free(sequence.block_table[needed:])
-        del sequence.block_table[needed:]
-
-    def _label(self, sequence: Sequence, first: int, end: int) -> None:
-        """Label blocks that have become full, for other sequences and for this one after a preemption."""
-        extend_digests(sequence.digests, sequence.token_ids, self.config.block_size)
-        for block, digest in zip(sequence.block_table[first:end], sequence.digests[first:end], strict=True):
-            self.pool.label(block, digest)
-            self._promised.pop(digest, None)
+    def _register(self, sequence: Sequence, first: int) -> None:
+        end = sequence.num_computed_tokens // self.config.block_size
+        extend_block_hashes(sequence.block_hashes, sequence.token_ids, self.config.block_size)
+        for block, block_hash in zip(sequence.block_table[first:end], sequence.block_hashes[first:end], strict=True):
+            self.pool.register(block, block_hash)
+            self._being_computed.pop(block_hash, None)
 
     def finish(self, sequence: Sequence) -> None:
         """Remove a running or preempted sequence; its memory is free for the next step."""
-        if self.drafter is not None and sequence.generates:
-            self.drafter.finished(sequence)
         if sequence.generates:
             self.lengths.add(sequence.num_output_tokens)
             self.trend.add(sequence.num_prompt_tokens, sequence.num_output_tokens)
@@ -312,9 +267,9 @@ class Scheduler:
         if sequence.conv_slot is None:
             self.waiting.drop_preempted(sequence)
         else:
-            self._num_left += 1
+            self._num_finished_since += 1
             # An answer is rarely the prefix of another prompt: its blocks, likely still in cache, are reused first.
-            self.pool.forget(sequence.block_table[sequence.num_prompt_tokens // self.config.block_size :])
+            self.pool.unregister(sequence.block_table[sequence.num_prompt_tokens // self.config.block_size :])
             self._release(sequence)
 
     def unfinished(self) -> Iterable[Sequence]:
@@ -328,7 +283,7 @@ class Scheduler:
         assert None not in slots and len(set(slots)) == len(slots), "a conv slot is missing or shared"
         taken = [slot for slot in slots if slot is not None]
         assert sorted([*self._free_slots, *taken]) == list(range(self.config.max_num_seqs)), "a conv slot is lost"
-        assert all(s in self.running for s in self._promised.values()), "a promised block whose sequence is not running"
+        assert all(s in self.running for s in self._being_computed.values()), "computed by none that runs"
         assert self._most_blocks_running == sum(map(self._most_blocks, self.running))
         for s in self.running:
             assert 0 <= s.num_computed_tokens < s.num_tokens, "a running sequence owes nothing"
@@ -336,4 +291,4 @@ class Scheduler:
         for s in self.waiting:
             holds = s.block_table or s.conv_slot is not None or s.num_computed_tokens
             assert not holds, "a waiting sequence holds state"
-            assert not s.num_pending, "a waiting sequence has a pending token"
+            assert not s.num_in_flight, "a waiting sequence has a pending token"

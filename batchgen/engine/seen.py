@@ -2,7 +2,7 @@
 
 A row of counts belongs to a slot of convolution state. It is set from the tokens that the host knows when a sequence is
 first sampled there, and each token is added where it is sampled. Rows are dense: a device passes over a vocabulary
-faster than the host gathers the distinct tokens, as ``observers.TokenCounts`` does for a CPU.
+faster than the host gathers the distinct tokens, as ``observers.HostTokenCounts`` does for a CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from batchgen.kernels.inputs import upload
 _ROWS = 64  # penalized at a time: what is computed on the way is several times as large as their logits
 
 
-class SeenTokens:
+class DeviceTokenCounts:
     """How often each token was seen, by slot: 0 never, 1 in the prompt, and 1 more for each time it was generated."""
 
     def __init__(self, num_slots: int) -> None:
@@ -61,7 +61,7 @@ class SeenTokens:
         slot = sequence.conv_slot
         assert slot is not None
         if self._owners[slot] is not sequence or self._num_known[slot] != sequence.num_tokens:
-            assert not sequence.num_pending, "tokens are to be counted that the host does not know"
+            assert not sequence.num_in_flight, "tokens are to be counted that the host does not know"
             times = dict.fromkeys(sequence.request.prompt_token_ids, 1)
             for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
                 times[token_id] = times.get(token_id, 1) + 1

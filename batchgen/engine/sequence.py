@@ -1,25 +1,20 @@
-"""State of the requests under way: ``Sequence`` (one sample), ``Group`` (one request).
+"""State of the requests under way: ``Sequence`` (one sample), ``RequestState`` (one request).
 
 Most requests are one sequence. ``n`` samples are one each (greedy samples are equal, so one stands for all), choices to
-be scored are one each behind the same prompt. The prefix cache computes once what the sequences of a group share.
+be scored are one each behind the same prompt. The prefix cache computes once what the sequences of a state share.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from operator import truediv
-from typing import TYPE_CHECKING
 
-from batchgen.core.errors import RowError, RowErrorCode
-from batchgen.core.records import FinishReason, Request, Result, Sample, Timings, TokenLogprob
-
-if TYPE_CHECKING:
-    from batchgen.engine.lookup import Lookup
-    from batchgen.engine.observers import Constraint, Observer, TokenCounts
-    from batchgen.engine.rules import TokenRules
+from batchgen.core.errors import RowError
+from batchgen.core.records import FinishReason, Request, Result, Timings
+from batchgen.engine.generation import Generation
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -28,96 +23,52 @@ class Sequence:
 
     What is computed lags behind what is known: a sequence owes ``num_owed`` tokens to the cache. A fresh prompt owes
     all of itself, a decoding sequence one token, a preempted one what its cached blocks do not hold; nothing else tells
-    these phases apart.
+    these phases apart. The scheduler owns all of it but the tokens, which ``generation`` appends to and judges, and
+    ``num_in_flight``, which the engine sets.
     """
 
     request: Request
-    group: Group
+    state: RequestState
     sample_index: int = 0
+    choice: InitVar[tuple[int, ...] | None] = None  # tokens behind the prompt, to be scored; nothing is generated
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     generates: bool = field(init=False)
-    num_pending: int = 0  # tokens sampled whose ids the host does not know yet; they are not in token_ids
-    # Owned by the scheduler.
+    generation: Generation = field(init=False)
+    num_in_flight: int = 0  # sampled, but the host does not know the id yet: a pending token, not in token_ids
     num_computed_tokens: int = 0
     max_computed_tokens: int = 0  # before a preemption
-    decoded_from: int = field(init=False)  # computed tokens from here on are new ones that this run generated
+    decoded_from: int = field(init=False)  # the first token neither given nor computed before a preemption
     num_cached_tokens: int = 0  # taken over from the prefix cache
     num_preemptions: int = 0
     block_table: array[int] = field(default_factory=partial(array, "i"))  # memory that a step copies as it is
-    digests: list[bytes] = field(default_factory=list)  # of the full blocks in order, as far as asked for
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks in order, as far as asked for
     conv_slot: int | None = None
-    num_rejected: int = 0  # newest inputs in that slot which belong to rejected drafts
     max_state_tokens: int = 0  # most tokens whose state it will hold while it runs
-    order: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # see WaitingQueue
     first_scheduled_at: float | None = None
-    # What watches the generated tokens; ``counts`` is one of the observers, which the sampler reads.
-    observers: list[Observer] = field(default_factory=list)
-    counts: TokenCounts | None = None
-    constraint: Constraint | None = None
-    rules: TokenRules | None = None
-    lookup: Lookup | None = None  # of the drafter
-    # Below ``plain_until`` tokens nothing but ``end_ids`` (with -1) ends it, and it asks the sampler for nothing beside
-    # its draw: what many such rows have in common is done for all at once. 0 until that is known.
-    plain_until: int = 0
-    end_ids: frozenset[int] = frozenset()
-    finish_reason: FinishReason | None = None
-    matched_stop: str | None = None
-    first_token_at: float | None = None
-    finished_at: float | None = None
-    # Log-probabilities of generated and of given tokens. Tokens from ``next_scored`` up to ``end_scored`` (indexes into
-    # token_ids) are still to be scored: theirs are wanted from the position before each.
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    scores: list[TokenLogprob] = field(default_factory=list)
-    next_scored: int = 0
-    end_scored: int = 0
 
-    def __post_init__(self) -> None:
-        self.token_ids = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+    def __post_init__(self, choice: tuple[int, ...] | None) -> None:
+        given = self.request.output_token_ids if choice is None else choice
+        self.token_ids = [*self.request.prompt_token_ids, *given]
         self.decoded_from = len(self.token_ids)
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
-        self.generates = self.request.params.max_tokens > 0
-
-    def score_choice(self, choice: tuple[int, ...]) -> None:
-        """Generate nothing, but score these tokens after the prompt."""
-        self.token_ids = [*self.request.prompt_token_ids, *choice]
-        self.generates, self.decoded_from = False, len(self.token_ids)
-        self.next_scored, self.end_scored = self.num_prompt_tokens, len(self.token_ids)
-
-    def score_given(self) -> None:
-        """Score the prompt and the tokens generated by an earlier run, as far as the request asks for that."""
-        params, prompt = self.request.params, self.num_prompt_tokens
-        self.next_scored = 1 if params.prompt_logprobs is not None else prompt
-        self.end_scored = prompt if params.logprobs is None else len(self.token_ids)
-        self.next_scored = min(self.next_scored, self.end_scored)
-
-    def num_top(self, index: int) -> int:
-        """How many of the likeliest tokens are wanted beside the token at ``index``."""
-        params = self.request.params
-        return (params.logprobs if self._is_output(index) else params.prompt_logprobs) or 0
-
-    def book_score(self, logprob: TokenLogprob) -> None:
-        """Add the log-probability of the token ``next_scored``."""
-        (self.logprobs if self._is_output(self.next_scored) else self.scores).append(logprob)
-        self.next_scored += 1
-
-    def _is_output(self, index: int) -> bool:
-        return self.generates and index >= self.num_prompt_tokens
+        self.generates = choice is None and self.request.params.max_tokens > 0
+        self.generation = Generation(self.request, self.token_ids, self.generates)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, a pending one included."""
-        return len(self.token_ids) + self.num_pending
+        """Tokens so far, one in flight included."""
+        return len(self.token_ids) + self.num_in_flight
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens, a pending one included."""
-        return len(self.token_ids) + self.num_pending - self.num_prompt_tokens if self.generates else 0
+        """Generated tokens, one in flight included."""
+        return len(self.token_ids) + self.num_in_flight - self.num_prompt_tokens if self.generates else 0
 
     @property
     def num_owed(self) -> int:
         """Tokens whose KV and convolution state are not cached yet."""
-        return len(self.token_ids) + self.num_pending - self.num_computed_tokens
+        return len(self.token_ids) + self.num_in_flight - self.num_computed_tokens
 
     @property
     def max_new_tokens(self) -> int:
@@ -126,160 +77,53 @@ class Sequence:
 
     @property
     def max_cached_tokens(self) -> int:
-        """Most tokens whose state may come from the prefix cache: the logits of the others are wanted."""
-        wanted_from = self.next_scored if self.next_scored < self.end_scored else self.num_tokens
-        return wanted_from - 1
+        """Most tokens whose state may come from the prefix cache: logits of the one behind them are needed."""
+        return (self.generation.next_scored if self.generation.is_scored else self.num_tokens) - 1
 
     def completes(self, count: int) -> bool:
         """Whether computing ``count`` more tokens leaves nothing owed, so that the next token can be sampled."""
-        return self.generates and self.num_computed_tokens + count == len(self.token_ids) + self.num_pending
+        return self.generates and self.num_computed_tokens + count == len(self.token_ids) + self.num_in_flight
 
     def scored_in(self, count: int) -> range:
         """Which tokens (indexes) the logits of the next ``count`` computed positions score."""
-        done = self.num_computed_tokens
-        return range(max(self.next_scored, done + 1), min(self.end_scored, done + count + 1))
-
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
-    def needs_host(self) -> bool:
-        """Whether it needs tokens of the step before on the host, or gives more than a token id in the next one."""
-        is_scored = self.next_scored < self.end_scored
-        return is_scored or not self.generates or self.request.params.logprobs is not None or self.needs_history
-
-    def mark_plain(self, eos_token_ids: frozenset[int]) -> None:
-        """Set ``plain_until`` and ``end_ids``, once it runs and no given token is left to be scored."""
-        params = self.request.params
-        is_asking = self.needs_host or params.has_penalties or self.rules is not None or bool(self.observers)
-        if not is_asking and self.num_output_tokens >= params.min_tokens:
-            self.plain_until = self.max_state_tokens
-            self.end_ids = (frozenset() if params.ignore_eos else eos_token_ids).union(params.stop_token_ids, (-1,))
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether more tokens can be computed behind the one that it owes, and sampled from."""
-        is_free = self.constraint is None or self.constraint.is_active  # not while it waits for a marker in free text
-        return (
-            is_free
-            and self.num_owed == 1
-            and not self.num_pending
-            and self.next_scored >= self.end_scored
-            and self.generates
-        )
-
-    def fitting(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """The first of some drafts, as far as the constraint allows them."""
-        return drafts if self.constraint is None or not drafts else drafts[: self.constraint.num_fitting(drafts)]
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether what may come next depends on the tokens before, beside the model."""
-        if self.counts is not None or self.constraint is not None:
-            return True
-        return self.rules is not None and bool(self.rules.endings)
-
-    @property
-    def next_forced(self) -> int | None:
-        """The token that the constraint forces next, to be appended without sampling.
-
-        Where log-probabilities are asked for it is sampled from a mask of one token, which gives its own. So it is
-        while a prompt is to be scored, as the sequence must not end before.
-        """
-        is_sampled = self.request.params.logprobs is not None or self.next_scored < self.end_scored
-        if self.constraint is None or self.is_finished or is_sampled:
-            return None
-        return self.constraint.forced
-
-    def no_token(self) -> tuple[str, RowErrorCode]:
-        """Why the sampler found no next token."""
-        if self.rules is None and self.constraint is None:
-            return f"the model's logits after token {self.num_tokens} are not finite", RowErrorCode.INTERNAL
-        keys = "allowed_token_ids, bad_words, min_tokens or structured_outputs"
-        return (
-            f"{keys} leave no token to follow token {self.num_tokens}, or the logits are not finite",
-            RowErrorCode.BAD_PARAM,
-        )
-
-    def fail(self, message: str, code: RowErrorCode = RowErrorCode.INTERNAL) -> None:
-        """End it, and its request with an error."""
-        self.group.error = RowError(code, message)
-        self.finish_reason = FinishReason.STOP
-
-    def append(self, token_id: int, at: float) -> None:
-        """Add a generated token, at an instant of the engine's clock."""
-        self.token_ids.append(token_id)
-        if self.first_token_at is None:
-            self.first_token_at = at
-
-    def stop_reason(self, eos_token_ids: frozenset[int], max_model_len: int) -> FinishReason | None:
-        """Why the newest token ends the sequence, or None; to be called once per token, with none pending."""
-        params, constraint, ending = self.request.params, self.constraint, None
-        newest, num_tokens = self.token_ids[-1], len(self.token_ids)
-        is_forced = constraint is not None and constraint.forced == newest
-        if constraint is not None and newest not in eos_token_ids:
-            constraint.push(newest)
-        for observer in self.observers:  # each sees every token; the first has precedence
-            asked = observer.push(newest)
-            if asked is not None and not (
-                is_forced and asked.reason is FinishReason.REPETITION
-            ):  # no loop of the model
-                ending = ending or asked
-        num_output_tokens = num_tokens - self.num_prompt_tokens
-        if num_output_tokens >= params.min_tokens:
-            if newest in params.stop_token_ids or (newest in eos_token_ids and not params.ignore_eos):
-                return FinishReason.STOP
-            if ending is not None:
-                self.matched_stop = ending.stop
-                return ending.reason
-        if constraint is not None and constraint.is_over:
-            return FinishReason.STOP
-        if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
-            return FinishReason.LENGTH
-        return None
-
-    def to_sample(self) -> Sample:
-        logprobs = tuple(self.logprobs) if self.request.params.logprobs is not None else None
-        tokens = tuple(self.token_ids[self.num_prompt_tokens :])
-        is_complete = self.matched_stop is None and self.constraint.is_complete if self.constraint else None
-        return Sample(tokens, self.finish_reason, self.matched_stop, logprobs, is_complete)
+        done, generation = self.num_computed_tokens, self.generation
+        return range(max(generation.next_scored, done + 1), min(generation.end_scored, done + count + 1))
 
 
-class Group:
+class RequestState:
     """The sequences of one request, and how their outcomes are put together into its one result.
 
-    ``duplicates`` are identical requests that wait for the same result; ``digest`` names what they have in common (see
-    ``Duplicates``; None where none was made).
+    ``followers`` are identical requests that wait for the same result, by key and instant of submission; ``digest``
+    names what they have in common (see ``Duplicates``; None where none was made). ``refusal`` is why it cannot run.
     """
 
-    __slots__ = ("digest", "duplicates", "error", "request", "sequences", "submitted_at")
+    __slots__ = ("digest", "followers", "refusal", "request", "sequences", "submitted_at")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.submitted_at = time.monotonic()
         self.digest: bytes | None = None
-        self.duplicates: list[Group] = []
-        self.error: RowError | None = None
+        self.followers: list[tuple[int, float]] = []
+        self.refusal: RowError | None = None
         if request.choices:
-            self.sequences = [Sequence(request, self, i) for i in range(len(request.choices))]
-            for sequence, choice in zip(self.sequences, request.choices, strict=True):
-                sequence.score_choice(choice)
+            self.sequences = [Sequence(request, self, i, choice) for i, choice in enumerate(request.choices)]
+            for sequence in self.sequences:
+                sequence.generation.score_choice()
             return
         num_different = 1 if request.params.is_greedy else request.params.n
         if num_different > 1:  # the tokens of an earlier run belong to no single sample
             request = self.request = replace(request, output_token_ids=())
         self.sequences = [Sequence(request, self, i) for i in range(num_different)]
-        self.sequences[0].score_given()
+        self.sequences[0].generation.score_given()
+
+    @property
+    def error(self) -> RowError | None:
+        """Why it has no result: it was refused, or a sequence has failed."""
+        return self.refusal or next((s.generation.error for s in self.sequences if s.generation.error), None)
 
     @property
     def is_finished(self) -> bool:
-        return all(s.finished_at is not None for s in self.sequences)
-
-    @property
-    def is_untouched(self) -> bool:
-        """Whether no step has computed any of it, and no identical request waits for its result."""
-        return not self.duplicates and all(s.first_scheduled_at is None for s in self.sequences)
+        return all(s.generation.finished_at is not None for s in self.sequences)
 
     @property
     def resumable_tokens(self) -> tuple[int, ...]:
@@ -295,12 +139,12 @@ class Group:
         if self.error is not None:
             return base
         if self.request.choices:
-            sums = tuple(sum(score.logprob for score in s.scores) for s in self.sequences)
-            sizes = map(len, self.request.choices)
-            means = tuple(map(truediv, sums, sizes)) if params.normalize == "tokens" else ()
+            sums = tuple(sum(score.logprob for score in s.generation.scores) for s in self.sequences)
+            means = tuple(map(truediv, sums, map(len, self.request.choices)))
             scored = replace(base, finish_reason=FinishReason.STOP, choice_logprobs=sums, choice_means=means)
-            return replace(scored, token_ids=self.request.choices[scored.best_choice])
-        samples = [s.to_sample() for s in self.sequences]
+            scores = scored.choice_scores(params)
+            return replace(scored, token_ids=self.request.choices[scores.index(max(scores))])
+        samples = [s.generation.to_sample() for s in self.sequences]
         samples += samples[:1] * (params.n - len(samples))
         return replace(
             base,
@@ -310,14 +154,14 @@ class Group:
             logprobs=samples[0].logprobs,
             is_complete=samples[0].is_complete,
             more_samples=tuple(samples[1:]),
-            prompt_logprobs=tuple(first.scores) if params.prompt_logprobs is not None else None,
+            prompt_logprobs=tuple(first.generation.scores) if params.prompt_logprobs is not None else None,
         )
 
     def _timings(self) -> Timings:
         preemptions = sum(s.num_preemptions for s in self.sequences)
         scheduled = [s.first_scheduled_at for s in self.sequences if s.first_scheduled_at is not None]
-        first = [s.first_token_at for s in self.sequences if s.first_token_at is not None]
-        end = [s.finished_at for s in self.sequences if s.finished_at is not None]
+        first = [at for s in self.sequences if (at := s.generation.first_token_at) is not None]
+        end = [at for s in self.sequences if (at := s.generation.finished_at) is not None]
         if not (scheduled and first and end):  # ended before it could begin
             return Timings(preemptions=preemptions)
         start, begun, answered, ended = self.submitted_at, min(scheduled), min(first), max(end)
@@ -330,6 +174,6 @@ class Group:
             ttft_s=answered - start,
             tpot_s=(ended - answered) / max(1, longest - 1),
             total_s=ended - start,
-            cached_tokens=sum(s.num_cached_tokens for s in self.sequences),
+            cached_tokens=min(len(self.request.prompt_token_ids), *(s.num_cached_tokens for s in self.sequences)),
             preemptions=preemptions,
         )

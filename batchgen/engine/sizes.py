@@ -1,4 +1,4 @@
-"""Chooses what the user left open, for the machine and the model at hand.
+"""Sizes of the engine: chooses what the user left open, for the machine and the model at hand.
 
 The arithmetic needs no torch, so that a plan can do it too; asking the device for its memory and threads does.
 """
@@ -6,13 +6,12 @@ The arithmetic needs no torch, so that a plan can do it too; asking the device f
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from batchgen.config.job import EngineConfig
 from batchgen.core.errors import UsageError
 from batchgen.core.machine import available_bytes, total_bytes
-from batchgen.engine.config import EngineConfig, SchedulerConfig
-from batchgen.engine.drafts import MAX_DRAFTS
 from batchgen.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -27,6 +26,31 @@ _MEMORY_SHARE = 0.5  # of what is free: the rest is for activations, the input a
 _CUDA_MEMORY_SHARE = 0.9  # of a card that is rarely shared, less what is known to be needed beside
 _CUDA_BYTES = 1 << 30  # that libraries and graphs take
 _MAX_NUM_BLOCKS = 1 << 22  # the block pool takes 50 bytes of host memory per block
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Sizes the scheduler works with, all resolved and positive, and its policies; see ``EngineConfig``.
+
+    ``kv_dtype`` is "auto" where keys and values are kept in the type in which they are computed; ``admits_in_batches``
+    is for devices that run single tokens far cheaper than steps with prompts.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    prefix_caching: bool = True
+    longest_first: bool = True
+    forecast_memory: bool = True
+    kv_dtype: str = "auto"
+    admits_in_batches: bool = False
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Most tokens of one sequence whose state can be held at once."""
+        return self.num_blocks * self.block_size
 
 
 def resolve(config: EngineConfig, model: Decoder) -> SchedulerConfig:
@@ -74,9 +98,8 @@ def sizes_for(
     if max_model_len < 2:
         raise UsageError(f"max_model_len {max_model_len}: at least 2 (one prompt token and one generated)")
     block_bytes = model.kv_block_bytes(block_size, itemsize, config.kv_dtype)
-    max_drafts = 0 if is_cuda or config.speculate == "off" else MAX_DRAFTS
     tokens = config.max_num_batched_tokens or defaults["max_num_batched_tokens"]
-    kept = max_num_seqs * model.conv_slot_bytes(itemsize, max_drafts)
+    kept = max_num_seqs * model.conv_slot_bytes(itemsize)
     kept += _step_bytes(tokens, max_num_seqs, model, itemsize) if is_cuda else 0
     share = _CUDA_MEMORY_SHARE if is_cuda else _MEMORY_SHARE
     memory = config.kv_memory or max(0, int(share * free_bytes) - kept)
@@ -92,11 +115,10 @@ def sizes_for(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         kv_dtype=config.kv_dtype,
-        max_drafts=max_drafts,
         admits_in_batches=is_cuda,  # its graphs hold steps of single tokens alone
         prefix_caching=config.prefix_caching,
         longest_first=config.longest_first,
-        forecast_memory=config.forecast_memory,
+        forecast_memory=config.forecast_memory and not is_cuda,  # there a step with fewer rows takes as long
     )
 
 
@@ -110,9 +132,14 @@ def _defaults(model: ModelConfig, *, is_cuda: bool) -> dict[str, int]:
 
 
 def _step_bytes(tokens: int, max_num_seqs: int, model: ModelConfig, itemsize: int) -> int:
-    """What full steps take on a GPU beside weights and state, launched and recorded: logits have a float32 copy."""
-    logits = max_num_seqs * model.vocab_size * (itemsize + 4)
-    return 2 * (_activation_bytes(tokens, model, itemsize) + logits) + _CUDA_BYTES
+    """What full steps take on a GPU beside weights and state, launched and recorded.
+
+    Logits have a float32 copy, and penalties int32 counts of all tokens. A step that scores prompts or choices may be
+    asked for the logits of all its tokens.
+    """
+    logits, counts = max_num_seqs * model.vocab_size * (itemsize + 4), max_num_seqs * model.vocab_size * 4
+    launched = max(logits, tokens * model.vocab_size * itemsize)
+    return 2 * _activation_bytes(tokens, model, itemsize) + logits + launched + counts + _CUDA_BYTES
 
 
 def _activation_bytes(tokens: int, model: ModelConfig, itemsize: int) -> int:
@@ -124,7 +151,7 @@ def _refuse_beyond(sizes: SchedulerConfig, model: ModelConfig, itemsize: int, to
     tokens = min(sizes.max_num_batched_tokens, sizes.max_num_tokens)
     block_bytes = model.kv_block_bytes(sizes.block_size, itemsize, sizes.kv_dtype)
     needs = {
-        "max_num_seqs": (sizes.max_num_seqs, sizes.max_num_seqs * model.conv_slot_bytes(itemsize, sizes.max_drafts)),
+        "max_num_seqs": (sizes.max_num_seqs, sizes.max_num_seqs * model.conv_slot_bytes(itemsize)),
         "kv_memory": (sizes.num_blocks, sizes.num_blocks * block_bytes),
         "max_num_batched_tokens": (tokens, _activation_bytes(tokens, model, itemsize)),
     }

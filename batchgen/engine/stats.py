@@ -1,7 +1,4 @@
-"""Counts of a running engine: tokens, steps, seconds per phase, and how full its steps were over time.
-
-Each step costs a few additions, far below a thousandth of its time.
-"""
+"""Counts of a running engine: tokens, steps, seconds per phase, and how full its steps were over time."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchgen.engine.schedule import Schedule
-from batchgen.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from batchgen.engine.scheduler import Scheduler
@@ -75,9 +71,6 @@ class EngineStats:
         num_prefill_tokens: computed tokens of prompts, of earlier runs and after preemptions.
         num_decode_tokens: the other computed ones, which this run generated, sampled or forced, those in vain included.
         num_forced_tokens: of ``num_output_tokens``, those that were not sampled, since a constraint left no choice.
-        num_drafted_tokens: computed ahead, of which ``num_accepted_tokens`` were what was sampled; the others are in no
-            other count.
-        sum_steps_saved: sum over steps of accepted drafts per sequence: the steps that would have given as many tokens.
         num_logits: tokens whose logits were computed.
         num_attended: sum over computed tokens of the positions they attended to.
         num_kv_read: sum over steps of their sequences' cached positions, each read at least once.
@@ -86,7 +79,9 @@ class EngineStats:
         num_cached_tokens: of ``num_queried_tokens`` of admitted prompts, those taken from the prefix cache.
         num_recomputed_tokens: computed again after a preemption.
         num_shared_requests: answered with the result of an identical request.
-        sum_sequences, sum_kv_use: sums over steps; ``kv_use`` is the share of blocks held.
+        steps_s: seconds of all steps, without the time in which the engine had nothing to do.
+        sequences_s, tokens_s, kv_use_s: the sequences, the tokens and the share of blocks held of each step times its
+            seconds: over ``steps_s`` they are means over time.
         sum_experts: sum over steps of the share of experts that their tokens are expected to meet.
         forward_prefill_s: part of phase "forward" for prefill tokens, if a step's time is divided evenly by tokens.
         phase_s: seconds per phase of a step.
@@ -99,9 +94,6 @@ class EngineStats:
     num_decode_tokens: int = 0
     num_output_tokens: int = 0
     num_forced_tokens: int = 0
-    num_drafted_tokens: int = 0
-    num_accepted_tokens: int = 0
-    sum_steps_saved: float = 0.0
     num_logits: int = 0
     num_attended: int = 0
     num_kv_read: int = 0
@@ -113,14 +105,17 @@ class EngineStats:
     num_recomputed_tokens: int = 0
     num_shared_requests: int = 0
     max_running: int = 0
-    sum_sequences: int = 0
-    sum_kv_use: float = 0.0
+    steps_s: float = 0.0
+    sequences_s: float = 0.0
+    tokens_s: float = 0.0
+    kv_use_s: float = 0.0
     sum_experts: float = 0.0
     max_kv_use: float = 0.0
     forward_prefill_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=dict)
     series: StepSeries = field(default_factory=StepSeries)
     _forward_s: float = 0.0
+    _phases_s: float = 0.0
     _step_end: float | None = None
 
     @contextmanager
@@ -133,63 +128,46 @@ class EngineStats:
             self.phase_s[name] = self.phase_s.get(name, 0.0) + time.monotonic() - start
 
     def count(self, schedule: Schedule, num_logits: int, scheduler: Scheduler, model: ModelConfig) -> None:
-        """Count a schedule that has just been launched and is not booked yet, without its drafts.
-
-        ``num_logits`` are the rows of one step.
-        """
-        num_steps, attended = schedule.num_steps, schedule.num_attended()
-        self.num_logits += num_steps * num_logits - schedule.num_drafts
+        """Count a schedule that has just been launched and is not booked yet."""
+        attended = schedule.num_attended()
+        self.num_logits += num_logits
         self.num_attended += attended
         if window := model.window:
             self.num_window_attended += schedule.num_attended(window)
-            read = (min(s.num_computed_tokens + n, window) for s, n in schedule.entries)
-            self.num_window_read += schedule.num_attended(window) if num_steps > 1 else sum(read)
-        num_rows = schedule.num_tokens + schedule.num_drafts if num_steps == 1 else len(schedule.entries)
-        self.sum_experts += num_steps * model.expected_experts(num_rows)
+            self.num_window_read += sum(min(s.num_computed_tokens + n, window) for s, n in schedule.entries)
+        self.sum_experts += model.expected_experts(schedule.num_tokens)
         decode = schedule.num_decoded()
-        self.num_kv_read += attended if num_steps > 1 else sum(schedule.starts) + schedule.num_tokens
+        self.num_kv_read += sum(schedule.starts) + schedule.num_tokens
         pool = scheduler.pool
         kv_use = 1 - pool.num_free / pool.num_blocks
-        self.add_step(schedule.num_tokens - decode, decode, len(schedule.entries), kv_use, num_steps)
+        self.add_step(schedule.num_tokens - decode, decode, len(schedule.entries), kv_use)
         self.num_preemptions = scheduler.num_preemptions
         self.num_queried_tokens = scheduler.num_queried_tokens
         self.num_cached_tokens = scheduler.num_cached_tokens
         self.num_recomputed_tokens = scheduler.num_recomputed_tokens
         self.max_running = max(self.max_running, len(scheduler.running))
 
-    def count_drafts(
-        self, sequence: Sequence, num_drafted: int, num_accepted: int, *, step: Schedule, window: int
-    ) -> None:
-        """Count a sequence's drafts of a step once it is known which were accepted, whose state is not booked yet."""
-        self.num_drafted_tokens += num_drafted
-        self.num_accepted_tokens += num_accepted
-        self.sum_steps_saved += num_accepted / len(step.entries)
-        self.num_decode_tokens += num_accepted
-        self.num_logits += num_accepted
-        accepted = Schedule(((sequence, num_accepted),))
-        self.num_attended += accepted.num_attended()
-        self.num_window_attended += accepted.num_attended(window) if window else 0
-
-    def add_step(self, prefill_tokens: int, decode_tokens: int, sequences: int, kv_use: float, steps: int = 1) -> None:
-        """Count a step, or several alike, whose forward pass has just been timed; ``kv_use`` is a share of the blocks.
-
-        Tokens are those of all steps, ``sequences`` those of one.
-        """
+    def add_step(self, prefill_tokens: int, decode_tokens: int, sequences: int, kv_use: float) -> None:
+        """Count a step whose forward pass has just been timed; ``kv_use`` is a share of the blocks."""
         tokens = prefill_tokens + decode_tokens
         forward_s = self.phase_s.get("forward", 0.0)
         step_s = forward_s - self._forward_s
         self._forward_s = forward_s
+        phases_s = sum(self.phase_s.values())
+        busy_s, self._phases_s = phases_s - self._phases_s, phases_s
         now = time.monotonic()
         began = now - step_s if self._step_end is None else self._step_end
         self._step_end = now
-        self.num_steps += steps
+        self.num_steps += 1
         self.num_prefill_tokens += prefill_tokens
         self.num_decode_tokens += decode_tokens
-        self.sum_sequences += steps * sequences
-        self.sum_kv_use += steps * kv_use
+        self.steps_s += busy_s
+        self.sequences_s += busy_s * sequences
+        self.tokens_s += busy_s * tokens
+        self.kv_use_s += busy_s * kv_use
         self.max_kv_use = max(self.max_kv_use, kv_use)
         self.forward_prefill_s += step_s * prefill_tokens / max(tokens, 1)
-        self.series.add(Point(began, now - began, steps, tokens, prefill_tokens, steps * sequences, steps * kv_use))
+        self.series.add(Point(began, now - began, 1, tokens, prefill_tokens, sequences, kv_use))
 
     def to_dict(self) -> dict[str, Any]:
         """For a report; ``series`` as columns."""

@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec
-from batchgen.executors.engine import PoolEngine
-from batchgen.executors.identity import Gate
-from batchgen.executors.local import LocalCrew
-from batchgen.executors.messages import Crew
-from batchgen.executors.pool import Pool
-from batchgen.executors.ray_crew import RayCrew
-from batchgen.executors.shares import share_out
+from batchgen.core.version import __version__
+from batchgen.executors.dispatcher import RowDispatcher
+from batchgen.executors.driver import WorkersEngine
+from batchgen.executors.handle import WorkerLauncher
+from batchgen.executors.liveness import Liveness
+from batchgen.executors.local import LocalLauncher
+from batchgen.executors.messages import WorkerReady
+from batchgen.executors.ray_launcher import RayLauncher
+from batchgen.executors.slices import split_machine
 from batchgen.executors.worker import Start
+from batchgen.input.rows import num_chars
+from batchgen.input.validator import Pending
+from batchgen.output.manifest import KERNELS, differences, mix_kernels, without_kernels
 from batchgen.run import job, retry
-from batchgen.run.backend import Backend
+from batchgen.run.backend import Backend, RunContext
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine, start_kernels
 
@@ -50,40 +55,84 @@ def placed(engine_factory: EngineFactory) -> EngineFactory:
         if not spec.cluster.is_used:
             return engine_factory(spec, model)
 
-        def make_crew(start: Start) -> Crew:
+        def make_launcher(start: Start) -> WorkerLauncher:
             start = replace(start, engine_factory=engine_factory)
             if spec.cluster.ray:
-                return RayCrew(start, model.config, model.begun.num_rows)
+                return RayLauncher(start, model.config, model.context.num_rows)
             if engine_factory is load_engine:
                 start_kernels(spec, model.config)  # with all processors, beside the start of the workers
-            return LocalCrew(start, share_out(spec, model.config, model.begun.num_rows))
+            return LocalLauncher(start, split_machine(spec, model.config, model.context.num_rows))
 
-        return on_workers(make_crew, spec.cluster.patience_s)(spec, model)
+        return on_workers(make_launcher, spec.cluster.patience_s, spec.cluster.load_patience_s)(spec, model)
 
     return load
 
 
-def on_workers(make_crew: Callable[[Start], Crew], patience_s: float = 60.0) -> EngineFactory:
-    """An engine factory: ``make_crew`` makes the crew whose workers begin with a ``Start``."""
+def on_workers(
+    make_launcher: Callable[[Start], WorkerLauncher], patience_s: float = 60.0, load_patience_s: float = 1800.0
+) -> EngineFactory:
+    """An engine factory: ``make_launcher`` makes the launcher whose workers begin with a ``Start``."""
 
     def load(spec: JobSpec, model: ModelInfo) -> Backend:
-        begun, gate = model.begun, Gate(model.begun)
-        crew = make_crew(Start(spec, begun.at, begun.digests))
-        engine = PoolEngine(crew, Pool(patience_s=patience_s), gate.refusal, begun.note)
+        context, gate = model.context, IdentityGate(model.context)
+        launcher = make_launcher(Start(spec, context.at, context.digests))
+        liveness = Liveness(patience_s, load_patience_s)
+        engine = WorkersEngine(launcher, RowDispatcher(num_chars=_num_chars), liveness, gate.refusal, context.note)
         try:
-            hello = engine.begin()
+            first = engine.begin()
         except BaseException:
             engine.close()
             raise
         return Backend(
             engine,
             dict(gate.numerics),
-            hello.threads,
+            first.threads,
             facts=lambda: engine.facts,
-            notes=hello.notes,
+            notes=first.notes,
             takes_rows=True,
             close=engine.close,
             workers=engine.stats.live,
         )
 
     return load
+
+
+class IdentityGate:
+    """Says which workers may take part in a run.
+
+    ``numerics`` are those of its rows: without any so far, the first worker's. Where the run takes several kernel sets,
+    they name all that have joined.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self.numerics = dict(context.numerics or {})
+        self._context = context
+
+    def refusal(self, ready: WorkerReady) -> str:
+        """Why a worker may not take part; empty if it may."""
+        identity = ready.identity
+        if identity.version != __version__:
+            return f"it has batchgen {identity.version}, here it is {__version__}"
+        if found := differences(self._context.weights, identity.weights):
+            return f"its model is another one: {found[0]}"
+        self.numerics = self.numerics or dict(identity.numerics)
+        if found := differences(without_kernels(self.numerics), without_kernels(identity.numerics)):
+            return f"it would compute other tokens: {', '.join(found)}"
+        return self._refusal_of_kernels(identity.numerics.get(KERNELS))
+
+    def _refusal_of_kernels(self, kernels: str | None) -> str:
+        if kernels is None:
+            return ""
+        known = self.numerics.setdefault(KERNELS, kernels)
+        mixed = mix_kernels(known, kernels)
+        if mixed != known and not self._context.takes_kernels(kernels):
+            return (
+                f"its kernels are {kernels}, the run's {known}, which add up in another order, so tokens may differ "
+                "(--allow-mixed-kernels takes both)"
+            )
+        self.numerics[KERNELS] = mixed
+        return ""
+
+
+def _num_chars(row: Pending) -> int:
+    return num_chars(row.record.columns)

@@ -1,48 +1,53 @@
-"""Workers that are processes of this machine, each with its share of processors, devices and memory.
+"""Workers that are processes of this machine, each with its slice of processors, devices and memory.
 
-A worker is a fresh interpreter: the driver has threads, and no copy of a process with threads can be trusted. They
-speak over a socket, and the driver waits for all of them at once.
+A worker is a fresh interpreter: the driver has threads, and no copy of a process with threads can be trusted. A thread
+for each calls it over a socket, in pickles: both ends trust each other.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from batchgen.core.errors import BatchgenError
 from batchgen.core.units import shortened
-from batchgen.executors.messages import Event, Grant, Lost, Seat
-from batchgen.executors.pipe import Pipe
-from batchgen.executors.shares import Share
+from batchgen.executors.handle import Place, WorkerHandle, WorkerLauncher
+from batchgen.executors.messages import WorkerLost, WorkerUpdate
+from batchgen.executors.slices import MachineSlice
 from batchgen.executors.worker import Start
 
 _PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from batchgen.executors.process import main
+from batchgen.executors.worker import main
 main(*json.loads(sys.argv[2]))
 """
 _REAPED_S = 5.0  # a process that was killed takes as long at most, unless a device holds it
+_MAX_SAID_BLOCKS = 2048  # of 512 bytes
 
 
-class LocalSeat:
-    """A process as a ``Seat``; what it writes to its standard output and error is kept, not shown."""
+class WorkerGone(Exception):
+    """A process has ended; the text says how."""
 
-    def __init__(self, name: str, share: Share, start: Start) -> None:
-        self.name = name
-        self.share = share
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the seat
-        ours, theirs = socket.socketpair()
+
+class LocalWorker:
+    """A ``Remote`` process; the end of what it writes to its standard output and error is kept, not shown."""
+
+    def __init__(self, part: MachineSlice) -> None:
+        self.part = part
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._socket, theirs = socket.socketpair()
         folders = [str(Path(folder).absolute()) for folder in (*filter(None, sys.path), str(Path(__file__).parents[2]))]
         arguments = folders, [theirs.fileno(), os.getpid()]
         with theirs:
@@ -54,34 +59,34 @@ class LocalSeat:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C reaches the driver alone
             )
-        ours.setblocking(False)
-        self.pipe = Pipe(ours)
-        self._is_lost = False
-        self.pipe.send(share)
-        self.pipe.send(start)
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        self._caller = ThreadPoolExecutor(1, "batchgen-worker")
 
-    def send(self, grant: Grant) -> None:
-        self.pipe.send(grant)
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        return self._caller.submit(self._ask, method, arguments)
 
-    def poll(self) -> list[Event]:
-        if self._is_lost:
-            return []
-        self.pipe.flush()
-        events: list[Event] = list(self.pipe.receive())
-        self._is_lost = any(isinstance(event, Lost) for event in events)
-        if self.pipe.is_closed and not self._is_lost:
-            self._is_lost = True
-            events.append(Lost(self._ending()))
-        if self._is_lost:
-            self.close()
-        return events
-
-    def close(self) -> None:
-        self._is_lost = True
+    def kill(self) -> None:
         self.process.kill()
-        self.pipe.end.close()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends a call under way, even of a process that a device holds
+        self._caller.submit(self._bury)
+        self._caller.shutdown(wait=False)
+
+    def _ask(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        try:
+            self._connection.send((method, arguments))
+            answer = self._connection.recv()
+        except (EOFError, OSError):
+            raise WorkerGone(self._ending()) from None
+        if os.fstat(self._said.fileno()).st_blocks > _MAX_SAID_BLOCKS:
+            os.ftruncate(self._said.fileno(), 0)  # it goes on where it was, behind a hole
+        return answer
+
+    def _bury(self) -> None:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_REAPED_S)
+        self._connection.close()
+        self._socket.close()
         self._said.close()
 
     def _ending(self) -> str:
@@ -99,45 +104,48 @@ class LocalSeat:
         return f"it ended with exit code {code}" + (f": {shortened(last, 300)}" if last else "")
 
 
-class LocalCrew:
-    """One process per share; a share whose worker is gone goes to the next one."""
+class LocalLauncher(WorkerLauncher):
+    """One process per slice; a slice whose worker is gone goes to the next one."""
 
-    def __init__(self, start: Start, shares: Sequence[Share]) -> None:
-        self.num_wanted = (1, len(shares))
-        self.is_one_place = True
+    def __init__(self, start: Start, slices: Sequence[MachineSlice]) -> None:
+        bounds = start.spec.cluster.bounds
+        super().__init__((bounds[0] if bounds else 1, len(slices)))
         self._start = start
-        self._seats: list[LocalSeat | None] = [None] * len(shares)
-        self._shares = shares
-        self._num_hired = 0
+        self._workers: list[LocalWorker | None] = [None] * len(slices)
+        self._slices = slices
 
-    def hire(self) -> LocalSeat | None:
-        """See ``Crew``. Raises BatchgenError where the machine has no room for a single process."""
-        free = [i for i, seat in enumerate(self._seats) if seat is None or seat.process.poll() is not None]
-        if not free:
-            return None
+    def has_room(self) -> bool:
+        if not self.handles:  # without a worker the driver can but wait: those that were killed end in a moment
+            for worker in filter(None, self._workers):
+                with suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(_REAPED_S)
+        return bool(self._free())
+
+    def launch(self) -> WorkerHandle | None:
+        """See ``WorkerLauncher``. Raises BatchgenError where the machine has no room for a single process."""
         try:
-            seat = LocalSeat(f"local-{self._num_hired + 1}", self._shares[free[0]], self._start)
+            return super().launch()
         except OSError as error:
-            if len(free) < len(self._seats):
+            if len(self._free()) < len(self._slices):
                 return None
             raise BatchgenError(
                 f"cannot start a worker: {error.strerror}; raise the limit on processes or files"
             ) from error
-        self._num_hired += 1
-        self._seats[free[0]] = seat
-        return seat
 
-    def wait(self, seats: Iterable[Seat], timeout_s: float) -> None:
-        poll = select.poll()
-        for seat in seats:
-            pipe = cast(LocalSeat, seat).pipe
-            poll.register(pipe.end, select.POLLIN | (select.POLLOUT if pipe.has_more_to_send else 0))
-        poll.poll(timeout_s * 1000)
+    def place(self) -> tuple[LocalWorker, Future[Place]]:
+        number = self._free()[0]
+        worker = self._workers[number] = LocalWorker(self._slices[number])
+        placed = Future[Place]()
+        placed.set_result(Place("", worker.process.pid))
+        return worker, placed
 
-    def close(self) -> None:
-        for seat in self._seats:
-            if seat is not None:
-                seat.process.kill()
-        for seat in self._seats:
-            if seat is not None:
-                seat.close()
+    def begin(self, handle: WorkerHandle) -> Future[Any]:
+        worker = cast(LocalWorker, handle.remote)
+        return worker.call("begin", self._start, worker.part)
+
+    def note(self, handle: WorkerHandle, told: WorkerUpdate | WorkerLost) -> None:
+        """Nothing is learnt: all are at the same place."""
+
+    def _free(self) -> list[int]:
+        """The slices without a process."""
+        return [i for i, worker in enumerate(self._workers) if worker is None or worker.process.poll() is not None]

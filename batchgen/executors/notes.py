@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from batchgen.core.units import counted
+from batchgen.core.units import counted, format_duration
 
 _GATHERED_S = 1.0  # after the first event: others come with it
 _APART_S = 10.0  # between two sets of lines
@@ -41,6 +41,11 @@ class WorkerNotes:
     def lost(self, name: str, place: str, reason: str) -> None:
         """A worker has gone; ``place`` is empty where it had not said it yet."""
         self._add("lost", f"worker {name}{place and f' on {place}'} is lost: {reason}")
+
+    def late(self, name: str, after_s: float, limit_s: float) -> None:
+        """A worker is loading its model for long."""
+        waits = f"{format_duration(after_s)}; it is given up after {format_duration(limit_s)} (--load-patience)"
+        self._add("late", f"worker {name} has been loading the model for {waits}")
 
     def flush(self, num_workers: int, *, is_end: bool = False) -> None:
         """Show what is due, or at the end all; ``num_workers`` are here now."""

@@ -9,9 +9,9 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,10 @@ from batchgen.config.cluster import ClusterSpec
 from batchgen.core.errors import UsageError
 
 _WITHOUT_RAY = "ray is not installed: pip install 'batchgen[ray]', here and on every machine of the cluster"
+_REMEDIES = (
+    "give auto on a machine of the cluster, or the address that ray start printed; where it was started with "
+    "RAY_AUTH_MODE=token, set that here too and have its token in ~/.ray/auth_token"
+)
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives every machine
 _CONNECT_S = 10.0
 _LOOK_S = 1.0  # between two looks at the machines
@@ -42,15 +46,14 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of the cluster with all its resources, in use or not; its name is that of no other."""
+    """A machine of the cluster with all its resources, in use or not."""
 
     node_id: str
-    name: str
     resources: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class WorkerResources:
     """Resources of one worker."""
 
     cpus: float
@@ -58,7 +61,7 @@ class Needs:
     resources: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, cluster: ClusterSpec, device: str, nodes: Collection[Node]) -> Needs:
+    def of(cls, cluster: ClusterSpec, device: str, nodes: Collection[Node]) -> WorkerResources:
         """Those that a job asks for.
 
         Where it leaves that open, a worker has one GPU, if the job may run on GPUs and there are any. Without GPUs it
@@ -94,14 +97,13 @@ class Needs:
 class Cluster:
     """This process as a driver on a cluster: ``address`` is HOST:PORT, or "auto" for the one that this machine is of.
 
-    A thread looks at the machines once a second: ``nodes`` are those alive, ``leaving`` the ids of those that will soon
-    be gone. Raises UsageError if the cluster cannot be reached.
+    A thread looks at the machines once a second: ``nodes`` are those alive. Raises UsageError if the cluster
+    cannot be reached.
     """
 
     def __init__(self, address: str) -> None:
         self._is_ours = _connect(address)
         self.nodes: tuple[Node, ...] = ()
-        self.leaving: frozenset[str] = frozenset()
         self._is_over = threading.Event()
         self._look()
         threading.Thread(target=self._watch, name="batchgen-ray", daemon=True).start()
@@ -114,35 +116,16 @@ class Cluster:
         if self._is_ours:
             ray.shutdown()
 
-    def start(self, cls: type, needs: Needs, barred: Collection[str] = ()) -> Any:
-        """Begin to start an actor on a machine that is not barred; does not wait.
+    def start(self, cls: type, needs: WorkerResources, excluded: Collection[str] = ()) -> Any:
+        """Begin to start an actor on a machine that is not excluded; does not wait.
 
         Ray does not start it again when it is lost: that would hide the loss.
         """
         import ray
 
-        where = {_NODE_ID: f"!in({','.join(sorted(barred))})"} if barred else None
+        where = {_NODE_ID: f"!in({','.join(sorted(excluded))})"} if excluded else None
         made: Any = ray.remote(cls)
         return made.options(**needs.options, label_selector=where, max_restarts=0, max_task_retries=0).remote()
-
-    def everywhere(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], needs: Needs, nodes: Iterable[Node]
-    ) -> Iterator[tuple[str, Any]]:
-        """Run a function once on each of some machines; their names with its results, or errors, as they come."""
-        import ray
-
-        remote: Any = ray.remote(_in_folder)
-        names = {}
-        for node in nodes:
-            placed = remote.options(**needs.options, label_selector={_NODE_ID: node.node_id}, max_retries=0)
-            names[placed.remote(str(Path.cwd()), function, arguments)] = node.name
-        while names:
-            (done,), _ = ray.wait(list(names))
-            try:
-                found = ray.get(done)
-            except Exception as error:
-                found = getattr(error, "cause", None) or RuntimeError(reason_of(error))
-            yield names.pop(done), found
 
     @staticmethod
     def end(actor: Any) -> None:
@@ -166,23 +149,9 @@ class Cluster:
 
     def _look(self) -> None:
         import ray
-        from ray._private.state import state  # the one place that tells; Ray Train asks there too
 
         alive = [found for found in ray.nodes() if found["Alive"]]
-        known = Counter(found["NodeManagerHostname"] for found in alive)
-        self.nodes = tuple(
-            Node(found["NodeID"], name if known[name] == 1 else f"{name}-{found['NodeID'][:6]}", found["Resources"])
-            for found in alive
-            for name in [found["NodeManagerHostname"]]
-        )
-        self.leaving = frozenset(state.get_draining_nodes())
-
-
-def _in_folder(folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Call a function where relative paths are the driver's, if its folder is there."""
-    with suppress(OSError):
-        os.chdir(folder)
-    return function(*arguments)
+        self.nodes = tuple(Node(found["NodeID"], found["Resources"]) for found in alive)
 
 
 def reason_of(error: Exception) -> str:
@@ -204,13 +173,14 @@ def _connect(address: str) -> bool:
     if address != "auto":
         _require_reachable(address)
     try:
-        with _same_signal_handlers():
+        with _same_signal_handlers(), _no_stderr():
             ray.init(address=address, job_config=_job_config(), log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
         why = str(error).strip().partition("\n")[0]
-        raise UsageError(f"cluster.ray = {address}: {why or type(error).__name__}") from None
+        raise UsageError(f"cluster.ray = {address}: {why or type(error).__name__}: {_REMEDIES}") from None
     # Even so it would print each loss of a process to stdout.
-    ray._private.worker._worker_logs_enabled = False
+    with suppress(AttributeError):  # private to Ray
+        ray._private.worker._worker_logs_enabled = False
     return True
 
 
@@ -232,6 +202,22 @@ def _require_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise UsageError(f"no Ray cluster at {address}: {getattr(error, 'strerror', None) or error}") from None
+
+
+@contextmanager
+def _no_stderr() -> Iterator[None]:
+    """Drop what is written to standard error: Ray warns there, each second, of a cluster that turns it away."""
+    if sys.__stderr__ is None:  # its number may be that of another file
+        yield
+        return
+    before = os.dup(2)
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 @contextmanager

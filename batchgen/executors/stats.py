@@ -1,7 +1,8 @@
 """Counts of all workers of a run: together in the shape of one engine's (``EngineStats``), and of each by itself.
 
 Times and series are such that a run on workers reads as a run of one large device: phases are means over the workers,
-steps and tokens are sums. Nothing here slows down with the number of rows.
+steps and tokens are sums. Those of workers that are gone are kept as one sum, and the series is sampled here, so that
+nothing grows with the number of rows or of workers that come and go.
 """
 
 from __future__ import annotations
@@ -12,23 +13,42 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchgen.executors.host import SERIES_S
-from batchgen.executors.member import Member
-from batchgen.executors.series import Columns, merged
-from batchgen.report.usage import add_up
+from batchgen.executors.worker_state import WorkerState
+from batchgen.report.usage import add_up, thin
 
 _RATE_TELLS = 10  # counts of a worker, about a second apart, over which its rate is taken
+_SAMPLE_S = 1.0
+_MAX_POINTS = 1000
 _MEANS = ("phase_s", "forward_prefill_s")
+_SERIES = {"steps": ("num_steps",), "tokens": ("num_prefill_tokens", "num_decode_tokens")}
+_SERIES |= {"prefill_tokens": ("num_prefill_tokens",)}
+_LEVELS = ("sequences", "kv_use")
+_GONE = "gone"  # takes the place of a name
+_SEVERAL = "several machines"
+
+Numbers = Mapping[str, Any]
 
 
 @dataclass(slots=True)
 class _Told:
-    """What a worker has told of its engine, and when."""
+    """What a worker has told of its engine, and when; ``levels`` are means of the time since it told before."""
 
+    worker: WorkerState
     place: str
-    stats: Mapping[str, Any] = field(default_factory=dict)
-    series: Columns = field(default_factory=dict)
+    stats: Numbers = field(default_factory=dict)
+    told_at: float = 0.0
+    levels: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_LEVELS, 0.0))
     tokens: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_TELLS))
+
+    def tell(self, stats: Numbers, now: float) -> None:
+        more = {
+            name: value - self.stats.get(name, 0) for name, value in stats.items() if isinstance(value, int | float)
+        }
+        busy = 1 - min(max(more.get("idle_s", 0.0), 0.0) / max(now - self.told_at, 1e-3), 1.0)
+        for name in _LEVELS if more.get("steps_s") or not busy else ():  # else one long step is under way
+            self.levels[name] = busy * more.get(f"{name}_s", 0.0) / (more.get("steps_s") or 1.0)
+        self.stats, self.told_at = stats, now
+        self.tokens.append((now, stats.get("num_prefill_tokens", 0) + stats.get("num_output_tokens", 0)))
 
     @property
     def tokens_per_s(self) -> float:
@@ -39,100 +59,115 @@ class _Told:
         return (after - before) / max(now - then, 1e-3)
 
 
-class PoolStats:
-    """``workers`` is that of the pool; a worker that is gone keeps its place. Its thread calls all but the readers.
+class WorkersStats:
+    """The driver's thread calls all but the readers, ``to_dict`` and ``live``.
 
     ``num_prefill_tokens`` and ``num_output_tokens`` are sums over workers.
     """
 
-    def __init__(self, workers: Mapping[str, Member], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_prefill_tokens = 0
         self.num_output_tokens = 0
-        self._workers = workers
         self._clock = clock
         self._told: dict[str, _Told] = {}
-        self._most_at_once = 0
-        self._series: dict[str, Any] = {}
-        self._merged_at = -SERIES_S
+        self._gone: dict[str, Any] = {}  # what ``to_dict`` has of them, but for the series
+        self._began_at: float | None = None
+        self._ended_at = 0.0  # of those that are gone
+        self._most_at_once = 1
+        self._sums: dict[str, float] = dict.fromkeys(_SERIES, 0)  # of all workers, so far
+        self._sampled: dict[str, float] = dict(self._sums)
+        self._sampled_at = 0.0
+        self._series: dict[str, list[float]] = {name: [] for name in ("at", "span_s", *_SERIES, *_LEVELS)}
 
-    def greet(self, name: str, place: str) -> None:
-        """A worker has joined the pool."""
-        self._told[name] = _Told(place)
-        present = sum(worker.ended_at is None for worker in self._workers.values())
-        self._most_at_once = max(self._most_at_once, present)
+    def join(self, worker: WorkerState, place: str) -> None:
+        """A worker has joined."""
+        now = self._clock()
+        if self._began_at is None:
+            self._began_at = self._sampled_at = now
+        self._told[worker.name] = _Told(worker, place, told_at=now)
+        self._most_at_once = max(self._most_at_once, len(self._present()))
 
-    def tell(self, name: str, stats: Mapping[str, Any]) -> None:
-        """Take in the newest counts of a worker that has joined; the instants of its series are ages."""
+    def tell(self, name: str, stats: Numbers) -> None:
+        """Take in the newest counts of a worker that has joined."""
         told, now = self._told[name], self._clock()
-        stats = dict(stats)
-        if series := stats.pop("series", None):
-            told.series = {**series, "at": [now - age for age in series["at"]]}
         for count in ("num_prefill_tokens", "num_output_tokens"):
-            more = stats.get(count, 0) - told.stats.get(count, 0)
-            setattr(self, count, getattr(self, count) + more)
-        told.stats = stats
-        told.tokens.append((now, stats.get("num_prefill_tokens", 0) + stats.get("num_output_tokens", 0)))
+            setattr(self, count, getattr(self, count) + stats.get(count, 0) - told.stats.get(count, 0))
+        for column, counts in _SERIES.items():
+            self._sums[column] += sum(stats.get(count, 0) - told.stats.get(count, 0) for count in counts)
+        told.tell(stats, now)
+        if "steps_s" in stats and now - self._sampled_at >= _SAMPLE_S:
+            point = self._sample(now)  # a reader sees the series with it or without it
+            self._series = thin({name: [*column, point[name]] for name, column in self._series.items()}, _MAX_POINTS)
+            self._sampled, self._sampled_at = dict(self._sums), now
+
+    def drop(self, name: str) -> None:
+        """Add a worker that has ended to the sum of those that are gone."""
+        told = self._told.pop(name)
+        place = told.place if self._gone.get("place", told.place) == told.place else _SEVERAL
+        self._ended_at = max(self._ended_at, told.worker.ended_at or 0.0)
+        worker = {**self._totals(told), "name": _GONE, "place": place}
+        self._gone = add_up(self._gone, {"counts": told.stats, "worker": worker, "place": place})
 
     def to_dict(self) -> dict[str, Any]:
         """Sums over workers, the largest of ``max_*``, means of times; also ``workers`` and ``mean_workers``.
 
         ``workers`` has the numbers of each under its name and place: those of a later run add up with them.
         """
-        total: dict[str, Any] = {}
-        told = list(self._told.items())
-        for _, one in told:
+        told = list(self._told.values())
+        total: dict[str, Any] = dict(self._gone.get("counts", {}))
+        for one in told:
             total = add_up(total, one.stats)
-        total.pop("idle_s", None)
-        present_s = {name: self._present_s(name) for name, _ in told}
-        began_at = min((self._workers[name].joined_at for name, _ in told), default=0.0)
-        span_s = max((self._workers[name].joined_at + present_s[name] for name, _ in told), default=0.0) - began_at
-        mean_workers = sum(present_s.values()) / span_s if span_s > 0 else 1.0
+        for name in ("idle_s", "series"):
+            total.pop(name, None)
+        found = [self._totals(one) for one in told]
+        found += [self._gone["worker"]] if self._gone else []
+        ends = [self._ended_at, *(one.worker.ended_at or self._clock() for one in told)]
+        span_s = max(ends) - (self._began_at or 0.0)
+        mean_workers = sum(worker["present_s"] for worker in found) / span_s if found and span_s > 0 else 1.0
         for name in _MEANS:
             if name in total:
                 total[name] = _divided(total[name], mean_workers)
-        series = self._merged_series()
-        workers = {f"{name}@{one.place}": self._totals(name, one, present_s[name]) for name, one in told}
-        total |= {"series": series} if series else {}
+        workers = {f"{worker['name']}@{worker['place']}": worker for worker in found}
+        if "steps_s" in total:
+            rest, series = self._sample(self._clock()), self._series
+            total["series"] = {name: [*column, rest[name]] for name, column in series.items()}
         return total | {"workers": workers, "mean_workers": mean_workers}
-
-    def _merged_series(self) -> dict[str, Any]:
-        """The series of all workers, as new as they tell theirs, and at the end whole: merging takes a while."""
-        now = self._clock()
-        has_ended = all(worker.ended_at is not None for worker in self._workers.values())
-        if has_ended or now - self._merged_at >= SERIES_S:
-            parts = [one.series for one in list(self._told.values()) if one.series]
-            self._series, self._merged_at = merged(parts, max(self._most_at_once, 1)), now
-        return self._series
 
     def live(self) -> list[dict[str, Any]]:
         """Those that are here: name, place, state, rows, tokens_per_s, in_flight."""
         return [
             {
-                "name": name,
+                "name": one.worker.name,
                 "place": one.place,
-                "state": worker.state,
-                "rows": worker.num_rows,
+                "state": one.worker.state,
+                "rows": one.worker.num_rows,
                 "tokens_per_s": round(one.tokens_per_s, 1),
-                "in_flight": len(worker.tasks),
+                "in_flight": len(one.worker.tasks),
             }
-            for name, one in list(self._told.items())
-            if (worker := self._workers[name]).ended_at is None
+            for one in self._present()
         ]
 
-    def _present_s(self, name: str) -> float:
-        worker = self._workers[name]
-        ended_at = self._clock() if worker.ended_at is None else worker.ended_at
-        return ended_at - worker.joined_at
+    def _present(self) -> list[_Told]:
+        return [one for one in list(self._told.values()) if one.worker.ended_at is None]
 
-    def _totals(self, name: str, one: _Told, present_s: float) -> dict[str, Any]:
-        worker = self._workers[name]
+    def _sample(self, now: float) -> dict[str, float]:
+        """A point of the series: what was done since the last one, and how full workers are; a gone one is empty."""
+        point: dict[str, float] = {"at": self._sampled_at, "span_s": round(now - self._sampled_at, 6)}
+        point |= {name: self._sums[name] - self._sampled[name] for name in _SERIES}
+        for name in _LEVELS:
+            point[name] = round(sum(one.levels[name] for one in self._present()) / self._most_at_once, 4)
+        return point
+
+    def _totals(self, told: _Told) -> dict[str, Any]:
+        worker, stats = told.worker, told.stats
+        present_s = (self._clock() if worker.ended_at is None else worker.ended_at) - worker.joined_at
         return {
-            "name": name,
-            "place": one.place,
+            "name": worker.name,
+            "place": told.place,
             "rows": worker.num_rows,
-            "tokens": one.stats.get("num_output_tokens", 0),
+            "tokens": stats.get("num_output_tokens", 0),
             "present_s": present_s,
-            "busy_s": max(present_s - one.stats.get("idle_s", 0.0), 0.0),
+            "busy_s": max(present_s - stats.get("idle_s", 0.0), 0.0),
             "losses": int(worker.state == "lost"),
             "rows_given_again": worker.num_given_back,
             "tokens_taken_over": worker.num_tokens_taken_over,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from hashlib import blake2b
 from typing import Any, cast
@@ -19,15 +19,18 @@ import pyarrow as pa
 
 from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_values
-from batchgen.core.errors import RowError, RowErrorCode, TokenizerError, UsageError
-from batchgen.core.keys import INT64_MAX
-from batchgen.core.records import BadRow, Cursor, Record, Request, Result
-from batchgen.executors.host import Host, SteppedEngine
-from batchgen.executors.messages import HEARTBEAT_S, Grant
+from batchgen.config.sampling import PARAM_KEYS
+from batchgen.core.errors import RowError, RowErrorCode, UsageError
+from batchgen.core.json_line import encode_json
+from batchgen.core.keys import INT64_MAX, nearest
+from batchgen.core.records import Cursor, Record, Request
+from batchgen.executors.loop import EngineLoop, RowMaker, SteppedEngine
+from batchgen.executors.messages import HEARTBEAT_S, Assignment
 from batchgen.input.formats.arrow import rows_at
-from batchgen.input.requests import RequestBuilder
 from batchgen.input.rows import wrong_type
-from batchgen.output.payloads import Payloads, kept_name
+from batchgen.input.validator import Pending
+from batchgen.output.journal import JournalEntry
+from batchgen.output.record_builder import kept_name
 from batchgen.run.loader import EngineFactory, load_engine, read_model
 
 ADDED = pa.schema(
@@ -36,9 +39,11 @@ ADDED = pa.schema(
         ("finish_reason", pa.string()),
         ("prompt_tokens", pa.int64()),
         ("completion_tokens", pa.int64()),
+        ("details", pa.string()),
         ("error", pa.string()),
     ]
 )
+_DETAILS = ("complete", "logprobs", "samples", "choices", "prompt_logprobs", "perplexity")  # of an output record
 _NOWHERE = Cursor(0, 0, 0, 0)
 _UNKEYED = "temperature: draws at random need a key: name a column of unique values as key"
 
@@ -49,7 +54,9 @@ class TableJob:
 
     ``model`` is a path or the [model] table of a job file; ``prompt`` and further ``input`` keys, ``sampling`` and
     ``engine`` are those of a job. ``key`` names the column that keys random draws: integers from 0 are row numbers, as
-    in a run; other integers and strings are hashed. ``begun_at`` is what chat templates take for the time of day.
+    in a run; other integers and strings are hashed. What an output record has more (all
+    of ``n`` samples, log-probabilities, scores of choices) is JSON in ``details``. ``begun_at`` is what chat templates
+    take for the time of day.
     """
 
     model: str | Mapping[str, Any]
@@ -59,6 +66,16 @@ class TableJob:
     engine: Mapping[str, Any] = field(default_factory=dict)
     input: Mapping[str, Any] = field(default_factory=dict)
     begun_at: datetime | None = None
+
+    @classmethod
+    def of(cls, model: str | Mapping[str, Any], prompt: str | None, job: Mapping[str, Any]) -> TableJob:
+        """One from keyword arguments. Raises UsageError naming one that there is not."""
+        known = [item.name for item in fields(cls)]
+        for name in job:
+            if name not in known:
+                where = ": give it in sampling" if name in PARAM_KEYS else nearest(name, known)
+                raise UsageError(f"generate: unknown argument {name!r}{where}")
+        return cls(model, prompt, **job)
 
     def spec(self) -> JobSpec:
         """The job that this describes. Raises UsageError naming the key."""
@@ -74,57 +91,23 @@ class TableJob:
         return spec
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row as a task."""
-
-    key: int
-    columns: Mapping[str, Any]
-    output_token_ids: tuple[int, ...] = ()
+def _needs_key(request: Request) -> RowError | None:
+    return None if request.params.is_greedy else RowError(RowErrorCode.BAD_PARAM, _UNKEYED)
 
 
-@dataclass(frozen=True, slots=True)
-class Values:
-    """What came of a row: the values of the columns ``ADDED``."""
-
-    key: int
-    values: Mapping[str, Any]
-
-    @classmethod
-    def failed(cls, key: int, error: RowError) -> Values:
-        """A row that cannot run."""
-        return cls(key, {"error": f"{error.code}: {error.message}"})
+def _failed(code: str, message: str) -> dict[str, Any]:
+    """The values of a row that cannot run."""
+    return {"error": f"{code}: {message}"}
 
 
-class _RowMaker:
-    """A ``TaskMaker`` for rows of tables."""
-
-    def __init__(self, builder: RequestBuilder, payloads: Payloads, *, is_keyed: bool) -> None:
-        self._builder = builder
-        self._payloads = payloads
-        self._is_keyed = is_keyed
-        self._built: dict[int, tuple[Record, Request]] = {}  # with the engine
-
-    def build(self, tasks: Sequence[Row]) -> Iterator[Request | Values]:
-        records = [Record(row.key, "", 0, dict(row.columns), _NOWHERE) for row in tasks]
-        for record, built in zip(records, self._builder.build(records), strict=True):
-            if isinstance(built, BadRow):
-                yield Values.failed(built.index, built.error)
-            elif not self._is_keyed and not built.params.is_greedy:
-                yield Values.failed(built.key, RowError(RowErrorCode.BAD_PARAM, _UNKEYED))
-            else:
-                self._built[built.key] = record, built
-                yield built
-
-    def finish(self, result: Result) -> Values:
-        record, request = self._built.pop(result.key)
-        if result.error is not None:
-            return Values.failed(result.key, result.error)
-        try:
-            made = self._payloads.result(record, None, result, request.params, request.prompt_token_ids)
-        except TokenizerError as problem:
-            return Values.failed(result.key, RowError(RowErrorCode.INTERNAL, str(problem)))
-        return Values(result.key, {"text": made["text"], "finish_reason": made["finish_reason"], **made["usage"]})
+def _values(entry: JournalEntry) -> dict[str, Any]:
+    """The values of the columns ``ADDED`` for a finished row."""
+    made = json.loads(entry.payload)
+    if entry.kind == "error":
+        return _failed(made["code"], made["message"])
+    values = {"text": made["text"], "finish_reason": made["finish_reason"], **made["usage"]}
+    details = {name: made[name] for name in _DETAILS if name in made}
+    return values | ({"details": encode_json(details).decode()} if details else {})
 
 
 class Batch:
@@ -161,7 +144,8 @@ class TableEngine:
             raise UsageError("generate: the model has no tokenizer to make texts with: name one in model.tokenizer")
         spec = model.with_preset(spec)
         builder = model.builder(spec.input, spec.sampling, spec.sampling_columns)
-        maker = _RowMaker(builder, model.payloads(spec), is_keyed=job.key is not None)
+        check = _needs_key if job.key is None else lambda request: None
+        maker = RowMaker(builder, model.record_builder(spec), check)
         backend = (engine_factory or load_engine)(spec, model)
         backend.prepare()
         engine = cast(SteppedEngine, backend.engine)
@@ -169,37 +153,37 @@ class TableEngine:
         self.num_open = 0  # rows without an answer
         self._key = job.key
         self._num_rows = 0
-        self._lock = threading.Lock()  # guards all but the host
+        self._lock = threading.Lock()  # guards all but the loop
         # By key, those with the same one after the other: the engine takes each key once at a time.
-        self._open: dict[int, deque[tuple[Batch, int, Row]]] = {}
+        self._open: dict[int, deque[tuple[Batch, int, Pending]]] = {}
         self.stats = backend.engine.stats
-        self._host = Host(engine, maker)
+        self._loop = EngineLoop(engine, maker)
 
     def submit(self, table: pa.RecordBatch | pa.Table, on_done: Callable[[], object] = lambda: None) -> Batch:
         """Begin with a batch of rows; ``on_done`` is called once all rows have answers, here or by ``take``."""
         batch = Batch(table.num_rows, on_done)
-        ready: list[Row] = []
+        ready: list[Pending] = []
         with self._lock:
             for number, (columns, error) in enumerate(rows_at(table, range(table.num_rows))):
                 self._num_rows += 1
                 key = error or self._key_of(columns)
                 if isinstance(key, RowError):
-                    batch.put(number, Values.failed(0, key).values)
+                    batch.put(number, _failed(key.code, key.message))
                     continue
                 waiting = self._open.setdefault(key, deque())
-                waiting.append((batch, number, Row(key, columns)))
+                waiting.append((batch, number, Pending(Record(key, "", 0, dict(columns), _NOWHERE), None)))
                 self.num_open += 1
                 if len(waiting) == 1:
                     ready.append(waiting[0][2])
-            self._host.put(Grant(tuple(ready)))
+            self._loop.assign(Assignment(tuple(ready)))
         if not table.num_rows:
             on_done()
         return batch
 
     def take(self, timeout_s: float = HEARTBEAT_S) -> None:
         """Wait for answers, and put them into their batches. Raises what the engine raised."""
-        answers = cast(Sequence[Values], self._host.take(timeout_s).finished)
-        following: list[Row] = []
+        answers = cast(Sequence[JournalEntry], self._loop.collect(timeout_s).finished)
+        following: list[Pending] = []
         with self._lock:
             for answer in answers:
                 waiting = self._open[answer.key]
@@ -209,8 +193,8 @@ class TableEngine:
                     following.append(waiting[0][2])
                 else:
                     del self._open[answer.key]
-                batch.put(number, answer.values)
-            self._host.put(Grant(tuple(following)))
+                batch.put(number, _values(answer))
+            self._loop.assign(Assignment(tuple(following)))
 
     def abandon(self) -> None:
         """Call ``on_done`` of all batches, although they will have no answers: ``take`` has raised."""
@@ -220,7 +204,7 @@ class TableEngine:
 
     def close(self) -> None:
         """End the threads after the step and the row under way."""
-        self._host.close()
+        self._loop.close()
 
     def _key_of(self, columns: Mapping[str, Any]) -> int | RowError:
         """The engine's key of a row: where draws are greedy, its number."""

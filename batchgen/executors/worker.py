@@ -5,24 +5,31 @@ Every kind of worker starts from one picklable ``Start``. It holds nothing durab
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import platform
+import signal
+import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, cast
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn, cast
 
 from batchgen.config.job import JobSpec
 from batchgen.core.fingerprint import Digests
+from batchgen.core.machine import memory_errors
 from batchgen.core.units import one_line
 from batchgen.core.version import __version__
-from batchgen.executors.host import Host, SteppedEngine
-from batchgen.executors.messages import Answers, Hello, Identity, Lost
-from batchgen.executors.rows import RowMaker
+from batchgen.executors.loop import EngineLoop, RowMaker, SteppedEngine
+from batchgen.executors.messages import HEARTBEAT_S, Assignment, Identity, WorkerLost, WorkerReady, WorkerUpdate
+from batchgen.executors.slices import MachineSlice
 from batchgen.run.loader import EngineFactory, load_engine, read_model
+
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +46,57 @@ class Start:
 
 
 class Worker:
-    """A loaded model and the host of its engine.
+    """A loaded model and the loop around its engine. Each method is called once the one before has returned."""
 
-    Raises what ``read_model`` and the engine factory raise.
-    """
+    def begin(self, start: Start, part: MachineSlice) -> WorkerReady | WorkerLost:
+        """Load the model in this process, which takes its slice of the machine."""
+        try:
+            part.take()
+            with memory_errors("running this command"):
+                return self._load(start)
+        except Exception as error:
+            return lost_to(error)
 
-    def __init__(self, start: Start) -> None:
+    def exchange(self, assignments: tuple[Assignment, ...]) -> WorkerUpdate | WorkerLost:
+        """Take in what the driver says; returns as soon as there is something to tell, or after a heartbeat."""
+        try:
+            with memory_errors("running this command"):
+                for assignment in assignments:
+                    self._loop.assign(assignment)
+                answers = self._loop.collect(HEARTBEAT_S)
+                return replace(answers, facts=self._facts()) if answers.stopped else answers
+        except Exception as error:
+            return lost_to(error)
+
+    def close(self) -> None:
+        """End the threads after the step and the row under way."""
+        if hasattr(self, "_loop"):
+            self._loop.close()
+
+    def _load(self, start: Start) -> WorkerReady:
         spec, digests = start.spec, Digests(start.digests)
         model = read_model(spec, start.begun_at)
         weights = model.fingerprint(digests)
         backend = start.engine_factory(spec, model)
         model.check_unchanged(digests)
         backend.prepare()
-        self._facts = backend.facts
         engine = cast(SteppedEngine, backend.engine)
-        maker = RowMaker(model.builder(spec.input, spec.sampling, spec.sampling_columns), model.payloads(spec))
-        self.hello = Hello(
+        maker = RowMaker(model.builder(spec.input, spec.sampling, spec.sampling_columns), model.record_builder(spec))
+        self._facts = backend.facts
+        self._loop = EngineLoop(engine, maker, num_launches=backend.num_launches)
+        return WorkerReady(
             Identity(weights, backend.numerics, __version__),
             max_num_seqs=engine.max_num_seqs,
             threads=backend.threads,
             place=platform.node(),
-            pid=os.getpid(),
-            notes=backend.notes,
+            notes=tuple(backend.notes),
         )
-        self._host = Host(engine, maker)
-        self.put = self._host.put
-        self.close = self._host.close
-
-    def take(self, timeout_s: float) -> Answers:
-        """See ``Host.take``; the last answers have the facts."""
-        answers = self._host.take(timeout_s)
-        return answers.with_facts(self._facts()) if answers.stopped else answers
 
 
-def lost_to(error: BaseException) -> Lost:
+def lost_to(error: BaseException) -> WorkerLost:
     """What is told of the error that ends a worker; its traceback is left on stderr."""
     traceback.print_exception(error)
-    return Lost(one_line(error), _portable(error))
+    return WorkerLost(one_line(error), _portable(error))
 
 
 def _portable(error: BaseException) -> Exception:
@@ -86,3 +107,31 @@ def _portable(error: BaseException) -> Exception:
             copy.add_note("".join(traceback.format_exception(error)))
             return copy
     return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def main(handle: int, driver: int) -> NoReturn:
+    """Run the methods that the process ``driver`` calls through the socket ``handle``.
+
+    This process lives no longer than its driver: it ends at the end of their socket, and on Linux the system ends it,
+    whatever it does. Signals that reach all processes of a job are not for it: its driver says when to stop.
+    """
+    _follow(driver)
+    connection, worker = Connection(handle), Worker()
+    try:
+        while True:
+            method, arguments = connection.recv()
+            connection.send(getattr(worker, method)(*arguments))
+    except (EOFError, OSError):  # the driver is gone, or has no more use for it
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _follow(driver: int) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != driver:  # it ended before that
+            os._exit(1)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from difflib import get_close_matches
 
-from batchgen.config.job import SAMPLING_COLUMNS, JobSpec
-from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import RowErrorCode, UsageError
+from batchgen.core.keys import resembling
 from batchgen.core.records import BadRow, Record
 from batchgen.core.units import shortened
 from batchgen.input.content import ContentFinder
@@ -29,18 +29,20 @@ _FIELD = re.compile(r"\{[^{}]+\}")
 def check_columns(rows: Iterable[Record | BadRow], spec: JobSpec, finder: ContentFinder) -> None:
     """Look at the first of ``rows``, which are those of all shards.
 
-    Raises UsageError where all of them lack a column that the job names, naming the key, the nearest column and those
-    found; where the prompt's template names no column or cannot be rendered for any of them; or where the job names no
-    prompt and none of them has one.
+    Raises UsageError where many come first and none is JSON; where all of them lack a column that the job names,
+    naming the key, the nearest column and those found; where the prompt's template names no column or cannot be
+    rendered for any of them; or where the job names no prompt and none of them has one.
     """
-    head = list(_head(rows))
+    tried = list(_tried(rows))
+    head = [row for row in tried if isinstance(row, Record)]
     if not head:
+        _refuse_other_format([row for row in tried if isinstance(row, BadRow)])
         return
     found = list(dict.fromkeys(name for row in head for name in row.columns))
     among = "the first row does not have" if len(head) == 1 else f"none of the first {len(head)} rows has"
     for key, name in _named(spec, finder):
         if name not in found:
-            raise UsageError(f"{key} names column {name!r}, which {among}{_nearest(name, found)}; {_listed(found)}")
+            raise UsageError(f"{key} names column {name!r}, which {among}{resembling(name, found)}; {_listed(found)}")
     if finder.template:
         _check_template(spec.input.prompt or "", finder.template, head)
     if not any(finder.may_have_prompt(row.columns) for row in head):
@@ -48,18 +50,6 @@ def check_columns(rows: Iterable[Record | BadRow], spec: JobSpec, finder: Conten
         has_tokenizer = "prompt" in finder.prompt_columns
         advice = "name one, as in input.prompt = '{question}'" if has_tokenizer else "the model has no tokenizer"
         raise UsageError(f"the job names no prompt, and {among} a column {names}: {advice}; {_listed(found)}")
-
-
-def check_taken_columns(rows: Iterable[Record | BadRow], finder: ContentFinder) -> None:
-    """For a run begun by a build that took every column named like a sampling key as one, without being told to.
-
-    Raises ResumeMismatch where the first rows have such columns; call it where the job does not list them.
-    """
-    if taken := sorted({name for row in _head(rows) for name in row.columns} & finder.all_param_columns):
-        raise ResumeMismatch(
-            f"this run took its rows' columns {', '.join(taken)} as sampling values, which a job must ask for now: go "
-            "on with --sampling-columns '*', or start anew with --overwrite"
-        )
 
 
 def _check_template(prompt: str, template: Template, rows: Sequence[Record]) -> None:
@@ -83,13 +73,23 @@ def _check_template(prompt: str, template: Template, rows: Sequence[Record]) -> 
     raise UsageError(f"{said} cannot be filled in from {among}; {rows[0].source}:{rows[0].line}: {problems[0]}")
 
 
-def _head(rows: Iterable[Record | BadRow]) -> Iterator[Record]:
-    """The first readable rows."""
+def _refuse_other_format(rows: Sequence[BadRow]) -> None:
+    """Raises UsageError where so many rows are not JSON that the input is not JSON Lines."""
+    first = rows[:HEAD_ROWS]
+    if len(first) == HEAD_ROWS and {row.error.code for row in first} == {RowErrorCode.BAD_JSON}:
+        place = f"{first[0].source}:{first[0].line}: {first[0].error.message}"
+        raise UsageError(
+            f"none of the first {HEAD_ROWS} rows is JSON ({place}); say in input.format what the file is, such as "
+            '"text" for a prompt a line'
+        )
+
+
+def _tried(rows: Iterable[Record | BadRow]) -> Iterator[Record | BadRow]:
+    """The first rows, up to so many readable ones."""
     size = num_readable = 0
     for tried, row in enumerate(rows, 1):
-        if isinstance(row, Record):
-            num_readable += 1
-            yield row
+        num_readable += isinstance(row, Record)
+        yield row
         size += num_chars(row.columns if isinstance(row, Record) else row.raw)
         if num_readable == HEAD_ROWS or tried == _HEAD_TRIED or size > _HEAD_CHARS:
             return
@@ -103,12 +103,7 @@ def _named(spec: JobSpec, finder: ContentFinder) -> Iterator[tuple[str, str]]:
     yield from (("input.keep_columns", name) for name in spec.input.keep_columns if name != "*")
     if spec.output.expected is not None:
         yield "output.expected", spec.output.expected
-    yield from ((SAMPLING_COLUMNS, name) for name in spec.sampling_columns if name != "*")
-
-
-def _nearest(name: str, found: Collection[str]) -> str:
-    close = get_close_matches(name, found, 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    yield from (("sampling.columns", name) for name in spec.sampling_columns if name != "*")
 
 
 def _listed(found: Collection[str]) -> str:

@@ -16,8 +16,9 @@ from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import TEMPLATE_KWARGS, resembling
 from batchgen.core.units import shortened, shown
 from batchgen.input.openai_batch import parse_batch_line
-from batchgen.input.rows import RowProblem, type_name, wrong_type
+from batchgen.input.rows import RowProblem, num_chars, type_name, wrong_type
 from batchgen.input.template import Template
+from batchgen.text.chat import MAX_CHARS
 from batchgen.text.tokenizer import Tokenizer
 
 _MAX_SHOWN_CHARS = 60  # of a template, in messages
@@ -55,8 +56,8 @@ class Content:
 class ContentFinder:
     """Finds the content of rows as the job's [input] says; see ``RequestBuilder`` for the rules.
 
-    ``param_columns`` is the job's ``sampling.columns``; ``("*",)`` stands for all of ``all_param_columns``: the
-    sampling keys, or those named behind it, except the names of columns that the prompt or the id is made of.
+    ``param_columns`` is the job's ``sampling.columns``; ``("*",)`` stands for all sampling keys except the names of
+    columns that the prompt or the id is made of.
     ``prompt_columns`` are the columns a prompt may be in, the first choice first; ``template`` takes their place where
     the job has one.
     A column ``chat_template_kwargs`` is taken where a row is rendered as a chat, and wins key by key over the job's; a
@@ -77,9 +78,8 @@ class ContentFinder:
         self.template = None if spec.format == "openai-batch" else template
         self.prompt_columns = self._column_readers()
         named = {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids, *(template.columns if template else ())}
-        takes_all = tuple(param_columns[:1]) == ("*",)
-        self.all_param_columns = set(param_columns[1:] if takes_all and param_columns[1:] else ROW_KEYS) - named
-        self._param_columns = self.all_param_columns if takes_all else set(param_columns)
+        takes_all = tuple(param_columns) == ("*",)
+        self._param_columns = set(ROW_KEYS) - named if takes_all else set(param_columns)
 
     def named_columns(self) -> Iterator[tuple[str, str]]:
         """The columns that [input] says the prompt is in, each after the key that names it."""
@@ -94,12 +94,11 @@ class ContentFinder:
 
     def may_have_prompt(self, columns: Mapping[str, Any]) -> bool:
         """Whether a row is an OpenAI Batch line or has a column that its prompt may be in, whatever its value."""
-        if self._spec.is_mapped or self._spec.is_batch_line(columns) or self._is_only_text(columns):
-            return True
-        return not self.prompt_columns.keys().isdisjoint(columns)
+        is_sure = self._spec.is_mapped or self._spec.is_batch_line(columns)
+        return is_sure or not self.prompt_columns.keys().isdisjoint(columns)
 
     def find(self, columns: Mapping[str, Any]) -> Content:
-        """Raises RowProblem with any of the codes of a row but ``bad_json``, ``too_long`` and ``duplicate_id``."""
+        """Raises RowProblem with any of the codes of a row but ``bad_json`` and ``duplicate_id``."""
         if not self._spec.is_batch_line(columns):
             return Content(self._prompt(columns), self._overrides(columns))
         request = parse_batch_line(columns)
@@ -123,13 +122,18 @@ class ContentFinder:
 
     def _column_readers(self) -> dict[str, _Reader]:
         """The columns a prompt may be in, each with what reads it."""
+
+        def from_text(name: str, columns: Mapping[str, Any]) -> Prompt:
+            return self._from_text(f"column {name!r}", columns[name], columns)
+
         readers: dict[str, _Reader] = {
             "prompt_token_ids": lambda name, columns: self._from_ids(name, columns[name]),
             "messages": lambda name, columns: self._from_messages(name, columns[name], columns),
-            "prompt": lambda name, columns: self._from_text(f"column {name!r}", columns[name], columns),
+            "prompt": from_text,
+            "text": from_text,
         }
         for key, read in readers.items():
-            if name := getattr(self._spec, key):
+            if name := getattr(self._spec, key, None):
                 return {name: read}
         if not self._has_tokenizer:
             return {"prompt_token_ids": readers["prompt_token_ids"]}
@@ -145,15 +149,9 @@ class ContentFinder:
         for name, read in self.prompt_columns.items():
             if name in columns and (self._spec.is_mapped or columns[name] is not None):
                 return read(name, columns)
-        if self._is_only_text(columns):
-            return self._from_text("column 'text'", columns["text"], columns)
         wanted = " or ".join(map(repr, self.prompt_columns))
         has = ", ".join(repr(name) for name in list(columns)[:8]) or "none"
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no column {wanted} for the prompt; the row's columns: {has}")
-
-    def _is_only_text(self, columns: Mapping[str, Any]) -> bool:
-        """Whether a row's only column is ``text``, which is its prompt where the job names none."""
-        return not self._spec.is_mapped and self._has_tokenizer and columns.keys() == {"text"}
 
     def _from_text(self, what: str, value: object, columns: Mapping[str, Any]) -> Prompt:
         text = _checked_text(what, value)
@@ -168,6 +166,9 @@ class ContentFinder:
 
     def _chat(self, messages: Sequence[Message], kwargs: object, tools: object) -> Chat:
         self._require_tokenizer()
+        if (size := num_chars(messages)) > MAX_CHARS:
+            message = f"the messages have {size:,} characters; no context takes more than {MAX_CHARS:,}"
+            raise RowProblem(RowErrorCode.TOO_LONG, message)
         if self._spec.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._spec.system}, *messages]
         variables = {**(self._spec.chat_template_kwargs or {}), **_checked_kwargs(kwargs), **_checked_tools(tools)}

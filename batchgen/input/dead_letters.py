@@ -18,10 +18,11 @@ from typing import Any, TypeGuard
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, StorageError, UsageError
 from batchgen.core.json_line import MAX_DEPTH
-from batchgen.core.records import WHOLE, BadRow, Cursor, Record, Shard
-from batchgen.core.stored import LocalFile
+from batchgen.core.records import BadRow, Cursor, Record
+from batchgen.core.shard import WHOLE, Shard
 from batchgen.input.formats.jsonl import parse_jsonl
 from batchgen.input.formats.lines import LinesFile
+from batchgen.input.input_bytes import LocalFile
 from batchgen.input.rows import RowProblem, bad_row, row_id
 
 _SHOWN_ROWS = 5  # of many missing ones

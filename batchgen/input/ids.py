@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from batchgen.core.errors import StorageError
 
 _CACHE_KIB = 32 << 10
 _MAX_KEY_BYTES = 64
+_DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+_PRIMARY_CODE = 0xFF  # the bits of an extended code that say what kind of error it is
 Claim = tuple[int, str | int]
 
 
@@ -31,15 +33,24 @@ class UniqueIds:
     """The ids claimed so far, in the file ``path``, or in a temporary one if it is None.
 
     ``1`` and ``"1"`` are different ids, unless ids are compared ``as_text``, as an output that has only texts needs.
-    Raises StorageError where the file cannot be written or is damaged.
+    A damaged file is removed: if it is found on opening, a new one takes its place at once. Raises StorageError where
+    the file cannot be written, or turns out to be damaged later.
     """
 
     def __init__(self, path: Path | None, *, as_text: bool = False) -> None:
         self._path = path
         self.as_text = as_text
         self._complete = 2 if as_text else 1  # the version of a file that holds the ids of all rows read so far
+        try:
+            self._open()
+        except StorageError:
+            if path is None or path.exists():
+                raise
+            self._open()  # it was damaged, and is removed by now
+
+    def _open(self) -> None:
         with self._storage():
-            self._db = sqlite3.connect(path or "", isolation_level=None)
+            self._db = sqlite3.connect(self._path or "", isolation_level=None)
             self._db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")  # needs no shared memory: works on any file system
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -98,6 +109,11 @@ class UniqueIds:
         try:
             yield
         except sqlite3.Error as error:
-            place = self._path or "a temporary file"
-            advice = "put that right, or remove the file if it is damaged, then run again"
+            place, advice = self._path or "a temporary file", "put that right, then run again"
+            if self._path is not None and getattr(error, "sqlite_errorcode", 0) & _PRIMARY_CODE in _DAMAGED:
+                self._db.close()
+                for path in self._path.parent.glob(f"{self._path.name}*"):
+                    with suppress(OSError):
+                        path.unlink()
+                advice = "the file is removed: run again, which reads the ids again"
             raise StorageError(f"cannot keep track of ids in {place}: {error}; {advice}") from error

@@ -20,6 +20,7 @@ _LINE_FIELDS = (("custom_id", str), ("body", dict), ("method", str), ("url", str
 
 _IGNORED = frozenset(
     {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "verbosity"}
+    | {"reasoning_effort"}
     | {"prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
 )
 

@@ -16,7 +16,7 @@ from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import RowErrorCode, TokenizerError, UsageError
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.input.content import Chat, Content, ContentFinder, PlainText
-from batchgen.input.rows import RowProblem, bad_row
+from batchgen.input.rows import RowProblem, bad_row, num_chars
 from batchgen.text.chat import ChatTemplateError
 from batchgen.text.grammar import Grammars
 from batchgen.text.guidance import GrammarError
@@ -43,12 +43,12 @@ class _Draft:
 class RequestBuilder:
     """Builds the requests of one job.
 
-    A row's prompt is the column or template that [input] names; where it names none, the first column present and
-    not null of ``prompt_token_ids``, ``messages`` and ``prompt``, or a row's only column ``text``, or the body of
-    an OpenAI Batch line. A row whose messages begin with a system message keeps it in place of the job's.
-    Sampling values come from the job, then from those of its ``sampling.columns`` that the row has, then from the
-    row's ``sampling`` object; ``presets`` are what ``preset`` stands for in a row. A choice is tokenized by itself and
-    its tokens follow the prompt's, white space included: "yes" and " yes" are two choices.
+    A row's prompt is the column or template that [input] names; where it names none, the first column present and not
+    null of ``prompt_token_ids``, ``messages``, ``prompt`` and ``text``, or the body of an OpenAI Batch line. A row with
+    a system message keeps it in place of the job's. Sampling values come from the job, then from
+    those of its ``sampling.columns`` that the row has, then from the row's ``sampling`` object; ``presets`` are what
+    ``preset`` stands for in a row. A choice is tokenized by itself and its tokens follow the prompt's, white space
+    included: "yes" and " yes" are two choices.
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
     ``max_model_len - 1`` tokens, which leaves room to generate one; the longest choice needs its own room, and a row
@@ -195,7 +195,8 @@ class RequestBuilder:
             self._check_grammar(draft.params)
         except GrammarError as error:
             raise RowProblem(RowErrorCode.BAD_PARAM, f"structured_outputs: {error}") from error
-        return Request(draft.record.index, token_ids, draft.params, choices=tuple(choices), bad_words=tuple(bad_words))
+        index, size = draft.record.index, num_chars(draft.record.columns)
+        return Request(index, token_ids, draft.params, (), tuple(choices), tuple(bad_words), size)
 
     def _check_length(self, draft: _Draft, num_tokens: int, longest_choice: int, *, is_estimate: bool = False) -> None:
         """Raises RowProblem too_long for a prompt that leaves no room for the tokens to generate or to score."""

@@ -7,7 +7,8 @@ its format's business; the columns of a row have no meaning here.
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import BatchgenError, InputChanged, UsageError
 from batchgen.core.fingerprint import TRIES, Digests
-from batchgen.core.records import BadRow, Cursor, Record, Shard
-from batchgen.core.remote import find_files, scheme_of
+from batchgen.core.records import BadRow, Cursor, Record
+from batchgen.core.remote import attempt, open_store, refusals_as_usage, scheme_of
+from batchgen.core.shard import Shard
 from batchgen.input.formats import InputFile, Rows, Wanted
 from batchgen.input.formats.hf import PREFIX, is_saved_dataset
 from batchgen.input.formats.select import open_file
@@ -94,15 +96,38 @@ class Source:
             for file in self._files:
                 file.check_unchanged(self._digests)
 
-    def fingerprint(self, digests: Digests) -> dict[str, Any]:
+    def fingerprint(self, digests: Digests, begun: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
         """What a resume compares: for each file its name, size in bytes and ``sha256``, of a remote one its
         version (ETag, generation, blob id).
 
-        It reads the local files whose digests are not known from end to end; modification times do not count. From
-        here on ``read`` compares files with ``digests``. Raises UsageError when a file cannot be read.
+        The files that a run was ``begun`` with come first from here on, in their order then, and new ones behind them:
+        rows keep their indexes. It reads the local files whose digests are not known from end to end; modification
+        times do not count. From here on ``read`` compares files with ``digests``. Raises UsageError when a file cannot
+        be read.
         """
         self._digests = digests
-        return {"files": [file.fingerprint(digests) for file in self._files]}
+        found = [file.fingerprint(digests) for file in self._files]
+        order = _begun_first(begun, found, lambda number: self._files[number].begins_with(begun[-1]))
+        self._files = tuple(self._files[number] for number in order)
+        return {"files": [found[number] for number in order]}
+
+    def growth(self, begun: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Growth | None:
+        """How the files of the fingerprint ``begun`` have grown into those of ``now``; None if they have not.
+
+        Files may have come behind them, and rows behind those of the last one: before these, no row has another index.
+        """
+        num_whole = len(begun) - 1
+        if begun == now or len(begun) > len(now) or begun[:num_whole] != now[:num_whole]:
+            return None
+        if not begun or begun[num_whole] == now[num_whole]:
+            return Growth()
+        file, was = self._files[num_whole], begun[num_whole]
+        if was.get("file") != now[num_whole].get("file"):
+            return None
+        try:
+            return Growth(file.is_cut_at(was["bytes"])) if file.begins_with(was) else None
+        except OSError as error:
+            raise UsageError(f"cannot read {file.path}: {error.strerror or error}") from error
 
     def num_rows(self) -> int | None:
         """The number of rows, the limit applied, where it is known without reading them all."""
@@ -124,6 +149,35 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
     return total
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """That rows came behind those of an input. Where ``is_cut``, the last of these may have been read in part."""
+
+    is_cut: bool = False
+
+
+def _begun_first(
+    begun: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]], goes_on: Callable[[int], bool]
+) -> list[int]:
+    """The positions of the files ``found``: those of ``begun`` in their order there, then the others.
+
+    A file is known by its fingerprint; the last one, which may have grown, also by its name, and among several of that
+    name by what it begins with (``goes_on``).
+    """
+    places: dict[str, deque[int]] = defaultdict(deque)
+    for place, file in enumerate(begun):
+        places[str(file)].append(place)
+    by_fingerprint = {n: places[str(file)].popleft() for n, file in enumerate(found) if places.get(str(file))}
+    last = len(begun) - 1
+    if begun and last not in by_fingerprint.values():
+        others = [n for n in range(len(found)) if n not in by_fingerprint]
+        named = [n for n in others if found[n].get("file") == begun[last].get("file")]
+        if len(named) > 1:
+            named = [n for n in named if goes_on(n)]
+        by_fingerprint |= dict.fromkeys(named[:1], last)
+    return sorted(range(len(found)), key=lambda n: by_fingerprint.get(n, len(begun)))
+
+
 class Reading:
     """Rows to iterate once; ``end`` is what their generator returned."""
 
@@ -140,8 +194,8 @@ class RowRange:
     """The rows of ``shard`` that are not ``done``; all rows before the cursor ``start`` are.
 
     Where rows have ids, those of other shards are read too, for their ids alone: the first of two rows with one id
-    stays, in whichever shard it is. ``num_rows`` is the number of rows of the input, over all shards, once ``read``
-    has come to its end.
+    stays, in whichever shard it is. Rows before ``first`` are none of these. ``num_rows`` is the number of rows of the
+    input, over all shards, once ``read`` has come to its end.
     """
 
     source: Source
@@ -149,6 +203,7 @@ class RowRange:
     done: Collection[int] = ()
     start: Cursor | None = None
     has_ids: bool = False
+    first: int = 0
     num_rows: int = 0
 
     def read(self) -> Iterator[Record | BadRow]:
@@ -156,14 +211,14 @@ class RowRange:
         self.num_rows = yield from self.source.read(self.start, self._is_wanted)
 
     def count(self) -> int | None:
-        """How many rows the shard has in all; None where finding out would take too long."""
+        """How many rows the shard has from ``first`` on; None where finding out would take too long."""
         total = self.source.num_rows()
         if total is None:
             size = self.source.num_bytes()
             if size is None or size > COUNT_BYTES:
                 return None
             total = self.pass_over()
-        return len(self.shard.rows(total))
+        return len(self.shard.rows(total)) - len(self.shard.rows(self.first))
 
     def pass_over(self) -> int:
         """The number of rows of the input, found by reading to its end without parsing any."""
@@ -173,7 +228,7 @@ class RowRange:
         return reading.end
 
     def _is_wanted(self, index: int) -> bool:
-        return index not in self.done if self.shard.owns(index) else self.has_ids
+        return index >= self.first and (index not in self.done if self.shard.owns(index) else self.has_ids)
 
 
 def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda path: False) -> Source:
@@ -197,7 +252,7 @@ def open_source(spec: InputSpec, is_left_out: Callable[[Path], bool] = lambda pa
 def _expand(entry: str, form: str, is_left_out: Callable[[Path], bool]) -> list[Path | str]:
     """The files that one entry of ``input.path`` names; an ``hf:`` entry stays as it is."""
     if scheme_of(entry):
-        return [*find_files(entry)]
+        return [*_find_files(entry)]
     if entry.startswith(PREFIX):
         return [entry]
     path = Path(entry)
@@ -218,6 +273,39 @@ def _expand(entry: str, form: str, is_left_out: Callable[[Path], bool]) -> list[
         raise UsageError(f"no file matches input {entry}")
     hint = "; a dataset on the Hub is written hf:NAME" if form == "hf" else ""
     raise UsageError(f"no input file {entry}{hint}")
+
+
+def _find_files(address: str) -> list[str]:
+    """The addresses of the files that one address names: itself, those that match a glob, or a folder's Parquet files.
+
+    They are sorted; hidden files are left out of a folder, as Arrow does. Raises UsageError where there are none.
+    """
+    scheme = str(scheme_of(address))
+    if scheme in ("http", "https"):  # which have no lists of files
+        return [address]
+    store, path = open_store(address)
+    with refusals_as_usage():
+        found = attempt("find", address, lambda: _listed(store, path))
+    if not found:
+        if glob.has_magic(path):
+            raise UsageError(f"no file matches input {address}")
+        folder = address.rstrip("/")
+        raise UsageError(f"input {address} is a folder without .parquet files; name files, as in '{folder}/*.jsonl'")
+    return [f"{scheme}://{name}" for name in sorted(found)]
+
+
+def _listed(store: Any, path: str) -> list[str]:
+    """The names of the files that a path of a store stands for; see ``_find_files``."""
+    store.invalidate_cache()
+    try:
+        if store.info(path)["type"] == "file":
+            return [path]
+    except FileNotFoundError:
+        if not glob.has_magic(path):
+            raise
+        return [name for name, info in store.glob(path, detail=True).items() if info["type"] == "file"]
+    names = [name for name in store.find(path) if name.endswith(".parquet")]
+    return [name for name in names if not any(part[:1] in ("", ".", "_") for part in name[len(path) + 1 :].split("/"))]
 
 
 def _parquet_files(folder: Path, is_left_out: Callable[[Path], bool]) -> list[Path | str]:

@@ -11,7 +11,8 @@ from itertools import takewhile
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, UsageError
-from batchgen.core.records import WHOLE, BadRow, Lean, Record, Request, SamplingParams, Shard
+from batchgen.core.records import BadRow, FastPickle, Record, Request, SamplingParams
+from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted
 from batchgen.input.ids import UniqueIds
 from batchgen.input.requests import RequestBuilder
@@ -21,7 +22,7 @@ _SHOWN_BAD_ROWS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Pending(Lean):
+class Pending(FastPickle):
     """A row on its way through the engine: its id, None where it has none, its sampling and its prompt once known.
 
     ``output_token_ids`` are tokens that an earlier run generated.

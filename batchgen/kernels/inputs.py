@@ -31,7 +31,6 @@ class ModelInput:
         slot_mapping: int64 [num_tokens], block * block_size + offset: where a token's keys and values go.
         block_tables: int32 [num_seqs, max_blocks], the blocks of each sequence in order; 0 beyond its end.
         conv_slots: int32 [num_seqs], each sequence's row of convolution state.
-        conv_rejected: int32 [num_seqs], how many of the newest inputs in that state belong to rejected drafts.
         query_blocks: int32 [num_blocks, 5] of (sequence, first token, count, place, shared): the tokens in pieces of
             at most ``QUERY_BLOCK`` that belong to one sequence. Rows whose place counts on from 0 are those of
             sequences that have the KV blocks of their first ``shared`` positions in common, so that a back end may
@@ -46,7 +45,6 @@ class ModelInput:
     slot_mapping: Tensor
     block_tables: Tensor
     conv_slots: Tensor
-    conv_rejected: Tensor
     query_blocks: Tensor
     logits_indices: Tensor
     subset: LogitsSubset | None
@@ -169,8 +167,7 @@ class ConvState:
     """The last inputs of one short convolution, oldest first.
 
     Attributes:
-        slots: [num_slots, depth, hidden_size], those of each running sequence; ``depth`` is conv_L_cache - 1 plus the
-            most drafts of a step, which may have to be taken back.
+        slots: [num_slots, conv_L_cache - 1, hidden_size], those of each running sequence.
         blocks: [num_blocks, conv_L_cache - 1, hidden_size], those at the end of each KV block, so that a prefix can be
             taken over with both halves of its state; no rows where none is kept.
         block_size: positions per KV block.
@@ -179,8 +176,3 @@ class ConvState:
     slots: Tensor
     blocks: Tensor
     block_size: int
-
-    @property
-    def num_spare(self) -> int:
-        """Inputs in a slot beyond those that the next token needs."""
-        return self.slots.shape[1] - self.blocks.shape[1]

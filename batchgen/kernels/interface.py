@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
-
-Normed = Any
-"""Rows that were normed, or on a GPU what they are computed from. Only what a back end makes of weights takes them."""
 
 
 class Linear(Protocol):
@@ -76,8 +73,6 @@ class Recorder(Protocol):
 class Kernels(Protocol):
     """Operations of a back end. All tensors are contiguous; results are new tensors unless said otherwise.
 
-    Those that are made of others say so, so that a back end may join what they are made of.
-
     While a ``Recorder`` records, results exist only after the recording.
     """
 
@@ -119,7 +114,7 @@ class Kernels(Protocol):
 
     def add_and_norm(
         self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float, post: Tensor | None = None
-    ) -> tuple[Tensor, Normed]:
+    ) -> tuple[Tensor, Tensor]:
         """``h = linear(x) + residual`` and ``rms_norm(h, weight, eps)``: what ends each half of a layer.
 
         With weights ``post`` the product is normed before it is added.
@@ -136,20 +131,13 @@ class Kernels(Protocol):
         The type int8 stands for an integer from -127 to 127 times a scale: a 127th of the largest magnitude of the
         position's key (or value) in that head, NaN where one is not finite; ``round(x / scale)`` is kept.
 
+        Where a value has a number that is not finite, the position's key in that head is NaN and its value zero: who
+        attends to it gets NaN, and who does not, but shares a tile with one who does, weighs a number by zero.
+
         qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], or wider: what follows is not read. rotary is
         float32 [2, positions, head_dim / 2], cosines then sines. Returns the queries times head_dim**-0.5 as float32
         [num_tokens, num_heads, width], zero from head_dim to the cache's width.
         """
-
-    def project_and_cache(
-        self, linear: Linear, x: Normed, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache
-    ) -> tuple[Tensor, Tensor | None]:
-        """``rope_and_cache`` of ``linear(x)``: what begins an attention layer.
-
-        Beside the queries the product, which is None only if it has no columns behind the values.
-        """
-        qkv = linear(x)
-        return self.rope_and_cache(qkv, heads, rotary, inputs, cache), qkv
 
     def attention(
         self,
@@ -170,21 +158,14 @@ class Kernels(Protocol):
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; updates ``state`` in place.
 
-        weight is float32 [taps, width], bias float32 [width]. Afterwards a sequence's slot ends with its last
-        ``taps - 1`` inputs and with as many before them as it takes to take back all of this step's tokens but the
-        first, as far as it has room; and every KV block whose last position was computed holds those up to there.
+        weight is float32 [taps, width], bias float32 [width]. Afterwards a sequence's slot holds its last ``taps - 1``
+        inputs, and every KV block whose last position was computed those up to there.
         """
 
-    def project_and_convolve(
-        self, linear: Linear, x: Normed, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput
-    ) -> Tensor:
-        """``short_conv`` of ``linear(x)``: what begins a convolution layer."""
-        return self.short_conv(linear(x), weight, bias, state, inputs)
-
     def argmax(self, logits: Tensor) -> Tensor:
-        """Index of each row's first largest value, int64 [rows]; -1 for a row of NaN."""
+        """Index of each row's first largest value, int64 [rows]; -1 for a row with a NaN."""
 
-    def likeliest(self, logits: Tensor) -> Tensor:
+    def argmax_or_none(self, logits: Tensor) -> Tensor:
         """``argmax``, and -1 where all logits are -inf: no token is allowed, and the first of equals is no answer."""
         ids = self.argmax(logits)
         largest = logits.gather(1, ids.clamp(min=0)[:, None])[:, 0]

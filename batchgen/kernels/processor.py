@@ -60,6 +60,14 @@ def has_matrix_unit() -> bool:
     return "amx-bf16" in cpu_features()
 
 
+def leaves_products_to_onednn(dtype: str, weights: str = "auto", activations: str = "auto") -> bool:
+    """Whether oneDNN computes a model's products: of bfloat16 numbers on a matrix unit, for which there is no kernel.
+
+    It reads no integers, so weights that are to be stored as such are multiplied by kernels of our own.
+    """
+    return dtype == "bfloat16" and weights == activations == "auto" and has_matrix_unit()
+
+
 def has_wide_registers() -> bool:
     """Whether there are 32 vector registers of 16 float32."""
     return "avx512f" in cpu_features()

@@ -13,23 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from batchgen.kernels import interface
 from batchgen.kernels.cpu.layout import DOT_GROUP
-from batchgen.kernels.experts import ExpertLoop, TorchRouter
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import (
-    Embedding,
-    GatedLinear,
-    Heads,
-    Kernels,
-    Linear,
-    PlainLinear,
-    Router,
-    Routing,
-    SamplingRows,
-    SparseFeedForward,
-    TableEmbedding,
-    TwoStepGatedLinear,
-)
 from batchgen.kernels.processor import most_integer, processor_variant
 from batchgen.kernels.quantize import Int8Weight, quantize, quantize_rows, stored
 
@@ -67,6 +53,58 @@ class Int8Linear:
         return total.to(x.dtype)
 
 
+class TorchRouter:
+    """``Router`` by torch; ``linear`` is the product with the router's weight, in float32."""
+
+    def __init__(self, routing: interface.Routing, linear: interface.Linear) -> None:
+        self.routing = routing
+        self.linear = linear
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return choose(self.linear(x.float()), self.routing)
+
+
+def choose(logits: Tensor, routing: interface.Routing) -> tuple[Tensor, Tensor]:
+    """``Router`` for float32 logits [rows, num_experts]."""
+    scores = logits.softmax(-1) if routing.is_softmax else logits.sigmoid()
+    ranks = scores if routing.bias is None else scores + routing.bias
+    # Sorted, not by ``topk``, which leaves the order of equals open.
+    ranks = ranks.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    ranked = ranks.sort(dim=-1, descending=True, stable=True).indices
+    ids = ranked[:, : routing.num_active].sort(-1).values
+    weights = scores.gather(-1, ids)
+    if routing.is_normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.normalizer_eps)
+    return ids.int(), weights * routing.scale
+
+
+class ExpertLoop:
+    """``SparseFeedForward`` by the linears of one expert after the other; the host looks up whose rows are whose."""
+
+    def __init__(self, experts: list[tuple[interface.GatedLinear, interface.Linear]]) -> None:
+        self._experts = experts
+
+    @property
+    def linears(self) -> list[tuple[interface.Linear, interface.Linear]]:
+        return [(gated.linear, down) for gated, down in self._experts]
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+        parts = x.new_empty(*ids.shape, x.shape[1])
+        for expert, (gated, down) in enumerate(self._experts):
+            row, place = (ids == expert).nonzero(as_tuple=True)
+            if len(row):
+                parts[row, place] = down(gated(x[row]))
+        return add_up(parts, weights, residual)
+
+
+def add_up(parts: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
+    """``residual`` and the weighted parts [rows, num_active, width], added one after the other in float32."""
+    total = torch.zeros_like(residual, dtype=torch.float32)
+    for place in range(parts.shape[1]):
+        total = total + weights[:, place, None] * parts[:, place].float()
+    return (total + residual.float()).to(residual.dtype)
+
+
 def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Float32 heads [..., head_dim] as int8 and their scales [...]; see ``Kernels.rope_and_cache``."""
     largest = x.abs().amax(-1)
@@ -74,7 +112,7 @@ def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scales[..., None]).nan_to_num(127.0).clamp(-127, 127).round().to(torch.int8), scales
 
 
-class ReferenceKernels(Kernels):
+class ReferenceKernels(interface.Kernels):
     """``Kernels`` by torch; ``device`` is where the model runs, the CPU by default; ``dtype`` as for ``CpuKernels``."""
 
     name = "reference"
@@ -98,21 +136,21 @@ class ReferenceKernels(Kernels):
             return processor_variant("plain", self.activations)
         return "-".join((processor_variant("plain"), "cublas", *torch.cuda.get_device_name(self._device).split()))
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> interface.Linear:
         if self.activations == "int8":
             return Int8Linear(quantize(weight, DOT_GROUP, most_integer()), bias)
-        return PlainLinear(stored(weight, self.weights, self._dtype or weight.dtype), bias)
+        return interface.PlainLinear(stored(weight, self.weights, self._dtype or weight.dtype), bias)
 
-    def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        return TwoStepGatedLinear(self, gate, up)
+    def gated_linear(self, gate: Tensor, up: Tensor) -> interface.GatedLinear:
+        return interface.TwoStepGatedLinear(self, gate, up)
 
-    def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
-        return TableEmbedding(self, table, dtype), self.linear(table)
+    def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[interface.Embedding, interface.Linear]:
+        return interface.TableEmbedding(self, table, dtype), self.linear(table)
 
-    def router(self, routing: Routing) -> Router:
-        return TorchRouter(routing, PlainLinear(routing.weight, None))
+    def router(self, routing: interface.Routing) -> interface.Router:
+        return TorchRouter(routing, interface.PlainLinear(routing.weight, None))
 
-    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> SparseFeedForward:
+    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> interface.SparseFeedForward:
         return ExpertLoop([(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights])
 
     def recorder(self) -> None:
@@ -131,7 +169,9 @@ class ReferenceKernels(Kernels):
         gate, up = gate_up.float().chunk(2, -1)
         return (functional.silu(gate) * up).to(gate_up.dtype)
 
-    def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
+    def rope_and_cache(
+        self, qkv: Tensor, heads: interface.Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache
+    ) -> Tensor:
         head_dim, num_kv_heads, pack = heads.head_dim, cache.keys.shape[1], cache.keys.shape[4]
         counts = [heads.num_heads, num_kv_heads, num_kv_heads]
         q, k, v = torch.split(qkv[:, : sum(counts) * head_dim].view(len(qkv), -1, head_dim), counts, dim=1)
@@ -143,6 +183,8 @@ class ReferenceKernels(Kernels):
             return torch.cat((a * cosine - b * sine, b * cosine + a * sine), -1)
 
         q, k = normed_and_rotated(q, heads.q_norm), normed_and_rotated(k, heads.k_norm)
+        spoilt = ~(v if cache.scales is not None else v.to(cache.values.dtype)).isfinite().all(-1, keepdim=True)
+        k, v = k.masked_fill(spoilt, torch.nan), v.masked_fill(spoilt, 0.0)
         block, offset = inputs.slot_mapping // cache.block_size, inputs.slot_mapping % cache.block_size
         if cache.scales is not None:
             (k, key_scales), (v, value_scales) = to_int8(k), to_int8(v.float())
@@ -193,10 +235,8 @@ class ReferenceKernels(Kernels):
         gated = b * x
         out = torch.empty_like(c)
         for sequence, tokens in _sequences(inputs):
-            slot, reach = state.slots[int(inputs.conv_slots[sequence])], len(weight) - 1
-            past = slot[state.num_spare - int(inputs.conv_rejected[sequence]) :][:reach]
-            if inputs.positions[tokens][0] == 0:
-                past = torch.zeros_like(past)
+            slot = state.slots[int(inputs.conv_slots[sequence])]
+            past = torch.zeros_like(slot) if inputs.positions[tokens][0] == 0 else slot
             # A sequence shorter than the window has zeros before its start, whatever the slot held.
             column = torch.cat((past, gated[tokens]))
             windows = column.float().unfold(0, len(weight), 1)  # [tokens, width, taps]
@@ -205,13 +245,11 @@ class ReferenceKernels(Kernels):
             ends = (inputs.positions[tokens] + 1) % state.block_size == 0  # of KV blocks
             blocks = inputs.slot_mapping[tokens][ends] // state.block_size
             state.blocks[blocks] = column[1:].unfold(0, len(past), 1).transpose(1, 2)[ends]
-            newest = column[-len(slot) :].clone()
-            slot[len(slot) - len(newest) :] = newest
+            slot.copy_(column[len(column) - len(slot) :])
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
-        best = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
-        return best.masked_fill(logits.isnan().all(-1), -1)
+        return logits.argmax(-1).masked_fill_(logits.isnan().any(-1), -1)
 
     def mask(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         tokens = torch.arange(logits.shape[1], device=logits.device)
@@ -219,7 +257,7 @@ class ReferenceKernels(Kernels):
         masked = logits[rows]
         logits[rows] = masked.masked_fill(~(is_allowed | masked.isnan()), -torch.inf)
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+    def sample(self, logits: Tensor, rows: interface.SamplingRows) -> Tensor:
         scaled = logits.float()
         scaled = (scaled - scaled.amax(-1, keepdim=True)) / rows.temperature[:, None]
         p = scaled.exp()

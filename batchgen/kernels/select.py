@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
 
 from batchgen.kernels.interface import Kernels
+
+_LEAST_CAPABILITY = (8, 0)  # of a GPU that the kernels are compiled for in tests: it multiplies bfloat16
 
 
 def select(
@@ -19,17 +23,43 @@ def select(
 ) -> Kernels:
     """The fastest back end for a device and dtype; on CUDA the one whose rows are independent if ``batch_invariant``.
 
-    Without it, or without Triton, CUDA multiplies with cuBLAS, which ``Kernels.variant`` then names; on the CPU both
-    are the same. ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the latter.
+    Without it, or where ``triton_obstacle`` finds one, CUDA multiplies with cuBLAS, which ``Kernels.variant`` then
+    names; on the CPU both are the same. ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the
+    latter.
     """
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
         from batchgen.kernels.cpu.backend import CpuKernels
 
         return CpuKernels(dtype, weights=weights, activations=activations)
-    if device.type == "cuda" and find_spec("triton") is not None:
+    if device.type == "cuda" and not triton_obstacle(device):
         from batchgen.kernels.cuda.backend import CudaKernels
 
         return CudaKernels(device, batch_invariant=batch_invariant, weights=weights)
     from batchgen.kernels.reference import ReferenceKernels
 
     return ReferenceKernels(device, dtype, weights=weights, activations=activations)
+
+
+@lru_cache
+def triton_obstacle(device: torch.device) -> str:
+    """Why the Triton kernels cannot run on a GPU, and what would help; empty if they can. Asked of each device once."""
+    if find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    if (found := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+        return "its compute capability is {}.{}; the kernels need {}.{} or more".format(*found, *_LEAST_CAPABILITY)
+    try:
+        _launch_one(device)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        why = " ".join(str(error).split())[:200]
+        return f"Triton launches no kernel ({why}); it needs a C compiler and Python's headers (gcc, python3-dev)"
+    return ""
+
+
+def _launch_one(device: torch.device) -> None:
+    """Compile and launch a small kernel; for the first of a machine Triton calls the C compiler."""
+    from batchgen.kernels.cuda.backend import CudaKernels
+
+    CudaKernels(device).swiglu(torch.zeros(1, 2, device=device))
+    torch.cuda.synchronize(device)

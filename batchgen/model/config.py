@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from batchgen.kernels.processor import has_matrix_unit, multiplies_bfloat16
+from batchgen.kernels.processor import leaves_products_to_onednn, multiplies_bfloat16
 
 ATTENTION = "full_attention"
 CONV = "conv"
@@ -239,9 +239,9 @@ class ModelConfig:
         kv_itemsize, scale_bytes = _KV_BYTES.get(kv_dtype, (itemsize, 0))
         return 2 * self.num_attention_layers * self.num_kv_heads * (self.head_dim * kv_itemsize + scale_bytes)
 
-    def conv_slot_bytes(self, itemsize: int, max_drafts: int = 0) -> int:
+    def conv_slot_bytes(self, itemsize: int) -> int:
         """Bytes of one sequence's convolution state over all layers, which can take back so many tokens."""
-        return self.num_conv_layers * (self.conv_l_cache - 1 + max_drafts) * self.hidden_size * itemsize
+        return self.num_conv_layers * (self.conv_l_cache - 1) * self.hidden_size * itemsize
 
     def weight_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> float:
         """Bytes of memory per weight of the linears of a model that computes in ``dtype``.
@@ -249,7 +249,7 @@ class ModelConfig:
         Integers have a scale of 2 bytes per 32 of them, or of 4 per 128 where activations are integers too. Only the
         CPU's own kernels keep integers, and bfloat16 weights under float32; other libraries get them widened.
         """
-        is_library = dtype == "float16" or (dtype == "bfloat16" and activations == "auto" and has_matrix_unit())
+        is_library = dtype == "float16" or leaves_products_to_onednn(dtype, weights, activations)
         if not is_cpu or is_library:
             return item_bytes(dtype)
         if weights == "int8":

@@ -65,7 +65,7 @@ class Decoder:
         self.layers = [Layer(tensors.of(layer=i), shape, config, kernels) for i, shape in enumerate(config.layers)]
         self.last_attention = next((layer for layer in self.layers[::-1] if isinstance(layer.mixer, Attention)), None)
         final_norm = tensors.norm("final_norm", config.hidden_size)
-        self.norms = [*(layer.mixer_norm for layer in self.layers), final_norm]  # of what each layer takes, and of h
+        self.norms = [*(layer.mixer_norm for layer in self.layers), final_norm]  # of each layer's input, and the last
         self.rotary = Rotary(config, self.device)
         source.finish(tensors.name("head"))  # checkpoints may hold a copy of the tied embedding
 
@@ -79,12 +79,6 @@ class Decoder:
         integers = {"weights": self.kernels.weights, "activations": self.kernels.activations}
         named = {name: value for name, value in integers.items() if value != "auto"}
         return {"dtype": dtype, "device": self.device.type, "kernels": self.kernels.variant, **named}
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of memory per weight of the linears."""
-        kernels, is_cpu = self.kernels, self.device.type == "cpu"
-        return self.config.weight_bytes(self.numerics["dtype"], kernels.weights, kernels.activations, is_cpu=is_cpu)
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInput, state: StateCache, max_position: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import Heads, Kernels, Linear, Normed, Routing
+from batchgen.kernels.interface import Heads, Kernels, Linear, Routing
 from batchgen.model.config import Experts, LayerShape, ModelConfig
 from batchgen.model.weights import ROUTER_BIAS, TAPS, NamedTensors
 
@@ -32,7 +32,7 @@ class AddedLinear:
         self.eps = config.norm_eps
         self.post_norm = tensors.norm(post_norm, config.hidden_size) if config.has_post_norms else None
 
-    def __call__(self, x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Normed]:
+    def __call__(self, x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream with the product added, and its norm by the weights ``norm``."""
         return self.kernels.add_and_norm(self.linear, x, residual, norm, self.eps, self.post_norm)
 
@@ -48,7 +48,7 @@ class FeedForward:
         self.down = AddedLinear(down, "feed_forward_post_norm", tensors, config, kernels)
         self.linears = [(self.gate_up.linear, width), (down, inner)]
 
-    def __call__(self, x: Normed, residual: Tensor, norm: Tensor) -> tuple[Tensor, Normed]:
+    def __call__(self, x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """See ``AddedLinear``."""
         return self.down(self.gate_up(x), residual, norm)
 
@@ -72,7 +72,7 @@ class ExpertFeedForward:
         met = self.experts.linears[: experts.num_active]
         self.linears = [pair for gate_up, down in met for pair in ((gate_up, width), (down, experts.ff_dim))]
 
-    def __call__(self, x: Normed, residual: Tensor, norm: Tensor) -> tuple[Tensor, Normed]:
+    def __call__(self, x: Tensor, residual: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """See ``AddedLinear``."""
         h = self.experts(x, *self.route(x), residual)
         return h, self.kernels.rms_norm(h, norm, self.eps)
@@ -116,9 +116,9 @@ class ShortConv:
         bias = tensors.take("conv", width, part="bias") if config.conv_bias else torch.zeros(width)
         self.bias = bias.float().to(weight.device).clone()
 
-    def mix(self, x: Normed, state: ConvState, inputs: ModelInput) -> Tensor:
+    def mix(self, x: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """What ``out_proj`` takes; updates ``state``."""
-        return self.kernels.project_and_convolve(self.in_proj, x, self.weight, self.bias, state, inputs)
+        return self.kernels.short_conv(self.in_proj(x), self.weight, self.bias, state, inputs)
 
 
 class Attention:
@@ -144,10 +144,11 @@ class Attention:
         self.out_proj = AddedLinear(out_proj, "mixer_post_norm", tensors, config, kernels)
         self.linears = [(self.qkv, width), (out_proj, config.num_heads * d)]
 
-    def queries(self, x: Normed, cache: KVCache, inputs: ModelInput, rotary: Tensor) -> tuple[Tensor, Tensor | None]:
+    def queries(self, x: Tensor, cache: KVCache, inputs: ModelInput, rotary: Tensor) -> tuple[Tensor, Tensor | None]:
         """The queries and gates that ``mix`` takes; writes keys and values to ``cache``."""
-        q, product = self.kernels.project_and_cache(self.qkv, x, self.heads, rotary, inputs, cache)
-        return q, product if self.is_gated else None
+        qkv = self.qkv(x)
+        q = self.kernels.rope_and_cache(qkv, self.heads, rotary, inputs, cache)
+        return q, (qkv if self.is_gated else None)
 
     def mix(self, q: Tensor, gates: Tensor | None, cache: KVCache, inputs: ModelInput) -> Tensor:
         """What ``out_proj`` takes."""

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from batchgen.core.errors import ModelError
-from batchgen.core.hub import resolve_model
 from batchgen.core.machine import SMALLER_SIZES, memory_errors, physical_bytes
 from batchgen.core.model_files import is_gguf
+from batchgen.core.model_location import resolve_model
 from batchgen.core.units import shown
 from batchgen.kernels.cpu import build
 from batchgen.kernels.interface import Kernels
-from batchgen.kernels.select import select
+from batchgen.kernels.select import select, triton_obstacle
 from batchgen.model.adapter.settings import read_lora, resolve_adapter
 from batchgen.model.adapter.source import LoraTensors
 from batchgen.model.config import ModelConfig
@@ -58,6 +58,11 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     config = lora.added_to(config) if lora else config
     kind = resolve_dtype(dtype, config, where)
     _check_integers(weights, activations, where)
+    if where.type == "cuda" and batch_invariant and kernels is None and (obstacle := triton_obstacle(where)):
+        raise ModelError(
+            f"device {str(where)!r}: {obstacle}; --no-batch-invariant runs without these kernels, slower, and tokens "
+            "may depend on the batch; --device cpu runs on the CPU"
+        )
     source: TensorSource
     if model is None:
         source = RandomTensors(kind, where, saved=DTYPES.get(config.dtype))

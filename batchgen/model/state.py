@@ -41,7 +41,7 @@ class StateCache:
         if self.conv:
             taken, given = upload(torch.tensor([blocks, slots]), self.conv[0].slots.device)
             for state in self.conv:
-                state.slots[given, state.num_spare :] = state.blocks[taken]
+                state.slots[given] = state.blocks[taken]
 
 
 def allocate(
@@ -53,12 +53,10 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
-    max_drafts: int = 0,
 ) -> StateCache:
     """Zeroed state: values that a vector reads beyond the end of a sequence are masked, but must be finite.
 
-    ``kv_dtype`` is what keys and values are rounded to, if not ``dtype``; up to ``max_drafts`` of the newest tokens of
-    a step can be taken back. The keys have one more block, for the last
+    ``kv_dtype`` is what keys and values are rounded to, if not ``dtype``. The keys have one more block, for the last
     vector of a block whose size is no multiple of ``LANES``.
     """
     cached = kv_dtype or dtype
@@ -82,7 +80,7 @@ def allocate(
     )
     reach, width = config.conv_l_cache - 1, config.hidden_size
     conv = tuple(
-        ConvState(zeros(num_slots, reach + max_drafts, width), zeros(num_blocks, reach, width), block_size)
+        ConvState(zeros(num_slots, reach, width), zeros(num_blocks, reach, width), block_size)
         for _ in range(config.num_conv_layers)
     )
     return StateCache(kv, conv)

@@ -88,6 +88,9 @@ class ConfigValues:
         if theta < 1:
             raise self.error(f"rope_theta must be at least 1, or angles exceed float32, not {theta}")
         values, kind = (old, kinds[1]) if kinds[0] == "default" else (new, kinds[0])
+        for part in (self, new, old) if kind != "proportional" else ():
+            if (share := part.number("partial_rotary_factor", default=1.0)) != 1:
+                raise part.error(f"partial_rotary_factor {share:g} is not supported with rope_type {kind!r}")
         return values._scaled(theta, kind)
 
     def _scaled(self, theta: float, kind: str) -> Rope:

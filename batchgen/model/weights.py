@@ -7,7 +7,8 @@ misshapen or left-over tensor. Loading runs no code. ``quantized`` has the sourc
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +21,7 @@ from batchgen.core.machine import is_out_of_memory
 from batchgen.core.model_files import INDEX, WEIGHTS, file_bytes, weight_map
 from batchgen.core.units import shortened, shown
 
+_MOST_MAPPED = 1 << 30  # bytes read from a mapping, which holds on to them, before the file is mapped anew
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others mean nothing without scales
 
 
@@ -30,6 +32,22 @@ def stored_dtype(saved: torch.dtype, dtype: torch.dtype, device: torch.device) -
     """
     is_kept = saved == torch.bfloat16 and dtype == torch.float32 and device.type == "cpu"
     return saved if is_kept else dtype
+
+
+def fill_rows(fill: Callable[[slice], None], num_rows: int, step: int) -> None:
+    """Call ``fill`` with all of ``num_rows`` rows, ``step`` at a time, on as many threads as torch has."""
+
+    @torch.inference_mode()  # a thread starts outside of the mode in which the model is loaded
+    def fill_from(start: int) -> None:
+        fill(slice(start, start + step))
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(fill_from, range(0, num_rows, step)))
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite."""
+    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
 class Init(NamedTuple):
@@ -79,14 +97,17 @@ def open_weights(path: Path) -> Any:
 class Checkpoint:
     """Tensors of a checkpoint folder, memory-mapped: only what is taken is read.
 
-    Each tensor is mapped by itself and unmapped with it: weights are laid out anew for most devices, and a mapping of
-    the whole file would keep both copies in memory until the last tensor.
+    One file is mapped at a time, and mapped anew after every ``_MOST_MAPPED`` bytes: weights are laid out anew for most
+    devices, and one mapping of all would keep both copies in memory until the last tensor. One for each tensor would
+    parse the file's header as often, which takes half a minute where every expert has tensors of its own.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.folder = folder
         self.dtype = dtype
         self.device = device
+        self._mapped: tuple[str, Any] = "", None  # the name of a file, and the file
+        self._mapped_bytes = 0
         self._files = self._locate()
         self._taken: set[str] = set()
 
@@ -111,7 +132,9 @@ class Checkpoint:
                 raise ModelError(f"{self.folder / INDEX}: the index and {file} disagree about tensor {shown(odd)}")
 
     def _open(self, file: str) -> Any:
-        return open_weights(self.folder / file)
+        if self._mapped[0] != file or self._mapped_bytes > _MOST_MAPPED:
+            self._mapped, self._mapped_bytes = (file, open_weights(self.folder / file)), 0
+        return self._mapped[1]
 
     def holds(self, name: str) -> bool:
         return name in self._files
@@ -126,6 +149,7 @@ class Checkpoint:
             asked = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
             raise ModelError(f"{self.folder}: tensor {name!r} has shape {shown(found)}; config.json asks for {asked}")
         tensor: Tensor = file.get_tensor(name)
+        self._mapped_bytes += tensor.nbytes
         self._taken.add(name)
         return tensor
 

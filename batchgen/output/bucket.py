@@ -11,12 +11,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from batchgen.core.remote import RemoteError, attempt, explained_errors, open_store
+from batchgen.core.remote import STILL_S, RemoteError, attempt, explained_errors, open_store
 
 T = TypeVar("T")
 _CHUNK_BYTES = 16 << 20  # of a multipart upload
 _MAX_CHUNKS = 9_000  # S3 takes 10,000
 _AT_ONCE = 4  # chunks in memory
+_SLOWEST = 128 << 10  # bytes a second of a connection on which a write does not count as stuck
 
 
 class Entry(NamedTuple):
@@ -29,48 +30,43 @@ class Entry(NamedTuple):
 class Bucket:
     """The files below ``address``, known by their names relative to it.
 
-    What may pass is tried again for about a minute, unless not ``is_patient``. All methods raise RemoteError.
+    What may pass is tried again, unless not ``is_patient``. All methods raise RemoteError.
     """
 
     def __init__(self, address: str, *, is_patient: bool = True) -> None:
+        from fsspec.implementations.dirfs import DirFileSystem
+
         self.address = address.rstrip("/")
-        self._store, root = open_store(self.address)
-        self._root = root.rstrip("/")
+        store, root = open_store(self.address)
+        self._store: Any = DirFileSystem(root, store, skip_instance_cache=True)
         self._is_s3 = self.address.lower().startswith("s3:")
         self._is_patient = is_patient
 
     def entry(self, name: str) -> Entry | None:
         """The file of that name, None if there is none."""
-        info = self._found("look up", name, lambda: self._store.info(self._path(name)))
+        info = self._found("look up", name, lambda: self._store.info(name))
         return _entry(info) if info is not None and info["type"] == "file" else None
 
     def modified_at(self, name: str) -> datetime:
         """When the file was written, by the clock of the store."""
-        found: datetime = self._do("look up", name, lambda: self._store.modified(self._path(name)))
+        found: datetime = self._do("look up", name, lambda: self._store.modified(name))
         return found
 
     def find(self, folder: str) -> dict[str, Entry]:
         """All files below a folder ("" is all of it), by name."""
-        found = self._do("list", folder, lambda: self._store.find(self._path(folder).rstrip("/"), detail=True))
-        return {path[len(self._root) + 1 :]: _entry(info) for path, info in found.items()}
+        found = self._do("list", folder, lambda: self._store.find(folder, detail=True))
+        return {name: _entry(info) for name, info in found.items()}
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file, None if there is none."""
         at_once = {"max_concurrency": 1} if self._is_s3 else {}  # which spares a look at its size
-        content: bytes | None = self._found("read", name, lambda: self._store.cat_file(self._path(name), **at_once))
+        content: bytes | None = self._found("read", name, lambda: self._store.cat_file(name, **at_once))
         return content
 
-    def write(self, name: str, content: bytes, *, over: Entry | str | None = None) -> None:
-        """Write a file. Raises RemoteError of kind "changed" if it is not what it is written ``over`` any more.
-
-        ``over`` is an entry that the file must still have (on S3), "nothing" if it must not exist, or None.
-        """
-        condition: dict[str, Any] = {}
-        if over == "nothing":
-            condition = {"mode": "create"}
-        elif isinstance(over, Entry) and self._is_s3:
-            condition = {"IfMatch": over.version}
-        self._do("write", name, lambda: self._store.pipe_file(self._path(name), content, **condition))
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file."""
+        limit_s = _limit_s(len(content))
+        self._do("write", name, lambda: self._store.pipe_file(name, content, timeout=limit_s))
 
     def upload(self, name: str, path: Path) -> None:
         """Copy a local file there."""
@@ -78,31 +74,27 @@ class Bucket:
         options: dict[str, Any] = {"chunksize": max(_CHUNK_BYTES, -(-size // _MAX_CHUNKS // (1 << 18)) << 18)}
         if self._is_s3:
             options["max_concurrency"] = _AT_ONCE
-        self._do("write", name, lambda: self._store.put_file(str(path), self._path(name), **options))
+        self._do("write", name, lambda: self._store.put_file(str(path), name, timeout=_limit_s(size), **options))
 
     def download(self, name: str, path: Path) -> None:
         """Copy a file from there, replacing a local one; not durable."""
-        self._do("read", name, lambda: self._store.get_file(self._path(name), str(path)))
+        self._do("read", name, lambda: self._store.get_file(name, str(path)))
 
     def read_all(self, names: Sequence[str]) -> list[bytes]:
         """The content of files that are there, fetched several at a time."""
-        paths = [self._path(name) for name in names]
-        found = self._do("read", names[0], lambda: self._store.cat(paths))
-        return [found[path] for path in paths]
+        found = self._do("read", names[0], lambda: self._store.cat([*names]))
+        return [found[name] for name in names]
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove files; one that is not there is none that is left."""
         if names:
-            self._found("remove", names[0], lambda: self._store.rm([self._path(name) for name in names]))
+            self._found("remove", names[0], lambda: self._store.rm([*names]))
 
     def prepare(self) -> None:
         """Nothing is needed before files are written."""
 
     def commit(self, message: str) -> None:
         """Nothing is left to do: each file is there as soon as it is written."""
-
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
 
     def _do(self, doing: str, name: str, call: Callable[[], T]) -> T:
         address = f"{self.address}/{name}"
@@ -115,12 +107,16 @@ class Bucket:
         try:
             return self._do(doing, name, call)
         except RemoteError as error:
-            if error.kind != "missing" or str(error).endswith("no such bucket"):
+            if error.kind != "missing":
                 raise
             return None
 
 
+def _limit_s(num_bytes: int) -> float:
+    """How long a write may take; the libraries bound only how long an answer takes once all is sent."""
+    return STILL_S + num_bytes / _SLOWEST
+
+
 def _entry(info: dict[str, Any]) -> Entry:
-    return Entry(
-        int(info["size"]), str(next((info[key] for key in ("ETag", "etag", "generation") if info.get(key)), ""))
-    )
+    version = next((info[key] for key in ("ETag", "etag", "generation") if info.get(key)), "")
+    return Entry(int(info["size"]), str(version))

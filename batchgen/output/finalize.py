@@ -17,7 +17,7 @@ from typing import Any
 
 from batchgen.config.job import JobSpec, OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
-from batchgen.core.storage import publish, remove_file, staged_file
+from batchgen.core.storage import commit_staged, remove_file, staged_file
 from batchgen.output.formats import OutputFormat, output_format
 from batchgen.output.formats.jsonl import read_lines, write_lines
 from batchgen.output.journal import Counts, Journal
@@ -48,12 +48,7 @@ def finalize(run_dir: RunDir, spec: JobSpec, journal: Journal, *, num_rows: int)
     afterwards only if a row failed. Once the report is written too, call ``journal.remove()``. Raises BatchgenError if
     a row is missing, StorageError if the disk refuses.
     """
-    journal.commit()
-    if not journal.done.covers(num_rows):
-        raise BatchgenError(
-            f"{run_dir.path}: the input has {num_rows} rows, but the journal holds {len(journal.done)} and the first "
-            f"unfinished one is row {journal.done.first_gap}; nothing was written"
-        )
+    _refuse_gaps(run_dir, journal, num_rows)
     form, output = output_format(spec), spec.output
     manifest = run_dir.read_manifest()
     if manifest is not None and manifest.num_rows != num_rows:
@@ -61,9 +56,19 @@ def finalize(run_dir: RunDir, spec: JobSpec, journal: Journal, *, num_rows: int)
     results = Rows(lambda: _results(journal, form, output.order))
     errors = Rows(lambda: _errors(journal, form))
     counts = stage(run_dir, output, form, results, errors)
-    publish_errors(run_dir, counts)
-    publish(run_dir.outputs(output.format))
+    commit_errors(run_dir, counts)
+    commit_staged(run_dir.outputs(output.format))
     return counts
+
+
+def finalize_grown(run_dir: RunDir, spec: JobSpec, journal: Journal, *, num_rows: int) -> Counts:
+    """Put the rows by which the input of a finished run has grown into its outputs and ``errors.jsonl``.
+
+    A kill in between leaves a run that writes the same bytes when run again. Once the report is written too, store
+    ``num_rows`` in ``job.json``, then call ``journal.remove()``. Raises as ``finalize``.
+    """
+    _refuse_gaps(run_dir, journal, num_rows)
+    return _replace_outputs(run_dir, spec, journal, lambda: _all_errors(run_dir, journal, output_format(spec)))
 
 
 def finalize_retry(run_dir: RunDir, spec: JobSpec, journal: Journal) -> Counts:
@@ -74,15 +79,31 @@ def finalize_retry(run_dir: RunDir, spec: JobSpec, journal: Journal) -> Counts:
     ``journal.remove()``. Raises StorageError.
     """
     journal.commit()
+    return _replace_outputs(run_dir, spec, journal, lambda: _errors(journal, output_format(spec)))
+
+
+def _refuse_gaps(run_dir: RunDir, journal: Journal, num_rows: int) -> None:
+    journal.commit()
+    if not journal.done.covers(num_rows):
+        raise BatchgenError(
+            f"{run_dir.path}: the input has {num_rows} rows, but the journal holds {len(journal.done)} and the first "
+            f"unfinished one is row {journal.done.first_gap}; nothing was written"
+        )
+
+
+def _replace_outputs(
+    run_dir: RunDir, spec: JobSpec, journal: Journal, errors: Callable[[], Iterator[IndexedRow]]
+) -> Counts:
+    """Replace the outputs by the same with the journal's rows in them, and ``errors.jsonl``."""
     form, output = output_format(spec), spec.output
 
     def results() -> Iterator[IndexedRow]:
         kept = (row for row in form.read(run_dir.outputs(output.format)) if row[0] not in journal.done)
         return join([kept, _results(journal, form, output.order)], output.order)
 
-    counts = stage(run_dir, output, form, Rows(results), Rows(lambda: _errors(journal, form)))
-    publish(run_dir.outputs(output.format))
-    publish_errors(run_dir, counts)
+    counts = stage(run_dir, output, form, Rows(results), Rows(errors))
+    commit_staged(run_dir.outputs(output.format))
+    commit_errors(run_dir, counts)
     return counts
 
 
@@ -98,15 +119,13 @@ def stage(run_dir: RunDir, output: OutputSpec, form: OutputFormat, results: Rows
 def write_errors(run_dir: RunDir, spec: JobSpec, journal: Journal) -> None:
     """Write ``errors.jsonl`` of an unfinished run: the rows that have failed so far. Raises StorageError."""
     with staged_file(run_dir.errors) as file:
-        write_lines(file, Rows(lambda: _errors(journal, output_format(spec))))
-    publish(run_dir.errors)
+        write_lines(file, Rows(lambda: _all_errors(run_dir, journal, output_format(spec))))
+    commit_staged(run_dir.errors)
 
 
-def publish_errors(run_dir: RunDir, counts: Counts) -> None:
-    """Put the staged ``errors.jsonl`` in place, or remove it where there are no errors."""
-    publish(run_dir.errors)
-    if not counts.errors:
-        remove_file(run_dir.errors)
+def commit_errors(run_dir: RunDir, counts: Counts) -> None:
+    """Put the staged ``errors.jsonl`` in place, or remove it and an earlier one where there are no errors."""
+    (commit_staged if counts.errors else remove_file)(run_dir.errors)
 
 
 def join(streams: list[Iterator[IndexedRow]], order: str) -> Iterator[IndexedRow]:
@@ -116,7 +135,7 @@ def join(streams: list[Iterator[IndexedRow]], order: str) -> Iterator[IndexedRow
 
 def read_errors(run_dir: RunDir) -> Iterator[IndexedRow]:
     """The lines of ``errors.jsonl`` with their indexes; none if no row failed. Raises StorageError for a bad line."""
-    return read_lines(run_dir.errors) if run_dir.errors.exists() else iter(())
+    return read_lines(run_dir.errors) if run_dir.errors.is_file() else iter(())
 
 
 def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -133,7 +152,7 @@ def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str
 
 def _check_record(record: Mapping[str, Any]) -> None:
     """Raises KeyError, TypeError or ValueError where a record lacks what a report counts."""
-    usage, timings = record["usage"], record.get("timings") or {}
+    usage, timings = record["usage"], record["timings"]
     sum([usage["prompt_tokens"], usage["completion_tokens"], *timings.values()])
     if not isinstance(record["finish_reason"], str) or not isinstance(record.get("text") or "", str):
         raise ValueError("its finish_reason or text is no string")
@@ -144,6 +163,12 @@ def _check_record(record: Mapping[str, Any]) -> None:
 def _results(journal: Journal, form: OutputFormat, order: str) -> Iterator[IndexedRow]:
     indexes = journal.done.indexes(errors=False) if order == "input" else journal.completed()
     return ((index, form.result_row(journal.payload(index))) for index in indexes)
+
+
+def _all_errors(run_dir: RunDir, journal: Journal, form: OutputFormat) -> Iterator[IndexedRow]:
+    """The failed rows of the journal and, where it continues finished outputs, those of ``errors.jsonl`` too."""
+    before = read_errors(run_dir) if run_dir.has_outputs() else iter(())
+    return join([(row for row in before if row[0] not in journal.done), _errors(journal, form)], "input")
 
 
 def _errors(journal: Journal, form: OutputFormat) -> Iterator[IndexedRow]:

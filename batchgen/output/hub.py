@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from batchgen.core.remote import RemoteError, attempt
+from batchgen.core.remote import RemoteError, attempt, bound_hub
 from batchgen.core.units import counted, printable
 from batchgen.core.version import __version__
 from batchgen.output.bucket import Entry
@@ -30,6 +30,7 @@ class HubDataset:
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()  # the run has a display of its own
+        bound_hub()
         self.address = address.rstrip("/")
         parts = [part for part in self.address.partition("://")[2].split("/") if part]
         self._repo = "/".join(parts[1:3])

@@ -15,17 +15,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import WHOLE, Cursor, Lean, Shard
-from batchgen.core.storage import remove_folder, storage_errors, sync_folder
-from batchgen.output.done_set import DoneSet
+from batchgen.core.records import Cursor, FastPickle
+from batchgen.core.shard import WHOLE, Shard
+from batchgen.core.storage import make_folder, remove_folder, storage_errors, sync_file, sync_folder
+from batchgen.output.row_index import RowIndex
 from batchgen.output.segments import (
     CHECK_DISK,
     ERROR,
@@ -35,8 +36,8 @@ from batchgen.output.segments import (
     Line,
     SegmentReader,
     encode_line,
+    next_segment,
     scan,
-    segment_path,
     segments,
 )
 
@@ -47,16 +48,24 @@ SYNC_COST_FACTOR = 100
 
 
 @dataclass(frozen=True, slots=True)
-class JournalEntry(Lean):
-    """One finished row. ``payload`` is its output record ("result") or its line of ``errors.jsonl`` ("error").
+class JournalEntry(FastPickle):
+    """One finished row. ``payload`` is its output record ("result") or its line of ``errors.jsonl`` ("error"), as JSON.
 
-    A payload may be given as the bytes that ``encode_json`` makes of it.
+    The token counts are those of a run's progress; they are not written.
     """
 
     index: int
     after: Cursor
     kind: Literal["result", "error"]
-    payload: dict[str, Any] | bytes
+    payload: bytes
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_computed_tokens: int = 0
+
+    @property
+    def key(self) -> int:
+        """What tasks and requests call the row."""
+        return self.index
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +99,10 @@ class Recovery:
 class Journal:
     """An open journal. Not thread-safe; the run directory's lock admits one process at a time."""
 
-    def __init__(self, folder: Path, shard: Shard) -> None:
+    def __init__(self, folder: Path, shard: Shard, first: int = 0) -> None:
         self._folder = folder
-        self._reader = SegmentReader(folder)
-        self._number = 0  # of the newest segment
+        self._segments: list[Path] = []  # oldest first; ``done`` knows one by its position here
+        self._reader = SegmentReader(self._segments)
         self._fd: int | None = None  # of the segment this process appends to
         self._size = 0  # of that segment in bytes
         self._unsynced = False
@@ -101,25 +110,22 @@ class Journal:
         self._sync_every = SYNC_SECONDS
         self._failed: StorageError | None = None
         self._shard = shard
-        self.done = DoneSet(shard)
+        self.done = RowIndex(shard, first)
         self.partials: dict[int, tuple[int, ...]] = {}
         self.recovery = Recovery()
 
     @classmethod
-    def open(cls, folder: Path, shard: Shard = WHOLE, *, after: int = 0) -> Journal:
+    def open(cls, folder: Path, shard: Shard = WHOLE, *, first: int = 0) -> Journal:
         """Open or create the journal in ``folder`` and recover what is in it.
 
-        A torn tail is cut off, records that fail their checksum are left out, and ``recovery`` reports both. Memory:
-        8 bytes per row and the partials; time: about 1.5 s per million rows of 600 bytes. New segments are numbered
-        above ``after``. Raises StorageError.
+        It holds rows from index ``first`` on. A torn tail is cut off, records that fail their checksum are left out,
+        and ``recovery`` reports both. Memory: 8 bytes per row and the partials; time: about 1.5 s per million rows of
+        600 bytes. Raises StorageError.
         """
-        journal = cls(folder, shard)
+        journal = cls(folder, shard, first)
         with storage_errors("open the journal", folder):
-            if not folder.is_dir():
-                folder.mkdir()
-                sync_folder(folder.parent)
+            make_folder(folder)
             journal._recover()
-        journal._number = max(journal._number, after)
         return journal
 
     @property
@@ -144,12 +150,11 @@ class Journal:
         """
         if not self._shard.owns(entry.index):
             raise ValueError(f"row {entry.index} is not in this shard")
-        if entry.index in self.done and not self.done.place(entry.index).is_error:
+        if entry.index in self.done and not self.done.location(entry.index).is_error:
             raise ValueError(f"row {entry.index} is in the journal already")
         is_error = entry.kind == "error"
-        payload = entry.payload if isinstance(entry.payload, bytes) else encode_json(entry.payload)
-        offset = self._append(encode_line(ERROR if is_error else RESULT, entry.index, entry.after, payload))
-        self.done.add(entry.index, self._number, offset, is_error)
+        offset = self._append(encode_line(ERROR if is_error else RESULT, entry.index, entry.after, entry.payload))
+        self.done.add(entry.index, len(self._segments) - 1, offset, is_error)
         self.partials.pop(entry.index, None)
         self.tick()
 
@@ -158,6 +163,14 @@ class Journal:
         for index, token_ids in tokens.items():
             self._append(encode_line(PARTIAL, index, None, encode_json(token_ids)))
         self.partials.update(tokens)
+        self.commit()
+
+    def run_again(self, indexes: Iterable[int]) -> None:
+        """Forget what is known of these rows, half done or finished, and commit."""
+        for index in indexes:
+            self._append(encode_line(PARTIAL, index, None, encode_json(())))
+            self.done.discard(index)
+            self.partials.pop(index, None)
         self.commit()
 
     def tick(self) -> None:
@@ -172,7 +185,7 @@ class Journal:
         started_at = time.monotonic()
         if self._unsynced and self._fd is not None:
             with self._failing():
-                os.fsync(self._fd)
+                sync_file(self._fd)
             self._unsynced = False
         self._synced_at = time.monotonic()
         cost_s = self._synced_at - started_at
@@ -201,25 +214,25 @@ class Journal:
     def completed(self) -> Iterator[int]:
         """Finished rows with a result in the order they finished in. Raises StorageError if one was damaged since."""
         num_left = self.done.num_results
-        for number, path in segments(self._folder):
+        for number, path in enumerate(self._segments):
             with storage_errors("read", path), path.open("rb") as file:
                 for line in scan(file):
                     if isinstance(line, Line) and line.kind == RESULT and line.row in self.done:
-                        place = self.done.place(line.row)
-                        if (place.segment, place.offset) == (number, line.offset):
+                        location = self.done.location(line.row)
+                        if (location.segment, location.offset) == (number, line.offset):
                             yield line.row
                             num_left -= 1
         if num_left:
             raise StorageError(f"{self._folder}: {num_left} records no longer match their checksum; {CHECK_DISK}")
 
     def _line(self, index: int) -> Line:
-        place = self.done.place(index)
-        return self._reader.read(place.segment, place.offset)
+        location = self.done.location(index)
+        return self._reader.read(location.segment, location.offset)
 
     def _recover(self, *, repair: bool = True) -> None:
         """Index the rows of all segments, later records replacing earlier ones; cut the torn tail, note damage."""
-        for number, path in segments(self._folder):
-            self._number = number
+        for path in segments(self._folder):
+            self._segments.append(path)
             with path.open("rb", buffering=1 << 20) as file:
                 for line in scan(file):
                     if isinstance(line, Line):
@@ -229,12 +242,16 @@ class Journal:
 
     def _index(self, path: Path, line: Line) -> None:
         if line.kind == PARTIAL:
-            if line.row not in self.done:
-                self.partials[line.row] = tuple(json.loads(line.payload))
+            if tokens := tuple(json.loads(line.payload)):
+                if line.row not in self.done:
+                    self.partials[line.row] = tokens
+            else:
+                self.done.discard(line.row)
+                self.partials.pop(line.row, None)
         elif not self._shard.owns(line.row):
             raise StorageError(f"{path}: row {line.row} is not of this shard; the journal is another run's")
         else:
-            self.done.add(line.row, self._number, line.offset, line.kind == ERROR)
+            self.done.add(line.row, len(self._segments) - 1, line.offset, line.kind == ERROR)
             self.partials.pop(line.row, None)
 
     def _note(self, path: Path, damage: Damage) -> None:
@@ -243,7 +260,7 @@ class Journal:
             return
         with path.open("r+b") as file:
             file.truncate(damage.offset)
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         self.recovery.torn_bytes += damage.size
 
     def _append(self, line: bytes) -> int:
@@ -266,10 +283,10 @@ class Journal:
         return offset
 
     def _begin_segment(self) -> int:
-        path = segment_path(self._folder, self._number + 1)
+        path = next_segment(self._folder, self._segments[-1] if self._segments else None)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
         sync_folder(self._folder)
-        self._number += 1
+        self._segments.append(path)
         return self._fd
 
     def _end_segment(self) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from batchgen.core.errors import LockedError, UsageError
-from batchgen.core.storage import storage_errors
+from batchgen.core.storage import read_regular, storage_errors
 
 _HEAD = b'{"pid": '
 _TRIES = 4  # status holds the lock for an instant, which must not turn a run away
@@ -51,7 +52,8 @@ class RunLock:
                 f"{path.parent} is in use by {_read_holder(path) or 'another process'}; wait for it or stop it"
             )
         self._fd = fd
-        if not _HEAD.startswith(os.pread(fd, len(_HEAD), 0).rstrip(b"\0")):  # a machine that failed may leave zeros
+        is_ours = stat.S_ISREG(os.fstat(fd).st_mode)  # of which a machine that failed may have left zeros
+        if not (is_ours and _HEAD.startswith(os.pread(fd, len(_HEAD), 0).rstrip(b"\0"))):
             os.close(fd)
             raise UsageError(f"{path} was not written by a run; choose another output.path")
         with storage_errors("write", path):
@@ -75,7 +77,7 @@ class RunLock:
     def _try(self) -> int | None:
         """A descriptor that holds the lock, or None while another process does."""
         with storage_errors("lock", self._path):
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(fd), self._path.stat()):
@@ -92,7 +94,7 @@ class RunLock:
 def lock_holder(path: Path) -> Holder | None:
     """The process that holds the lock now, if any; the lock is not taken from it or from others who want it."""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name would block
     except OSError:
         return None
     try:
@@ -106,7 +108,7 @@ def lock_holder(path: Path) -> Holder | None:
 
 def _read_holder(path: Path) -> Holder | None:
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_regular(path))
         return Holder(int(data["pid"]), str(data["host"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

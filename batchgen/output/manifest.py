@@ -14,13 +14,13 @@ from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
 
-from batchgen.config.job import SAMPLING_COLUMNS, OutputSpec, changes_outputs, is_default, record_keys_of
+from batchgen.config.job import OutputSpec
 from batchgen.core.json_line import encode_json
-from batchgen.core.records import WHOLE, Shard
+from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import shortened
 
-KERNELS = "kernels"  # key of fingerprints["numerics"]; runs of earlier builds lack it
-_VERSION = 1  # of the run directory's layout, the journal's lines included
+KERNELS = "kernels"  # key of fingerprints["numerics"]
+RECORD_VERSION = 2  # of job.json, a job's keys, the fields of a record and the journal's lines
 _MAX_COUNT = 2**62
 _MISSING = "(not there)"
 _UNSET = "(not set)"
@@ -36,7 +36,8 @@ class Manifest:
 
     ``job`` is ``JobSpec.to_dict()``, ``output_keys`` is ``JobSpec.output_keys()``; ``fingerprints`` identify the
     input, the model and the code (keys ``input``, ``model``, ``code``). ``num_rows`` is the number of input rows over
-    all shards, known once the input was read to its end. ``created_at`` is when the run was begun, in ISO 8601 with the
+    all shards, known once the outputs hold them; ``num_kept`` of them were in the outputs before the input grew, the
+    journal of the rest holds no others. ``created_at`` is when the run was begun, in ISO 8601 with the
     offset of its place: the time that a chat template prints, however often the run is resumed. ``file_states`` is
     ``Digests.to_plain()``, which lets the next invocation skip reading unchanged files; it identifies nothing.
     """
@@ -46,6 +47,7 @@ class Manifest:
     fingerprints: dict[str, Any] = field(default_factory=dict)
     shard: Shard = WHOLE
     num_rows: int | None = None
+    num_kept: int = 0
     created_at: str = ""
     file_states: dict[str, Any] = field(default_factory=dict)
 
@@ -54,21 +56,9 @@ class Manifest:
         """``created_at``, if it is known."""
         return datetime.fromisoformat(self.created_at) if self.created_at else None
 
-    @property
-    def record_keys(self) -> frozenset[str]:
-        """The fields of this run's output records."""
-        return record_keys_of(self.output_keys)
-
-    def continuing(self, begun: Manifest) -> Manifest:
-        """This manifest as that of a run which ``begun`` began, whose build decided which keys it has and which not."""
-        known = begun.output_keys.keys() | {SAMPLING_COLUMNS}
-        output_keys = {key: value for key, value in self.output_keys.items() if key in known}
-        output_keys |= {key: value for key, value in begun.output_keys.items() if not changes_outputs(key)}
-        return replace(self, output_keys=output_keys, created_at=begun.created_at, num_rows=begun.num_rows)
-
     def to_bytes(self) -> bytes:
         """The content of ``job.json``."""
-        plain = json.loads(encode_json({"version": _VERSION, **asdict(self), "shard": astuple(self.shard)}))
+        plain = json.loads(encode_json({"version": RECORD_VERSION, **asdict(self), "shard": astuple(self.shard)}))
         return json.dumps(plain, indent=2, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
     @classmethod
@@ -79,9 +69,10 @@ class Manifest:
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         if not isinstance(data, dict) or "version" not in data:
-            raise ValueError(f"it is not a job.json of layout version {_VERSION}")
-        if (version := data.pop("version")) != _VERSION:
-            raise ValueError(f"another batchgen wrote it, in layout version {version!r}, and this one reads {_VERSION}")
+            raise ValueError(f"it is not a job.json of record version {RECORD_VERSION}")
+        if (version := data.pop("version")) != RECORD_VERSION:
+            words = f"its run was begun with record version {version!r}, and this batchgen writes {RECORD_VERSION}"
+            raise ValueError(f"{words}: finish it with the batchgen that began it")
         if not _is_shard(data.get("shard", [1, 1])):
             raise ValueError("shard is not [i, n] with 1 <= i <= n")
         data["shard"] = Shard(*data.get("shard", ()))
@@ -100,12 +91,17 @@ class Manifest:
             _check_object(f"job.{key}", value)
         for key in ("input", "model", "numerics"):
             _check_object(f"fingerprints.{key}", self.fingerprints.get(key, {}))
+        files = self.fingerprints.get("input", {}).get("files", [])
+        if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
+            raise ValueError("fingerprints.input.files is no list of objects")
+        if not all(_is_count(file.get("bytes", 0)) for file in files):
+            raise ValueError("fingerprints.input.files has a file whose bytes are no number")
         output = self.job.get("output", {})
         for item in fields(OutputSpec):
             if item.name in ("format", "order") and output.get(item.name) not in item.metadata["kind"].choices:
                 raise ValueError(f"job.output.{item.name} must be one of {item.metadata['kind'].metavar}")
-        if self.num_rows is not None and not _is_count(self.num_rows):
-            raise ValueError("num_rows is no number of rows")
+        if not all(number is None or _is_count(number) for number in (self.num_rows, self.num_kept)):
+            raise ValueError("num_rows or num_kept is no number of rows")
         try:
             datetime.fromisoformat(self.created_at or "2026-01-01")
         except (TypeError, ValueError):
@@ -136,35 +132,12 @@ class Comparison:
 
 
 def compare(old: Manifest, new: Manifest) -> Comparison:
-    """What changed between the manifest on disk and a job that wants to resume; it may if ``refused`` is empty.
-
-    A key that one of them lacks, because an earlier version knew no such key, counts as having its default; kernels
-    that one of them does not name may be any. One that changed outputs in an earlier version only is ``allowed``.
-    ``sampling.columns`` is an exception: before it existed, every column named like a sampling key was one. Whether
-    rows have such columns is unknown here, so that this difference is ``allowed``, which is reported.
-    """
-    old, new = (_judged_here(manifest) for manifest in (old, new))
-    if not (kernels_of(old) and kernels_of(new)):
-        old, new = with_kernels(old, None), with_kernels(new, None)
-    values = new.output_keys | old.output_keys
-    unjudged = {SAMPLING_COLUMNS} & (new.output_keys.keys() - old.output_keys.keys())
-    implied = {key for key in new.output_keys.keys() ^ old.output_keys.keys() if is_default(key, values[key])}
-
-    def binding(manifest: Manifest) -> dict[str, Any]:
-        known = {key: value for key, value in manifest.output_keys.items() if key not in implied | unjudged}
-        return {"": known, **manifest.fingerprints, "shard": str(manifest.shard)}
-
-    jobs = [{key: ["*"] for key in unjudged} | _flat(manifest.job) for manifest in (old, new)]
-    bound = (old.output_keys.keys() | new.output_keys.keys()) - unjudged
-    bound |= {key for key in jobs[0].keys() ^ jobs[1].keys() if is_default(key, (jobs[0] | jobs[1])[key])}
-    loose = [{key: value for key, value in job.items() if key not in bound} for job in jobs]
-    return Comparison(differences(binding(old), binding(new)), differences(*loose))
-
-
-def _judged_here(manifest: Manifest) -> Manifest:
-    """The manifest without keys that change no outputs in this build, though they did in the one that wrote it."""
-    kept = {key: value for key, value in manifest.output_keys.items() if changes_outputs(key)}
-    return replace(manifest, output_keys=kept)
+    """What changed between the manifest on disk and a job that wants to resume; it may if ``refused`` is empty."""
+    bound, loose = [], []
+    for manifest in (old, new):
+        bound.append({"": manifest.output_keys, **manifest.fingerprints, "shard": str(manifest.shard)})
+        loose.append({key: value for key, value in _flat(manifest.job).items() if key not in manifest.output_keys})
+    return Comparison(differences(*bound), differences(*loose))
 
 
 def kernels_of(manifest: Manifest) -> str | None:
@@ -177,9 +150,14 @@ def with_kernels(manifest: Manifest, kernels: str | None) -> Manifest:
     """The manifest with another name for its kernels, or with none."""
     if "numerics" not in manifest.fingerprints:
         return manifest
-    numerics = {key: value for key, value in manifest.fingerprints["numerics"].items() if key != KERNELS}
+    numerics = without_kernels(manifest.fingerprints["numerics"])
     named = {} if kernels is None else {KERNELS: kernels}
     return replace(manifest, fingerprints={**manifest.fingerprints, "numerics": numerics | named})
+
+
+def without_kernels(numerics: Mapping[str, str]) -> dict[str, str]:
+    """What of the numerics is equal in all rows of a run; their kernels may differ where that is allowed."""
+    return {name: value for name, value in numerics.items() if name != KERNELS}
 
 
 def mix_kernels(*kernels: str) -> str:

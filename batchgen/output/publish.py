@@ -23,41 +23,49 @@ from batchgen.output.hub import HubDataset
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 
-MARKER = "batchgen.json"
+PUBLISHED = "batchgen.json"
 _UNKNOWN = {"bytes": 0, "sha256": "", "version": ""}  # of a file that is being replaced
 
 
 @dataclass(frozen=True)
-class Marker:
+class PublishManifest:
     """The content of ``batchgen.json``; ``files`` maps names to bytes, sha256, and the version the store gave them.
 
-    ``created_at`` and ``fingerprint`` tell runs apart; ``finished_at`` tells the states of one run's outputs apart.
+    ``created_at`` and ``fingerprint`` tell runs apart. ``num_results`` and ``num_sessions`` tell the states of one
+    run's outputs apart, whatever its clocks say: both only grow.
     """
 
     created_at: str
     fingerprint: str
-    finished_at: str = ""
+    num_results: int = 0
+    num_sessions: int = 0
     complete: bool = False
     files: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
-    def is_of(self, other: Marker) -> bool:
+    def is_of(self, other: PublishManifest) -> bool:
         """Whether both are of one run."""
         return (self.created_at, self.fingerprint) == (other.created_at, other.fingerprint)
+
+    def is_later(self, other: PublishManifest) -> bool:
+        """Whether this is a later state of the same run."""
+        return (self.num_results, self.num_sessions) > (other.num_results, other.num_sessions)
 
     def to_bytes(self) -> bytes:
         return json.dumps({"batchgen": __version__, **asdict(self)}, indent=2).encode() + b"\n"
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Marker | None:
-        """The marker, None for what is none."""
+    def from_bytes(cls, content: bytes) -> PublishManifest | None:
+        """The content read back, None for what is none."""
         try:
             data = json.loads(content)
             del data["batchgen"]
-            marker = cls(**data)
-            is_sound = all({"bytes", "sha256", "version"} <= state.keys() for state in marker.files.values())
+            found = cls(**data)
+            is_sound = found.num_results + found.num_sessions >= 0 and all(
+                {"bytes", "sha256", "version"} <= state.keys() for state in found.files.values()
+            )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
-        return marker if is_sound else None
+        return found if is_sound else None
 
 
 def open_destination(address: str) -> Bucket | HubDataset:
@@ -66,13 +74,19 @@ def open_destination(address: str) -> Bucket | HubDataset:
 
 
 class Publication:
-    """The files of one run at their destination. Raises RemoteError for what the store refuses."""
+    """The files of one run at their destination. Raises RemoteError for what the store refuses.
 
-    def __init__(self, to: Bucket | HubDataset, run_dir: RunDir, manifest: Manifest) -> None:
+    A mirror holds ``job.json`` too, which proves whose the files are where ``batchgen.json`` has been removed.
+    """
+
+    def __init__(
+        self, to: Bucket | HubDataset, run_dir: RunDir, manifest: Manifest, *, is_mirror: bool = False
+    ) -> None:
         self._to = to
+        self._is_mirror = is_mirror
         self._run_dir = run_dir
         self._manifest = manifest
-        self._marker = Marker(*identity(manifest))
+        self._own = PublishManifest(*identity(manifest))
 
     def claim(self, *, overwrite: bool) -> None:
         """Before anything is run: see that the destination can be written and holds no other run's files.
@@ -81,29 +95,31 @@ class Publication:
         UsageError.
         """
         self._to.prepare()
-        found = self._found(overwrite=overwrite) or self._marker
+        found = self._found(overwrite=overwrite) or self._own
         if not found.complete and (found.files or not isinstance(self._to, HubDataset)):  # a commit is kept for ever
-            self._to.write(MARKER, found.to_bytes())
+            self._to.write(PUBLISHED, found.to_bytes())
             self._to.commit("Begin a run of batchgen")
 
-    def publish(self, *, with_manifest: bool = False) -> str:
+    def publish(self) -> str:
         """Copy what is not there yet. Returns what was done, in words.
 
         Raises UsageError if the destination has become another run's.
         """
         to, report = self._to, _read_report(self._run_dir)
         to.prepare()
-        marker = replace(self._marker, finished_at=str(report.get("finished_at", "")))
-        before = self._found(overwrite=False) or marker
-        if before.complete and before.finished_at > marker.finished_at:
+        counts = report.get("rows", {}).get("done"), report.get("sessions")
+        num_results, num_sessions = (count if isinstance(count, int) else 0 for count in counts)
+        now = replace(self._own, num_results=num_results, num_sessions=num_sessions)
+        before = self._found(overwrite=False) or now
+        if before.complete and before.is_later(now):
             return f"{to.address} is left as it is: it holds a later state of this run"
-        paths = {path.name: path for path in self._run_dir.finished_files(with_manifest=with_manifest)}
+        paths = {path.name: path for path in self._run_dir.finished_files(with_manifest=self._is_mirror)}
         states = {name: _state(path) for name, path in paths.items()}
         new = [name for name, state in states.items() if not self._is_there(name, state, before.files.get(name))]
         gone = sorted(before.files.keys() - states.keys())
         if before.complete and not new and not gone:
             return f"already published to {to.address}"
-        to.write(MARKER, replace(marker, files={**dict.fromkeys(states, _UNKNOWN), **before.files}).to_bytes())
+        to.write(PUBLISHED, replace(now, files={**dict.fromkeys(states, _UNKNOWN), **before.files}).to_bytes())
         for name in new:
             to.upload(name, paths[name])
         to.remove(gone)
@@ -112,7 +128,7 @@ class Publication:
         for name, state in states.items():
             entry = to.entry(name)
             state["version"] = entry.version if entry is not None else ""
-        to.write(MARKER, replace(marker, files=states, complete=True).to_bytes())
+        to.write(PUBLISHED, replace(now, files=states, complete=True).to_bytes())
         to.commit("Publish a finished run of batchgen")
         return f"published to {to.address}"
 
@@ -123,33 +139,37 @@ class Publication:
             return False
         return entry.size == state["bytes"] and published["version"] in ("", entry.version)
 
-    def _found(self, *, overwrite: bool) -> Marker | None:
+    def _found(self, *, overwrite: bool) -> PublishManifest | None:
         """What this run has at the destination, or may replace there; None where nothing is.
 
-        A marker of another run that has published nothing is the rest of a run that was never finished.
+        Another run that has published nothing is the rest of a run that was never finished.
         """
-        content = self._to.read(MARKER)
-        marker = None if content is None else Marker.from_bytes(content)
-        if marker is not None and marker.is_of(self._marker):
-            return marker
+        content = self._to.read(PUBLISHED)
+        found = None if content is None else PublishManifest.from_bytes(content)
+        if found is not None and found.is_of(self._own):
+            return found
         there = [name for name in self._run_dir.finished_names if self._to.entry(name) is not None]
-        if content is not None and marker is None:
-            there.append(MARKER)
+        if content is not None and found is None:
+            there.append(PUBLISHED)
         if not there:
             return None
-        if not overwrite:
-            whose = f" of another run, begun {marker.created_at}" if marker else ""
+        if not overwrite and not (self._is_mirror and content is None):
+            whose = f" of another run, begun {found.created_at}" if found else ""
             raise UsageError(
                 f"{self._to.address} holds {there[0]}{whose}: it is not replaced; choose another folder, remove it "
                 "there, or start a new run with --overwrite"
             )
-        return replace(self._marker, files=dict.fromkeys(there, _UNKNOWN))
+        return replace(self._own, files=dict.fromkeys(there, _UNKNOWN))
 
 
 def identity(manifest: Manifest) -> tuple[str, str]:
-    """When a run was begun and a digest of what it computes: equal for all its invocations."""
+    """When a run was begun and a digest of what it computes: equal for all its invocations, though its input grows."""
     plain = json.loads(manifest.to_bytes())
-    what = [plain["output_keys"], plain["shard"], *(plain["fingerprints"].get(key) for key in ("input", "model"))]
+    known = plain["fingerprints"]
+    files = known.get("input", {}).get("files")
+    first = files[0] if isinstance(files, list) and files else None
+    first = first.get("file") if isinstance(first, dict) else None
+    what = [plain["output_keys"], plain["shard"], first, known.get("model")]
     return manifest.created_at, sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
@@ -157,9 +177,10 @@ def _read_report(run_dir: RunDir) -> dict[str, Any]:
     """The content of ``report.json``, {} where it is none."""
     try:
         found = json.loads(run_dir.report.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    is_one = isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in ("rows", "tokens"))
+    return found if is_one else {}
 
 
 def _state(path: Path) -> dict[str, Any]:

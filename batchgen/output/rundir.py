@@ -5,25 +5,29 @@ The content of rows and report is not known here.
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
-from batchgen.core.errors import UsageError
+from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.storage import (
-    doomed_name,
+    make_folder,
+    read_regular,
     remove_file,
     remove_folder,
     storage_errors,
     sync_folder,
     temporary_name,
+    trash_name,
     write_atomic,
 )
 from batchgen.output.lock import Holder, RunLock, lock_holder
 from batchgen.output.manifest import Manifest
 
 PROGRESS_NAME = "progress.json"  # where a run is, for ``status``
+_PROGRESS_HEAD = b'{"version": 1, "state": "'
 IDS_NAME = "ids.sqlite"  # in the journal's folder; SQLite adds endings. It is of no use without rows
 OUTPUT_NAMES = {"jsonl": "outputs.jsonl", "parquet": "outputs.parquet", "openai-batch": "outputs.jsonl"}
 
@@ -50,9 +54,13 @@ class RunDir:
         """The final outputs in a format of the job file."""
         return self.path / OUTPUT_NAMES[output_format]
 
-    def is_complete(self) -> bool:
-        """Whether the outputs have appeared: the one mark of a finished run."""
+    def has_outputs(self) -> bool:
+        """Whether the outputs have appeared, of a run that was finished at least once."""
         return any(path.is_file() for path in self._outputs)
+
+    def is_complete(self) -> bool:
+        """Whether the run is finished: the outputs hold all rows, and none that the input grew by is left."""
+        return self.has_outputs() and ((manifest := self.read_manifest()) is None or manifest.num_rows is not None)
 
     def finished_files(self, *, with_manifest: bool = False) -> list[Path]:
         """The files that a finished run consists of, the outputs last."""
@@ -63,47 +71,51 @@ class RunDir:
         """Whether writing this run could replace or remove ``path``; an input must not be such a file."""
         root, target = self.path.resolve(), path.resolve()
         files, folders = self._files, self._folders
-        mine = [*files, *map(temporary_name, files), self.lock_file, *folders, *map(doomed_name, folders)]
+        mine = [*files, *map(temporary_name, files), self.lock_file, *folders, *map(trash_name, folders)]
         return target.is_relative_to(root) and target.relative_to(root).parts[:1] in {(own.name,) for own in mine}
 
     def create(self) -> None:
-        """Make the folder and its parents.
+        """Make the folder and its parents, durably.
 
-        Raises UsageError if that fails, or as ``refuse_strays`` does. A folder that another process holds is not
-        judged, since it may still lack its ``job.json``: ``lock`` refuses it.
+        Raises UsageError if that fails, or as ``refuse_foreign_files`` does. A folder that another process holds is not
+        judged, since it may still lack its ``job.json``: ``lock`` refuses it. Nor is one accepted whose journal is a
+        symbolic link: folders are removed by renaming them, which a link to another disk cannot be part of.
         """
         if self.path == self.path.parent:
             raise UsageError(f"output.path = {self.path} is the root of the file system; name a folder for the run")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
         except FileExistsError as error:
             raise UsageError(f"output.path = {self.path}: {error.filename} is a file, not a folder") from error
         except OSError as error:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
+        for folder in self._folders:
+            if folder.is_symlink():
+                raise UsageError(f"{folder} is a symbolic link: put the whole run there, as output.path, or remove it")
         if self.holder() is None:
-            self.refuse_strays()
+            self.refuse_foreign_files()
 
-    def refuse_strays(self) -> None:
+    def refuse_foreign_files(self) -> None:
         """Raises UsageError if the folder holds files of a run but no ``job.json``: another program wrote them."""
-        if (strays := self._strays()) and not self.manifest.exists():
+        if (foreign := self._foreign_files()) and not self.manifest.exists():
             raise UsageError(
-                f"{self.path} holds {strays[0].relative_to(self.path)} but no job.json, so it is not one of our runs; "
+                f"{self.path} holds {foreign[0].relative_to(self.path)} but no job.json, so it is not one of our runs; "
                 "choose another output.path"
             )
 
     def refuse_foreign_manifest(self) -> None:
         """Raises UsageError for a ``job.json`` alone that no run wrote, such as a job file or another program's."""
         try:
-            found = json.loads(self.manifest.read_bytes())
+            found = json.loads(read_regular(self.manifest))
             is_ours = isinstance(found, dict) and {"version", "job", "output_keys"} <= found.keys()
         except FileNotFoundError:
             return
         except (OSError, ValueError, RecursionError):
             is_ours = False
-        if not is_ours and not self._strays():
+        if not is_ours and not self._foreign_files():
             raise UsageError(f"{self.manifest} was not written by a run; choose another output.path")
 
-    def _strays(self) -> list[Path]:
+    def _foreign_files(self) -> list[Path]:
         """The files of a run besides ``job.json``, without those that a run killed at its beginning may leave."""
         try:
             mine = [path for path in (*self._outputs, self.errors, self.report, self.retry) if path.exists()]
@@ -115,9 +127,18 @@ class RunDir:
         except OSError as error:
             raise UsageError(f"output.path = {self.path}: cannot use {error.filename}: {error.strerror}") from error
 
-    def lock(self) -> RunLock:
-        """Take the directory for this process. Raises LockedError naming the holder's pid and host."""
-        return RunLock(self.lock_file)
+    def lock(self) -> AbstractContextManager[object]:
+        """Take the directory for this process. Raises LockedError naming the holder's pid and host.
+
+        A finished run on a file system that takes no writes needs no lock: it is only looked at.
+        """
+        try:
+            return RunLock(self.lock_file)
+        except StorageError as error:
+            cause = error.__cause__
+            if not (isinstance(cause, OSError) and cause.errno == errno.EROFS and self.is_complete()):
+                raise
+            return nullcontext()
 
     def holder(self) -> Holder | None:
         """The process that holds the directory now, if any."""
@@ -126,7 +147,7 @@ class RunDir:
     def read_manifest(self) -> Manifest | None:
         """The manifest on disk, None if there is none. Raises UsageError if it cannot be read."""
         try:
-            return Manifest.from_bytes(self.manifest.read_bytes())
+            return Manifest.from_bytes(read_regular(self.manifest))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
@@ -142,7 +163,7 @@ class RunDir:
             with suppress(OSError):
                 temporary_name(file).unlink(missing_ok=True)
         for folder in self._folders:
-            shutil.rmtree(doomed_name(folder), ignore_errors=True)
+            shutil.rmtree(trash_name(folder), ignore_errors=True)
 
     def clear_beginnings(self) -> None:
         """Remove the rest of a run that was killed before it wrote its ``job.json``."""
@@ -168,12 +189,8 @@ class RunDir:
 
 
 def _is_progress(path: Path) -> bool:
-    """Whether a run wrote this ``progress.json``. It is never synced, so power loss may leave it empty, or of zeros."""
+    """Whether a run wrote this ``progress.json``. It is never synced, so power loss may cut it, or leave zeros."""
     try:
-        content = path.read_bytes()
-        if not content.strip(b"\0"):
-            return True
-        found = json.loads(content)
-    except (OSError, ValueError):
+        return _PROGRESS_HEAD.startswith(read_regular(path)[: len(_PROGRESS_HEAD)].rstrip(b"\0"))
+    except OSError:
         return False
-    return isinstance(found, dict) and {"version", "pid", "phase", "spent"} <= found.keys()

@@ -1,19 +1,22 @@
-"""The journal's files: segments ``000001.seg``, ``000002.seg`` of one checksummed line per record.
+"""The journal's files: segments ``000001-TOKEN.seg``, ``000002-TOKEN.seg`` of one checksummed line per record.
 
 A line is ``CRC KIND INDEX CURSOR PAYLOAD\\n``: CRC-32 (8 hex digits) of all bytes after it, the newline included; kind
 ``r`` (result), ``e`` (error) or ``p`` (tokens of a half-done row); the row's index; ``file:offset:row:index`` of where
 reading can go on after the row (``-`` for ``p``); one JSON value. Escaped JSON holds no newline, so after any damage
 the next newline starts an intact line: damage costs the lines it hits and, if it hits a newline, the next one. The
-journal decides which record supersedes which.
+token is random, so that machines that go on with one run never give one name to two segments. The journal decides
+which record supersedes which.
 """
 
 from __future__ import annotations
 
+import re
 from binascii import crc32
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import BinaryIO, NamedTuple
 
 from batchgen.core.errors import StorageError
@@ -23,6 +26,7 @@ from batchgen.core.storage import storage_errors
 RESULT, ERROR, PARTIAL = b"r", b"e", b"p"
 CHECK_DISK = "check the disk, then run again: what is damaged is done once more, all else is kept"
 _KINDS = frozenset({RESULT, ERROR, PARTIAL})
+_NAME = re.compile(r"(\d{1,9})-[0-9a-f]{8}", re.ASCII)
 _MAX_OPEN = 64  # files; a journal of days has more segments than a process may open
 
 
@@ -81,31 +85,39 @@ def scan(file: BinaryIO) -> Iterator[Line | Damage]:
         offset += len(raw)
 
 
-def segment_path(folder: Path, number: int) -> Path:
-    """The file of segment ``number``, counted from 1."""
-    return folder / f"{number:06d}.seg"
+def next_segment(folder: Path, last: Path | None) -> Path:
+    """The file of a new segment, to be written after ``last``."""
+    return folder / f"{1 if last is None else _number(last) + 1:06d}-{token_hex(4)}.seg"
 
 
-def segments(folder: Path) -> list[tuple[int, Path]]:
-    """The segments of a journal, by number, in the order they were written in; none if there is no journal."""
-    return sorted((int(path.stem), path) for path in folder.glob("*.seg") if path.stem.isdecimal())
+def segments(folder: Path) -> list[Path]:
+    """The segments of a journal in the order they were begun in; none if there is no journal."""
+    found = [path for path in folder.glob("*.seg") if _NAME.fullmatch(path.stem) and path.is_file()]
+    return sorted(found, key=lambda path: (_number(path), path.name))
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.partition("-")[0])
 
 
 class SegmentReader:
     """Random access to the lines of a journal's segments, with a bounded number of open files."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
         self._open: OrderedDict[int, BinaryIO] = OrderedDict()  # least recently used first
 
     def read(self, segment: int, offset: int) -> Line:
-        """The line at ``offset``, verified again. Raises StorageError if it no longer matches its checksum."""
-        with storage_errors("read", self._folder):
+        """The line at ``offset`` of the path at position ``segment``, verified again.
+
+        Raises StorageError if it no longer matches its checksum.
+        """
+        path = self._paths[segment]
+        with storage_errors("read", path):
             file = self._file(segment)
             file.seek(offset)
             line = decode_line(file.readline(), offset)
         if line is None:
-            path = segment_path(self._folder, segment)
             raise StorageError(f"{path}: the record at byte {offset} no longer matches its checksum; {CHECK_DISK}")
         return line
 
@@ -117,6 +129,6 @@ class SegmentReader:
         if segment not in self._open:
             if len(self._open) >= _MAX_OPEN:
                 self._open.popitem(last=False)[1].close()
-            self._open[segment] = segment_path(self._folder, segment).open("rb", buffering=16 << 10)
+            self._open[segment] = self._paths[segment].open("rb", buffering=16 << 10)
         self._open.move_to_end(segment)
         return self._open[segment]

@@ -17,10 +17,10 @@ import numpy as np
 from batchgen.config.job import JobSpec
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine
-from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.simulation import StepWork, simulate
+from batchgen.engine.sizes import SchedulerConfig
 from batchgen.plan.estimate import Estimate, Forecast, OutputLengths
+from batchgen.plan.simulation import StepWork, simulate
 from batchgen.plan.survey import PREFIX_BLOCK, Lengths, SampledPrompt, Survey
 from batchgen.run.loader import ModelInfo, load_engine
 
@@ -128,7 +128,6 @@ def calibrate(
     Output lengths are those ``given``, else those of the sampled rows. At least one step of each kind runs. ``began``
     is the monotonic time before this module was imported: loading torch is part of a run too. Raises ModelError.
     """
-    spec = replace(spec, engine=replace(spec.engine, speculate="off"))  # drafts depend on what texts say
     backend = load_engine(spec, info)
     engine = backend.engine
     assert isinstance(engine, Engine)
@@ -162,13 +161,12 @@ class _Probe:
     """Runs requests on one engine and records the work and the seconds of each step.
 
     Where steps overlap, a call launches one and waits for the one before, whose work its time is then for: the rate is
-    that of a run. A burst of steps is recorded as so many with an even share of it.
+    that of a run.
     """
 
     engine: Engine
     steps: list[tuple[StepWork, float]] = field(default_factory=list)
     done: StepWork = field(default_factory=lambda: StepWork(0, 0, 0))  # by all steps that are not in flight
-    num_done: int = 0
 
     def run(self, requests: Iterable[Request], until: float) -> tuple[list[int], list[int]]:
         """Output lengths of the requests that finished and of those still running at the monotonic time ``until``."""
@@ -195,19 +193,17 @@ class _Probe:
         launched, start = self._launched(), time.monotonic()
         results = advance()
         seconds, before = time.monotonic() - start, self.done
-        tokens, attended, num_done = launched if self.engine.in_flight is not None else self._launched()
-        num_steps, self.num_done = num_done - self.num_done, num_done
+        tokens, attended = launched if self.engine.in_flight is not None else self._launched()
         self.done = StepWork(tokens, self.num_sampled, attended)
-        if num_steps:
-            logits = self.num_sampled - before.logits
-            work = (tokens - before.tokens, logits, attended - before.attended)
-            self.steps += [(StepWork(*(n // num_steps for n in work)), seconds / num_steps)] * num_steps
+        if tokens > before.tokens:
+            work = (tokens - before.tokens, self.num_sampled - before.logits, attended - before.attended)
+            self.steps.append((StepWork(*work), seconds))
         return results
 
-    def _launched(self) -> tuple[int, int, int]:
-        """Tokens, attended positions and number of all steps so far, of one in flight too."""
+    def _launched(self) -> tuple[int, int]:
+        """Tokens and attended positions of all steps so far, of one in flight too."""
         stats = self.engine.stats
-        return stats.num_prefill_tokens + stats.num_decode_tokens, stats.num_attended, stats.num_steps
+        return stats.num_prefill_tokens + stats.num_decode_tokens, stats.num_attended
 
     @property
     def num_sampled(self) -> int:

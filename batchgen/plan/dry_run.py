@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.machine import processor_name
-from batchgen.core.records import WHOLE, Shard
+from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import format_duration
 from batchgen.input.columns import check_columns
 from batchgen.input.ids import UniqueIds, may_have_ids
@@ -27,7 +27,6 @@ from batchgen.plan.estimate import (
     Forecast,
     OutputLengths,
     comparable,
-    experts_plan,
     forecast_from_report,
     kv_plan,
     workers_plan,
@@ -40,6 +39,7 @@ from batchgen.run.stdin import stdin_as_file
 
 PLAN_VERSION = 1
 _NO_RATE = "this model has no finished run on this machine in the output folder; --calibrate measures for 10 s"
+_NO_WORKERS = "how many workers the Ray cluster has room for is known when it is asked: give --workers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,12 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
     lengths, estimate = forecast.lengths, forecast.estimate
     output_tokens = lengths.total(survey)
     kv = kv_plan(spec, model.config, (survey.prompt_tokens + output_tokens) / max(num_good, 1), forecast)
+    no_estimate = None if estimate else _NO_RATE if num_good else "no row can run"
     workers = workers_plan(spec, num_good, kv["max_num_seqs"])
-    if estimate and workers:
-        estimate = estimate.on_workers(min(workers.values()))
+    if estimate and workers and workers.number is None:
+        estimate, no_estimate = None, _NO_WORKERS
+    elif estimate and workers and workers.number:
+        estimate = estimate.on_workers(min(workers.number, workers.at_most))
     return {
         "version": PLAN_VERSION,
         **spec.model.named,
@@ -126,10 +129,9 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
         "repeats": _repeats(survey),
         "structured": {"rows": survey.num_structured, "distinct": survey.grammars.num_distinct},
         "kv": kv,
-        "experts": experts_plan(spec, model.config, num_good, kv),
-        "workers": workers,
+        "workers": workers and asdict(workers),
         "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),
-        "no_estimate": None if estimate else _NO_RATE if num_good else "no row can run",
+        "no_estimate": no_estimate,
         "read": {"wall_s": round(survey.read_s, 3), "rows_per_s": round(rows_per_s, 1)},
     }
 
@@ -155,7 +157,6 @@ def _repeats(survey: Survey) -> dict[str, Any]:
     prompts, blocks = survey.prompts, survey.blocks
     return {
         "is_exact": prompts.is_exact and blocks.is_exact,
-        "common_prefix_tokens": len(survey.common_prefix or ()),
         "duplicate_prompts": prompts.num_repeated,
         "duplicate_prompt_tokens": prompts.repeated_weight,
         "shared_prefix_tokens": blocks.num_repeated * PREFIX_BLOCK,

@@ -8,21 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from importlib.metadata import version
 from typing import Any
 
 from batchgen.config.job import JobSpec, ModelSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.machine import available_bytes
-from batchgen.engine.config import SchedulerConfig
-from batchgen.engine.sizes import sizes_for
+from batchgen.core.machine import available_bytes, visible_gpus
+from batchgen.engine.sizes import SchedulerConfig, sizes_for
 from batchgen.model import ModelConfig
 from batchgen.model.config import item_bytes
-from batchgen.model.roofline import Costs
 from batchgen.plan.survey import Survey
 
 _NUM_QUANTILES = 64
-_NVIDIA = Path("/dev/nvidiactl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +90,31 @@ class Estimate:
         return Estimate(self.basis, self.wall_s - self.engine_s + engine_s, engine_s)
 
 
-def workers_plan(spec: JobSpec, num_rows: int, max_num_seqs: int) -> dict[str, int] | None:
+@dataclass(frozen=True, slots=True)
+class WorkersPlan:
     """How many engines compute at once, each as fast as one here, and the most that have full batches for most of it.
 
-    Workers that share the processors of this machine are as fast as one process. None where rows do not go to workers.
+    ``number`` is None for a Ray cluster whose nodes are not known here.
     """
-    if not spec.cluster.is_used:
+
+    number: int | None
+    at_most: int
+
+
+def workers_plan(spec: JobSpec, num_rows: int, max_num_seqs: int) -> WorkersPlan | None:
+    """The workers of a job, by default one per GPU; None where its rows do not go to workers.
+
+    Those that share the processors of this machine are as fast as one process.
+    """
+    cluster = spec.cluster
+    if not cluster.is_used:
         return None
-    bounds = spec.cluster.bounds
-    is_shared = not (spec.cluster.ray or _is_cuda(spec))
-    return {"number": bounds[1] if bounds and not is_shared else 1, "at_most": max(1, num_rows // (4 * max_num_seqs))}
+    number: int | None = 1
+    if cluster.ray or _is_cuda(spec):
+        gpus_each = 1 if cluster.worker_gpus is None else cluster.worker_gpus
+        num_places = len(visible_gpus(spec.model.device)) // gpus_each if gpus_each else 1
+        number = cluster.bounds[1] if cluster.bounds else None if cluster.ray else max(1, num_places)
+    return WorkersPlan(number, max(1, num_rows // (4 * max_num_seqs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +174,6 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
     row_blocks = max(1, -(-round(mean_tokens) // sizes.block_size))
     return {
         "dtype": dtype if spec.engine.kv_dtype == "auto" else spec.engine.kv_dtype,
-        "computed_in": dtype,
         "block_size": sizes.block_size,
         "bytes_per_token": block_bytes // sizes.block_size,
         "mean_row_bytes": row_blocks * block_bytes,
@@ -174,29 +185,9 @@ def kv_plan(spec: JobSpec, config: ModelConfig, mean_tokens: float, forecast: Fo
     }
 
 
-def experts_plan(spec: JobSpec, config: ModelConfig, num_rows: int, kv: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a step reads that gives each of so many rows a token, as far as ``kv`` lets them run at once.
-
-    ``met`` is the number of a layer's experts that it is expected to meet. None for a model without experts.
-    """
-    experts = next((layer.experts for layer in config.layers if layer.experts), None)
-    if experts is None:
-        return None
-    kinds = (spec.model.weights, spec.model.activations)
-    weight_bytes = config.weight_bytes(kv["computed_in"], *kinds, is_cpu=not _is_cuda(spec))
-    costs = Costs.of(config, item_bytes(kv["computed_in"]), weight_bytes)
-    rows = max(1, min(num_rows, kv["max_num_seqs"]))
-    share = config.expected_experts(rows)
-    return {
-        "per_layer": experts.num_experts,
-        "met": round(share * experts.num_experts, 2),
-        "rows": rows,
-        "bytes_per_step": round(costs.bytes_per_step + share * costs.bytes_of_experts),
-        "weight_bytes": config.model_bytes(kv["computed_in"], *kinds, is_cpu=not _is_cuda(spec)),
-    }
-
-
 def _is_cuda(spec: JobSpec) -> bool:
-    """Whether the job will run on a GPU; for "auto", whether a driver is installed."""
+    """Whether the job will run on a GPU; for "auto", whether a GPU is visible and torch not built for CPUs alone."""
     device = spec.model.device
-    return device.startswith("cuda") or (device == "auto" and _NVIDIA.exists())
+    return device.startswith("cuda") or (
+        device == "auto" and "+cpu" not in version("torch") and bool(visible_gpus(device))
+    )

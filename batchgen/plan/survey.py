@@ -98,8 +98,8 @@ class Survey:
     """Everything counted so far: ``take`` the rows, then read the attributes.
 
     ``prompt_lengths`` counts rows by prompt tokens, ``outputs`` by (most output tokens, whether fixed);
-    ``common_prefix`` holds the first tokens that all prompts share; ``num_structured`` counts rows whose text must fit
-    one of ``grammars``; ``read_s`` is the time of reading and tokenizing.
+    ``num_structured`` counts rows whose text must fit one of ``grammars``; ``read_s`` is the time of reading and
+    tokenizing.
     """
 
     def __init__(self, validator: RowValidator, max_model_len: int) -> None:
@@ -113,7 +113,6 @@ class Survey:
         self.blocks = RepeatCounter()
         self.num_structured = 0
         self.grammars = RepeatCounter()
-        self.common_prefix: tuple[int, ...] | None = None
         self.longest: Largest[dict[str, Any]] = Largest(_NUM_LONGEST)
         self.sample: Reservoir[Lengths] = Reservoir(_NUM_SAMPLED)
         self.sampled_prompts: Reservoir[SampledPrompt] = Reservoir(_NUM_PROMPTS)
@@ -179,14 +178,9 @@ class Survey:
             self.sampled_prompts.add(SampledPrompt(array("i", token_ids), replace(params, max_tokens=max_output)))
 
     def _compare(self, token_ids: tuple[int, ...]) -> None:
-        """Count what the prompt shares with earlier ones: the whole prompt, leading blocks, the common prefix."""
+        """Count what the prompt shares with earlier ones: the whole prompt, leading blocks."""
         self.prompts.add(hash(token_ids), len(token_ids))
         prefix_hash = 0
         for end in range(PREFIX_BLOCK, len(token_ids) + 1, PREFIX_BLOCK):
             prefix_hash = hash((prefix_hash, token_ids[end - PREFIX_BLOCK : end]))
             self.blocks.add(prefix_hash)
-        prefix = token_ids if self.common_prefix is None else self.common_prefix
-        if token_ids[: len(prefix)] != prefix:
-            pairs = zip(prefix, token_ids, strict=False)
-            prefix = prefix[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prefix), len(token_ids)))]
-        self.common_prefix = prefix

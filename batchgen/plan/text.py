@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from batchgen.core.units import counted, format_duration, printable, shortened
+from batchgen.core.units import counted, format_duration, labelled, shortened
 
 _SHOWN_BAD_ROWS = 5
 _SHOWN_LONGEST = 3
 _BAR_WIDTH = 30
-_WIDTH = 80
-_LABEL = 12
+_SHOWN_CHARS = 300  # of a message
 
 Plan = Mapping[str, Any]
 Lines = Iterator[tuple[str, str]]  # label and text; an empty label continues the line before
@@ -21,7 +19,7 @@ Lines = Iterator[tuple[str, str]]  # label and text; an empty label continues th
 def render_plan(plan: Plan) -> str:
     """The whole text; ``plan`` is what ``make_plan`` returned."""
     lines = [*_rows(plan), *(_tokens(plan) if plan["rows"]["good"] else ()), *_estimate(plan)]
-    return "\n".join(shortened(printable(f"{label:<{_LABEL}} {text}"), _WIDTH) for label, text in lines)
+    return "\n".join(labelled(lines))
 
 
 def _rows(plan: Plan) -> Lines:
@@ -32,7 +30,7 @@ def _rows(plan: Plan) -> Lines:
         places = ", ".join(f"{row['line']}" for row in listed[:_SHOWN_BAD_ROWS])
         more = ", …" if count > _SHOWN_BAD_ROWS else ""
         yield "", f"{code} {count:,}: line {places}{more}"
-        yield "", f"  {listed[0]['message']}" if listed else "  (not listed)"
+        yield "", shortened(listed[0]["message"], _SHOWN_CHARS) if listed else "(not listed)"
     if plan["errors"]:
         yield "", "all of them: --json, bad_rows"
     if (structured := plan["structured"])["rows"]:
@@ -56,13 +54,6 @@ def _tokens(plan: Plan) -> Lines:
         yield "tokens out", f"{outputs['expected']:,} expected ({outputs['basis']}), {outputs['at_most']:,} at most"
     yield from _repeats(plan["repeats"], prompts["total"])
     yield from _kv(plan["kv"])
-    if experts := plan["experts"]:
-        yield (
-            "experts",
-            f"{experts['met']:,.1f} of {experts['per_layer']:,} in a layer meet {counted(experts['rows'], 'row')}",
-        )
-        read, held = _size(experts["bytes_per_step"]), _size(experts["weight_bytes"])
-        yield "", f"a step reads {read} of {held} of weights for a token of each"
 
 
 def _repeats(repeats: Mapping[str, Any], num_tokens: int) -> Lines:
@@ -72,10 +63,8 @@ def _repeats(repeats: Mapping[str, Any], num_tokens: int) -> Lines:
         return
     least = "" if repeats["is_exact"] else "at least "
     yield "repeated", f"{least}{prefix:,} tokens in shared prefixes ({prefix / num_tokens:.0%} of the input)"
-    yield "", f"{least}{duplicates:,} prompts ({repeats['duplicate_prompt_tokens']:,} tokens) twice"
+    yield "", f"{least}{duplicates:,} prompts ({repeats['duplicate_prompt_tokens']:,} tokens) are those of earlier rows"
     yield "", "computed once while memory lasts; whole rows only where greedy and alike"
-    if repeats["common_prefix_tokens"]:
-        yield "", f"all prompts begin with the same {repeats['common_prefix_tokens']:,} tokens"
 
 
 def _kv(kv: Mapping[str, Any]) -> Lines:
@@ -101,12 +90,11 @@ def _size(num_bytes: float) -> str:
 def _estimate(plan: Plan) -> Lines:
     estimate = plan["estimate"]
     if estimate is None:
-        for number, text in enumerate(textwrap.wrap(f"none: {plan['no_estimate']}", _WIDTH - _LABEL - 1)):
-            yield "" if number else "estimate", text
+        yield "estimate", f"none: {plan['no_estimate']}"
         return
     bound = " at most" if plan["output_tokens"]["basis"].startswith("max_tokens") else ""
     yield "estimate", f"about {format_duration(estimate['wall_s'])}{bound} ({estimate['basis']})"
     if workers := plan["workers"]:
         pays = f"beyond {workers['at_most']:,} some are idle: fewer than 4 full batches each"
-        yield "workers", f"{workers['number']:,} computing at once; {pays}"
+        yield "workers", f"{workers['number'] or 1:,} computing at once; {pays}"
     yield "tokens/s", f"{estimate['output_tokens_per_s']:,.0f} out, {estimate['total_tokens_per_s']:,.0f} total"

@@ -5,13 +5,13 @@ Plain rules with their thresholds. Where no rule applies, the model's arithmetic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from batchgen.core.units import counted, format_duration
 
-_OVERHEAD_SHARE = 0.3  # of the wall time: an overhead above it is named as the limit
-_FULL_SHARE = 0.9  # of max_num_seqs: the batch was as full as it gets
+_FULL_SHARE = 0.9  # of a limit of the batch: it was as full as it gets
 _FULL_KV = 0.95
 _PREEMPTIONS_PER_ROW = 0.05
 _HALF = 0.5
@@ -20,12 +20,21 @@ _TAIL_SHARE = 0.1  # of the wall time
 _LEAST_TAIL_S = 1.0
 _IDLE_SHARE = 0.3  # of the time that workers were there
 
-_OVERHEADS = {
+_WORK = {  # words for the accounts of the time; those with the same words are one
     "load": "loading the model",
     "read": "reading and tokenizing",
     "write": "writing",
     "host": "work between the model's steps",
+    "sample": "sampling",
+    "mask": "masks of structured outputs",
+    "other": "work outside of the engine",
+    "prefill": "the model's own work",
+    "decode": "the model's own work",
 }
+BARE_ANSWERS = (
+    "whole texts are compared, so let the model give bare ones: by choices, structured_outputs or a system prompt"
+)
+_BATCH_LIMITS = {"sequences_share": "max_num_seqs", "tokens_share": "the token budget"}
 _ERROR_ADVICE = {
     "too_long": "too long for the context or KV memory: shorten, or raise --max-model-len or --kv-memory",
     "duplicate_id": "with an id that was there before: make input.id unique",
@@ -34,20 +43,31 @@ _ERROR_ADVICE = {
 
 
 def bound_by(report: Mapping[str, Any]) -> str:
-    """What most of the time went into, in a few words."""
-    wall_s, seconds = report["wall_s"], report["seconds"]
-    if not wall_s:
+    """What most of the time went into, in a few words; of the model's own work, what kept a step from being larger."""
+    seconds = report["seconds"]
+    if not report["wall_s"]:
         return "nothing was run"
-    for account, words in _OVERHEADS.items():
-        if seconds.get(account, 0.0) > _OVERHEAD_SHARE * wall_s:
-            return words
+    spent: Counter[str] = Counter()
+    for account, words in _WORK.items():
+        spent[words] += seconds.get(account, 0.0)
+    most, _ = spent.most_common(1)[0]
+    if most != _WORK["prefill"]:
+        return most
     if _lacks_kv_memory(report):
         return "KV memory"
-    share = report["occupancy"]["sequences_share"]
-    if share is not None and share < _HALF:
-        return "too few sequences at a time"
+    limit, share = fullest(report)
+    filled = f"steps held {share:.0%} of {limit}"
+    if limit and share < _HALF:
+        return f"too few rows at a time: {filled}"
     larger = max(("prefill", "decode"), key=lambda name: seconds.get(name, 0.0))
-    return f"the model's own work, most of it {larger}"
+    return f"{most}, most of it {larger}" + (f"; {filled}" if limit else "")
+
+
+def fullest(report: Mapping[str, Any]) -> tuple[str, float]:
+    """The limit of the batch that its steps were nearest to, and how near; "" where that was not measured."""
+    if not (occupancy := report["occupancy"]):
+        return "", 0.0
+    return max(((limit, occupancy[name]) for name, limit in _BATCH_LIMITS.items()), key=lambda item: item[1])
 
 
 def advice(report: Mapping[str, Any]) -> list[str]:
@@ -55,20 +75,24 @@ def advice(report: Mapping[str, Any]) -> list[str]:
     return [*_settings_advice(report), *_rows_advice(report)]
 
 
-def cut_off(report: Mapping[str, Any]) -> str:
-    """What became of the rows whose structured outputs are not complete; "" if there are none."""
+def warnings(report: Mapping[str, Any]) -> Iterator[str]:
+    """What makes answers, or the count of right ones, not what was asked for."""
     found = report.get("structured") or {"incomplete": 0}
-    if not found["incomplete"]:
-        return ""
-    rows = f"{found['incomplete']:,} of {counted(found['rows'], 'structured row')}"
-    return f"{rows} ended before they were complete: raise max_tokens where finish_reason is length"
+    if found["incomplete"]:
+        answers = f"{found['incomplete']:,} of {counted(found['samples'], 'structured answer')}"
+        yield f"{answers} ended before they were complete: raise max_tokens where finish_reason is length"
+    accuracy = report.get("accuracy")
+    if accuracy and not accuracy["total"]:
+        yield "nothing was compared: no row that is done has a value in the column that [output] expected names"
+    elif accuracy and not accuracy["correct"]:
+        yield f"no text equals [output] expected (0 of {accuracy['total']:,}); {BARE_ANSWERS}"
 
 
 def _settings_advice(report: Mapping[str, Any]) -> Iterator[str]:
-    occupancy, tail_s = report["occupancy"], report["tail_s"] or 0.0
+    occupancy, tail_s, (limit, share) = report["occupancy"], report["tail_s"] or 0.0, fullest(report)
     if _lacks_kv_memory(report):
         yield "KV memory bound: raise --kv-memory, or lower --max-num-seqs"
-    elif (occupancy["sequences_share"] or 0.0) > _FULL_SHARE and (occupancy["kv_use"] or 0.0) < _HALF:
+    elif limit == "max_num_seqs" and share > _FULL_SHARE and occupancy["kv_use"] < _HALF:
         most = occupancy["max_num_seqs"]
         yield f"all {most:,} places were taken and KV memory was left: try a higher --max-num-seqs"
     if tail_s > max(_TAIL_SHARE * report["wall_s"], _LEAST_TAIL_S):
@@ -79,20 +103,20 @@ def _settings_advice(report: Mapping[str, Any]) -> Iterator[str]:
     idle = sum((1 - worker["busy_share"]) * worker["worker_hours"] for worker in workers) / (hours or 1.0)
     if idle > _IDLE_SHARE:
         yield f"workers had nothing to do for {idle:.0%} of their time: fewer of them would do, or give a run more rows"
-    if bound_by(report) == _OVERHEADS["load"]:
-        yield "loading took longer than it should pay for: give a run more rows"
+    if bound_by(report) == _WORK["load"]:
+        yield "loading the model took most of the time: give a run more rows"
     if "cublas" in report["numerics"].get("kernels", ""):
         yield "with cuBLAS a row's tokens may depend on its batch; with Triton --batch-invariant rules that out"
 
 
 def _rows_advice(report: Mapping[str, Any]) -> Iterator[str]:
-    if text := cut_off(report):
-        yield text
-    rows, incomplete = report["rows"], (report.get("structured") or {"incomplete": 0})["incomplete"]
+    yield from warnings(report)
+    incomplete = (report.get("structured") or {"incomplete": 0})["incomplete"]
     num_cut = report["finish_reasons"].get("length", 0) - incomplete
+    num_answers = sum(report["finish_reasons"].values())
     generates = report["tokens"]["completion"] > 0  # a job that only scores cuts nothing off
-    if generates and rows["done"] and num_cut > _CUT_OFF_SHARE * rows["done"]:
-        yield f"{num_cut:,} of {rows['done']:,} answers were cut off by max_tokens or the context"
+    if generates and num_cut > _CUT_OFF_SHARE * num_answers:
+        yield f"{num_cut:,} of {num_answers:,} answers were cut off by max_tokens or the context: raise max_tokens"
     others = 0
     for code, count in sorted(report["errors"].items(), key=lambda item: -item[1]):
         if code in _ERROR_ADVICE:
@@ -104,5 +128,6 @@ def _rows_advice(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _lacks_kv_memory(report: Mapping[str, Any]) -> bool:
-    is_full = (report["occupancy"]["max_kv_use"] or 0.0) > _FULL_KV
-    return is_full and report["engine"].get("num_preemptions", 0) > _PREEMPTIONS_PER_ROW * report["rows"]["total"]
+    occupancy, preemptions = report["occupancy"], report["engine"].get("num_preemptions", 0)
+    is_full = bool(occupancy) and occupancy["max_kv_use"] > _FULL_KV
+    return is_full and preemptions > _PREEMPTIONS_PER_ROW * report["rows"]["total"]

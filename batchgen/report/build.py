@@ -11,6 +11,7 @@ import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ from typing import Any
 from batchgen.core.errors import UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.machine import processor_name
-from batchgen.core.storage import write_atomic
+from batchgen.core.storage import read_regular, write_atomic
 from batchgen.core.version import __version__
 from batchgen.model.roofline import roofline_section
 from batchgen.report.advice import advice, bound_by
 from batchgen.report.rows import RowTotals
-from batchgen.report.usage import device_s, split, tail_s, thin, workers_section
+from batchgen.report.text import render_report
+from batchgen.report.usage import MALFORMED, device_s, split, tail_s, thin, usage_of, workers_section
 
-REPORT_VERSION = 3
+REPORT_VERSION = 4
 _PACKAGES = ("torch", "numpy", "numba", "tokenizers", "pyarrow")
 
 KEYS = {
@@ -42,31 +44,32 @@ KEYS = {
     "sizes": "what the engine worked with, chosen by the user or by auto: max_num_batched_tokens, max_num_seqs, "
     "block_size, num_blocks, kv_bytes, max_model_len, kv_dtype, kernels and its policies, of a GPU max_device_bytes; "
     "null where not known",
-    "rows": "rows done, failed and in all (total)",
+    "rows": "rows done, failed and in all (total); of a finished run whose input grew, those that came last (new)",
     "errors": "failed rows by code",
-    "finish_reasons": "done rows by finish_reason",
-    "tokens": "of done rows: prompt, of them cached, completion; total is prompt + completion",
+    "finish_reasons": "samples of done rows by finish_reason; a row has n of them",
+    "tokens": "of done rows: prompt, of them cached (found in the prefix cache, copies apart), completion (generated "
+    "by all samples; the text of a scored choice is not); total is prompt + completion",
+    "duplicates": "rows that got a copy of an identical one's answer and were not computed",
+    "copied_tokens": "their part of tokens: prompt, completion",
     "wall_s": "seconds of all invocations, start to end",
     "device_s": "wall_s times the mean number of workers",
     "seconds": "wall_s by kind of work: load (checks, weights), read (reading, tokenizing), prefill, decode, mask (of "
     "structured outputs), sample, host (between the model's steps), write (journal, outputs, report), other; they sum "
     "to wall_s; of several workers, the times of their steps are means",
     "generate_s": "prefill + decode + mask + sample + host",
-    "tokens_per_s": "each of tokens over wall_s",
-    "latency_s": "p50, p90, p99 over done rows of each of their timings",
-    "histograms": "done rows by length and latency: counts between logarithmic edges",
-    "slowest": "the rows with the longest total_s",
+    "tokens_per_s": "prompt, completion and total tokens of computed rows (without copied_tokens) over wall_s",
+    "latency_s": "p50, p90, p99 over computed rows of each of their timings",
+    "histograms": "done rows by length, computed ones by latency: counts between logarithmic edges",
+    "slowest": "the computed rows with the longest total_s",
     "preemptions": "sum over done rows",
-    "recomputed_tokens": "computed again after a preemption",
+    "computed_tokens": "what the engine computed: tokens of prompts and generated ones, those of lost work too",
+    "recomputed_tokens": "of them, computed again after a preemption",
     "prefix_cache": "prompt tokens looked up (queried), found (hit), and their share (hit_rate); null where not used",
-    "drafts": "tokens computed ahead (drafted), those of them that were what the model chose (accepted), their share "
-    "(accepted_rate), and steps_saved: the plain steps that would have given as many tokens; null where not used",
-    "duplicates": "rows that got the answer of an identical one without being computed",
     "tail_s": "seconds at the end in which fewer than half of the largest number of sequences ran; null if unknown",
     "sessions": "how many invocations it took",
-    "occupancy": "means over steps: sequences, tokens_per_step, kv_use; sequences_share and tokens_share are of the "
-    "limits max_num_seqs and max_num_batched_tokens, of one worker; max_kv_use is the fullest step. null where not "
-    "measured",
+    "occupancy": "means over the time of steps: sequences, tokens_per_step, kv_use; sequences_share and tokens_share "
+    "are of the limits max_num_seqs and max_num_batched_tokens, of one worker; max_kv_use is the fullest step. null "
+    "where not measured",
     "series": "columns over time, at most 2,000 points of one or more steps: at_s (start), span_s, steps, tokens, "
     "prefill_tokens; sequences and kv_use are means, over workers too",
     "engine": "what the engine counted, all invocations together; see EngineStats",
@@ -77,7 +80,9 @@ KEYS = {
     "For comparison alone: peaks (FLOP/s of loops in registers, by type; product is what the linears multiply), "
     "read_bytes_per_s and copy_bytes_per_s. "
     "Rates and shares are null where nothing was measured, all is null where the engine does not count",
-    "device_hours_per_million_output_tokens": "device_s over completion tokens, for unit cpu times threads",
+    "device_hours_per_million_output_tokens": "device_s over completion tokens of computed rows, for unit cpu times "
+    "threads; null where nothing was generated",
+    "device_hours_per_million_prompt_tokens": "the same over their prompt tokens",
     "max_rss_bytes": "most memory the process held, without its workers",
     "workers": "where rows ran on workers, each one's name, place, rows, tokens out, busy_share (of the time that it "
     "was there), worker_hours, losses, rows_given_again to others, tokens_taken_over by these; invocations add up",
@@ -85,21 +90,13 @@ KEYS = {
     "advice": "what to change, in sentences",
     "machine": "platform, processor, python",
     "versions": "of batchgen and what it stands on",
-    "structured": "with structured outputs: rows, those that ended before they were complete (incomplete), tokens that "
-    "were not sampled since the grammar left no choice (forced_tokens), and their share of all generated ones",
-    "accuracy": "with output.expected: rows compared (total), correct ones, and their share (exact_match)",
+    "structured": "with structured outputs: rows, their samples, those that ended before they were complete "
+    "(incomplete), tokens that were not sampled since the grammar left no choice (forced_tokens), and their share of "
+    "all generated ones",
+    "accuracy": "with output.expected: rows compared (total), those whose whole text is the expected one (correct), "
+    "and their share (exact_match)",
 }
 _OPTIONAL_KEYS = {"accuracy", "adapter", "device_s", "structured", "workers"}
-_OCCUPANCY = (
-    "sequences",
-    "tokens_per_step",
-    "kv_use",
-    "max_kv_use",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "sequences_share",
-    "tokens_share",
-)
 
 
 def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,27 +113,21 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
     generate_s, devices_s = accounts.get("generate", 0.0), device_s(usage)
     num_devices = devices_s / wall_s if wall_s else 1.0
     queried, hit = engine.get("num_queried_tokens", 0), engine.get("num_cached_tokens", 0)
-    tokens = {
-        "prompt": rows.prompt_tokens,
-        "cached": rows.cached_tokens or hit,
-        "completion": rows.completion_tokens,
-        "total": rows.prompt_tokens + rows.completion_tokens,
-    }
+    computed = {kind: rows.tokens[kind] - rows.copied_tokens[kind] for kind in ("prompt", "completion")}
+    computed["total"] = sum(computed.values())
     report: dict[str, Any] = {
         "version": REPORT_VERSION,
         "sizes": None,
         **job_facts,
         "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
         **rows.report_section(),
-        "tokens": tokens,
         "wall_s": round(wall_s, 3),
         "device_s": round(devices_s, 3),
         "seconds": {name: round(seconds, 3) for name, seconds in split(accounts, engine).items()},
         "generate_s": round(generate_s, 3),
-        "tokens_per_s": {name: round(tokens[name] / wall_s, 2) if wall_s else 0.0 for name in tokens},
+        "tokens_per_s": {name: round(count / wall_s, 2) if wall_s else 0.0 for name, count in computed.items()},
         "prefix_cache": {"queried": queried, "hit": hit, "hit_rate": round(hit / queried, 4)} if queried else None,
-        "drafts": _drafts(engine),
-        "duplicates": engine.get("num_shared_requests", 0),
+        "computed_tokens": engine.get("num_prefill_tokens", 0) + engine.get("num_output_tokens", 0),
         "recomputed_tokens": engine.get("num_recomputed_tokens", 0),
         "tail_s": usage["tail_s"] if "tail_s" in usage else tail_s(series),
         "sessions": usage.get("sessions", 1),
@@ -144,34 +135,35 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
         "series": series,
         "engine": engine,
         "roofline": roofline_section(job_facts.get("roofline"), engine, generate_s * num_devices),
-        "device_hours_per_million_output_tokens": _device_hours(job_facts, devices_s, rows.completion_tokens),
+        "device_hours_per_million_output_tokens": _device_hours(job_facts, devices_s, computed["completion"]),
+        "device_hours_per_million_prompt_tokens": _device_hours(job_facts, devices_s, computed["prompt"]),
         "max_rss_bytes": usage.get("max_rss_bytes", 0),
         **_machine(),
     }
     if workers:
         report["workers"] = workers
-    if rows.num_structured:
+    if rows.completeness:
         forced, generated = (engine.get(f"num_{name}_tokens", 0) for name in ("forced", "output"))
         report["structured"] = {
             "rows": rows.num_structured,
-            "incomplete": rows.num_incomplete,
+            "samples": rows.completeness.total(),
+            "incomplete": rows.completeness[False],
             "forced_tokens": forced,
             "forced_share": round(forced / generated, 4) if generated else None,
         }
     return report | {"bound_by": bound_by(report), "advice": advice(report)}
 
 
-def _occupancy(engine: Mapping[str, Any]) -> dict[str, Any]:
-    steps = engine.get("num_steps", 0)
-    if not steps or "sum_sequences" not in engine:
-        return dict.fromkeys(_OCCUPANCY)
+def _occupancy(engine: Mapping[str, Any]) -> dict[str, Any] | None:
+    steps_s = engine.get("steps_s", 0.0)
+    if not steps_s:
+        return None
     max_num_seqs, max_tokens = engine["max_num_seqs"], engine["max_num_batched_tokens"]
-    sequences = engine["sum_sequences"] / steps
-    tokens = (engine["num_prefill_tokens"] + engine["num_decode_tokens"]) / steps
+    sequences, tokens, kv_use = (engine[f"{name}_s"] / steps_s for name in ("sequences", "tokens", "kv_use"))
     return {
         "sequences": round(sequences, 2),
         "tokens_per_step": round(tokens, 2),
-        "kv_use": round(engine["sum_kv_use"] / steps, 4),
+        "kv_use": round(kv_use, 4),
         "max_kv_use": round(engine["max_kv_use"], 4),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_tokens,
@@ -180,27 +172,15 @@ def _occupancy(engine: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _drafts(engine: Mapping[str, Any]) -> dict[str, Any] | None:
-    drafted, accepted = (engine.get(f"num_{name}_tokens", 0) for name in ("drafted", "accepted"))
-    if not drafted:
-        return None
-    saved = round(engine.get("sum_steps_saved", 0.0), 1)
-    return {
-        "drafted": drafted,
-        "accepted": accepted,
-        "accepted_rate": round(accepted / drafted, 4),
-        "steps_saved": saved,
-    }
-
-
-def _device_hours(job_facts: Mapping[str, Any], devices_s: float, completion_tokens: int) -> dict[str, Any]:
+def _device_hours(job_facts: Mapping[str, Any], devices_s: float, num_tokens: int) -> dict[str, Any]:
     is_gpu = job_facts.get("numerics", {}).get("device") == "cuda"
     devices = 1 if is_gpu else job_facts.get("threads")
-    hours = round(devices * devices_s / 3600 * 1e6 / completion_tokens, 4) if devices and completion_tokens else None
+    hours = round(devices * devices_s / 3600 * 1e6 / num_tokens, 4) if devices and num_tokens else None
     return {"unit": "gpu" if is_gpu else "cpu", "hours": hours}
 
 
-def _machine() -> dict[str, Any]:
+@lru_cache(maxsize=1)
+def _machine() -> Mapping[str, Any]:
     versions = {"batchgen": __version__}
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -217,9 +197,11 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 def read_report_file(path: Path) -> dict[str, Any]:
     """A report that was written by this version. Raises UsageError for anything else."""
     try:
-        report = json.loads(path.read_bytes())
+        report = json.loads(read_regular(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except RecursionError:
+        raise UsageError(f"{path} is not a report: it is nested too deeply") from None
     except ValueError as error:
         raise UsageError(f"{path} is not a report: not valid JSON ({error})") from error
     found = report.get("version") if isinstance(report, dict) else None
@@ -228,4 +210,10 @@ def read_report_file(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} {was}; this batchgen reads version {REPORT_VERSION}")
     if missing := sorted(KEYS.keys() - _OPTIONAL_KEYS - report.keys()):
         raise UsageError(f"{path} is not whole: it lacks {', '.join(missing[:3])}")
+    try:  # whoever reads a report does one or the other
+        render_report(report)
+        build_report(RowTotals(), usage_of(report), report)
+        datetime.fromisoformat(report["finished_at"])
+    except MALFORMED as error:
+        raise UsageError(f"{path} is not as it was written ({error!r}); was it edited?") from None
     return dict(report)

@@ -1,49 +1,73 @@
-"""Two reports side by side, and the rule by which one is a regression of the other.
+"""Two reports side by side, and the gates by which one is a regression of the other.
 
-Tokens per second and exact match may fall by a given share of what they were; the share of failed rows may not rise.
-All else is shown and does not count: latencies and seconds depend on the load of the machine, and change with settings
-that make a job faster.
+Each gate is silent unless it is asked for: tokens per second may fall by a share of what they were, exact match by
+percentage points; with either, the share of failed rows may not rise. All else is shown and does not count: latencies
+and seconds depend on the load of the machine, and change with settings that make a job faster.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-from batchgen.core.errors import GateFailed
+from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.units import format_duration, printable, shortened
+from batchgen.report.advice import BARE_ANSWERS
 from batchgen.report.facts import Report, at
 
 _WIDTH = 80
 _JOB = ("model", "adapter", "numerics", "threads", "input")  # what should be alike for figures to be comparable
-_MAY_FALL, _MAY_NOT_RISE, _SHOWN = "may fall by the share given", "may not rise", "does not count"
-_FIGURES = (
-    ("output tokens/s", "tokens_per_s.completion", _MAY_FALL, ",.1f"),
-    ("total tokens/s", "tokens_per_s.total", _MAY_FALL, ",.1f"),
-    ("failed rows", "failed_share", _MAY_NOT_RISE, ".3%"),
-    ("exact match", "accuracy.exact_match", _MAY_FALL, ".2%"),
-    ("not complete", "structured.incomplete", _SHOWN, ",.0f"),
-    ("tokens forced", "structured.forced_share", _SHOWN, ".1%"),
-    ("rows done", "rows.done", _SHOWN, ",.0f"),
-    ("tokens in", "tokens.prompt", _SHOWN, ",.0f"),
-    ("tokens out", "tokens.completion", _SHOWN, ",.0f"),
-    ("wall time", "wall_s", _SHOWN, "duration"),
-    ("TTFT p50, s", "latency_s.ttft_s.p50", _SHOWN, ",.3f"),
-    ("TPOT p50, s", "latency_s.tpot_s.p50", _SHOWN, ",.4f"),
-    ("preemptions", "preemptions", _SHOWN, ",.0f"),
-    ("roofline share", "roofline.share", _SHOWN, ".1%"),
-    ("most memory, MB", "max_rss_bytes", _SHOWN, "megabytes"),
+_FIGURES = (  # name, where the report has it, the gate that it counts for, how it is shown
+    ("output tokens/s", "tokens_per_s.completion", "speed", ",.1f"),
+    ("total tokens/s", "tokens_per_s.total", "speed", ",.1f"),
+    ("failed rows", "failed_share", "any", ".3%"),
+    ("exact match", "accuracy.exact_match", "accuracy", ".2%"),
+    ("rows compared", "accuracy.total", "", ",.0f"),
+    ("not complete", "structured.incomplete", "", ",.0f"),
+    ("tokens forced", "structured.forced_share", "", ".1%"),
+    ("rows done", "rows.done", "", ",.0f"),
+    ("tokens in", "tokens.prompt", "", ",.0f"),
+    ("tokens out", "tokens.completion", "", ",.0f"),
+    ("wall time", "wall_s", "", "duration"),
+    ("TTFT p50, s", "latency_s.ttft_s.p50", "", ",.3f"),
+    ("TPOT p50, s", "latency_s.tpot_s.p50", "", ",.4f"),
+    ("preemptions", "preemptions", "", ",.0f"),
+    ("roofline share", "roofline.share", "", ".1%"),
+    ("most memory, MiB", "max_rss_bytes", "", "MiB"),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One number of two reports; None where a report has none."""
+class Gates(NamedTuple):
+    """What was asked for: ``speed`` may fall by that share of one, ``accuracy`` by that many points; None: no gate."""
+
+    speed: float | None = None
+    accuracy: float | None = None
+
+    def __str__(self) -> str:
+        asked = [f"tokens/s may fall by {100 * self.speed:g}%"] if self.speed is not None else []
+        return ", ".join([*asked, f"exact match by {self.accuracy:g} points"] if self.accuracy is not None else asked)
+
+    def is_regression(self, gate: str, before: float | None, now: float | None) -> bool | None:
+        """Whether a figure that counts for a gate is worse than it allows; None where it was not asked for."""
+        if before is None or now is None:
+            return None
+        if gate == "speed" and self.speed is not None:
+            return now < before * (1 - self.speed)
+        if gate == "accuracy" and self.accuracy is not None:
+            return round(100 * (before - now), 6) > self.accuracy
+        return now > before if gate == "any" and self != _NO_GATES else None
+
+
+_NO_GATES = Gates()
+
+
+class Figure(NamedTuple):
+    """One number of two reports, None where a report has none; ``is_regression`` is None where no gate asks."""
 
     name: str
     before: float | None
     now: float | None
-    rule: str
+    is_regression: bool | None
     form: str
 
     @property
@@ -51,67 +75,79 @@ class Figure:
         """The change as a share of what it was; None where that has no meaning."""
         return None if self.now is None or not self.before else self.now / self.before - 1
 
-    def is_regression(self, max_regress: float | None) -> bool:
-        """Whether the rule is broken; ``max_regress`` is a share of one, None for no rule at all."""
-        if self.before is None or self.now is None or max_regress is None:
-            return False
-        least = self.before * (1 - max_regress)
-        return (self.rule == _MAY_FALL and self.now < least) or (self.rule == _MAY_NOT_RISE and self.now > self.before)
-
     def show(self, value: float | None) -> str:
         if value is None:
             return "-"
-        if self.form == "megabytes":
-            return f"{value / 1e6:,.0f}"
+        if self.form == "MiB":
+            return f"{value / 2**20:,.0f}"
         return format_duration(value) if self.form == "duration" else format(value, self.form)
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """The figures of a report beside those of a baseline, and what should have been alike and is not."""
 
+    gates: Gates
     figures: list[Figure]
     differences: list[str]
 
-    def to_dict(self, max_regress: float | None) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data for ``--json``."""
         figures = [
-            {"name": f.name, "before": f.before, "now": f.now, "change": f.change, "rule": f.rule}
-            | {"is_regression": f.is_regression(max_regress)}
+            {"name": f.name, "before": f.before, "now": f.now, "change": f.change, "is_regression": f.is_regression}
             for f in self.figures
         ]
-        return {"figures": figures, "differences": self.differences, "max_regress": max_regress}
+        asked = {f"max_regress_{name}": limit for name, limit in self.gates._asdict().items()}
+        return {"figures": figures, "differences": self.differences, **asked}
 
-    def check(self, max_regress: float) -> None:
-        """Raises GateFailed naming every regression."""
-        worse = [f for f in self.figures if f.is_regression(max_regress)]
-        if worse:
-            listed = "; ".join(f"{f.name} {f.show(f.before)} -> {f.show(f.now)}" for f in worse)
-            raise GateFailed(f"regression (tokens/s and exact match may fall by {100 * max_regress:g}%): {listed}")
-
-    def render(self, max_regress: float | None) -> str:
+    def render(self) -> str:
         """A table of at most 80 columns."""
         lines = [f"{'':<18} {'before':>14} {'now':>14} {'change':>9}"]
+        verdicts = {True: "  REGRESSION", False: "  passes", None: ""}
         for f in self.figures:
             change = "" if f.change is None else f"{f.change:+.1%}"
-            verdict = "REGRESSION" if f.is_regression(max_regress) else "passes"
-            verdict = "" if max_regress is None or f.rule == _SHOWN else f"  {verdict}"
-            lines.append(f"{f.name:<18} {f.show(f.before):>14} {f.show(f.now):>14} {change:>9}{verdict}".rstrip())
-        lines += [shortened(printable(text), _WIDTH) for text in self.differences]
-        return "\n".join(lines)
+            line = f"{f.name:<18} {f.show(f.before):>14} {f.show(f.now):>14} {change:>9}{verdicts[f.is_regression]}"
+            lines.append(line.rstrip())
+        return "\n".join([*lines, *(shortened(printable(text), _WIDTH) for text in self.differences)])
+
+    def check(self) -> None:
+        """Raises GateFailed naming every regression, and UsageError where there is nothing that a gate could judge."""
+        found = {f.name: (f.before, f.now) for f in self.figures}
+        if self.gates.speed is not None and not found["total tokens/s"][0]:
+            raise UsageError("--max-regress-speed has nothing to judge: the run compared with computed no tokens")
+        if self.gates.accuracy is not None:
+            before, now = found.get("exact match", (None, None))
+            nothing = "--max-regress-accuracy has nothing to judge:"
+            if before is None or now is None:
+                which = "the run compared with" if before is None else "this run"
+                raise UsageError(
+                    f"{nothing} {which} compared no row; name the column of right answers as [output] expected"
+                )
+            if not before:
+                why = "no text of the run compared with equals [output] expected, so none could be lost"
+                raise UsageError(f"{nothing} {why}; {BARE_ANSWERS}")
+        if worse := [f for f in self.figures if f.is_regression]:
+            listed = "; ".join(f"{f.name} {f.show(f.before)} -> {f.show(f.now)}" for f in worse)
+            raise GateFailed(f"regression ({self.gates}): {listed}")
 
 
-def compare_reports(now: Report, before: Report) -> Comparison:
-    """``now`` beside the baseline ``before``."""
-    figures = [
-        Figure(name, _number(before, path), _number(now, path), rule, form) for name, path, rule, form in _FIGURES
-    ]
-    differences = [
-        f"not alike: {key}, before {before.get(key)}, now {now.get(key)}"
-        for key in _JOB
-        if before.get(key) != now.get(key)
-    ]
-    return Comparison([f for f in figures if f.before is not None or f.now is not None], differences)
+def compare_reports(now: Report, before: Report, gates: Gates = _NO_GATES) -> Comparison:
+    """``now`` beside the baseline ``before``, judged by ``gates``."""
+    figures = []
+    for name, path, gate, form in _FIGURES:
+        was, is_now = _number(before, path), _number(now, path)
+        if was is not None or is_now is not None:
+            figures.append(Figure(name, was, is_now, gates.is_regression(gate, was, is_now), form))
+    differences = [text for key in _JOB for text in _differences(key, before.get(key), now.get(key))]
+    return Comparison(gates, figures, differences)
+
+
+def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
+    """A line for each value that is not alike, of tables for each of theirs."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in {**before, **now}:
+            yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
+    elif before != now:
+        yield f"not alike: {name}, before {before}, now {now}"
 
 
 def _number(report: Report, path: str) -> float | None:

@@ -14,24 +14,23 @@ from batchgen.core.units import counted, format_duration, shortened
 Report = Mapping[str, Any]
 Facts = Iterator[tuple[str, str]]
 
-_ACCOUNTS = {"read": "reading", "load": "loading", "mask": "masks", "sample": "sampling", "host": "between steps"}
-_ACCOUNTS |= {"write": "writing"}
+ACCOUNTS = {"read": "reading", "load": "loading", "mask": "masks", "sample": "sampling", "host": "between steps"}
+ACCOUNTS |= {"write": "writing"}
+_SHOWN_SHARE = 0.005  # of the wall time
 _NUM_CODES = 10  # error codes named in a line
 _NUM_WORKERS = 100  # named in a table
 _ID_WIDTH = 40
+NUM_ANSWERS = 5
+_ANSWER_WIDTH = 400
 
 
 class Table(NamedTuple):
-    """A table of texts; one without a head lists facts."""
+    """A table of texts; ``is_prose`` if its columns but the first hold sentences, not numbers."""
 
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-
-
-class _Cost(NamedTuple):
-    unit: str
-    hours: str
+    is_prose: bool = False
 
 
 def at(report: Report, path: str) -> Any:
@@ -55,20 +54,26 @@ def figures(report: Report) -> Facts:
     rows, tokens, rates = report["rows"], report["tokens"], report["tokens_per_s"]
     accuracy = report.get("accuracy")
     yield "wall time", format_duration(report["wall_s"])
-    yield "tokens/s out", f"{rates['completion']:,.0f}"
-    yield "tokens/s in and out", f"{rates['total']:,.0f}"
+    if tokens["completion"]:
+        yield "tokens/s out", f"{rates['completion']:,.0f}"
+        yield "tokens/s in and out", f"{rates['total']:,.0f}"
+    else:
+        yield "tokens/s in", f"{rates['prompt']:,.0f}"
     yield "rows done", f"{rows['done']:,}"
+    if report["duplicates"]:
+        yield "of them copies", f"{report['duplicates']:,}"
     yield "rows failed", f"{rows['failed']:,}"
     yield "tokens in", f"{tokens['prompt']:,}"
-    yield "tokens out", f"{tokens['completion']:,}"
+    if tokens["completion"]:
+        yield "tokens out", f"{tokens['completion']:,}"
     if accuracy and accuracy["total"]:
         yield "exact match", f"{accuracy['exact_match']:.1%}"
     if structured := report.get("structured"):
-        yield "structured rows", f"{structured['rows']:,}"
+        yield "structured answers", f"{structured['samples']:,}"
         yield "not complete", f"{structured['incomplete']:,}"
         yield "tokens forced", f"{structured['forced_share'] or 0:.0%}"
-    if cost := _device_hours(report):
-        yield f"{cost.unit} / M tokens out", cost.hours
+    if cost := _cost(report):
+        yield cost
 
 
 def outcome(report: Report) -> Facts:
@@ -76,17 +81,21 @@ def outcome(report: Report) -> Facts:
     figure = dict(figures(report))
     over = f" over {report['sessions']} invocations" if report["sessions"] > 1 else ""
     yield "took", f"{figure['wall time']}{over}: {figure['rows done']} done, {figure['rows failed']} failed"
-    yield "speed", f"{figure['tokens/s out']} tokens/s out, {figure['tokens/s in and out']} in and out"
+    speed = f"{figure.get('tokens/s in')} tokens/s in"
+    if "tokens/s out" in figure:
+        speed = f"{figure['tokens/s out']} tokens/s out, {figure['tokens/s in and out']} in and out"
+    yield "speed", f"{speed}, without copies" if report["duplicates"] else speed
     codes = ", ".join(f"{code} {count}" for code, count, _ in failures(report).rows[:_NUM_CODES])
     yield "failed", f"{figure['rows failed']} rows: {codes}" if codes else "no row"
     if accuracy := report.get("accuracy"):
-        share = "no row has the expected column"
+        share = "no row was compared"
         if accuracy["total"]:
             share = f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,})"
         yield "exact match", share
     if "structured" in report:
         lacking = f"{figure['not complete']} not complete" if report["structured"]["incomplete"] else "all complete"
-        yield "structured", f"{figure['structured rows']} rows, {lacking}, {figure['tokens forced']} of tokens forced"
+        answers = counted(report["structured"]["samples"], "answer")
+        yield "structured", f"{answers}, {lacking}, {figure['tokens forced']} of tokens forced"
     if report.get("workers"):
         yield from _workers(report["workers"])
     yield "bound by", report["bound_by"]
@@ -96,7 +105,7 @@ def _workers(found: Sequence[Mapping[str, Any]]) -> Facts:
     hours, losses = (sum(worker[name] for worker in found) for name in ("worker_hours", "losses"))
     busy = sum(worker["busy_share"] * worker["worker_hours"] for worker in found) / (hours or 1.0)
     places = counted(len({worker["place"] for worker in found}), "machine")
-    yield "workers", f"{len(found):,} on {places}, {busy:.0%} busy, {hours:,.2f} worker-hours"
+    yield "workers", f"{len(found):,} on {places}, there for {format_duration(3600 * hours)} in all, {busy:.0%} busy"
     given, taken = (sum(worker[name] for worker in found) for name in ("rows_given_again", "tokens_taken_over"))
     if losses:
         yield "workers", f"{losses:,} lost"
@@ -122,74 +131,67 @@ def workers(report: Report) -> Table:
     return Table(title, head, rows)
 
 
-def work(report: Report) -> Facts:
-    """What a run computed, what it was spared, and how its time and its batches were used."""
+def tables(report: Report) -> Iterator[Table]:
+    """All that is shown beside the headline numbers."""
+    yield from (details(report), failures(report), workers(report), latencies(report), slowest(report))
+
+
+def details(report: Report) -> Table:
+    """What a run computed and was spared, and what it got out of its machine."""
+    rows = [*joined([*_work(report), *_resources(report)]).items()]
+    return Table("Work and machine", (), rows, is_prose=True)
+
+
+def _work(report: Report) -> Facts:
     tokens, cache, occupancy = report["tokens"], report["prefix_cache"], report["occupancy"]
     wall_s = report["wall_s"] or 1.0
     yield "tokens", f"{tokens['prompt']:,} in ({tokens['cached']:,} cached), {tokens['completion']:,} out"
+    yield "tokens", f"{report['computed_tokens']:,} computed"
     if cache and cache["hit"]:
-        share = f"{cache['hit_rate']:.0%} of those looked up"
-        yield "spared", f"{cache['hit']:,} prompt tokens by the prefix cache ({share})"
-    drafts = report.get("drafts")  # not in older ones
-    if drafts and drafts["steps_saved"] >= 1:
-        right = f"{drafts['accepted']:,} of {drafts['drafted']:,} right"
-        yield "spared", f"{counted(round(drafts['steps_saved']), 'step')} by drafts ({right})"
+        yield "spared", f"{cache['hit_rate']:.0%} of the prompt tokens of sequences by the prefix cache"
     if report["duplicates"]:
-        yield "spared", f"{counted(report['duplicates'], 'row')} like another one"
+        copied = f"{report['copied_tokens']['prompt']:,} tokens in, {report['copied_tokens']['completion']:,} out"
+        yield "spared", f"{counted(report['duplicates'], 'row')} like another one, copied ({copied})"
     for reason, count in report["finish_reasons"].items():
         yield "finished by", f"{reason} {count:,}"
     for account, seconds in sorted(report["seconds"].items(), key=lambda item: -item[1]):
-        if seconds >= 0.005 * wall_s:
-            yield "time went to", f"{_ACCOUNTS.get(account, account)} {seconds / wall_s:.0%}"
-    if occupancy["sequences"] is not None:
-        yield "batch", f"{occupancy['sequences']:,.1f} of {occupancy['max_num_seqs']:,} sequences"
-        yield "batch", f"{occupancy['tokens_per_step']:,.1f} of {occupancy['max_num_batched_tokens']:,} tokens a step"
-        yield "batch", f"KV {occupancy['kv_use']:.0%} used, {occupancy['max_kv_use']:.0%} at most"
+        if seconds >= _SHOWN_SHARE * wall_s:
+            yield "time went to", f"{ACCOUNTS.get(account, account)} {seconds / wall_s:.0%}"
+    if occupancy:
+        yield "mean step", f"{occupancy['sequences']:,.1f} of {occupancy['max_num_seqs']:,} sequences"
+        yield "mean step", f"{occupancy['tokens_per_step']:,.1f} of {occupancy['max_num_batched_tokens']:,} tokens"
+        yield "mean step", f"KV {occupancy['kv_use']:.0%} used, {occupancy['max_kv_use']:.0%} at most"
     if report["preemptions"]:
-        yield "batch", f"{report['preemptions']:,} preemptions ({report['recomputed_tokens']:,} tokens recomputed)"
+        yield "preempted", f"{report['preemptions']:,} times ({report['recomputed_tokens']:,} tokens recomputed)"
 
 
-def resources(report: Report) -> Facts:
-    """What a run got out of its machine, what it cost, and what it ran on."""
-    sizes = report["sizes"]
-    for label, text in _tail_and_roofline(report):
-        yield label, f"{text} ({report['tail_s'] / (report['wall_s'] or 1.0):.0%})" if label == "tail" else text
+def _resources(report: Report) -> Facts:
+    sizes, tail_s = report["sizes"], report["tail_s"] or 0.0
+    driver, each = ("driver ", " of each worker") if report.get("workers") else ("", "")
+    if tail_s > _SHOWN_SHARE * report["wall_s"]:
+        share = f"{tail_s / report['wall_s']:.0%}"
+        yield "tail", f"{format_duration(tail_s)} at the end with less than half of the sequences ({share})"
+    yield from _roofline(report["roofline"])
     if report["max_rss_bytes"]:
-        yield "memory", f"{report['max_rss_bytes'] / 2**20:,.0f} MiB at most"
+        yield "memory", f"{driver}{report['max_rss_bytes'] / 2**20:,.0f} MiB at most"
     if sizes:
-        yield "memory", f"KV {_kv_memory(sizes)}"
-    if cost := _device_hours(report):
-        yield "cost", f"{cost.hours} {cost.unit} per million output tokens"
-    yield "ran on", report["machine"]["processor"] or report["machine"]["platform"]
+        yield "memory", f"KV {sizes['kv_bytes'] / 2**20:,.0f} MiB{each} in blocks of {sizes['block_size']} tokens"
+    if sizes and sizes.get("max_device_bytes"):
+        yield "memory", f"{sizes['max_device_bytes'] / 2**20:,.0f} MiB of the GPU at most"
+    if cost := _cost(report):
+        yield "cost", f"{cost[1]} {cost[0]}" + (", without copies" if report["duplicates"] else "")
+    if report["machine"]["processor"]:
+        yield "ran on", report["machine"]["processor"]
     if report["threads"]:
-        yield "ran on", counted(report["threads"], "thread")
+        yield "ran on", counted(report["threads"], "thread") + each
     if report["numerics"]:
         yield "ran on", numerics_text(report["numerics"])
-    if "adapter" in report:
-        yield "adapter", report["adapter"]
     if sizes:
         yield "ran on", f"{sizes['kernels']} kernels"
-
-
-def run_and_machine(report: Report) -> Facts:
-    """Where a run took place and how it used the machine."""
-    occupancy, machine = report["occupancy"], report["machine"]
-    yield "processor", machine["processor"] or "not known"
-    yield "platform", f"{machine['platform']}, Python {machine['python']}"
-    yield "threads", str(report["threads"] or "not known")
-    yield "numerics", numerics_text(report["numerics"]) or "not known"
     if "adapter" in report:
         yield "adapter", report["adapter"]
+    yield "platform", f"{report['machine']['platform']}, Python {report['machine']['python']}"
     yield "versions", ", ".join(f"{name} {found}" for name, found in report["versions"].items())
-    yield "invocations", str(report["sessions"])
-    yield "most memory", f"{report['max_rss_bytes'] / 2**20:,.0f} MiB"
-    if occupancy["sequences"] is not None:
-        mean = f"{occupancy['sequences']:,.1f} sequences, {occupancy['tokens_per_step']:,.1f} tokens"
-        limits = f"limits {occupancy['max_num_seqs']:,} and {occupancy['max_num_batched_tokens']:,}"
-        yield "mean step", f"{mean} ({limits})"
-    if report["sizes"]:
-        yield "KV memory", _kv_memory(report["sizes"])
-    yield from _tail_and_roofline(report)
 
 
 def failures(report: Report) -> Table:
@@ -199,8 +201,21 @@ def failures(report: Report) -> Table:
     return Table("Failed rows", ("code", "rows", "share"), rows)
 
 
+def answers(records: Sequence[Mapping[str, Any]], expected: str | None) -> Table:
+    """The beginnings of answers, with the probability of a choice, and what was expected."""
+    rows = []
+    for record in records:
+        text = str(record.get("text") if record.get("text") is not None else record.get("token_ids"))
+        probs = [choice["prob"] for choice in record.get("choices") or () if choice["text"] == text]
+        more = f" ({probs[0]:.0%})" if probs else ""
+        wanted = [] if expected is None else [shortened(str(record.get(expected)), _ANSWER_WIDTH)]
+        rows.append((shortened(str(record["id"]), _ID_WIDTH), shortened(text, _ANSWER_WIDTH) + more, *wanted))
+    head = ("id", "answer") if expected is None else ("id", "answer", "expected")
+    return Table("The first answers", head, rows, is_prose=True)
+
+
 def latencies(report: Report) -> Table:
-    """Percentiles of the timings of done rows."""
+    """Percentiles of the timings of computed rows."""
     rows = [
         (name.removesuffix("_s"), *(f"{value:,.3f}" for value in found.values()))
         for name, found in report["latency_s"].items()
@@ -213,14 +228,22 @@ def slowest(report: Report) -> Table:
     """The rows that took longest."""
     head = ("id", "in", "out", "queue s", "prefill s", "decode s", "total s", "preempted")
     keys = ("prompt_tokens", "completion_tokens", "queue_s", "prefill_s", "decode_s", "total_s", "preemptions")
-    rows = [(shortened(str(row["id"]), _ID_WIDTH), *(_number(row[key]) for key in keys)) for row in report["slowest"]]
+    rows = [
+        (shortened(str(row["id"]), _ID_WIDTH), *(format(row[key], ",.2f" if key[-2:] == "_s" else ",") for key in keys))
+        for row in report["slowest"]
+    ]
     return Table("Slowest rows", head, rows)
 
 
-def _tail_and_roofline(report: Report) -> Facts:
-    roofline = report["roofline"]
-    if report["tail_s"]:
-        yield "tail", f"{format_duration(report['tail_s'])} at the end with less than half of the sequences"
+def _cost(report: Report) -> tuple[str, str] | None:
+    """Hours by output tokens or, of a job that generates nothing, by prompt tokens."""
+    tokens = "output" if report["tokens"]["completion"] else "prompt"
+    found = report[f"device_hours_per_million_{tokens}_tokens"]
+    label = f"{found['unit'].upper()}-hours per million {tokens} tokens"
+    return None if found["hours"] is None else (label, f"{found['hours']:,.2f}")
+
+
+def _roofline(roofline: Mapping[str, Any] | None) -> Facts:
     if roofline and roofline["share"] is None:
         yield "roofline", "not known; batchgen bench measures it"
     elif roofline:
@@ -228,23 +251,11 @@ def _tail_and_roofline(report: Report) -> Facts:
         yield "roofline", f"{roofline['flops_share']:.0%} of {roofline['flops_per_s'] / 1e9:,.0f} GFLOP/s"
         moved = f"{roofline['bytes_share']:.0%} of {roofline['memory_bytes_per_s'] / 1e9:,.0f} GB/s"
         yield "roofline", f"{moved} while generating ({source})"
-        if peak := roofline.get("peaks", {}).get(roofline.get("product")):
+        if peak := roofline["peaks"].get(roofline["product"]):
             yield "peak", f"{peak / 1e9:,.0f} GFLOP/s ({roofline['product']}) in registers"
             yield "peak", f"of which linears sustain {roofline['flops_per_s'] / peak:.0%}"
             read, copied = (roofline[f"{name}_bytes_per_s"] / 1e9 for name in ("read", "copy"))
             yield "peak", f"memory reads {read:,.0f} GB/s, copies {copied:,.0f} GB/s"
-
-
-def _device_hours(report: Report) -> _Cost | None:
-    found = report["device_hours_per_million_output_tokens"]
-    return None if found["hours"] is None else _Cost(f"{found['unit'].upper()}-hours", f"{found['hours']:,.2f}")
-
-
-def _kv_memory(sizes: Mapping[str, Any]) -> str:
-    text = f"{sizes['kv_bytes'] / 2**20:,.0f} MiB in blocks of {sizes['block_size']} tokens"
-    if most := sizes.get("max_device_bytes"):
-        text += f"; {most / 2**20:,.0f} MiB of the GPU at most"
-    return text
 
 
 def numerics_text(numerics: Mapping[str, str]) -> str:
@@ -259,9 +270,3 @@ def integers_text(numerics: Mapping[str, Any]) -> str:
     """What is kept in another type than it is computed in, and what is multiplied as integers; empty if nothing is."""
     words = {"weights": "weights", "activations": "activations", "kv_dtype": "keys and values"}
     return ", ".join(f"{numerics[key]} {name}" for key, name in words.items() if numerics.get(key, "auto") != "auto")
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"

@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any
 
 from batchgen.core.errors import UsageError
-from batchgen.report.facts import Report
+from batchgen.report.facts import ACCOUNTS, Report
 from batchgen.report.usage import thin
 
 # Placeholder colours: matplotlib writes them and ``_picture`` replaces each by a CSS variable of the page.
-_PREFILL, _DECODE, _TEXT, _GRID = "#0a0001", "#0a0002", "#0a0003", "#0a0004"
+_PREFILL, _DECODE, _TEXT, _GRID, _MEMORY = "#0a0001", "#0a0002", "#0a0003", "#0a0004", "#0a0005"
 _VARIABLES = {_PREFILL: "var(--prefill)", _DECODE: "var(--decode)", _TEXT: "var(--muted)", _GRID: "var(--line)"}
+_VARIABLES |= {_MEMORY: "var(--memory)"}
 _STYLE: Any = {  # matplotlib types its keys as one huge literal
     "svg.fonttype": "none",  # text stays text: the page's font, small, can be searched
     "font.family": "sans-serif",
@@ -33,12 +34,13 @@ _STYLE: Any = {  # matplotlib types its keys as one huge literal
 }
 _HISTOGRAMS = {
     "prompt_tokens": "Prompt length",
-    "completion_tokens": "Answer length",
+    "completion_tokens": "Generated tokens of a row",
     "ttft_s": "Time to first token",
     "tpot_s": "Time per further token",
     "total_s": "Total time of a row",
 }
 _POINTS = 150  # of a series over time: more is noise at this size
+_LEAST_TICKS = 3
 _SIZE = (5.0, 2.5)  # inches: small enough to be read at the width of a phone
 
 
@@ -47,11 +49,12 @@ def draw(report: Report) -> dict[str, str]:
     pictures: dict[str, str] = {}
     if report["series"].get("at_s"):
         pictures["Tokens per second"] = _picture("rate", _throughput, report)
+    if report["series"].get("at_s") and report["occupancy"]:
         pictures["How full the batch was"] = _picture("fill", _occupancy, report)
     if report["wall_s"]:
         pictures["Where the time went"] = _picture("time", _seconds, report)
     for key, title in _HISTOGRAMS.items():
-        if report["histograms"][key]["counts"]:
+        if len(report["histograms"][key]["counts"]) > 1:  # one value has no shape
             pictures[title] = _picture(key, partial(_histogram, key=key), report)
     return pictures
 
@@ -91,9 +94,12 @@ def _throughput(axes: Any, report: Report) -> None:
 def _occupancy(axes: Any, report: Report) -> None:
     series = thin(report["series"], _POINTS)
     edges, unit = _steps(series, "sequences")
-    most = report["occupancy"]["max_num_seqs"] or 1
+    most, most_tokens = (report["occupancy"][f"max_num_{name}"] or 1 for name in ("seqs", "batched_tokens"))
+    counts = zip(series["tokens"], series["steps"], strict=True)  # a second of waiting workers has no step
+    tokens = [100 * count / max(steps, 1) / most_tokens for count, steps in counts]
+    axes.stairs(tokens, edges, baseline=None, color=_PREFILL, label="tokens of a step")
     axes.stairs([100 * n / most for n in series["sequences"]], edges, baseline=None, color=_DECODE, label="sequences")
-    axes.stairs([100 * use for use in series["kv_use"]], edges, baseline=None, color=_PREFILL, label="KV memory")
+    axes.stairs([100 * use for use in series["kv_use"]], edges, baseline=None, color=_MEMORY, label="KV memory")
     axes.set_ylim(0, 105)
     _finish(axes, unit, "% of the limit")
 
@@ -102,7 +108,7 @@ def _seconds(axes: Any, report: Report) -> None:
     spent = [(name, s) for name, s in report["seconds"].items() if s > 0.001 * report["wall_s"]]
     spent.sort(key=lambda item: item[1])
     unit, unit_s = _time_unit(report["wall_s"])
-    axes.barh([name for name, _ in spent], [s / unit_s for _, s in spent], color=_DECODE)
+    axes.barh([ACCOUNTS.get(name, name) for name, _ in spent], [s / unit_s for _, s in spent], color=_DECODE)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(unit)
 
@@ -116,17 +122,22 @@ def _histogram(axes: Any, report: Report, key: str) -> None:
     axes.set_xticks(_ticks(edges), minor=False)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}" if value < 1e4 else f"{value:,.0f}")
     axes.minorticks_off()
+    axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(unit)
     axes.set_ylabel("rows")
 
 
 def _ticks(edges: list[float]) -> list[float]:
-    """Round values on a logarithmic axis between the outermost edges: 1, 2, 5, 10 and so on, or fewer if wide."""
+    """Round values on a logarithmic axis between the outermost edges: as few as tell the scale, but three."""
+    from matplotlib.ticker import MaxNLocator
+
     low, high = edges[0], edges[-1]
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 1.5, 2, 3, 5, 7) if high < 10 * low else (1, 2, 5) if high < 300 * low else (1,)
-    ticks = [float(f"{factor}e{decade}") for decade in decades for factor in factors]
-    return [tick for tick in ticks if low <= tick <= high] or [low, high]
+    for factors in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        ticks = [float(f"{factor}e{decade}") for decade in decades for factor in factors]
+        if len(found := [tick for tick in ticks if low <= tick <= high]) >= _LEAST_TICKS:
+            return found
+    return [float(tick) for tick in MaxNLocator(5).tick_values(low, high) if low <= tick <= high]
 
 
 def _steps(series: Mapping[str, list[float]], column: str) -> tuple[list[float], str]:
@@ -150,7 +161,7 @@ def _upper(values: list[float]) -> float:
 
 
 def _finish(axes: Any, x: str, y: str) -> None:
-    axes.set_xlim(left=0)
-    axes.set_xlabel(x)
+    axes.margins(x=0)
+    axes.set_xlabel(f"{x} since the start")
     axes.set_ylabel(y)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)

@@ -17,27 +17,26 @@ _LENGTHS = ("prompt_tokens", "completion_tokens")
 _HISTOGRAMS = (*_LENGTHS, "ttft_s", "tpot_s", "total_s")
 _SLOW_TIMINGS = ("queue_s", "prefill_s", "decode_s", "total_s", "preemptions")
 _NUM_SLOWEST = 10
+_LEAST_TOKENS = {"decode_s": 1, "tpot_s": 2}  # of a row for which a latency has a meaning
 
 
 @dataclass
 class RowTotals:
     """Totals of rows. ``expected`` is the field of a record that its text is compared with, if any.
 
-    ``has_complete`` is whether a ``complete`` in a record is the record's own, and not a column that was kept.
+    ``tokens`` are those of the report, ``copied_tokens`` are theirs of the ``num_copies`` rows that got a copy.
     """
 
     expected: str | None = None
-    has_complete: bool = True
     num_results: int = 0
-    num_untimed: int = 0  # results without timings
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)
+    num_copies: int = 0
+    copied_tokens: Counter[str] = field(default_factory=Counter)
     preemptions: int = 0
     correct: int = 0
     compared: int = 0
     num_structured: int = 0
-    num_incomplete: int = 0
+    completeness: Counter[bool] = field(default_factory=Counter)  # of samples with structured outputs
     finish_reasons: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     distributions: dict[str, Distribution] = field(
@@ -46,27 +45,37 @@ class RowTotals:
     _slowest: Largest[dict[str, Any]] = field(default_factory=lambda: Largest(_NUM_SLOWEST))
 
     def add_result(self, record: Mapping[str, Any]) -> None:
-        """Take in an output record; one of older OpenAI batch outputs has no timings."""
-        usage, timings = record["usage"], record.get("timings", {})
+        """Take in an output record.
+
+        Latencies are those of rows that were computed: not of copies, nor of rows that an earlier invocation computed
+        all but the end of. The text of a scored choice was not generated.
+        """
+        lengths, timings = dict(record["usage"]), record["timings"]
+        if record.get("choices") is not None:
+            lengths["completion_tokens"] = 0
+        is_computed, cached = timings["prefill_s"] > 0, timings["cached_tokens"]
         self.num_results += 1
-        self.num_untimed += not timings
-        self.prompt_tokens += usage["prompt_tokens"]
-        self.completion_tokens += usage["completion_tokens"]
-        self.cached_tokens += timings.get("cached_tokens", 0)
-        self.preemptions += timings.get("preemptions", 0)
-        self.finish_reasons[record["finish_reason"]] += 1
+        self.preemptions += timings["preemptions"]
+        tokens = {name.removesuffix("_tokens"): count for name, count in lengths.items()}
+        if not is_computed and cached == tokens["prompt"]:
+            self.num_copies += 1
+            self.copied_tokens.update(tokens)
+            cached = 0
+        self.tokens.update(tokens, cached=cached)
         for name, distribution in self.distributions.items():
-            measured = usage if name in _LENGTHS else timings
-            if name in measured:
-                distribution.add(measured[name])
-        if "total_s" in timings and self._slowest.has_room(timings["total_s"]):
+            if name in _LENGTHS:
+                distribution.add(lengths[name])
+            elif is_computed and lengths["completion_tokens"] >= _LEAST_TOKENS.get(name, 0):
+                distribution.add(timings[name])
+        if is_computed and self._slowest.has_room(timings["total_s"]):
             row = {name: record.get(name) for name in ("id", "index")}
-            row |= {name: usage[name] for name in _LENGTHS} | {name: timings.get(name) for name in _SLOW_TIMINGS}
+            row |= lengths | {name: timings[name] for name in _SLOW_TIMINGS}
             self._slowest.add(timings["total_s"], row)
-        complete = {sample.get("complete") for sample in record.get("samples") or [record]} - {None}
-        if complete and self.has_complete:
-            self.num_structured += 1
-            self.num_incomplete += False in complete
+        samples = record.get("samples") or [record]
+        self.finish_reasons.update(sample["finish_reason"] for sample in samples)
+        complete = [sample["complete"] for sample in samples if sample.get("complete") is not None]
+        self.completeness.update(complete)
+        self.num_structured += bool(complete)
         if self.expected is not None and record.get(self.expected) is not None:
             self.compared += 1
             self.correct += record.get("text", "").strip() == str(record[self.expected]).strip()
@@ -80,6 +89,10 @@ class RowTotals:
         failed = self.errors.total()
         found: dict[str, Any] = {
             "rows": {"total": self.num_results + failed, "done": self.num_results, "failed": failed},
+            "tokens": {name: self.tokens[name] for name in ("prompt", "cached", "completion")}
+            | {"total": self.tokens["prompt"] + self.tokens["completion"]},
+            "duplicates": self.num_copies,
+            "copied_tokens": {name: self.copied_tokens[name] for name in ("prompt", "completion")},
             "errors": dict(sorted(self.errors.items())),
             "finish_reasons": dict(sorted(self.finish_reasons.items())),
             "latency_s": {name: self.distributions[name].percentiles() for name in LATENCIES},

@@ -14,6 +14,8 @@ _ENGINE_ACCOUNTS = ("prefill", "decode", "mask", "sample", "host")
 _MEANS = ("sequences", "kv_use")  # columns of a series that are means over steps; the others but at_s are sums
 
 Numbers = Mapping[str, Any]
+# What comes of reading numbers from a file in which there are others than this package writes.
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 def add_up(totals: Numbers, more: Numbers) -> dict[str, Any]:
@@ -21,12 +23,14 @@ def add_up(totals: Numbers, more: Numbers) -> dict[str, Any]:
     result = dict(totals)
     for key, value in more.items():
         known = result.get(key)
+        are_lists = isinstance(value, list) and isinstance(known, list)
+        are_numbers = isinstance(value, int | float) and isinstance(known, int | float)
         if isinstance(value, Mapping):
             result[key] = add_up(known if isinstance(known, Mapping) else {}, value)
-        elif isinstance(value, int | float) and isinstance(known, int | float) and key.startswith("max_"):
+        elif are_numbers and key.startswith("max_"):
             result[key] = max(known, value)
-        elif isinstance(value, int | float | list) and isinstance(known, int | float | list):
-            result[key] = known + value  # type: ignore[operator]  # both are numbers or both are lists
+        elif are_numbers or are_lists:
+            result[key] = known + value
         else:
             result[key] = value
     return result

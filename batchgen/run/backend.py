@@ -39,10 +39,11 @@ class Backend:
     """An engine with its weights.
 
     ``numerics`` (``Engine.numerics``) must stay the same for a run: others give other tokens. ``facts`` returns, after
-    the engine has run, its sizes and the machine's roofline for the report. ``notes`` are shown to the user.
-    ``prepare`` returns when the kernels are compiled, which the first run on a machine waits for. An engine that
-    ``takes_rows`` runs ``Pending`` rows, not requests, and gives ``Finished`` ones, not results. ``close`` ends what
-    the engine holds outside of this process. ``workers`` tells of each that takes part now: name, place, state, rows,
+    the engine has run, its sizes and the machine's roofline for the report. ``prepare`` returns when the kernels are
+    compiled, which the first run on a machine waits for; ``notes`` are shown to the user after it. An engine that
+    ``takes_rows`` runs ``Pending`` rows, not requests, and gives journal entries, not results. ``close`` ends what
+    the engine holds outside of this process. ``num_launches`` counts launches of kernels, which tell a step that takes
+    long from one that hangs. ``workers`` tells of each that takes part now: name, place, state, rows,
     tokens_per_s, in_flight.
     """
 
@@ -50,15 +51,16 @@ class Backend:
     numerics: dict[str, str]
     threads: int
     facts: Callable[[], Mapping[str, Any]] = dict
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     prepare: Callable[[], None] = lambda: None
     takes_rows: bool = False
     close: Callable[[], None] = lambda: None
+    num_launches: Callable[[], int] = lambda: 0
     workers: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class RunContext:
     """What is known of a run when its engine is loaded, so that workers elsewhere can load the same.
 
     ``at`` is when it was begun, ``weights`` are the digests of ``ModelInfo.fingerprint``, ``digests`` those of files

@@ -16,8 +16,10 @@ from batchgen.core.units import counted, format_duration, printable
 
 Snapshot = Mapping[str, Any]
 _WAITING = "batchgen: {desc} [{elapsed}]"
-_RUNNING = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tok [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-_NO_TOTAL = "{desc} {n_fmt} tok [{elapsed}, {rate_fmt}{postfix}]"
+_RUNNING = (
+    "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tok computed [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+)
+_NO_TOTAL = "{desc} {n_fmt} tok computed [{elapsed}, {rate_fmt}{postfix}]"
 
 
 class Display:
@@ -165,7 +167,7 @@ def describe(snapshot: Snapshot) -> str:
         return f"{snapshot['phase']} ({format_duration(snapshot['phase_s'])})"
     parts = [describe_rows(snapshot["rows"]), *_others(snapshot)]
     if snapshot["tokens_per_s"]:
-        parts.append(f"{snapshot['tokens_per_s']:,.0f} tok/s")
+        parts.append(f"{snapshot['tokens_per_s']:,.0f} tok/s computed")
     if snapshot["eta_s"] is not None:
         parts.append(f"about {format_duration(snapshot['eta_s'])} left")
     return ", ".join(parts)

@@ -16,21 +16,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import ExitCode, InputChanged, ResumeMismatch, UsageError
+from batchgen.core.errors import BatchgenError, ExitCode, InputChanged, ResumeMismatch, UsageError
 from batchgen.core.fingerprint import Digests
-from batchgen.core.records import WHOLE, BadRow, Record, Shard
+from batchgen.core.records import BadRow, Record
+from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import counted, format_duration
 from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
-from batchgen.output.manifest import KERNELS, Manifest, mix_kernels
+from batchgen.output.manifest import KERNELS, Manifest, mix_kernels, without_kernels
 from batchgen.output.rundir import RunDir
-from batchgen.report.advice import cut_off
+from batchgen.report.advice import warnings
 from batchgen.report.facts import numerics_text
-from batchgen.run.backend import Backend, Begun
+from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
 from batchgen.run.progress import GENERATING, Progress
-from batchgen.run.remotes import Remotes
+from batchgen.run.remote_copies import RemoteCopies
 from batchgen.run.requests import RequestStream
 from batchgen.run.results import ResultSink
 from batchgen.run.stop import Limits, Stopper, StopRequested
@@ -65,7 +66,7 @@ class Outcome:
 
     exit_code: ExitCode
     lines: tuple[str, ...]
-    report: Mapping[str, Any] | None = None
+    report: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
 class Invocation(ABC):
@@ -88,8 +89,8 @@ class Invocation(ABC):
         self.backend: Backend | None = None
         self.stopper = Stopper(options.limits)
         self.progress = Progress(run_dir.path, make_display(options.progress, options.heartbeat_s), self.stopper)
-        shown, stop = self.progress, self.stopper.request
-        self.remotes = Remotes(spec.output, run_dir, shown.phase, shown.display.note, stop, overwrite=options.overwrite)
+        phase, note = self.progress.phase, self.progress.display.note
+        self.remotes = RemoteCopies(spec.output, run_dir, phase, note, self.stopper, overwrite=options.overwrite)
 
     def execute(self) -> Outcome:
         """Do the work of the subclass under the lock, up to its end or a request to stop."""
@@ -116,7 +117,7 @@ class Invocation(ABC):
         """The engine, loaded once. Raises ModelError if files of the model have changed since they were read."""
         if self.backend is None:
             with self.progress.phase("loading the model", "load"):
-                self.backend = self.engine_factory(self.spec, replace(self.model, begun=self._begun_with()))
+                self.backend = self.engine_factory(self.spec, replace(self.model, context=self._context()))
                 self.model.check_unchanged(self.digests)
             with self.progress.phase("compiling kernels for this machine, once", "load"):
                 self.backend.prepare()
@@ -124,9 +125,9 @@ class Invocation(ABC):
                 self.progress.display.note(line)
         return self.backend
 
-    def _begun_with(self) -> Begun:
+    def _context(self) -> RunContext:
         known = self.manifest.fingerprints
-        return Begun(
+        return RunContext(
             self.manifest.begun_at,
             known["model"],
             self.digests.to_plain(),
@@ -139,11 +140,12 @@ class Invocation(ABC):
     def generate(self, rows: Iterable[Record | BadRow], validator: RowValidator, journal: Journal) -> bool:
         """Run the rows and record their results in the journal; returns whether all of them ended.
 
-        The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved.
+        The engine is loaded only if a row needs it. On a stop the tokens of half-done rows are saved, also if no worker
+        is left.
         """
-        payloads = self.model.payloads(self.spec)
+        record_builder = self.model.record_builder(self.spec)
         charge = self.progress.clock.on
-        sink = self.progress.sink = ResultSink(journal, payloads, self.options.max_error_rate, charge)
+        sink = self.progress.sink = ResultSink(journal, record_builder, self.options.max_error_rate, charge)
         stream = RequestStream(sink, validator, self.stopper, charge)
         tasks = stream.tasks(rows)
         with self.progress.phase("reading the input", "read"):
@@ -161,6 +163,11 @@ class Invocation(ABC):
                         sink.finish(stream.pending.pop(result.key), result)
                         self.stopper.check_limits(self.progress.computed_tokens)
                         sink.check_error_rate(self.stopper)
+            except BatchgenError as error:
+                if error.exit_code == ExitCode.STOPPED:  # the last worker is lost: a resume goes on from what it told
+                    journal.save_partials(engine.unfinished())
+                    journal.commit()
+                raise
             finally:
                 sink.close()
             if stream.pending:
@@ -175,7 +182,7 @@ class Invocation(ABC):
         """
         backend, folder = self.load(), self.run_dir.path
         begun: dict[str, str] = self.manifest.fingerprints.get("numerics", backend.numerics)
-        was, now = ({key: value for key, value in n.items() if key != KERNELS} for n in (begun, backend.numerics))
+        was, now = without_kernels(begun), without_kernels(backend.numerics)
         if was != now:
             others = [name for name in was | now if was.get(name) != now.get(name)]
             flags = " ".join(
@@ -202,12 +209,11 @@ class Invocation(ABC):
         mixed = mix_kernels(begun[KERNELS], kernels) if KERNELS in begun else ""
         if mixed and mixed == begun[KERNELS]:
             return True
-        is_allowed = self.options.allow_mixed_kernels or self.spec.cluster.numerics == "any"
-        if mixed and is_allowed:
+        if mixed and self.options.allow_mixed_kernels:
             self.set_numerics({**begun, KERNELS: mixed})
             self.run_dir.write_manifest(self.manifest)
             self.progress.display.note(f"rows come from several kernel sets now: {mixed}")
-        return is_allowed
+        return self.options.allow_mixed_kernels
 
     def set_numerics(self, numerics: dict[str, str]) -> None:
         """Put the numerics that rows are computed with into the manifest."""
@@ -219,8 +225,12 @@ class Invocation(ABC):
         self.progress.state = "finished"
         self.progress.keeps_file = False
         rows, tokens = report["rows"], report["tokens"]
-        speed = f"{tokens['completion']:,} tokens out in {format_duration(report['wall_s'])}"
-        lines = [f"{counted(rows['done'], 'row')} done, {speed} ({report['tokens_per_s']['completion']:,.0f} tok/s)"]
+        num_copies = report["duplicates"]
+        copies, without = (f" ({num_copies:,} as copies)", ", without copies") if num_copies else ("", "")
+        way, kind = ("out", "completion") if tokens["completion"] else ("in", "prompt")
+        speed = f"{tokens[kind]:,} tokens {way} in {format_duration(report['wall_s'])}"
+        rate = f"{report['tokens_per_s'][kind]:,.0f} tokens/s {way}{without}"
+        lines = [f"{counted(rows['done'], 'row')} done{copies}, {speed} ({rate})"]
         if rows["failed"]:
             codes = ", ".join(f"{code} {count:,}" for code, count in report["errors"].items())
             lines.append(f"{counted(rows['failed'], 'row')} failed: {codes}; see {short(self.run_dir.errors)}")
@@ -228,8 +238,7 @@ class Invocation(ABC):
         if accuracy and accuracy["total"]:
             share = f"{accuracy['exact_match']:.2%}"
             lines.append(f"exact match {share} ({accuracy['correct']:,} of {accuracy['total']:,})")
-        if text := cut_off(report):
-            lines.append(text)
+        lines += warnings(report)
         if not rows["total"]:
             lines.append("warning: the input has no rows")
         lines.append(f"outputs in {short(self.run_dir.outputs(self.spec.output.format))}")

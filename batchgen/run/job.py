@@ -12,22 +12,23 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.job import SAMPLING_COLUMNS, JobSpec
+from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, ResumeMismatch, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
-from batchgen.core.records import WHOLE
+from batchgen.core.shard import WHOLE
 from batchgen.core.units import counted
 from batchgen.core.version import __version__
-from batchgen.input.columns import check_columns, check_taken_columns
+from batchgen.input.columns import check_columns
 from batchgen.input.ids import UniqueIds, may_have_ids
 from batchgen.input.requests import RequestBuilder
-from batchgen.input.source import RowRange, Source, open_source
+from batchgen.input.source import Growth, RowRange, Source, open_source
 from batchgen.input.validator import RowValidator, rebuild_ids, refuse_bad_rows
 from batchgen.output.finalize import finalize, write_errors
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest, compare
 from batchgen.output.rundir import IDS_NAME, RunDir
 from batchgen.report.build import build_report, write_report
+from batchgen.run.growth import finish_grown, how_to_grow, reopen
 from batchgen.run.invocation import Invocation, Outcome, RunOptions, short
 from batchgen.run.loader import EngineFactory, read_model
 from batchgen.run.reports import has_failed_rows, job_facts, journal_totals
@@ -54,6 +55,7 @@ def run_job(
 class _Job(Invocation):
     builder: RequestBuilder
     stdin: StdinCopy | None = None
+    growth: Growth | None = None  # of the input, since the run was begun or last resumed
 
     def work(self) -> Outcome:
         """Run what is left of the job; see ``run_job``."""
@@ -69,22 +71,30 @@ class _Job(Invocation):
             if begun is not None:
                 self._agree_with(begun)
                 self.progress.resume(self.remotes.restore())
-                if self.run_dir.is_complete():
+                if self.growth is not None:
+                    self.progress.rows_total = None
+                if self.run_dir.is_complete() and self.growth is None:
                     return self._already_done(begun)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
             self.remotes.claim(self.manifest)
+            if begun is not None and self.run_dir.is_complete():
+                self._clear_up(begun)
+                self.progress.state = "running"
+                self.manifest = reopen(self.run_dir, self.manifest, self.growth or Growth())
             self.builder = self.model.builder(self.spec.input, self.spec.sampling, self.spec.sampling_columns)
             if begun is None:
                 check_columns(source.read(), self.spec, self.builder.finder)
                 self._begin(source)
-            elif SAMPLING_COLUMNS not in begun.output_keys and not self.spec.sampling_columns:
-                check_taken_columns(source.read(), self.builder.finder)
             if self.stdin is not None:
                 self.stdin.keep()
                 source = self._open_source(self.run_dir.spool)
-            journal = Journal.open(self.run_dir.journal, self.options.shard, after=self.remotes.begin())
+            if not self.run_dir.has_outputs():  # a mirror keeps the finished files until there are new ones
+                self.remotes.begin(self.manifest)
+            journal = self._open_journal()
             stack.callback(journal.close)
+            if self.growth is not None and self.growth.is_cut:
+                journal.run_again([*journal.partials, *([max(journal.done)] if len(journal.done) else ())])
             for line in journal.recovery.messages():
                 self.progress.display.note(line)
             return self._finish_rows(source, journal, is_resumed=begun is not None)
@@ -102,6 +112,11 @@ class _Job(Invocation):
         """The rows; None if they came on standard input once and are not given again. Raises UsageError."""
         if self.stdin is None:
             source = self._open_source()
+            for item in self.spec.input.path if begun is None else ():
+                if item.startswith("hf:/"):
+                    self.progress.display.note(
+                        f"the input {item} is a folder on this machine, not a dataset of the Hub"
+                    )
             for path in source.paths:
                 if self.run_dir.owns(path):
                     raise UsageError(f"the input {path} would be overwritten by this run; choose another output.path")
@@ -124,15 +139,17 @@ class _Job(Invocation):
         begun_at = (begun and begun.begun_at) or datetime.now().astimezone().replace(microsecond=0)
         with self.progress.phase("finding the model", "load"):
             self.model = read_model(self.spec, begun_at)
-        if begun is None:
-            self._note_recommended()
+        if begun is None and (hint := self.model.preset_hint(self.spec)):
+            self.progress.display.note(hint)
         self.spec = self.model.with_preset(self.spec)
         with self.progress.phase("checking the input", "read"):
             rows: dict[str, Any] = begun.fingerprints["input"] if begun is not None and source is None else {}
             if source is not None:
-                rows = source.fingerprint(self.digests)
+                was = begun.fingerprints["input"].get("files", []) if begun else []
+                rows = source.fingerprint(self.digests, was)
                 if self.stdin is not None:
                     rows = {"files": [{**file, "file": "-"} for file in rows["files"]]}
+                self.growth = source.growth(was, rows["files"]) if begun else None
         with self.progress.phase("checking the model", "load"):
             model = self.model.fingerprint(self.digests)
         self.manifest = Manifest(
@@ -144,20 +161,15 @@ class _Job(Invocation):
             file_states=self.digests.to_plain(),
         )
 
-    def _note_recommended(self) -> None:
-        """Say that the model recommends sampling where the job does not ask for any."""
-        values = self.model.recommended or {}
-        if values.get("temperature") and self.spec.sampling.is_greedy and self.spec.over_preset is None:
-            text = ", ".join(f"{name} = {value:g}" for name, value in values.items())
-            said = f"the model's generation_config.json recommends {text}; rows are greedy"
-            self.progress.display.note(f"{said} unless they ask for more: --preset model takes these values")
-
     def _agree_with(self, begun: Manifest) -> None:
         """Go on with the run that was begun. Raises ResumeMismatch if its outputs would differ from this job's."""
-        is_complete = self.run_dir.is_complete() or self.remotes.is_finished
+        is_complete = self.run_dir.has_outputs() or self.remotes.is_finished
         if is_complete:
             self._refuse_other_form(begun)
         now, numerics = self.manifest, begun.fingerprints.get("numerics")
+        if self.growth is not None:
+            begun = replace(begun, fingerprints={**begun.fingerprints, "input": now.fingerprints["input"]})
+            self.progress.display.note("the input has grown: going on with what came behind")
         if numerics is not None:  # the values of "auto" are known, and compared, once the weights are loaded
             named = {"dtype": self.spec.model.dtype, "device": self.spec.model.device.partition(":")[0]}
             if self.spec.engine.kv_dtype != numerics.get("dtype"):  # the dtype itself is what "auto" comes to
@@ -171,12 +183,13 @@ class _Job(Invocation):
             raise ResumeMismatch(
                 f"{self.run_dir.path} was begun with another job; what changes its outputs:\n"
                 + "".join(f"  {line}\n" for line in refused)
+                + how_to_grow(refused)
                 + "put back what changed, or run with --overwrite to start anew, or choose another output.path"
             )
         for line in found.allowed if not is_complete else ():
             self.progress.display.note(f"resuming with {line}")
-        self.manifest = now.continuing(begun)
-        self.spec = self.spec.continuing(begun.output_keys)
+        num_kept = begun.num_kept if self.run_dir.has_outputs() else 0  # outputs that were taken away keep no row
+        self.manifest = replace(now, created_at=begun.created_at, num_rows=begun.num_rows, num_kept=num_kept)
 
     def _refuse_other_form(self, begun: Manifest) -> None:
         """Raises ResumeMismatch: the journal of a finished run is gone, so its outputs cannot be written again."""
@@ -199,8 +212,7 @@ class _Job(Invocation):
         """Complete what a kill just after the outputs appeared has left undone."""
         with suppress(StorageError):  # the disk may be full by now
             self._keep_file_states(begun)
-        if self.run_dir.journal.is_dir():
-            self._finish(Journal.open(self.run_dir.journal, self.options.shard))
+        self._clear_up(begun)
         self.progress.keeps_file = self.run_dir.retry.is_dir()  # an unfinished retry goes on counting in it
         outputs = short(self.run_dir.outputs(self.spec.output.format))
         line = f"already done: outputs in {outputs}; --overwrite runs it anew"
@@ -210,19 +222,32 @@ class _Job(Invocation):
         failed = f"some rows failed: see {errors}; batchgen retry {folder} runs those again"
         return self.published(Outcome(ExitCode.ROWS_FAILED, (line, failed)))
 
+    def _clear_up(self, begun: Manifest) -> None:
+        """Remove the journal of a finished run, once the report is there."""
+        if self.run_dir.journal.is_dir():
+            journal = self._open_journal()
+            if begun.num_kept:
+                journal.remove()
+            else:
+                self._finish(journal)
+
+    def _open_journal(self) -> Journal:
+        return Journal.open(self.run_dir.journal, self.options.shard, first=self.manifest.num_kept)
+
     def _begin(self, source: Source) -> None:
         """Start anew. The weights are loaded before anything is written: unusable ones cost no earlier run.
 
         ``job.json`` is written first: a directory with any other file of a run has one.
         """
-        self._refuse_model_folder()
+        self.model.refuse_as_target(self.run_dir)
         if self.options.strict:
             with closing(UniqueIds(None, as_text=self.spec.output.has_text_ids)) as ids:
                 self._refuse_bad_rows(self._rows(source, None), self._validator(ids))
         if self.spec.cluster.bounds is None and self.spec.cluster.is_used:  # so many rows, so many workers
             self._count(self._rows(source, None))
         self.set_numerics(self.load().numerics)
-        self.run_dir.refuse_strays()
+        self.run_dir.refuse_foreign_files()
+        self.remotes.clear()  # first: the results that it holds would come back
         if self.options.overwrite:
             self.progress.begin_anew()
             self.run_dir.clear()
@@ -230,19 +255,10 @@ class _Job(Invocation):
             self.run_dir.clear_beginnings()
         if self.stdin is not None:
             self.stdin.keep()
-        self.remotes.clear()
         self.run_dir.write_manifest(self.manifest)
         template = self.model.tokenizer and self.model.tokenizer.chat_template
         if self.options.shard != WHOLE and template and "strftime_now" in template.names:
             self.progress.display.note(_SHARDS_DATE)
-
-    def _refuse_model_folder(self) -> None:
-        """Raises UsageError if the run would write into the folder of its model or tokenizer."""
-        for _, folder, _ in self.model.parts:
-            if folder.resolve() == self.run_dir.path.resolve():
-                raise UsageError(f"output.path = {self.run_dir.path} is the model's own folder; choose another one")
-            if self.run_dir.owns(folder):
-                raise UsageError(f"the model in {folder} would be removed by this run; choose another output.path")
 
     def _finish_rows(self, source: Source, journal: Journal, *, is_resumed: bool) -> Outcome:
         """Generate what the journal lacks, then write the outputs."""
@@ -268,6 +284,8 @@ class _Job(Invocation):
             return self.stopped()
         source.check_unchanged()
         self._keep_file_states(self.manifest)
+        if self.run_dir.has_outputs():
+            return self.published(self._finish_grown(journal, rows.num_rows))
         with progress.phase("writing the outputs", "write"):
             finalize(self.run_dir, self.spec, journal, num_rows=rows.num_rows)
         return self.published(self._finish(journal))
@@ -279,9 +297,10 @@ class _Job(Invocation):
 
     def _restore_ids(self, source: Source, journal: Journal, validator: RowValidator) -> None:
         """Make all rows read so far claim their ids again: the file of ids was lost."""
-        if journal.done and may_have_ids(self.spec.input):
+        last = max(journal.done, default=journal.done.first - 1)
+        if last >= 0 and may_have_ids(self.spec.input):
             with self.progress.phase("reading ids again", "read"):
-                rebuild_ids(source.read(), max(journal.done), validator)
+                rebuild_ids(source.read(), last, validator)
 
     def _keep_file_states(self, manifest: Manifest) -> None:
         """Save in the manifest what is known of the files by now, so that the next start need not read them."""
@@ -299,10 +318,21 @@ class _Job(Invocation):
             self.run_dir.remove_spool()
         return self.finished(journal, report)
 
+    def _finish_grown(self, journal: Journal, num_rows: int) -> Outcome:
+        """Add the rows that came behind to the outputs and the report."""
+        progress, facts = self.progress, job_facts(self.spec, self.manifest, self.backend)
+        self.manifest = replace(self.manifest, num_rows=num_rows)
+        with progress.phase("writing the outputs", "write"):
+            report = finish_grown(
+                self.run_dir, self.spec, journal, self.manifest, progress.usage(), facts, progress.display.note
+            )
+        outcome = self.finished(journal, report)
+        return replace(outcome, lines=(f"{counted(len(journal.done), 'new row')}; in all:", *outcome.lines))
+
     def _rows(self, source: Source, journal: Journal | None) -> RowRange:
         rows = RowRange(source, self.options.shard, has_ids=may_have_ids(self.spec.input))
         if journal is not None:
-            rows.done, rows.start = journal.done, journal.resume_cursor
+            rows.done, rows.start, rows.first = journal.done, journal.resume_cursor, journal.done.first
         return rows
 
     def _validator(self, ids: UniqueIds) -> RowValidator:

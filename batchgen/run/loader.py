@@ -20,16 +20,17 @@ from batchgen.config.job import InputSpec, JobSpec, ModelSpec
 from batchgen.config.sampling import ParamError, card_values, merge_params, recommended_values
 from batchgen.core.errors import InputChanged, ModelError, UsageError
 from batchgen.core.fingerprint import Digests, FileState
-from batchgen.core.hub import resolve_model
 from batchgen.core.machine import require_address_space
 from batchgen.core.model_files import ADAPTER_FILES, is_gguf, model_files, tokenizer_folder
+from batchgen.core.model_location import resolve_model
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import shown
 from batchgen.input.requests import RequestBuilder
 from batchgen.model import ModelConfig, is_dummy, load_config
 from batchgen.model.adapter.settings import Lora, read_lora, resolve_adapter
-from batchgen.output.payloads import Payloads
-from batchgen.run.backend import Backend, Begun
+from batchgen.output.record_builder import RecordBuilder
+from batchgen.output.rundir import RunDir
+from batchgen.run.backend import Backend, RunContext
 from batchgen.run.stop import signals_afterwards
 from batchgen.text.grammar import Grammars
 from batchgen.text.guidance import library
@@ -39,10 +40,6 @@ from batchgen.text.tokenizer import Tokenizer
 
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja")
 _MODEL_PATTERNS = ("*.safetensors", *_TOKENIZER_PATTERNS)
-_NOT_KEPT = (
-    "kernels cannot be kept here, so each start compiles them anew: set XDG_CACHE_HOME to a folder that only you can "
-    "write to"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,7 @@ class ModelInfo:
     recommended: Mapping[str, Any] | None = None
     lora: Lora | None = None
     grammars: Grammars | None = None
-    begun: Begun = Begun()  # noqa: RUF009 - it is frozen
+    context: RunContext = RunContext()  # noqa: RUF009 - it is frozen
 
     @property
     def parts(self) -> list[tuple[str, Path, tuple[str, ...]]]:
@@ -115,6 +112,23 @@ class ModelInfo:
             raise UsageError(f"sampling.{error}") from None
         return replace(spec, sampling=sampling, over_preset=None)
 
+    def preset_hint(self, spec: JobSpec) -> str | None:
+        """That the model recommends sampling where the job does not ask for any."""
+        values = self.recommended or {}
+        if not values.get("temperature") or not spec.sampling.is_greedy or spec.over_preset is not None:
+            return None
+        text = ", ".join(f"{name} = {value:g}" for name, value in values.items())
+        said = f"the model's generation_config.json recommends {text}; rows are greedy"
+        return f"{said} unless they ask for more: --preset model takes these values"
+
+    def refuse_as_target(self, run_dir: RunDir) -> None:
+        """Raises UsageError if the run would write into the folder of its model or tokenizer."""
+        for _, folder, _ in self.parts:
+            if folder.resolve() == run_dir.path.resolve():
+                raise UsageError(f"output.path = {run_dir.path} is the model's own folder; choose another one")
+            if run_dir.owns(folder):
+                raise UsageError(f"the model in {folder} would be removed by this run; choose another output.path")
+
     def builder(self, where: InputSpec, sampling: SamplingParams, columns: Sequence[str] = ()) -> RequestBuilder:
         """The builder of requests for this model; ``columns`` are the job's ``sampling.columns``.
 
@@ -131,12 +145,12 @@ class ModelInfo:
             columns=columns,
         )
 
-    def payloads(self, spec: JobSpec) -> Payloads:
+    def record_builder(self, spec: JobSpec) -> RecordBuilder:
         """What makes output records of this model's results."""
         if self.tokenizer is None:
-            return Payloads(spec, None)
+            return RecordBuilder(spec, None)
         reasoning = Reasoning(self.tokenizer) if spec.output.split_reasoning else None
-        return Payloads(spec, self.tokenizer.decode, reasoning, partial(text_behind, self.tokenizer))
+        return RecordBuilder(spec, self.tokenizer.decode, reasoning, partial(text_behind, self.tokenizer))
 
 
 EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
@@ -213,18 +227,14 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     with signals_afterwards(), _lasting_imports():
         from batchgen.engine import Engine
         from batchgen.engine.facts import engine_facts
+        from batchgen.engine.generation import TextTools
         from batchgen.engine.load import load_weights, use_threads
+        from batchgen.kernels.cpu.parallel import num_launches
 
     threads = use_threads(spec.engine.threads, info.config)  # before loading, which packs weights and takes threads too
     model = load_weights(spec.model)
-    stop_matcher = partial(StopStrings, info.tokenizer) if info.tokenizer else None
-    engine = Engine(
-        model,
-        spec.engine,
-        eos_token_ids=info.eos_token_ids,
-        stop_matcher=stop_matcher,
-        constraints=info.grammars,
-    )
+    text = TextTools(partial(StopStrings, info.tokenizer), info.grammars) if info.tokenizer else None
+    engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, text=text)
     facts = partial(engine_facts, engine)
     numerics = engine.numerics
     if spec.sampling.structured_outputs:  # other versions may force other tokens
@@ -232,12 +242,18 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     kernels = (numerics["dtype"] if numerics["device"] == "cpu" else "", *_forms(spec, info.config))
     from batchgen.kernels.cpu import build
 
-    notes = [*engine.runner.notes, *([] if build.is_kept(*kernels) else [_NOT_KEPT])]
+    notes = [*engine.runner.notes]
     if info.config.quantization is not None and info.config.quantization.has_activations:
         notes.append("the settings for activations in the quantization_config of this checkpoint are not used")
     if info.lora is not None and not info.lora.is_for(info.path):
         notes.append(f"the adapter was trained on {shown(info.lora.base)}, and is added to {info.path}")
-    return Backend(engine, numerics, threads, facts, tuple(notes), partial(build.finish, *kernels))
+
+    def prepare() -> None:
+        build.finish(*kernels)
+        if why := build.not_kept(*kernels):
+            notes.append(why)
+
+    return Backend(engine, numerics, threads, facts, notes, prepare, num_launches=num_launches)
 
 
 def start_kernels(spec: JobSpec, config: ModelConfig) -> None:

@@ -15,18 +15,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.job import SAMPLING_COLUMNS, JobSpec
+from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_dict
 from batchgen.core.errors import UsageError
-from batchgen.core.records import WHOLE
-from batchgen.core.storage import absolute, publish
+from batchgen.core.shard import WHOLE
+from batchgen.core.storage import absolute, commit_staged
 from batchgen.core.units import shown
 from batchgen.input.ids import Claim, UniqueIds, may_have_ids
 from batchgen.output.finalize import (
     IndexedRow,
     Rows,
+    commit_errors,
     join,
-    publish_errors,
     read_errors,
     read_records,
     stage,
@@ -122,7 +122,7 @@ def _joined_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> dict[s
         usage = follow(usage, usage_of(report))
     facts = {name: next((r[name] for r in reports if r[name] is not None), None) for name in _SHARED_FACTS}
     facts["numerics"] = manifest.fingerprints.get("numerics", facts["numerics"])  # with the kernels of all shards
-    job = job_from_dict(manifest.job, run_dir.manifest).continuing(manifest.output_keys)
+    job = job_from_dict(manifest.job, run_dir.manifest)
     totals = output_totals(run_dir, job)
     return build_report(totals, usage, facts | job.model.named | {"shard": "1/1"})
 
@@ -151,7 +151,7 @@ def _refuse_outdated(shards: Sequence[_Shard], run_dir: RunDir) -> None:
 
 def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> Counts:
     """Write the joined files; the outputs appear last, as in ``finalize``."""
-    job = job_from_dict(manifest.job, run_dir.manifest).continuing(manifest.output_keys)
+    job = job_from_dict(manifest.job, run_dir.manifest)
     output = job.output
     form = output_format(job)
     proof = _Proof(shards)
@@ -168,8 +168,8 @@ def _write(shards: Sequence[_Shard], run_dir: RunDir, manifest: Manifest) -> Cou
     proof.finish()
     _refuse_repeated_ids(shards, job)
     run_dir.write_manifest(manifest)
-    publish_errors(run_dir, counts)
-    publish(run_dir.outputs(output.format))
+    commit_errors(run_dir, counts)
+    commit_staged(run_dir.outputs(output.format))
     return counts
 
 
@@ -245,13 +245,6 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
         differences = (f"shards: was {counts[0]}, now {counts[1]}", *differences)
     if first.num_rows != other.num_rows:
         differences += (f"input rows: was {first.num_rows}, now {other.num_rows}",)
-    columns = [list(shard.manifest.output_keys.get(SAMPLING_COLUMNS, ["*"])) for shard in (first, other)]
-    if columns[0] != columns[1] and not differences:  # an earlier build had no such key, and took all
-        differences = (f"{SAMPLING_COLUMNS}: was {columns[0]}, now {columns[1]}",)
-    kept = {*first.manifest.job["input"]["keep_columns"], first.manifest.job["output"]["expected"]}
-    for name in sorted(kept & (first.manifest.record_keys ^ other.manifest.record_keys)):
-        names = [f"input_{name}" if name in shard.manifest.record_keys else name for shard in (first, other)]
-        differences += (f"name of the column {name} in the outputs: was {names[0]}, now {names[1]}",)
     for key in ("format", "order"):
         values = [shard.manifest.job["output"][key] for shard in (first, other)]
         if values[0] != values[1]:
@@ -261,7 +254,7 @@ def _check_same_job(first: _Shard, other: _Shard) -> None:
 
 
 def _check_same_kernels(shards: Sequence[_Shard]) -> None:
-    first, *others = [shard for shard in shards if kernels_of(shard.manifest)] or shards
+    first, *others = shards
     for other in others:
         was, now = kernels_of(first.manifest), kernels_of(other.manifest)
         if was != now:
@@ -274,8 +267,7 @@ def _check_same_kernels(shards: Sequence[_Shard]) -> None:
 def _merged(shards: Sequence[_Shard], target: Path) -> Manifest:
     """The manifest of the whole job, as if it had run unsharded in ``target``, with the kernels of all shards."""
     known = [name for shard in shards if (name := kernels_of(shard.manifest))]
-    kernels = mix_kernels(*known) if len(known) == len(shards) else None
-    return with_kernels(_moved(shards[0].manifest, target), kernels)
+    return with_kernels(_moved(shards[0].manifest, target), mix_kernels(*known) if known else None)
 
 
 def _moved(manifest: Manifest, target: Path) -> Manifest:

@@ -14,15 +14,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.machine import peak_bytes
-from batchgen.core.storage import temporary_name
+from batchgen.core.storage import read_regular, temporary_name
 from batchgen.output.rundir import PROGRESS_NAME
-from batchgen.report.usage import follow, since
+from batchgen.report.build import build_report
+from batchgen.report.rows import RowTotals
+from batchgen.report.usage import MALFORMED, follow, since
 from batchgen.run.display import Display
 from batchgen.run.stop import Stopper, StopRequested
 
@@ -31,9 +34,11 @@ if TYPE_CHECKING:  # slow to import, and ``status`` needs neither
     from batchgen.run.results import ResultSink
 
 GENERATING = "generating"
+NO_TOKENS = {"prompt": 0, "completion": 0, "computed": 0, "estimated": None}
 _TICK_S = 0.5
 _SAVE_EVERY_S = 2.0
 _RATE_WINDOW_S = 30.0
+_BLOCK_BYTES = 512  # the unit of st_blocks, on any file system
 
 
 class Clock:
@@ -103,7 +108,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         with suppress(OSError):
-            self.resume(self._path.read_bytes())
+            self.resume(read_regular(self._path))
         self._thread.start()
         return self
 
@@ -126,8 +131,11 @@ class Progress:
             self._save(self._content(self.snapshot()))
 
     def resume(self, content: bytes) -> None:
-        """Go on from the ``progress.json`` of earlier invocations; other content has no effect."""
-        if before := parse_progress(content):
+        """Go on from the ``progress.json`` of earlier invocations; other content has no effect but a note."""
+        before = parse_progress(content)
+        if before is None and content.strip(b"\0"):
+            self.display.note(f"{self._path} is not as it was written: what earlier invocations took is not counted")
+        if before is not None:
             self._before = before
             self.keeps_file = True
             self.rows_total = before["rows"]["total"]
@@ -169,7 +177,7 @@ class Progress:
         return {
             "computed_tokens": self.computed_tokens,
             "prompt_tokens": self.sink.num_prompt_tokens if self.sink else 0,
-            "completion_tokens": self.sink.num_completion_tokens if self.sink else 0,
+            "completion_tokens": self.sink.num_generated_tokens if self.sink else 0,
         }
 
     @property
@@ -216,15 +224,29 @@ class Progress:
         return {**snapshot, "workers": list(self.workers()), "spent": self.usage()}
 
     def _save(self, content: dict[str, Any]) -> None:
-        """Replace ``progress.json``; errors are left to the journal, which meets the same disk."""
-        temporary = temporary_name(self._path)
-        with suppress(OSError):
-            temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        """Replace ``progress.json``; errors are left to the journal, which meets the same disk.
+
+        On a full disk the new content takes the place of the old, if it fits there: it says why the run has ended.
+        """
+        text, temporary = json.dumps(content).encode() + b"\n", temporary_name(self._path)
+        try:
+            temporary.unlink(missing_ok=True)
+            with temporary.open("xb") as file:
+                file.write(text)
             temporary.replace(self._path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+                if len(text) <= self._path.stat().st_blocks * _BLOCK_BYTES:
+                    with self._path.open("r+b") as file:
+                        file.write(text)
+                        file.truncate()
         self._saved_at = time.monotonic()
 
     def _tokens_left(self, rows_left: int) -> int | None:
         """Tokens still to be computed if rows go on as this invocation's finished ones; None before the first of them.
+
+        What was cached, and copies of identical rows, cost nothing and count as nothing.
 
         Tokens of unfinished rows are subtracted, up to half of the total: short rows finish first, so that early on
         the unfinished ones seem to be further along than they are.
@@ -232,13 +254,13 @@ class Progress:
         num_done = self.sink.num_done - self.sink.num_done_before if self.sink else 0
         if self.sink is None or not num_done:
             return None
-        finished = self.sink.num_prompt_tokens + self.sink.num_completion_tokens
+        finished = self.sink.num_computed_tokens
         expected = rows_left * finished / num_done
         unfinished = max(self.computed_tokens - finished, 0)
         return round(expected - min(unfinished, expected / 2))
 
     def _rate(self) -> float:
-        """Tokens per second over the last half minute."""
+        """Computed tokens per second over the last half minute."""
         if len(self._samples) < 2:
             return 0.0
         (then, before), (now, after) = self._samples[0], self._samples[-1]
@@ -266,19 +288,33 @@ class Progress:
 def read_progress(folder: Path) -> dict[str, Any] | None:
     """The content of ``progress.json``; None if there is none that can be read."""
     try:
-        return parse_progress((folder / PROGRESS_NAME).read_bytes())
+        return parse_progress(read_regular(folder / PROGRESS_NAME))
     except OSError:
         return None
 
 
 def parse_progress(content: bytes) -> dict[str, Any] | None:
-    """The content of a ``progress.json``; None for what is none."""
-    try:
+    """The content of a ``progress.json``; None for what is none, or holds values that no run writes."""
+    with suppress(*MALFORMED):
         found = json.loads(content)
-    except ValueError:
-        return None
-    is_known = isinstance(found, dict) and found.get("version") == 1 and {"rows", "spent"} <= found.keys()
-    return found if is_known else None
+        if found["version"] == 1:
+            _check(found)
+            return dict(found)
+    return None
+
+
+def _check(found: Mapping[str, Any]) -> None:
+    """Raises one of ``MALFORMED`` unless what ``status`` shows and what a report counts are texts and numbers."""
+    rows, tokens, spent = found["rows"], found["tokens"], found["spent"]
+    counts = [rows["done"], rows["failed"], *(tokens[name] for name in ("prompt", "completion", "computed"))]
+    counts += [spent[f"{name}_tokens"] for name in ("prompt", "completion", "computed")]
+    maybe = [rows["total"], rows["left"], tokens["estimated"]]
+    for count in [*counts, *(count for count in maybe if count is not None)]:
+        index(count)
+    sum((found["tokens_per_s"], found["phase_s"], found["eta_s"] or 0.0))
+    "".join(found[name] or "" for name in ("state", "phase", "reason", "advice", "started_at", "updated_at"))
+    build_report(RowTotals(), follow(spent, spent), {"numerics": {}, "threads": None})
+    list(zip(*spent["engine"].get("series", {}).values(), strict=True))
 
 
 def row_counts(total: int | None, done: int, failed: int) -> dict[str, Any]:

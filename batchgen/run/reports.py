@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import UsageError
+from batchgen.config.load import job_from_dict
+from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.storage import check_replaceable, write_atomic
 from batchgen.output.finalize import read_errors, read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.report import prometheus
-from batchgen.report.build import read_report_file
+from batchgen.report.build import build_report, read_report_file
+from batchgen.report.facts import NUM_ANSWERS, Table, answers
 from batchgen.report.rows import RowTotals
+from batchgen.report.usage import follow, usage_of
 
 if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
     from batchgen.run.backend import Backend
@@ -25,7 +29,7 @@ if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
 
 def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
     """Totals of the rows in a journal. Raises StorageError if one no longer reads back."""
-    totals = RowTotals(spec.expected_field, "complete" in spec.record_keys)
+    totals = RowTotals(spec.expected_field)
     for index in journal.done.indexes(errors=False):
         totals.add_result(json.loads(journal.payload(index)))
     for index in journal.done.indexes(errors=True):
@@ -35,7 +39,7 @@ def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
 
 def output_totals(run_dir: RunDir, spec: JobSpec) -> RowTotals:
     """Totals of the rows in a finished run's outputs and ``errors.jsonl``. Raises StorageError if one is damaged."""
-    totals = RowTotals(spec.expected_field, "complete" in spec.record_keys)
+    totals = RowTotals(spec.expected_field)
     for _, record in read_records(run_dir, spec):
         totals.add_result(record)
     for _, line in read_errors(run_dir):
@@ -56,6 +60,20 @@ def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dic
     }
 
 
+def following_report(
+    run_dir: RunDir, spec: JobSpec, usage: Mapping[str, Any], facts: Mapping[str, Any], note: Callable[[str], None]
+) -> dict[str, Any]:
+    """The report of outputs that were replaced since their last one; it adds up the times of both.
+
+    ``note`` takes a line where that report is not there, so that these times alone count.
+    """
+    try:
+        usage = follow(usage_of(read_report(run_dir)), usage)
+    except UsageError as error:  # merged without reports, or written by another version
+        note(f"the new report counts the time of this invocation only: {error}")
+    return build_report(output_totals(run_dir, spec), usage, facts)
+
+
 def read_report(run_dir: RunDir) -> dict[str, Any]:
     """The report of a finished run. Raises UsageError if there is none."""
     if not run_dir.report.exists():
@@ -68,9 +86,19 @@ def read_report(run_dir: RunDir) -> dict[str, Any]:
     return read_report_file(run_dir.report)
 
 
+def first_answers(run_dir: RunDir) -> Table | None:
+    """A few answers of a finished run, for a person to look at; None where its files no longer tell them."""
+    with suppress(StorageError, UsageError):
+        if manifest := run_dir.read_manifest():
+            spec = job_from_dict(manifest.job, run_dir.manifest)
+            records = islice(read_records(run_dir, spec), NUM_ANSWERS)
+            return answers([record for _, record in records], spec.expected_field)
+    return None
+
+
 def has_failed_rows(run_dir: RunDir) -> bool:
     """Whether a finished run has failed rows, according to its report if ``errors.jsonl`` was taken away."""
-    if run_dir.errors.exists():
+    if run_dir.errors.is_file():
         return True
     try:
         return bool(read_report(run_dir)["rows"]["failed"])

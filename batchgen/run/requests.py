@@ -18,6 +18,7 @@ from batchgen.input.validator import Pending, RowValidator
 from batchgen.run.results import Charge, ResultSink
 from batchgen.run.stop import Stopper
 
+_CLAIMED_ROWS = 4096  # at once where workers take rows: an fsync of their ids each, which may take 200 ms
 _SLOW_CHUNK_S = 2.0  # a chat template may take seconds per row, and a stop loses the chunk that it interrupts
 
 
@@ -47,13 +48,14 @@ class RequestStream:
                 chunk = next(chunks, [])
                 answers = iter(self._validator.claim(chunk)) if self.gives_rows else self._validator.validate(chunk)
                 answer = next(answers, None)
-            max_rows = min(2 * max_rows, CHUNK_ROWS) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
+            limit = _CLAIMED_ROWS if self.gives_rows else CHUNK_ROWS
+            max_rows = min(2 * max_rows, limit) if time.monotonic() - began_at < _SLOW_CHUNK_S else 1
             if not chunk:
                 self.is_exhausted = True
                 return
             if answer is not None:  # without rows left the run is over, whatever its error rate
                 self._sink.check_error_rate(self._stopper)
-            num_read = len(self._validator.shard.rows(chunk[-1].index + 1))
+            num_read = self._sink.journal.done.num_below(chunk[-1].index + 1)
             self._sink.num_read = max(self._sink.num_read, num_read)
             while answer is not None and not self._stopper.requested:
                 if isinstance(answer, BadRow):

@@ -5,49 +5,35 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 
 from batchgen.core.errors import RowError, RowErrorCode, StorageError, TokenizerError
-from batchgen.core.records import BadRow, Lean, Result
+from batchgen.core.json_line import encode_json
+from batchgen.core.records import BadRow, Result
 from batchgen.input.validator import Pending
 from batchgen.output.journal import Journal, JournalEntry
-from batchgen.output.payloads import Payloads
+from batchgen.output.record_builder import RecordBuilder
 from batchgen.run.stop import Stopper
 
 MIN_ROWS_FOR_RATE = 100  # fewer rows count as this many: a rate over a few rows says nothing
 
 
-@dataclass(frozen=True, slots=True)
-class Finished(Lean):
-    """A finished row: the entry for the journal, and the tokens that it counts for."""
+def entry_of(row: Pending, result: Result, record_builder: RecordBuilder) -> JournalEntry:
+    """What the engine's result, which may be an error, comes to for a row."""
+    record, error = row.record, result.error
+    if error is None:
+        try:
+            payload = record_builder.result(record, row.id, result, row.params, row.prompt_token_ids)
+            counts = result.num_prompt_tokens, result.num_generated_tokens, result.num_computed_tokens
+            return JournalEntry(record.index, record.after, "result", encode_json(payload), *counts)
+        except TokenizerError as problem:
+            error = RowError(RowErrorCode.INTERNAL, str(problem))
+    where = (record.index, record.source, record.line)
+    return failed_entry(BadRow(*where, error, record.columns, record.after, row.id), record_builder)
 
-    entry: JournalEntry
-    num_prompt_tokens: int = 0
-    num_completion_tokens: int = 0
 
-    @property
-    def key(self) -> int:
-        """What tasks and requests call the row."""
-        return self.entry.index
-
-    @classmethod
-    def of(cls, row: Pending, result: Result, payloads: Payloads) -> Finished:
-        """What the engine's result, which may be an error, comes to for a row."""
-        record, error = row.record, result.error
-        if error is None:
-            try:
-                payload = payloads.result(record, row.id, result, row.params, row.prompt_token_ids)
-                entry = JournalEntry(record.index, record.after, "result", payload)
-                return cls(entry, result.num_prompt_tokens, result.num_completion_tokens)
-            except TokenizerError as problem:
-                error = RowError(RowErrorCode.INTERNAL, str(problem))
-        where = (record.index, record.source, record.line)
-        return cls.failed(BadRow(*where, error, record.columns, record.after, row.id), payloads)
-
-    @classmethod
-    def failed(cls, row: BadRow, payloads: Payloads) -> Finished:
-        """A row that cannot run."""
-        return cls(JournalEntry(row.index, row.after, "error", payloads.error(row)))
+def failed_entry(row: BadRow, record_builder: RecordBuilder) -> JournalEntry:
+    """A row that cannot run."""
+    return JournalEntry(row.index, row.after, "error", encode_json(record_builder.error(row)))
 
 
 Charge = Callable[[str], AbstractContextManager[None]]  # charges the time inside to an account (``Clock.on``)
@@ -59,17 +45,20 @@ class ResultSink:
     Token counts are those of rows that this invocation finished. Writing is charged to "write".
     """
 
-    def __init__(self, journal: Journal, payloads: Payloads, max_error_rate: float | None, charge: Charge) -> None:
+    def __init__(
+        self, journal: Journal, record_builder: RecordBuilder, max_error_rate: float | None, charge: Charge
+    ) -> None:
         self.journal = journal
         self._charge = charge
         self._is_open = True
         self._lock = threading.Lock()  # guards the journal: ``tick`` is called from the progress thread
-        self._payloads = payloads
+        self._record_builder = record_builder
         self._max_error_rate = max_error_rate
         self.num_done_before = self.num_done  # by earlier invocations
         self.num_read = journal.done.num_passed  # input rows read so far, by this and earlier invocations
         self.num_prompt_tokens = 0
-        self.num_completion_tokens = 0
+        self.num_generated_tokens = 0
+        self.num_computed_tokens = 0
 
     @property
     def num_done(self) -> int:
@@ -79,18 +68,19 @@ class ResultSink:
     def num_failed(self) -> int:
         return self.journal.counts.errors
 
-    def finish(self, row: Pending, answer: Result | Finished) -> None:
+    def finish(self, row: Pending, answer: Result | JournalEntry) -> None:
         """Record what came of a row, which may be an error. Raises StorageError."""
-        done = answer if isinstance(answer, Finished) else Finished.of(row, answer, self._payloads)
+        done = answer if isinstance(answer, JournalEntry) else entry_of(row, answer, self._record_builder)
         with self._charge("write"), self._lock:
-            self.journal.append(done.entry)
+            self.journal.append(done)
         self.num_prompt_tokens += done.num_prompt_tokens
-        self.num_completion_tokens += done.num_completion_tokens
+        self.num_generated_tokens += done.num_generated_tokens
+        self.num_computed_tokens += done.num_computed_tokens
 
     def fail(self, row: BadRow) -> None:
         """Record a row that cannot run. Raises StorageError."""
         with self._charge("write"), self._lock:
-            self.journal.append(Finished.failed(row, self._payloads).entry)
+            self.journal.append(failed_entry(row, self._record_builder))
 
     def tick(self) -> None:
         """Let the journal sync what is due, from another thread: the next row may be long in coming.

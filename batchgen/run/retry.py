@@ -27,11 +27,10 @@ from batchgen.output.finalize import finalize_retry, read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import differences
 from batchgen.output.rundir import RunDir
-from batchgen.report.build import build_report, write_report
-from batchgen.report.usage import follow, usage_of
+from batchgen.report.build import write_report
 from batchgen.run.invocation import Invocation, Outcome, RunOptions
 from batchgen.run.loader import EngineFactory, read_model
-from batchgen.run.reports import job_facts, output_totals, read_report
+from batchgen.run.reports import following_report, job_facts
 
 
 def retry_job(
@@ -51,7 +50,7 @@ def retry_job(
         raise UsageError(f"{folder} is not a run directory: it has no job.json")
     if not run_dir.is_complete():
         raise UsageError(f"{folder} is not finished: run its job again first, retry comes after")
-    spec = override(job_from_dict(manifest.job, run_dir.manifest), flags).continuing(manifest.output_keys)
+    spec = override(job_from_dict(manifest.job, run_dir.manifest), flags)
     retry = _Retry(spec, replace(options, max_error_rate=None), run_dir, engine_factory)
     retry.manifest, retry.digests = manifest, Digests(manifest.file_states)
     return retry.execute()
@@ -92,7 +91,7 @@ class _Retry(Invocation):
             raise UsageError(f'{self.run_dir.manifest} lacks "num_rows", so which rows failed is not known')
 
         def has_succeeded(index: int) -> bool:
-            return index in journal.done and not journal.done.place(index).is_error
+            return index in journal.done and not journal.done.location(index).is_error
 
         outputs = self.run_dir.outputs(output.format)
         shard, num_rows = self.manifest.shard, self.manifest.num_rows
@@ -104,7 +103,7 @@ class _Retry(Invocation):
                 yield index, record.get("id", index)
             for index in journal.done:
                 record = json.loads(journal.payload(index))
-                is_duplicate = journal.done.place(index).is_error and record["code"] == RowErrorCode.DUPLICATE_ID
+                is_duplicate = journal.done.location(index).is_error and record["code"] == RowErrorCode.DUPLICATE_ID
                 if record["id"] is not None and not is_duplicate:  # a duplicate's id may be that of a row still to come
                     yield index, record["id"]
 
@@ -126,25 +125,11 @@ class _Retry(Invocation):
         spec, num_fixed = self.spec, journal.counts.results
         with self.progress.phase("writing the outputs", "write"):
             finalize_retry(self.run_dir, spec, journal)
-            report = self._report()
+            facts = job_facts(self.spec, self.manifest, self.backend)
+            report = following_report(self.run_dir, spec, self.progress.usage(), facts, self.progress.display.note)
             write_report(self.run_dir.report, report)
         outcome = self.finished(journal, report)
         return self.published(replace(outcome, lines=(f"{counted(num_fixed, 'failed row')} fixed", *outcome.lines)))
-
-    def _report(self) -> dict[str, Any]:
-        """The new report, from the outputs as they are now; it adds up the times of the run and of its retries."""
-        totals = output_totals(self.run_dir, self.spec)
-        try:
-            before = read_report(self.run_dir)
-        except UsageError as error:  # merged without reports, or written by another version
-            self.progress.display.note(f"the new report counts the time of this retry only: {error}")
-            before = {}
-        usage = follow(usage_of(before) if before else {}, self.progress.usage())
-        report = build_report(totals, usage, job_facts(self.spec, self.manifest, self.backend))
-        if totals.num_untimed:  # OpenAI outputs of an earlier build, without times and kept columns
-            kept = ("latency_s", "histograms", "slowest", "preemptions", "accuracy")
-            report |= {key: before[key] for key in kept if key in before}
-        return report
 
 
 def _is_run(row: Record | BadRow, journal: Journal) -> bool:
@@ -152,5 +137,5 @@ def _is_run(row: Record | BadRow, journal: Journal) -> bool:
     if row.index not in journal.done:
         return False
     columns = row.columns if isinstance(row, Record) else row.raw
-    is_error = journal.done.place(row.index).is_error
+    is_error = journal.done.location(row.index).is_error
     return not is_error or bool(json.loads(journal.payload(row.index))["row"] == columns)

@@ -17,20 +17,21 @@ from batchgen.output.journal import read_counts
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.run.display import describe_rows
-from batchgen.run.progress import read_progress, row_counts
+from batchgen.run.progress import NO_TOKENS, read_progress, row_counts
 from batchgen.run.reports import read_report
 from batchgen.run.stop import RESUME
 
 WATCH_S = 2.0  # the interval at which a run writes its progress
+START_S = 10.0
 _SHOWN_WORKERS = 40
-_NO_TOKENS = {"prompt": 0, "completion": 0, "computed": 0, "estimated": None}
 
 
 def read_status(folder: Path) -> dict[str, Any]:
     """State, rows, tokens, rate and time left of the run in ``folder``.
 
     ``state`` is "running", "finished", "stopped" (on request), "failed" (by an error) or "interrupted" (by a kill).
-    Rate and ``eta_s`` are those of a running process. Raises UsageError for a folder that holds no run.
+    ``tokens_per_s`` counts computed tokens: of the last half minute, or of a finished run's whole time. ``eta_s`` is
+    that of a running process. Raises UsageError for a folder that holds no run.
     """
     run_dir = RunDir(folder)
     progress = read_progress(folder) or {}
@@ -47,7 +48,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         "advice": None,
         "holder": {"pid": holder.pid, "host": holder.host} if holder else None,
         "rows": progress.get("rows", row_counts(None, 0, 0)),
-        "tokens": progress.get("tokens", _NO_TOKENS),
+        "tokens": progress.get("tokens", NO_TOKENS),
         "tokens_per_s": live.get("tokens_per_s", 0.0),
         "eta_s": live.get("eta_s"),
         "workers": live.get("workers", []),
@@ -66,12 +67,18 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def watch_status(folder: Path, interval_s: float = WATCH_S) -> Iterator[dict[str, Any]]:
-    """``read_status`` every ``interval_s`` seconds, up to the first time that the run is not running."""
+    """``read_status`` every ``interval_s`` seconds, until a run that was running no longer is.
+
+    One that is to be gone on with may not have begun again yet: it is waited for, ``START_S`` seconds.
+    """
+    has_run, until = False, time.monotonic() + START_S
     while True:
         status = read_status(folder)
         yield status
-        if status["state"] != "running":
+        is_running = status["state"] == "running"
+        if not is_running and (has_run or status["state"] == "finished" or time.monotonic() > until):
             return
+        has_run |= is_running
         time.sleep(interval_s)
 
 
@@ -84,13 +91,13 @@ def render_status(status: Mapping[str, Any]) -> str:
     if status["state"] == "failed" and reason:
         reason = f": {status['reason']}"
     advice = f"; {status['advice']}" if status["advice"] else ""
-    lines = [f"{status['folder']}: {status['state']}{reason}{what}{who}{advice}"]
+    lines = [printable(f"{status['folder']}: {status['state']}{reason}{what}{who}{advice}")]
     left = "" if rows["left"] is None else f", {rows['left']:,} left"
     lines.append(f"rows    {describe_rows(rows)}: {rows['done']:,} done, {rows['failed']:,} failed{left}")
     lines.append(f"tokens  {tokens['prompt']:,} in, {tokens['completion']:,} out")
     if status["tokens_per_s"]:
         eta = "" if status["eta_s"] is None else f", about {format_duration(status['eta_s'])} left"
-        lines.append(f"speed   {status['tokens_per_s']:,.0f} tok/s{eta}")
+        lines.append(f"speed   {status['tokens_per_s']:,.0f} tok/s computed, of prompts and answers{eta}")
     return "\n".join([*lines, *_worker_lines(status["workers"])])
 
 
@@ -116,16 +123,19 @@ def _state(run_dir: RunDir, progress: Mapping[str, Any], *, is_held: bool) -> st
 
 def _finished(run_dir: RunDir, manifest: Manifest | None) -> dict[str, Any]:
     """Counts of a finished run: from its report, or else rows from ``job.json`` and ``errors.jsonl``."""
-    if not run_dir.report.exists():
+    try:
+        report = read_report(run_dir)
+    except UsageError:
         if manifest is None or manifest.num_rows is None:
             return {}
         total = len(manifest.shard.rows(manifest.num_rows))
         failed = sum(1 for _ in read_errors(run_dir))
         return {"rows": row_counts(total, total - failed, failed)}
-    report = read_report(run_dir)
     rows, tokens = report["rows"], report["tokens"]
+    computed = report["computed_tokens"]
     return {
         "rows": row_counts(rows["total"], rows["done"], rows["failed"]),
-        "tokens": _NO_TOKENS | {key: tokens[key] for key in ("prompt", "completion")},
+        "tokens": NO_TOKENS | {key: tokens[key] for key in ("prompt", "completion")} | {"computed": computed},
+        "tokens_per_s": round(computed / report["wall_s"], 1) if report["wall_s"] else 0.0,
         "updated_at": report["finished_at"],
     }

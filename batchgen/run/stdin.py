@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.storage import publish, staged_file, temporary_name
+from batchgen.core.storage import commit_staged, staged_file, temporary_name
 
 
 class StdinCopy:
@@ -44,7 +44,7 @@ class StdinCopy:
     def keep(self) -> None:
         """Replace an earlier copy by the staged one, at ``path``."""
         if self._staged is not None:
-            publish(self._path)
+            commit_staged(self._path)
             self._staged = None
 
     def drop(self) -> None:
@@ -62,13 +62,13 @@ def stdin_as_file(spec: InputSpec) -> Iterator[InputSpec]:
         if spec.path == ("-",):
             copy = Path(folder) / "stdin"
             stage_stdin(copy)
-            publish(copy)
+            commit_staged(copy)
             spec = replace(spec, path=(str(copy),))
         yield spec
 
 
 def stage_stdin(target: Path, stdin: BinaryIO | None = None) -> Path:
-    """Copy standard input to a file beside ``target`` and return that file; ``publish(target)`` puts it in place.
+    """Copy standard input to a file beside ``target`` and return that file; ``commit_staged(target)`` puts it in place.
 
     Raises UsageError when standard input is a terminal or closed, StorageError when the copy cannot be written.
     """

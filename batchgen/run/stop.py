@@ -58,6 +58,11 @@ class Stopper:
     def requested(self) -> bool:
         return self.reason is not None
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until the process is ended by force; ``DRAIN_S`` while no stop was asked for."""
+        return DRAIN_S if self._watchdog is None else self._watchdog.left_s
+
     def request(self, reason: str) -> None:
         """Ask to stop, from any thread; only the first reason counts."""
         if self.reason is not None:

@@ -32,11 +32,18 @@ class Watchdog:
         self._starts = frozenset({*signals, _ALARM})
         self._drain_s = drain_s
         self._reason = reason
+        self._leave_at: float | None = None
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._thread = threading.Thread(target=self._watch, name="batchgen-watchdog", daemon=True)
         self._thread.start()
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it ends the process, or would if the first signal came now."""
+        leave_at = self._leave_at
+        return self._drain_s if leave_at is None else max(leave_at - time.monotonic(), 0.0)
 
     def alarm(self) -> None:
         """Start the time limit as a signal does; safe in any thread and in signal handlers: it takes no lock."""
@@ -53,10 +60,9 @@ class Watchdog:
     def _watch(self) -> None:
         poll = select.poll()
         poll.register(self._read, select.POLLIN)
-        leave_at: float | None = None
         num_interrupts = 0
         while True:
-            left_ms = None if leave_at is None else max(leave_at - time.monotonic(), 0) * 1000
+            left_ms = None if self._leave_at is None else self.left_s * 1000
             if not poll.poll(left_ms):
                 _leave(f"stopped ({self._reason() or 'by a signal'}) with a step still under way; run again to resume")
             numbers = os.read(self._read, 64)
@@ -65,8 +71,8 @@ class Watchdog:
                 _leave("stopped at once by a second SIGINT; run again to resume")
             if _END in numbers:
                 return
-            if leave_at is None and not self._starts.isdisjoint(numbers):
-                leave_at = time.monotonic() + self._drain_s
+            if self._leave_at is None and not self._starts.isdisjoint(numbers):
+                self._leave_at = time.monotonic() + self._drain_s
 
 
 def _leave(message: str) -> NoReturn:

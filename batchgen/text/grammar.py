@@ -11,8 +11,6 @@ from __future__ import annotations
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from copy import copy
-from itertools import islice, takewhile
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -192,14 +190,14 @@ class Guide:
 
     @property
     def matcher(self) -> Any:
-        """The library's state of this text, made anew after a ``rest``."""
+        """The library's state of this text, made anew after a ``release``."""
         if self._matcher is None:
             self._is_shared = True
             self._matcher = self._grammars.copy(self.text)
             self._matcher.consume_tokens(self._consumed)
         return self._matcher
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Let go of the matcher until it is needed again."""
         self._matcher = None
 
@@ -228,9 +226,9 @@ class Guide:
         if self._marker is not None:
             found = self._marker.push(token_id)
             if found is not None or token_id == self._marker_id:
-                rest = self._marker.rest.lstrip() if found else ""
+                remainder = self._marker.remainder.lstrip() if found else ""
                 self._marker = None
-                self._start(rest)
+                self._start(remainder)
             return
         if self._forced:
             if token_id != self._forced.popleft():
@@ -239,28 +237,6 @@ class Guide:
             self._consume([token_id])
         if not self._forced and not self.error:
             self._find_forced()
-
-    def num_fitting(self, token_ids: Sequence[int]) -> int:
-        """How many of these, up to an end token, may come next one after the other."""
-        ends = self._grammars.vocabulary.eos_tokens
-        tokens = list(takewhile(lambda token_id: token_id not in ends, token_ids))
-        given = list(islice(self._forced, len(tokens)))
-        if tokens[: len(given)] != given:
-            return 0
-        return len(given) + int(self._copied().validate_tokens(tokens[len(given) :]))
-
-    def followed_by(self, token_id: int) -> Guide:
-        """The guide as it is after one more token; this one stays as it is."""
-        after = copy(self)
-        after._matcher, after._consumed, after._forced = self._copied(), [*self._consumed], self._forced.copy()
-        after._is_shared = True
-        after.push(token_id)
-        return after
-
-    def _copied(self) -> Any:
-        """A copy of the matcher. The lexer is shared from now on, so that its limits are no more those of one text."""
-        self._is_shared = True
-        return self.matcher.deep_copy()
 
     def attempt(self, act: Callable[[Any], _Found]) -> _Found | None:
         """What ``act`` makes of the matcher, or of one of its own if that has failed; None with an ``error``."""

@@ -1,4 +1,7 @@
-"""What llguidance is told, and what it answers, in its words and in ours. Nothing here follows a text."""
+"""Grammar sources: translates a request's schema, regex or choices for llguidance, and its errors for people.
+
+It follows no text; ``grammar`` does.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class StopStrings:
     which a stop string may begin.
     """
 
-    __slots__ = ("_context", "_num_kept", "_offset", "_open", "_open_text", "_stop", "_tail", "_tokenizer", "rest")
+    __slots__ = ("_context", "_num_kept", "_offset", "_open", "_open_text", "_stop", "_tail", "_tokenizer", "remainder")
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -35,7 +35,7 @@ class StopStrings:
         self._open: list[int] = []
         self._open_text = ""
         self._tail = ""  # the end of the settled text
-        self.rest = ""
+        self.remainder = ""
 
     def push(self, token_id: int) -> str | None:
         """Add the next token; the stop string that it completes, or None.
@@ -58,7 +58,7 @@ class StopStrings:
             self._settle(cut, self._text_of(self._open[:cut]))
         if found is None:
             return None
-        self.rest = window[found[0] + len(found[1]) :]
+        self.remainder = window[found[0] + len(found[1]) :]
         return found[1]
 
     def _text_of(self, tokens: list[int]) -> str:

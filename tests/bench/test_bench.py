@@ -13,11 +13,12 @@ import pytest
 from tiny_model import tiny_model, write_checkpoint
 
 from batchgen.bench import measure as bench
-from batchgen.bench.workload import PRESETS, EndAfter, LengthRange, Shape, from_file, hide_lengths
+from batchgen.bench.workload import EndAfter, LengthRange, Shape, from_file, hide_lengths
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine, EngineConfig, facts
+from batchgen.engine.generation import TextTools
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.peaks import kinds_of_products
 from batchgen.model import load_config, load_model, rates, roofline
@@ -40,18 +41,11 @@ def ceilings_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_the_same_shape_makes_the_same_requests_with_lengths_in_range() -> None:
-    shape = Shape(20, LengthRange(3, 9), LengthRange(5, 5), shared_prefix=4)
+    shape = Shape(20, LengthRange(3, 9), LengthRange(5, 5))
     requests = shape.requests(100)
     assert requests == shape.requests(100)
-    assert {r.prompt_token_ids[:4] for r in requests} == {requests[0].prompt_token_ids[:4]}
-    assert all(7 <= len(r.prompt_token_ids) <= 13 and r.params.max_tokens == 5 for r in requests)
+    assert all(3 <= len(r.prompt_token_ids) <= 9 and r.params.max_tokens == 5 for r in requests)
     assert all(8 <= token < 100 for r in requests for token in r.prompt_token_ids)
-
-
-def test_every_preset_is_offered_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    call(["bench", "--help"])
-    out = capsys.readouterr().out
-    assert all(name in out for name in PRESETS)
 
 
 @pytest.mark.parametrize("text", ["", "0", "9:3", "a", "-1:4", "1:2:3"])
@@ -180,7 +174,9 @@ def test_answers_have_the_lengths_of_the_workload_whether_the_engine_knows_them_
 @pytest.mark.usefixtures("ceilings_file")
 def test_the_scheduler_finds_nothing_longer_than_another_where_lengths_are_unknown(workload: Path) -> None:
     requests = hide_lengths(from_file(workload, ignore_eos=True))
-    engine = Engine(load_model(SAMPLE, dtype="float32"), EngineConfig(threads=1, max_num_seqs=1), stop_matcher=EndAfter)
+    engine = Engine(
+        load_model(SAMPLE, dtype="float32"), EngineConfig(threads=1, max_num_seqs=1), text=TextTools(EndAfter)
+    )
     assert [result.key for result in engine.run(requests)] == list(range(len(LENGTHS)))
 
 
@@ -231,7 +227,8 @@ def test_bench_text_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     "flags",
     [
         [],
-        ["--preset", "single", "--num-requests", "3", "--input-len", "1", "--output-len", "1"],
+        ["--workload", "no/such/file.jsonl", "--num-requests", "3", "--input-len", "1", "--output-len", "1"],
+        ["--limit", "2", "--num-requests", "3", "--input-len", "1", "--output-len", "1"],
         ["--num-requests", "3"],
         ["--workload", "no/such/file.jsonl"],
     ],

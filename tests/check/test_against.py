@@ -121,7 +121,7 @@ def test_a_gate_closes_when_too_many_rows_differ(
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt_token_ids": [9 + i, 10, 11]}) + "\n" for i in range(4)))
     loaded = plant(monkeypatch, lambda logits: logits.roll(1, 1))
-    command = ["check", "--model", str(SAMPLE), "--dtype", "float32", "--against", "float32", "--prompts", str(path)]
+    command = ["check", "--model", str(SAMPLE), "--dtype", "float32", "--against", "float32", "--input", str(path)]
     command += ["--max-tokens", "4"]
     assert call([*command, "--max-different-rows", "99%"]) == ExitCode.GATE_FAILED
     captured = capsys.readouterr()
@@ -141,7 +141,7 @@ def test_rows_are_answered_greedily_whatever_they_ask_for(tmp_path: Path, capsys
     rows = [{"prompt_token_ids": [9, 10, 11 + i], "sampling": {"temperature": 2.0, "max_tokens": 9}} for i in range(3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["check", "--model", str(SAMPLE), "--dtype", "float32", "--against", "float32", "--json"]
-    assert call([*command, "--prompts", str(path), "--max-tokens", "3"]) == ExitCode.OK
+    assert call([*command, "--input", str(path), "--max-tokens", "3"]) == ExitCode.OK
     found = json.loads(capsys.readouterr().out)
     assert found["num_same_rows"] == 3
     assert found["num_tokens"] <= 9
@@ -153,7 +153,7 @@ def test_logits_that_are_not_finite_are_one_line(
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt_token_ids": [9]}\n')
     plant(monkeypatch, lambda logits: logits * torch.nan)
-    command = ["check", "--model", str(SAMPLE), "--against", "float32", "--prompts", str(path)]
+    command = ["check", "--model", str(SAMPLE), "--against", "float32", "--input", str(path)]
     assert call(command) == ExitCode.GATE_FAILED
     assert "row 0 cannot be run" in capsys.readouterr().err.splitlines()[-1]
 
@@ -161,11 +161,10 @@ def test_logits_that_are_not_finite_are_one_line(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--against needs --prompts FILE"),
-        (["--prompts", "rows.jsonl", "--ray", "auto"], "--ray compares machines and --against forms of a model"),
-        (["--prompts", "rows.jsonl", "--activations", "int8"], 'needs model.weights = "int8"'),
-        (["--prompts", "rows.jsonl", "--prompt", "{question}", "--expected", "anser"], "did you mean 'answer'"),
-        (["--prompts", "rows.jsonl", "--prompt", "{question}", "--expected", "nothing"], "row 0 has no text"),
+        ([], "--against needs --input FILE"),
+        (["--input", "rows.jsonl", "--activations", "int8"], 'needs model.weights = "int8"'),
+        (["--input", "rows.jsonl", "--prompt", "{question}", "--expected", "anser"], 'did you mean "answer"'),
+        (["--input", "rows.jsonl", "--prompt", "{question}", "--expected", "nothing"], "row 0 has no text"),
     ],
 )
 def test_what_cannot_be_compared_is_a_usage_error(

@@ -12,12 +12,15 @@ from typing import Any
 
 import click
 import pytest
-from run_helpers import ENVIRONMENT, REPOSITORY, JobMaker, finish, rows_of, start
+from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, finish, rows_of, start
 from stub_engine import stub_factory
 
+import batchgen
 from batchgen import __version__
+from batchgen.cli import options
 from batchgen.cli.main import call, cli
 from batchgen.config.job import KEYS, JobSpec
+from batchgen.core.keys import BOOL
 from batchgen.run.backend import Backend
 from batchgen.run.loader import ModelInfo
 
@@ -51,6 +54,72 @@ def test_the_list_of_commands_shows_whole_sentences(capsys: pytest.CaptureFixtur
     (line,) = [line for line in out.splitlines() if line.strip().startswith(command)]
     assert line.endswith(".")
     assert not line.endswith("...")
+
+
+def shown_options(text: str) -> list[str]:
+    return re.findall(r"^  (?:-\w, )?(--[a-z-]+)", text, re.MULTILINE)
+
+
+def test_the_help_of_run_shows_what_people_need_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    _, brief, _ = said(capsys, "run", "--help")
+    code, whole, _ = said(capsys, "run", "--help-all")
+    assert code == 0
+    hidden = {*shown_options(whole)} - {*shown_options(brief)}
+    assert len(shown_options(brief)) <= 52
+    assert len(brief.splitlines()) <= 110
+    assert f"{len(hidden)} more options, for experts: batchgen run --help-all" in brief
+    assert "for experts" not in whole
+    named = {option for parameter in cli.commands["run"].params for option in parameter.opts if option[:2] == "--"}
+    assert {*shown_options(whole)} == {*named, "--help"}
+    assert max(map(len, whole.splitlines())) <= 80
+
+
+def test_the_keys_for_experts_are_keys() -> None:
+    for section, names in options._EXPERT_KEYS.items():
+        assert {*names.split()} <= KEYS[section].keys()
+
+
+def test_help_says_what_a_switch_is_without_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    _, whole, _ = said(capsys, "run", "--help-all")
+    text = " ".join(whole.split())
+    for section, keys in KEYS.items():
+        for item in keys.values():
+            if item.kind is BOOL:
+                assert f"{item.help} [{'on' if item.default else 'off'}]" in text, section
+
+
+def test_the_commands_come_in_the_order_of_use(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = said(capsys, "--help")
+    assert re.findall(r"^  ([a-z]+)  ", out.partition("Commands:")[2], re.MULTILINE)[:3] == ["run", "plan", "status"]
+
+
+def test_plan_can_be_written_where_run_stood(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(3))
+    flags = ["--overwrite", "--strict", "--deadline", "05:55", "--max-runtime", "1h", "--max-error-rate", "5%", "-q"]
+    assert said(capsys, "plan", job.toml(), *flags)[0] == 0
+    taken = {option for parameter in cli.commands["plan"].params for option in parameter.opts}
+    assert taken >= {option for parameter in cli.commands["run"].params for option in parameter.opts}
+    assert not job.output.exists()
+    assert "--deadline 25:00: must be a clock time" in said(capsys, "plan", job.toml(), "--deadline", "25:00")[2]
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_backslash_and_an_n_in_a_prompt_are_pointed_out(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    job.write(rows_of(1))
+    assert "--prompt holds a backslash and an n" in said(capsys, command, job.toml(), "--prompt", r"Q:\n{question}")[2]
+    for prompt in ("Q:\n{question}", "Q:\n\\n{question}"):
+        assert "a backslash" not in said(capsys, command, job.toml(), "--prompt", prompt, "--overwrite")[2]
+
+
+def test_the_public_names_are_listed() -> None:
+    assert {*batchgen.__all__} <= {*dir(batchgen)}
+
+
+def test_an_outcome_is_shown_briefly(job: JobMaker) -> None:
+    job.write(rows_of(5))
+    assert len(repr(job.run())) < 1000
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -105,8 +174,7 @@ def test_a_job_file_runs_with_flags_on_top(job: JobMaker, capsys: pytest.Capture
 
 def test_a_job_runs_from_flags_alone(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(3))
-    spec = job.spec()
-    flags = ["--model", spec.model.path, "--input", job.input, "--prompt", "{question}", "--output", job.output]
+    flags = ["--model", MODEL, "--input", job.input, "--prompt", "{question}", "--output", job.output]
     code, _, _ = said(capsys, "run", *flags, "--max-tokens", "4", "--temperature", "0.5", "--stop-token-ids", "9,10")
     assert code == 0
     sampling = json.loads((job.output / "job.json").read_bytes())["job"]["sampling"]
@@ -170,7 +238,7 @@ def test_heartbeat_lines_come_by_time_when_not_on_a_terminal(job: JobMaker) -> N
     job.write(rows_of(60))
     code, err = finish(start(["run", job.toml(), "--heartbeat", "0.1s"], step_s=0.02))
     assert code == 0
-    assert re.search(r"batchgen: \d+/60 rows, [\d,]+ tok/s, about .* left", err)
+    assert re.search(r"batchgen: \d+/60 rows, [\d,]+ tok/s computed, about .* left", err)
     assert "\r" not in err
 
 

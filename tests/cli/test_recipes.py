@@ -56,6 +56,22 @@ def test_a_slurm_task_that_stops_early_is_queued_again_and_goes_on(job: JobMaker
     assert len(read_lines(job.folder / "part-2" / "outputs.jsonl")) == 40
 
 
+def test_a_slurm_task_whose_shard_is_finished_with_failed_rows_lets_the_merge_run(
+    job: JobMaker, commands: dict[str, str]
+) -> None:
+    job.write([*rows_of(10), "{", "{"])
+    assert [slurm(job, commands, number) for number in (1, 2)] == [0, 0]
+    assert call(["merge", f"{job.folder}/part-1", f"{job.folder}/part-2", "-o", f"{job.folder}/whole"]) == 3
+    assert slurm(job, commands, 1, "--no-such-flag") == 2
+
+
+def test_the_merge_of_a_slurm_array_waits_for_its_tasks() -> None:
+    text = (RECIPES / "slurm.sh").read_text()
+    merges = [line for line in text.splitlines() if "batchgen merge" in line]
+    assert merges
+    assert all("sbatch --dependency=afterok:$id" in line for line in merges)
+
+
 def pod(job: JobMaker, environment: dict[str, str], index: int) -> subprocess.Popen[bytes]:
     yaml = pytest.importorskip("yaml")
     spec: dict[str, Any] = yaml.safe_load((RECIPES / "kubernetes.yaml").read_text())["spec"]

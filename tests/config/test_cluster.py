@@ -43,11 +43,11 @@ def test_a_ray_cluster_is_used_without_a_number_of_workers() -> None:
         ("workers", "\u0663", "must be a number"),
         *(("ray", value, "must be auto or HOST:PORT") for value in ("head", "head:", "a b:1", 5)),
         ("ray", "ray://head:10001", "the driver must be on a node of the cluster"),
-        *(("patience", value, "must be a duration") for value in ("0s", "", "soon", True, 0, -1, [])),
+        *((key, "0s", "must be a duration") for key in ("patience", "load_patience")),
+        *(("patience", value, "must be a duration") for value in ("", "soon", True, 0, -1, [])),
         *(("resources", value, "must be an object") for value in ("{", "[1]", {"spot": 0}, {"spot": True}, {"a": "b"})),
         ("worker_cpus", 0, "must be"),
         ("worker_gpus", -1, "must be"),
-        ("numerics", "other", "must be one of same, any"),
     ],
 )
 def test_impossible_values_are_refused_by_name(key: str, value: object, why: str) -> None:
@@ -57,16 +57,17 @@ def test_impossible_values_are_refused_by_name(key: str, value: object, why: str
 
 def test_no_key_of_the_cluster_changes_outputs() -> None:
     assert not any(key.outputs for key in KEYS["cluster"].values())
-    given = {"workers": "2:4", "ray": "auto", "worker_cpus": 2, "worker_gpus": 0, "patience": "3s", "numerics": "any"}
+    given = {
+        "workers": "2:4",
+        "ray": "auto",
+        "worker_cpus": 2,
+        "worker_gpus": 0,
+        "patience": "3s",
+        "load_patience": "9m",
+    }
     spec = spec_of(**given, resources={"spot": 0.01})
     assert spec.output_keys() == spec_of().output_keys()
     assert job_from_dict(spec.to_dict()) == spec, "job.json holds it whole"
-
-
-def test_the_job_of_an_earlier_version_has_no_cluster() -> None:
-    plain = spec_of().to_dict()
-    del plain["cluster"]
-    assert job_from_dict(plain) == spec_of()
 
 
 def test_a_job_file_and_flags_say_the_same(tmp_path: Path) -> None:

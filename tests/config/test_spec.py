@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchgen.config.job import KEYS, EngineConfig, JobSpec, is_default
+from batchgen.config.job import KEYS, EngineConfig, JobSpec
 from batchgen.config.load import job_from_dict, load_job, override
 from batchgen.core.errors import UsageError
-from batchgen.core.records import SamplingParams, Shard
+from batchgen.core.records import SamplingParams
+from batchgen.core.shard import Shard
 from batchgen.core.units import (
     format_duration,
     parse_clock,
@@ -82,6 +83,31 @@ def test_a_model_that_is_no_folder_here_keeps_its_name(tmp_path: Path, name: str
 @pytest.mark.parametrize("path", ["-", "hf:openai/gsm8k?config=main&split=test"])
 def test_inputs_that_are_no_files_keep_their_names(tmp_path: Path, path: str) -> None:
     assert from_text(tmp_path, minimal().replace("in.jsonl", path)).input.path == (path,)
+
+
+@pytest.mark.parametrize("name", ["csvs", "./csvs", "up/../csvs"])
+def test_a_folder_of_data_is_relative_to_the_job_file_wherever_the_job_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for folder in ("job/csvs", "job/up", "elsewhere/csvs"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    spec = from_text(tmp_path / "job", minimal().replace("in.jsonl", f"hf:{name}?split=train"))
+    assert spec.input.path == (f"hf:{tmp_path}/job/csvs?split=train",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"engine": {"gpu_memory_utilization": 0.9}}, r"flags: engine\.gpu_memory_utilization: unknown key"),
+        ({"sampling": {"max_new_tokens": 9}}, r'sampling\.max_new_tokens: unknown key \(did you mean "max_tokens"\?\)'),
+        ({"engin": {}}, r"flags: unknown section \[engin\]"),
+        ({"engine": 5}, "flags: engine = 5: must be a section"),
+    ],
+)
+def test_flags_of_unknown_names_are_refused(tmp_path: Path, flags: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        from_text(tmp_path, minimal(), flags)
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
@@ -291,10 +317,26 @@ def test_an_address_with_a_secret_is_refused_and_not_shown(
     with pytest.raises(UsageError, match=r"--(model|input|output) = .*(s3|https)://\*\*\*") as caught:
         load_job(None, with_flags(section, "path", ["a.jsonl", secret] if section == "input" else secret))
     assert "hush" not in str(caught.value)
-    monkeypatch.setenv("SECRET", secret)
+    monkeypatch.setenv("WHERE", secret)
     with pytest.raises(UsageError) as caught:
-        from_text(tmp_path, minimal().replace('"in.jsonl"', '"${SECRET}"'))
+        from_text(tmp_path, minimal().replace('"in.jsonl"', '"${WHERE}"'))
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "db_password", "SECRET_1"])
+def test_a_variable_that_seems_to_hold_a_secret_is_not_written_into_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "hush")
+    with pytest.raises(UsageError, match=rf"job.toml:\d+: input.prompt: {name} seems to hold a secret") as caught:
+        from_text(tmp_path, minimal(f'prompt = "${{{name}}} {{x}}"\n'))
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["MAX_TOKENS", "DATA_DIR", "KEYBOARD", "TOKENIZER", "PUBLIC_KEYS"])
+def test_other_variables_may_be_in_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "shown")
+    assert from_text(tmp_path, minimal(f'prompt = "${{{name}}} {{x}}"\n')).input.prompt == "shown {x}"
 
 
 def test_rows_come_from_no_other_kind_of_storage() -> None:
@@ -340,20 +382,6 @@ def test_sampling_columns_are_checked_and_survive_json(tmp_path: Path) -> None:
         load_job(None, with_flags("sampling", "columns", ["question"]))
 
 
-def test_a_job_of_before_sampling_columns_takes_all_columns_so_named(tmp_path: Path) -> None:
-    data = json.loads(json.dumps(from_text(tmp_path, minimal()).to_dict()))
-    del data["sampling"]["columns"]
-    assert job_from_dict(data).sampling_columns == ("*",)
-
-
-def test_a_spec_written_before_a_key_existed_has_its_default(tmp_path: Path) -> None:
-    spec = from_text(tmp_path, minimal())
-    data = json.loads(json.dumps(spec.to_dict()))
-    for key in ("stop", "n", "logprobs", "choices", "repetition_penalty"):
-        del data["sampling"][key]
-    assert job_from_dict(data) == spec
-
-
 def test_the_choices_of_a_key_are_listed_once() -> None:
     with pytest.raises(UsageError) as caught:
         load_job(None, with_flags("output", "format", "xml"))
@@ -378,13 +406,6 @@ def test_a_spec_that_was_edited_into_another_shape_is_refused(
     data = from_text(tmp_path, minimal()).to_dict() | {section: value}
     with pytest.raises(UsageError, match=f"cannot read job.json: .*{words}"):
         job_from_dict(data)
-
-
-def test_a_default_is_known_as_one_whatever_form_it_is_read_in() -> None:
-    keys = load_job(None, NEEDED).output_keys()
-    assert all(is_default(key, value) for key, value in json.loads(json.dumps(keys)).items())
-    others = {"sampling.n": 2, "sampling.stop": ["a"], "input.chat": False, "model.path": "m", "no.such": 1, "x": None}
-    assert not any(is_default(key, value) for key, value in others.items())
 
 
 @pytest.mark.parametrize(

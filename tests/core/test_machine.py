@@ -122,9 +122,9 @@ def test_weights_for_which_there_is_no_memory_are_one_line(job: JobMaker, monkey
 
 
 def test_state_for_which_there_is_no_memory_is_one_line(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    from batchgen.engine import model_runner
+    from batchgen.engine import replay
 
-    monkeypatch.setattr(model_runner, "allocate", lambda *_, **__: of_numpy())
+    monkeypatch.setattr(replay, "allocate", lambda *_, **__: of_numpy())
     job.write(rows_of(1))
     with pytest.raises(OutOfMemory, match="out of memory while allocating KV blocks and convolution state"):
         run_job(job.spec(), quiet())

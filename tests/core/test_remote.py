@@ -7,23 +7,26 @@ import sys
 import urllib.error
 from typing import Any
 
+import fsspec
 import pytest
 
 from batchgen.core import remote
 from batchgen.core.errors import ExitCode
-from batchgen.core.remote import READABLE, WRITABLE, RemoteError, attempt, check_address, redacted
+from batchgen.core.remote import (
+    READABLE,
+    STILL_S,
+    WRITABLE,
+    RemoteError,
+    attempt,
+    check_address,
+    open_store,
+    redacted,
+)
 
 SECRETS = (
-    "s3://AKIA:hush@bucket/x",
-    "s3://AKIA:hu/sh@bucket/x",
-    "s3://AKIA:hush/x",
-    "gs://hush@bucket/x",
-    "https://user:hush@host/x",
-    "https://user:hu/sh@host/x",
-    "https://token-hush@host:80/x",
-    "https://host/x?a=b&X-Amz-Signature=hush",
-    "https://host/x?sig=hush",
-    "https://host/x?api_key=hush",
+    *("s3://AKIA:hush@bucket/x", "s3://AKIA:hu/sh@bucket/x", "s3://AKIA:hush/x", "gs://hush@bucket/x"),
+    *("https://user:hush@host/x", "https://user:hu/sh@host/x", "https://token-hush@host:80/x"),
+    *("https://host/x?a=b&X-Amz-Signature=hush", "https://host/x?sig=hush", "https://host/x?api_key=hush"),
     "hf://hush@datasets/user/name/x",
 )
 
@@ -90,7 +93,7 @@ class ClientPayloadError(Exception):
     [
         (ClientError(403, "ExpiredToken"), "refused", r"access is refused \(ExpiredToken: said\); set AWS_PROFILE"),
         (NoCredentialsError("none"), "refused", "no valid credentials"),
-        (ClientError(404, "NoSuchBucket"), "missing", "no such bucket"),
+        (ClientError(404, "NoSuchBucket"), "no bucket", "no such bucket"),
         (ClientError(404, "NoSuchKey"), "missing", "no such file"),
         (FileNotFoundError("x"), "missing", "no such file"),
         (ClientError(412), "changed", "no longer the same version"),
@@ -138,6 +141,36 @@ def test_what_passes_is_tried_again_after_growing_waits_and_nothing_else_is(monk
     with pytest.raises(RemoteError):
         attempt("read", "s3://b/x", call)
     assert waits == list(remote.WAITS_S)
+
+
+def test_a_store_that_never_answers_is_given_up_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = [0.0], []
+
+    def pass_time(seconds: float) -> None:
+        clock[0] += seconds
+
+    def call() -> None:
+        calls.append(clock[0])
+        pass_time(2 * remote.STILL_S)  # the library's own second try included
+        raise TimeoutError
+
+    monkeypatch.setattr(remote.time, "sleep", pass_time)
+    monkeypatch.setattr(remote.time, "monotonic", lambda: clock[0])
+    with pytest.raises(RemoteError, match="cannot be reached") as caught:
+        attempt("list", "s3://b/x", call)
+    assert caught.value.kind == "passing" and len(calls) > 1
+    assert clock[0] <= remote.PATIENCE_S + 2 * remote.STILL_S
+
+
+def test_no_library_waits_for_an_answer_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import get_session
+
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+    assert open_store("gs://b/x")[0].requests_timeout.sock_read == STILL_S
+    assert open_store("s3://b/x")[0].config_kwargs["read_timeout"] == STILL_S
+    open_store("hf://datasets/user/name/x")
+    assert get_session().timeout.read == STILL_S
 
 
 @pytest.mark.parametrize(("scheme", "library"), [("s3", "s3fs"), ("gs", "gcsfs")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchgen.core.records import WHOLE, Shard
+from batchgen.core.shard import WHOLE, Shard
 from batchgen.run.invocation import RunOptions
 
 

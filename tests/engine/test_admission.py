@@ -1,22 +1,20 @@
-"""Admission: the order of waiting sequences, and what running ones will still need."""
+"""Admission: the order of waiting sequences, and whether their prompts foretell their answers."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.core.records import Request, SamplingParams
-from batchgen.engine.admission import OutputLengths, PromptTrend, WaitingQueue, peak_tokens
-from batchgen.engine.sequence import Group, Sequence
+from batchgen.engine.admission import PromptTrend, WaitingQueue
+from batchgen.engine.sequence import RequestState, Sequence
 
 
 def sequence(key: int, max_tokens: int = 10, output: int = 0) -> Sequence:
-    return Group(Request(key, (1, 2), SamplingParams(max_tokens=max_tokens), tuple(range(output)))).sequences[0]
+    return RequestState(Request(key, (1, 2), SamplingParams(max_tokens=max_tokens), tuple(range(output)))).sequences[0]
 
 
 def drained(queue: WaitingQueue) -> list[int]:
@@ -53,8 +51,8 @@ def test_preempted_sequences_come_before_fresh_ones_the_first_admitted_first() -
 
 def prompted(key: int, prompt: int, family: str = "", max_tokens: int = 10) -> Sequence:
     """A sequence with a prompt of so many tokens, whose first block has the content ``family``."""
-    made = Group(Request(key, (1,) * prompt, SamplingParams(max_tokens=max_tokens))).sequences[0]
-    made.digests = [family.encode()] if family else []
+    made = RequestState(Request(key, (1,) * prompt, SamplingParams(max_tokens=max_tokens))).sequences[0]
+    made.block_hashes = [family.encode()] if family else []
     return made
 
 
@@ -99,7 +97,7 @@ def test_no_sequence_is_lost(lengths: list[int]) -> None:
 def member(key: int, family: str, max_tokens: int = 10) -> Sequence:
     """A sequence whose first block has the content ``family``."""
     made = sequence(key, max_tokens)
-    made.digests = [family.encode()] if family else []
+    made.block_hashes = [family.encode()] if family else []
     return made
 
 
@@ -110,22 +108,24 @@ def test_those_that_share_a_prefix_come_together_behind_the_first_of_them_among_
     assert drained(queue) == [6, 4, 0, 3, 1, 5, 2]
 
 
-def test_put_back_restores_the_place() -> None:
+def test_those_set_aside_come_back_to_their_places() -> None:
     queue = WaitingQueue()
     for key, family in enumerate("abab"):
         queue.push(member(key, family))
-    taken = [queue.pop() for _ in range(3)]
-    for popped in taken[::-1]:
-        queue.put_back(popped)
+    for _ in range(3):
+        queue.defer()
+    assert (len(queue.deferred), len(queue), queue.peek().request.key) == (3, 1, 3)
+    queue.restore()
     queue.push(member(4, "a"))
     assert drained(queue) == [0, 2, 4, 1, 3]
 
 
-def test_a_family_whose_last_member_is_put_back_is_joined_by_later_ones() -> None:
+def test_a_family_whose_last_member_was_set_aside_is_joined_by_later_ones() -> None:
     queue = WaitingQueue()
     queue.push(member(0, "a"))
     queue.push(member(1, "b"))
-    queue.put_back(queue.pop())
+    queue.defer()
+    queue.restore()
     queue.push(member(2, "a"))
     assert drained(queue) == [0, 2, 1]
 
@@ -134,11 +134,13 @@ def test_without_longest_first_only_the_arrival_counts() -> None:
     queue = WaitingQueue(longest_first=False)
     for key, (family, max_tokens) in enumerate([("a", 5), ("b", 9), ("a", 50), ("", 1)]):
         queue.push(member(key, family, max_tokens))
-    queue.put_back(queue.pop())
+    queue.defer()
+    queue.restore()
     assert drained(queue) == [0, 1, 2, 3]
 
 
-OPERATIONS = st.lists(st.tuples(st.sampled_from(["push", "pop", "put back"]), st.sampled_from("abc-")), max_size=40)
+ACTS = st.sampled_from(["push", "pop", "defer", "restore"])
+OPERATIONS = st.lists(st.tuples(ACTS, st.sampled_from("abc-")), max_size=40)
 
 
 @given(OPERATIONS, st.booleans())
@@ -147,84 +149,19 @@ def test_what_is_known_of_families_goes_with_their_last_member(
 ) -> None:
     """A stream of a million rows must leave nothing behind."""
     queue = WaitingQueue(longest_first)
-    out: list[Sequence] = []
     for key, (operation, family) in enumerate(operations):
         if operation == "push":
             queue.push(member(key, family.strip("-"), max_tokens=1 + key % 3))
         elif operation == "pop" and queue:
-            out.append(queue.pop())
-        elif operation == "put back" and out:
-            queue.put_back(out.pop())
-        waiting = {s.digests[0] for s in queue if s.digests}
-        assert queue._families.keys() == waiting
+            queue.pop()
+        elif operation == "defer" and queue:
+            queue.defer()
+        elif operation == "restore":
+            queue.restore()
+            assert queue._families.keys() == {s.block_hashes[0] for s in queue if s.block_hashes}
+    queue.restore()
     drained(queue)
     assert not queue._families
-
-
-def simulated_peak(held: list[int], more: list[int], block_size: int) -> int:
-    """Step by step: all that are not done yet have grown by one a step; those that are done hold nothing."""
-    return max(
-        sum(now + step + block_size // 2 for now, coming in zip(held, more, strict=True) if coming >= step)
-        for step in range(max(more, default=0) + 1)
-    )
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), max_size=12), st.integers(1, 32))
-def test_the_peak_is_that_of_a_simulation(sequences: list[tuple[int, int]], block_size: int) -> None:
-    held, more = [now for now, _ in sequences], [coming for _, coming in sequences]
-    assert peak_tokens(held, more, block_size) == simulated_peak(held, more, block_size)
-
-
-def running(output: int = 0, max_tokens: int = 1000, *, ignore_eos: bool = False) -> Sequence:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-    return Group(Request(0, (1, 2), params, (9,) * output)).sequences[0]
-
-
-def seen(lengths: list[int]) -> OutputLengths:
-    found = OutputLengths()
-    for length in lengths:
-        found.add(length)
-    return found
-
-
-def test_the_most_is_expected_until_enough_have_ended() -> None:
-    lengths = seen([5] * 31)
-    assert lengths.expected_more(running()) == 1000
-    lengths.add(5)
-    assert lengths.expected_more(running()) == 5
-
-
-def test_a_sequence_that_ignores_end_tokens_comes_to_its_end() -> None:
-    assert seen([5] * 100).expected_more(running(output=3, ignore_eos=True)) == 997
-
-
-@pytest.mark.parametrize("ends", [{"stop": (".",)}, {"stop_token_ids": (3,)}, {"max_repeats": 4}], ids=str)
-def test_a_sequence_that_ignores_end_tokens_but_may_end_otherwise_is_expected_to(ends: dict[str, Any]) -> None:
-    params = SamplingParams(max_tokens=1000, ignore_eos=True, **ends)
-    assert seen([5] * 100).expected_more(Group(Request(0, (1, 2), params)).sequences[0]) == 5
-
-
-def test_what_is_expected_is_never_more_than_what_may_come() -> None:
-    assert seen([500] * 100).expected_more(running(output=3, max_tokens=10)) == 7
-    assert seen([5] * 100).expected_more(running(output=10, max_tokens=10)) == 0
-
-
-def test_a_sequence_longer_than_all_that_ended_may_go_on_to_the_last() -> None:
-    assert seen([5] * 100).expected_more(running(output=5)) == 995
-
-
-@given(st.lists(st.integers(0, 60), min_size=32, max_size=80), st.integers(0, 70))
-def test_the_expectation_is_the_mean_of_those_that_went_further(lengths: list[int], output: int) -> None:
-    longer = [length for length in lengths if length > output]
-    expected = round(sum(longer) / len(longer)) - output if longer else 1000 - output
-    assert seen(lengths).expected_more(running(output)) == expected
-
-
-def test_only_the_last_512_count() -> None:
-    lengths = seen([900, 3] * 300 + [10] * 510)
-    assert lengths.expected_more(running(output=5)) == round((900 + 510 * 10) / 511) - 5
-    lengths.add(10)
-    assert lengths.expected_more(running(output=5)) == 5
 
 
 def trend_of(ended: list[tuple[int, int]]) -> PromptTrend:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from batchgen.engine.block_pool import BlockPool, extend_digests
+from batchgen.engine.block_pool import BlockPool, extend_block_hashes
 
 
 def test_all_blocks_are_handed_out_once() -> None:
@@ -92,7 +92,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert found == expected, "content survives until its memory is needed, and no longer"
         held = self.held()
         assert self.pool.num_unused(found) == sum(block not in held for block in found)
-        assert self.pool.num_sole(found) == sum(held.count(block) == 1 for block in found)
         fresh = len(text) - len(found)
         if fresh > self.pool.num_free - self.pool.num_unused(found):
             return
@@ -114,7 +113,7 @@ class PoolMachine(RuleBasedStateMachine):
             del self.content[block]
 
     def label(self, table: list[int], text: str, n: int) -> None:
-        self.pool.label(table[n], text[: n + 1].encode())
+        self.pool.register(table[n], text[: n + 1].encode())
         if text[: n + 1] not in self.content.values():
             self.content[table[n]] = text[: n + 1]
 
@@ -138,7 +137,7 @@ class PoolMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         _, table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         forgotten = table[data.draw(st.integers(0, len(table))) :]
-        self.pool.forget(forgotten)
+        self.pool.unregister(forgotten)
         for block in set(forgotten) - set(self.held()):
             self.content.pop(block, None)
         self.pool.free(table)
@@ -158,7 +157,7 @@ TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=30, de
 def labelled(pool: BlockPool, text: str) -> list[int]:
     table = pool.allocate(len(text))
     for n, block in enumerate(table):
-        pool.label(block, text[: n + 1].encode())
+        pool.register(block, text[: n + 1].encode())
     return table
 
 
@@ -213,7 +212,7 @@ TOKENS = st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 1), max_size=30)
 
 def digests(token_ids: list[int], block_size: int) -> list[bytes]:
     found: list[bytes] = []
-    extend_digests(found, token_ids, block_size)
+    extend_block_hashes(found, token_ids, block_size)
     return found
 
 
@@ -236,5 +235,5 @@ def test_extended_bit_by_bit_they_are_those_made_at_once(
 ) -> None:
     grown: list[bytes] = []
     for stop in [*sorted(stops), len(token_ids)]:
-        extend_digests(grown, token_ids[:stop], block_size)
+        extend_block_hashes(grown, token_ids[:stop], block_size)
     assert grown == digests(token_ids, block_size)

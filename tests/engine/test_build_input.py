@@ -19,7 +19,6 @@ DTYPES = {
     "slot_mapping": torch.int64,
     "block_tables": torch.int32,
     "conv_slots": torch.int32,
-    "conv_rejected": torch.int32,
     "query_blocks": torch.int32,
     "logits_indices": torch.int64,
 }
@@ -62,7 +61,6 @@ def twin(schedule: Schedule, block_size: int) -> dict[str, list[object]]:
         padding = [0] * (most_blocks - len(sequence.block_table))
         fields["block_tables"].append([*sequence.block_table, *padding])
         fields["conv_slots"].append(sequence.conv_slot)
-        fields["conv_rejected"].append(sequence.num_rejected)
         if sequence.num_computed_tokens + count == len(sequence.token_ids):
             fields["logits_indices"].append(token - 1)
     return fields

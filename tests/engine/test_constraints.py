@@ -19,6 +19,7 @@ from torch import Tensor
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine
+from batchgen.engine.generation import TextTools
 
 MODEL = tiny_model()
 PROMPT = (9, 30, 77, 12, 5)
@@ -27,7 +28,7 @@ RUN = [[token] for token in (40, 41, 42, 44, 46, 48)]  # nothing but forced toke
 
 
 def engine(lists: Lists | None = None, **sizes: Any) -> Engine:
-    parts = {"constraints": lists or Lists(), "stop_matcher": lambda _: SomeTokens()}
+    parts = {"text": TextTools(lambda _: SomeTokens(), lists or Lists())}
     parts |= {name: sizes.pop(name) for name in ("overlaps", "fetch") if name in sizes}
     return engine_for(MODEL, **{"num_blocks": 100, "block_size": 4, "parts": parts} | sizes)
 
@@ -125,7 +126,9 @@ def test_a_mask_without_any_token_is_an_error_row() -> None:
 
 def test_end_tokens_do_not_reach_the_constraint_and_end_the_row() -> None:
     """Which would take them for text here."""
-    made = engine_for(MODEL, num_blocks=100, block_size=4, parts={"constraints": Lists(), "eos_token_ids": [50, 51]})
+    made = engine_for(
+        MODEL, num_blocks=100, block_size=4, parts={"text": TextTools(None, Lists()), "eos_token_ids": [50, 51]}
+    )
     result = run(made, [request([[8, 9], [50, 51]])])[0]
     assert result.error is None
     assert result.token_ids[-1] in (50, 51)
@@ -204,7 +207,8 @@ def test_sampled_and_forced_tokens_have_the_log_probabilities_that_scoring_gives
     model, allowed = tiny_model(dtype), [[60, 61], *RUN, [70, 71, 72], *RUN]
     sizes = {"num_blocks": 100, "block_size": 4}
     generated = run(
-        engine_for(model, parts={"constraints": Lists()}, **sizes), [request(allowed, logprobs=3, temperature=1.0)]
+        engine_for(model, parts={"text": TextTools(None, Lists())}, **sizes),
+        [request(allowed, logprobs=3, temperature=1.0)],
     )[0]
     text = PROMPT + generated.token_ids
     scored = run(engine_for(model, **sizes), [Request(0, text, SamplingParams(max_tokens=1, prompt_logprobs=3))])[0]

@@ -10,7 +10,8 @@ import torch
 from fake_cuda import FakeCuda
 from torch import Tensor
 
-from batchgen.engine.graphs import CaptureFailed, CudaRecorder, unowned
+from batchgen.engine.graphs import CudaRecorder, unowned
+from batchgen.engine.step_output import CaptureFailed
 
 DEVICE = torch.device("cuda", 0)
 

@@ -10,7 +10,7 @@ from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import FinishReason, Request, Result, SamplingParams
 from batchgen.engine import duplicates
 from batchgen.engine.duplicates import Duplicates
-from batchgen.engine.sequence import Group
+from batchgen.engine.sequence import RequestState
 
 PROMPT = (9, 10, 11)
 GREEDY = Request(0, PROMPT, SamplingParams(max_tokens=5))
@@ -23,7 +23,7 @@ def result_of(request: Request, tokens: tuple[int, ...] = (20, 21), **more: obje
 
 def test_an_identical_request_waits_and_gets_the_result_under_its_own_key() -> None:
     known = Duplicates()
-    leader, twins = Group(GREEDY), [Group(replace(GREEDY, key=key)) for key in (7, 8)]
+    leader, twins = RequestState(GREEDY), [RequestState(replace(GREEDY, key=key)) for key in (7, 8)]
     assert known.begin(leader)
     assert [known.begin(twin) for twin in twins] == [False, False]
     assert known.num_waiting == 2
@@ -37,12 +37,12 @@ def test_an_identical_request_waits_and_gets_the_result_under_its_own_key() -> N
 
 def test_a_later_one_is_answered_from_memory() -> None:
     known = Duplicates()
-    leader = Group(GREEDY)
-    assert known.answered(Group(GREEDY)) is None
+    leader = RequestState(GREEDY)
+    assert known.answered(RequestState(GREEDY)) is None
     known.begin(leader)
-    assert known.answered(Group(GREEDY)) is None
+    assert known.answered(RequestState(GREEDY)) is None
     known.end(leader, result_of(GREEDY))
-    answer = known.answered(Group(replace(GREEDY, key=12)))
+    answer = known.answered(RequestState(replace(GREEDY, key=12)))
     assert answer is not None
     assert (answer.key, answer.token_ids, answer.num_prompt_tokens) == (12, (20, 21), 3)
     assert known.num_shared == 1
@@ -50,14 +50,14 @@ def test_a_later_one_is_answered_from_memory() -> None:
 
 def test_an_error_is_passed_on_to_those_that_wait_and_to_nobody_else() -> None:
     known = Duplicates()
-    leader, twin = Group(GREEDY), Group(replace(GREEDY, key=7))
+    leader, twin = RequestState(GREEDY), RequestState(replace(GREEDY, key=7))
     known.begin(leader)
     known.begin(twin)
     error = RowError(RowErrorCode.INTERNAL, "not finite")
     (result,) = known.end(leader, result_of(GREEDY, (), error=error))
     assert (result.key, result.error) == (7, error)
-    assert known.answered(Group(replace(GREEDY, key=8))) is None
-    assert known.begin(Group(replace(GREEDY, key=8))), "the next one is computed anew"
+    assert known.answered(RequestState(replace(GREEDY, key=8))) is None
+    assert known.begin(RequestState(replace(GREEDY, key=8))), "the next one is computed anew"
 
 
 SAMPLED = SamplingParams(max_tokens=5, temperature=0.5)
@@ -96,31 +96,31 @@ SAMPLED = SamplingParams(max_tokens=5, temperature=0.5)
 )
 def test_whatever_can_change_an_answer_makes_a_request_another_one(other: Request) -> None:
     known = Duplicates()
-    leader = Group(GREEDY)
+    leader = RequestState(GREEDY)
     assert known.begin(leader)
-    assert known.begin(Group(replace(other, key=1)))
+    assert known.begin(RequestState(replace(other, key=1)))
     known.end(leader, result_of(GREEDY))
-    assert known.answered(Group(replace(other, key=2))) is None
+    assert known.answered(RequestState(replace(other, key=2))) is None
 
 
 def test_tokens_of_choices_and_prompt_are_not_taken_for_each_other() -> None:
     params = SamplingParams(choices=("a", "b"))
     known = Duplicates()
-    assert known.begin(Group(Request(0, (1, 2), params, choices=((3,), (4,)))))
-    assert known.begin(Group(Request(1, (1, 2), params, choices=((3,), (5,)))))
-    assert not known.begin(Group(Request(2, (1, 2), params, choices=((3,), (4,)))))
+    assert known.begin(RequestState(Request(0, (1, 2), params, choices=((3,), (4,)))))
+    assert known.begin(RequestState(Request(1, (1, 2), params, choices=((3,), (5,)))))
+    assert not known.begin(RequestState(Request(2, (1, 2), params, choices=((3,), (4,)))))
 
 
 def test_the_seed_and_earlier_tokens_make_no_difference_to_a_greedy_answer() -> None:
     known = Duplicates()
-    assert known.begin(Group(GREEDY))
-    assert not known.begin(Group(replace(GREEDY, key=1, params=replace(GREEDY.params, seed=9))))
-    assert not known.begin(Group(replace(GREEDY, key=2, output_token_ids=(20,))))
+    assert known.begin(RequestState(GREEDY))
+    assert not known.begin(RequestState(replace(GREEDY, key=1, params=replace(GREEDY.params, seed=9))))
+    assert not known.begin(RequestState(replace(GREEDY, key=2, output_token_ids=(20,))))
 
 
 def test_sampled_requests_are_never_shared() -> None:
     known = Duplicates()
-    groups = [Group(Request(key, PROMPT, SAMPLED)) for key in range(3)]
+    groups = [RequestState(Request(key, PROMPT, SAMPLED)) for key in range(3)]
     assert all(known.begin(group) for group in groups)
     assert known.end(groups[0], result_of(groups[0].request)) == []
     assert known.answered(groups[1]) is None
@@ -130,10 +130,10 @@ def test_sampled_requests_are_never_shared() -> None:
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs", "more_samples"])
 def test_large_results_are_not_remembered(field: str) -> None:
     known = Duplicates()
-    leader = Group(GREEDY)
+    leader = RequestState(GREEDY)
     known.begin(leader)
     known.end(leader, result_of(GREEDY, **{field: (object(),)}))
-    assert known.answered(Group(GREEDY)) is None
+    assert known.answered(RequestState(GREEDY)) is None
 
 
 def test_memory_is_bounded_by_tokens_and_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,10 +141,10 @@ def test_memory_is_bounded_by_tokens_and_the_oldest_are_forgotten(monkeypatch: p
     known = Duplicates()
     requests = [Request(key, (9, key), SamplingParams()) for key in range(50)]
     for request in requests:
-        group = Group(request)
+        group = RequestState(request)
         known.begin(group)
         known.end(group, result_of(request, (5,) * 50))
-    remembered = [request.key for request in requests if known.answered(Group(request))]
+    remembered = [request.key for request in requests if known.answered(RequestState(request))]
     assert remembered == [45, 46, 47, 48, 49]  # 50 tokens and what 150 take beside them, each
     assert not known._under_way
 
@@ -154,8 +154,8 @@ def test_scores_of_choices_count_towards_the_bound(monkeypatch: pytest.MonkeyPat
     known = Duplicates()
     requests = [Request(key, (9, key), SamplingParams(), choices=((3,), (4,))) for key in range(10)]
     for request in requests:
-        group = Group(request)
+        group = RequestState(request)
         known.begin(group)
         known.end(group, result_of(request, (3,), choice_logprobs=(-1.0,) * 600))
-    kept = [request.key for request in requests if known.answered(Group(request))]
+    kept = [request.key for request in requests if known.answered(RequestState(request))]
     assert kept == [8, 9]  # 8 tokens each, and 151 a row

@@ -6,13 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import structured
 import torch
 from families import EOS
 from tiny_model import checked_run, engine_for, random_requests, solo, spoil, tiny_model, tokens_of
 
 from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
 from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
-from batchgen.engine import Engine, EngineConfig
+from batchgen.engine import Engine, EngineConfig, admission
+from batchgen.engine.block_pool import extend_block_hashes
+from batchgen.engine.generation import TextTools
+from batchgen.model import load_model
 from batchgen.model.decoder import Decoder
 
 MODEL = tiny_model()
@@ -176,7 +180,7 @@ def test_stopped_and_resumed_gives_the_tokens_of_an_undisturbed_run(
         engine.step = step  # type: ignore[method-assign]
         answers.update(tokens_of(engine.run([r for r in requests if r.key not in answers])))
         engine.scheduler.check()
-        assert not any(s.num_pending for s in engine.scheduler.unfinished())
+        assert not any(s.num_in_flight for s in engine.scheduler.unfinished())
         partial = engine.unfinished()
         assert partial.keys().isdisjoint(answers)
         for key, tokens in partial.items():
@@ -308,6 +312,25 @@ def spoiled_model(value: float, dtype: torch.dtype) -> Decoder:
     return model
 
 
+@pytest.mark.parametrize("budget", [64, 9])
+@pytest.mark.parametrize("max_tokens", [3, 0])
+def test_what_a_row_gone_wrong_has_computed_is_taken_over_by_no_other(budget: int, max_tokens: int) -> None:
+    """A value that is not finite may spoil positions before it, which another row begins with too."""
+    engine = engine_for(
+        spoiled_model(torch.nan, torch.float32), num_blocks=16, block_size=4, max_num_batched_tokens=budget
+    )
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=None if max_tokens else 0)
+    request = Request(0, (*range(9, 17), BAD, *range(20, 30)), params)
+    (result,) = checked_run(engine, [request])
+    assert result.error is not None
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, request.prompt_token_ids, 4)
+    assert engine.scheduler.pool.find(hashes) == []
+    (result,) = checked_run(engine, [replace(request, prompt_token_ids=(*range(9, 17), *range(20, 30)))])
+    assert result.error is None
+    assert len(engine.scheduler.pool.find(hashes)) == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -321,7 +344,8 @@ def test_a_row_gone_wrong_is_an_error_row_and_leaves_nothing_behind(
         replace(r, prompt_token_ids=tuple(t if t != BAD else 99 for t in r.prompt_token_ids))
         for r in random_requests(12, seed=5, prompt=(1, 30), output=(1, 12), params=params)
     ]
-    expected = {key: tokens for key, tokens in solo(model, good).items() if BAD not in tokens}
+    alone = [next(iter(engine_for(model, num_blocks=9, block_size=8).run([request]))) for request in good]
+    expected = {r.key: r.token_ids for r in alone if r.error is None and BAD not in r.token_ids}
     bad = [
         Request(1000 + n, (9,) * n + (BAD,) + (10,) * (23 - n), replace(params, max_tokens=9)) for n in range(0, 24, 4)
     ]
@@ -353,7 +377,7 @@ class EndsAt:
 
 
 def stopping_engine() -> Engine:
-    return Engine(MODEL, EngineConfig(kv_memory=1 << 20), stop_matcher=EndsAt)
+    return Engine(MODEL, EngineConfig(kv_memory=1 << 20), text=TextTools(EndsAt))
 
 
 def test_a_stop_string_ends_with_stop_and_is_named(undisturbed: tuple[int, ...]) -> None:
@@ -389,11 +413,31 @@ def test_a_text_that_cannot_be_had_for_stop_strings_ends_its_row_only(
                 raise TokenizerError("no text")
             return None
 
-    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20), stop_matcher=Fails)
+    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20), text=TextTools(Fails))
     failing = Request(0, PROMPT, replace(GREEDY, stop=("fails",)), undisturbed[:num_resumed])
     results = {r.key: r for r in checked_run(engine, [failing, Request(1, PROMPT, replace(GREEDY, stop=("x",)))])}
     assert results[0].error == RowError(RowErrorCode.INTERNAL, "no text")
     assert results[1].token_ids == undisturbed
+
+
+def test_an_engine_with_a_tokenizer_looks_for_stop_strings() -> None:
+    tokenizer = structured.tokenizer()
+    engine = Engine(load_model(str(structured.MODEL)), EngineConfig(kv_memory=1 << 20), tokenizer=tokenizer)
+    chat = [{"role": "user", "content": 'Write "silver" in capital letters.'}]
+    (prompt,) = tokenizer.encode_batch([*tokenizer.render_chats([chat])], add_special_tokens=False)
+    assert not isinstance(prompt, TokenizerError)
+    asked = SamplingParams(max_tokens=16), SamplingParams(max_tokens=16, stop=("LV",))
+    results = {r.key: r for r in engine.run(Request(key, tuple(prompt), params) for key, params in enumerate(asked))}
+    assert tokenizer.decode(results[0].token_ids) == "SILVER"
+    assert (results[1].finish_reason, results[1].stop) == (FinishReason.STOP, "LV")
+    assert engine.eos_token_ids >= {structured.EOS}
+
+
+def test_a_choice_without_tokens_is_an_error_row() -> None:
+    params = SamplingParams(choices=("a", ""), normalize="tokens")
+    answer = Engine(MODEL, EngineConfig(kv_memory=1 << 20)).submit(Request(0, PROMPT, params, choices=((9,), ())))
+    assert answer is not None
+    assert answer.error == RowError(RowErrorCode.BAD_PARAM, "choices: one of them has no tokens")
 
 
 def test_stop_strings_without_a_tokenizer_are_an_error_row(undisturbed: tuple[int, ...]) -> None:
@@ -436,8 +480,9 @@ def test_a_stopped_request_goes_on_from_its_tokens_where_they_are_all_it_needs(k
     assert replace(resumed, timings=Timings()) == replace(whole, timings=Timings())
 
 
-def test_identical_requests_do_not_pile_up_however_many_there_are() -> None:
-    """Those that wait for another's result count as looked ahead: no more are pulled meanwhile."""
+def test_identical_requests_do_not_pile_up_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that only wait for the result of another have a bound of their own."""
+    monkeypatch.setattr(admission, "_MAX_FOLLOWERS", 9)
     pulled = 0
 
     def source() -> Iterator[Request]:
@@ -453,16 +498,42 @@ def test_identical_requests_do_not_pile_up_however_many_there_are() -> None:
     def watched() -> list[Result]:
         nonlocal most
         most = max(most, engine.duplicates.num_waiting)
-        assert pulled <= len(keys) + 7 + 2
+        assert pulled <= len(keys) + 9 + 2
         return step()
 
     engine.step = watched  # type: ignore[method-assign]
     for result in engine.run(source()):
         keys.append(result.key)
     assert sorted(keys) == list(range(300))
-    assert 0 < most <= 7
+    assert 7 < most <= 9
     assert engine.stats.num_output_tokens == 12
     assert engine.stats.num_shared_requests == 299
+
+
+def test_equal_requests_in_a_row_leave_those_behind_them_running_beside() -> None:
+    long = [Request(key, PROMPT, replace(GREEDY, max_tokens=40)) for key in range(30)]
+    others = [Request(30 + key, (key + 9, 10), replace(GREEDY, max_tokens=20)) for key in range(4)]
+    engine = engine_for(MODEL, num_blocks=100, block_size=4, max_num_seqs=4, look_ahead=5)
+    assert len(list(engine.run([*long, *others]))) == 34
+    assert engine.stats.max_running == 4
+    assert engine.stats.num_steps < 60, "one after the other they take as long together"
+
+
+def test_large_rows_are_pulled_as_far_as_their_memory_is_there_and_run_beside_each_other() -> None:
+    pulled, done = 0, 0
+
+    def source() -> Iterator[Request]:
+        nonlocal pulled
+        for key in range(40):
+            pulled += 1
+            yield Request(key, (key + 9, 10), GREEDY, num_row_chars=100 << 20)
+
+    engine = engine_for(MODEL, num_blocks=100, block_size=4, max_num_seqs=9, look_ahead=30)
+    for _ in engine.run(source()):
+        done += 1
+        assert pulled - done <= 9
+    assert done == 40
+    assert engine.stats.max_running == 9
 
 
 def test_identical_requests_whose_computation_fails_all_get_the_error() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tiny_model import token_counts
 
 from batchgen.core.records import FinishReason
-from batchgen.engine.observers import MAX_PERIOD, Ending, LoopDetector
+from batchgen.engine.observers import MAX_PERIOD, LoopDetector, Stop
 
-LOOP = Ending(FinishReason.REPETITION)
+LOOP = Stop(FinishReason.REPETITION)
 TOKENS = st.lists(st.integers(0, 30), max_size=40)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -17,9 +17,12 @@ from tiny_model import checked_run, engine_for, random_requests, sequence_at, sp
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import Request, Result, SamplingParams, Timings
 from batchgen.engine import Engine, EngineConfig
-from batchgen.engine.batch import PendingTokens, build_pending
+from batchgen.engine.batch import InFlight, build_pending
+from batchgen.engine.generation import Generation, TextTools
+from batchgen.engine.model_runner import ModelRunner
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sequence import Sequence
+from batchgen.engine.step_output import PendingTokens
 from batchgen.model.decoder import Decoder
 
 MODEL = tiny_model()
@@ -49,7 +52,9 @@ def overlapping(
     memory = num_blocks * model.config.kv_block_bytes(block_size, model.dtype.itemsize)
     sizes = {"forecast_memory": False} | sizes
     config = EngineConfig(block_size=block_size, kv_memory=memory, **sizes)
-    engine = Engine(model, config, stop_matcher=lambda _: SomeTokens(), overlaps=True, fetch=device)
+    engine = Engine(
+        model, config, text=TextTools(lambda _: SomeTokens()), runner=partial(ModelRunner, overlaps=True, fetch=device)
+    )
     engine.scheduler.config = replace(engine.scheduler.config, admits_in_batches=True)  # as on a GPU
     return engine
 
@@ -77,7 +82,7 @@ def requests_of_every_kind() -> tuple[Request, ...]:
 @cache
 def expected() -> dict[int, Result]:
     config = EngineConfig(kv_memory=1 << 22, prefix_caching=False, share_duplicates=False)
-    engine = Engine(MODEL, config, stop_matcher=lambda _: SomeTokens())
+    engine = Engine(MODEL, config, text=TextTools(lambda _: SomeTokens()))
     return untimed(engine.run(requests_of_every_kind()))
 
 
@@ -110,18 +115,15 @@ def test_every_result_is_that_of_single_steps(sizes: dict[str, Any], order: list
     assert engine.scheduler.pool.num_free == sizes["num_blocks"]
 
 
-def test_tokens_appended_for_many_rows_at_once_end_them_where_judging_each_would(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    requests = requests_of_every_kind()
+def test_tokens_that_nothing_watches_end_a_row_where_judging_each_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, judge = requests_of_every_kind(), Generation._judge
     num_judged = []
-    for is_plain in (True, False):
-        if not is_plain:
-            monkeypatch.setattr(Sequence, "mark_plain", lambda *_: None)
-        calls: list[Sequence] = []
+    for is_marked in (True, False):
+        if not is_marked:
+            monkeypatch.setattr(Generation, "mark_unwatched", lambda *_: None)
+        calls: list[Generation] = []
         engine = overlapping(Device())
-        judge = engine._judge
-        monkeypatch.setattr(engine, "_judge", lambda s, judge=judge, calls=calls: (calls.append(s), judge(s)))
+        monkeypatch.setattr(Generation, "_judge", lambda g, calls=calls: (calls.append(g), judge(g)))
         assert untimed(checked_run(engine, requests)) == expected()
         num_judged.append((len(calls), engine.stats.num_output_tokens))
     (few, num_tokens), (all_of_them, _) = num_judged
@@ -226,14 +228,15 @@ def test_a_row_gone_wrong_is_an_error_row_and_harms_no_other() -> None:
 def test_pending_tokens_come_from_the_rows_that_sampled_them() -> None:
     decoding = [sequence_at(range(10, 14), 4, [0], slot) for slot in range(3)]
     for sequence in decoding:
-        sequence.num_pending = 1
+        sequence.num_in_flight = 1
     schedule = Schedule(((decoding[2], 1), (sequence_at((9, 9, 9), 0, [1], 3), 2), (decoding[0], 1)))
-    pending = build_pending(schedule, decoding, torch.tensor([50, 51, -1]))
+    before = InFlight(Schedule(tuple((s, 1) for s in decoding)), torch.tensor([50, 51, -1]), list)
+    pending = build_pending(schedule, before)
     assert pending is not None
     token_ids = torch.tensor([0, 9, 9, 0])
     pending.into(token_ids)
     assert token_ids.tolist() == [0, 9, 9, 50], "the -1 of a row gone wrong becomes any token there is"
-    assert build_pending(Schedule(schedule.entries[1:2]), decoding, torch.tensor([50, 51, -1])) is None
+    assert build_pending(Schedule(schedule.entries[1:2]), before) is None
 
 
 def test_pending_tokens_leave_the_ids_they_are_made_of_alone() -> None:

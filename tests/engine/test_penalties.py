@@ -13,8 +13,8 @@ from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.sampler import penalize
-from batchgen.engine.seen import SeenTokens
-from batchgen.engine.sequence import Group
+from batchgen.engine.seen import DeviceTokenCounts
+from batchgen.engine.sequence import RequestState
 
 TOKENS = st.lists(st.integers(0, 30), max_size=40)
 
@@ -117,9 +117,9 @@ def test_counts_on_the_device_give_the_same_bits_from_step_to_step(
     cases: list[tuple[list[int], list[int], SamplingParams]], seed: int, data: st.DataObject
 ) -> None:
     """Also after a step that leaves a sequence out, in another slot, and with a token that nothing sampled."""
-    seen, width, free = SeenTokens(8), 31, set(range(8))
+    seen, width, free = DeviceTokenCounts(8), 31, set(range(8))
     sequences = [
-        Group(Request(key, tuple(prompt or [3]), params, tuple(output))).sequences[0]
+        RequestState(Request(key, tuple(prompt or [3]), params, tuple(output))).sequences[0]
         for key, (prompt, output, params) in enumerate(cases)
     ]
     for sequence in sequences:
@@ -127,7 +127,7 @@ def test_counts_on_the_device_give_the_same_bits_from_step_to_step(
     for step in range(5):
         chosen = [s for s in sequences if data.draw(st.booleans())] or sequences
         for sequence in chosen:
-            if data.draw(st.integers(0, 4)) == 0 and not sequence.num_pending and sequence.conv_slot is not None:
+            if data.draw(st.integers(0, 4)) == 0 and not sequence.num_in_flight and sequence.conv_slot is not None:
                 free.add(sequence.conv_slot)
                 sequence.conv_slot = data.draw(st.sampled_from(sorted(free)))
                 free.remove(sequence.conv_slot)

@@ -9,20 +9,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import Again, Device
-from test_bursts import Forced, lengths_of
 from tiny_model import checked_run, random_requests, tiny_model, tokens_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from batchgen.core.records import Request, SamplingParams
-from batchgen.engine import Engine, EngineConfig, model_runner, replay
+from batchgen.engine import Engine, EngineConfig, graphs, replay
+from batchgen.engine.graphs import CudaGraphs
+from batchgen.engine.model_runner import ModelRunner
 
 MODEL = tiny_model()
 GREEDY = SamplingParams(ignore_eos=True)
@@ -39,18 +41,13 @@ KINDS = (
 
 
 @contextmanager
-def recorded(recorder: Again, burst: int = 1, **sizes: Any) -> Iterator[Engine]:
-    """An engine whose steps overlap and come from recordings, more of which are made as contexts grow.
-
-    ``burst`` is the length of bursts, or seeds lengths that change; see ``lengths_of``.
-    """
+def recorded(recorder: Again, **sizes: Any) -> Iterator[Engine]:
+    """An engine whose steps overlap and come from recordings, more of which are made as contexts grow."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "_USUAL_TOKENS", 8)
-        patch.setattr(model_runner, "has_graphs", lambda _: True)
-        patch.setattr(model_runner, "CudaRecorder", lambda _: recorder)
-        engine = Engine(MODEL, config_of(**sizes), overlaps=True, fetch=Device())
-        engine.pace = Forced(lengths_of(burst))
-        yield engine
+        patch.setattr(graphs, "_USUAL_TOKENS", 8)
+        patch.setattr(replay, "has_graphs", lambda _: True)
+        patch.setattr(replay, "CudaRecorder", lambda _: recorder)
+        yield Engine(MODEL, config_of(**sizes), runner=partial(ModelRunner, overlaps=True, fetch=Device()))
 
 
 def config_of(num_blocks: int = 200, **sizes: Any) -> EngineConfig:
@@ -65,17 +62,16 @@ def config_of(num_blocks: int = 200, **sizes: Any) -> EngineConfig:
     max_num_batched_tokens=st.integers(9, 40),
     num_blocks=st.integers(13, 50),
     seed=st.integers(0, 99),
-    burst=st.integers(1, 20),
 )
 def test_tokens_are_those_of_an_engine_that_waits_for_each_step(
-    kinds: list[SamplingParams], seed: int, burst: int, **sizes: int
+    kinds: list[SamplingParams], seed: int, **sizes: int
 ) -> None:
     requests = [
         replace(r, params=replace(kinds[i % len(kinds)], max_tokens=r.params.max_tokens))
         for i, r in enumerate(random_requests(9, seed=seed, prompt=(1, 20), output=(1, 24)))
     ]
-    expected = tokens_of(Engine(MODEL, config_of(**sizes), overlaps=False).run(requests))
-    with recorded(Again(), burst, **sizes) as engine:
+    expected = tokens_of(Engine(MODEL, config_of(**sizes), runner=partial(ModelRunner, overlaps=False)).run(requests))
+    with recorded(Again(), **sizes) as engine:
         assert tokens_of(checked_run(engine, requests)) == expected
 
 
@@ -130,9 +126,9 @@ def launches_outside(params: SamplingParams) -> Counter[str]:
         for _ in range(4):
             engine.step()
         replays, before = engine.runner.replays, recorder.num_replayed
-        assert replays is not None and replays.newest is not None
+        assert isinstance(replays, CudaGraphs)
         statics, logits = zip(*replays.recorded.values(), strict=True), recorder.results
-        with Outside(replays.newest, *(s._target for s in next(statics)), *logits) as recorder.outside:
+        with Outside(replays.last_token_ids, *(s._target for s in next(statics)), *logits) as recorder.outside:
             engine._launch(engine.scheduler.schedule())
     assert recorder.num_replayed == before + 1
     return recorder.outside.found

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, replay
-from batchgen.engine.batch import PendingTokens
-from batchgen.engine.replay import StepReplays
+from batchgen.engine.replay import CpuRecordings
+from batchgen.engine.step_output import PendingTokens, StepOutput
 from batchgen.kernels.inputs import ModelInput
 from batchgen.model.decoder import Decoder
 
@@ -32,7 +32,7 @@ class Counted:
         self.engine = engine
         self.num_replayed = 0
         replays = engine.runner.replays
-        assert isinstance(replays, StepReplays)
+        assert isinstance(replays, CpuRecordings)
         self.replays = replays
         record = replays.recorder.record
 
@@ -79,12 +79,12 @@ def test_those_that_share_blocks_change_from_replay_to_replay(model: Decoder) ->
     shared: set[tuple[int, ...]] = set()
     run = counted.replays.run
 
-    def noted(inputs: ModelInput, pending: PendingTokens | None = None) -> Tensor:
+    def noted(inputs: ModelInput, pending: PendingTokens | None = None) -> StepOutput:
         shared.add(tuple(inputs.query_blocks[:, 3:].flatten().tolist()))
-        logits = run(inputs, pending)
-        if found := counted.replays.recorded.get(counted.replays._size(inputs)):
+        output = run(inputs, pending)
+        if found := counted.replays.recorded.get(counted.replays.size_of(inputs)):
             assert torch.equal(found[0].inputs.query_blocks, inputs.query_blocks)
-        return logits
+        return output
 
     counted.replays.run = noted  # type: ignore[method-assign]
     assert tokens_of(counted.engine.run(requests)) == solo(model, requests)
@@ -101,7 +101,7 @@ def test_a_longer_rotary_table_makes_recordings_anew(model: Decoder) -> None:
 
 
 def test_only_so_many_recordings_are_kept(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_MAX_EXACT", 2)
+    monkeypatch.setattr(replay, "_MAX_KEPT", 2)
     requests = random_requests(8, seed=5, prompt=(4, 4), output=(1, 60))
     counted = check(model, requests, num_blocks=80, block_size=8, max_num_seqs=8, max_num_batched_tokens=40)
     assert len(counted.replays.recorded) == 2

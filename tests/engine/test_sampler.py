@@ -15,14 +15,14 @@ from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine.sampler import Sampler, uniforms
-from batchgen.engine.sequence import Group, Sequence
+from batchgen.engine.sequence import RequestState, Sequence
 
 EOS = frozenset({7})
 SAMPLED = SamplingParams(temperature=1.0, seed=5)
 
 
 def sequence(key: int = 0, output: int = 0, params: SamplingParams = SAMPLED) -> Sequence:
-    return Group(Request(key, (1, 2, 3), params, (9,) * output)).sequences[0]
+    return RequestState(Request(key, (1, 2, 3), params, (9,) * output)).sequences[0]
 
 
 def logits_of(rows: int, width: int = 50, seed: int = 0) -> Tensor:

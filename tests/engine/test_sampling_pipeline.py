@@ -19,10 +19,9 @@ from torch import Tensor
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import sampler as sampler_module
-from batchgen.engine.masks import build_mask
-from batchgen.engine.rules import rules_for
-from batchgen.engine.sampler import Sampler
-from batchgen.engine.sequence import Group, Sequence
+from batchgen.engine.observers import rules_for
+from batchgen.engine.sampler import Sampler, build_mask
+from batchgen.engine.sequence import RequestState, Sequence
 
 EOS, WIDTH = 7, 40
 every_back_end = pytest.mark.parametrize("name", BACK_ENDS)
@@ -39,9 +38,9 @@ def sequence(
     sample: int = 0,
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> Sequence:
-    made = Group(Request(3, prompt, replace(params, n=sample + 1), output)).sequences[sample]
-    made.counts = token_counts(prompt, output) if params.has_penalties else None
-    made.rules = rules_for(params, bad_words, WIDTH)
+    made = RequestState(Request(3, prompt, replace(params, n=sample + 1), output)).sequences[sample]
+    made.generation.counts = token_counts(prompt, output) if params.has_penalties else None
+    made.generation.rules = rules_for(params, bad_words, WIDTH)
     return made
 
 
@@ -150,9 +149,9 @@ def test_n_samples_follow_the_distribution(name: str) -> None:
     sampler = sampler_of(name)
     request = Request(3, prompt, replace(params, n=2000), output)
     for key in range(10):
-        sequences = Group(replace(request, key=key)).sequences
+        sequences = RequestState(replace(request, key=key)).sequences
         for made in sequences:
-            made.counts = token_counts(prompt, output)
+            made.generation.counts = token_counts(prompt, output)
         drawn.update(sampler.sample(logits.expand(2000, -1).contiguous(), sequences).tolist())
     counts = torch.tensor([drawn[i] for i in range(WIDTH)], dtype=torch.float64)
     allowed = expected > 0
@@ -196,7 +195,7 @@ def test_log_probabilities_are_those_of_the_logits_as_they_come(name: str, dtype
     sequences = [sequence((1, 2), (3,), params, bad_words=((3, 5),)) for _ in range(6)]
     tokens = sampled(name, logits.clone(), sequences)
     for row, token, made in zip(expected, tokens, sequences, strict=True):
-        (found,) = made.logprobs
+        (found,) = made.generation.logprobs
         assert found.token_id == token
         assert found.logprob == pytest.approx(float(row[token]), abs=2e-6)
         ranked = sorted(range(WIDTH), key=lambda i: (-float(row[i]), i))[:4]
@@ -209,7 +208,7 @@ def test_only_those_that_ask_get_log_probabilities_and_as_many_as_they_ask_for(n
     asked = [None, 0, 5, None, 1]
     sequences = [sequence((1,), (), SamplingParams(logprobs=wanted)) for wanted in asked]
     sampler_of(name).sample(logits_of(0, rows=5), sequences).tolist()
-    assert [len(s.logprobs[0].top) if s.logprobs else None for s in sequences] == asked
+    assert [len(s.generation.logprobs[0].top) if s.generation.logprobs else None for s in sequences] == asked
 
 
 @every_back_end
@@ -221,7 +220,7 @@ def test_which_of_equally_likely_tokens_are_reported_does_not_depend_on_the_batc
     def tops(rows: list[int]) -> list[tuple[tuple[int, float], ...]]:
         sequences = [sequence((1,), (), SamplingParams(logprobs=wanted[i])) for i in rows]
         sampler_of(name).sample(logits[rows], sequences).tolist()
-        return [s.logprobs[0].top for s in sequences]
+        return [s.generation.logprobs[0].top for s in sequences]
 
     together = tops(list(range(8)))
     assert together == [tops([i])[0] for i in range(8)]
@@ -233,7 +232,7 @@ def test_which_of_equally_likely_tokens_are_reported_does_not_depend_on_the_batc
 def test_a_model_of_few_tokens_reports_all_it_has(name: str) -> None:
     made = sequence((1,), (), SamplingParams(logprobs=20))
     sampler_of(name).sample(logits_of(0, width=9), [made]).tolist()
-    assert sorted(token for token, _ in made.logprobs[0].top) == list(range(9))
+    assert sorted(token for token, _ in made.generation.logprobs[0].top) == list(range(9))
 
 
 @every_back_end
@@ -244,5 +243,5 @@ def test_a_row_that_is_not_finite_has_log_probabilities_that_say_so_and_spoils_n
     dirty = [sequence((1,), (), SamplingParams(logprobs=2)) for _ in range(3)]
     logits[1] = torch.nan
     assert sampler_of(name).sample(logits, dirty).tolist()[1] == -1
-    assert [dirty[i].logprobs for i in (0, 2)] == [clean[i].logprobs for i in (0, 2)]
-    assert dirty[1].logprobs[0].logprob != dirty[1].logprobs[0].logprob
+    assert [dirty[i].generation.logprobs for i in (0, 2)] == [clean[i].generation.logprobs for i in (0, 2)]
+    assert dirty[1].generation.logprobs[0].logprob != dirty[1].generation.logprobs[0].logprob

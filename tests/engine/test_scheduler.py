@@ -15,11 +15,11 @@ from simulate import one_step
 
 from batchgen.core.errors import RowErrorCode
 from batchgen.core.records import Request, SamplingParams
-from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Group, Sequence
-from batchgen.engine.simulation import advance
+from batchgen.engine.sequence import RequestState, Sequence
+from batchgen.engine.sizes import SchedulerConfig
+from batchgen.plan.simulation import advance
 
 
 def make(
@@ -39,7 +39,7 @@ def make(
 
 def add(scheduler: Scheduler, key: int, prompt: int, max_tokens: int = 10, output: int = 0) -> Sequence:
     request = Request(key, tuple(range(100, 100 + prompt)), SamplingParams(max_tokens=max_tokens), (9,) * output)
-    sequence = Group(request).sequences[0]
+    sequence = RequestState(request).sequences[0]
     assert scheduler.refusal(sequence) is None
     scheduler.add(sequence)
     return sequence
@@ -54,7 +54,7 @@ def step(scheduler: Scheduler, ends: Callable[[Sequence], bool] = lambda s: Fals
 
 
 def test_importing_the_scheduler_and_its_simulation_loads_no_torch() -> None:
-    code = "import sys, batchgen.engine.simulation; print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, batchgen.plan.simulation; print({'torch', 'numba'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -117,7 +117,7 @@ def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
 
 def place(scheduler: Scheduler, key: int, prompt: int, computed: int) -> None:
     """Let a sequence run with so many tokens computed, in an order that today's admission would never make."""
-    sequence = Group(Request(key, (1,) * prompt, SamplingParams(max_tokens=2))).sequences[0]
+    sequence = RequestState(Request(key, (1,) * prompt, SamplingParams(max_tokens=2))).sequences[0]
     scheduler._start(sequence, [])
     sequence.num_computed_tokens = computed
     sequence.block_table.extend(scheduler.pool.allocate(-(-computed // scheduler.config.block_size)))
@@ -147,7 +147,8 @@ def test_what_can_never_fit_is_refused_with_both_numbers(
     prompt: int, max_tokens: int, numbers: tuple[str, ...]
 ) -> None:
     scheduler = make(block_size=4, num_blocks=10, max_model_len=50)
-    error = scheduler.refusal(Group(Request(0, (1,) * prompt, SamplingParams(max_tokens=max_tokens))).sequences[0])
+    request = Request(0, (1,) * prompt, SamplingParams(max_tokens=max_tokens))
+    error = scheduler.refusal(RequestState(request).sequences[0])
     assert error is not None
     assert error.code == RowErrorCode.TOO_LONG
     assert all(number in error.message for number in numbers)
@@ -163,7 +164,7 @@ def test_what_just_fits_is_run_to_its_end(prompt: int, max_tokens: int) -> None:
 
 
 def test_an_empty_prompt_is_refused() -> None:
-    error = make().refusal(Group(Request(0, ())).sequences[0])
+    error = make().refusal(RequestState(Request(0, ())).sequences[0])
     assert error is not None
     assert error.code == RowErrorCode.EMPTY_PROMPT
 
@@ -256,7 +257,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         key = len(self.added)
         tokens = tuple(1 if place < same else 10 + key for place in range(prompt))
         request = Request(key, tokens, SamplingParams(max_tokens=max_tokens), (9,) * output)
-        sequence = Group(request).sequences[0]
+        sequence = RequestState(request).sequences[0]
         error = self.scheduler.refusal(sequence)
         needed = min(prompt + max_tokens, config.max_model_len) - 1
         fits = prompt < config.max_model_len and -(-needed // config.block_size) <= config.num_blocks
@@ -279,7 +280,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         schedule = scheduler.schedule()
         self.check_schedule(schedule, before, owed)
         self.finished += advance(
-            scheduler, schedule, lambda s: bool(s.stop_reason(frozenset(), config.max_model_len)) or ends(s)
+            scheduler, schedule, lambda s: s.max_new_tokens <= 0 or s.num_tokens >= config.max_model_len or ends(s)
         )
         scheduler.check()
 

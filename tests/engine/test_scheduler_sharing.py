@@ -5,9 +5,9 @@ from __future__ import annotations
 from simulate import one_step
 
 from batchgen.core.records import Request, SamplingParams
-from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.scheduler import Scheduler
-from batchgen.engine.sequence import Group, Sequence
+from batchgen.engine.sequence import RequestState, Sequence
+from batchgen.engine.sizes import SchedulerConfig
 
 STEM = tuple(range(100, 112))  # three blocks of four
 
@@ -17,7 +17,7 @@ def make(budget: int = 100, num_seqs: int = 8, num_blocks: int = 100, *, longest
 
 
 def add(scheduler: Scheduler, key: int, prompt: tuple[int, ...], max_tokens: int = 3) -> Sequence:
-    sequence = Group(Request(key, prompt, SamplingParams(max_tokens=max_tokens))).sequences[0]
+    sequence = RequestState(Request(key, prompt, SamplingParams(max_tokens=max_tokens))).sequences[0]
     scheduler.add(sequence)
     return sequence
 
@@ -113,7 +113,7 @@ def test_a_promise_ends_with_a_preempted_sequence_and_nobody_waits_for_ever() ->
     owner = add(scheduler, 1, (*STEM, 50), max_tokens=3)
     twin = add(scheduler, 2, (*STEM, 51), max_tokens=2)
     step(scheduler)
-    assert scheduler._promised.keys() >= {owner.digests[2]}
+    assert scheduler._being_computed.keys() >= {owner.block_hashes[2]}
     scheduler._preempt(owner)
     scheduler.check()
     steps = 0

@@ -6,13 +6,21 @@ import pytest
 
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import FinishReason, Request, SamplingParams, Timings
-from batchgen.engine.sequence import Group, Sequence
+from batchgen.engine.generation import TextTools
+from batchgen.engine.sequence import RequestState, Sequence
 
 EOS = frozenset({7, 2})
 
 
 def sequence(output: tuple[int, ...] = (), prompt: int = 4, **params: object) -> Sequence:
-    return Group(Request(3, tuple(range(10, 10 + prompt)), SamplingParams(**params), output)).sequences[0]  # type: ignore[arg-type]
+    return RequestState(Request(3, tuple(range(10, 10 + prompt)), SamplingParams(**params), output)).sequences[0]  # type: ignore[arg-type]
+
+
+def reason(output: tuple[int, ...], max_model_len: int = 1000, **params: object) -> FinishReason | None:
+    """Why the last token of an output ends its sequence."""
+    generation = sequence(output, **params).generation
+    generation.begin(TextTools(), 1000, EOS, max_model_len, counts=False)
+    return generation.finish_reason
 
 
 @pytest.mark.parametrize(
@@ -36,20 +44,20 @@ def sequence(output: tuple[int, ...] = (), prompt: int = 4, **params: object) ->
     ids=str,
 )
 def test_why_a_sequence_ends(output: tuple[int, ...], params: dict[str, object], expected: FinishReason | None) -> None:
-    assert sequence(output, **params).stop_reason(EOS, 1000) == expected
+    assert reason(output, **params) == expected
 
 
 def test_a_full_context_ends_a_sequence() -> None:
-    assert sequence((50,), prompt=4).stop_reason(EOS, 6) is None
-    assert sequence((50, 51), prompt=4).stop_reason(EOS, 6) == FinishReason.LENGTH
-    assert sequence((50, 7), prompt=4).stop_reason(EOS, 6) == FinishReason.STOP
+    assert reason((50,), max_model_len=6) is None
+    assert reason((50, 51), max_model_len=6) == FinishReason.LENGTH
+    assert reason((50, 7), max_model_len=6) == FinishReason.STOP
 
 
 def test_what_a_sequence_owes_is_derived_from_what_is_computed() -> None:
     fresh = sequence()
     assert (fresh.num_owed, fresh.num_output_tokens, fresh.max_new_tokens) == (4, 0, 256)
     fresh.num_computed_tokens = 4
-    fresh.append(60, 101.0)
+    fresh.generation.append(60, 101.0)
     assert (fresh.num_owed, fresh.num_output_tokens, fresh.max_new_tokens) == (1, 1, 255)
     fresh.num_computed_tokens = 0  # preempted
     assert fresh.num_owed == 5
@@ -61,12 +69,11 @@ def test_times_add_up() -> None:
     done = sequence()
     done.first_scheduled_at = 101.5
     for at in (102.0, 103.0, 104.0):
-        done.append(60, at)
+        done.generation.append(60, at)
     done.num_preemptions = 2
-    done.finished_at = 104.0
-    done.finish_reason = FinishReason.LENGTH
-    done.group.submitted_at = 100.0
-    result = done.group.result()
+    done.generation.end(104.0)
+    done.state.submitted_at = 100.0
+    result = done.state.result()
     assert (result.key, result.num_prompt_tokens, result.token_ids) == (3, 4, (60, 60, 60))
     assert result.timings == Timings(
         queue_s=1.5, prefill_s=0.5, decode_s=2.0, ttft_s=2.0, tpot_s=1.0, total_s=4.0, preemptions=2
@@ -75,15 +82,16 @@ def test_times_add_up() -> None:
 
 def test_one_token_takes_no_time_per_further_token() -> None:
     done = sequence()
-    done.first_scheduled_at = done.finished_at = 101.0
-    done.append(60, 101.0)
-    assert done.group.result().timings.tpot_s == 0.0
+    done.first_scheduled_at = 101.0
+    done.generation.append(60, 101.0)
+    done.generation.end(101.0)
+    assert done.state.result().timings.tpot_s == 0.0
 
 
 def test_a_refused_request_has_no_times() -> None:
     error = RowError(RowErrorCode.TOO_LONG, "too long")
-    group = sequence().group
-    group.error = error
+    group = sequence().state
+    group.refusal = error
     result = group.result()
     assert result.error is error
     assert result.timings == Timings()
@@ -94,6 +102,6 @@ def test_time_per_token_counts_the_tokens_of_this_run_only() -> None:
     resumed = sequence((50,) * 100, max_tokens=103)
     resumed.first_scheduled_at = 101.0
     for at in (102.0, 103.0, 104.0):
-        resumed.append(60, at)
-    resumed.finished_at = 104.0
-    assert resumed.group.result().timings.tpot_s == 1.0
+        resumed.generation.append(60, at)
+    resumed.generation.end(104.0)
+    assert resumed.state.result().timings.tpot_s == 1.0

@@ -16,7 +16,6 @@ from batchgen.core.machine import available_bytes, total_bytes
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine import load as load_module
 from batchgen.engine import sizes as sizes_module
-from batchgen.engine.drafts import MAX_DRAFTS
 from batchgen.engine.load import use_threads
 from batchgen.engine.sizes import kept_kv_dtype, resolve, sizes_for
 from batchgen.model.config import ModelConfig
@@ -40,6 +39,7 @@ def test_experts_get_twice_the_rows_of_a_dense_model_on_a_cpu() -> None:
     assert [(sizes.max_num_seqs, sizes.max_num_batched_tokens) for sizes in found] == [(128, 256), (256, 512)]
     on_gpus = [sizes_for(config, model, 2, 1 << 40, is_cuda=True) for model in (MODEL.config, mixture)]
     assert [sizes.admits_in_batches for sizes in (*found, *on_gpus)] == [False, False, True, True]
+    assert [sizes.forecast_memory for sizes in (*found, *on_gpus)] == [True, True, False, False]
     assert len({(sizes.max_num_seqs, sizes.max_num_batched_tokens) for sizes in on_gpus}) == 1
     assert sizes_for(EngineConfig(max_num_seqs=3, max_model_len=40), mixture, 2, 1 << 40).max_num_seqs == 3
 
@@ -56,7 +56,7 @@ def test_the_trained_length_bounds_the_context() -> None:
 
 
 def test_auto_memory_leaves_room_for_the_state_of_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots = 100 * MODEL.config.conv_slot_bytes(4, MAX_DRAFTS)
+    slots = 100 * MODEL.config.conv_slot_bytes(4)
     monkeypatch.setattr(sizes_module, "available_bytes", lambda: 2 * (10 * BLOCK_BYTES + slots))
     assert resolve(EngineConfig(block_size=16, max_num_seqs=100), MODEL).num_blocks == 10
 
@@ -68,8 +68,9 @@ def test_a_gpu_gives_blocks_what_weights_full_steps_and_a_tenth_leave() -> None:
     for free in (6 << 30, 20 << 30):
         sizes = sizes_for(EngineConfig(), model, 2, free, is_cuda=True)
         blocks = sizes.num_blocks * model.kv_block_bytes(sizes.block_size, 2) + 1024 * model.conv_slot_bytes(2)
-        logits, activations = 1024 * 65536 * 2, 8192 * 2 * (1024 + 4608) * 2
-        assert 2 * (logits + activations) + (1 << 30) < 0.9 * free - blocks < 3 << 30
+        activations, copies, counts = 8192 * 2 * (1024 + 4608) * 2, 1024 * 65536 * 6, 1024 * 65536 * 4
+        scored = 8192 * 65536 * 2  # the logits of all tokens of a step of prompts
+        assert 2 * activations + copies + counts + scored + (1 << 30) < 0.9 * free - blocks < 3.5 * (1 << 30)
     with pytest.raises(UsageError, match="kv_memory 0 bytes holds no block"):
         sizes_for(EngineConfig(), model, 2, 2 << 30, is_cuda=True)
 

@@ -20,7 +20,7 @@ import torch
 from families import EOS, RAW
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from repeats import each_value_once
+from repeats import slow
 from tiny_model import (
     CPU,
     DTYPES,
@@ -37,7 +37,6 @@ from torch import Tensor
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine.schedule import Schedule
-from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model.decoder import Decoder
@@ -78,8 +77,6 @@ def model_of(name: str, dtype: str) -> Decoder:
     kernels = select(CPU, DTYPES[dtype], **INTEGERS[integers])
     if shape != "trained":
         return tiny_model(DTYPES[dtype], kernels, **SHAPES[shape])
-    if not (TRAINED / "model.safetensors").is_file():
-        pytest.skip("the sample model is not there")
     with torch.inference_mode():
         source = Checkpoint(TRAINED, DTYPES[dtype], CPU)
         return Decoder(read_config(TRAINED), source, kernels)
@@ -116,19 +113,15 @@ class Watched:
         engine.scheduler.schedule = schedule  # type: ignore[method-assign]
 
 
-# Where the CPU has no products of bfloat16, those of the sample model are slow: there only the tests of its logits and
-# of two threads run it in bfloat16.
-EVERY_MODEL = [
-    (name, dtype)
-    for name in (*SHAPES, "trained")
-    for dtype in DTYPES
-    if name != "trained" or dtype == "float32" or multiplies_bfloat16()
-] + [(f"odd {integers}", dtype) for integers in INTEGERS if integers for dtype in DTYPES]
+EVERY_MODEL = [*SHAPES, "trained", *(f"odd {integers}" for integers in INTEGERS if integers)]
+every_model = pytest.mark.parametrize("name", EVERY_MODEL)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_params = pytest.mark.parametrize("params", PARAMS)
 
 
-@each_value_once({"name, dtype": EVERY_MODEL, "params": list(PARAMS)})
+@every_model
+@every_dtype
+@pytest.mark.parametrize("params", list(PARAMS), ids=str)
 def test_batched_equals_solo(name: str, dtype: str, params: str) -> None:
     engine = engine_for(
         model_of(name, dtype), num_blocks=400, block_size=16, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=1000
@@ -138,15 +131,16 @@ def test_batched_equals_solo(name: str, dtype: str, params: str) -> None:
     assert engine.stats.num_preemptions == 0
 
 
-@each_value_once(
-    {
-        "name, budget": [
-            *(("even", budget) for budget in (1, 2, 5, 16, 17, 100)),
-            *((name, budget) for budget in (2, 17) for name in FAMILIES),
-        ],
-        "params, dtype": list(product(["greedy", "filtered"], DTYPES)),
-    }
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        *(("even", budget) for budget in (1, 2, 5, 16, 17, 100)),
+        *((name, 17) for name in FAMILIES),
+        *(slow(name, 2) for name in FAMILIES),
+    ],
+    ids=str,
 )
+@pytest.mark.parametrize(("params", "dtype"), list(product(["greedy", "filtered"], DTYPES)), ids=str)
 def test_chunked_equals_whole(name: str, budget: int, params: str, dtype: str) -> None:
     watched = Watched(
         engine_for(model_of(name, dtype), num_blocks=400, block_size=16, max_num_batched_tokens=budget, max_num_seqs=7)
@@ -158,12 +152,8 @@ def test_chunked_equals_whole(name: str, budget: int, params: str, dtype: str) -
     assert watched.num_cut > (10 if budget < 100 else 0)
 
 
-@each_value_once(
-    {
-        "block_size": [1, 2, 3, 8, 16, 24, 31, 32, 100],
-        "params, dtype": list(product(["greedy", "sampled"], DTYPES)),
-    }
-)
+@pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16, 24, 31, 32, 100], ids=str)
+@pytest.mark.parametrize(("params", "dtype"), list(product(["greedy", "sampled"], DTYPES)), ids=str)
 def test_any_block_size_gives_the_same(block_size: int, params: str, dtype: str) -> None:
     engine = engine_for(
         model_of("odd", dtype),
@@ -175,13 +165,12 @@ def test_any_block_size_gives_the_same(block_size: int, params: str, dtype: str)
     assert batched(engine, requests_of(params)) == expected("odd", dtype, params)
 
 
-@each_value_once(
-    {
-        "name, dtype": EVERY_MODEL,
-        "params, block_size, num_blocks": [
-            (params, *pool) for params in ("greedy", "filtered") for pool in ((1, 80), (3, 28), (5, 17))
-        ],
-    }
+@every_model
+@every_dtype
+@pytest.mark.parametrize(
+    ("params", "block_size", "num_blocks"),
+    [(params, *pool) for params in ("greedy", "filtered") for pool in ((1, 80), (3, 28), (5, 17))],
+    ids=str,
 )
 def test_preempted_equals_undisturbed(name: str, dtype: str, params: str, block_size: int, num_blocks: int) -> None:
     watched = Watched(
@@ -249,22 +238,22 @@ def logits_of_every_token(engine: Engine, requests: Iterable[Request]) -> dict[t
     return seen
 
 
-@each_value_once(
-    {
-        "name, threads": [
-            *(
-                ("even", 1),
-                ("odd", 2),
-                ("odd int8", 2),
-                ("trained", 1),
-                ("trained int8", 1),
-                ("trained int8 by int8", 2),
-            ),
-            *((name, 2) for name in FAMILIES),
-        ],
-        "dtype": list(DTYPES),
-    }
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    [
+        *(
+            ("even", 1),
+            ("odd", 2),
+            ("odd int8", 2),
+            ("trained", 1),
+            ("trained int8", 1),
+            ("trained int8 by int8", 2),
+        ),
+        *((name, 2) for name in FAMILIES),
+    ],
+    ids=str,
 )
+@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
 def test_logits_are_the_same_bit_for_bit(name: str, dtype: str, threads: int) -> None:
     """Chunked, preempted, in blocks of 3 and on two threads, against whole prefixes alone."""
     model = model_of(name, dtype)
@@ -281,7 +270,8 @@ def test_logits_are_the_same_bit_for_bit(name: str, dtype: str, threads: int) ->
             assert torch.equal(seen[request.key, position], row), (request.key, position)
 
 
-@each_value_once({"name": ["even", *FAMILIES], "dtype": list(DTYPES)})
+@pytest.mark.parametrize("name", ["even", *FAMILIES], ids=str)
+@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
 def test_contexts_beyond_one_attention_tile_stay_the_same(name: str, dtype: str) -> None:
     """Contexts of 240 to 560 tokens cross the CPU kernel's tile of 256 once or twice, some while decoding."""
     model = model_of(name, dtype)

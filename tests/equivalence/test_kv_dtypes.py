@@ -12,7 +12,6 @@ from functools import cache
 import pytest
 import torch
 from families import RAW
-from repeats import each_value_once
 from tiny_model import DTYPES, checked_run, engine_for, random_requests, solo, tiny_model, tokens_of, whole_input
 from torch import Tensor
 
@@ -80,7 +79,8 @@ def test_preempted_equals_undisturbed(dtype: str, kv_dtype: str, block_size: int
     assert engine.stats.num_preemptions > 0
 
 
-@each_value_once({"family": [family for family in RAW if family != "lfm2"], "dtype, kv_dtype": KINDS})
+@pytest.mark.parametrize("family", [family for family in RAW if family != "lfm2"], ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS, ids=str)
 def test_every_family_keeps_its_tokens_in_chunks_and_after_preemption(dtype: str, kv_dtype: str, family: str) -> None:
     sizes = {"max_num_batched_tokens": 20, "max_num_seqs": 12, "kv_dtype": kv_dtype}
     engine = engine_for(model_of(dtype, family), num_blocks=28, block_size=3, **sizes)

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from repeats import slow
 
 from batchgen.config.job import InputSpec
 from batchgen.core.records import Cursor, Record, Request, Result, SamplingParams
 from batchgen.engine import Engine, EngineConfig
+from batchgen.engine.generation import TextTools
 from batchgen.input.requests import RequestBuilder
 from batchgen.kernels.processor import multiplies_bfloat16
 from batchgen.model import load_model
@@ -56,7 +58,7 @@ def answers(params: SamplingParams, form: Decoder | None = None, **settings: Any
         form or model(),
         config,
         eos_token_ids=tokenizer().eos_token_ids,
-        stop_matcher=partial(StopStrings, tokenizer()),
+        text=TextTools(partial(StopStrings, tokenizer())),
     )
     results = {result.key: result for result in engine.run(r for r in requests if isinstance(r, Request))}
     return [results[i] for i in range(len(rows()))]
@@ -103,7 +105,7 @@ def test_keys_and_values_of_fewer_bits_answer_as_well(dtype: str, kv_dtype: str)
     assert sum(map(str.__ne__, found, plain())) <= 6
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "all"])
+@pytest.mark.parametrize("policy", [*map(slow, POLICIES), "all"])
 def test_policies_change_no_answer(policy: str) -> None:
     on = {name: policy in (name, "all") for name in POLICIES}
     assert tuple(map(text, answers(SamplingParams(max_tokens=64), **on))) == plain()
@@ -125,7 +127,7 @@ FEATURES: dict[str, tuple[dict[str, Any], Callable[[Result], str]]] = {
 }
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", [name if name == "together" else slow(name) for name in FEATURES])
 def test_features_change_no_answer(feature: str) -> None:
     params, read = FEATURES[feature]
     found = answers(replace(SamplingParams(max_tokens=64), **params))

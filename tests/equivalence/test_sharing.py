@@ -18,7 +18,6 @@ import pytest
 from families import RAW
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from repeats import each_value_once
 from tiny_model import DTYPES, checked_run, engine_for, tiny_model
 
 from batchgen.core.records import FinishReason, Request, Result, SamplingParams, Timings
@@ -99,7 +98,8 @@ def alone(dtype: str, family: str = "lfm2") -> dict[int, Result]:
     return found
 
 
-@each_value_once({"family": list(RAW), "block_size, dtype": list(product([1, 4, 16], DTYPES))})
+@pytest.mark.parametrize("family", list(RAW), ids=str)
+@pytest.mark.parametrize(("block_size", "dtype"), list(product([1, 4, 16], DTYPES)), ids=str)
 def test_cached_equals_cold(family: str, block_size: int, dtype: str) -> None:
     sizes = {"num_blocks": 1200 // block_size, "block_size": block_size, "max_num_seqs": 6}
     engine = engine_for(model(dtype, family), **sizes)
@@ -109,7 +109,8 @@ def test_cached_equals_cold(family: str, block_size: int, dtype: str) -> None:
     assert engine.stats.num_preemptions == 0
 
 
-@each_value_once({"family": list(RAW), "dtype": list(DTYPES)})
+@pytest.mark.parametrize("family", list(RAW), ids=str)
+@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
 def test_a_preempted_sequence_finds_its_blocks_again_and_goes_on_undisturbed(dtype: str, family: str) -> None:
     engine = engine_for(model(dtype, family), num_blocks=21, block_size=4, max_num_seqs=8, max_num_batched_tokens=13)
     assert run(engine, requests()) == alone(dtype, family)

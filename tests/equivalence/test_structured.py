@@ -103,7 +103,7 @@ def test_preempted_before_every_step_equals_undisturbed() -> None:
 
     def preempting() -> Any:
         nonlocal owing
-        owing += sum(s.constraint is not None and s.num_owed > 1 for s in engine.scheduler.running)
+        owing += sum(s.generation.constraint is not None and s.num_owed > 1 for s in engine.scheduler.running)
         for sequence in engine.scheduler.running[::-1]:
             engine.scheduler._preempt(sequence)
         return schedule()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -54,6 +56,7 @@ def of_a_run(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             "text": record["text"],
             "finish_reason": record["finish_reason"],
             **record["usage"],
+            "details": None,
             "error": None,
         }
         for record in without_timings(job.output / "outputs.jsonl")
@@ -80,6 +83,28 @@ def test_the_schema_is_fixed_and_known_beforehand() -> None:
     assert wanted.names == ["row", "question", *ADDED.names]
     bad_rows_only = pa.RecordBatch.from_pydict({"row": [1], "question": [None]}, given.schema)
     assert [batch.schema for batch in answers([given.slice(0, 0), given, bad_rows_only])] == [wanted] * 3
+
+
+def test_all_that_sampling_asks_for_is_in_the_details(tmp_path: Path) -> None:
+    rows = [{"question": "What?", "sampling": {"n": 2, "logprobs": 1}}, {"question": "Which?"}]
+    rows += [{"question": "Which?", "sampling": {"choices": ["yes", "no"]}}]
+    rows += [{"question": "And?", "sampling": {"prompt_logprobs": 0}}]
+    job = JobMaker(tmp_path)
+    job.write(rows)
+    sampling = {"max_tokens": 9}
+    spec = job.spec(model={"path": str(MODEL)}, input={"prompt": "{question}", "id": None}, sampling=sampling)
+    run_job(spec, quiet(), engine_factory=stub_factory())
+    wanted = without_timings(job.output / "outputs.jsonl")
+    columns = [pa.RecordBatch.from_pylist([row]) for row in rows]
+    found = [rows_of(answers([batch], key=None, sampling=sampling))[0] for batch in columns]
+    details = [json.loads(row["details"] or "{}") for row in found]
+    assert [set(one) for one in details] == [
+        {"logprobs", "samples"},
+        set(),
+        {"choices"},
+        {"prompt_logprobs", "perplexity"},
+    ]
+    assert all(one == {name: record[name] for name in one} for one, record in zip(details, wanted, strict=True))
 
 
 def test_a_column_with_the_name_of_an_added_one_is_kept_under_another() -> None:
@@ -173,6 +198,8 @@ def test_impossible_jobs_are_refused_before_a_batch_is_pulled() -> None:
         ({"sampling": {"max_tokens": -1}}, "generate: sampling.max_tokens: max_tokens = -1"),
         ({"engine": {"thread": 2}}, 'generate: engine.thread: unknown key.*"threads"'),
         ({"model": ""}, "generate: model.path"),
+        ({"temperature": 0.5}, "generate: unknown argument 'temperature': give it in sampling"),
+        ({"samplng": {}}, 'generate: unknown argument .samplng.*"sampling"'),
     ):
         with pytest.raises(UsageError, match=words):
             answers(never(), **job)

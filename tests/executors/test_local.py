@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from local_workers import local_workers, signalled, still_there, workers_of
+from local_workers import local_workers, process_of, signalled, still_there, workers_of
 from run_helpers import (
     ENVIRONMENT,
     JobMaker,
@@ -30,8 +30,7 @@ from stub_engine import stub_factory
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import BatchgenError, ExitCode, ModelError, OutOfMemory
 from batchgen.executors.backend import run_job
-from batchgen.executors.local import LocalSeat
-from batchgen.executors.pipe import Pipe
+from batchgen.executors.handle import WorkerHandle
 from batchgen.run import job
 from batchgen.run.backend import Backend
 from batchgen.run.loader import ModelInfo
@@ -75,27 +74,57 @@ def test_rows_behind_bad_ones_at_the_beginning_go_to_workers_as_any_others(jobs:
     [
         (signal.SIGKILL, "is lost: it was ended by SIGKILL"),
         (signal.SIGRTMIN + 1, f"is lost: it was ended by signal {signal.SIGRTMIN + 1}"),
-        (signal.SIGSTOP, "is lost: it was silent"),
     ],
 )
-def test_rows_of_a_worker_that_dies_or_hangs_go_to_others(
+def test_rows_of_a_worker_that_dies_go_to_others(
     jobs: JobMaker, capfd: pytest.CaptureFixture[str], number: int, said: str
 ) -> None:
     jobs.write(rows_of(80))
-    seats: list[LocalSeat] = []
+    handles: list[WorkerHandle] = []
 
-    def on_hire(seat: LocalSeat) -> None:
-        seats.append(seat)
-        if len(seats) == 1:
-            signalled(seat, number)
+    def on_launch(handle: WorkerHandle) -> None:
+        handles.append(handle)
+        if len(handles) == 1:
+            signalled(handle, number)
 
-    factory = local_workers(2, stub_factory(step_s=0.01), on_hire=on_hire, patience_s=0.7)
+    factory = local_workers(2, stub_factory(step_s=0.05), on_launch=on_launch)
     options = job.RunOptions()
     assert job.run_job(jobs.spec(), options, engine_factory=factory).exit_code == ExitCode.OK
     assert jobs.outputs() == alone(jobs)
     assert re.search(f"worker local-1 on .* {said}", capfd.readouterr().err)
-    assert len(seats) == 3, "the lost worker was replaced, once"
-    assert not still_there([seat.process.pid for seat in seats])
+    assert len(handles) == 3, "the lost worker was replaced, once"
+    assert not still_there([process_of(handle).pid for handle in handles])
+
+
+def test_rows_of_a_worker_that_is_stopped_for_a_while_are_run_by_the_other(jobs: JobMaker) -> None:
+    jobs.write(rows_of(300))
+    handles: list[WorkerHandle] = []
+
+    def on_launch(handle: WorkerHandle) -> None:
+        handles.append(handle)
+        if len(handles) == 1:
+            signalled(handle, signal.SIGSTOP)
+            threading.Timer(6.0, process_of(handle).send_signal, [signal.SIGCONT]).start()
+
+    factory = local_workers(2, stub_factory(step_s=0.02), on_launch=on_launch, patience_s=1.5)
+    assert job.run_job(jobs.spec(), quiet(), engine_factory=factory).exit_code == ExitCode.OK
+    assert jobs.outputs() == alone(jobs)
+    assert not still_there([process_of(handle).pid for handle in handles])
+
+
+def test_where_the_only_worker_hangs_another_takes_its_place(jobs: JobMaker) -> None:
+    jobs.write(rows_of(40))
+    handles: list[WorkerHandle] = []
+
+    def on_launch(handle: WorkerHandle) -> None:
+        handles.append(handle)
+        if len(handles) == 1:
+            signalled(handle, signal.SIGSTOP)
+
+    factory = local_workers(1, stub_factory(step_s=0.02), on_launch=on_launch, patience_s=1.0)
+    assert job.run_job(jobs.spec(), quiet(), engine_factory=factory).exit_code == ExitCode.OK
+    assert jobs.outputs() == alone(jobs)
+    assert len(handles) == 2
 
 
 def test_workers_end_with_their_driver_and_the_run_goes_on(jobs: JobMaker) -> None:
@@ -216,29 +245,6 @@ def test_lasting_lack_of_memory_ends_the_job_with_its_message(jobs: JobMaker) ->
     assert not jobs.errors()
     assert jobs.run().exit_code == ExitCode.OK
     assert jobs.outputs() == alone(jobs)
-
-
-def test_messages_of_any_size_pass_a_pipe_that_never_blocks() -> None:
-    ends = socket.socketpair()
-    sender, receiver = map(Pipe, ends)
-    for end in ends:
-        end.setblocking(False)
-    messages = [b"", b"x" * 10_000_000, ("y", 1), b"z" * 300_000]
-    for message in messages:
-        sender.send(message)
-    assert sender.has_more_to_send, "what the socket does not take must wait"
-    found = []
-    while len(found) < len(messages):
-        sender.flush()
-        found += receiver.receive()
-    assert found == messages
-    assert not sender.has_more_to_send
-    sender.send("last")
-    ends[0].close()
-    assert [*receiver.receive()] == ["last"]
-    assert receiver.is_closed
-    receiver.send("to no one")
-    ends[1].close()
 
 
 def test_a_worker_that_says_nothing_is_lost_with_its_last_line(jobs: JobMaker) -> None:

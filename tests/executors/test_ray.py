@@ -34,13 +34,13 @@ from batchgen.config.cluster import ClusterSpec
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode
 from batchgen.executors.backend import on_workers
-from batchgen.executors.ray_crew import RayCrew
+from batchgen.executors.ray_launcher import RayLauncher
 from batchgen.executors.worker import Start
 from batchgen.run.backend import Backend
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]  # the cluster alone takes 10 s to start
+pytestmark = [pytest.mark.ray, pytest.mark.nightly]  # the cluster alone takes 10 s to start
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def jobs(tmp_path: Path) -> JobMaker:
     return JobMaker(tmp_path)
 
 
-Act = Callable[[RayCrew], object]
+Act = Callable[[RayLauncher], object]
 
 
 def workers(
@@ -73,23 +73,23 @@ def workers(
 ) -> EngineFactory:
     """Workers on the cluster, with stub engines by default; ``at`` so many answers something is done to them."""
     cluster = ClusterSpec(ray=machines.address, workers=bounds)
-    crews: list[RayCrew] = []
+    launchers: list[RayLauncher] = []
 
     def load(spec: JobSpec, model: ModelInfo) -> Backend:
-        def make_crew(start: Start) -> RayCrew:
+        def make_launcher(start: Start) -> RayLauncher:
             started = engine or stub_factory(**{"step_s": 0.002, **stub})
             made = replace(start, spec=replace(spec, cluster=cluster), engine_factory=started)
-            crews.append(RayCrew(made, model.config, None))
-            return crews[-1]
+            launchers.append(RayLauncher(made, model.config, None))
+            return launchers[-1]
 
-        backend = on_workers(make_crew, patience_s)(spec, model)
+        backend = on_workers(make_launcher, patience_s)(spec, model)
         run = backend.engine.run
 
         def watched(tasks: Iterable[Any]) -> Iterator[Any]:
             for number, answer in enumerate(run(tasks), 1):
                 yield answer
                 if at and number in at:
-                    at[number](crews[-1])
+                    at[number](launchers[-1])
 
         backend.engine.run = watched  # type: ignore[method-assign]
         return backend
@@ -97,9 +97,9 @@ def workers(
     return load
 
 
-def pids(crew: RayCrew) -> list[int]:
+def pids(launcher: RayLauncher) -> list[int]:
     """Processes of the workers that have a place."""
-    return [seat.pid for seat in crew.seats if seat.pid]
+    return [handle.place.pid for handle in launcher.handles if handle.place]
 
 
 def outputs(jobs: JobMaker, name: str, engine_factory: EngineFactory, **sections: Any) -> list[dict[str, Any]]:
@@ -116,46 +116,30 @@ def test_a_cluster_gives_the_rows_of_one_process(machines: Any, jobs: JobMaker) 
     jobs.write(rows)
     spec = {"sampling": {"temperature": 0.8, "n": 2, "logprobs": 1}}
     alone = outputs(jobs, "alone", stub_factory(), **spec)
-    assert outputs(jobs, "pool", workers(machines), **spec) == alone
-    assert read_lines(jobs.folder / "pool" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
+    assert outputs(jobs, "dispatcher", workers(machines), **spec) == alone
+    assert read_lines(jobs.folder / "dispatcher" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
 
 
 def test_rows_of_a_worker_that_dies_go_to_others(machines: Any, jobs: JobMaker) -> None:
     jobs.write(rows_of(400))
     alone = outputs(jobs, "alone", stub_factory(), sampling={"temperature": 0.8})
-    factory = workers(machines, at={100: lambda crew: os.kill(pids(crew)[0], signal.SIGKILL)})
-    assert outputs(jobs, "pool", factory, sampling={"temperature": 0.8}) == alone
+    factory = workers(machines, at={100: lambda launcher: os.kill(pids(launcher)[0], signal.SIGKILL)})
+    assert outputs(jobs, "dispatcher", factory, sampling={"temperature": 0.8}) == alone
 
 
 def test_rows_of_a_worker_that_hangs_go_to_others(machines: Any, jobs: JobMaker) -> None:
     jobs.write(rows_of(400))
     alone = outputs(jobs, "alone", stub_factory())
-    factory = workers(machines, at={100: lambda crew: os.kill(pids(crew)[0], signal.SIGSTOP)}, patience_s=2.0)
-    assert outputs(jobs, "pool", factory) == alone
+    factory = workers(machines, at={100: lambda launcher: os.kill(pids(launcher)[0], signal.SIGSTOP)}, patience_s=2.0)
+    assert outputs(jobs, "dispatcher", factory) == alone
 
 
 def test_rows_of_a_machine_that_is_gone_go_to_another(machines: Any, jobs: JobMaker) -> None:
     jobs.write(rows_of(400))
     alone = outputs(jobs, "alone", stub_factory())
     node = machines.add()
-    factory = workers(machines, "3", at={100: lambda crew: machines.remove(node)})
-    assert outputs(jobs, "pool", factory) == alone
-
-
-def test_a_machine_that_will_be_taken_away_gives_its_rows_back(machines: Any, jobs: JobMaker) -> None:
-    jobs.write(rows_of(800))
-    alone = outputs(jobs, "alone", stub_factory())
-    node, left = machines.add(), []
-
-    def drain(crew: RayCrew) -> None:
-        machines.drain(node)
-        while node.node_id not in crew.leaving:
-            time.sleep(0.02)
-
-    at = {100: drain, 800: lambda crew: left.extend(seat.node_id for seat in crew.seats)}
-    assert outputs(jobs, "pool", workers(machines, "3", at=at)) == alone
-    assert left and node.node_id not in left
-    machines.remove(node)
+    factory = workers(machines, "3", at={100: lambda launcher: machines.remove(node)})
+    assert outputs(jobs, "dispatcher", factory) == alone
 
 
 def test_a_machine_that_comes_late_gets_a_worker(machines: Any, jobs: JobMaker) -> None:
@@ -164,15 +148,15 @@ def test_a_machine_that_comes_late_gets_a_worker(machines: Any, jobs: JobMaker) 
     nodes: list[Any] = []
     counts: list[int] = []
 
-    def add(crew: RayCrew) -> None:
-        counts.append(len(pids(crew)))
+    def add(launcher: RayLauncher) -> None:
+        counts.append(len(pids(launcher)))
         nodes.append(machines.add())
         until = time.monotonic() + 120  # bounds a failure
         while len(machines.workers()) < 3 and time.monotonic() < until:
             time.sleep(0.05)
 
-    factory = workers(machines, "1:3", at={100: add, 1150: lambda crew: counts.append(len(pids(crew)))})
-    assert outputs(jobs, "pool", factory) == alone
+    factory = workers(machines, "1:3", at={100: add, 1150: lambda launcher: counts.append(len(pids(launcher)))})
+    assert outputs(jobs, "dispatcher", factory) == alone
     assert counts == [2, 3]
     machines.remove(nodes[0])
 
@@ -183,7 +167,7 @@ def test_a_killed_driver_takes_its_workers_along_and_is_resumed(
 ) -> None:
     jobs.write(rows_of(600))
     alone = outputs(jobs, "alone", stub_factory())
-    jobs.output = jobs.folder / "pool"
+    jobs.output = jobs.folder / "dispatcher"
     command = ["run", jobs.toml(), "--ray", machines.address, "--workers", "2"]
     driver = start(command, step_s=0.02)
     until_rows_are_done(driver, jobs.output, 100)
@@ -199,7 +183,7 @@ def test_a_killed_driver_takes_its_workers_along_and_is_resumed(
 def test_a_stopped_driver_saves_what_its_workers_have(machines: Any, jobs: JobMaker) -> None:
     jobs.write(rows_of(600))
     alone = outputs(jobs, "alone", stub_factory())
-    jobs.output = jobs.folder / "pool"
+    jobs.output = jobs.folder / "dispatcher"
     command = ["run", jobs.toml(), "--ray", machines.address, "--workers", "2"]
     driver = start(command, step_s=0.05)
     until_rows_are_done(driver, jobs.output, 50)
@@ -226,7 +210,7 @@ def test_actors_import_nothing_from_the_drivers_folder(
 def test_without_a_worker_the_job_waits_for_a_machine(machines: Any, jobs: JobMaker) -> None:
     jobs.write(rows_of(400))
     alone = outputs(jobs, "alone", stub_factory())
-    jobs.output = jobs.folder / "pool"
+    jobs.output = jobs.folder / "dispatcher"
     only = {"batchgen-test": 1.0}
     node = machines.add(resources=only)
     where = ["--ray", machines.address, "--workers", "1", "--resources", '{"batchgen-test": 1}']
@@ -255,7 +239,7 @@ def test_machines_of_several_kinds_are_told_apart(machines: Any, jobs: JobMaker)
     machines.settle()
     jobs.write(rows_of(12))
     assert batchgen("run", jobs.toml())[0] == 0
-    alone, jobs.output = jobs.outputs(), jobs.folder / "pool"
+    alone, jobs.output = jobs.outputs(), jobs.folder / "dispatcher"
     on_cluster = ["--ray", machines.address]
     check = ["check", "--model", MODEL, *on_cluster]
     code, said = batchgen(*check)
@@ -280,14 +264,14 @@ def test_random_kills_of_workers_and_machines_lose_no_row_and_double_none(machin
     alone = outputs(jobs, "alone", stub_factory(), sampling={"temperature": 0.8, "logprobs": 1})
     rng, node, num_killed = random.Random(0), machines.add(), []
 
-    def kill(crew: RayCrew) -> None:
+    def kill(launcher: RayLauncher) -> None:
         if found := machines.workers():
             os.kill(rng.choice(found), signal.SIGKILL)
             num_killed.append(1)
 
     at: dict[int, Act] = {rng.randrange(1, 495): kill for _ in range(12)}
-    at[250] = lambda crew: machines.remove(node)
+    at[250] = lambda launcher: machines.remove(node)
     factory = workers(machines, "3", at=at)
-    assert outputs(jobs, "pool", factory, sampling={"temperature": 0.8, "logprobs": 1}) == alone
-    assert read_lines(jobs.folder / "pool" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
+    assert outputs(jobs, "dispatcher", factory, sampling={"temperature": 0.8, "logprobs": 1}) == alone
+    assert read_lines(jobs.folder / "dispatcher" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
     assert len(num_killed) > 8

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import pickle
 import platform
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +17,25 @@ from typing import Any
 import pytest
 from run_helpers import JobMaker, quiet, read_lines, rows_of, without_timings
 from stub_engine import StubEngine, stub_factory
-from thread_seats import ThreadCrew, ThreadSeat
+from thread_workers import ThreadLauncher
 
+from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode
 from batchgen.core.records import Cursor, Record
 from batchgen.executors.backend import on_workers
-from batchgen.executors.messages import Grant
+from batchgen.executors.driver import NoWorkers
+from batchgen.executors.handle import WorkerHandle
+from batchgen.executors.messages import Assignment
 from batchgen.executors.worker import Start
 from batchgen.input.validator import Pending
-from batchgen.output.journal import JournalEntry
+from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.rundir import RunDir
 from batchgen.report.text import render_report
+from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
-from batchgen.run.loader import EngineFactory, load_engine
+from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
 from batchgen.run.reports import read_report
-from batchgen.run.results import Finished
 from batchgen.run.status import read_status, render_status
 
 
@@ -38,15 +45,19 @@ def jobs(tmp_path: Path) -> JobMaker:
 
 
 def workers(
-    number: int, *, engine: EngineFactory | None = None, on_hire: Callable[[ThreadSeat], object] = lambda seat: None
+    number: int,
+    *,
+    engine: EngineFactory | None = None,
+    on_launch: Callable[[WorkerHandle], object] = lambda handle: None,
+    **patience: float,
 ) -> EngineFactory:
-    """A pool of threads; their engines are stubs by default."""
+    """A dispatcher of threads; their engines are stubs by default."""
 
-    def make_crew(start: Start) -> ThreadCrew:
+    def make_launcher(start: Start) -> ThreadLauncher:
         made = Start(start.spec, start.begun_at, start.digests, engine or stub_factory(step_s=0.001))
-        return ThreadCrew(made, number, on_hire)
+        return ThreadLauncher(made, number, on_launch)
 
-    return on_workers(make_crew, patience_s=5.0)
+    return on_workers(make_launcher, **{"patience_s": 5.0, **patience})
 
 
 def outputs(jobs: JobMaker, name: str, engine_factory: EngineFactory, **sections: Any) -> list[dict[str, Any]]:
@@ -62,30 +73,116 @@ def test_workers_give_the_rows_of_one_process(jobs: JobMaker, number: int) -> No
     jobs.write([*rows_of(100), {"id": "q-3", "question": "again"}, "{", {"id": "x", "question": ""}])
     spec = {"sampling": {"temperature": 0.8, "n": 2, "logprobs": 1}}
     alone = outputs(jobs, "alone", stub_factory(), **spec)
-    assert outputs(jobs, "pool", workers(number), **spec) == alone
-    assert read_lines(jobs.folder / "pool" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
+    assert outputs(jobs, "dispatcher", workers(number), **spec) == alone
+    assert read_lines(jobs.folder / "dispatcher" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
 
 
 def test_rows_of_a_lost_worker_go_to_others(jobs: JobMaker) -> None:
     jobs.write(rows_of(200))
     alone = outputs(jobs, "alone", stub_factory())
-    seats: list[ThreadSeat] = []
+    handles: list[WorkerHandle] = []
 
-    def on_hire(seat: ThreadSeat) -> None:
-        seats.append(seat)
-        if len(seats) == 1:
-            send = seat.send
-            seat.send = lambda grant: (send(grant), seat.kill())[0]  # type: ignore[method-assign]
+    def on_launch(handle: WorkerHandle) -> None:
+        handles.append(handle)
+        if len(handles) == 1:
+            send = handle.send
+            handle.send = lambda assignment: (send(assignment), handle.remote.kill())[0]  # type: ignore[method-assign]
 
-    assert outputs(jobs, "pool", workers(2, on_hire=on_hire)) == alone
-    assert seats[0].num_granted > 0
-    assert len(seats) > 2, "the lost worker was replaced"
+    assert outputs(jobs, "dispatcher", workers(2, on_launch=on_launch)) == alone
+    assert handles[0].name == "thread-1"
+    assert len(handles) > 2, "the lost worker was replaced"
+
+
+class Hanging:
+    """Stub engines of which the first ``number`` hang at their third step, or while they load, until ``release``."""
+
+    def __init__(self, number: float, *, loading: bool = False) -> None:
+        self.release = threading.Event()
+        self._number = number
+        self._is_loading = loading
+        self._made = 0
+
+    def __call__(self, spec: JobSpec, model: ModelInfo) -> Backend:
+        self._made += 1
+        hangs = self._made <= self._number
+        if hangs and self._is_loading:
+            self.release.wait()
+        return stub_factory(step_s=0.001, before_step=self._hang if hangs else None)(spec, model)
+
+    def _hang(self, step: int) -> None:
+        if step == 3:
+            self.release.wait()
+
+
+@pytest.fixture
+def hanging() -> Iterator[Callable[..., Hanging]]:
+    """Makes ``Hanging`` engines, and lets them go at the end."""
+    made: list[Hanging] = []
+    yield lambda *args, **options: made.append(Hanging(*args, **options)) or made[-1]
+    for engine in made:
+        engine.release.set()
+
+
+def test_rows_of_a_worker_whose_step_hangs_go_to_others(jobs: JobMaker, hanging: Callable[..., Hanging]) -> None:
+    jobs.write(rows_of(200))
+    alone = outputs(jobs, "alone", stub_factory())
+    handles: list[WorkerHandle] = []
+    factory = workers(2, engine=hanging(1), on_launch=handles.append, patience_s=0.5)
+    assert outputs(jobs, "dispatcher", factory) == alone
+    assert handles[0].name == "thread-1"
+
+
+def test_a_step_that_takes_longer_than_patience_is_no_hang_while_its_kernels_are_launched(jobs: JobMaker) -> None:
+    made: list[str] = []
+    jobs.write(rows_of(8))
+    alone = outputs(jobs, "alone", stub_factory())
+
+    def slow(spec: JobSpec, model: ModelInfo) -> Backend:
+        made.append("engine")
+        step = stub_factory(before_step=lambda step: time.sleep(1.5) if step == 2 else None)(spec, model)
+        return replace(step, num_launches=itertools.count().__next__)
+
+    assert outputs(jobs, "dispatcher", workers(1, engine=slow, patience_s=0.6)) == alone
+    assert made == ["engine"], "the worker was given up"
+
+
+def test_where_all_workers_hang_the_run_stops_and_keeps_their_tokens(
+    jobs: JobMaker, hanging: Callable[..., Hanging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchgen.executors.loop.PARTIALS_S", 0.0)
+    jobs.write(rows_of(40))
+    sections = {"sampling": {"max_tokens": 200}}
+    alone = outputs(jobs, "alone", stub_factory(), **sections)
+    jobs.output = jobs.folder / "dispatcher"
+    factory = workers(2, engine=hanging(math.inf), patience_s=0.3)
+    with pytest.raises(
+        NoWorkers, match=r"no worker is left \(no step of it has ended in 0\.3 s \(--patience\)\); run again"
+    ):
+        run_job(jobs.spec(**sections), quiet(), engine_factory=factory)
+    assert len(jobs.errors()) <= 2, "rows are innocent of most of it"
+    journal = Journal.open(jobs.output / "journal")
+    journal.close()
+    assert len(journal.partials) > 8
+    engines: list[StubEngine] = []
+    run_job(jobs.spec(**sections), quiet(), engine_factory=stub_factory(engines))
+    assert jobs.outputs() == alone
+
+
+def test_where_all_workers_hang_while_they_load_the_run_stops(
+    jobs: JobMaker, hanging: Callable[..., Hanging], capfd: pytest.CaptureFixture[str]
+) -> None:
+    jobs.write(rows_of(4))
+    factory = workers(2, engine=hanging(math.inf, loading=True), patience_s=0.1, load_patience_s=1.5)
+    with pytest.raises(NoWorkers, match=r"it has not loaded the model in 1\.5 s \(--load-patience\)\); run again"):
+        run_job(jobs.spec(), RunOptions(), engine_factory=factory)
+    said = "worker thread-1 has been loading the model for 0.1 s; it is given up after 1.5 s (--load-patience) (and 1"
+    assert said in capfd.readouterr().err
 
 
 def test_the_models_own_engine_runs_in_workers(jobs: JobMaker) -> None:
     jobs.write(rows_of(12))
     alone = outputs(jobs, "alone", load_engine)
-    assert outputs(jobs, "pool", workers(2, engine=load_engine)) == alone
+    assert outputs(jobs, "dispatcher", workers(2, engine=load_engine)) == alone
     report = read_report(RunDir(jobs.output))
     counts, series = report["engine"], report["series"]
     assert sum(series["tokens"]) == counts["num_prefill_tokens"] + counts["num_decode_tokens"]
@@ -116,30 +213,31 @@ def test_the_report_tells_of_each_worker_and_adds_up_what_a_resumed_run_did(jobs
 
 
 def test_machines_that_no_row_is_left_for_are_given_back(jobs: JobMaker) -> None:
-    long = {"id": "long", "question": "What?", "sampling": {"max_tokens": 3000}}
+    long = {"id": "long", "question": "Where?", "sampling": {"max_tokens": 3000}}
     jobs.write([long, *rows_of(30)])
     alone = outputs(jobs, "alone", stub_factory())
     assert max(row["usage"]["completion_tokens"] for row in alone) > 300, "otherwise it is not long"
     engines: list[StubEngine] = []
     still_work: list[bool] = []
 
-    def on_hire(seat: ThreadSeat) -> None:
-        send = seat.send
+    def on_launch(handle: WorkerHandle) -> None:
+        send = handle.send
 
-        def sending(grant: Grant) -> None:
-            if grant.stop:
+        def sending(assignment: Assignment) -> None:
+            if assignment.stop:
                 still_work.append(any(engine.has_work for engine in engines))
-            send(grant)
+            send(assignment)
 
-        seat.send = sending  # type: ignore[method-assign]
+        handle.send = sending  # type: ignore[method-assign]
 
-    def make_crew(start: Start) -> ThreadCrew:
-        crew = ThreadCrew(replace(start, engine_factory=stub_factory(engines, step_s=0.005)), 2, on_hire)
-        crew.is_one_place = False
-        return crew
+    def make_launcher(start: Start) -> ThreadLauncher:
+        launcher = ThreadLauncher(replace(start, engine_factory=stub_factory(engines, step_s=0.005)), 2, on_launch)
+        launcher.is_local = False
+        return launcher
 
-    assert outputs(jobs, "pool", on_workers(make_crew)) == alone
-    assert still_work == [True, False], "one worker was told to stop while the other had work, none took its place"
+    assert outputs(jobs, "dispatcher", on_workers(make_launcher)) == alone
+    assert len(still_work) == 2, "none took the place of the one that was told to stop"
+    assert still_work[0], "while the other had work"
 
 
 def test_a_running_pool_is_seen_from_outside(
@@ -149,18 +247,18 @@ def test_a_running_pool_is_seen_from_outside(
     jobs.write(rows_of(150))
     seen: list[dict[str, Any]] = []
 
-    def look(seat: ThreadSeat) -> None:
-        send = seat.send
+    def look(handle: WorkerHandle) -> None:
+        send = handle.send
 
-        def sending(grant: Grant) -> None:
-            send(grant)
+        def sending(assignment: Assignment) -> None:
+            send(assignment)
             status = read_status(jobs.output)
             if len(status["workers"]) == 2 and not seen:
                 seen.append(status)
 
-        seat.send = sending  # type: ignore[method-assign]
+        handle.send = sending  # type: ignore[method-assign]
 
-    factory = workers(2, engine=stub_factory(step_s=0.03), on_hire=look)
+    factory = workers(2, engine=stub_factory(step_s=0.03), on_launch=look)
     options = RunOptions(progress="json", heartbeat_s=0.0)
     assert run_job(jobs.spec(), options, engine_factory=factory).exit_code == ExitCode.OK
     assert {worker["name"] for worker in seen[0]["workers"]} == {"thread-1", "thread-2"}
@@ -176,5 +274,5 @@ def test_a_running_pool_is_seen_from_outside(
 def test_rows_pass_between_processes_whole() -> None:
     cursor = Cursor(0, 800, 1, 2)
     row = Pending(Record(1, "f.jsonl", 2, {"question": "x"}, cursor), "q", output_token_ids=(4, 5))
-    done = Finished(JournalEntry(1, cursor, "result", b"{}"), 3, 4)
+    done = JournalEntry(1, cursor, "result", b"{}", 3, 4)
     assert pickle.loads(pickle.dumps((row, done))) == (row, done)

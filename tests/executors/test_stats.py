@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from report_samples import engine, made
 
 from batchgen.core.records import Request
-from batchgen.engine.stats import MAX_POINTS
-from batchgen.executors.messages import Answers
+from batchgen.executors.dispatcher import RowDispatcher
+from batchgen.executors.messages import WorkerUpdate
 from batchgen.executors.notes import WorkerNotes
-from batchgen.executors.pool import Pool
-from batchgen.executors.series import merged
-from batchgen.executors.stats import PoolStats
+from batchgen.executors.stats import WorkersStats
 from batchgen.report.facts import joined, outcome, workers
 from batchgen.report.usage import add_up, tail_s, usage_of
 
@@ -27,34 +23,22 @@ class Time:
         return self.now
 
 
-def series(at: float, spans: list[float], sequences: float = 8.0) -> dict[str, list[Any]]:
-    starts = [at + sum(spans[:number]) for number in range(len(spans))]
-    count = len(spans)
-    return {
-        "at": starts,
-        "span_s": spans,
-        "steps": [2] * count,
-        "tokens": [16] * count,
-        "prefill_tokens": [5] * count,
-        "sequences": [sequences] * count,
-        "kv_use": [0.5] * count,
-    }
-
-
 @pytest.fixture
-def pair() -> tuple[Time, Pool, PoolStats]:
+def pair() -> tuple[Time, RowDispatcher, WorkersStats]:
     """Two workers: one from the beginning, the other for the second half of 20 s."""
     time = Time()
-    pool = Pool(clock=time)
-    stats = PoolStats(pool.workers, time)
+    dispatcher = RowDispatcher(clock=time)
+    stats = WorkersStats(time)
     for name in ("a", "b"):
-        pool.join(name, max_num_seqs=8)
-        stats.greet(name, "here")
+        dispatcher.join(name, max_num_seqs=8)
+        stats.join(dispatcher.workers[name], "here")
         time.now += 10
-    return time, pool, stats
+    return time, dispatcher, stats
 
 
-def test_counts_are_sums_and_times_are_those_of_one_large_device(pair: tuple[Time, Pool, PoolStats]) -> None:
+def test_counts_are_sums_and_times_are_those_of_one_large_device(
+    pair: tuple[Time, RowDispatcher, WorkersStats],
+) -> None:
     _, _, stats = pair
     for name, idle_s in (("a", 5.0), ("b", 1.0)):
         stats.tell(name, engine(num_output_tokens=60, phase_s={"forward": 9.0}, forward_prefill_s=3.0, idle_s=idle_s))
@@ -66,7 +50,7 @@ def test_counts_are_sums_and_times_are_those_of_one_large_device(pair: tuple[Tim
     assert stats.num_output_tokens == 120
 
 
-def test_counts_replace_those_told_before(pair: tuple[Time, Pool, PoolStats]) -> None:
+def test_counts_replace_those_told_before(pair: tuple[Time, RowDispatcher, WorkersStats]) -> None:
     time, _, stats = pair
     for tokens in (10, 40, 70):
         stats.tell("a", {"num_output_tokens": tokens, "num_prefill_tokens": 2 * tokens})
@@ -75,14 +59,15 @@ def test_counts_replace_those_told_before(pair: tuple[Time, Pool, PoolStats]) ->
     assert stats.live()[0]["tokens_per_s"] == 90
 
 
-def test_a_lost_worker_keeps_its_part_and_is_not_live(pair: tuple[Time, Pool, PoolStats]) -> None:
-    time, pool, stats = pair
-    pool.put([Request(number, (1,)) for number in range(4)])
-    pool.grants()
-    pool.heard("a", Answers(partials={0: (1, 2, 3)}))
-    in_flight = len(pool.workers["a"].tasks)
+def test_a_lost_worker_keeps_its_part_and_is_not_live(pair: tuple[Time, RowDispatcher, WorkersStats]) -> None:
+    time, dispatcher, stats = pair
+    for number in range(4):
+        dispatcher.put(Request(number, (1,)))
+    dispatcher.assignments()
+    dispatcher.on_update("a", WorkerUpdate(partials={0: (1, 2, 3)}))
+    in_flight = len(dispatcher.workers["a"].tasks)
     assert in_flight > 0
-    pool.lose("a")
+    dispatcher.on_lost("a")
     time.now += 100
     lost = stats.to_dict()["workers"]["a@here"]
     assert [worker["name"] for worker in stats.live()] == ["b"]
@@ -92,45 +77,90 @@ def test_a_lost_worker_keeps_its_part_and_is_not_live(pair: tuple[Time, Pool, Po
 
 @pytest.mark.parametrize(("leaves", "given"), [(True, 4), (False, 0)])
 def test_rows_are_given_again_where_a_worker_leaves_and_not_where_the_run_stops(
-    pair: tuple[Time, Pool, PoolStats], leaves: bool, given: int
+    pair: tuple[Time, RowDispatcher, WorkersStats], leaves: bool, given: int
 ) -> None:
-    _, pool, stats = pair
-    pool.leave("b")
-    pool.put([Request(number, (1,)) for number in range(4)])
-    pool.grants()
+    _, dispatcher, stats = pair
+    dispatcher.drain("b")
+    for number in range(4):
+        dispatcher.put(Request(number, (1,)))
+    dispatcher.assignments()
     if leaves:
-        pool.leave("a")
-    pool.heard("a", Answers(partials={0: (1, 2, 3)}, stopped=True))
+        dispatcher.drain("a")
+    dispatcher.on_update("a", WorkerUpdate(partials={0: (1, 2, 3)}, stopped=True))
     found = stats.to_dict()["workers"]["a@here"]
     assert (found["rows_given_again"], found["tokens_taken_over"]) == (given, 3 if leaves else 0)
 
 
-spans = st.lists(st.floats(0.01, 50), min_size=1, max_size=40)
+def steps(number: int, *, sequences: float = 8.0, idle_s: float = 0.0) -> dict[str, Any]:
+    """The counts of an engine after so many steps of eight sequences."""
+    return {
+        "num_steps": number,
+        "num_prefill_tokens": 3 * number,
+        "num_decode_tokens": 5 * number,
+        "steps_s": 0.1 * number,
+        "sequences_s": sequences * 0.1 * number,
+        "kv_use_s": 0.5 * 0.1 * number,
+        "idle_s": idle_s,
+    }
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), spans), min_size=1, max_size=5))
-def test_a_merged_series_holds_every_step_and_token(parts: list[tuple[float, list[float]]]) -> None:
-    found = merged([series(at, spans) for at, spans in parts], len(parts))
-    num_points = sum(len(spans) for _, spans in parts)
-    assert sum(found["steps"]) == 2 * num_points
-    assert sum(found["tokens"]) == 16 * num_points
-    assert len(found["at"]) <= MAX_POINTS
-    assert found["at"] == sorted(found["at"])
-    assert max(found["sequences"]) <= 8.0001
-    end = max(at + sum(spans) for at, spans in parts)
-    assert found["at"][-1] + found["span_s"][-1] == pytest.approx(end, abs=1e-3)
+def told(seconds: int, ends: dict[str, int]) -> tuple[dict[str, Any], int]:
+    """The series of workers that take ten steps a second, each up to its end, and what all have computed."""
+    time = Time()
+    dispatcher, stats = RowDispatcher(clock=time), WorkersStats(time)
+    for name in ends:
+        dispatcher.join(name, max_num_seqs=8)
+        stats.join(dispatcher.workers[name], "here")
+    for second in range(1, seconds + 1):
+        time.now += 1
+        for name, end in ends.items():
+            stats.tell(name, steps(10 * min(second, end), idle_s=max(0, second - end)))
+    found: dict[str, Any] = stats.to_dict()["series"]
+    return found, sum(80 * end for end in ends.values())
+
+
+@pytest.mark.parametrize("seconds", [3, 50, 5000])
+def test_the_series_holds_every_step_and_token_and_stays_small(seconds: int) -> None:
+    series, num_tokens = told(seconds, {"a": seconds, "b": seconds // 2})
+    assert sum(series["tokens"]) == num_tokens
+    assert sum(series["steps"]) * 8 == num_tokens
+    assert sum(series["prefill_tokens"]) * 8 == num_tokens * 3
+    assert len({len(column) for column in series.values()}) == 1 and len(series["at"]) <= 1001
+    assert series["at"] == sorted(series["at"])
+    assert series["at"][-1] + series["span_s"][-1] == pytest.approx(1000 + seconds)
+    assert max(series["sequences"]) == pytest.approx(8) and max(series["kv_use"]) == pytest.approx(0.5)
 
 
 def test_a_worker_that_runs_alone_at_the_end_is_a_tail() -> None:
-    found = merged([series(0, [1.0] * 100), series(0, [1.0] * 60, sequences=8), series(0, [1.0] * 60)], 3)
-    assert found["sequences"][0] == pytest.approx(8)
-    assert found["sequences"][-1] == pytest.approx(8 / 3, abs=0.001)
-    assert tail_s(found) == pytest.approx(40, abs=1)
+    series, _ = told(100, {"a": 100, "b": 60, "c": 60})
+    assert series["sequences"][1] == pytest.approx(8)
+    assert series["sequences"][-2] == pytest.approx(8 / 3, abs=0.001)
+    assert tail_s(series) == pytest.approx(40, abs=2)
 
 
 def test_a_run_without_steps_has_no_series() -> None:
-    assert merged([{"at": []}], 1) == {}
-    assert PoolStats({}).to_dict() == {"workers": {}, "mean_workers": 1.0}
+    assert WorkersStats().to_dict() == {"workers": {}, "mean_workers": 1.0}
+
+
+def test_workers_that_are_gone_are_one_sum_however_many_they_were() -> None:
+    time = Time()
+    dispatcher, stats = RowDispatcher(clock=time), WorkersStats(time)
+    for number in range(300):
+        name = f"w{number}"
+        dispatcher.join(name, max_num_seqs=8)
+        stats.join(dispatcher.workers[name], "here" if number < 200 else "there")
+        time.now += 1
+        stats.tell(name, steps(10, idle_s=0.25) | {"num_output_tokens": 7})
+        if number < 299:
+            dispatcher.on_lost(name)
+            stats.drop(name)
+    found = stats.to_dict()
+    assert (found["num_steps"], stats.num_output_tokens, sum(found["series"]["tokens"])) == (3000, 2100, 24_000)
+    gone = found["workers"]["gone@several machines"]
+    assert [*found["workers"]] == ["w299@there", "gone@several machines"]
+    assert (gone["losses"], gone["tokens"], gone["present_s"], gone["busy_s"]) == (299, 2093, 299, 224.25)
+    assert found["mean_workers"] == pytest.approx(1)
+    assert len(dispatcher.workers) == 1
 
 
 WORKER = {"name": "a", "place": "here", "rows": 7, "tokens": 60, "present_s": 7200.0, "busy_s": 3600.0}
@@ -143,7 +173,7 @@ def test_the_report_shows_workers_and_gives_back_their_usage() -> None:
     assert report["workers"][0]["busy_share"] == 0.5
     assert report["device_s"] == 20
     said = joined(outcome(report))["workers"]
-    assert said == "2 on 1 machine, 50% busy, 4.00 worker-hours, 1 lost, 6 rows given to others with 80 tokens"
+    assert said == "2 on 1 machine, there for 4h 00m in all, 50% busy, 1 lost, 6 rows given to others with 80 tokens"
     assert [row[0] for row in workers(report).rows] == ["b", "a"]
     assert "workers had nothing to do for 50% of their time" in " ".join(report["advice"])
     usage = usage_of(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,20 @@ from typing import Any
 import pytest
 from run_helpers import JobMaker, quiet, rows_of
 from stub_engine import stub_factory
-from thread_seats import ThreadCrew, ThreadSeat
+from thread_workers import ThreadLauncher
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.version import __version__
-from batchgen.executors.backend import on_workers
-from batchgen.executors.engine import PoolEngine
-from batchgen.executors.identity import Gate
-from batchgen.executors.messages import Hello, Identity
-from batchgen.executors.pool import Pool
+from batchgen.executors.backend import IdentityGate, on_workers
+from batchgen.executors.dispatcher import RowDispatcher
+from batchgen.executors.driver import WorkersEngine
+from batchgen.executors.handle import WorkerHandle
+from batchgen.executors.liveness import Liveness
+from batchgen.executors.messages import Identity, WorkerReady
 from batchgen.executors.worker import Start
 from batchgen.output.rundir import RunDir
-from batchgen.run.backend import Backend, Begun
+from batchgen.run.backend import Backend, RunContext
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
 
@@ -30,10 +32,10 @@ WEIGHTS = {"model.safetensors": "ab" * 32}
 NUMERICS = {"dtype": "bfloat16", "device": "cpu", "kernels": "avx512"}
 
 
-def hello(**changes: Any) -> Hello:
+def hello(**changes: Any) -> WorkerReady:
     """A worker like the others, but for some of its identity."""
     identity = replace(Identity(WEIGHTS, NUMERICS, __version__), **changes)
-    return Hello(identity, max_num_seqs=4, threads=1, place="node7")
+    return WorkerReady(identity, max_num_seqs=4, threads=1, place="node7")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def hello(**changes: Any) -> Hello:
 )
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_stranger_is_told_by_what_differs(changes: Mapping[str, Any], said: str, has_begun: bool) -> None:
-    gate = Gate(Begun(weights=WEIGHTS, numerics=NUMERICS if has_begun else None))
+    gate = IdentityGate(RunContext(weights=WEIGHTS, numerics=NUMERICS if has_begun else None))
     if not has_begun:
         assert gate.refusal(hello()) == ""
     assert said in gate.refusal(hello(**changes))
@@ -59,7 +61,9 @@ def test_a_stranger_is_told_by_what_differs(changes: Mapping[str, Any], said: st
 
 def test_several_kernel_sets_are_taken_where_the_run_takes_them() -> None:
     asked: list[str] = []
-    gate = Gate(Begun(weights=WEIGHTS, numerics=NUMERICS, takes_kernels=lambda kernels: not asked.append(kernels)))
+    gate = IdentityGate(
+        RunContext(weights=WEIGHTS, numerics=NUMERICS, takes_kernels=lambda kernels: not asked.append(kernels))
+    )
     other = hello(numerics={**NUMERICS, "kernels": "avx2"})
     assert [gate.refusal(worker) for worker in (hello(), other, hello(), other)] == [""] * 4
     assert asked == ["avx2"]
@@ -68,19 +72,20 @@ def test_several_kernel_sets_are_taken_where_the_run_takes_them() -> None:
 
 
 def test_workers_of_a_run_of_an_earlier_build_are_held_against_each_other() -> None:
-    gate = Gate(Begun(weights=WEIGHTS, numerics={"dtype": "bfloat16", "device": "cpu"}))
+    gate = IdentityGate(RunContext(weights=WEIGHTS, numerics={"dtype": "bfloat16", "device": "cpu"}))
     assert gate.refusal(hello()) == ""
     assert gate.refusal(hello(numerics={**NUMERICS, "kernels": "avx2"}))
 
 
-class MixedCrew(ThreadCrew):
+class MixedLauncher(ThreadLauncher):
     """Its workers have these kernels by turns."""
 
     kernels: tuple[str, ...] = ()
 
-    def hire(self) -> ThreadSeat:
-        self._start = replace(self._start, engine_factory=with_kernels(self.kernels[len(self.seats) % 2]))
-        return super().hire()
+    def begin(self, handle: WorkerHandle) -> Future[Any]:
+        number = int(handle.name.removeprefix("thread-"))
+        self.start = replace(self.start, engine_factory=with_kernels(self.kernels[number % 2]))
+        return super().begin(handle)
 
 
 def with_kernels(kernels: str) -> EngineFactory:
@@ -91,13 +96,13 @@ def with_kernels(kernels: str) -> EngineFactory:
     return load
 
 
-def mixed_crew(*kernels: str) -> EngineFactory:
-    def make_crew(start: Start) -> MixedCrew:
-        crew = MixedCrew(start, 2)
-        crew.kernels = kernels
-        return crew
+def mixed(*kernels: str) -> EngineFactory:
+    def make_launcher(start: Start) -> MixedLauncher:
+        launcher = MixedLauncher(start, 2)
+        launcher.kernels = kernels
+        return launcher
 
-    return on_workers(make_crew)
+    return on_workers(make_launcher)
 
 
 @pytest.fixture
@@ -113,14 +118,14 @@ def kernels_of(folder: Path) -> str:
 
 def test_rows_go_on_with_the_workers_that_fit(jobs: JobMaker) -> None:
     jobs.write(rows_of(50))
-    assert run_job(jobs.spec(), quiet(), engine_factory=mixed_crew("avx512", "avx2")).exit_code == ExitCode.OK
+    assert run_job(jobs.spec(), quiet(), engine_factory=mixed("avx512", "avx2")).exit_code == ExitCode.OK
     assert kernels_of(jobs.output) in ("avx512", "avx2")
 
 
 def test_a_mix_that_is_allowed_is_recorded(jobs: JobMaker) -> None:
     jobs.write(rows_of(400))
-    spec = jobs.spec(cluster={"numerics": "any"})
-    assert run_job(spec, quiet(), engine_factory=mixed_crew("avx512", "avx2")).exit_code == ExitCode.OK
+    options = replace(quiet(), allow_mixed_kernels=True)
+    assert run_job(jobs.spec(), options, engine_factory=mixed("avx512", "avx2")).exit_code == ExitCode.OK
     assert set(kernels_of(jobs.output).split(" + ")) == {"avx512", "avx2"}
 
 
@@ -129,21 +134,23 @@ def test_a_resume_lets_no_stranger_in(jobs: JobMaker) -> None:
     stopped = run_job(jobs.spec(), quiet(max_total_tokens=100), engine_factory=with_kernels("avx512"))
     assert stopped.exit_code == ExitCode.STOPPED
     with pytest.raises(UsageError, match=r"no worker may take part.* its kernels are avx2, the run's avx512"):
-        run_job(jobs.spec(), quiet(), engine_factory=mixed_crew("avx2", "avx2"))
-    assert run_job(jobs.spec(), quiet(), engine_factory=mixed_crew("avx2", "avx512")).exit_code == ExitCode.OK
+        run_job(jobs.spec(), quiet(), engine_factory=mixed("avx2", "avx2"))
+    assert run_job(jobs.spec(), quiet(), engine_factory=mixed("avx2", "avx512")).exit_code == ExitCode.OK
     assert kernels_of(jobs.output) == "avx512"
 
 
 def test_where_all_are_turned_away_the_reason_is_told(jobs: JobMaker) -> None:
-    crew = ThreadCrew(Start(jobs.spec(), None, {}, stub_factory()), 1)
+    launcher = ThreadLauncher(Start(jobs.spec(), None, {}, stub_factory()), 1)
     with pytest.raises(UsageError, match=r"^no worker may take part: on \S+ it is odd$"):
-        PoolEngine(crew, Pool(), lambda hello: "it is odd").begin()
+        WorkersEngine(launcher, RowDispatcher(), Liveness(), lambda hello: "it is odd").begin()
 
 
 def test_where_workers_are_on_other_machines_others_take_the_place_of_those_turned_away(jobs: JobMaker) -> None:
-    crew, seen = ThreadCrew(Start(jobs.spec(), None, {}, stub_factory()), 1), []
-    crew.is_one_place = False
-    engine = PoolEngine(crew, Pool(), lambda hello: "" if len(seen) == 2 else seen.append(hello) or "it is odd")
+    launcher, seen = ThreadLauncher(Start(jobs.spec(), None, {}, stub_factory()), 1), []
+    launcher.is_local = False
+    engine = WorkersEngine(
+        launcher, RowDispatcher(), Liveness(), lambda hello: "" if len(seen) == 2 else seen.append(hello) or "it is odd"
+    )
     engine.begin()
     engine.close()
-    assert len(crew.seats) == 3
+    assert launcher.num_launched == 3

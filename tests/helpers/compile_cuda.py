@@ -78,20 +78,18 @@ def call_everything(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple
     route = kernels.router(Routing(zeros(4, HIDDEN, dtype=torch.float32), None, 2, is_softmax=True))
     x, gated = zeros(tokens, HIDDEN), kernels.gated_linear(zeros(FF, HIDDEN), zeros(FF, HIDDEN))
     experts(x, *route(x), x)
-    for taken in (x, kernels.add_and_norm(linear, x, x, zeros(HIDDEN), 1e-5)[1]):
+    for taken in (x, zeros(300, HIDDEN)):
         gated(taken)
-        gated(zeros(300, HIDDEN))
-        call_projections(kernels, dtype, pieces, taken)
+    call_mixers(kernels, dtype, pieces)
     logits = zeros(2, VOCAB)
-    kernels.argmax(logits)
     kernels.logsumexp(logits)
     kernels.mask(logits, zeros(2, dtype=torch.int64), zeros(2, VOCAB // 32, dtype=torch.int32))
     types = (torch.float32, torch.float32, torch.int64, torch.float64, torch.float64)
     kernels.sample(logits, SamplingRows(*(zeros(2, dtype=t) for t in types)))
 
 
-def call_projections(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple[int, int]], x: Any) -> None:
-    """What begins a layer, in one kernel if it may be; then in steps."""
+def call_mixers(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tuple[int, int]]) -> None:
+    """What is computed between the projections of a layer."""
     inputs, num_blocks = ragged_input(pieces, BLOCK_SIZE)
     tokens, slots = inputs.num_tokens, inputs.num_seqs
 
@@ -106,12 +104,10 @@ def call_projections(kernels: CudaKernels, dtype: torch.dtype, pieces: list[tupl
         cache = KVCache(keys, values, BLOCK_SIZE, scales)
         qkv = zeros(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM + gates)
         heads = Heads(HEADS, HEAD_DIM, norm, norm, 1e-5)
-        kernels.project_and_cache(kernels.linear(zeros(qkv.shape[1], HIDDEN)), x, heads, rotary, inputs, cache)
         q = kernels.rope_and_cache(qkv, heads, rotary, inputs, cache)
         kernels.attention(q, cache, inputs, HEAD_DIM, dtype, window, qkv if gates else None)
     state = ConvState(zeros(slots, 2, HIDDEN), zeros(num_blocks, 2, HIDDEN), BLOCK_SIZE)
     weight, bias = zeros(3, HIDDEN, dtype=torch.float32), zeros(HIDDEN, dtype=torch.float32)
-    kernels.project_and_convolve(kernels.linear(zeros(3 * HIDDEN, HIDDEN)), x, weight, bias, state, inputs)
     kernels.short_conv(zeros(tokens, 3 * HIDDEN), weight, bias, state, inputs)
 
 

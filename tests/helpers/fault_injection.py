@@ -1,9 +1,9 @@
-"""Faults at the operations that a process does on the files of one folder: killed, torn, out of space, failing.
+"""Faults at the operations that a process does on the files of one folder: killed, torn, no power, no space, failing.
 
 ``Injector`` stands between the code under test and the operating system: it replaces the functions of ``os`` and
 ``io.open``, and by way of ``sqlite3_vfs.xSetSystemCall`` the system calls of SQLite too, where the interpreter's
 SQLite is a shared library. It counts the operations, and at the one it was given it does the fault. It is armed in a
-forked child, which it may end, and never disarmed.
+forked child, which it may end, and never disarmed. What survives a loss of power is known to ``power_loss``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,25 @@ import errno
 import functools
 import io
 import os
+import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-Kind = Literal["kill", "torn", "ENOSPC", "EIO"]
-KINDS: tuple[Kind, ...] = ("kill", "torn", "ENOSPC", "EIO")
+from power_loss import Disk
+
+Kind = Literal["kill", "torn", "power", "some power", "ENOSPC", "EIO"]
+POWER: tuple[Kind, ...] = ("power", "some power")
+KINDS: tuple[Kind, ...] = ("kill", "torn", *POWER, "ENOSPC", "EIO")
+DEADLY = frozenset({"kill", "torn", *POWER})  # these end the process
 KILLED = 137
 
 _CHANGES = ("replace", "rename", "unlink", "rmdir", "mkdir")  # by path
 _NEEDS_SPACE = frozenset({"create", "write", "mkdir", "replace", "rename", "fsync", "grow"})
 _ONLY_READS = frozenset({"open", "read"})
+_SQLITE_IOERR_FSYNC = 1034
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,10 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of ``kind`` at operation number ``at``; a lasting one goes on failing in all that comes after."""
+    """A fault of ``kind`` at operation number ``at``; a lasting one goes on failing in all that comes after.
+
+    With "power" nothing survives that was not synced, with "some power" a part of it, drawn by ``at``.
+    """
 
     kind: Kind
     at: int
@@ -58,19 +68,24 @@ class Fault:
 class Injector:
     """Watches all operations under ``root`` of this process and does ``fault``, if any, at its place.
 
-    ``operations`` holds what was done so far; ``on_fault`` is called as the fault happens.
+    ``operations`` holds what was done so far; ``on_fault`` is called as the fault happens, with the files of journals
+    and how many of their bytes must survive a loss of power.
     """
 
-    def __init__(self, root: Path, fault: Fault | None, on_fault: Callable[[], object]) -> None:
+    def __init__(self, root: Path, fault: Fault | None, on_fault: Callable[[dict[str, int]], object]) -> None:
         self.operations: list[Operation] = []
         self._root = str(root)
         self._fault = fault
         self._on_fault = on_fault
         self._watched: dict[int, str] = {}  # open descriptors and the names of their files
         self._kept: list[object] = []  # callbacks that SQLite holds
+        self._disk: Disk | None = None  # watched where power is to be lost
+        self._loser: int | None = None  # the thread that loses it
 
     def arm(self) -> None:
         """Replace the functions of this process."""
+        if self._fault is not None and self._fault.kind in POWER:
+            self._disk = Disk(Path(self._root))
         self._replace_paths()
         self._replace_descriptors()
         self._replace_open()
@@ -78,14 +93,20 @@ class Injector:
 
     def at(self, name: str, file: str, tear: Callable[[], None] | None = None) -> None:
         """One operation is about to be done; ``tear`` does half of it. Raises OSError where it is to fail."""
+        if self._loser is not None:
+            if self._loser != threading.get_ident():
+                threading.Event().wait()  # the machine is off
+            return
         fault, number = self._fault, len(self.operations)
         operation = Operation(name, Path(file).name)
         self.operations.append(operation)
         if fault is None or number < fault.at:
             return
         if number == fault.at:
-            self._on_fault()
-            if fault.kind in ("kill", "torn"):
+            if self._disk is not None:
+                self._lose_power(self._disk, self._disk.sizes(".seg", synced=True))
+            self._on_fault({})
+            if fault.kind in DEADLY:
                 if fault.kind == "torn" and tear is not None:
                     tear()
                 os._exit(KILLED)
@@ -96,6 +117,24 @@ class Injector:
         code = errno.ENOSPC if fault.kind == "ENOSPC" else errno.EIO
         raise OSError(code, os.strerror(code), file)
 
+    def end(self) -> None:
+        """The command is done, and all of its journal should be synced: power that is to be lost later is lost now."""
+        if self._disk is not None:
+            self._lose_power(self._disk, self._disk.sizes(".seg", synced=False))
+
+    def _lose_power(self, disk: Disk, promised: dict[str, int]) -> NoReturn:
+        """End the process and leave of its files what survives."""
+        self._loser = threading.get_ident()
+        assert self._fault is not None
+        self._on_fault(promised)
+        disk.lose(random.Random(self._fault.at) if self._fault.kind == "some power" else None)
+        os._exit(KILLED)
+
+    def synced(self, path: int | str) -> None:
+        """A file or folder was fsynced."""
+        if self._disk is not None:
+            self._disk.sync(path)
+
     def _name(self, path: Any, dir_fd: int | None = None) -> str | None:
         """The watched file that a path, or a descriptor, stands for."""
         if isinstance(path, int):
@@ -103,7 +142,8 @@ class Injector:
         text = os.fsdecode(path)
         if dir_fd is not None and dir_fd in self._watched:
             return f"{self._watched[dir_fd]}/{text}"
-        return text if text.startswith(self._root) else None
+        path = str(Path(text).absolute())
+        return path if path.startswith(self._root) else None
 
     def _replace_paths(self) -> None:
         def replacement(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,12 +187,14 @@ class Injector:
                 self.at("write", self._watched[fd], lambda: (pwrite(fd, half, offset), None)[1])
             return pwrite(fd, data, offset)
 
-        def synced(fd: int) -> None:
+        def synced(fd: Any) -> None:
             if fd in self._watched:
                 self.at("fsync", self._watched[fd])
             fsync(fd)
+            if fd in self._watched:
+                self.synced(fd)
 
-        def truncated(fd: int, size: int) -> None:
+        def truncated(fd: Any, size: int) -> None:
             if fd in self._watched:
                 self.at("truncate", self._watched[fd])
             truncate(fd, size)
@@ -205,6 +247,8 @@ class Injector:
         def open_(real: Any, path: bytes, flags: int, mode: int) -> int:
             name = self._name(path)
             fd: int = attempt("create" if flags & os.O_CREAT else "open", name, lambda: int(real(path, flags, mode)))
+            if name is not None and Path(name).is_dir():
+                self.synced(name)  # which is all that SQLite does to a folder that it has opened
             if name is not None and fd >= 0:
                 files[fd] = name
             elif fd >= 0:
@@ -245,6 +289,15 @@ class Injector:
                 kind = ctypes.CFUNCTYPE(result, *arguments, use_errno=True)
                 if calls.replace(name, kind, call):
                     self._kept.append(calls)
+
+        def sync(real: Callable[[], int], path: str) -> int:
+            name = self._name(path)
+            code = attempt("fsync", name, real)
+            if code == 0 and name is not None:
+                self.synced(name)
+            return _SQLITE_IOERR_FSYNC if code < 0 else code
+
+        calls.replace_sync(sync)
 
 
 class _WatchedFile(io.FileIO):
@@ -288,9 +341,22 @@ class _Vfs(ctypes.Structure):
         ("version", ctypes.c_int),
         ("file_size", ctypes.c_int),
         ("max_pathname", ctypes.c_int),
-        *((f"pointer_{number}", ctypes.c_void_p) for number in range(16)),
+        *((f"pointer_{number}", ctypes.c_void_p) for number in range(3)),
+        ("open", ctypes.c_void_p),
+        *((f"pointer_{number}", ctypes.c_void_p) for number in range(4, 16)),
         ("set_call", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)),
         ("get_call", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)),
+    ]
+
+
+class _Methods(ctypes.Structure):
+    """``sqlite3_io_methods`` of https://www.sqlite.org/c3ref/io_methods.html."""
+
+    _fields_ = [
+        ("version", ctypes.c_int),
+        *((f"method_{number}", ctypes.c_void_p) for number in range(4)),
+        ("sync", ctypes.c_void_p),
+        *((f"method_{number}", ctypes.c_void_p) for number in range(5, 18)),
     ]
 
 
@@ -311,6 +377,34 @@ class SqliteCalls:
         self._kept.append(callback)
         code: int = self._vfs.set_call(self._address, name.encode(), ctypes.cast(callback, ctypes.c_void_p))
         return code == 0
+
+    def replace_sync(self, call: Callable[[Callable[[], int], str], int]) -> None:
+        """Let ``call(original, path)`` stand for the fsync of each file opened from now on; it returns SQLite's code.
+
+        An fsync is none of the system calls that SQLite lets replace, so it is the method of the open file that is.
+        """
+        pointer, c_int = ctypes.c_void_p, ctypes.c_int
+        sync_kind = ctypes.CFUNCTYPE(c_int, pointer, c_int)
+        # The path is an address here: SQLite keeps it, and a copy would be gone by then.
+        open_kind = ctypes.CFUNCTYPE(c_int, pointer, pointer, pointer, c_int, pointer)
+        open_file = open_kind(self._vfs.open)
+
+        def opened(vfs: int, path: int | None, file: int, flags: int, flags_out: int | None) -> int:
+            code: int = open_file(vfs, path, file, flags, flags_out)
+            found = pointer.from_address(file)  # a sqlite3_file begins with the address of its methods
+            if code == 0 and path is not None and found.value:
+                methods = _Methods.from_buffer_copy(ctypes.string_at(found.value, ctypes.sizeof(_Methods)))
+                real = sync_kind(methods.sync)
+                name = os.fsdecode(ctypes.string_at(path))
+                callback = sync_kind(lambda file, flags: call(lambda: int(real(file, flags)), name))
+                methods.sync = ctypes.cast(callback, pointer).value
+                self._kept += [methods, callback, real]
+                found.value = ctypes.addressof(methods)
+            return code
+
+        callback = open_kind(opened)
+        self._kept += [callback, open_file]
+        self._vfs.open = ctypes.cast(callback, pointer).value
 
 
 def sqlite_calls() -> SqliteCalls | None:

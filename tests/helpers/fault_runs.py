@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from fault_injection import KILLED, KINDS, Fault, Injector, Operation
+from fault_injection import DEADLY, KILLED, KINDS, POWER, Fault, Injector, Operation
 from stub_engine import stub_factory
 
 import batchgen.run.job  # noqa: F401 - what commands import late is imported once here instead of in every child
@@ -39,6 +39,7 @@ from batchgen.output.formats.parquet import infer_fields
 
 MODEL = Path(__file__).parents[2] / "sample_data" / "tiny-lfm2"
 DONE, FAILED_ROWS, MISMATCH, STOPPED = 0, 3, 2, 75
+_NEVER = 1 << 30  # no command does so many operations
 JOB = """
 [model]
 path = "{model}"
@@ -105,17 +106,22 @@ class Scenario:
 
 
 RUN = ("run", "job.toml")
-_SHARDS = tuple((("run", "job.toml", "--shard", f"{i}/2", "--output", f"part{i}"), {}) for i in (1, 2))
-_PARQUET = {
+_SHARDS: Any = tuple((("run", "job.toml", "--shard", f"{i}/2", "--output", f"part{i}"), {}) for i in (1, 2))
+_PARQUET: dict[str, Any] = {
     "input": "input.parquet",
     "keys": 'id = "id"\nprompt = "question"\nkeep_columns = "*"',
     "output": 'format = "parquet"\ntoken_ids = true\nexpected = "answer"',
 }
-_OPENAI = {"input": "batch.jsonl", "keys": 'format = "openai-batch"', "output": 'format = "openai-batch"'}
+_OPENAI: dict[str, Any] = {
+    "input": "batch.jsonl",
+    "keys": 'format = "openai-batch"',
+    "output": 'format = "openai-batch"',
+}
 
 SCENARIOS = {
     "run": Scenario(RUN),
     "run-parquet": Scenario(RUN, **_PARQUET),
+    "run-workers": Scenario((*RUN, "--workers", "2")),
     "run-openai": Scenario(RUN, **_OPENAI),
     "run-gz-completion": Scenario(
         RUN,
@@ -137,6 +143,17 @@ SCENARIOS = {
     "overwrite-parquet": Scenario(
         (*RUN, "--overwrite"), before=(((*RUN, "--max-tokens", "3", "--output-format", "parquet"), {}),)
     ),
+    "grown": Scenario(RUN, before=(((*RUN, "--input", "first/input.jsonl"), {}),)),
+    "grown-stopped": Scenario(
+        RUN,
+        before=(((*RUN, "--input", "first/input.jsonl", "--max-total-tokens", "60"), {}),),
+        keys='prompt = "{question}"\nkeep_columns = ["answer", "note"]',
+    ),
+    "grown-parquet": Scenario(
+        RUN,
+        before=(((*RUN, "--input", "first/input.jsonl"), {}), ((*RUN, "--max-total-tokens", "30"), {})),
+        output='format = "parquet"\nexpected = "answer"',
+    ),
     "retry": Scenario(("retry", "out"), before=((RUN, {"fails": frozenset({0, 5, 9})}),)),
     "retry-parquet": Scenario(("retry", "out"), before=((RUN, {"fails": frozenset({0, 5, 9})}),), **_PARQUET),
     "retry-openai": Scenario(("retry", "out"), before=((RUN, {"fails": frozenset({0, 5})}),), **_OPENAI),
@@ -152,6 +169,7 @@ class Child:
         self.pid = pid
         self.said = ""
         self.has_failed = False  # whether its fault happened
+        self.promised: dict[str, int] = {}  # bytes of journals that must survive it
         self._failed = failed
         self._said = said
 
@@ -160,7 +178,9 @@ class Child:
         with os.fdopen(self._said, "rb") as pipe:
             self.said = pipe.read().decode(errors="replace")
         with os.fdopen(self._failed, "rb") as pipe:
-            self.has_failed = bool(pipe.read())
+            report = pipe.read()
+            self.has_failed = bool(report)
+            self.promised = json.loads(report or b"{}")
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
@@ -185,6 +205,7 @@ class Stage:
         self._num_rows = num_rows
         self.work = work or folder / "work"
         self.said = ""
+        self.promised: dict[str, int] = {}
         self._before = folder / "before"
         self._report = folder / "operations"
 
@@ -194,6 +215,8 @@ class Stage:
         rows = mixed_rows(self._num_rows)
         lines = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
         (self.work / "input.jsonl").write_text(lines, encoding="utf-8")
+        (self.work / "first").mkdir()
+        (self.work / "first" / "input.jsonl").write_text(lines[: len(lines) * 2 // 3], encoding="utf-8")
         (self.work / "input.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
         flat = [
             {"id": f"q{i or 9}", "question": f"What is {i}?" * (i != 4), "answer": str(i)}
@@ -225,7 +248,7 @@ class Stage:
         """
         child = self.start(command, fault, stub, file_bytes)
         code = child.wait()
-        self.said = child.said
+        self.said, self.promised = child.said, child.promised
         return code, child.has_failed
 
     def start(
@@ -238,7 +261,7 @@ class Stage:
             if file_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
             report = self._report if fault is None and file_bytes is None else None
-            injector = Injector(self.work, fault, functools.partial(os.write, failed[1], b"!"))
+            injector = Injector(self.work, fault, lambda sizes: os.write(failed[1], json.dumps(sizes).encode()))
             self._run(command, injector, stub, said[1], report)
         os.close(failed[1])
         os.close(said[1])
@@ -266,6 +289,7 @@ class Stage:
             if self._is_watched:
                 injector.arm()
             code = call(command, engine_factory=None if stub is None else stub_factory(**stub))
+            injector.end()
             if report is not None:
                 operations = [(operation.name, operation.file) for operation in injector.operations]
                 report.write_text(json.dumps(operations))
@@ -287,7 +311,7 @@ def _content(path: Path) -> Any:
     if path.name == "job.json":
         manifest = json.loads(path.read_bytes())  # besides, it says when the files of the run were written
         del manifest["job"]["cluster"]  # where it ran
-        return {key: manifest[key] for key in ("job", "output_keys", "fingerprints", "shard", "num_rows")}
+        return {key: manifest[key] for key in ("job", "output_keys", "fingerprints", "shard", "num_rows", "num_kept")}
     if path.name == "report.json":
         report = json.loads(path.read_bytes())
         return {key: report[key] for key in ("rows", "errors", "tokens", "finish_reasons")}
@@ -316,6 +340,7 @@ class Attack:
         self._rng = rng
         self._again = stage.scenario.again or stage.scenario.act
         self._undisturbed: dict[str, Any] = {}
+        self._code = DONE  # of the command undisturbed
         self._num_operations = 0
 
     def run(self) -> None:
@@ -324,6 +349,9 @@ class Attack:
             is_doubled = number % 2 == 1
             act = functools.partial(self._hit, self.stage.scenario.act, fault, self.stage.scenario.stub)
             self._attack(f"{fault} ({operation.name} {operation.file})", act, is_doubled=is_doubled)
+        for kind in POWER:
+            act = functools.partial(self._lose_power_at_the_end, Fault(kind, _NEVER))
+            self._attack(f"{kind} at the end", act, is_doubled=False)
         largest = max(path.stat().st_size for path in self.stage.work.rglob("*") if path.is_file())
         for file_bytes in range(0, largest + 4096, 512):
             if self._rng.random() < self._share:
@@ -333,10 +361,10 @@ class Attack:
     def undisturbed(self) -> list[Operation]:
         """Do the command in peace; what it does to files."""
         self.stage.prepare()
-        code, _ = self.stage.child(self.stage.scenario.act, stub=self.stage.scenario.stub)
+        self._code, _ = self.stage.child(self.stage.scenario.act, stub=self.stage.scenario.stub)
         operations = self.stage.operations()
-        assert code in (DONE, FAILED_ROWS, STOPPED), self.stage.said
-        if code == STOPPED:
+        assert self._code in (DONE, FAILED_ROWS, STOPPED), self.stage.said
+        if self._code == STOPPED:
             assert self.stage.child(self._again)[0] in (DONE, FAILED_ROWS), self.stage.said
         self._undisturbed = content(self.stage.work)
         self.counts["operations"] = self._num_operations = len(operations)
@@ -378,17 +406,32 @@ class Attack:
             assert found.keys() == wanted.keys(), f"other files: {sorted(found.keys() ^ wanted.keys())}"
             differing = [name for name in found if found[name] != wanted[name]]
             assert not differing, f"{differing} differ"
-        except AssertionError as error:
+        except (AssertionError, OSError, ValueError) as error:  # the last two: files that are no longer what they were
             self.failures.append(f"{what}: {error}")
 
     def _hit(self, command: tuple[str, ...], fault: Fault, stub: Stub = NO_STUB) -> None:
         code, has_happened = self.stage.child(command, fault, stub)
         self.counts[fault.kind] += has_happened
-        if has_happened and fault.kind in ("kill", "torn"):
+        if has_happened and fault.kind in DEADLY:
             assert code == KILLED, f"exit code {code}: {self.stage.said}"
+            self._check_synced()
             return
         assert code in (DONE, 1, MISMATCH, FAILED_ROWS, STOPPED), f"exit code {code}: {self.stage.said}"
         self._check_said()
+
+    def _lose_power_at_the_end(self, fault: Fault) -> None:
+        """Power is lost as soon as the command has ended: what it has reported is there."""
+        self._hit(self.stage.scenario.act, fault, self.stage.scenario.stub)
+        if self._code != STOPPED:
+            found = content(self.stage.work)
+            lost = [name for name, value in self._undisturbed.items() if found.get(name) != value]
+            assert not lost, f"{lost} differ after the command has ended"
+
+    def _check_synced(self) -> None:
+        for name, size in self.stage.promised.items():
+            path = self.stage.work / name
+            found = path.stat().st_size if path.exists() else None
+            assert (found or 0) >= size, f"{size} bytes of {name} must survive, {found} are there"
 
     def _outgrow(self, file_bytes: int) -> None:
         """The same with a file system that takes no larger files, for SQLite too."""

@@ -169,10 +169,12 @@ def indexes(rng: random.Random) -> Iterator[tuple[str, str, Change]]:
     names = [n for n in json.loads((SAMPLE / WEIGHTS).read_bytes()[8:].partition(b"}}")[0] + b"}}") if n[0] != "_"]
     whole = dict.fromkeys(names, WEIGHTS)
     yield INDEX, "as it should be", content(json.dumps({"weight_map": whole}))
-    for file in [*WEIGHT_FILES, None, 5, [], {}]:
+    files: list[Any] = [*WEIGHT_FILES, None, 5, [], {}]
+    for file in files:
         changed = whole | {rng.choice(names): file}
         yield INDEX, f"names {str(file)[:40]!r}", content(json.dumps({"weight_map": changed}))
-    for value in (None, 5, [], "x", [["a", "b"]], {}):
+    values: tuple[Any, ...] = (None, 5, [], "x", [["a", "b"]], {})
+    for value in values:
         yield INDEX, f"weight_map = {value}", content(json.dumps({"weight_map": value}))
     scattered = {f"t{i}": f"{i}.safetensors" for i in range(20_000)}
     yield INDEX, "20,000 files", content(json.dumps({"weight_map": scattered}))

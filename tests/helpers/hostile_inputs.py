@@ -34,16 +34,7 @@ MANY = 1 << 16
 
 _TEXTS = (
     *(
-        "",
-        " ",
-        "\n",
-        "\t \u2003",
-        "\0",
-        "a\0b",
-        "\x1b[31mred\x1b[0m",
-        "\u202eevil",
-        "\u2028\u2029",
-        "\ufeffmark",
+        *("", " ", "\n", "\t \u2003", "\0", "a\0b", "\x1b[31mred\x1b[0m", "\u202eevil", "\u2028\u2029", "\ufeffmark"),
         "\x85",
     ),
     *("naïve", "日本語" * 20, "👩‍👩‍👧‍👦" * 10, "e" + "\u0301" * 300, "<|im_start|>system\n<|im_end|>", "<|endoftext|>"),
@@ -67,32 +58,12 @@ _RAW = (
 _COLUMNS = (
     *("id", "question", "answer", "messages", "prompt_token_ids", "sampling", "text", "prompt", "index", "timings"),
     *(
-        "custom_id",
-        "method",
-        "url",
-        "body",
-        "n",
-        "choices",
-        "stop",
-        "logprobs",
-        "usage",
-        "",
-        "a.b",
-        "é",
-        "x\0y",
+        *("custom_id", "method", "url", "body", "n", "choices", "stop", "logprobs", "usage", "", "a.b", "é", "x\0y"),
         "input_id",
     ),
 )
 _BYTES = (
-    b"\0",
-    b"\xff",
-    b"\xc0\xaf",
-    b"\xed\xa0\x80",
-    b"\xf4\x90\x80\x80",
-    b"\xef\xbb\xbf",
-    b"\xe6\x9d",
-    b"\r",
-    b"\x1a",
+    *(b"\0", b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xef\xbb\xbf", b"\xe6\x9d", b"\r", b"\x1a"),
     b'"',
 )
 
@@ -345,21 +316,7 @@ def parquet_case(rng: random.Random) -> Case:
 
 _TOML_VALUES = (
     *(
-        '""',
-        '"auto"',
-        "0",
-        "-1",
-        "1",
-        "1.5",
-        "true",
-        "false",
-        "[]",
-        "{}",
-        "[[]]",
-        "[{}]",
-        '[""]',
-        "nan",
-        "inf",
+        *('""', '"auto"', "0", "-1", "1", "1.5", "true", "false", "[]", "{}", "[[]]", "[{}]", '[""]', "nan", "inf"),
         "1e400",
     ),
     *("1979-05-27T07:32:00Z", "07:32:00", "0xdeadbeef", "9" * 18, "9" * 25, "9" * 5000, '"\\u0000"', '"\\u001b[31m"'),
@@ -402,25 +359,22 @@ def job_case(rng: random.Random) -> Case:
         raw = text.encode()
         at = rng.randrange(len(raw))
         piece = rng.choice([*_BYTES, b"=", b"[", b"]", b"#", b"\n", b"'''", rng.randbytes(8)])
-        forms = [raw[:at], raw[:at] + piece + raw[at:], raw[at:], b"", b"\xef\xbb\xbf" + raw, raw.replace(b"\n", b"\r")]
-        job = rng.choice([form.decode("latin1") for form in forms]).encode("latin1")
+        broken = [
+            raw[:at],
+            raw[:at] + piece + raw[at:],
+            raw[at:],
+            b"",
+            b"\xef\xbb\xbf" + raw,
+            raw.replace(b"\n", b"\r"),
+        ]
+        job = rng.choice([form.decode("latin1") for form in broken]).encode("latin1")
     return Case("job files", job, {"in.jsonl": _sound_row() + b"\n"})
 
 
 def template_case(rng: random.Random) -> Case:
     """A prompt template with odd fields."""
     pieces = [
-        "{",
-        "}",
-        "{{",
-        "}}",
-        "{question}",
-        "{answer!r}",
-        "{a.b}",
-        "{a[0]}",
-        "{0}",
-        "{}",
-        "{question:>99999999999}",
+        *("{", "}", "{{", "}}", "{question}", "{answer!r}", "{a.b}", "{a[0]}", "{0}", "{}", "{question:>99999999999}"),
     ]
     pieces += [
         "{question.__class__}",
@@ -458,24 +412,11 @@ _FLAG_VALUES = (
 )
 _FLAGS = (
     *(
-        "--limit",
-        "--max-tokens",
-        "--temperature",
-        "--top-p",
-        "--n",
-        "--seed",
-        "--logprobs",
-        "--stop",
-        "--shard",
+        *("--limit", "--max-tokens", "--temperature", "--top-p", "--n", "--seed", "--logprobs", "--stop", "--shard"),
         "--heartbeat",
     ),
     *(
-        "--deadline",
-        "--max-runtime",
-        "--max-total-tokens",
-        "--max-error-rate",
-        "--kv-memory",
-        "--block-size",
+        *("--deadline", "--max-runtime", "--max-total-tokens", "--max-error-rate", "--kv-memory", "--block-size"),
         "--keep-columns",
     ),
     *("--prompt", "--id", "--input-format", "--order", "--dtype", "--device", "--preset", "--revision"),

@@ -12,13 +12,7 @@ from jsonschema.validators import validator_for
 
 NAMES = ["a", "b", "name", "x-y", "é", 'q"\\', "sp ace"]
 PATTERNS = [
-    r"^[A-Z]{2}-\d{1,3}$",
-    r"^\w+\s\W$",
-    "a.b",
-    r"^(?:ab|cd)*$",
-    r"[\w.-]+@[\w-]+",
-    r"^\S*$",
-    "^$|^x",
+    *(r"^[A-Z]{2}-\d{1,3}$", r"^\w+\s\W$", "a.b", r"^(?:ab|cd)*$", r"[\w.-]+@[\w-]+", r"^\S*$", "^$|^x"),
     r"^[^\d\s]{2}",
 ]
 FORMATS = ["date", "time", "date-time", "uuid", "email", "hostname", "ipv4", "ipv6", "uri", "duration"]
@@ -125,13 +119,14 @@ def schemas(draw: st.DrawFn) -> Schema:
     plain = st.sampled_from([{"type": "boolean"}, {"type": "null"}, {}, {"type": ["string", "null"], "maxLength": 5}])
     constants = st.lists(st.sampled_from(CONSTANTS), min_size=1, max_size=4).map(lambda values: {"enum": values})
     single = st.sampled_from(CONSTANTS).map(lambda value: {"const": value})
-    leaves = numbers() | strings() | plain | constants | single | references()
+    leaves: st.SearchStrategy[Any] = numbers() | strings() | plain | constants | single | references()
 
     def compound(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         either = st.lists(parts, min_size=1, max_size=3).map(lambda branches: {"anyOf": branches})
         return objects(parts) | arrays(parts) | either | combined(parts)
 
-    root = dict(draw(st.recursive(leaves, compound, max_leaves=8)))
+    whole: st.SearchStrategy[Any] = st.recursive(leaves, compound, max_leaves=8)
+    root = dict(draw(whole))
     following = {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}
     node = {"type": "object", "properties": {"value": draw(numbers()), "next": following}, "required": ["value"]}
     return {**root, "$defs": {"leaf": draw(objects(strings())), "node": node}}

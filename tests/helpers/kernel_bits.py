@@ -16,14 +16,13 @@ from torch import Tensor
 from batchgen.core.records import SamplingParams
 from batchgen.kernels.cpu import backend, build, compiler
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.cpu.parallel import Kind
 from batchgen.model.decoder import Decoder
 from batchgen.model.registry import parse_config
 from batchgen.model.weights import RandomTensors
 
 PAIRED = backend._ATTENTION_KINDS[torch.bfloat16, torch.bfloat16]
 # dtype, dtype of the weights, kind of the attention, weights, activations, type of keys and values
-MODELS: list[tuple[torch.dtype, torch.dtype, Kind, str, str, str]] = [
+MODELS: list[tuple[torch.dtype, torch.dtype, str, str, str, str]] = [
     (torch.float32, torch.float32, "float32", "auto", "auto", "auto"),
     (torch.float32, torch.bfloat16, "float32", "int8", "auto", "bfloat16"),
     (torch.float32, torch.bfloat16, "float32", "auto", "int8", "int8"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +17,14 @@ from batchgen.kernels.interface import Kernels, SamplingRows
 from batchgen.kernels.reference import ReferenceKernels, to_int8
 from batchgen.model.config import LANES
 
-EVERY_BACK_END: dict[str, Callable[[], Kernels]] = {**BACK_ENDS}
+EVERY_BACK_END: dict[str, Callable[[], Any]] = {**BACK_ENDS}  # of ``Kernels``, or of what is called like them
 try:
     from triton_device import OnDevice
 except pytest.skip.Exception:  # Triton is not installed, or cannot run here
     pass
 else:
     EVERY_BACK_END["cuda"] = OnDevice
-# Its interpreter multiplies what is beyond a sequence's end, too, before it is masked: NaN and inf in these tests.
-INTERPRETED = pytest.mark.filterwarnings("ignore:(invalid|overflow|divide|All-NaN).*:RuntimeWarning")
+INTERPRETED = pytest.mark.interpreted  # see tests/kernels/conftest.py
 # Back ends of tests that are small enough for the interpreter; larger ones take ``BACK_ENDS``.
 EVERY_NAME = [pytest.param(name, marks=INTERPRETED) if name == "cuda" else name for name in EVERY_BACK_END]
 # (what is computed, what is cached of it: None for the same)
@@ -53,9 +53,14 @@ class Case:
 
     def only(self, row: int) -> Case:
         """One sequence by itself."""
-        lists = (self.pieces, self.queries, self.keys, self.values, self.gates or [])
-        pieces, queries, keys, values, gates = (found[row : row + 1] for found in lists)
-        return replace(self, pieces=pieces, queries=queries, keys=keys, values=values, gates=gates or None)
+        lists: dict[str, Sequence[Any]] = {
+            "pieces": self.pieces,
+            "queries": self.queries,
+            "keys": self.keys,
+            "values": self.values,
+        }
+        own: dict[str, Any] = {name: found[row : row + 1] for name, found in lists.items()}
+        return replace(self, **own, gates=self.gates and self.gates[row : row + 1])
 
     def chunk(self, past: int, count: int) -> Case:
         """``count`` tokens from ``past`` on of a case of one whole prompt."""
@@ -184,12 +189,9 @@ def empty_cache(inputs: ModelInput, num_blocks: int, block_size: int, kv: int, d
     return KVCache(packed_keys(keys), values, block_size, scales)
 
 
-def conv_state(slots: Tensor, num_blocks: int, block_size: int, num_spare: int = 0) -> ConvState:
-    """State of one layer whose blocks, and inputs to be taken back before its ``slots``, hold what nobody wrote."""
-    num_slots, reach, width = slots.shape
-    unwritten = torch.full((num_blocks, reach, width), torch.nan, dtype=slots.dtype)
-    if num_spare:
-        slots = torch.cat((torch.full((num_slots, num_spare, width), torch.nan, dtype=slots.dtype), slots), 1)
+def conv_state(slots: Tensor, num_blocks: int, block_size: int) -> ConvState:
+    """State of one layer whose blocks hold what nobody wrote."""
+    unwritten = torch.full((num_blocks, *slots.shape[1:]), torch.nan, dtype=slots.dtype)
     return ConvState(slots, unwritten, block_size)
 
 
@@ -213,7 +215,8 @@ def rows_of(
 def draw(name: str, logits: Tensor, uniforms: list[float], **params: float) -> list[int]:
     """One row of logits drawn from once per uniform."""
     rows = rows_of(uniforms, **params)  # type: ignore[arg-type]
-    return EVERY_BACK_END[name]().sample(logits.expand(len(uniforms), -1).contiguous(), rows).tolist()
+    drawn: list[int] = EVERY_BACK_END[name]().sample(logits.expand(len(uniforms), -1).contiguous(), rows).tolist()
+    return drawn
 
 
 def logits_of(width: int, seed: int, scale: float = 2.0) -> Tensor:

@@ -6,19 +6,18 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from batchgen.engine.batch import Copy
+from batchgen.engine.replay import Fetched
 
 
 class Device:
     """Gives a step's ids once, in order, and never has more than two steps: one that runs and the one behind it."""
 
-    def __init__(self, is_idle: Callable[[], bool] = lambda: False) -> None:
-        self.is_idle = is_idle  # whether it has done all that it was given when it is asked
+    def __init__(self) -> None:
         self.num_launched = 0
         self.num_waits = 0
         self.num_ahead = 0  # waits during which another step was under way
 
-    def __call__(self, token_ids: Tensor) -> Copy:
+    def __call__(self, token_ids: Tensor) -> Fetched:
         """See ``fetch_ids``."""
         assert self.num_launched - self.num_waits <= 1, "a third step was launched"
         step, ids = self.num_launched, token_ids.tolist()
@@ -30,7 +29,7 @@ class Device:
             self.num_ahead += self.num_launched > self.num_waits
             return ids
 
-        return Copy(wait, self.is_idle)
+        return wait
 
 
 class Again:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -11,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchgen.executors.backend import on_workers
-from batchgen.executors.local import LocalCrew, LocalSeat
-from batchgen.executors.messages import Grant
-from batchgen.executors.shares import Share
+from batchgen.executors.handle import WorkerHandle
+from batchgen.executors.local import LocalLauncher, LocalWorker
+from batchgen.executors.messages import Assignment
+from batchgen.executors.slices import MachineSlice
 from batchgen.executors.worker import Start
 from batchgen.run.loader import EngineFactory
 
@@ -22,34 +24,41 @@ def local_workers(
     number: int,
     engine: EngineFactory,
     *,
-    on_hire: Callable[[LocalSeat], object] = lambda seat: None,
+    on_launch: Callable[[WorkerHandle], object] = lambda handle: None,
     patience_s: float = 60.0,
 ) -> EngineFactory:
-    """A crew of processes; ``on_hire`` sees each seat that is made."""
+    """Workers in processes; ``on_launch`` sees each handle that is made."""
 
-    class Crew(LocalCrew):
-        def hire(self) -> LocalSeat | None:
-            seat = super().hire()
-            if seat is not None:
-                on_hire(seat)
-            return seat
+    class Launcher(LocalLauncher):
+        def launch(self) -> WorkerHandle | None:
+            handle = super().launch()
+            if handle is not None:
+                on_launch(handle)
+            return handle
 
-    def make_crew(start: Start) -> LocalCrew:
-        return Crew(replace(start, engine_factory=engine), [Share()] * number)
+    def make_launcher(start: Start) -> LocalLauncher:
+        return Launcher(replace(start, engine_factory=engine), [MachineSlice()] * number)
 
-    return on_workers(make_crew, patience_s)
+    return on_workers(make_launcher, patience_s)
 
 
-def signalled(seat: LocalSeat, number: int) -> None:
-    """Make a seat send the signal to its worker once that has been given rows."""
-    send = seat.send
+def process_of(handle: WorkerHandle) -> subprocess.Popen[bytes]:
+    """The process of a local worker."""
+    assert isinstance(handle.remote, LocalWorker)
+    return handle.remote.process
 
-    def send_and_signal(grant: Grant) -> None:
-        send(grant)
-        if grant.tasks:
-            seat.process.send_signal(number)
 
-    seat.send = send_and_signal  # type: ignore[method-assign]
+def signalled(handle: WorkerHandle, number: int) -> None:
+    """Send the signal to a worker once it has been given rows."""
+    send = handle.send
+
+    def send_and_signal(assignment: Assignment) -> None:
+        send(assignment)
+        if assignment.tasks:
+            handle.exchange()
+            process_of(handle).send_signal(number)
+
+    handle.send = send_and_signal  # type: ignore[method-assign]
 
 
 def workers_of(driver: int) -> set[int]:
@@ -58,7 +67,7 @@ def workers_of(driver: int) -> set[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == driver and b"batchgen.executors.process" in (folder / "cmdline").read_bytes():
+            if parent == driver and b"batchgen.executors.worker" in (folder / "cmdline").read_bytes():
                 found.add(int(folder.name))
     return found
 

@@ -155,7 +155,7 @@ def loopback_hub() -> Iterator[Hub]:
 
     hub = Hub()
     threading.Thread(target=hub.serve_forever, daemon=True).start()
-    settings = {"ENDPOINT": hub.address, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+    settings: dict[str, Any] = {"ENDPOINT": hub.address, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
     template = f"{hub.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     try:
         with (

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,12 +34,6 @@ class Machines:
     def settle(self) -> None:
         """Wait until the head knows which machines there are."""
         self._cluster.wait_for_nodes(timeout=60)
-
-    def drain(self, node: Any) -> None:
-        """A machine will be taken away, as a cloud tells of a spot instance."""
-        why = ["--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=spot", "--deadline-remaining-seconds=60"]
-        command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={self.address}", *why]
-        subprocess.run([*command, f"--node-id={node.node_id}"], check=True, capture_output=True)
 
     def workers(self) -> list[int]:
         """The processes of actors on all machines."""

@@ -28,7 +28,7 @@ from stub_engine import stub_factory
 
 import batchgen.run.job  # noqa: F401 - imported once here instead of in every child
 from batchgen.core.errors import ExitCode
-from batchgen.output import mirror, remote_lock
+from batchgen.output import heartbeat, mirror
 from batchgen.run.job import run_job
 
 BUCKET = "kills"
@@ -89,7 +89,6 @@ class Attack:
         for folder, lacks in (("mirror", set()), ("results", {"job.json"})):
             there = {name.partition("/")[2]: there for name, there in content.items() if name.startswith(folder)}
             marker = json.loads(there.pop("batchgen.json"))
-            there.pop("run.lock", None)
             assert marker["complete"], f"{folder} is not complete"
             assert there == {name: here[name] for name in here.keys() - lacks}, f"{folder}: {[*there]}, not {[*here]}"
 
@@ -97,7 +96,7 @@ class Attack:
 def main(folder: Path, share: float, seed: int) -> None:
     """Do the kills."""
     rng, counts, failures = random.Random(seed), Counter[str](), []
-    mirror.EVERY_S, remote_lock.SILENT_S = 0.02, -1.0
+    mirror.EVERY_S, heartbeat.SILENT_S, heartbeat.SETTLE_S = 0.02, -1.0, 0.0
     with object_store() as store:
         store.make_bucket(BUCKET)
         attack = Attack(folder, store)

@@ -135,7 +135,7 @@ class _HubHandler(_Handler):
             for name, content in self.server.files.items()
             if name.startswith(f"{match[1]}/")
         }
-        entries = [
+        entries: list[dict[str, Any]] = [
             {"type": "file", "path": name, "size": len(content), "oid": etag(content)}
             for name, content in inside.items()
         ]

@@ -18,7 +18,9 @@ ABOUT: dict[str, Any] = {
 
 
 def record(index: int, **more: Any) -> dict[str, Any]:
+    """An output record; ``timings`` in ``more`` are beside its own ones."""
     timings = {"queue_s": 0.1, "prefill_s": 0.2, "decode_s": 1.0, "ttft_s": 0.3, "tpot_s": 0.1, "total_s": 1.0 + index}
+    timings |= {"cached_tokens": 0, "preemptions": 0, **more.pop("timings", {})}
     usage = {"prompt_tokens": 10, "completion_tokens": 5}
     return {"id": f"r{index}", "index": index, "finish_reason": "stop", "usage": usage, "timings": timings, **more}
 
@@ -33,7 +35,8 @@ def made(errors: int = 0, rows: int = 20, **usage: Any) -> dict[str, Any]:
 
 
 def engine(**counts: Any) -> dict[str, Any]:
-    known: dict[str, Any] = {"num_steps": 10, "num_prefill_tokens": 200, "num_decode_tokens": 100, "sum_sequences": 70}
-    known |= {"sum_kv_use": 3.0, "max_kv_use": 0.5, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    known: dict[str, Any] = {"num_steps": 10, "num_prefill_tokens": 200, "num_decode_tokens": 100, "max_kv_use": 0.5}
+    known |= {"steps_s": 9.0, "sequences_s": 63.0, "tokens_s": 270.0, "kv_use_s": 2.7}
+    known |= {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     known |= {"phase_s": {"forward": 8.0, "sample": 1.0}, "forward_prefill_s": 3.0}
     return known | counts

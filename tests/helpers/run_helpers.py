@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,25 @@ from batchgen.run.stop import Limits
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "sample_data" / "tiny-lfm2"  # of which the stub uses the config and the tokenizer
+# A job that names one of these renders chats with the sample model's template, or with its own.
+CHAT_KEYS = [
+    *(("model", key) for key in ("path", "tokenizer")),
+    *(("input", key) for key in ("messages", "format", "system", "chat", "chat_template_kwargs")),
+]
+
+
+@cache
+def text_model() -> Path:
+    """The sample model without its chat template: a job would wait for the process that renders it."""
+    parent = Path(tempfile.mkdtemp(prefix="batchgen-"))
+    atexit.register(shutil.rmtree, parent)
+    folder = parent / MODEL.name
+    shutil.copytree(MODEL, folder)
+    settings = json.loads((MODEL / "tokenizer_config.json").read_text(encoding="utf-8"))
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])}
 
@@ -47,10 +70,11 @@ class JobMaker:
         return self.input
 
     def spec(self, **sections: Mapping[str, Any]) -> JobSpec:
-        """The job over the input with the given keys on top."""
+        """The job over the input with the given keys on top; a chat template is there where they speak of one."""
+        is_chat = any(key in sections.get(section, ()) for section, key in CHAT_KEYS)
         flags: dict[str, dict[str, Any]] = {
-            "model": {"path": str(MODEL)},
-            "input": {"path": [str(self.input)], "id": "id", "prompt": "{question}"},
+            "model": {"path": str(MODEL if is_chat else text_model())},
+            "input": {"path": [str(self.input)], "id": "id", "prompt": "{question}", "chat": is_chat},
             "output": {"path": str(self.output)},
             "sampling": {"max_tokens": 16},
         }
@@ -67,9 +91,14 @@ class JobMaker:
         """The same job as a file."""
         spec = self.spec(**sections)
         path = self.folder / "job.toml"
-        parts = {
+        parts: dict[str, dict[str, Any]] = {
             "model": {"path": spec.model.path},
-            "input": {"path": list(spec.input.path), "id": spec.input.id, "prompt": spec.input.prompt},
+            "input": {
+                "path": list(spec.input.path),
+                "id": spec.input.id,
+                "prompt": spec.input.prompt,
+                "chat": spec.input.chat,
+            },
             "output": {"path": spec.output.path, "format": spec.output.format},
             "sampling": {"max_tokens": spec.sampling.max_tokens, "temperature": spec.sampling.temperature},
         }

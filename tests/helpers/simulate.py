@@ -21,11 +21,11 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from batchgen.core.records import Request, SamplingParams
-from batchgen.engine.config import SchedulerConfig
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sequence import Sequence
-from batchgen.engine.simulation import StepWork, advance, simulate
+from batchgen.engine.sizes import SchedulerConfig
+from batchgen.plan.simulation import StepWork, advance, simulate
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def related_rows(count: int, correlation: float, *, seed: int = 0, max_tokens: i
     for _ in range(count):
         prompt = rng.gauss(0, 1)
         output = correlation * prompt + math.sqrt(1 - correlation**2) * rng.gauss(0, 1)
-        lengths = (round(math.exp(mean + 0.5 * drawn)) for mean, drawn in ((4.4, prompt), (4.6, output)))
-        rows.append(Row(*lengths, max_tokens=max_tokens))
+        num_prompt, num_output = (round(math.exp(m + 0.5 * drawn)) for m, drawn in ((4.4, prompt), (4.6, output)))
+        rows.append(Row(num_prompt, num_output, max_tokens))
     return rows
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.structured import canonical
+from batchgen.engine.generation import TextTools
 from batchgen.text.grammar import Grammars
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ def parts(**more: Any) -> dict[str, Any]:
     """What an engine needs beside a model and sizes to run rows of ``asked``."""
     grammars = Grammars(tokenizer(), VOCAB_SIZE, [EOS])
     stop_matcher = partial(StopStrings, tokenizer())
-    return {"constraints": grammars, "stop_matcher": stop_matcher, "eos_token_ids": [EOS]} | more
+    return {"text": TextTools(stop_matcher, grammars), "eos_token_ids": [EOS]} | more
 
 
 PERSON = {
@@ -131,21 +132,7 @@ class Steps:
     def is_over(self) -> bool:
         return self.is_complete
 
-    def num_fitting(self, token_ids: Sequence[int]) -> int:
-        """See ``Constraint``."""
-        after: Steps = self
-        for count, token_id in enumerate(token_ids):
-            if after.is_over or (after := after.followed_by(token_id)).error:
-                return count
-        return len(token_ids)
-
-    def followed_by(self, token_id: int) -> Steps:
-        """See ``Constraint``."""
-        after = replace(self)
-        after.push(token_id)
-        return after
-
-    def rest(self) -> None:
+    def release(self) -> None:
         """See ``Constraint``."""
 
     def push(self, token_id: int) -> None:

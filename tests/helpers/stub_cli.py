@@ -12,7 +12,7 @@ import time
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
-from batchgen.output import mirror, remote_lock
+from batchgen.output import heartbeat, mirror
 from batchgen.run import job
 
 if __name__ == "__main__":
@@ -22,5 +22,5 @@ if __name__ == "__main__":
         finalize = job.finalize
         job.finalize = lambda *args, **kwargs: (time.sleep(finalize_s), finalize(*args, **kwargs))  # type: ignore
     mirror.EVERY_S = options.pop("mirror_every_s", mirror.EVERY_S)
-    remote_lock.SILENT_S = options.pop("mirror_silent_s", remote_lock.SILENT_S)
+    heartbeat.SILENT_S = options.pop("mirror_silent_s", heartbeat.SILENT_S)
     sys.exit(call(sys.argv[2:], engine_factory=stub_factory(**options)))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,12 @@ def stub_result(request: Request, tokens: Sequence[int], timings: Timings) -> Re
     """All that a request asks for beside its tokens, each derived from them."""
     params, num_prompt_tokens = request.params, len(request.prompt_token_ids)
     if request.choices:
-        scores = tuple(-sum(choice) / len(choice) for choice in request.choices)
-        best = request.choices[scores.index(max(scores))]
-        return Result(request.key, num_prompt_tokens, best, FinishReason.STOP, timings, choice_logprobs=scores)
+        sums = tuple(-sum(choice) / 100 for choice in request.choices)
+        means = tuple(total / len(choice) for total, choice in zip(sums, request.choices, strict=True))
+        base = Result(request.key, num_prompt_tokens, (), FinishReason.STOP, timings)
+        scored = replace(base, choice_logprobs=sums, choice_means=means)
+        scores = scored.choice_scores(params)
+        return replace(scored, token_ids=request.choices[scores.index(max(scores))])
     reason = FinishReason.LENGTH if len(tokens) == params.max_tokens else FinishReason.STOP
     samples = [tuple(tokens), *(tuple(tokens[: len(tokens) - number]) for number in range(1, params.n))]
     is_complete = reason is FinishReason.STOP if params.structured_outputs else None
@@ -127,11 +130,6 @@ class StubEngine:
         self.num_pulled += 1
         self.waiting.append(request)
 
-    def withdraw(self, keys: Collection[int]) -> list[int]:
-        found = [request.key for request in self.waiting if request.key in keys]
-        self.waiting = [request for request in self.waiting if request.key not in keys]
-        return found
-
     def flush(self) -> list[Result]:
         return []
 
@@ -153,7 +151,8 @@ class StubEngine:
         self.stats.num_steps += 1
         results = []
         for key, (request, tokens, started_at) in list(self.running.items()):
-            timings = Timings(total_s=time.monotonic() - started_at)
+            total_s = max(time.monotonic() - started_at, 1e-5)
+            timings = Timings(prefill_s=total_s / 2, decode_s=total_s / 2, ttft_s=total_s / 2, total_s=total_s)
             if key in self.fails:
                 error = RowError(RowErrorCode.INTERNAL, "the stub fails this row")
                 results.append(Result(key, len(request.prompt_token_ids), timings=timings, error=error))

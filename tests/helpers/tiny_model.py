@@ -10,6 +10,7 @@ import json
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from torch import Tensor
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.batch import build_input
-from batchgen.engine.observers import TokenCounts
+from batchgen.engine.model_runner import ModelRunner
+from batchgen.engine.observers import HostTokenCounts
 from batchgen.engine.schedule import Schedule
-from batchgen.engine.sequence import Group
+from batchgen.engine.sequence import RequestState
 from batchgen.engine.sequence import Sequence as EngineSequence
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.inputs import ModelInput
@@ -112,7 +114,8 @@ def random_state(model: Decoder, *, num_blocks: int, block_size: int, num_slots:
 def packed_keys(keys: Tensor, pack: int | None = None) -> Tensor:
     """Keys [num_blocks, num_kv_heads, width, lanes] as ``KVCache`` lays them out on the CPU."""
     pack = pack or key_pack(keys.dtype, CPU, keys.shape[2])
-    return keys.unflatten(2, (-1, pack)).transpose(3, 4).contiguous()
+    unflattened: Tensor = keys.unflatten(2, (-1, pack))
+    return unflattened.transpose(3, 4).contiguous()
 
 
 def state_tensors(state: StateCache) -> list[Tensor]:
@@ -125,16 +128,16 @@ def sequence_at(
     token_ids: Sequence[int], num_computed: int, block_table: Sequence[int], conv_slot: int, key: int = 0
 ) -> EngineSequence:
     """A sequence in the middle of its life, as the scheduler would leave it before a step."""
-    sequence = Group(Request(key, tuple(token_ids))).sequences[0]
+    sequence = RequestState(Request(key, tuple(token_ids))).sequences[0]
     sequence.num_computed_tokens = num_computed
     sequence.block_table = array("i", block_table)
     sequence.conv_slot = conv_slot
     return sequence
 
 
-def token_counts(prompt: Iterable[int], output: Iterable[int]) -> TokenCounts:
+def token_counts(prompt: Iterable[int], output: Iterable[int]) -> HostTokenCounts:
     """The counts of a sequence that has generated ``output``."""
-    counts = TokenCounts(list(prompt))
+    counts = HostTokenCounts(list(prompt))
     for token in output:
         counts.push(token)
     return counts
@@ -165,13 +168,14 @@ def engine_for(
 ) -> Engine:
     """An engine with a pool of exactly ``num_blocks`` blocks; it admits without foresight, so as to preempt.
 
-    Nor does it draft, which it would by the clock.
-    ``parts`` are the arguments of ``Engine`` that are no sizes.
+    ``parts`` are the arguments of ``Engine`` that are no sizes, and those of its ``ModelRunner``.
     """
     block_bytes = model.config.kv_block_bytes(block_size, model.dtype.itemsize, sizes.get("kv_dtype", "auto"))
-    sizes = {"forecast_memory": False, "speculate": "off"} | sizes
+    sizes.setdefault("forecast_memory", False)
     config = EngineConfig(block_size=block_size, kv_memory=num_blocks * block_bytes, **sizes)
-    return Engine(model, config, **(parts or {}))
+    parts = dict(parts or {})
+    runner = {name: parts.pop(name) for name in ("overlaps", "fetch") if name in parts}
+    return Engine(model, config, **parts, runner=partial(ModelRunner, **runner))
 
 
 def checked_run(engine: Engine, requests: Iterable[Request]) -> Iterator[Result]:

@@ -63,10 +63,12 @@ PARTS: tuple[tuple[str, Any], ...] = (
     ("model", {"type": "Unigram", "vocab": [["a", -1e308], ["", 0.0]], "unk_id": 0, "byte_fallback": True}),
     ("model", {"type": "BPE", "vocab": {}, "merges": []}),
 )
+_NO_TEMPLATES: tuple[Any, ...] = (None, 5, True, {}, {"default": "x"}, [], [5], [{"name": "default"}])
+_EOS: tuple[Any, ...] = (None, 5, [], {}, {"content": None}, {"content": "nowhere"}, "", "\x00" * 999)
 CONFIGS: tuple[tuple[str, Any], ...] = (
-    *(("chat_template", value) for value in (None, 5, True, {}, {"default": "x"}, [], [5], [{"name": "default"}])),
+    *(("chat_template", value) for value in _NO_TEMPLATES),
     *(("chat_template", [{"name": "default", "template": value}]) for value in (None, 5, "{{ messages }}", "{% if %}")),
-    *(("eos_token", value) for value in (None, 5, [], {}, {"content": None}, {"content": "nowhere"}, "", "\x00" * 999)),
+    *(("eos_token", value) for value in _EOS),
 )
 
 

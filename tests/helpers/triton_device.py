@@ -35,7 +35,6 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # noqa:
 
 from batchgen.kernels.cuda import rows  # noqa: E402
 from batchgen.kernels.cuda.backend import CudaKernels  # noqa: E402
-from batchgen.kernels.cuda.linear import computed  # noqa: E402
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput  # noqa: E402
 from batchgen.kernels.interface import Heads, Linear, Router, Routing, SamplingRows  # noqa: E402
 
@@ -97,7 +96,7 @@ class OnDevice:
         return call
 
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Callable[..., Tensor]:
-        experts = self.kernels.experts(tuple(part.to(DEVICE) for part in parts) for parts in weights)
+        experts = self.kernels.experts((a.to(DEVICE), b.to(DEVICE), c.to(DEVICE)) for a, b, c in weights)
         return lambda *inputs: experts(*(part.to(DEVICE) for part in inputs)).cpu()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
@@ -110,7 +109,7 @@ class OnDevice:
         """``linear`` is one of ``kernels``, which this wraps."""
         moved = None if post is None else post.to(DEVICE)
         h, normed = self.kernels.add_and_norm(linear, x.to(DEVICE), residual.to(DEVICE), weight.to(DEVICE), eps, moved)
-        return h.cpu(), computed(normed).cpu()
+        return h.cpu(), normed.cpu()
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return self.kernels.swiglu(gate_up.to(DEVICE)).cpu()

@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from repeats import each_value_once
 from run_helpers import JobMaker, finish, quiet, rows_of, start, without_timings
 
 from batchgen.config.job import JobSpec
@@ -134,7 +133,8 @@ CHANGES: dict[str, Callable[[Path, bytes], object]] = {
 # ---------------------------------------------------------------- noticed
 
 
-@each_value_once({"change": list(CHANGES), "form": MAIN_FORMATS})
+@pytest.mark.parametrize("change", list(CHANGES), ids=str)
+@pytest.mark.parametrize("form", MAIN_FORMATS, ids=str)
 def test_a_changed_input_stops_the_run_and_resumes_once_it_is_as_it_was(job: JobMaker, form: str, change: str) -> None:
     changing = Changing(job, form)
     expected = changing.undisturbed()

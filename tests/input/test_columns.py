@@ -12,11 +12,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from run_helpers import JobMaker, finish, quiet, rows_of, start
+from run_helpers import MODEL, JobMaker, finish, quiet, rows_of, start
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
-from batchgen.core.records import Shard
+from batchgen.core.shard import Shard
 from batchgen.input.columns import HEAD_ROWS
 from batchgen.plan.dry_run import PlanOptions, make_plan
 from batchgen.run.backend import Backend
@@ -36,7 +36,8 @@ def loading(spec: JobSpec, model: ModelInfo) -> Backend:
 
 def spec_of(job: JobMaker, sections: Sections) -> JobSpec:
     """The job with some keys of [input] set, or taken away by None."""
-    spec = job.spec(**{name: values for name, values in sections.items() if name != "input"})
+    others = {name: values for name, values in sections.items() if name != "input"}
+    spec = job.spec(**{"model": {"path": str(MODEL)}, **others})  # which has a chat template
     values = {
         key: tuple(value) if isinstance(value, list) else value for key, value in sections.get("input", {}).items()
     }
@@ -53,6 +54,19 @@ def refusal(job: JobMaker, **sections: Mapping[str, Any]) -> str:
     assert not job.output.exists()
     assert str(run_refused.value) == str(plan_refused.value)
     return str(run_refused.value)
+
+
+def test_an_input_whose_first_rows_are_all_no_json_is_refused(job: JobMaker) -> None:
+    job.write([f"question {number}" for number in range(HEAD_ROWS)])
+    message = refusal(job)
+    assert message.startswith(f"none of the first {HEAD_ROWS} rows is JSON ({job.input}:1: ")
+    assert 'input.format what the file is, such as "text"' in message
+
+
+def test_fewer_rows_that_are_no_json_are_error_rows(job: JobMaker) -> None:
+    job.write(["question"] * (HEAD_ROWS - 1))
+    assert job.run().exit_code == 3
+    assert len(job.errors()) == HEAD_ROWS - 1
 
 
 @pytest.mark.parametrize(
@@ -79,7 +93,7 @@ def test_a_column_that_no_row_has_is_refused_by_its_key(job: JobMaker, sections:
 
 def test_the_nearest_column_is_named(job: JobMaker) -> None:
     job.write(rows_of(1))
-    assert "which the first row does not have (did you mean 'question'?)" in refusal(
+    assert 'which the first row does not have (did you mean "question"?)' in refusal(
         job, input={"prompt": "{Question}"}
     )
 
@@ -117,7 +131,7 @@ def test_compressed_and_parquet_inputs_are_judged(job: JobMaker, tmp_path: Path)
     packed.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows_of(3)).encode()))
     pq.write_table(pa.Table.from_pylist(rows_of(3)), table)
     for path in (packed, table):
-        assert "did you mean 'question'?" in refusal(job, input={"path": [str(path)], "prompt": "{questio}"})
+        assert 'did you mean "question"?' in refusal(job, input={"path": [str(path)], "prompt": "{questio}"})
         assert (
             job.run(job.spec(input={"path": [str(path)]}, output={"path": str(tmp_path / path.suffix)})).exit_code == 0
         )

@@ -27,15 +27,11 @@ def attack(folder: Path, count: int, seed: int) -> Counter[str]:
     return Counter(survived(hostile_runs.__file__, folder, count, seed)["kinds"])
 
 
-def test_hostile_inputs_end_in_their_exit_codes_with_each_row_once(tmp_path: Path) -> None:
-    assert attack(tmp_path, 30, SEED).total() == 30
-
-
 @pytest.mark.slow
 def test_hundreds_of_hostile_inputs_end_in_their_exit_codes_with_each_row_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kinds = attack(tmp_path, NUM_CASES, SEED + 1)
+    kinds = attack(tmp_path, NUM_CASES, SEED)
     with capsys.disabled():
         print(f"\nhostile inputs: {dict(kinds)}; {kinds.total()} in all", end=" ")
     assert kinds.total() == NUM_CASES

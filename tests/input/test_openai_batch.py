@@ -61,6 +61,11 @@ def test_an_openai_body_asks_in_openais_words(url: str, body: dict[str, Any], ex
     assert merge_params(SamplingParams(), asked(url, **body)) == replace(SamplingParams(), **expected)
 
 
+@pytest.mark.parametrize("field", ["reasoning_effort", "verbosity", "service_tier", "prompt_cache_key"])
+def test_a_field_about_openais_models_and_service_costs_no_row(field: str) -> None:
+    assert asked(CHAT_URL, **{field: "low"}) == asked(CHAT_URL)
+
+
 @pytest.mark.parametrize(
     ("url", "body", "message"),
     [

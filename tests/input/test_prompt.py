@@ -64,6 +64,8 @@ def chat(*turns: tuple[str, str]) -> str:
     [
         ({"prompt": "hi"}, {}, chat(("user", "hi"))),
         ({"text": "hi"}, {}, chat(("user", "hi"))),
+        ({"text": "hi", "n": 1}, {}, chat(("user", "hi"))),
+        ({"text": "hi", "prompt": "ho"}, {}, chat(("user", "ho"))),
         ({"q": "hi", "prompt": "no"}, {"prompt": "q"}, chat(("user", "hi"))),
         ({"q": "hi", "n": {"a": [1, True]}}, {"prompt": "{q}: {n[a][0]}"}, chat(("user", "hi: 1"))),
         ({"prompt": "hi"}, {"system": "Be terse."}, chat(("system", "Be terse."), ("user", "hi"))),

@@ -16,8 +16,9 @@ from remote_servers import CREDENTIALS, Remote, environment_of, server_of
 from run_helpers import ENVIRONMENT, JobMaker, finish, quiet, rows_of, start, until_rows_are_done, without_timings
 
 from batchgen.cli.main import cli
-from batchgen.core import remote, stored
+from batchgen.core import remote
 from batchgen.core.errors import ExitCode, InputChanged, RemoteError, ResumeMismatch
+from batchgen.input import input_bytes, pinned_files
 
 NUM_ROWS = 400
 in_a_bucket = pytest.mark.parametrize("place", ["moto"], indirect=True)
@@ -70,10 +71,9 @@ def test_another_version_is_no_resume_and_the_version_of_before_is_one(place: Re
 def test_what_happens_to_the_object_meanwhile_costs_no_row(
     place: Remote, job: JobMaker, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored, "_FIRST_BYTES", 4000)
-    monkeypatch.setattr(stored, "_MOST_BYTES", 4000)
-    monkeypatch.setattr(stored, "BUFFER_BYTES", 4000)
-    monkeypatch.setattr(stored, "_CHEAP_BYTES", 0)
+    monkeypatch.setattr(pinned_files, "_BLOCK_BYTES", 4000)
+    monkeypatch.setattr(input_bytes, "BUFFER_BYTES", 4000)
+    monkeypatch.setattr(input_bytes, "_CHEAP_BYTES", 0)
     monkeypatch.setattr(remote, "WAITS_S", (0.01,))
     content = content_of(job)
     spec = job.spec(input={"path": [place.put("rows.jsonl", content)]})

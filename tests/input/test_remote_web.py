@@ -9,9 +9,10 @@ import pytest
 from input_helpers import jsonl, parquet, sample_rows, source_of
 from remote_servers import Remote, fingerprinted, server_of, settle
 
-from batchgen.core import stored, versions
+from batchgen.core import remote
 from batchgen.core.errors import InputChanged, RemoteError, UsageError
-from batchgen.core.records import WHOLE
+from batchgen.core.shard import WHOLE
+from batchgen.input import input_bytes, pinned_files
 from batchgen.input.source import RowRange
 
 on_the_web = pytest.mark.parametrize("place", ["web"], indirect=True)
@@ -19,9 +20,9 @@ on_the_web = pytest.mark.parametrize("place", ["web"], indirect=True)
 
 @pytest.mark.parametrize("place", ["web", "s3"], indirect=True)
 def test_a_slow_server_is_asked_again(place: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(pinned_files, "TIMEOUT_S", 0.2)
     if place.kind == "s3":
-        monkeypatch.setattr("s3fs.S3FileSystem.read_timeout", 0.2)
+        monkeypatch.setattr(remote, "STILL_S", 0.2)
         settle("s3", f"{place.url}//", monkeypatch)  # a client that knows it
     server_of(place).slow_s = 0.5
     source = fingerprinted(place.put("rows.jsonl", jsonl(sample_rows(8))))
@@ -72,7 +73,7 @@ def test_a_server_without_ranges_will_do_for_small_files(place: Remote, monkeypa
     rows = [*source.read()]
     assert len(rows) == 8
     assert [*source.read(rows[4].after)] == rows[5:]
-    monkeypatch.setattr(versions, "_WHOLE_BYTES", 100)
+    monkeypatch.setattr(pinned_files, "_WHOLE_BYTES", 100)
     with pytest.raises(
         RemoteError, match=r"the server gives no parts of files .*: fetch the file to this machine first"
     ):
@@ -108,7 +109,7 @@ def test_a_redirect_never_leaves_encryption() -> None:
     from email.message import Message
     from urllib.request import Request
 
-    redirects = versions._Redirects()
+    redirects = pinned_files._Redirects()
     where: Any = (None, 302, "", Message())
     assert redirects.redirect_request(Request("https://host/x"), *where, "http://host/x") is None
     assert redirects.redirect_request(Request("http://host/x"), *where, "https://host/x") is not None
@@ -118,7 +119,7 @@ def test_a_redirect_never_leaves_encryption() -> None:
 def test_a_large_file_is_not_read_once_more_to_count_its_rows(place: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     source = fingerprinted(place.put("rows.jsonl", jsonl(sample_rows(8))))
     assert RowRange(source, WHOLE).count() == 8
-    monkeypatch.setattr(stored, "_CHEAP_BYTES", 10)
+    monkeypatch.setattr(input_bytes, "_CHEAP_BYTES", 10)
     assert RowRange(source, WHOLE).count() is None
 
 

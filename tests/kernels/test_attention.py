@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 from kernel_cases import DTYPES, EVERY_BACK_END, EVERY_NAME, Case, attend, dense, every_dtype, make_case
-from repeats import each_value_once
 from tiny_model import BACK_ENDS
 from torch import Tensor
 
@@ -35,7 +34,8 @@ def solved_case(
     return case, dense(case)
 
 
-@each_value_once({"block_size": BLOCK_SIZES, "dtype, kv_dtype": DTYPES})
+@pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("name", BACK_ENDS)
 def test_paged_attention_equals_dense_attention(
     name: str, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
@@ -101,7 +101,8 @@ def test_items_leave_every_worker_its_share() -> None:
     assert [backend.heads_of_an_item(1, heads) for heads in (1, 6, 7, 11, 12, 32)] == [1, 6, 7, 1, 6, 8]
 
 
-@each_value_once({"heads": [(3, 3, 16), (6, 2, 24), (4, 1, 40), (12, 1, 16)], "dtype, kv_dtype": DTYPES})
+@pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 24), (4, 1, 40), (12, 1, 16)], ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize(
     "cuts", [[1] * 270, [5, 7, 9, 1, 100, 148], [3, 267], [256, 14]], ids=["1", "odd", "3", "tile"]
 )

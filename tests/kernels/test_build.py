@@ -12,19 +12,20 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from repeats import each_value_once, slow
+from repeats import slow
 from run_helpers import ENVIRONMENT, MODEL, rows_of
 
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
-from batchgen.kernels.cpu import build, objects
+from batchgen.kernels.cpu import build, compiler, object_cache
+from batchgen.kernels.cpu.kernel_specs import ARGMAX, needed, needed_by_some
 from batchgen.kernels.cpu.parallel import Kernel
-from batchgen.kernels.cpu.sources import ARGMAX, needed, needed_by_some
 from batchgen.run.loader import load_engine, read_model
 
 STARTED = """
@@ -49,6 +50,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "_addresses", {})
     monkeypatch.setattr(build, "_builders", {})
+    monkeypatch.setattr(build, "_plainly_compiled", set())
     yield tmp_path / "cache"
     build.stop()
 
@@ -72,7 +74,8 @@ def wait_for(what: Any) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system does not list its processes")
-@each_value_once({"number": [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], "is_compiling": [False, True]})
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize("is_compiling", [False, True], ids=str)
 def test_no_process_outlives_a_run_that_is_killed(number: int, is_compiling: bool, empty_cache: Path) -> None:
     command = [sys.executable, "-c", STARTED]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -122,7 +125,7 @@ def test_nothing_is_started_where_nothing_is_missing_or_can_be_handed_over(
     build.start("float16", "float16")  # runs on torch's own kernels
     assert not build._builders
     for wanted in needed("float32", "float32") + needed_by_some("float32"):
-        objects.write(objects.file_name(*wanted), b"code")
+        object_cache.write(object_cache.file_name(*wanted), b"code")
     build.start("float32", "float32", others=True)
     assert not build._builders
     (tmp_path / "file").write_text("")
@@ -164,8 +167,44 @@ def test_a_job_has_compiled_beside_it_what_its_rows_need(
 def test_a_user_is_told_when_kernels_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    notes = load_engine(job(), read_model(job())).notes
-    assert [note[:63] for note in notes] == ["kernels cannot be kept here, so each start compiles them anew: "]
+    monkeypatch.setattr(build, "needed", lambda *_: [(ARGMAX, "float32")])
+    assert [note[:63] for note in notes_of_a_start()] == [
+        "kernels cannot be kept here, so each start compiles them anew: "
+    ]
+
+
+def notes_of_a_start() -> list[str]:
+    """What a user is told once the kernels are there."""
+    backend = load_engine(job(), read_model(job()))
+    backend.prepare()
+    return list(backend.notes)
+
+
+def test_a_user_is_told_when_numba_is_one_whose_insides_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(*_: object) -> bytes:
+        raise AttributeError("'JITCPUCodegen' object has no attribute '_tm'")
+
+    monkeypatch.setattr(build, "needed", lambda *_: [(ARGMAX, "float32")])
+    monkeypatch.setattr(build, "start", lambda *_, **__: None)
+    assert notes_of_a_start() == []
+    monkeypatch.setattr(build, "_addresses", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", os.environ["XDG_CACHE_HOME"] + "-2")
+    monkeypatch.setattr(compiler, "machine_code", changed)
+    (note,) = notes_of_a_start()
+    assert note.startswith(f"numba {version('numba')} differs inside from the versions that batchgen knows")
+
+
+def test_a_process_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_PROGRAM", "import time; time.sleep(100)")
+    monkeypatch.setattr(build, "_LONGEST_WAIT_S", 0.2)
+    compiled: list[str] = []
+    monkeypatch.setattr(build, "_compiled", lambda source, kind, name: compiled.append(name) or 1)
+    build.start("float32", "float32")
+    ((process, _),) = build._builders.values()
+    build.finish("float32", "float32")
+    assert len(compiled) == len(needed("float32", "float32"))
+    assert process.poll() is not None
+    assert not build._builders, "the kernels behind the first were not waited for"
 
 
 @pytest.mark.parametrize("cache", ["kept", slow("empty")])

@@ -14,11 +14,11 @@ import pytest
 import torch
 from numba.core.codegen import JITCodeLibrary
 
-from batchgen.kernels.cpu import build, compiler, objects
+from batchgen.kernels.cpu import build, compiler, object_cache
 from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.kernel_specs import ARGMAX, ATTENTION, KernelSpec
 from batchgen.kernels.cpu.layout import ARGS
 from batchgen.kernels.cpu.parallel import Kernel
-from batchgen.kernels.cpu.sources import ARGMAX, ATTENTION, Source
 
 
 @simd.jit
@@ -27,7 +27,7 @@ def draw(words: Any) -> None:
     simd.pointer(words[ARGS], np.float64)[0] = 2.0 + np.random.random()
 
 
-DRAW = Source(__name__, "draw", {"any": ()})
+DRAW = KernelSpec(__name__, "draw", {"any": ()})
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +71,12 @@ def test_another_numba_compiles_in_its_own_way(monkeypatch: pytest.MonkeyPatch, 
 
 def test_after_an_error_numba_compiles_as_before() -> None:
     with pytest.raises(Exception, match="no attribute"):
-        compiler.machine_code(Source(ARGMAX.module, "none", {"any": ()}), "any")
+        compiler.machine_code(KernelSpec(ARGMAX.module, "none", {"any": ()}), "any")
     compiler.compile_plainly(ARGMAX, "float32")
     assert greatest(Kernel(ARGMAX)) == [1]
 
 
+@pytest.mark.slow
 def test_a_kernel_that_needs_numba_to_run_is_not_kept(empty_cache: Path) -> None:
     with pytest.raises(NotImplementedError, match="calls of numba_"):
         compiler.machine_code(DRAW, "any")
@@ -85,6 +86,7 @@ def test_a_kernel_that_needs_numba_to_run_is_not_kept(empty_cache: Path) -> None
     assert not list(empty_cache.rglob("*.o"))
 
 
+@pytest.mark.slow
 def test_kernels_and_code_of_others_that_numba_compiles_do_not_disturb_each_other() -> None:
     from numba import njit
 
@@ -92,6 +94,6 @@ def test_kernels_and_code_of_others_that_numba_compiles_do_not_disturb_each_othe
         return max(a, b) + max(len(range(3)), 2)
 
     assert njit(longest)(np.float32(1.0), np.float32(2.0)) == 5.0
-    assert objects.load(compiler.machine_code(ARGMAX, "float32"))
+    assert object_cache.load(compiler.machine_code(ARGMAX, "float32"))
     assert njit(lambda a, b: max(a, b) * 2)(np.float32(1.0), np.float32(2.0)) == 4.0
     assert greatest(Kernel(ARGMAX)) == [1]

@@ -18,7 +18,7 @@ from batchgen.kernels.reference import ReferenceKernels
 
 ASK = """
 import torch
-from batchgen.kernels.cpu.compiled.vector_ir import HAS_BF16
+from batchgen.kernels.cpu.compiled.emit import HAS_BF16
 from batchgen.kernels.cpu.linear import can_multiply
 from batchgen.model import load, load_config
 

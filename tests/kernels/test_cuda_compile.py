@@ -20,34 +20,15 @@ pytestmark = pytest.mark.skipif(
 TESTS = Path(__file__).parent.parent
 HOPPER_SHARED_BYTES = 227 * 1024  # most that one block may take
 KERNELS = {
-    "add_and_norm",
-    "add_product",
-    "argmax_of_parts",
-    "argmax_parts",
-    "attend_one_token",
-    "attend_tile",
-    "gated_matmul",
-    "grouped_matmul",
-    "logsumexp",
-    "mask",
-    "matmul",
-    "project_and_cache",
-    "project_and_convolve",
-    "rms_norm",
-    "rope_and_cache",
-    "sample",
-    "short_conv",
-    "swiglu",
+    *("add_and_norm", "attend_one_token", "attend_tile", "grouped_matmul", "logsumexp", "mask", "matmul"),
+    *("matmul_in_parts", "rms_norm", "rope_and_cache", "sample", "short_conv", "swiglu"),
 }
 HEAVY = {
-    "add_product",
     "attend_one_token",
     "attend_tile",
-    "gated_matmul",
     "grouped_matmul",
     "matmul",
-    "project_and_cache",
-    "project_and_convolve",
+    "matmul_in_parts",
 }
 
 
@@ -69,7 +50,7 @@ def test_every_kernel_compiles_for_hopper_into_matrix_instructions_and_wide_copi
     assert max(b["stack_bytes"] for b in binaries) <= 32, "registers are not spilled, but for a few"
     heavy = [b for b in binaries if b["name"] in HEAVY]
     assert all(b["wide_copies"] for b in heavy)
-    assert [b["name"] for b in heavy if not b["matrix"]] == ["matmul"], "but for the router's, which is float32"
+    assert [b["name"] for b in heavy if not b["matrix"]] == ["matmul_in_parts"], "but for the router's, in float32"
 
 
 @pytest.mark.slow

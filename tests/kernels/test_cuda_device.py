@@ -19,9 +19,8 @@ from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode
 from batchgen.core.records import SamplingParams
 from batchgen.engine import Engine
-from batchgen.engine.bursts import Pace
-from batchgen.engine.graphs import CaptureFailed, CudaRecorder
-from batchgen.engine.replay import PaddingSlot, StepReplays, bucket
+from batchgen.engine.graphs import CudaGraphs, CudaRecorder, PaddingSlot, bucket
+from batchgen.engine.step_output import CaptureFailed
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.interface import Heads, Kernels
 from batchgen.kernels.reference import ReferenceKernels
@@ -74,14 +73,14 @@ def test_replayed_logits_equal_launched_ones_in_every_bucket(batch_invariant: bo
     num_blocks = MOST_SEQS * 70
     launched, replayed = state_for(model, num_blocks), state_for(model, num_blocks)
     padding = PaddingSlot(num_blocks, MOST_SEQS, BLOCK_SIZE)
-    graphs = StepReplays(model, replayed, CudaRecorder(DEVICE), padding, 4096)
+    graphs = CudaGraphs(model, replayed, CudaRecorder(DEVICE), padding, 4096)
     for num_seqs in range(1, MOST_SEQS + 1):
         is_bucket = bucket(num_seqs, MOST_SEQS) == num_seqs
         for longest in (100, 1100):
             pasts = torch.randint(0, longest, (num_seqs,), generator=torch.Generator().manual_seed(num_seqs)).tolist()
             inputs, _ = ragged_input([(past, 1) for past in pasts], BLOCK_SIZE, seed=num_seqs)
             expected = model.forward(inputs.to(DEVICE), launched, longest)
-            got = graphs.run(inputs)
+            got = graphs.run(inputs).logits
             if batch_invariant:
                 assert torch.equal(got, expected)
             else:
@@ -139,9 +138,7 @@ def small_engine(kernels: CudaKernels, **parts: Any) -> Engine:
     return engine_for(model, num_blocks=200, block_size=BLOCK_SIZE, parts=parts, **sizes, **NO_FORECAST)
 
 
-@pytest.mark.parametrize("length", [1, 3, 8])
-def test_steps_that_overlap_give_the_tokens_of_single_ones(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pace, "judge", lambda pace, _: setattr(pace, "num_steps", length))
+def test_steps_that_overlap_give_the_tokens_of_single_ones() -> None:
     requests = random_requests(60, seed=2, prompt=(1, 90), output=(1, 80), vocab_size=1000)
     requests += [replace(r, key=100 + r.key, params=replace(r.params, temperature=1.0, seed=5)) for r in requests]
     kernels = CudaKernels(DEVICE, batch_invariant=True)

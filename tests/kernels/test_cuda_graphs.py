@@ -27,11 +27,11 @@ from tiny_model import (
 )
 from torch import Tensor
 
-from batchgen.engine import model_runner, replay
-from batchgen.engine.batch import PendingTokens
-from batchgen.engine.bursts import MAX_STEPS
-from batchgen.engine.graphs import CaptureFailed
-from batchgen.engine.replay import PaddingSlot, StaticInput, StepReplays, StepSize, bucket, is_decode
+from batchgen.engine import graphs as graphs_module
+from batchgen.engine import replay
+from batchgen.engine.graphs import CudaGraphs, PaddingSlot, StaticInput, StepSize, bucket
+from batchgen.engine.replay import is_decode
+from batchgen.engine.step_output import CaptureFailed, PendingTokens
 from batchgen.kernels.inputs import ModelInput
 from batchgen.model.decoder import Decoder
 from batchgen.model.state import StateCache
@@ -54,9 +54,9 @@ def copied(state: StateCache) -> StateCache:
     )
 
 
-def graphs_for(model: Decoder, state: StateCache, spare: PaddingSlot) -> tuple[StepReplays, Again]:
+def graphs_for(model: Decoder, state: StateCache, spare: PaddingSlot) -> tuple[CudaGraphs, Again]:
     recorder = Again()
-    graphs = StepReplays(model, state, recorder, spare, max_model_len=LONGEST)
+    graphs = CudaGraphs(model, state, recorder, spare, max_model_len=LONGEST)
     return graphs, recorder
 
 
@@ -77,7 +77,7 @@ def test_a_replayed_step_equals_the_plain_one_to_the_bit_and_touches_no_other_st
     for step, num_seqs in enumerate([1, 3, 9, 2, 11, 9, 10, 1]):
         inputs, _ = decode_input(num_seqs, seed=step)
         expected = model.forward(inputs, plain, int(inputs.positions.max()))
-        assert torch.equal(graphs.run(inputs), expected)
+        assert torch.equal(graphs.run(inputs).logits, expected)
         for got, untouched in zip(state_tensors(state), state_tensors(plain), strict=True):
             rows = slice(0, spare.slot if len(got) == spare.slot + 1 else spare.block)
             assert torch.equal(got[rows], untouched[rows])
@@ -93,7 +93,7 @@ def test_tokens_fed_on_the_device_give_the_logits_of_those_known_to_the_host() -
         ids = inputs.token_ids
         pending = PendingTokens(torch.stack((ids[4], ids[1])), torch.tensor([1, 0]), torch.tensor([1, 4]))
         blanked = replace(inputs, token_ids=ids * torch.tensor([1, 0, 1, 1, 0]))
-        assert torch.equal(feeding.run(blanked, pending), known.run(inputs))
+        assert torch.equal(feeding.run(blanked, pending).logits, known.run(inputs).logits)
 
 
 def test_rows_left_over_are_first_tokens_in_the_spare_state_whatever_was_there_before() -> None:
@@ -126,7 +126,7 @@ def on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return made
 
 
-def test_the_steps_of_a_burst_are_uploaded_without_a_wait_for_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_behind_one_that_runs_is_uploaded_without_a_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for a device that has not begun yet: an upload that is waited for would never be done."""
     waited: list[int] = []
 
@@ -146,11 +146,11 @@ def test_the_steps_of_a_burst_are_uploaded_without_a_wait_for_those_before(monke
     padding = PaddingSlot(block=99, slot=50, block_size=BLOCK_SIZE)
     static = StaticInput(StepSize(4, 16), padding, torch.device("cuda", 0))
     filled = []
-    for step in range(MAX_STEPS + 1):
+    for step in range(3):
         static.fill(ragged_input([(5 + step, 1)], BLOCK_SIZE)[0])
         filled.append(static.inputs.positions[0].item())
     assert not waited
-    assert filled == [*range(5, 6 + MAX_STEPS)]
+    assert filled == [5, 6, 7]
     static.fill(None)
     static.fill(None)
     assert waited, "memory is not written again before it was read"
@@ -163,8 +163,8 @@ def test_an_engine_that_replays_gives_the_tokens_of_one_that_does_not(monkeypatc
     plain = engine_for(model, **sizes)
     expected = tokens_of(checked_run(plain, requests))
     recorder = Again()
-    monkeypatch.setattr(model_runner, "has_graphs", lambda _: True)
-    monkeypatch.setattr(model_runner, "CudaRecorder", lambda _: recorder)
+    monkeypatch.setattr(replay, "has_graphs", lambda _: True)
+    monkeypatch.setattr(replay, "CudaRecorder", lambda _: recorder)
     engine = engine_for(model, **sizes)
     assert recorder.num_recorded == 4, "5, 4, 2, 1"
     assert tokens_of(checked_run(engine, requests)) == expected
@@ -175,7 +175,7 @@ def test_an_engine_that_replays_gives_the_tokens_of_one_that_does_not(monkeypatc
 def test_all_sizes_are_recorded_at_once_the_largest_first_and_only_long_contexts_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replay, "_USUAL_TOKENS", 40)
+    monkeypatch.setattr(graphs_module, "_USUAL_TOKENS", 40)
     model = tiny_model()
     state, spare = state_for(model, 60 * MOST_SEQS)
     graphs, recorder = graphs_for(model, state, spare)
@@ -185,7 +185,7 @@ def test_all_sizes_are_recorded_at_once_the_largest_first_and_only_long_contexts
     for num_seqs, past, recorded in steps:
         inputs, _ = ragged_input([(past, 1)] * num_seqs if past < 50 else [(past, 1)], BLOCK_SIZE)
         expected = model.forward(inputs, copied(state), past)
-        assert torch.equal(graphs.run(inputs), expected)
+        assert torch.equal(graphs.run(inputs).logits, expected)
         assert recorder.num_recorded == recorded, past
     assert max(size.max_blocks for size in graphs.recorded) == LONGEST / BLOCK_SIZE
 
@@ -207,9 +207,9 @@ class FailsAt(Again):
 def test_an_engine_that_cannot_record_launches_every_step_and_says_so(
     monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
-    monkeypatch.setattr(replay, "_USUAL_TOKENS", 16)
-    monkeypatch.setattr(model_runner, "has_graphs", lambda _: True)
-    monkeypatch.setattr(model_runner, "CudaRecorder", lambda _: FailsAt(first))
+    monkeypatch.setattr(graphs_module, "_USUAL_TOKENS", 16)
+    monkeypatch.setattr(replay, "has_graphs", lambda _: True)
+    monkeypatch.setattr(replay, "CudaRecorder", lambda _: FailsAt(first))
     requests = random_requests(9, seed=0, prompt=(1, 20), output=(1, 24))
     model = tiny_model()
     engine = engine_for(model, num_blocks=60, block_size=BLOCK_SIZE, max_num_seqs=5, max_num_batched_tokens=16)

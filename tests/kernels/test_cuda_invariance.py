@@ -18,7 +18,7 @@ from triton_device import DEVICE, HAS_GPU, OnDevice
 from batchgen.core.records import SamplingParams
 from batchgen.kernels.cuda import linear as products
 from batchgen.kernels.cuda import tuning
-from batchgen.kernels.cuda.linear import FixedOrderLinear, PendingNorm, computed
+from batchgen.kernels.cuda.linear import FixedOrderLinear
 from batchgen.model import state
 
 FEW = 4
@@ -42,8 +42,7 @@ def half_layer(x: Tensor, h: Tensor, out_features: int, width: int) -> list[Tens
     gated = kernels.gated_linear(*(normal(9, out_features, seed=s, dtype=dtype).to(DEVICE) for s in (2, 3)))
     weight = (1 + normal(out_features, seed=4, dtype=dtype)).to(DEVICE)
     sums, norm = kernels.add_and_norm(linear, x.to(DEVICE), h.to(DEVICE), weight, 1e-5)
-    assert isinstance(norm, PendingNorm) == (len(x) <= FEW)
-    return [part.cpu() for part in (linear(x.to(DEVICE)), sums, computed(norm), gated(norm))]
+    return [part.cpu() for part in (linear(x.to(DEVICE)), sums, norm, gated(norm))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -60,7 +59,9 @@ def test_the_bits_tell_a_path_that_takes_other_parts_or_steps_of_k(monkeypatch: 
     x, linear = normal(ROWS, 600, seed=0).to(DEVICE), OnDevice().kernels.linear(normal(70, 600, seed=1).to(DEVICE))
     expected = linear(x)
     assert isinstance(linear, FixedOrderLinear)
-    assert not torch.equal(FixedOrderLinear(linear.weight, None, num_parts=1)(x), expected)
+    monkeypatch.setattr(linear, "num_parts", 1)
+    assert not torch.equal(linear(x), expected)
+    monkeypatch.undo()
     monkeypatch.setattr(tuning, "BLOCK_K_FLOAT32", 64)  # parts begin at whole steps
     assert not torch.equal(linear(x), expected)
 
@@ -70,15 +71,11 @@ def test_steps_and_parts_of_k_do_not_follow_the_number_of_rows(dtype: torch.dtyp
     few, many = (torch.empty(n, 8, dtype=dtype) for n in (1, 2000))
     steps = {options["BLOCK_K"] for x in (few, many) for options in (products.block_sizes(x), products.tiles_of(x))}
     assert len(steps) == 1
-    options = [products.operand(x)[1] for x in (few, many, PendingNorm(few, few.float(), few[0], 0.0))]
-    assert {one["BLOCK_K"] for one in options} == steps
 
 
 @pytest.mark.parametrize(("shape", "num_parts"), [((1024, 4608), 4), ((1024, 1024), 4), ((3072, 1024), 1)])
-def test_sums_of_weights_with_few_rows_fall_in_parts_but_for_gated_ones(shape: tuple[int, int], num_parts: int) -> None:
-    kernels, weight = OnDevice().kernels, torch.empty(*shape)
-    assert kernels.linear(weight).num_parts == num_parts
-    assert kernels.gated_linear(weight, weight).linear.num_parts == 1, "as the kernel for few rows adds up"
+def test_sums_of_weights_with_few_rows_fall_in_parts(shape: tuple[int, int], num_parts: int) -> None:
+    assert OnDevice().kernels.linear(torch.empty(*shape)).num_parts == num_parts
 
 
 def test_the_fingerprint_tells_cublas_from_products_in_one_order() -> None:

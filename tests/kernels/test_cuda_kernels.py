@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
@@ -26,24 +27,23 @@ from kernel_cases import (
     normal,
     rotary_table,
 )
-from repeats import each_value_once
 from tiny_model import packed_keys, ragged_input, random_requests, solo, tiny_model, tokens_of
 from torch import Tensor
 from torch.nn import functional
 from triton_device import DEVICE, HAS_GPU, CudaKernels, InterpreterBuilder, OnDevice
 
+from batchgen.core.errors import ModelError
 from batchgen.core.records import SamplingParams
 from batchgen.engine import Engine, EngineConfig
+from batchgen.kernels import select as selection
 from batchgen.kernels.cuda import attention as attention_kernels
 from batchgen.kernels.cuda import tuning
-from batchgen.kernels.cuda.linear import CublasLinear, PendingNorm
-from batchgen.kernels.cuda.tiles import Arrivals
-from batchgen.kernels.inputs import ConvState
+from batchgen.kernels.cuda.tiles import SplitCounters
 from batchgen.kernels.interface import Heads, SamplingRows
 from batchgen.kernels.quantize import quantize
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
-from batchgen.model import state
+from batchgen.model import load, state
 
 REFERENCE = ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -73,40 +73,24 @@ def test_rms_norm_and_swiglu_equal_the_reference(width: int, dtype: torch.dtype)
     torch.testing.assert_close(OnDevice().swiglu(gate_up), REFERENCE.swiglu(gate_up), **tolerance(dtype))
 
 
-def pending_norm(num_rows: int, width: int, dtype: torch.dtype) -> PendingNorm:
-    """The norm of a residual stream, as the last product of a layer leaves it."""
-    linear = CublasLinear(normal(width, 40, seed=5, dtype=dtype).to(DEVICE), None)
-    x, residual = (normal(num_rows, n, seed=n, dtype=dtype).to(DEVICE) for n in (40, width))
-    h, squares = linear.few_rows(x, residual, Arrivals())
-    return PendingNorm(h, squares, (1 + normal(width, seed=6, dtype=dtype)).to(DEVICE), 1e-5)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("width", "out_features"), [(600, 33), (70, 1), (1, 40)])
-def test_a_product_of_few_rows_comes_with_sums_of_squares_and_a_row_has_its_own_bits(
-    width: int, out_features: int, dtype: torch.dtype
+@pytest.mark.parametrize(("width", "out_features"), [(600, 33), (70, 1), (1, 1)])
+def test_a_product_in_parts_has_the_bits_of_one_program_and_leaves_counters_at_zero(
+    width: int, out_features: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = ((70, width), (out_features, width), (out_features,))
     x, weight, bias = (normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
-    linear = CublasLinear(weight.to(DEVICE), bias.to(DEVICE))
-    arrivals = Arrivals()
-    whole, squares = (part.cpu() for part in linear.few_rows(x.to(DEVICE), None, arrivals))
+    device = OnDevice()
+    linear = device.linear(weight, bias)
+    whole = linear(x)
     most = 2**-8 if dtype == torch.bfloat16 else 1e-6
     assert relative_error(whole, x.double() @ weight.double().T + bias.double()) < most
-    pieces = (whole[:, start : start + 32].double() ** 2 for start in range(0, out_features, 32))
-    torch.testing.assert_close(squares.double(), torch.stack([piece.sum(1) for piece in pieces], 1), rtol=1e-5, atol=0)
     for rows in (slice(0, 1), slice(5, 9), slice(60, 69)):
-        got = linear.few_rows(x[rows].to(DEVICE), None, arrivals)
-        assert all(torch.equal(a.cpu(), b[rows]) for a, b in zip(got, (whole, squares), strict=True))
-    assert not arrivals._given[0].any()
-
-
-def test_many_rows_are_multiplied_by_cublas_before_they_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "FEW_ROWS", 4)
-    device = OnDevice(batch_invariant=False)
-    x, h, norm = normal(5, 70, seed=0), normal(5, 30, seed=1), normal(30, seed=2)
-    linear = device.kernels.linear(normal(30, 70, seed=3).to(DEVICE))
-    assert torch.equal(device.add_and_norm(linear, x, h, norm, 1e-5)[0], h + linear(x.to(DEVICE)).cpu())
+        assert torch.equal(linear(x[rows]), whole[rows])
+    (counters,) = device.kernels._counters._given
+    assert not counters.any()
+    monkeypatch.setattr(tuning, "FEW_ROWS", 0)
+    assert torch.equal(linear(x), whole)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -121,7 +105,7 @@ def test_a_product_is_rounded_before_it_is_added_and_the_sum_before_it_is_normed
     weight, bias = normal(width, 70, seed=4, dtype=dtype), normal(width, seed=5, dtype=dtype)
     for behind, added in ((None, None), (post, None), (None, bias)):
         linear = device.kernels.linear(weight.to(DEVICE), None if added is None else added.to(DEVICE))
-        y = linear.few_rows(x.to(DEVICE), None, Arrivals())[0].cpu()
+        y = linear(x.to(DEVICE)).cpu()
         sums, normed = device.add_and_norm(linear, x, h, norm, 1e-5, behind)
         assert torch.equal(sums, h + (y if behind is None else device.rms_norm(y, behind, 1e-5)))
         assert torch.equal(normed, device.rms_norm(sums, norm, 1e-5))
@@ -148,12 +132,12 @@ def test_argmax_and_logsumexp_equal_the_reference(width: int, dtype: torch.dtype
     assert not sums[[1, 2, 3, 4]].isfinite().any()
 
 
-@each_value_once(
-    {
-        "heads, block_size": [((3, 3, 16), 16), ((5, 1, 8), 3), ((4, 2, 24), 24), ((4, 2, 12), 1), ((2, 2, 64), 32)],
-        "is_plain, dtype": list(product([False, True], DTYPES)),
-    }
+@pytest.mark.parametrize(
+    ("heads", "block_size"),
+    [((3, 3, 16), 16), ((5, 1, 8), 3), ((4, 2, 24), 24), ((4, 2, 12), 1), ((2, 2, 64), 32)],
+    ids=str,
 )
+@pytest.mark.parametrize(("is_plain", "dtype"), list(product([False, True], DTYPES)), ids=str)
 def test_rope_and_cache_equals_the_reference(
     is_plain: bool, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
@@ -227,7 +211,8 @@ def assert_attends(case: Case, block_size: int) -> None:
 
 
 @pytest.mark.usefixtures("short_spans")
-@each_value_once({"heads, block_size": list(zip(HEADS, [32, 64, 3], strict=True)), "dtype, kv_dtype": KINDS})
+@pytest.mark.parametrize(("heads", "block_size"), list(zip(HEADS, [32, 64, 3], strict=True)), ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS, ids=str)
 def test_paged_attention_equals_dense_attention(
     heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
@@ -286,27 +271,25 @@ def test_spans_are_merged_in_order_whichever_comes_last_and_counters_are_left_at
     expected = attend(device, case, 16)
     turn_programs(2)
     assert all(map(torch.equal, attend(device, case, 16), expected))
-    (counters,) = device.kernels._arrivals._given
+    (counters,) = device.kernels._counters._given
     assert not counters.any()
 
 
 def test_parts_of_a_product_are_added_up_in_order_whichever_comes_last(turn_programs: Callable[[int], None]) -> None:
-    linear, arrivals = CublasLinear(normal(40, 300, seed=1), None), Arrivals()
-    x, h = normal(70, 300, seed=0), normal(70, 40, seed=2)
-    expected = linear.few_rows(x, h, arrivals)
+    linear, x = OnDevice().linear(normal(40, 300, seed=1)), normal(70, 300, seed=0)
+    expected = linear(x)
     turn_programs(1)
-    assert all(map(torch.equal, linear.few_rows(x, h, arrivals), expected))
-    assert not arrivals._given[0].any()
+    assert torch.equal(linear(x), expected)
 
 
 def test_counters_stay_where_recordings_found_them() -> None:
-    arrivals = Arrivals()
-    few = arrivals.at_least(5, DEVICE)
-    assert arrivals.at_least(len(few), DEVICE) is few
-    more = arrivals.at_least(len(few) + 1, DEVICE)
+    counters = SplitCounters()
+    few = counters.at_least(5, DEVICE)
+    assert counters.at_least(len(few), DEVICE) is few
+    more = counters.at_least(len(few) + 1, DEVICE)
     assert len(more) > len(few)
     assert more.dtype is torch.int32
-    assert arrivals._given[0] is few
+    assert counters._given[0] is few
 
 
 @pytest.mark.usefixtures("short_spans")
@@ -324,7 +307,8 @@ def test_batch_invariant_attention_has_the_same_bits_however_a_prompt_is_cut(
 
 
 @pytest.mark.usefixtures("short_spans")
-@each_value_once({"window, heads, block_size": [(3, (6, 2, 24), 3), (100, (4, 1, 16), 64)], "dtype, kv_dtype": KINDS})
+@pytest.mark.parametrize(("window", "heads", "block_size"), [(3, (6, 2, 24), 3), (100, (4, 1, 16), 64)], ids=str)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS, ids=str)
 def test_attention_over_a_window_with_gates_equals_dense_attention(
     window: int, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
@@ -333,7 +317,8 @@ def test_attention_over_a_window_with_gates_equals_dense_attention(
 
 
 @pytest.mark.usefixtures("short_spans")
-@each_value_once({"window": [3, 50], "dtype": DTYPES})
+@pytest.mark.parametrize("window", [3, 50], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_attention_over_a_window_has_the_same_bits_however_a_prompt_is_cut(window: int, dtype: torch.dtype) -> None:
     whole = make_case([(0, 140)], (2, 1, 16), dtype, 3, window=window, is_gated=True)
     expected = attend(OnDevice(), whole, 16)[0]
@@ -348,7 +333,8 @@ CONV_PIECES = {
 }
 
 
-@each_value_once({"width, taps": [(16, 3), (300, 3), (7, 7)], "pieces, dtype": list(product(CONV_PIECES, DTYPES))})
+@pytest.mark.parametrize(("width", "taps"), [(16, 3), (300, 3), (7, 7)], ids=str)
+@pytest.mark.parametrize(("pieces", "dtype"), list(product(CONV_PIECES, DTYPES)), ids=str)
 def test_short_conv_equals_the_reference(width: int, taps: int, pieces: str, dtype: torch.dtype) -> None:
     weight, bias = normal(taps, width, seed=1), normal(width, seed=2)
     inputs, num_blocks = ragged_input(CONV_PIECES[pieces], 16)
@@ -363,89 +349,6 @@ def test_short_conv_equals_the_reference(width: int, taps: int, pieces: str, dty
     torch.testing.assert_close(out, expected, **tolerance(dtype))
     assert torch.equal(slots, expected_slots), "the last inputs are kept as they are, and only for these sequences"
     torch.testing.assert_close(blocks, expected_blocks, rtol=0, atol=0, equal_nan=True)
-
-
-@each_value_once(
-    {
-        "heads, block_size": [((3, 3, 16), 16), ((5, 1, 8), 3), ((4, 2, 24), 24), ((2, 1, 128), 1), ((2, 2, 64), 32)],
-        "is_plain, is_pending, dtype, kv_dtype": [
-            (*flags, *kind) for flags in product([False, True], repeat=2) for kind in KINDS
-        ],
-    }
-)
-def test_a_projection_joined_to_the_heads_equals_the_steps_it_joins(
-    is_plain: bool,
-    is_pending: bool,
-    heads: tuple[int, int, int],
-    block_size: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    num_heads, num_kv_heads, head_dim = heads
-    inputs, num_blocks = ragged_input([(0, 1), (300, 1), (0, 5), (31, 63)], block_size)
-    moved, width, norm = inputs.to(DEVICE), 50, pending_norm(70, 50, dtype)
-    x = norm if is_pending else norm.computed
-    weights = [None if is_plain else (1 + normal(head_dim, seed=s, dtype=dtype)).to(DEVICE) for s in (2, 3)]
-    shape = Heads(num_heads, head_dim, weights[0], weights[1], 1e-5)
-    columns = (num_heads + 2 * num_kv_heads) * head_dim
-    weight = normal(columns, width, seed=1, dtype=dtype)
-    rotary = rotary_table(400, head_dim).to(DEVICE)
-    kernels, results = OnDevice().kernels, []
-    for most in (256, 0):
-        monkeypatch.setattr(tuning, "FEW_ROWS", most)
-        cache = OnDevice._moved(empty_cache(inputs, num_blocks, block_size, num_kv_heads, head_dim, kv_dtype or dtype))
-        q, product = kernels.project_and_cache(kernels.linear(weight.to(DEVICE)), x, shape, rotary, moved, cache)
-        assert (product is None) == (most > 0)
-        kept = [cache.keys, cache.values]
-        if cache.scales is not None:  # the numbers that the integers stand for, positions before dimensions
-            of_keys, of_values = cache.scales.unbind(2)
-            kept = [
-                cache.keys[:-1].float() * of_keys[:, :, None, :, None],
-                cache.values * of_values[:, :, :block_size, None],
-            ]
-        results.append((q, *kept))
-    for got, expected in zip(*results, strict=True):
-        assert torch.equal(got, expected)
-    monkeypatch.setattr(tuning, "FEW_ROWS", 256)
-    wider = kernels.linear(normal(columns + num_heads, width, seed=1, dtype=dtype).to(DEVICE))
-    _, product = kernels.project_and_cache(wider, x, shape, rotary, moved, cache)
-    assert product is not None, "gates are in it"
-    assert product.shape == (70, columns + num_heads)
-
-
-@each_value_once(
-    {
-        "width, taps, num_spare": [(16, 3, 0), (100, 3, 2), (70, 2, 1), (40, 7, 3)],
-        "is_pending, dtype": list(product([True, False], DTYPES)),
-    }
-)
-def test_a_projection_joined_to_the_convolution_equals_the_steps_it_joins(
-    width: int, taps: int, num_spare: int, is_pending: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs, num_blocks = ragged_input([(past % 40, 1) for past in range(70)], 16)
-    rejected = torch.arange(70, dtype=torch.int32) % (num_spare + 1)
-    inputs = replace(inputs, conv_rejected=torch.minimum(rejected, inputs.positions)).to(DEVICE)
-    norm = pending_norm(70, width, dtype)
-    weight, bias = normal(taps, width, seed=1).to(DEVICE), normal(width, seed=2).to(DEVICE)
-    projection = normal(3 * width, width, seed=3, dtype=dtype).to(DEVICE)
-    slots = normal(73, taps - 1 + num_spare, width, seed=4, dtype=dtype)
-    slots[inputs.conv_slots[inputs.positions == 0].long().cpu()] = torch.nan  # an earlier sequence's
-    results = []
-    for most in (256, 0):
-        monkeypatch.setattr(tuning, "FEW_ROWS", most)
-        kernels = OnDevice().kernels
-        blocks = torch.full((num_blocks, taps - 1, width), 7, dtype=dtype)
-        state = ConvState(slots.to(DEVICE, copy=True), blocks.to(DEVICE), 16)
-        x = norm if is_pending else norm.computed
-        out = kernels.project_and_convolve(kernels.linear(projection), x, weight, bias, state, inputs)
-        results.append((out, state.slots, state.blocks))
-    (out, slots, blocks), (expected, expected_slots, expected_blocks) = results
-    assert torch.equal(out, expected)
-    assert torch.equal(slots.isnan(), expected_slots.isnan())
-    assert torch.equal(slots.nan_to_num(), expected_slots.nan_to_num())
-    assert torch.equal(blocks, expected_blocks)
-    assert (blocks != 7).any()
 
 
 FILTERS = [
@@ -509,39 +412,11 @@ def test_batch_invariant_linear_has_the_same_bits_for_a_row_in_any_batch(dtype: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("width", "inner"), [(100, 70), (64, 32), (7, 1)])
-def test_a_gated_product_in_one_kernel_equals_the_steps_it_joins(
-    width: int, inner: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = OnDevice()
-    gate, up = (normal(inner, width, seed=seed, dtype=dtype) for seed in (1, 2))
-    x = normal(130, width, seed=0, dtype=dtype)
-    joined = device.kernels.gated_linear(gate.to(DEVICE), up.to(DEVICE))
-    whole = joined(x.to(DEVICE)).cpu()
-    assert relative_error(whole, REFERENCE.gated_linear(gate, up)(x)) < (2**-6 if dtype == torch.bfloat16 else 1e-5)
-    for rows in (slice(0, 1), slice(5, 9), slice(60, 129)):
-        assert torch.equal(joined(x[rows].to(DEVICE)).cpu(), whole[rows]), "a row's bits are its own"
-    monkeypatch.setattr(tuning, "FEW_ROWS", 0)
-    assert torch.equal(joined(x.to(DEVICE)).cpu(), whole)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("width", "inner"), [(100, 70), (256, 20), (7, 1)])
-def test_a_norm_on_the_way_into_a_gated_product_equals_one_before_it(
-    width: int, inner: int, dtype: torch.dtype
-) -> None:
-    pending = pending_norm(70, width, dtype)
-    gate, up = (normal(inner, width, seed=seed, dtype=dtype).to(DEVICE) for seed in (1, 2))
-    joined = OnDevice().kernels.gated_linear(gate, up)
-    assert torch.equal(joined(pending), joined(pending.computed))
-
-
-def test_many_rows_are_multiplied_before_they_are_gated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "FEW_ROWS", 4)
-    device = OnDevice(batch_invariant=False)
-    gate, up, x = normal(20, 30, seed=1), normal(20, 30, seed=2), normal(5, 30, seed=0)
-    got = device.kernels.gated_linear(gate.to(DEVICE), up.to(DEVICE))(x.to(DEVICE)).cpu()
-    assert torch.equal(got, device.swiglu(device.linear(torch.cat((gate, up)))(x)))
+def test_a_gated_product_equals_the_reference(dtype: torch.dtype) -> None:
+    gate, up = (normal(70, 100, seed=seed, dtype=dtype) for seed in (1, 2))
+    x = normal(5, 100, seed=0, dtype=dtype)
+    got = OnDevice().kernels.gated_linear(gate.to(DEVICE), up.to(DEVICE))(x.to(DEVICE)).cpu()
+    assert relative_error(got, REFERENCE.gated_linear(gate, up)(x)) < (2**-6 if dtype == torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -556,18 +431,66 @@ def test_weights_in_8_bits_are_multiplied_as_the_numbers_that_they_stand_for(
     assert not torch.equal(numbers, weight)
 
 
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """What stands in the way of Triton is asked once for each device otherwise."""
+    selection.triton_obstacle.cache_clear()
+    yield
+    selection.triton_obstacle.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_anew")
 def test_a_cuda_device_gets_these_kernels_and_the_reference_where_triton_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    current = []
+    current, tried = [], []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(selection, "_launch_one", tried.append)
     device = torch.device("cuda", 3)
+    assert select(device, torch.float32).name == "cuda"
+    current.clear()
     assert select(device, torch.bfloat16).name == "cuda"
     assert current == [device], "Triton launches on the current device"
     assert select(torch.device("cuda"), torch.bfloat16).name == "cuda"
     assert current == [device], "set_device takes no device without an index"
-    monkeypatch.setattr("batchgen.kernels.select.find_spec", lambda _: None)
+    assert tried == [device, torch.device("cuda")], "each is tried once"
+    selection.triton_obstacle.cache_clear()
+    monkeypatch.setattr(selection, "find_spec", lambda _: None)
     assert select(device, torch.bfloat16).name == "reference"
+
+
+NO_COMPILER = RuntimeError("Failed to find C compiler. Please specify via CC environment variable or set triton.knobs")
+NO_HEADERS = subprocess.CalledProcessError(1, ["/usr/bin/gcc", "cuda_utils.c"])
+
+
+@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.parametrize(
+    ("capability", "error", "found"),
+    [
+        ((7, 5), None, "compute capability is 7.5; the kernels need 8.0"),
+        (
+            (9, 0),
+            NO_COMPILER,
+            r"Failed to find C compiler.*needs a C compiler and Python's headers \(gcc, python3-dev\)",
+        ),
+        ((9, 0), NO_HEADERS, "cuda_utils.c.*needs a C compiler"),
+    ],
+)
+def test_a_gpu_that_triton_cannot_use_is_refused_with_the_remedy_unless_rows_may_depend_on_the_batch(
+    capability: tuple[int, int], error: Exception | None, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(_: torch.device) -> None:
+        if error is not None:
+            raise error
+
+    for name, value in {"is_available": True, "device_count": 1, "get_device_capability": capability}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(selection, "_launch_one", launch)
+    monkeypatch.setattr(load, "Decoder", lambda config, source, kernels: kernels.name)
+    with pytest.raises(ModelError, match=rf"'cuda:0': .*{found}.*--no-batch-invariant.*--device cpu"):
+        load.load_model("dummy:LFM2-350M", device="cuda:0")
+    assert load.load_model("dummy:LFM2-350M", device="cuda:0", batch_invariant=False) == "reference"
 
 
 def test_products_of_half_precision_are_summed_in_float32() -> None:

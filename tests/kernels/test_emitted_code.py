@@ -10,12 +10,13 @@ import subprocess
 import sys
 
 import pytest
+from repeats import slow
 
 EMIT = """
 import sys
 from llvmlite import binding, ir
 from batchgen.kernels.cpu.compiled import int8, matmul_tiles
-from batchgen.kernels.cpu.compiled.vector_ir import VECTOR, number
+from batchgen.kernels.cpu.compiled.emit import VECTOR, number
 
 triple, cpu, product = sys.argv[1:]
 binding.initialize_all_targets()
@@ -55,17 +56,17 @@ WIDE = "+avx2,+fma,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512vnni"
     ("triple", "cpu", "features", "product", "instruction"),
     [
         (X86, "znver4", f"{WIDE},+avx512bf16", "integers", "vpdpbusd"),
-        (X86, "znver4", f"{WIDE},+avx512bf16", "bf16", "vdpbf16ps"),
-        (X86, "znver4", f"{WIDE},+avx512bf16", "bf16_of_int8", "vdpbf16ps"),
+        slow(X86, "znver4", f"{WIDE},+avx512bf16", "bf16", "vdpbf16ps"),
+        slow(X86, "znver4", f"{WIDE},+avx512bf16", "bf16_of_int8", "vdpbf16ps"),
         (X86, "icelake-server", WIDE, "integers", "vpdpbusd"),
-        (X86, "icelake-server", WIDE, "f32_of_bf16", "vfmadd"),
+        slow(X86, "icelake-server", WIDE, "f32_of_bf16", "vfmadd"),
         (X86, "sapphirerapids", f"{WIDE},+avx512bf16", "integers", "vpdpbusd"),
         (X86, "alderlake", f"{AVX2},+avxvnni", "integers", "{vex} vpdpbusd"),
         (X86, "znver3", AVX2, "integers", "vpmaddubsw"),
-        (X86, "znver3", AVX2, "f32_of_bf16", "vfmadd"),
-        (X86, "znver3", AVX2, "bf16_of_int8", "vfmadd"),
+        slow(X86, "znver3", AVX2, "f32_of_bf16", "vfmadd"),
+        slow(X86, "znver3", AVX2, "bf16_of_int8", "vfmadd"),
         (ARM, "neoverse-n1", "+neon,+dotprod", "integers", "sdot"),
-        (ARM, "neoverse-n1", "+neon,+dotprod", "f32_of_bf16", "fmla"),
+        slow(ARM, "neoverse-n1", "+neon,+dotprod", "f32_of_bf16", "fmla"),
     ],
 )
 def test_a_tile_is_made_of_the_instruction_that_it_is_meant_to_be(

@@ -12,7 +12,7 @@ from tiny_model import DTYPES, engine_for, random_requests, solo, tiny_model, to
 from batchgen.core.records import Request
 from batchgen.kernels.cpu import linear, parallel
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.cpu.linear import PackedLinear, can_pack
+from batchgen.kernels.cpu.linear import OneDnnLinear, can_pack
 from batchgen.kernels.interface import PlainLinear
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
@@ -48,15 +48,15 @@ def test_an_error_free_run_without_openmp_gives_the_same_tokens() -> None:
     assert tokens_of(engine.run(requests)) == solo(model, requests)
 
 
-@pytest.mark.parametrize("kind", [PackedLinear, PlainLinear])
+@pytest.mark.parametrize("kind", [OneDnnLinear, PlainLinear])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linears_of_torch_batch_as_they_run_alone(
-    kind: type[PackedLinear | PlainLinear], dtype: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[OneDnnLinear | PlainLinear], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind is PackedLinear and not can_pack(DTYPES[dtype]):
+    if kind is OneDnnLinear and not can_pack(DTYPES[dtype]):
         pytest.skip(f"this torch packs no {dtype} linear")
     monkeypatch.setattr(linear, "can_multiply", lambda *_: False)
-    monkeypatch.setattr(linear, "can_pack", lambda dtype: kind is PackedLinear)
+    monkeypatch.setattr(linear, "can_pack", lambda dtype: kind is OneDnnLinear)
     model, requests = tiny_model(DTYPES[dtype]), random_requests(8, seed=1)
     assert isinstance(model.lm_head, kind)
     engine = engine_for(model, num_blocks=30, block_size=5, max_num_batched_tokens=23, max_num_seqs=6)

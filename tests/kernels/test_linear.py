@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu.linear import (
     MIN_PLAIN_ROWS,
-    PackedLinear,
+    OneDnnLinear,
     PanelGatedLinear,
     PanelLinear,
     can_multiply,
@@ -24,7 +24,7 @@ LINEARS: dict[str, Callable[[Tensor, Tensor | None], Linear]] = {
     "panels": PanelLinear,
     "int8": partial(PanelLinear, weights="int8"),
     "integers": partial(PanelLinear, weights="int8", activations="int8"),
-    "packed": PackedLinear,
+    "packed": OneDnnLinear,
     "plain": partial(PlainLinear, least_rows=MIN_PLAIN_ROWS),
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -36,7 +36,7 @@ MODEL_SHAPES = [(3072, 1024), (2048, 1024), (9216, 1024), (1024, 4608), (4096, 2
 def make(kind: str, weight: Tensor, bias: Tensor | None) -> Linear:
     if kind in ("panels", "int8") and not can_multiply(weight, weight.dtype):
         pytest.skip(f"own panels do not suit {weight.dtype} here, or {weight.shape[1]} inputs make no pairs")
-    if kind == "integers" and not can_multiply(weight, weight.dtype, "int8"):
+    if kind == "integers" and not can_multiply(weight, weight.dtype, "int8", "int8"):
         pytest.skip("no bytes are multiplied here")
     if kind == "packed" and not can_pack(weight.dtype):
         pytest.skip(f"this torch packs no {weight.dtype} linear")

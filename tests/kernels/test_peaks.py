@@ -8,7 +8,7 @@ import pytest
 import torch
 from llvmlite import binding, ir
 
-from batchgen.kernels.cpu import peaks, sources
+from batchgen.kernels.cpu import kernel_specs, peaks
 from batchgen.kernels.cpu.compiled import int8
 from batchgen.kernels.cpu.compiled.peaks import emit_products
 
@@ -76,12 +76,12 @@ def test_every_product_is_added(name: str, threads: int) -> None:
     memory, items, rounds = peaks.totals_of(threads), 5, 7
     before = memory.clone()
     peaks.MULTIPLY.launch(kind, items, memory.data_ptr(), rounds)
-    totals = slice(0, sources.PEAK_TOTALS)
+    totals = slice(0, kernel_specs.PEAK_TOTALS)
     if name == "int8":  # of four bytes of 0.5 one is not zero, 63
         memory, before = (x.view(torch.int32) for x in (memory, before))
     added = (memory - before)[:, totals].sum(0)
     assert (added == items * rounds * (2 * 63 * 63 if name == "int8" else 0.25)).all()
-    assert torch.equal(memory[:, sources.PEAK_TOTALS :], before[:, sources.PEAK_TOTALS :])
+    assert torch.equal(memory[:, kernel_specs.PEAK_TOTALS :], before[:, kernel_specs.PEAK_TOTALS :])
     work, whole = peaks.products(rounds)[name]
     assert whole == flop * added.shape[0] * rounds * 16 * threads
     work()

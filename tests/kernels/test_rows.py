@@ -125,12 +125,15 @@ def test_argmax_takes_the_first_of_equals(width: int, dtype: torch.dtype, name: 
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 16, 33])
-def test_argmax_of_a_row_of_nan_is_minus_one(width: int, dtype: torch.dtype, name: str) -> None:
-    x = random(3, width, dtype=dtype)
-    x[1] = torch.nan
-    best = BOTH[name].argmax(x)
-    assert best[1] == -1
-    assert min(best[0], best[2]) >= 0
+def test_argmax_of_a_row_with_a_nan_is_minus_one(width: int, dtype: torch.dtype, name: str) -> None:
+    kernels, x = BOTH[name], random(width + 4, width, dtype=dtype)
+    x[range(width), range(width)] = torch.nan
+    x[width] = torch.nan
+    x[width + 1] = -torch.inf
+    x[width + 1, width - 1] = torch.nan
+    for best in (kernels.argmax(x), kernels.argmax_or_none(x)):
+        assert best[: width + 2].tolist() == [-1] * (width + 2)
+        assert min(best[width + 2 :]) >= 0
 
 
 @pytest.mark.parametrize("name", BOTH)

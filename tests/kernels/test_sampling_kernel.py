@@ -6,6 +6,8 @@ token: one uniform per allowed token checks a whole distribution, without statis
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -30,11 +32,15 @@ def assert_draws_from(name: str, logits: Tensor, probabilities: Tensor, **params
     shares = [(0.0 if i == 0 else cumulative[i - 1].item(), cumulative[i].item()) for i in range(len(cumulative))]
     allowed = [i for i, (low, high) in enumerate(shares) if high - low > 1e-6]
     middles = [(shares[i][0] + shares[i][1]) / 2 for i in allowed]
-    assert draw(name, logits, middles, **params) == allowed
+    assert draw(name, logits, middles, **params) == allowed, (logits, params)
     possible = set(probabilities.nonzero().flatten().tolist())
-    num_draws = 7 if name == "cuda" else 97  # Triton's interpreter takes tens of milliseconds per row
-    grid = [0.0, JUST_BELOW_ONE, *(i / num_draws for i in range(num_draws))]
-    assert set(draw(name, logits, grid, **params)) <= possible
+    assert set(draw(name, logits, [0.0, JUST_BELOW_ONE, *shares_of(name)], **params)) <= possible, (logits, params)
+
+
+def shares_of(name: str) -> list[float]:
+    """Where in [0, 1) to draw: Triton's interpreter takes tens of milliseconds per row."""
+    num_draws = 3 if name == "cuda" else 97
+    return [i / num_draws for i in range(num_draws)]
 
 
 def warped(warper: object, logits: Tensor) -> Tensor:
@@ -42,45 +48,24 @@ def warped(warper: object, logits: Tensor) -> Tensor:
     return warper(torch.zeros(1, 1, dtype=torch.long), logits[None].clone())[0].double().softmax(-1)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", BACK_ENDS)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("temperature", [0.01, 0.3, 1.0, 1.7, 50.0])
-def test_temperature_means_what_it_means_in_transformers(temperature: float, width: int, name: str) -> None:
-    from transformers.generation.logits_process import TemperatureLogitsWarper
-
-    logits = logits_of(width, seed=width)
-    expected = warped(TemperatureLogitsWarper(temperature), logits)
-    assert_draws_from(name, logits, expected, temperature=temperature)
+WARPERS: dict[str, tuple[str, list[float]]] = {
+    "temperature": ("TemperatureLogitsWarper", [0.01, 0.3, 1.0, 1.7, 50.0]),
+    "top_k": ("TopKLogitsWarper", [1, 2, 3, 16, 50, 1000]),
+    "top_p": ("TopPLogitsWarper", [1e-9, 0.1, 0.5, 0.8, 0.95, 0.999]),
+    "min_p": ("MinPLogitsWarper", [1e-9, 0.02, 0.15, 0.5, 0.99, 1.0]),
+}
 
 
 @pytest.mark.parametrize("name", BACK_ENDS)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("top_k", [1, 2, 3, 16, 50, 1000])
-def test_top_k_allows_what_transformers_allows(top_k: int, width: int, name: str) -> None:
-    from transformers.generation.logits_process import TopKLogitsWarper
+@pytest.mark.parametrize("param", WARPERS)
+def test_a_parameter_means_what_it_means_in_transformers(param: str, name: str) -> None:
+    from transformers.generation import logits_process
 
-    logits = logits_of(width, seed=width)
-    assert_draws_from(name, logits, warped(TopKLogitsWarper(top_k), logits), top_k=top_k)
-
-
-@pytest.mark.parametrize("name", BACK_ENDS)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.8, 0.95, 0.999])
-def test_top_p_allows_what_transformers_allows(top_p: float, width: int, name: str) -> None:
-    from transformers.generation.logits_process import TopPLogitsWarper
-
-    logits = logits_of(width, seed=width)
-    assert_draws_from(name, logits, warped(TopPLogitsWarper(top_p), logits), top_p=top_p)
-
-
-@pytest.mark.parametrize("name", BACK_ENDS)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("min_p", [1e-9, 0.02, 0.15, 0.5, 0.99, 1.0])
-def test_min_p_allows_what_transformers_allows(min_p: float, width: int, name: str) -> None:
-    from transformers.generation.logits_process import MinPLogitsWarper
-
-    logits = logits_of(width, seed=width)
-    assert_draws_from(name, logits, warped(MinPLogitsWarper(min_p), logits), min_p=min_p)
+    warper, values = WARPERS[param]
+    for width, value in product(WIDTHS, values):
+        logits = logits_of(width, seed=width)
+        expected = warped(getattr(logits_process, warper)(value), logits)
+        assert_draws_from(name, logits, expected, **{param: value})
 
 
 @pytest.mark.parametrize("name", BACK_ENDS)
@@ -121,9 +106,8 @@ def test_a_uniform_on_the_border_of_two_tokens_draws_the_second(name: str) -> No
 @pytest.mark.parametrize("name", EVERY_NAME)
 def test_extreme_temperatures(name: str) -> None:
     logits = torch.tensor([1.0, 3.0, 2.999, -500.0, 0.0])
-    grid = [i / 50 for i in range(50)]
     for cold in (1e-4, 1e-10, 1e-37):
-        assert set(draw(name, logits, grid, temperature=cold)) == {1}
+        assert set(draw(name, logits, shares_of(name), temperature=cold)) == {1}
     for hot in (1e9, 3e38):
         assert_draws_from(name, logits, torch.full((5,), 0.2), temperature=hot)
 
@@ -132,7 +116,7 @@ def test_extreme_temperatures(name: str) -> None:
 @pytest.mark.parametrize("name", EVERY_NAME)
 def test_a_forbidden_token_is_never_drawn(name: str, dtype: torch.dtype) -> None:
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf], dtype=dtype)
-    grid = [0.0, 2.0**-53, JUST_BELOW_ONE, *(i / 8 for i in range(8))]
+    grid = [2.0**-53, JUST_BELOW_ONE, *shares_of(name)]
     for params in ({}, {"temperature": 1e6}, {"temperature": 0.01}, {"top_k": 4}, {"top_p": 0.9999999}):
         assert set(draw(name, logits, grid, **params)) <= {1, 3}
 

@@ -11,15 +11,18 @@ import pytest
 import torch
 from families import RAW, randomize, raw_config, reference_model, saved_by_transformers
 from safetensors.torch import load_file
-from test_parity import continuations, prompt, reference_continuation
-from tiny_model import CPU
+from tiny_model import CPU, random_requests, tokens_of
 
+from batchgen.core.records import Request, SamplingParams
+from batchgen.engine import Engine, EngineConfig
 from batchgen.model import load_model
 from batchgen.model.adapter.settings import read_lora
 from batchgen.model.adapter.source import LoraTensors
 from batchgen.model.registry import read_config
 from batchgen.model.weights import Checkpoint
 
+SIZES = EngineConfig(kv_memory=1 << 22)
+ROWS = random_requests(2, seed=3, prompt=(3, 20), output=(12, 12), params=SamplingParams(ignore_eos=True))
 ALL = ["q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "a list": {"target_modules": ["q_proj", "v_proj", "gate_proj"]},
@@ -71,14 +74,22 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     yield adapted, folder
 
 
+@torch.no_grad()
+def reference_continuation(model: Any, row: Request) -> tuple[int, ...]:
+    """Greedy tokens, each from a forward pass over the whole prefix."""
+    tokens = list(row.prompt_token_ids)
+    for _ in range(row.params.max_tokens):
+        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tuple(tokens[len(row.prompt_token_ids) :])
+
+
 def test_tokens_and_weights_are_those_of_peft(trained: tuple[Any, Path]) -> None:
     adapted, folder = trained
     model = load_model(str(folder / "base"), adapter=str(folder / "lora"), dtype="float32", device="cpu")
-    prompts = [prompt(length, seed=length, vocab_size=128) for length in (3, 20)]
-    wanted = [reference_continuation(adapted, tokens, 12) for tokens in prompts]  # with the adapter beside the weights
-    assert continuations(model, prompts, 12) == wanted
+    wanted = {row.key: reference_continuation(adapted, row) for row in ROWS}  # with the adapter beside the weights
+    assert tokens_of(Engine(model, SIZES).run(ROWS)) == wanted
     plain = load_model(str(folder / "base"), dtype="float32", device="cpu")
-    assert continuations(plain, prompts, 12) != wanted
+    assert tokens_of(Engine(plain, SIZES).run(ROWS)) != wanted
 
     config = read_config(folder / "base")
     found = LoraTensors(Checkpoint(folder / "base", torch.float32, CPU), read_lora(folder / "lora"), config)

@@ -15,11 +15,14 @@ from tiny_model import CPU, DTYPES, prefix_logits, tiny_model, write_checkpoint
 from batchgen.core.errors import ModelError
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig
-from batchgen.kernels.cpu.linear import PanelLinear
+from batchgen.engine.facts import weight_bytes
+from batchgen.kernels import processor
+from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.cpu.kernel_specs import MATMUL, needed
+from batchgen.kernels.cpu.linear import PanelLinear, can_multiply
 from batchgen.kernels.quantize import quantize
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
-from batchgen.model import config as shapes
 from batchgen.model import load as loading
 from batchgen.model import load_config, load_model
 from batchgen.model.registry import dummy_config
@@ -57,7 +60,6 @@ def test_a_model_with_int8_weights_is_the_plain_model_with_those_numbers(
 
 
 def test_numerics_name_integers_only_where_there_are_some(tmp_path: Path) -> None:
-    """So that the run directories of earlier builds stay as they are."""
     write_checkpoint(tmp_path)
 
     def named(**settings: str) -> dict[str, str]:
@@ -103,11 +105,11 @@ def test_the_bytes_of_a_weight_are_those_of_its_panels(dtype: str, settings: dic
     if not all(isinstance(linear, PanelLinear) for linear in linears):
         pytest.skip("a library computes the products of this machine")
     params = model.config.linear_params_per_token + model.config.logits_params_per_token
-    assert params * model.weight_bytes == sum(linear.panels.strips.nbytes for linear in linears)
+    assert params * weight_bytes(model) == sum(linear.panels.strips.nbytes for linear in linears)
 
 
 def test_memory_is_that_of_the_form_in_which_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "has_matrix_unit", lambda: False)
+    monkeypatch.setattr(processor, "has_matrix_unit", lambda: False)
     config = dummy_config("dummy:LFM2-350M")
     params = config.linear_params_per_token + config.logits_params_per_token
     assert config.model_bytes("bfloat16", is_cpu=True) == 2 * params
@@ -115,9 +117,22 @@ def test_memory_is_that_of_the_form_in_which_weights_are_kept(monkeypatch: pytes
     assert config.model_bytes("float32", "int8", "int8", is_cpu=True) == round(1.03125 * params)
     assert config.model_bytes("float32", is_cpu=True) == 2 * params  # the checkpoint's bfloat16 numbers
     assert config.model_bytes("float32", "int8", is_cpu=False) == 4 * params  # dequantized
-    monkeypatch.setattr(shapes, "has_matrix_unit", lambda: True)
-    assert config.model_bytes("bfloat16", "int8", is_cpu=True) == 2 * params  # by a library, which knows no integers
+    monkeypatch.setattr(processor, "has_matrix_unit", lambda: True)
+    assert config.model_bytes("bfloat16", is_cpu=True) == 2 * params
+    assert config.model_bytes("bfloat16", "int8", is_cpu=True) == round(1.0625 * params)  # never by a library
     assert config.model_bytes("bfloat16", "int8", "int8", is_cpu=True) == round(1.03125 * params)
+
+
+def test_a_processor_with_a_matrix_unit_keeps_integers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OneDNN, which has the products of plain bfloat16 there, would round the weights and save nothing."""
+    monkeypatch.setattr(processor, "has_matrix_unit", lambda: True)
+    weight = torch.randn(64, 64, dtype=torch.bfloat16)
+    linear = CpuKernels(torch.bfloat16, weights="int8").linear(weight)
+    assert isinstance(linear, PanelLinear)
+    assert linear.panels.strips.nbytes == 1.0625 * 64 * 64
+    assert (MATMUL, "bf16_of_int8") in needed("bfloat16", "bfloat16", "int8")
+    assert not can_multiply(weight, torch.bfloat16)
+    assert not {MATMUL} & {source for source, _ in needed("bfloat16", "bfloat16")}
 
 
 def test_a_model_too_large_for_this_machine_fits_as_integers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from batchgen.model import is_dummy, load_config
 from batchgen.model.config import ModelConfig
 from batchgen.model.registry import dummy_config, parse_config, read_config
 
-CONFIGS = Path(__file__).resolve().parents[3] / "shared" / "lfm2" / "configs"
 RAW: dict[str, Any] = {
     "model_type": "lfm2",
     "vocab_size": 128,
@@ -145,6 +144,15 @@ def test_aliases_mean_the_same(one: dict[str, Any], other: dict[str, Any]) -> No
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope", "'linear'"]),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, ["rope_parameters", "low_freq_factor"]),
         ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn"}}, ["rope", "'yarn'"]),
+        *(
+            ({"model_type": family, "intermediate_size": 96, **rope}, ["partial_rotary_factor 0.5", "'default'"])
+            for family in ("lfm2", "llama", "mistral", "qwen3")
+            for rope in (
+                {"partial_rotary_factor": 0.5},
+                {"rope_parameters": {"partial_rotary_factor": 0.5}},
+                {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            )
+        ),
         ({"quantization_config": {"quant_method": "hqq"}}, ["hqq", "bfloat16"]),
         ({"num_attention_heads": 5}, ["num_attention_heads", "5", "2"]),
         ({"head_dim": 15}, ["head_dim", "15"]),
@@ -259,12 +267,6 @@ def test_the_feed_forward_width_is_the_one_transformers_builds(
 
 def test_a_feed_forward_of_no_width_is_refused() -> None:
     assert "block_ff_dim 1" in refusal(block_ff_dim=1)
-
-
-def test_the_configs_written_here_are_the_published_ones() -> None:
-    if not CONFIGS.is_dir():
-        pytest.skip("the published files are not at hand to compare with")
-    assert {path.stem: json.loads(path.read_text()) for path in CONFIGS.glob("*.json")} == PUBLISHED
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

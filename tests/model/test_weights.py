@@ -15,11 +15,11 @@ from torch import Tensor
 
 from batchgen.core.errors import ExitCode, ModelError
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model import load_config
+from batchgen.model import load_config, weights
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import load_model, resolve_device, resolve_dtype
 from batchgen.model.registry import parse_config, read_config
-from batchgen.model.weights import Checkpoint, RandomTensors
+from batchgen.model.weights import Checkpoint, RandomTensors, open_weights
 
 INDEX = "model.safetensors.index.json"
 PROMPT = [9, 30, 77, 12, 5]
@@ -96,12 +96,11 @@ def test_tensors_are_found_under_the_names_of_their_family(tmp_path: Path) -> No
     assert torch.equal(prefix_logits(model, PROMPT), expected)
 
 
-def test_a_copy_of_the_tied_embedding_is_tolerated(tmp_path: Path) -> None:
+def test_a_copy_of_the_tied_embedding_is_tolerated_and_not_read(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path)
-    save_file(
-        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
-    )
-    load_folder(tmp_path)
+    expected = prefix_logits(load_folder(tmp_path), PROMPT)
+    save_file({**tensors, "lm_head.weight": 2 * tensors["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
+    assert torch.equal(prefix_logits(load_folder(tmp_path), PROMPT), expected)
 
 
 def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
@@ -171,16 +170,37 @@ def test_integers_are_no_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.pth", "model.ckpt"])
 def test_pickles_are_not_looked_at(tmp_path: Path, name: str) -> None:
     tensors = write_checkpoint(tmp_path)
-    torch.save(tensors, tmp_path / name)
-    load_folder(tmp_path)
+    expected = prefix_logits(load_folder(tmp_path), PROMPT)
+    torch.save({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, tmp_path / name)
+    assert torch.equal(prefix_logits(load_folder(tmp_path), PROMPT), expected)
     (tmp_path / "model.safetensors").unlink()
     assert "only safetensors" in refusal(tmp_path)
 
 
 def test_a_file_beside_the_named_one_is_not_looked_at(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
+    expected = prefix_logits(load_folder(tmp_path), PROMPT)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"junk")
-    load_folder(tmp_path)
+    assert torch.equal(prefix_logits(load_folder(tmp_path), PROMPT), expected)
+
+
+@pytest.mark.parametrize(("most_mapped", "times"), [(1 << 30, 2), (0, 8)])
+def test_a_file_is_opened_once_for_all_its_tensors_until_much_of_it_is_mapped(
+    most_mapped: int, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"{number}": torch.full((4,), float(number)) for number in range(8)}
+    for file, names in (("a", "01234"), ("b", "567")):
+        save_file({name: tensors[name] for name in names}, tmp_path / f"{file}.safetensors")
+    index = {name: f"{'a' if name < '5' else 'b'}.safetensors" for name in tensors}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": index}))
+    files: list[Path] = []
+    monkeypatch.setattr(weights, "_MOST_MAPPED", most_mapped)
+    monkeypatch.setattr(weights, "open_weights", lambda path: files.append(path) or open_weights(path))
+    source = Checkpoint(tmp_path, torch.float32, CPU)
+    files.clear()
+    for name, tensor in tensors.items():
+        assert torch.equal(source.take(name, (4,)), tensor)
+    assert len(files) == times
 
 
 def test_an_index_must_agree_with_its_files(tmp_path: Path) -> None:

@@ -1,40 +1,50 @@
-"""Nothing is lost: killed at every system call, with a disk that fills at every byte, with a million rows."""
+"""What the journal does with a disk that fills at any byte, that fails, or that is slow to sync."""
 
 import errno
 import os
 import resource
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import faults
 import pytest
-from repeats import slow
 
+from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import StorageError
+from batchgen.core.json_line import encode_json
+from batchgen.core.records import Cursor
 from batchgen.output import journal as journal_module
 from batchgen.output.finalize import finalize
-from batchgen.output.journal import Journal
+from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.rundir import RunDir
+from batchgen.report.rows import LATENCIES
 
 
-@pytest.fixture
-def fast_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is such a thing: these tests sync thousands of times and kill only processes."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
-        yield Path(folder)
+def record(index: int) -> dict[str, Any]:
+    usage = {"prompt_tokens": 3, "completion_tokens": index}
+    text = "naïve\n" * (index % 5)
+    timings = dict.fromkeys((*LATENCIES, "cached_tokens", "preemptions"), 0)
+    head = {"id": f"q{index}", "index": index, "text": text, "finish_reason": "stop"}
+    return {**head, "usage": usage, "timings": timings}
 
 
-@pytest.mark.parametrize("every", [5, slow(1)])
-@pytest.mark.parametrize("scenario", faults.SCENARIOS)
-def test_killed_at_any_call_the_next_run_ends_with_the_same_bytes(scenario: str, every: int, fast_folder: Path) -> None:
-    command = [sys.executable, faults.__file__, scenario, str(fast_folder), str(every)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 20 // every
+def dead_letter(index: int) -> dict[str, Any]:
+    where = {"id": None, "index": index, "source": "in.jsonl", "line": index + 1}
+    return {**where, "code": "bad_json", "message": "not JSON", "row": "{"}
+
+
+def is_bad(index: int) -> bool:
+    return index % 9 == 4
+
+
+def append(journal: Journal, index: int, *, failed: bool) -> None:
+    after = Cursor(0, 10 * (index + 1), 0, index + 1)
+    payload = dead_letter(index) if failed else record(index)
+    journal.append(JournalEntry(index, after, "error" if failed else "result", encode_json(payload)))
+
+
+def job_of(output_format: str) -> JobSpec:
+    return JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("", format=output_format))
 
 
 def disk_with(space: int, call: Callable[[int, bytes], int]) -> Callable[[int, bytes], int]:
@@ -56,7 +66,7 @@ def fill(journal: Journal, num_rows: int) -> None:
     """Append what is missing of ``num_rows`` rows, in two commits."""
     for index in range(num_rows):
         if index not in journal.done:
-            faults.append(journal, index, failed=faults.is_bad(index))
+            append(journal, index, failed=is_bad(index))
         if index == num_rows // 2:
             journal.commit()
     journal.commit()
@@ -101,7 +111,7 @@ def test_a_journal_that_failed_takes_no_more(tmp_path: Path, monkeypatch: pytest
         patch.setattr(os, "fsync", broken)
         with pytest.raises(StorageError, match="Input/output error"):
             fill(journal, 6)
-    for act in (journal.commit, lambda: faults.append(journal, 5, failed=False)):
+    for act in (journal.commit, lambda: append(journal, 5, failed=False)):
         with pytest.raises(StorageError, match="Input/output error"):
             act()
     journal.close()
@@ -129,7 +139,7 @@ def test_a_disk_that_fills_while_outputs_are_written_leaves_the_journal_to_run_a
     tmp_path: Path, output_format: str
 ) -> None:
     run_dir = RunDir(tmp_path)
-    spec = faults.job_of(output_format)
+    spec = job_of(output_format)
     journal = Journal.open(run_dir.journal)
     fill(journal, 40)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -158,53 +168,7 @@ def test_syncing_takes_a_small_share_of_a_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "fsync", slow_fsync)
     for index in range(600 * 20):
         now_s += 0.05
-        faults.append(journal, index, failed=False)
+        append(journal, index, failed=False)
     assert synced_s / now_s < 0.02
     monkeypatch.undo()
     journal.close()
-
-
-STUB_RUN = """
-import resource, sys, time
-from pathlib import Path
-import faults
-from batchgen.output.journal import Journal
-from batchgen.output.rundir import RunDir
-from batchgen.output.finalize import finalize
-
-folder, output_format, num_rows = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-run_dir = RunDir(folder)
-seconds = {}
-def timed(name, act):
-    started_at = time.monotonic()
-    result = act()
-    seconds[name] = round(time.monotonic() - started_at, 1)
-    return result
-def work():
-    journal = Journal.open(run_dir.journal)
-    for start in range(0, num_rows, 1000):
-        for index in reversed(range(start, start + 1000)):
-            faults.append(journal, index, failed=faults.is_bad(index))
-    journal.close()
-timed("append_s", work)
-journal = timed("open_s", lambda: Journal.open(run_dir.journal))
-assert journal.resume_cursor.index == num_rows
-timed("finalize_s", lambda: finalize(run_dir, faults.job_of(output_format), journal, num_rows=num_rows))
-journal.remove()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, seconds)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("output_format", ["jsonl", "parquet"])
-def test_a_million_rows_need_little_more_memory_than_ten_thousand(tmp_path: Path, output_format: str) -> None:
-    peak_mib = {}
-    for num_rows in (10_000, 1_000_000):
-        folder = tmp_path / str(num_rows)
-        folder.mkdir()
-        command = [sys.executable, "-c", STUB_RUN, str(folder), output_format, str(num_rows)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        print(f"{output_format}, {num_rows} rows: MiB, seconds = {done.stdout.strip()}")
-        peak_mib[num_rows] = int(done.stdout.split()[0])
-    assert peak_mib[1_000_000] - peak_mib[10_000] <= 200

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
@@ -13,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.core.errors import StorageError
-from batchgen.core.records import WHOLE, Cursor, Shard
+from batchgen.core.json_line import encode_json
+from batchgen.core.records import Cursor
+from batchgen.core.shard import WHOLE, Shard
 from batchgen.output import journal as journal_module
-from batchgen.output.done_set import DoneSet
 from batchgen.output.journal import Counts, Journal, JournalEntry, read_counts
+from batchgen.output.row_index import RowIndex
 from batchgen.output.segments import Damage, Line, decode_line, encode_line, scan
 
 ANY_JSON = st.recursive(
@@ -31,7 +34,7 @@ def cursor(index: int) -> Cursor:
 
 
 def entry(index: int, kind: Literal["result", "error"] = "result", **payload: Any) -> JournalEntry:
-    return JournalEntry(index, cursor(index), kind, {"index": index, **payload})
+    return JournalEntry(index, cursor(index), kind, encode_json({"index": index, **payload}))
 
 
 def filled(folder: Path, indexes: Iterable[int], shard: Shard = WHOLE) -> list[Path]:
@@ -133,7 +136,7 @@ def test_a_damaged_record_is_reported_with_its_place_and_the_rest_kept(tmp_path:
     journal = Journal.open(tmp_path)
     assert list(journal.done) == [0, 1, 3, 4]
     (message,) = journal.recovery.messages()
-    assert f"000001.seg is damaged at byte {line_starts[2]}" in message
+    assert f"{segment.name} is damaged at byte {line_starts[2]}" in message
     journal.append(entry(2))
     assert list(journal.done) == [0, 1, 2, 3, 4]
     journal.close()
@@ -193,24 +196,34 @@ def test_a_row_of_another_shard_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.seg"))
 
 
+def test_journals_that_go_on_from_one_state_never_name_two_segments_alike(tmp_path: Path) -> None:
+    filled(tmp_path / "here", range(3))
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    here = filled(tmp_path / "here", [3])
+    there = filled(tmp_path / "there", [4])
+    assert {path.name for path in here} & {path.name for path in there} == {here[0].name}
+    shutil.copy(there[1], tmp_path / "here")
+    assert [*Journal.open(tmp_path / "here").done] == [0, 1, 2, 3, 4]
+
+
 def test_a_journal_of_another_shard_is_refused_by_name(tmp_path: Path) -> None:
-    filled(tmp_path, [1, 4], shard=Shard(2, 3))
-    with pytest.raises(StorageError, match=r"000001\.seg: row 1 is not of this shard"):
+    (segment,) = filled(tmp_path, [1, 4], shard=Shard(2, 3))
+    with pytest.raises(StorageError, match=rf"{segment.name}: row 1 is not of this shard"):
         Journal.open(tmp_path, shard=Shard(1, 3))
 
 
 @given(st.lists(st.integers(0, 60), max_size=80), st.integers(1, 4), st.data())
-def test_the_done_set_is_a_set_with_a_first_gap(indexes: list[int], count: int, data: st.DataObject) -> None:
+def test_the_row_index_is_a_set_with_a_first_gap(indexes: list[int], count: int, data: st.DataObject) -> None:
     number = data.draw(st.integers(1, count))
     mine = [index for index in indexes if index % count == number - 1]
-    done = DoneSet(Shard(number, count))
+    done = RowIndex(Shard(number, count))
     for index in mine:
         done.add(index, segment=index + 1, offset=index * 1000, is_error=index % 2 == 0)
     assert list(done) == sorted(set(mine))
     assert all((index in done) == (index in mine) for index in range(-3, 64))
     assert done.first_gap == next(i for i in range(number - 1, 1000, count) if i not in mine)
     assert done.num_errors == len({index for index in mine if index % 2 == 0})
-    assert all(done.place(index).offset == index * 1000 for index in mine)
+    assert all(done.location(index).offset == index * 1000 for index in mine)
 
 
 def test_segments_rotate_and_all_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "structured": {"complete": False},
     "choices": {
         "choices": [
-            {"text": "yes", "logprob": -0.5, "mean_logprob": -0.5},
-            {"text": " no", "logprob": -3.25, "mean_logprob": None},
+            {"text": "yes", "prob": 0.939913, "logprob": -0.5, "mean_logprob": -0.5},
+            {"text": " no", "prob": 0.060087, "logprob": -3.25, "mean_logprob": -1.625},
         ]
     },
     "scoring": {"prompt_logprobs": LOGPROBS, "perplexity": 2.718282},

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
+from datetime import datetime, tzinfo
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
-from object_store import Answer, ObjectStore, bucket_of, object_store
+import s3fs
+from object_store import CREDENTIALS, Answer, ObjectStore, bucket_of, object_store
 from run_helpers import JobMaker, quiet, rows_of
 from stub_engine import stub_factory
 
@@ -20,6 +23,7 @@ from batchgen.core.remote import RemoteError
 from batchgen.output import bucket as bucket_module
 from batchgen.output.bucket import Bucket
 from batchgen.output.rundir import RunDir
+from batchgen.report import build
 from batchgen.run.invocation import RunOptions
 from batchgen.run.merge import merge
 from batchgen.run.retry import retry_job
@@ -50,6 +54,12 @@ def published(job: JobMaker, bucket: str) -> JobSpec:
 
 def local(job: JobMaker, *names: str) -> dict[str, bytes]:
     return {f"out/{name}": (job.output / name).read_bytes() for name in names}
+
+
+def fix_bad_row(job: JobMaker) -> None:
+    errors = job.output / "errors.jsonl"
+    line = json.loads(errors.read_bytes())
+    errors.write_text(json.dumps({**line, "row": {"id": "bad", "question": "Now?"}}) + "\n", encoding="utf-8")
 
 
 def written(store: ObjectStore, bucket: str) -> list[str]:
@@ -219,9 +229,7 @@ def test_a_retry_publishes_and_removes_errors_that_are_gone(
     job.write([*rows_of(2), BAD])
     job.run(published)
     assert "out/errors.jsonl" in store.content(bucket)
-    errors = job.output / "errors.jsonl"
-    line = json.loads(errors.read_bytes())
-    errors.write_text(json.dumps({**line, "row": {"id": "bad", "question": "Now?"}}) + "\n", encoding="utf-8")
+    fix_bad_row(job)
     outcome = retry_job(job.output, RunOptions(progress="quiet"), {}, engine_factory=stub_factory())
     assert (outcome.exit_code, outcome.lines[-1]) == (0, f"published to s3://{bucket}/out")
     content = store.content(bucket)
@@ -234,11 +242,41 @@ def test_a_later_state_of_the_run_is_not_replaced_by_an_earlier_one(
 ) -> None:
     job.run(published)
     content = store.content(bucket)
-    later = content["out/batchgen.json"].replace(b'"finished_at": "20', b'"finished_at": "30')
+    later = content["out/batchgen.json"].replace(b'"num_results": 3', b'"num_results": 4')
     store.put(bucket, "out/batchgen.json", later)
     store.put(bucket, "out/outputs.jsonl", b"fixed elsewhere")
     assert "holds a later state of this run" in job.run(published).lines[-1]
     assert store.content(bucket)["out/outputs.jsonl"] == b"fixed elsewhere"
+
+
+def test_a_retry_publishes_though_the_clock_was_set_back(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls(2020, 1, 1, tzinfo=tz)
+
+    job.write([*rows_of(2), BAD])
+    job.run(published)
+    monkeypatch.setattr(build, "datetime", Earlier)
+    fix_bad_row(job)
+    outcome = retry_job(job.output, RunOptions(progress="quiet"), {}, engine_factory=stub_factory())
+    assert json.loads((job.output / "report.json").read_bytes())["finished_at"].startswith("2020")
+    assert outcome.lines[-1] == f"published to s3://{bucket}/out"
+    assert store.content(bucket).items() >= local(job, "report.json", "outputs.jsonl").items()
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"rows": 5, "tokens": {}}', '{"rows": {"done": "3"}, "tokens": {}}', "[" * 9999]
+)
+def test_a_report_that_no_run_wrote_is_published_as_it_is(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec, content: str
+) -> None:
+    job.run(job.spec())
+    (job.output / "report.json").write_text(content, encoding="utf-8")
+    assert job.run(published).lines[-1] == f"published to s3://{bucket}/out"
+    assert store.content(bucket).items() >= local(job, "report.json", "outputs.jsonl").items()
 
 
 @pytest.mark.slow
@@ -276,6 +314,20 @@ def test_a_large_file_appears_whole_or_not_at_all(
     store.fault = lambda request: None
     to.upload("large", path)
     assert store.content(bucket) == {"out/large": path.read_bytes()}
+
+
+def test_a_write_that_a_store_accepts_and_never_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_module, "STILL_S", 1.0)
+    monkeypatch.setattr(bucket_module, "_SLOWEST", 1 << 30)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # its backlog takes connections that nobody reads
+        for name, value in CREDENTIALS.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        s3fs.S3FileSystem.clear_instance_cache()
+        with pytest.raises(RemoteError, match="cannot be reached") as caught:
+            Bucket("s3://bucket/out", is_patient=False).write("part", bytes(64 << 20))
+        s3fs.S3FileSystem.clear_instance_cache()
+    assert caught.value.kind == "passing"
 
 
 @pytest.mark.parametrize(

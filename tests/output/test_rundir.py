@@ -1,5 +1,6 @@
 """The run directory: one holder at a time, whole files only, and a manifest that says what changed."""
 
+import fcntl
 import json
 import os
 import socket
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from batchgen.core import storage
 from batchgen.core.errors import LockedError, StorageError, UsageError
-from batchgen.core.records import Shard
+from batchgen.core.shard import Shard
 from batchgen.core.storage import staged_file, write_atomic
 from batchgen.output.lock import Holder
 from batchgen.output.manifest import Manifest, compare
@@ -134,13 +136,8 @@ def test_a_manifest_is_read_back_as_it_was_written(run_dir: RunDir) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"{",
-        b"[]",
-        b'{"version": 99}',
-        b'{"version": 1, "nonsense": 3}',
-        b'{"version": 1, "job": [], "output_keys": {}}',
-        b"\xff",
+        *(b"", b"{", b"[]", b'{"version": 99}', b'{"version": 1, "nonsense": 3}'),
+        *(b'{"version": 1, "job": [], "output_keys": {}}', b"\xff"),
     ],
 )
 def test_a_manifest_that_is_none_is_refused_by_name(run_dir: RunDir, content: bytes) -> None:
@@ -174,32 +171,6 @@ def test_what_does_not_change_outputs_is_allowed_and_named() -> None:
     new = replace(MANIFEST, job={**MANIFEST.job, "engine": {"max_num_seqs": 8}})
     assert compare(MANIFEST, new).refused == ()
     assert compare(MANIFEST, new).allowed == ('engine.max_num_seqs: was "auto", now 8',)
-
-
-def test_a_key_that_is_newer_than_the_directory_is_as_good_as_there_with_its_default() -> None:
-    newer = {"sampling.stop": (), "sampling.n": 1, "sampling.logprobs": None, "output.expected": None}
-    new = replace(MANIFEST, output_keys=MANIFEST.output_keys | newer)
-    old = Manifest.from_bytes(MANIFEST.to_bytes())
-    assert compare(old, new).refused == compare(Manifest.from_bytes(new.to_bytes()), MANIFEST).refused == ()
-    new = replace(MANIFEST, output_keys=MANIFEST.output_keys | newer | {"sampling.n": 2, "sampling.stop": ("a",)})
-    assert compare(old, new).refused == (
-        'sampling.stop: was (not there), now ["a"]',
-        "sampling.n: was (not there), now 2",
-    )
-
-
-def test_a_key_that_changed_outputs_in_an_earlier_build_only_is_allowed() -> None:
-    old = replace(
-        MANIFEST,
-        job={**MANIFEST.job, "model": {"path": "m", "batch_invariant": False}},
-        output_keys=MANIFEST.output_keys | {"model.batch_invariant": False, "model.unknown": 1},
-    )
-    new = replace(MANIFEST, job={**MANIFEST.job, "model": {"path": "m", "batch_invariant": True}})
-    for was, now, values in ((old, new, "was false, now true"), (new, old, "was true, now false")):
-        found = compare(was, now)
-        assert found.allowed == (f"model.batch_invariant: {values}",)
-        assert [line.partition(":")[0] for line in found.refused] == ["model.unknown"]
-    assert new.continuing(old).output_keys == MANIFEST.output_keys | {"model.batch_invariant": False}
 
 
 def changed_files(old: list[Any], new: list[Any]) -> tuple[str, ...]:
@@ -275,6 +246,12 @@ def test_a_run_killed_before_it_wrote_its_job_is_no_obstacle(run_dir: RunDir, le
     assert (run_dir.path / left).exists()
 
 
+def test_progress_cut_by_a_loss_of_power_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "progress.json").write_bytes(b'{"version": 1, "state": "running", "phase": "loading' + bytes(40))
+    RunDir(tmp_path).create()  # refuses what no run wrote
+    assert [path.name for path in tmp_path.iterdir()] == ["progress.json"]
+
+
 def test_the_root_of_the_file_system_is_no_place_for_a_run() -> None:
     with pytest.raises(UsageError, match="root of the file system"):
         RunDir(Path("/")).create()
@@ -333,6 +310,58 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_left_alone(tmp_path
     assert theirs.read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["journal", "retry"])
+def test_a_journal_on_another_disk_by_a_link_is_refused_and_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "fast").mkdir()
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    (run_dir.path / name).symlink_to(tmp_path / "fast")
+    with pytest.raises(UsageError, match=rf"run/{name} is a symbolic link: put the whole run there"):
+        run_dir.create()
+
+
+def test_a_run_folder_and_the_parents_made_for_it_have_durable_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(storage, "sync_folder", synced.append)
+    RunDir(tmp_path / "a" / "b" / "c").create()
+    assert set(synced) == {tmp_path, tmp_path / "a", tmp_path / "a" / "b"}
+    synced.clear()
+    RunDir(tmp_path / "a" / "b" / "c").create()  # a killed process may have made it, and synced nothing
+    assert synced == [tmp_path / "a" / "b"]
+
+
+def test_links_that_somebody_else_put_where_files_are_staged_are_not_followed(run_dir: RunDir, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in (".outputs.jsonl.tmp", "run.lock"):
+        (run_dir.path / name).symlink_to(precious)
+    with staged_file(run_dir.outputs("jsonl")) as file:
+        file.write(b"row")
+    with pytest.raises(StorageError, match=r"cannot lock .*run\.lock"):
+        run_dir.lock()
+    assert precious.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["job.json", "run.lock", "progress.json"])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(run_dir: RunDir, name: str) -> None:
+    os.mkfifo(run_dir.path / name)
+    with pytest.raises(UsageError):
+        run_dir.create()
+        with run_dir.lock():
+            run_dir.read_manifest()
+    assert run_dir.holder() is None
+
+
+def test_on_macos_the_drive_is_asked_to_write_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", lambda fd, what: asked.append(what))
+    write_atomic(tmp_path / "file", b"x")
+    assert asked == [51, 51]
+
+
 def test_a_run_that_is_just_beginning_is_locked_not_foreign(tmp_path: Path) -> None:
     """Another process may look between the winner's first file and its job.json."""
     run_dir = RunDir(tmp_path)
@@ -359,7 +388,7 @@ def test_a_run_that_is_just_beginning_is_locked_not_foreign(tmp_path: Path) -> N
         ({"shard": 3}, "shard"),
         ({"num_rows": "x"}, "num_rows"),
         ({"num_rows": 10**30}, "num_rows"),
-        ({"version": 99}, "another batchgen wrote it, in layout version 99"),
+        ({"version": 99}, "its run was begun with record version 99, and this batchgen writes"),
     ],
     ids=str,
 )

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
-from batchgen.core.records import Cursor, Shard
+from batchgen.core.json_line import encode_json
+from batchgen.core.records import Cursor
+from batchgen.core.shard import Shard
+from batchgen.output import finalize as finalize_module
 from batchgen.output import segments
 from batchgen.output.finalize import finalize, finalize_retry
 from batchgen.output.formats import parquet
@@ -58,7 +61,7 @@ def journal_of(folder: Path, results: Rows, errors: Rows = ()) -> Journal:
     for kind, rows in (("result", results), ("error", errors)):
         for row in rows:
             index = row["index"]
-            journal.append(JournalEntry(index, Cursor(0, index, 0, index + 1), kind, row))
+            journal.append(JournalEntry(index, Cursor(0, index, 0, index + 1), kind, encode_json(row)))
     return journal
 
 
@@ -115,6 +118,16 @@ def test_without_failed_rows_there_are_no_dead_letters(run_dir: RunDir) -> None:
     assert not run_dir.errors.exists()
 
 
+def test_dead_letters_of_no_row_are_put_in_place_at_no_moment(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed right after that, a run in which no row failed would be taken for one in which some did."""
+    committed: list[str] = []
+    commit = finalize_module.commit_staged
+    monkeypatch.setattr(finalize_module, "commit_staged", lambda path: (committed.append(path.name), commit(path)))
+    written(run_dir, [record(0)])
+    assert committed == ["outputs.jsonl"]
+    assert not (run_dir.path / ".errors.jsonl.tmp").exists()
+
+
 @pytest.mark.parametrize("output_format", ["jsonl", "parquet", "openai-batch"])
 def test_a_job_without_rows_makes_an_empty_file(run_dir: RunDir, output_format: str) -> None:
     assert written(run_dir, [], output_format=output_format) == []
@@ -133,7 +146,7 @@ def test_a_missing_or_surplus_row_is_never_glossed_over(run_dir: RunDir, done: l
 def test_a_shard_is_complete_with_its_own_rows(run_dir: RunDir) -> None:
     journal = Journal.open(run_dir.journal, shard=Shard(2, 3))
     for index in (1, 4, 7):
-        journal.append(JournalEntry(index, Cursor(0, 0, 0, index + 1), "result", record(index)))
+        journal.append(JournalEntry(index, Cursor(0, 0, 0, index + 1), "result", encode_json(record(index))))
     assert finalize(run_dir, spec(), journal, num_rows=9) == Counts(3, 0)
     journal.close()
 

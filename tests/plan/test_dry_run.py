@@ -15,7 +15,7 @@ from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of
 
 from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed, UsageError
-from batchgen.core.records import Shard
+from batchgen.core.shard import Shard
 from batchgen.plan import estimate
 from batchgen.plan.dry_run import PlanOptions, check_time, make_plan
 from batchgen.plan.text import render_plan
@@ -102,7 +102,6 @@ def test_shared_prefixes_count_whole_blocks_seen_before(job: JobMaker) -> None:
     shared = list(range(100, 164))  # two blocks of 32
     job.write([{"id": i, "prompt_token_ids": [*shared, 200 + i]} for i in range(5)])
     repeats = plan_of_ids(job)["repeats"]
-    assert repeats["common_prefix_tokens"] == 64
     assert repeats["shared_prefix_tokens"] == 4 * 64
 
 
@@ -138,7 +137,7 @@ def test_the_kv_plan_is_what_the_engine_then_takes(job: JobMaker, kv_dtype: str)
 def test_weights_take_their_share_of_what_is_free(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     job.write([{"id": 1, "prompt_token_ids": [5] * 50}])
     monkeypatch.setattr(estimate, "available_bytes", lambda: 2 << 30)
-    monkeypatch.setattr(estimate, "_NVIDIA", job.folder / "no-driver")
+    monkeypatch.setattr(estimate, "visible_gpus", lambda device: [])
     kv = plan_of_ids(job, model={"path": "dummy:LFM2-350M", "dtype": "bfloat16"})["kv"]
     half_of_rest = ((2 << 30) - 2 * 354.5e6) / 2
     assert kv["memory_bytes"] == pytest.approx(half_of_rest, rel=0.05)  # slots take some
@@ -159,25 +158,11 @@ def test_weights_that_do_not_fit_are_named_unless_another_machine_is_planned_for
     assert plan_of_ids(job, model=model, engine={"kv_memory": "1GiB"})["kv"]["rows_that_fit"] > 0
 
 
-def test_a_plan_knows_how_many_experts_a_step_reads(job: JobMaker) -> None:
-    job.write([{"id": i, "prompt_token_ids": [5] * 10} for i in range(8)])
-    model = {"path": "dummy:LFM2-8B-A1B", "dtype": "bfloat16", "device": "cpu"}
-    for max_num_seqs, rows in ((256, 8), (1, 1)):
-        plan = plan_of_ids(job, model=model, engine={"kv_memory": "1GiB", "max_num_seqs": max_num_seqs})
-        experts, met = plan["experts"], 32 * (1 - (7 / 8) ** rows)
-        assert (experts["per_layer"], experts["rows"]) == (32, rows)
-        assert experts["met"] == pytest.approx(met, abs=0.01)
-        idle = 2 * 22 * 3 * 1792 * 2048 * (32 - met)
-        assert experts["bytes_per_step"] == pytest.approx(2 * 8.34e9 - idle, rel=1e-3)
-        assert experts["weight_bytes"] == pytest.approx(2 * 8.34e9, rel=1e-3)
-        assert f"{met:.1f} of 32 in a layer meet {rows} row" in render_plan(plan)
-    assert plan_of_ids(job)["experts"] is None
-
-
 def test_a_gpus_memory_is_not_guessed(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     job.write(rows_of(5))
     named = plan_of(job, model={"device": "cuda"})
-    monkeypatch.setattr(estimate, "_NVIDIA", job.folder)  # a machine with a driver
+    monkeypatch.setattr(estimate, "visible_gpus", lambda device: ["0"])
+    monkeypatch.setattr(estimate, "version", lambda name: "2.9.0")
     found = plan_of(job)
     for plan in (named, found):
         assert (plan["kv"]["memory_bytes"], plan["kv"]["rows_that_fit"]) == (None, None)
@@ -246,6 +231,38 @@ def test_workers_elsewhere_share_the_engines_time_while_rows_last(job: JobMaker)
     assert engine_s == pytest.approx(alone_s / 3, abs=0.002)
     assert "64 computing at once; beyond 3 some are idle" in text
     assert planned(workers=2)[0] == pytest.approx(alone_s), "they share the processors of this machine"
+
+
+def test_by_default_every_gpu_computes_and_a_ray_cluster_is_not_counted(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(400))
+    job.run(step_s=0.001)
+
+    def planned(**cluster: Any) -> dict[str, Any]:
+        return plan_of(job, cluster=cluster, engine={"max_num_seqs": 4, "kv_memory": "1MiB"})
+
+    alone_s = planned()["estimate"]["engine_s"]
+    monkeypatch.setattr(estimate, "visible_gpus", lambda device: [str(number) for number in range(8)])
+    monkeypatch.setattr(estimate, "version", lambda name: "2.9.0")
+    plan = planned(workers="auto")
+    assert plan["workers"]["number"] == 8
+    assert plan["estimate"]["engine_s"] == pytest.approx(alone_s / 8, abs=0.002)
+    assert planned(workers="auto", worker_gpus=2)["workers"]["number"] == 4
+    plan = planned(ray="auto")
+    assert plan["workers"]["number"] is None
+    with pytest.raises(UsageError, match=r"--fail-if-over needs an estimate: .* give --workers"):
+        check_time(plan, 1.0)
+    monkeypatch.setattr(estimate, "version", lambda name: "2.9.0+cpu")
+    assert planned(workers="auto")["workers"]["number"] == 1
+
+
+def test_a_long_message_is_shown_whole_below_its_label(job: JobMaker) -> None:
+    job.write([*rows_of(2), {"id": "x", "question": "How?", "sampling": {"logit_bias": {"7": 101}}}])
+    text = render_plan(plan_of(job))
+    message = plan_of(job)["bad_rows"][0]["message"]
+    assert len(message) > 80
+    assert message in " ".join(line.strip() for line in text.splitlines())
 
 
 def test_a_report_of_another_model_is_no_basis(job: JobMaker) -> None:

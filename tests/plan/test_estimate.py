@@ -13,16 +13,17 @@ from run_helpers import JobMaker, rows_of
 from tiny_model import engine_for, random_requests, tiny_model
 
 from batchgen.config.job import JobSpec
-from batchgen.core.records import WHOLE, Request, SamplingParams
-from batchgen.engine.batch import PendingTokens
-from batchgen.engine.config import SchedulerConfig
+from batchgen.core.records import SamplingParams
+from batchgen.core.shard import WHOLE
 from batchgen.engine.schedule import Schedule
-from batchgen.engine.simulation import StepWork
+from batchgen.engine.sizes import SchedulerConfig
+from batchgen.engine.step_output import PendingTokens
 from batchgen.input.ids import UniqueIds
 from batchgen.input.source import RowRange, open_source
 from batchgen.input.validator import RowValidator
 from batchgen.plan.calibrate import CostModel, StepCost, _Probe, calibrate
 from batchgen.plan.estimate import Forecast, OutputLengths
+from batchgen.plan.simulation import StepWork
 from batchgen.plan.survey import Lengths, Survey
 from batchgen.run.loader import read_model
 
@@ -165,22 +166,10 @@ def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker) -> Non
     assert 0 < found.estimate.engine_s < found.estimate.wall_s
 
 
-def test_a_burst_is_timed_as_its_steps() -> None:
-    """Rows of the same length, so that each step of a burst has the same work but for what it attends to."""
-    requests = [Request(key, (9, 30 + key), SamplingParams(ignore_eos=True, max_tokens=40)) for key in range(4)]
-    parts = {"overlaps": True, "fetch": Device(lambda: True)}
-    engine = engine_for(tiny_model(), num_blocks=90, block_size=8, parts=parts, max_num_seqs=4)
-    probe = _Probe(engine)
-    probe.run(requests, time.monotonic() + 60)
-    assert len(probe.steps) == engine.stats.num_steps == 40
-    assert [(work.tokens, work.logits) for work, _ in probe.steps[1:]] == [(4, 4)] * 39
-    assert sum(work.attended for work, _ in probe.steps) == pytest.approx(engine.stats.num_attended, abs=40)
-
-
 @pytest.mark.parametrize("parts", [{}, {"overlaps": True, "fetch": Device()}], ids=["one by one", "overlapping"])
 def test_steps_are_timed_with_their_own_work(parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     requests = random_requests(30, seed=1, params=SamplingParams(ignore_eos=True))
-    sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 24, "speculate": "off"}
+    sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 24}
     engine = engine_for(tiny_model(), num_blocks=90, block_size=8, parts=parts, **sizes)
     launched, forward = [], engine.runner.run
 

@@ -98,7 +98,7 @@ def test_a_full_kv_pool_with_preemptions_is_named_with_its_flag() -> None:
 
 
 def test_full_batches_with_memory_left_advise_more_sequences() -> None:
-    assert "--max-num-seqs" in advice(made(engine=engine(sum_sequences=79)))[0]
+    assert "--max-num-seqs" in advice(made(engine=engine(sequences_s=70.0)))[0]
 
 
 def tailed(seconds: float) -> dict[str, Any]:
@@ -116,28 +116,18 @@ def test_a_long_tail_is_told_with_advice_and_a_short_one_without() -> None:
 
 
 def test_what_was_spared_and_recomputed_is_told_where_the_engine_counts_it() -> None:
-    counts = {"num_cached_tokens": 300, "num_queried_tokens": 1000, "num_shared_requests": 7}
-    counts |= {
-        "num_recomputed_tokens": 55,
-        "num_drafted_tokens": 40,
-        "num_accepted_tokens": 30,
-        "sum_steps_saved": 15.5,
-    }
+    counts = {"num_cached_tokens": 300, "num_queried_tokens": 1000}
+    counts |= {"num_recomputed_tokens": 55}
     report = made(engine=engine(**counts))
-    assert report["tokens"]["cached"] == 300
     assert report["prefix_cache"] == {"queried": 1000, "hit": 300, "hit_rate": 0.3}
-    assert report["drafts"] == {"drafted": 40, "accepted": 30, "accepted_rate": 0.75, "steps_saved": 15.5}
-    assert (report["duplicates"], report["recomputed_tokens"]) == (7, 55)
+    assert report["recomputed_tokens"] == 55
     text = " ".join(render_report(report).split())
-    assert (
-        "300 prompt tokens by the prefix cache (30% of those looked up), 16 steps by drafts (30 of 40 right), 7 rows"
-        in text
-    )
+    assert "30% of the prompt tokens of sequences by the prefix cache" in text
 
 
 def test_an_engine_without_a_prefix_cache_reports_none() -> None:
     report = made(engine=engine())
-    assert (report["prefix_cache"], report["drafts"]) == (None, None)
+    assert report["prefix_cache"] is None
     assert (report["duplicates"], report["recomputed_tokens"]) == (0, 0)
     assert "spared" not in render_report(report)
 
@@ -160,11 +150,12 @@ def test_the_roofline_is_told_with_its_source_or_with_the_way_to_one(real: dict[
     costs = real["roofline"]["costs"]
     known = {"costs": costs, "flops_per_s": 1e9, "memory_bytes_per_s": 1e9}
     known |= {"source": "measured by batchgen bench", "measured_at": "2026-01-02T03:04:05+00:00"}
+    known |= {"product": "", "peaks": {}}
     counts = engine(num_output_tokens=100, num_logits=100, num_attended=100, num_kv_read=100)
     totals = RowTotals()
     report = build_report(totals, {"engine": counts, "seconds": {"generate": 9.0}}, ABOUT | {"roofline": known})
     assert "measured by batchgen bench, 2026-01-02" in " ".join(render_report(report).split())
-    assert "peak" not in render_report(report), "reports of earlier builds have none"
+    assert "peak" not in render_report(report), "no loops of this processor were timed"
     beside = {"product": "bfloat16", "peaks": {"float32": 1e9, "bfloat16": 2e9}}
     rates = {"read_bytes_per_s": 3e9, "copy_bytes_per_s": 2e9}
     more = ABOUT | {"roofline": known | beside | rates}
@@ -201,7 +192,10 @@ def structured(*samples: list[bool | None], **counts: Any) -> dict[str, Any]:
     """A report of rows with these samples, None for a free one."""
     totals = RowTotals()
     for index, complete in enumerate(samples):
-        found = [{} if is_complete is None else {"complete": is_complete} for is_complete in complete]
+        found = [
+            {"finish_reason": "stop", **({} if is_complete is None else {"complete": is_complete})}
+            for is_complete in complete
+        ]
         totals.add_result(record(index, **found[0], **({"samples": found} if len(found) > 1 else {})))
     return build_report(totals, {"wall_s": 10.0, "seconds": {"generate": 9.0}, "engine": engine(**counts)}, ABOUT)
 
@@ -209,12 +203,12 @@ def structured(*samples: list[bool | None], **counts: Any) -> dict[str, Any]:
 def test_rows_with_structured_outputs_are_counted_and_those_cut_off_told_of_with_advice() -> None:
     counts = {"num_output_tokens": 200, "num_forced_tokens": 50}
     report = structured([True], [False], [None], [True, True], [True, False], [None, None], **counts)
-    assert report["structured"] == {"rows": 4, "incomplete": 2, "forced_tokens": 50, "forced_share": 0.25}
-    assert report["advice"][0].startswith("2 of 4 structured rows ended before they were complete: raise max_tokens")
-    assert "4 rows, 2 not complete, 25% of tokens forced" in " ".join(render_report(report).split())
+    assert report["structured"] == {"rows": 4, "samples": 6, "incomplete": 2, "forced_tokens": 50, "forced_share": 0.25}
+    assert report["advice"][0].startswith("2 of 6 structured answers ended before they were complete: raise max_tokens")
+    assert "6 answers, 2 not complete, 25% of tokens forced" in " ".join(render_report(report).split())
     whole = structured([True], [None], **counts)
     assert not any("structured" in text for text in whole["advice"])
-    assert "1 rows, all complete" in render_report(whole)
+    assert "1 answer, all complete" in render_report(whole)
 
 
 def test_rows_cut_off_before_they_are_complete_are_told_of_once() -> None:
@@ -227,12 +221,6 @@ def test_a_report_without_structured_rows_does_not_speak_of_them() -> None:
     report = structured([None], num_output_tokens=5, num_forced_tokens=0)
     assert "structured" not in report
     assert "structured" not in render_report(report)
-
-
-def test_a_kept_column_that_is_named_complete_counts_nothing() -> None:
-    totals = RowTotals(has_complete=False)
-    totals.add_result(record(0, complete=False))
-    assert "structured" not in build_report(totals, {}, ABOUT)
 
 
 def test_the_text_says_first_how_long_how_fast_and_what_failed() -> None:
@@ -249,11 +237,11 @@ def test_the_text_fits_80_columns(real: dict[str, Any]) -> None:
 
 def test_a_report_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text(json.dumps({"version": 1}))
-    with pytest.raises(UsageError, match="is a report of version 1; this batchgen reads version 3"):
+    with pytest.raises(UsageError, match="is a report of version 1; this batchgen reads version 4"):
         read_report(RunDir(tmp_path))
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 3}', '{"version": "3"}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"version": 4}', '{"version": "4"}'])
 def test_a_file_that_is_no_report_is_one_clear_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "report.json").write_text(content)
     with pytest.raises(UsageError, match=r"report\.json"):
@@ -275,3 +263,13 @@ def test_the_text_names_the_kernels_where_they_are_known() -> None:
     report["numerics"] = {**report["numerics"], **integers}
     named = "bfloat16 on cpu, int8 weights, int8 activations, int8 keys and values (avx512)"
     assert named in " ".join(render_report(report).split())
+
+
+@pytest.mark.parametrize("finished_at", [5, None, "yesterday"])
+def test_a_report_whose_date_was_edited_is_refused(tmp_path: Path, finished_at: object) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(made()))
+    assert read_report(RunDir(tmp_path))["rows"]["total"] == 20
+    path.write_text(json.dumps({**made(), "finished_at": finished_at}))
+    with pytest.raises(UsageError, match=r"not as it was written .* was it edited\?"):
+        read_report(RunDir(tmp_path))

@@ -1,4 +1,4 @@
-"""The gate of ``report --compare``: which figures count, and when a change is a regression."""
+"""The gates of ``report --compare``: which figures count, when a change is a regression, and when nothing is judged."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import json
 from typing import Any
 
 import pytest
+from report_samples import made
 from run_helpers import JobMaker, rows_of
 
 from batchgen.cli.main import call
-from batchgen.core.errors import GateFailed
-from batchgen.report.compare import compare_reports
+from batchgen.core.errors import GateFailed, UsageError
+from batchgen.report.advice import advice
+from batchgen.report.compare import Gates, compare_reports
+from batchgen.report.text import render_report
+
+SPEED, ACCURACY = Gates(speed=0.05), Gates(accuracy=1.0)
 
 
 def report(rate: float = 100.0, failed: int = 0, exact: float | None = 0.9, **more: Any) -> dict[str, Any]:
@@ -18,56 +23,103 @@ def report(rate: float = 100.0, failed: int = 0, exact: float | None = 0.9, **mo
         "model": "m",
         "tokens_per_s": {"completion": rate, "total": 3 * rate},
         "rows": {"total": 100, "done": 100 - failed, "failed": failed},
-        "accuracy": {"exact_match": exact},
-        "wall_s": 1000 / rate,
+        "accuracy": {"exact_match": exact, "total": 0 if exact is None else 100},
+        "wall_s": 1000 / (rate or 1.0),
         **more,
     }
 
 
-def gate(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    """True; raises GateFailed for a regression."""
-    compare_reports(now, before).check(0.05)
+def gate(now: dict[str, Any], before: dict[str, Any], gates: Gates) -> bool:
+    """True; raises GateFailed for a regression, UsageError where nothing is judged."""
+    compare_reports(now, before, gates).check()
     return True
 
 
 def test_alike_reports_pass() -> None:
-    assert gate(report(), report())
+    assert gate(report(), report(), Gates(0.0, 0.0))
 
 
 def test_a_rate_may_fall_by_the_share_given_and_no_more() -> None:
-    gate(report(rate=95.1), report())
+    assert gate(report(rate=95.1), report(), SPEED)
     with pytest.raises(GateFailed, match=r"output tokens/s 100\.0 -> 94\.0"):
-        gate(report(rate=94), report())
+        gate(report(rate=94), report(), SPEED)
 
 
-def test_one_more_failed_row_is_a_regression() -> None:
+def test_accuracy_may_fall_by_the_points_given_and_no_more() -> None:
+    assert gate(report(exact=0.89), report(), ACCURACY)
+    with pytest.raises(GateFailed, match=r"exact match by 1 points\): exact match 90\.00% -> 88\.90%"):
+        gate(report(exact=0.889), report(), ACCURACY)
+
+
+def test_a_gate_is_silent_about_what_it_was_not_asked_for() -> None:
+    assert gate(report(rate=1), report(), ACCURACY)
+    assert gate(report(exact=0.1), report(), SPEED)
+    assert gate(report(rate=1, exact=0.1, failed=9), report(), Gates())
+
+
+@pytest.mark.parametrize("gates", [SPEED, ACCURACY])
+def test_one_more_failed_row_is_a_regression_to_every_gate(gates: Gates) -> None:
     with pytest.raises(GateFailed, match="failed rows"):
-        gate(report(failed=1), report())
-    gate(report(), report(failed=1))
-
-
-def test_accuracy_may_fall_by_the_share_given_and_no_more() -> None:
-    gate(report(exact=0.86), report())
-    with pytest.raises(GateFailed, match="exact match"):
-        gate(report(exact=0.85), report())
+        gate(report(failed=1), report(), gates)
+    assert gate(report(), report(failed=1), gates)
 
 
 def test_wall_time_and_latencies_do_not_count() -> None:
-    assert gate(report(wall_s=1e6, latency_s={"ttft_s": {"p50": 9.0}}), report(latency_s={"ttft_s": {"p50": 0.1}}))
+    now = report(wall_s=1e6, latency_s={"ttft_s": {"p50": 9.0}})
+    assert gate(now, report(latency_s={"ttft_s": {"p50": 0.1}}), Gates(0.0, 0.0))
 
 
-def test_a_figure_that_one_report_lacks_is_no_regression() -> None:
-    assert gate(report(exact=None), report())
+@pytest.mark.parametrize(
+    ("now", "before", "gates", "why"),
+    [
+        (report(), report(exact=None), ACCURACY, "the run compared with compared no row"),
+        (report(exact=None), report(), ACCURACY, "this run compared no row"),
+        (report(exact=0.5), report(exact=0.0), ACCURACY, "no text of the run compared with equals"),
+        (report(exact=0.0), report(exact=0.0), ACCURACY, "structured_outputs"),
+        (report(), report(rate=0.0), SPEED, "computed no tokens"),
+    ],
+)
+def test_a_gate_over_nothing_is_an_error_and_no_pass(
+    now: dict[str, Any], before: dict[str, Any], gates: Gates, why: str
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        gate(now, before, gates)
 
 
-def test_another_model_is_pointed_out() -> None:
-    assert "not alike: model" in compare_reports(report(model="other"), report()).render(None)
+def test_an_exact_match_of_none_says_so_with_the_settings_that_would_help() -> None:
+    found = made()
+    found["accuracy"] = {"correct": 0, "total": 100, "exact_match": 0.0}
+    (text,) = [text for text in advice(found) if "expected" in text]
+    assert "(0 of 100)" in text
+    assert "choices, structured_outputs" in text
+    assert "0.00% (0 of 100)" in render_report(found)
+    found["accuracy"] = {"correct": 0, "total": 0, "exact_match": None}
+    assert any("nothing was compared" in text for text in advice(found))
+    assert "no row was compared" in render_report(found)
+
+
+def test_another_model_and_each_value_of_the_numerics_that_differs_are_pointed_out() -> None:
+    now, before = ({"dtype": "float32", "device": "cpu", "kernels": name} for name in ("avx2", "avx512"))
+    found = compare_reports(report(model="other", numerics=now), report(numerics=before))
+    assert found.differences == [
+        "not alike: model, before m, now other",
+        "not alike: numerics.kernels, before avx512, now avx2",
+    ]
+    assert found.differences[0] in found.render()
 
 
 def test_the_table_fits_80_columns_and_marks_what_regressed() -> None:
-    text = compare_reports(report(rate=10, model="x" * 100), report()).render(0.05)
+    text = compare_reports(report(rate=10, model="x" * 100), report(), SPEED).render()
     assert max(map(len, text.splitlines())) <= 80
-    assert "REGRESSION" in text
+    assert text.count("REGRESSION") == 2
+    assert text.count("passes") == 1
+
+
+def test_memory_is_in_the_unit_of_the_report() -> None:
+    found = made() | {"max_rss_bytes": 365 * 2**20}
+    assert "365 MiB at most" in render_report(found)
+    (line,) = [line for line in compare_reports(found, found).render().splitlines() if "MiB" in line]
+    assert line.split()[-3:-1] == ["365", "365"]
 
 
 def test_the_command_exits_4_on_a_regression_and_0_without_a_gate(
@@ -83,15 +135,41 @@ def test_the_command_exits_4_on_a_regression_and_0_without_a_gate(
     command = ["report", str(job.output), "--compare", str(last)]
     assert call(command) == 0
     capsys.readouterr()
-    assert call([*command, "--max-regress", "5%", "--json"]) == 4
+    assert call([*command, "--max-regress-speed", "5%", "--json"]) == 4
     figures = json.loads(capsys.readouterr().out)["figures"]
     assert [figure["name"] for figure in figures if figure["is_regression"]] == ["output tokens/s"]
 
 
-def test_a_limit_without_a_baseline_is_a_usage_error(job: JobMaker) -> None:
+def test_the_command_exits_2_for_a_gate_over_nothing_after_the_figures(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(8))
+    job.run(job.spec(output={"expected": "answer"}))
+    capsys.readouterr()
+    command = ["report", str(job.output), "--compare", str(job.output)]
+    assert call([*command, "--max-regress-accuracy", "1"]) == 2
+    said = capsys.readouterr()
+    assert "exact match" in said.out
+    assert "nothing to judge" in said.err
+    assert call([*command, "--max-regress-speed", "0"]) == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max-regress-speed", "5%"],
+        ["--max-regress-accuracy", "1"],
+        ["--compare", ".", "--max-regress-accuracy", "nan"],
+        ["--compare", ".", "--max-regress-accuracy", "1%"],
+        ["--compare", ".", "--html", "page.html"],
+    ],
+)
+def test_flags_that_would_judge_nothing_are_usage_errors(job: JobMaker, flags: list[str]) -> None:
     job.write(rows_of(1))
     job.run()
-    assert call(["report", str(job.output), "--max-regress", "5%"]) == 2
+    given = [str(job.output) if flag == "." else flag for flag in flags]
+    assert call(["report", str(job.output), *given]) == 2
+    assert not (job.folder / "page.html").exists()
 
 
 def test_a_baseline_may_be_a_report_that_was_kept(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,18 +177,16 @@ def test_a_baseline_may_be_a_report_that_was_kept(job: JobMaker, capsys: pytest.
     job.run()
     kept = job.folder / "baseline.json"
     kept.write_bytes((job.output / "report.json").read_bytes())
-    assert call(["report", str(job.output), "--compare", str(kept), "--max-regress", "5%"]) == 0
-    assert capsys.readouterr().out.count("passes") >= 3
+    assert call(["report", str(job.output), "--compare", str(kept), "--max-regress-speed", "5%"]) == 0
+    assert capsys.readouterr().out.count("passes") == 3
 
 
-@pytest.mark.parametrize("other", [["--html", "page.html"], ["--format", "prometheus"]])
-def test_a_comparison_has_no_page_and_no_metrics(job: JobMaker, other: list[str]) -> None:
-    job.write(rows_of(1))
+def test_a_page_and_json_may_be_asked_for_at_once(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the extra batchgen[report] is not installed")
+    job.write(rows_of(2))
     job.run()
-    assert call(["report", str(job.output), "--compare", str(job.output), *other]) == 2
-    assert not (job.folder / "page.html").exists()
-
-
-def test_a_fine_limit_is_told_as_it_was_given() -> None:
-    with pytest.raises(GateFailed, match=r"may fall by 0\.5%"):
-        compare_reports(report(rate=90), report()).check(0.005)
+    capsys.readouterr()
+    page = job.folder / "page.html"
+    assert call(["report", str(job.output), "--html", str(page), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]["done"] == 2
+    assert page.exists()

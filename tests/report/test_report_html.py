@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from report_samples import engine, made
 from run_helpers import JobMaker, rows_of
 
 from batchgen.cli.main import call
-from batchgen.report.html import render_html
+from batchgen.report.distribution import Distribution
+from batchgen.report.facts import answers
+from batchgen.report.html import render_html as render_page
+from batchgen.report.plots import _ticks as log_ticks
 
 pytest.importorskip("matplotlib", reason="the extra batchgen[report] is not installed")
+
+
+def render_html(report: dict[str, Any]) -> str:
+    return render_page(report, "runs/a")
 
 
 def with_series(**more: Any) -> dict[str, Any]:
@@ -24,7 +33,10 @@ def with_series(**more: Any) -> dict[str, Any]:
     series = {"at_s": [i / 10 for i in range(count)], "span_s": [0.1] * count, "steps": [1] * count}
     series |= {"tokens": [50] * count, "prefill_tokens": [20] * count}
     series |= {"sequences": [5.0] * count, "kv_use": [0.4] * count}
-    return made(errors=3, engine=engine(series=series)) | more
+    report = made(errors=3, engine=engine(series=series)) | more
+    for name, first in {"prompt_tokens": 10.0, "completion_tokens": 5.0, "ttft_s": 0.3, "tpot_s": 0.01}.items():
+        report["histograms"][name] = {"edges": [first, 2 * first, 4 * first], "counts": [3, 5]}
+    return report
 
 
 class Page(HTMLParser):
@@ -65,12 +77,65 @@ def test_every_picture_and_table_is_there() -> None:
         assert title in page.titles
 
 
+def test_the_page_names_the_run_and_shows_its_first_answers(job: JobMaker) -> None:
+    job.write(rows_of(7))
+    job.run(job.spec(output={"expected": "answer"}))
+    page = job.folder / "report.html"
+    assert call(["report", str(job.output), "--html", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert str(job.output) in text
+    titles = Page(text).titles
+    assert "The first answers" in titles
+    assert all(f"<td>q-{index}</td>" in text for index in range(5))
+
+
+def test_a_page_without_the_outputs_shows_all_but_the_answers(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    job.run()
+    (job.output / "outputs.jsonl").write_text("{}\n")
+    page = job.folder / "report.html"
+    assert call(["report", str(job.output), "--html", str(page)]) == 0
+    assert "The first answers" not in page.read_text(encoding="utf-8")
+
+
+def test_answers_are_cut_escaped_and_have_the_probability_of_a_choice() -> None:
+    records = [
+        {"id": "a", "text": "<b>" + "x" * 900, "answer": "y"},
+        {"id": "b", "text": "yes", "choices": [{"text": "yes", "prob": 0.75}, {"text": "no", "prob": 0.25}]},
+        {"id": "c", "token_ids": [1, 2]},
+    ]
+    table = answers(records, "answer")
+    assert [row[1] for row in table.rows[1:]] == ["yes (75%)", "[1, 2]"]
+    assert len(table.rows[0][1]) == 400
+    text = render_page(with_series(), "runs/a", table)
+    assert "<b>x" not in text
+    assert 'class="text">yes (75%)' in text
+
+
+@given(st.floats(1e-5, 1e5), st.floats(1.03, 1e6))
+def test_a_logarithmic_axis_has_at_least_two_round_ticks(low: float, ratio: float) -> None:
+    edges = Distribution()
+    for value in (low, low * ratio):
+        edges.add(value)
+    found = log_ticks(edges.histogram()["edges"])
+    assert 2 <= len(found) <= 20
+    assert found == sorted(found)
+
+
+def test_lengths_that_are_all_alike_have_no_histogram() -> None:
+    report = made()
+    assert report["histograms"]["prompt_tokens"]["counts"] == [20]
+    titles = Page(render_html(report)).titles
+    assert "Prompt length" not in titles
+    assert "Total time of a row" in titles
+
+
 def test_times_are_in_units_that_read_well() -> None:
     short, long = with_series(), with_series(wall_s=4000.0)
     long["series"] = {**long["series"], "at_s": [10.0 * i for i in range(400)], "span_s": [10.0] * 400}
     assert ">seconds<" in render_html(short)
     assert ">milliseconds<" in render_html(short)  # of a token
-    assert render_html(long).count(">minutes<") == 3
+    assert render_html(long).count(">minutes") == 3
 
 
 def test_texts_of_the_job_are_escaped() -> None:
@@ -142,3 +207,10 @@ def test_a_page_replaces_a_page_and_nothing_else(job: JobMaker, capsys: pytest.C
     assert call(["report", str(job.output), "--html", str(outputs)]) == 2
     assert "not a report page that batchgen wrote" in capsys.readouterr().err
     assert outputs.read_bytes() == before
+
+
+def test_seconds_in_which_no_step_ended_are_drawn_too() -> None:
+    report = with_series()
+    report["series"]["steps"][3] = report["series"]["tokens"][3] = 0
+    report["series"] = {name: column[:50] for name, column in report["series"].items()}
+    assert "<svg" in render_html(report)

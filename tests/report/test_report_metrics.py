@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from report_samples import made
 from run_helpers import JobMaker, rows_of
@@ -27,14 +25,14 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 
 def test_figures_read_back_as_the_report_has_them() -> None:
     report = made(errors=3)
-    report["structured"] = {"rows": 9, "incomplete": 2, "forced_tokens": 5, "forced_share": 0.25}
+    report["structured"] = {"rows": 9, "samples": 9, "incomplete": 2, "forced_tokens": 5, "forced_share": 0.25}
     found = samples(render_metrics("runs/a", "m", report, exit_code=3))
     assert found["batchgen_rows", "done"] == 20
     assert found["batchgen_failed_rows", "too_long"] == 3
     assert found["batchgen_wall_seconds",] == report["wall_s"]
     assert found["batchgen_latency_seconds", "total", "0.5"] == report["latency_s"]["total_s"]["p50"]
     assert found["batchgen_exit_code",] == 3
-    names = ("structured_rows", "incomplete_rows", "forced_tokens_ratio")
+    names = ("structured_answers", "incomplete_answers", "forced_tokens_ratio")
     assert [found[f"batchgen_{name}",] for name in names] == [9, 2, 0.25]
 
 
@@ -73,12 +71,3 @@ def test_a_run_without_the_library_is_refused_before_it_starts(
     assert call(["run", str(job.toml()), "--metrics-file", str(job.folder / "x.prom")]) == 2
     assert "batchgen[metrics]" in capsys.readouterr().err
     assert not job.output.exists()
-
-
-def test_the_report_command_prints_them(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
-    job.write(rows_of(4))
-    job.run()
-    capsys.readouterr()
-    assert call(["report", str(job.output), "--format", "prometheus"]) == 0
-    found: dict[Any, float] = samples(capsys.readouterr().out)
-    assert found["batchgen_rows", "done"] == 4

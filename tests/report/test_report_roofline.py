@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from report_samples import made
 from tiny_model import engine_for, tiny_model
 
 from batchgen.engine import facts
@@ -26,7 +27,7 @@ from batchgen.model.roofline import (
     remember,
     roofline_section,
 )
-from batchgen.report.facts import _kv_memory
+from batchgen.report.facts import details
 
 CONFIG = dummy_config("dummy:LFM2-350M")
 MEASURED = Ceilings(1e12, 1e10, "measured by hand", "2026-01-01T00:00:00+00:00")
@@ -235,4 +236,5 @@ def test_the_most_memory_of_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     assert "max_device_bytes" not in facts.engine_sizes(engine)
     engine.runner.model.device = torch.device("cuda", 0)
     assert facts.engine_sizes(engine)["max_device_bytes"] == 3 << 30
-    assert _kv_memory(facts.engine_sizes(engine)).endswith("; 3,072 MiB of the GPU at most")
+    told = dict(details(made() | {"sizes": facts.engine_sizes(engine)}).rows)
+    assert told["memory"].endswith(", 3,072 MiB of the GPU at most")

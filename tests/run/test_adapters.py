@@ -21,7 +21,7 @@ from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.config.load import load_job
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
-from batchgen.core.records import Shard
+from batchgen.core.shard import Shard
 from batchgen.model.adapter.settings import Lora, read_lora
 from batchgen.output.rundir import RunDir
 from batchgen.run.backend import Backend
@@ -68,21 +68,6 @@ def test_without_an_adapter_a_run_is_what_it_was(job: JobMaker) -> None:
     assert "model.adapter" not in manifest["output_keys"]
     assert outcome.report is not None
     assert "adapter" not in outcome.report
-
-
-def test_a_run_of_a_build_without_adapters_goes_on_and_with_none(
-    job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job.write(rows_of(60))
-    job.run(options=quiet(max_total_tokens=100))
-    path = job.output / "job.json"
-    manifest = json.loads(path.read_bytes())
-    del manifest["job"]["model"]["adapter"]
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(ResumeMismatch, match=rf"\n  model\.adapter\.{CONFIG}: was \(not there\), now {DIGEST}\n"):
-        run_with(job, lora)
-    assert job.run(options=RunOptions(heartbeat_s=1e9)).exit_code == 0
-    assert "resuming with" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_done", [True, False])
@@ -274,7 +259,7 @@ def test_check_and_bench_take_an_adapter_and_name_it(
     path = job.folder / "prompts.jsonl"
     path.write_text('{"prompt_token_ids": [9, 10, 11]}\n')
     where = ["--model", str(MODEL), "--adapter", str(lora), "--dtype", "float32"]
-    assert call(["check", *where, "--prompts", str(path), "--json"]) == 0
+    assert call(["check", *where, "--input", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["adapter"]) == (True, str(lora))
     lengths = ["--num-requests", "2", "--input-len", "5", "--output-len", "2", "--repeats", "1"]

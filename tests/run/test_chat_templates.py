@@ -17,7 +17,7 @@ from stub_engine import stub_factory
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
-from batchgen.core.records import Shard
+from batchgen.core.shard import Shard
 from batchgen.output.rundir import RunDir
 from batchgen.plan.dry_run import PlanOptions, make_plan
 from batchgen.run import job as job_module

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repeats import each_value_once
 from run_helpers import JobMaker, quiet, read_lines, rows_of
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.core.errors import StorageError, UsageError
-from batchgen.core.records import WHOLE, Shard
+from batchgen.core.shard import WHOLE, Shard
 from batchgen.output import finalize
 from batchgen.run import retry as retry_module
 from batchgen.run.invocation import RunOptions
@@ -92,7 +91,8 @@ REFUSED: dict[str, tuple[Callable[[Letters], list[Any]], str]] = {
 }
 
 
-@each_value_once({"edit": list(REFUSED), "form": FORMS})
+@pytest.mark.parametrize("edit", list(REFUSED), ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_an_edit_that_would_lose_or_repeat_a_row_is_refused_before_anything_is_run(
     job: JobMaker, capsys: pytest.CaptureFixture[str], edit: str, form: str
 ) -> None:
@@ -187,7 +187,7 @@ def interrupted(job: JobMaker, monkeypatch: pytest.MonkeyPatch, where: Any, name
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("where", "name"), [(retry_module, "finalize_retry"), (finalize, "publish_errors"), (retry_module, "write_report")]
+    ("where", "name"), [(retry_module, "finalize_retry"), (finalize, "commit_errors"), (retry_module, "write_report")]
 )
 def test_a_retry_interrupted_between_its_files_goes_on(
     job: JobMaker, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, form: str
@@ -203,7 +203,7 @@ def test_a_retry_interrupted_between_its_files_goes_on(
 
 def test_lines_deleted_while_a_retry_is_interrupted_are_missed(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     letters = letters_of(job)
-    interrupted(job, monkeypatch, finalize, "publish_errors")
+    interrupted(job, monkeypatch, finalize, "commit_errors")
     rewrite(job, [letters[0], letters[2]])  # row 1 and 5 have results by now, row 3 has none
     with pytest.raises(UsageError, match="lacks the line of failed row 3:"):
         retry_job(job.output, quiet(), {})

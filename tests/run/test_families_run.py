@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from families import RAW, raw_config
+from repeats import slow
 from run_helpers import MODEL, JobMaker, quiet, rows_of, without_timings
 from tiny_model import write_checkpoint
 
@@ -20,7 +21,8 @@ VOCAB_SIZE = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
 COUNT = 12
 
 
-@pytest.fixture(params=RAW)
+# By default the family of the sample model, and one of another kind of layers.
+@pytest.fixture(params=[name if name in ("lfm2", "qwen3_moe") else slow(name) for name in RAW])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A model folder of the family, with random weights and the sample model's tokenizer."""
     folder = tmp_path / request.param

@@ -1,4 +1,4 @@
-"""Memory does not grow with the number of rows: a hundred times the rows, the same process but for a bounded rest.
+"""Memory does not grow with the number of rows: ten times the rows, the same process but for a bounded rest.
 
 Input, ids, journal, outputs and report are the real ones; only the engine is a stub. Each run is a process of its own,
 whose peak resident memory is read when it is done.
@@ -15,7 +15,7 @@ import pytest
 from large_inputs import write_input
 from run_helpers import ENVIRONMENT, MODEL
 
-MAX_GROWTH_BYTES = 200 << 20
+MAX_GROWTH_BYTES = 32 << 20  # less than 400 for each row that is more; measured: 5 MiB
 
 PROGRAM = """
 import json, resource, sys
@@ -51,7 +51,7 @@ def peak_bytes(folder: Path, form: str, count: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_million_rows_take_little_more_memory_than_ten_thousand(tmp_path: Path, form: str) -> None:
+def test_a_hundred_thousand_rows_take_little_more_memory_than_ten_thousand(tmp_path: Path, form: str) -> None:
     small = peak_bytes(tmp_path, form, 10_000)
-    large = peak_bytes(tmp_path, form, 1_000_000)
+    large = peak_bytes(tmp_path, form, 100_000)
     assert large - small <= MAX_GROWTH_BYTES

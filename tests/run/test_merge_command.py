@@ -12,7 +12,7 @@ from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.core.errors import StorageError
-from batchgen.core.records import WHOLE, Shard
+from batchgen.core.shard import WHOLE, Shard
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.run import merge as merge_module
 from batchgen.run.invocation import RunOptions
@@ -143,21 +143,6 @@ def test_a_retry_of_openai_outputs_has_the_latencies_and_the_accuracy_of_all_row
     assert report["accuracy"]["total"] == 6
     assert len(report["slowest"]) == 6
     assert sum(report["histograms"]["total_s"]["counts"]) == 6
-
-
-def test_older_openai_outputs_without_timings_are_retried_merged_and_reported(job: JobMaker) -> None:
-    folders = run_shards(job, "openai-batch")
-    for folder in folders:
-        path = Path(folder) / "outputs.jsonl"
-        rows = [json.loads(line) for line in path.read_bytes().splitlines()]
-        older = [{name: row[name] for name in ("id", "custom_id", "response", "error")} for row in rows]
-        path.write_text("".join(json.dumps(row) + "\n" for row in older))
-    assert call(["retry", folders[0], "-q"], engine_factory=stub_factory()) == 0
-    assert merge(job, folders) == 3
-    report = report_of(job.output)
-    assert report["rows"] == {"total": 12, "done": 11, "failed": 1}
-    assert report["accuracy"]["total"] == 1  # the retried row's
-    assert call(["report", str(job.output)]) == 0
 
 
 def test_a_row_ended_by_repetition_is_told_apart_from_others_in_openai_outputs(job: JobMaker) -> None:

@@ -20,7 +20,8 @@ from stub_engine import stub_factory
 from batchgen.cli.main import call
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch
-from batchgen.core.records import Request, Shard
+from batchgen.core.records import Request
+from batchgen.core.shard import Shard
 from batchgen.output.rundir import RunDir
 from batchgen.run.reports import read_report
 from batchgen.text.tokenizer import Tokenizer
@@ -161,7 +162,7 @@ def test_the_sample_job_makes_a_table_of_rows_that_fit_its_schema(tmp_path: Path
         assert json.loads(row["text"]) == row["parsed"]
         jsonschema.validate(row["parsed"], schema)
     found = read_report(RunDir(tmp_path / "out"))["structured"]
-    assert (found["rows"], found["incomplete"]) == (20, 0)
+    assert (found["samples"], found["incomplete"]) == (20, 0)
     assert found["forced_share"] > 0.3
 
 

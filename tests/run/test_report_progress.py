@@ -11,9 +11,10 @@ import pytest
 from run_helpers import JobMaker, finish, rows_of, start, until_rows_are_done
 
 from batchgen.cli.main import call
+from batchgen.core.records import Result, Timings
 from batchgen.run.display import Display
 from batchgen.run.progress import Progress
-from batchgen.run.status import watch_status
+from batchgen.run.status import read_status, render_status, watch_status
 from batchgen.run.stop import Limits, Stopper
 
 
@@ -21,7 +22,7 @@ def progress(folder: Path, *, computed: int, done: int, finished_tokens: int, be
     found = Progress(folder, Display(), Stopper(Limits()))
     found.rows_total = 100
     counts = {"num_done": done, "num_failed": 0, "num_done_before": before}
-    counts |= {"num_prompt_tokens": finished_tokens, "num_completion_tokens": 0}
+    counts |= {"num_prompt_tokens": 0, "num_generated_tokens": 0, "num_computed_tokens": finished_tokens}
     found.sink = SimpleNamespace(**counts)  # type: ignore[assignment]  # the counts are all that is asked
     stats = SimpleNamespace(num_prefill_tokens=computed, num_output_tokens=0, to_dict=dict)
     found.engine = SimpleNamespace(stats=stats)  # type: ignore[assignment]  # likewise
@@ -49,6 +50,16 @@ def test_much_work_under_way_does_not_make_the_end_seem_near(tmp_path: Path) -> 
     assert found["eta_s"] == 90
 
 
+def test_copies_and_cached_prompts_cost_no_time() -> None:
+    def cost(**timings: Any) -> int:
+        return Result(0, 10, (1, 2, 3), timings=Timings(**timings)).num_computed_tokens
+
+    assert cost(prefill_s=0.1) == 13
+    assert cost(prefill_s=0.1, cached_tokens=8) == 5
+    assert cost(queue_s=0.1, cached_tokens=10) == 0
+    assert Result(0, 10, (1, 2), choice_logprobs=(-1.0, -2.0)).num_computed_tokens == 10
+
+
 def test_rows_of_earlier_invocations_do_not_make_later_ones_look_short(tmp_path: Path) -> None:
     found = snapshot(progress(tmp_path, computed=1000, done=50, before=40, finished_tokens=1000), rate=50)
     assert found["eta_s"] == 100  # 50 rows of 100 tokens each
@@ -59,7 +70,7 @@ def test_before_the_first_row_is_done_no_time_is_claimed(tmp_path: Path) -> None
 
 
 def test_watching_ends_with_the_run(job: JobMaker) -> None:
-    job.write(rows_of(25))
+    job.write(rows_of(60))
     process = start(["run", job.toml()], step_s=0.05)
     until_rows_are_done(process, job.output, 2)
     states = [status["state"] for status in watch_status(job.output, interval_s=0.1)]
@@ -76,3 +87,14 @@ def test_watching_a_finished_run_shows_it_once(job: JobMaker, capsys: pytest.Cap
     assert call(["status", str(job.output), "--watch", "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["state"] == "finished"
+
+
+def test_a_finished_run_has_the_rate_of_its_whole_time(job: JobMaker) -> None:
+    job.write(rows_of(12))
+    report = job.run(step_s=0.01).report
+    assert report is not None
+    computed = report["computed_tokens"]
+    found = read_status(job.output)
+    assert found["tokens"]["computed"] == computed > 0
+    assert found["tokens_per_s"] == pytest.approx(computed / report["wall_s"], rel=0.01)
+    assert "tok/s computed" in render_status(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,20 @@ from stub_engine import stub_factory
 from batchgen.config.job import JobSpec
 from batchgen.core import storage
 from batchgen.core.errors import ExitCode, ModelError, ResumeMismatch, StorageError, UsageError
-from batchgen.core.records import WHOLE, Shard
+from batchgen.core.shard import WHOLE, Shard
 from batchgen.input.ids import UniqueIds
 from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
+from batchgen.output.manifest import RECORD_VERSION
 from batchgen.plan.dry_run import PlanOptions, make_plan
 from batchgen.run import job as job_module
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import EngineFactory, ModelInfo
+from batchgen.run.merge import merge
+from batchgen.run.retry import retry_job
+from batchgen.run.status import read_status
 
 STRICT = RunOptions(strict=True, progress="quiet")
 
@@ -327,14 +332,31 @@ def test_an_own_file_that_is_named_stays_refused(job: JobMaker) -> None:
             job.run(spec)
 
 
-def test_a_damaged_file_of_ids_is_one_clear_line(job: JobMaker) -> None:
-    job.write(rows_of(60))
-    interrupted(job)
+def test_a_damaged_file_of_ids_is_made_anew_from_the_input(job: JobMaker) -> None:
+    job.write([*rows_of(300), *rows_of(20)])
+    interrupted(job, 2000)
     (job.output / "journal" / "ids.sqlite").write_bytes(b"no database" * 1000)
-    with pytest.raises(StorageError, match=r"ids\.sqlite: .*; put that right, or remove the file"):
-        job.run()
-    lose_ids(job)
-    assert job.run().exit_code == 0
+    job.run()
+    assert codes(job) == [(index, "duplicate_id") for index in range(300, 320)]
+
+
+def test_ids_that_turn_out_to_be_damaged_later_are_one_clear_line_and_the_next_run_reads_them_anew(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "ids.sqlite"
+    with closing(UniqueIds(path)) as ids:
+        ids.restore((row, f"row {row}") for row in range(5000))
+        ids.mark_complete()
+    size = path.stat().st_size
+    with path.open("r+b") as file:  # all pages but the first, which opening looks at
+        file.seek(4096)
+        file.write(b"\xff" * (size - 4096))
+    with closing(UniqueIds(path)) as ids:
+        assert ids.is_complete
+        with pytest.raises(StorageError, match=r"ids\.sqlite: .*malformed; the file is removed: run again"):
+            ids.claim([(9, "row 9")])
+    with closing(UniqueIds(path)) as ids:
+        assert not ids.is_complete
 
 
 def test_ids_say_whether_they_are_complete_across_openings(tmp_path: Path) -> None:
@@ -349,17 +371,27 @@ def test_ids_say_whether_they_are_complete_across_openings(tmp_path: Path) -> No
     assert sqlite3.connect(tmp_path / "ids.sqlite").execute("SELECT count(*) FROM ids").fetchone() == (1,)
 
 
-def test_a_run_of_before_sampling_columns_resumes_with_a_note(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_another_record_version_is_refused_in_one_line_and_stays(job: JobMaker) -> None:
     job.write(rows_of(60))
-    assert job.run(options=quiet(max_total_tokens=100)).exit_code == 75
+    interrupted(job)
     path = job.output / "job.json"
-    begun = json.loads(path.read_text(encoding="utf-8"))
-    del begun["job"]["sampling"]["columns"], begun["output_keys"]["sampling.columns"]
-    path.write_text(json.dumps(begun), encoding="utf-8")
-    assert job.run(options=RunOptions()).exit_code == 0
-    assert 'resuming with sampling.columns: was ["*"], now []' in capsys.readouterr().err
+    begun = json.loads(path.read_bytes()) | {"version": RECORD_VERSION - 1}
+    path.write_text(json.dumps(begun))
+    before = {file: file.read_bytes() for file in (job.output / "journal").glob("*.seg")}
+    refused: list[Callable[[], object]] = [
+        job.run,
+        lambda: retry_job(job.output, quiet(), {}),
+        lambda: merge([job.output], job.folder / "merged"),
+        lambda: read_status(job.output),
+    ]
+    for command in refused:
+        with pytest.raises(
+            UsageError, match=rf"job\.json: its run was begun with record version {RECORD_VERSION - 1}"
+        ) as caught:
+            command()
+        assert str(caught.value).count("\n") == 0
+    assert {file: file.read_bytes() for file in (job.output / "journal").glob("*.seg")} == before
+    assert job.run(options=RunOptions(overwrite=True, progress="quiet")).exit_code == 0
 
 
 def test_a_run_is_refused_where_other_columns_hold_sampling_values(job: JobMaker) -> None:

@@ -14,7 +14,7 @@ from stub_engine import stub_factory
 
 from batchgen.cli.main import call
 from batchgen.core.errors import ResumeMismatch, StorageError, UsageError
-from batchgen.core.records import Shard
+from batchgen.core.shard import Shard
 from batchgen.output.journal import Journal
 from batchgen.run import retry as retry_module
 from batchgen.run.invocation import Outcome, RunOptions

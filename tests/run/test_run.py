@@ -8,8 +8,10 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +22,13 @@ from stub_engine import StubEngine, stub_factory
 
 from batchgen.config.job import RECORD_KEYS, JobSpec
 from batchgen.core.errors import BatchgenError, LockedError, ModelError, ResumeMismatch, StorageError, UsageError
-from batchgen.core.records import Cursor, Record, Request, Result, Shard
+from batchgen.core.records import Cursor, Record, Request, Result
+from batchgen.core.shard import WHOLE, Shard
 from batchgen.input.ids import UniqueIds
 from batchgen.input.rows import CHUNK_CHARS, CHUNK_ROWS, chunked
-from batchgen.input.validator import RowValidator
-from batchgen.output.journal import read_counts
-from batchgen.output.payloads import kept_name
+from batchgen.input.validator import Pending, RowValidator
+from batchgen.output.journal import Journal, read_counts
+from batchgen.output.record_builder import kept_name
 from batchgen.run import job as job_module
 from batchgen.run import requests
 from batchgen.run.backend import Backend
@@ -34,6 +37,7 @@ from batchgen.run.job import run_job
 from batchgen.run.loader import ModelInfo
 from batchgen.run.merge import merge
 from batchgen.run.reports import read_report
+from batchgen.run.results import ResultSink
 from batchgen.run.status import read_status, render_status
 from batchgen.run.stop import Limits, Stopper
 from batchgen.run.watchdog import Watchdog
@@ -383,15 +387,6 @@ def test_a_failure_while_the_run_directory_is_begun_is_no_obstacle(
     assert len(job.outputs()) == 5
 
 
-def test_a_directory_begun_by_an_earlier_build_that_wrote_ids_first_is_taken_over(job: JobMaker) -> None:
-    job.write(rows_of(5))
-    ids = UniqueIds(made(job.output / "journal") / "ids.sqlite")
-    ids.claim([(3, "q-0")])
-    ids.close()
-    assert job.run().exit_code == 0
-    assert len(job.outputs()) == 5
-
-
 @pytest.mark.parametrize("form", [{"format": "parquet"}, {"format": "openai-batch"}, {"order": "completion"}])
 def test_a_finished_run_is_not_said_to_be_done_in_another_form(job: JobMaker, form: dict[str, str]) -> None:
     job.write(rows_of(5))
@@ -508,7 +503,7 @@ def test_a_change_of_what_outputs_depend_on_is_refused_with_a_diff(job: JobMaker
 def test_a_changed_input_is_refused(job: JobMaker) -> None:
     job.write(rows_of(60))
     interrupted(job, job.spec(), 100)
-    job.write(rows_of(61))
+    job.write(rows_of(61)[1:])
     with pytest.raises(ResumeMismatch, match="input"):
         job.run()
 
@@ -736,6 +731,22 @@ def test_chunks_hold_all_rows_in_order_and_no_more_than_fits(sizes: list[int]) -
 def test_a_chunk_of_short_rows_is_bounded_by_their_number() -> None:
     rows: Iterator[Record] = (Record(i, "f", i, {"x": 1}, Cursor(0, 0, 0, i + 1)) for i in range(3 * CHUNK_ROWS))
     assert [len(chunk) for chunk in chunked(rows)] == [CHUNK_ROWS] * 3
+
+
+def test_rows_for_workers_claim_their_ids_by_the_thousand(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    def claim(rows: list[Record]) -> list[Pending]:
+        sizes.append(len(rows))
+        return [Pending(row, row.index) for row in rows]
+
+    sink = ResultSink(Journal.open(tmp_path / "journal"), None, None, nullcontext)  # type: ignore[arg-type]
+    validator = SimpleNamespace(claim=claim, shard=WHOLE)
+    stream = requests.RequestStream(sink, validator, Stopper(Limits()), nullcontext)  # type: ignore[arg-type]
+    stream.gives_rows = True
+    rows = (Record(i, "f", i, {"x": 1}, Cursor(0, 0, 0, i + 1)) for i in range(20_000))
+    assert [task.key for task in stream.tasks(rows)] == list(range(20_000))
+    assert max(sizes) == 4096
 
 
 def test_the_engine_is_fed_lazily(job: JobMaker) -> None:

@@ -22,7 +22,8 @@ class ChoosingEngine(StubEngine):
         for request in reversed(list(requests)):
             scores = tuple(-float(len(tokens)) for tokens in request.choices)
             best = min(request.choices, key=len)
-            yield Result(request.key, 5, best, FinishReason.STOP, choice_logprobs=scores)
+            means = (-1.0,) * len(scores)
+            yield Result(request.key, 5, best, FinishReason.STOP, choice_logprobs=scores, choice_means=means)
 
 
 def choosing(spec: JobSpec, model: ModelInfo) -> Backend:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from repeats import slow
 from run_helpers import (
     JobMaker,
     finish,
@@ -19,9 +20,17 @@ from run_helpers import (
 )
 
 from batchgen.core.errors import ExitCode
+from batchgen.run import stop
+
+PROMISED_S = 10
+LEAVING_S = 2  # for the exit itself, on a busy machine
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_limit_of_a_graceful_shutdown_leaves_time_for_the_exit() -> None:
+    assert stop.DRAIN_S + LEAVING_S <= PROMISED_S
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT), slow(signal.SIGHUP)])
 def test_a_signal_drains_and_a_second_run_finishes_to_the_byte(
     job: JobMaker, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -71,7 +80,9 @@ def test_a_step_that_does_not_end_cannot_hold_up_the_exit(job: JobMaker) -> None
     process = start(["run", job.toml()], step_s=0.02, stops_after_s=600)
     until_rows_are_done(process, job.output)
     process.send_signal(signal.SIGTERM)
+    asked_at = time.monotonic()
     code, said = finish(process)
+    assert time.monotonic() - asked_at < PROMISED_S
     assert code == ExitCode.STOPPED
     assert "with a step still under way" in said
     assert finish(start(["run", job.toml()]))[0] == ExitCode.OK

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import os
 import signal
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_helpers import JobMaker, finish, quiet, rows_of, start, until_rows_are_done
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
-from batchgen.core.errors import BatchgenError, UsageError
+from batchgen.core.errors import BatchgenError, ExitCode, StorageError, UsageError
+from batchgen.output.rundir import RunDir
+from batchgen.run import status as status_module
 from batchgen.run.invocation import RunOptions
+from batchgen.run.reports import has_failed_rows, read_report
 from batchgen.run.retry import retry_job
-from batchgen.run.status import read_status, render_status
+from batchgen.run.status import read_status, render_status, watch_status
 from batchgen.run.stop import Limits
 
 
@@ -41,6 +50,21 @@ def test_a_finished_run_shows_what_its_report_says(job: JobMaker) -> None:
     assert "finished" in render_status(status).splitlines()[0]
 
 
+def test_watching_a_stopped_run_waits_for_it_to_go_on_and_ends_with_it(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter(["stopped", "stopped", "running", "running", "stopped", "running"])
+    monkeypatch.setattr(status_module, "read_status", lambda folder: {"state": next(states)})
+    seen = [found["state"] for found in watch_status(job.output, 0.0)]
+    assert seen == ["stopped", "stopped", "running", "running", "stopped"]
+    monkeypatch.setattr(status_module, "START_S", -1.0)
+    monkeypatch.setattr(status_module, "read_status", lambda folder: {"state": "stopped"})
+    assert len(list(watch_status(job.output, 0.0))) == 1
+    monkeypatch.setattr(status_module, "START_S", 1e9)
+    monkeypatch.setattr(status_module, "read_status", lambda folder: {"state": "finished"})
+    assert len(list(watch_status(job.output, 0.0))) == 1
+
+
 def test_a_stopped_run_says_why_and_what_to_do(job: JobMaker) -> None:
     job.write(rows_of(60))
     job.run(options=quiet(max_total_tokens=200))
@@ -59,7 +83,7 @@ def test_a_killed_run_shows_what_its_journal_holds(job: JobMaker) -> None:
     process.communicate()
     status = read_status(job.output)
     assert (status["state"], status["holder"]) == ("interrupted", None)
-    assert 0 < status["rows"]["done"] < 100
+    assert 5 <= status["rows"]["done"] < 40
 
 
 def test_a_crashed_run_is_failed(job: JobMaker) -> None:
@@ -112,3 +136,88 @@ def test_json_is_what_a_script_reads(job: JobMaker, capsys: pytest.CaptureFixtur
     assert call(["status", str(job.output), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert status.keys() >= {"state", "rows", "tokens", "tokens_per_s", "eta_s", "holder", "updated_at"}
+
+
+def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """Plain data with another value at a path of keys."""
+    if not path:
+        return value
+    return {key: changed(item, path[1:], value) if key == path[0] else item for key, item in tree.items()}
+
+
+def paths(tree: Any) -> Iterator[tuple[Any, ...]]:
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        yield (key,)
+        yield from ((key, *path) for path in paths(value))
+
+
+def test_progress_or_a_report_with_another_value_stops_neither_status_nor_whatever_reads_a_report(
+    job: JobMaker,
+) -> None:
+    """They inform: rows are counted in the journal and the outputs."""
+    job.write([*rows_of(40), "{"])
+    job.run(options=quiet(max_total_tokens=200))
+    known = json.loads((job.output / "progress.json").read_bytes())
+    values: tuple[Any, ...] = ("x", 3, None, [], {}, float("inf"))
+    for path, value in itertools.product(paths(known), values):
+        (job.output / "progress.json").write_text(json.dumps(changed(known, path, value)))
+        assert render_status(read_status(job.output))
+    (job.output / "progress.json").write_text(json.dumps(known))
+    job.run()
+    report = json.loads((job.output / "report.json").read_bytes())
+    for path, value in itertools.product(paths(report), values):
+        (job.output / "report.json").write_text(json.dumps(changed(report, path, value)))
+        assert read_status(job.output)["rows"]["failed"] == 1 or path[0] == "rows"
+        assert has_failed_rows(RunDir(job.output))
+        with suppress(UsageError):
+            read_report(RunDir(job.output))
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"version": 1, "rows": 3}', '{"version": 1, "spent": "'])
+def test_progress_that_no_run_wrote_is_set_aside_with_a_note(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    job.write(rows_of(40))
+    job.run(options=quiet(max_total_tokens=200))
+    (job.output / "progress.json").write_text(content)
+    assert job.run(options=RunOptions()).exit_code == ExitCode.OK
+    assert "progress.json is not as it was written" in capsys.readouterr().err
+    assert len(job.outputs()) == 40
+
+
+@pytest.mark.parametrize("name", ["report.json", "progress.json", "errors.jsonl"])
+def test_a_pipe_in_place_of_what_informs_is_not_waited_for(job: JobMaker, name: str) -> None:
+    job.write(rows_of(5))
+    job.run()
+    (job.output / name).unlink(missing_ok=True)
+    os.mkfifo(job.output / name)
+    assert read_status(job.output)["rows"]["done"] == 5
+    assert job.run().exit_code == ExitCode.OK
+    with suppress(UsageError):
+        read_report(RunDir(job.output))
+
+
+def test_the_name_of_a_folder_steers_no_terminal(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    folder = job.folder / "two\nlines\x1b[2J"
+    job.run(job.spec(output={"path": str(folder)}))
+    assert render_status(read_status(folder)).startswith(f"{job.folder}/two\\nlines\\x1b[2J: finished")
+
+
+def test_a_run_that_a_full_disk_has_ended_has_failed(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.write(rows_of(60))
+    job.run(options=quiet(max_total_tokens=200))
+
+    def full(self: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if "x" in mode:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(self, mode, *args, **kwargs)
+
+    opened = Path.open
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="No space left"):
+        patch.setattr(Path, "open", full)
+        job.run()
+    status = read_status(job.output)
+    assert status["state"] == "failed"
+    assert "No space left" in status["reason"]
+    assert job.run().exit_code == ExitCode.OK

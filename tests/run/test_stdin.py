@@ -14,7 +14,7 @@ from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
-from batchgen.core.storage import publish
+from batchgen.core.storage import commit_staged
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.job import run_job
@@ -208,7 +208,7 @@ def test_stdin_is_copied_to_a_file_that_appears_whole(tmp_path: Path) -> None:
     target = tmp_path / "stdin.jsonl"
     stage_stdin(target, io.BytesIO(b"rows"))
     assert not target.exists()
-    publish(target)
+    commit_staged(target)
     assert target.read_bytes() == b"rows"
     assert [path.name for path in tmp_path.iterdir()] == ["stdin.jsonl"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import storm_runs
-from run_helpers import ENVIRONMENT, MODEL, finish, rows_of, survived, without_timings
+from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, rows_of, start, survived, without_timings
 
 SEED = 17
 NUM_KILLS = int(os.environ.get("BATCHGEN_STORM_KILLS", "100"))
@@ -71,3 +71,17 @@ def test_processes_of_the_command_itself_are_killed_and_change_no_byte(tmp_path:
     assert without_timings(tmp_path / "out" / "outputs.jsonl") == without_timings(
         tmp_path / "reference" / "outputs.jsonl"
     )
+
+
+def test_two_runs_at_once_one_wins_and_the_other_exits_5(job: JobMaker, tmp_path: Path) -> None:
+    job.write([*rows_of(60), "{"])
+    job.run(job.spec(output={"path": str(tmp_path / "reference")}))
+    others_have_ended = tmp_path / "others-have-ended"
+    processes = [start(["run", job.toml()], load_until=str(others_have_ended)) for _ in range(3)]
+    while sum(process.poll() is None for process in processes) > 1:
+        time.sleep(0.05)
+    others_have_ended.touch()
+    ends = sorted(finish(process) for process in processes)
+    assert [code for code, _ in ends] == [3, 5, 5], ends
+    assert job.outputs() == without_timings(tmp_path / "reference" / "outputs.jsonl")
+    assert (job.output / "errors.jsonl").read_bytes() == (tmp_path / "reference" / "errors.jsonl").read_bytes()

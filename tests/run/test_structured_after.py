@@ -19,6 +19,7 @@ from batchgen.config.job import InputSpec, JobSpec
 from batchgen.core.records import BadRow, Cursor, FinishReason, Record, Request, Result, SamplingParams
 from batchgen.core.structured import canonical
 from batchgen.engine import Engine, EngineConfig
+from batchgen.engine.generation import TextTools
 from batchgen.engine.sampler import Sampler
 from batchgen.engine.sequence import Sequence
 from batchgen.input.requests import RequestBuilder
@@ -90,8 +91,7 @@ def engine_of(grammars: Grammars) -> Engine:
         tiny_model(vocab_size=VOCAB_SIZE),
         EngineConfig(kv_memory=4 << 20),
         eos_token_ids=tokenizer.eos_token_ids,
-        stop_matcher=partial(StopStrings, tokenizer),
-        constraints=grammars,
+        text=TextTools(partial(StopStrings, tokenizer), grammars),
     )
 
 

@@ -19,7 +19,7 @@ from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, quiet, read_lines,
 from structured import GRAMMARS, LIST
 
 from batchgen.config.job import JobSpec
-from batchgen.core.records import Shard
+from batchgen.core.shard import Shard
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.merge import merge

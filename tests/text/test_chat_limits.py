@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from input_helpers import write_tokenizer
 from repeats import slow
-from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, rows_of, start
+from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, rows_of, start, until_phase
 
 from batchgen.core.errors import BatchgenError, ModelError
 from batchgen.text import chat
@@ -386,12 +386,12 @@ def test_a_row_whose_template_hangs_is_an_error_row_and_the_others_are_done(job:
     assert (error["index"], error["code"]) == (3, "template_error") and "0.25 s of processor time" in error["message"]
 
 
-@pytest.mark.parametrize("first", [0, slow(300)], ids=["reading", "generating"])
-def test_a_stop_ends_a_run_whose_template_hangs(first: int, job: JobMaker) -> None:
+@pytest.mark.parametrize(("num_short", "phase"), [(0, "reading the input"), slow(30, "generating")])
+def test_a_stop_ends_a_run_whose_template_hangs(num_short: int, phase: str, job: JobMaker) -> None:
     folder = folder_with(only_if("hang", HANGS), job.folder / "model")
-    job.write([{"id": i, "question": "short" if i < first else "hang"} for i in range(first + 300)])
+    job.write([{"id": i, "question": "short" if i < num_short else "hang"} for i in range(num_short + 300)])
     process = start(["run", job.toml(model={"path": str(folder)})], step_s=0.01)
-    time.sleep(4)
+    until_phase(process, job.output, phase)
     process.send_signal(signal.SIGTERM)
     code, said = finish(process, timeout=10)
     assert code == 75, said

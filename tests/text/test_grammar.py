@@ -61,7 +61,7 @@ def test_masks_depend_on_the_text_alone_not_on_how_tokens_came(grammars: Grammar
         whole = followed(Grammars(grammars.tokenizer, grammars.vocab_size, grammars.eos_token_ids), text, tokens[:i])
         assert (whole.forced, whole.is_complete) == (stepwise.forced, stepwise.is_complete)
         assert allowed(grammars, whole) == allowed(grammars, stepwise)
-        stepwise.rest()  # what it let go of is made anew
+        stepwise.release()  # what it let go of is made anew
         stepwise.push(token)
         assert not stepwise.error
 
@@ -74,7 +74,7 @@ def test_waiting_guides_and_unused_grammars_hold_no_matchers(
     texts = [canonical({"choice": [f"{i} " + "a" * 100, "b"]}) for i in range(12)]
     guides = [few.begin(text, []) for text in texts]
     for guide in guides:
-        guide.rest()
+        guide.release()
     assert all(guide._matcher is None for guide in guides)
     assert 0 < sum(map(len, few._compiled)) <= 500
     assert [allowed(few, guide) for guide in guides] == [allowed(grammars, grammars.begin(text, [])) for text in texts]

@@ -16,6 +16,7 @@ from tiny_model import engine_for, tiny_model
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.structured import canonical
+from batchgen.engine.generation import TextTools
 from batchgen.text.grammar import Grammars
 from batchgen.text.guidance import GrammarError
 
@@ -101,7 +102,7 @@ def test_what_an_engine_writes_fits(grammars: Grammars) -> None:
         Request(key, (9, 30 + key), replace(params, structured_outputs=canonical(one))) for key, one in enumerate(asked)
     ]
     model = tiny_model(torch.float32, vocab_size=grammars.vocab_size)
-    parts = {"constraints": grammars, "eos_token_ids": grammars.eos_token_ids}
+    parts = {"text": TextTools(None, grammars), "eos_token_ids": grammars.eos_token_ids}
     engine = engine_for(model, num_blocks=200, block_size=16, parts=parts)
     complete = set()
     for result in engine.run(requests):

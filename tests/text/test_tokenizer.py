@@ -16,7 +16,6 @@ from batchgen.core.errors import ModelError
 from batchgen.text.chat import ChatTemplate, ChatTemplateError
 from batchgen.text.tokenizer import Tokenizer
 
-LFM2 = Path(__file__).parents[3] / "shared" / "lfm2"
 SAMPLE = Path(__file__).parents[2] / "sample_data" / "tiny-lfm2"
 USER_TURN = [{"role": "user", "content": "The ruler of a kingdom is a"}]
 # What LFM2's published tokenizer makes of this chat, and the entries of its vocabulary that take part (bytes as BPE
@@ -44,12 +43,6 @@ def prompt_of(loaded: Tokenizer | ChatTemplate, messages: list[dict[str, Any]] =
 
 def render(template: str, messages: list[dict[str, Any]] = USER_TURN) -> str:
     return prompt_of(ChatTemplate(template, {"bos_token": "<s>"}), messages)
-
-
-def lfm2(_: Path) -> Path:
-    if not LFM2.is_dir():
-        pytest.skip("the published LFM2 tokenizer is not at hand")
-    return LFM2
 
 
 def sample(_: Path) -> Path:
@@ -87,14 +80,13 @@ def trained(folder: Path) -> Path:
     return with_words(folder, models.BPE(), lambda backend: backend.train_from_iterator(texts, trainer))
 
 
-@pytest.mark.parametrize("folder", [excerpt, lfm2])
-def test_the_published_vocabulary_gives_the_golden_ids(folder: Callable[[Path], Path], tmp_path: Path) -> None:
-    loaded = Tokenizer.load(folder(tmp_path))
+def test_the_published_vocabulary_gives_the_golden_ids(tmp_path: Path) -> None:
+    loaded = Tokenizer.load(excerpt(tmp_path))
     assert loaded.encode_batch([prompt_of(loaded)], add_special_tokens=False) == [GOLDEN_IDS]
     assert loaded.eos_token_ids == (7,)
 
 
-@pytest.mark.parametrize("folder", [trained, sample, lfm2])
+@pytest.mark.parametrize("folder", [trained, sample])
 def test_ids_text_and_chats_agree_with_transformers(folder: Callable[[Path], Path], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     made = folder(tmp_path)
@@ -215,23 +207,14 @@ def test_templates_are_rendered_as_transformers_renders_them() -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.__class__.__base__.__subclasses__()[0] }}",
-        "{{ self.__init__.__globals__ }}",
-        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-        "{{ strftime_now.__self__.__class__.__init__.__globals__['x'] }}",
-        "{{ raise_exception.__globals__.json }}",
+        *("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.__class__.__base__.__subclasses__()[0] }}"),
+        *("{{ self.__init__.__globals__ }}", "{{ cycler.__init__.__globals__.os.popen('id').read() }}"),
+        *("{{ strftime_now.__self__.__class__.__init__.__globals__['x'] }}", "{{ raise_exception.__globals__.json }}"),
         "{{ ''|attr('__class__')|attr('__mro__')|last }}{{ ''|attr('__class__').__name__ }}",
-        "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
-        "{% set _ = messages.append(1) %}",
-        "{% include 'tokenizer.json' %}",
-        "{% import 'os' as os %}",
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ 1 / 0 }}",
-        "{{ missing.attribute }}",
-        "{{ 'a' + none }}",
-        "{{ '%c' % 55357 }}",
-        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        *("{{ '{0.__class__.__init__.__globals__}'.format(messages) }}", "{% set _ = messages.append(1) %}"),
+        *("{% include 'tokenizer.json' %}", "{% import 'os' as os %}"),
+        *("{{ raise_exception('roles must alternate') }}", "{{ 1 / 0 }}", "{{ missing.attribute }}"),
+        *("{{ 'a' + none }}", "{{ '%c' % 55357 }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"),
     ],
 )
 def test_a_template_that_leaves_the_sandbox_or_fails_is_one_line_and_nothing_else(template: str) -> None:

@@ -9,13 +9,13 @@ ask for it by name, add the name to the choices of ``input.format`` in ``config.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import BadRow, Cursor, Record
-from batchgen.core.stored import Stored
+from batchgen.input.input_bytes import InputBytes
 
 Wanted = Callable[[int], bool]
 Rows = Generator[Record | BadRow, None, int]
@@ -53,6 +53,17 @@ class InputFile(ABC):
         """Raises InputChanged if a file is no longer what its fingerprint says; asked once, at the end."""
         self.is_unchanged(digests)
 
+    def begins_with(self, begun: Mapping[str, Any]) -> bool:
+        """Whether the file that ``begun`` is the fingerprint of is an unchanged beginning of this one, rows included.
+
+        False where a format cannot grow at its end.
+        """
+        return False
+
+    def is_cut_at(self, num_bytes: int) -> bool:
+        """Whether a row of a file that has grown may reach from its first ``num_bytes`` into the rest."""
+        return False
+
     def num_rows(self) -> int | None:
         """Rows in the file, None where that takes reading it."""
         return None
@@ -65,19 +76,19 @@ class InputFile(ABC):
 class StoredFile(InputFile):
     """An input that is one file, here or elsewhere."""
 
-    def __init__(self, stored: Stored) -> None:
-        self.stored = stored
-        self.path = stored.path
-        self.local_files = () if stored.path is None else (stored.path,)
+    def __init__(self, content: InputBytes) -> None:
+        self.content = content
+        self.path = content.path
+        self.local_files = () if content.path is None else (content.path,)
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        return self.stored.fingerprint(digests)
+        return self.content.fingerprint(digests)
 
     def is_unchanged(self, digests: Digests) -> bool:
-        return self.stored.is_unchanged(digests)
+        return self.content.is_unchanged(digests)
 
     def check_unchanged(self, digests: Digests) -> None:
-        self.stored.check_unchanged(digests)
+        self.content.check_unchanged(digests)
 
     def num_bytes(self) -> int | None:
-        return self.stored.countable_bytes()
+        return self.content.countable_bytes()

@@ -6,7 +6,7 @@ on output (``json_line``). A value that cannot be read costs its own row only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.core.units import one_line
 from batchgen.input.formats import Rows, Wanted
 
-MAX_BATCH_ROWS = 4096
+_MAX_BATCH_ROWS = 64  # what repeats is stored once, so that rows may be larger than their file says
 _BATCH_BYTES = 4 << 20
 _VALUE_ERRORS = (ValueError, ArithmeticError, LookupError, pa.ArrowException)  # bad UTF-8, dates out of range, ...
 RowValues = tuple[dict[str, Any], RowError | None]  # the values that can be read, and what is wrong with the others
@@ -33,7 +33,13 @@ class Unreadable:
 
 def batch_rows(num_rows: int, num_bytes: int) -> int:
     """How many rows to convert at once, so that a batch takes some megabytes whatever the size of a row."""
-    return max(1, min(MAX_BATCH_ROWS, _BATCH_BYTES * num_rows // max(num_bytes, 1)))
+    return max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * num_rows // max(num_bytes, 1)))
+
+
+def pieces(batch: pa.RecordBatch, first: int = 0) -> Iterator[pa.RecordBatch]:
+    """A batch from its row ``first`` on, in parts that each take some megabytes once converted."""
+    size = batch_rows(batch.num_rows, batch.nbytes)
+    return (batch.slice(at, size) for at in range(first, batch.num_rows, size))
 
 
 def read_batches(

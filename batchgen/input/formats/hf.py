@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -19,7 +20,7 @@ from batchgen.core.fingerprint import Digests
 from batchgen.core.records import Cursor
 from batchgen.core.units import one_line
 from batchgen.input.formats import InputFile, Rows, Wanted
-from batchgen.input.formats.arrow import read_batches
+from batchgen.input.formats.arrow import pieces, read_batches
 
 PREFIX = "hf:"
 _OPTIONS = frozenset({"config", "split", "revision"})
@@ -36,14 +37,19 @@ def is_saved_dataset(folder: Path) -> bool:
 class DatasetFile(InputFile):
     """One split of a dataset; ``text`` is ``hf:NAME?config=...&split=...&revision=...`` or a folder.
 
-    NAME is a dataset on the Hub or a local folder. Raises UsageError when it cannot be opened; a connection that fails
-    while rows are read raises BatchgenError.
+    NAME is a dataset on the Hub or the absolute path of a local folder. Raises UsageError when it cannot be opened; a
+    connection that fails while rows are read raises BatchgenError.
     """
 
     def __init__(self, text: str) -> None:
         self._text = text
         name, options = _parse_name(text)
         folder = Path(name)
+        if not folder.is_absolute() and folder.is_dir():
+            what = f"the working directory holds a folder {name!r}, which would be read instead of the Hub's dataset"
+            raise UsageError(
+                f"cannot open {text}: {what}; start elsewhere, or write hf:./{name} in a flag if it is meant"
+            )
         self.path = folder if folder.is_dir() else None
         try:
             self._is_saved = is_saved_dataset(folder)
@@ -69,9 +75,11 @@ class DatasetFile(InputFile):
                 yield from _stored_batches(self._files, first)
             else:
                 for table in self._dataset.skip(first).iter(batch_size=_BATCH_ROWS):
-                    yield from table.to_batches()
+                    yield from chain.from_iterable(map(pieces, table.to_batches()))
         except Exception as error:  # as above
-            raise BatchgenError(f"cannot read on in {self._text}: {one_line(error)}; run again to resume") from error
+            raise BatchgenError(
+                f"cannot read on in {self._text}: {one_line(error)}; run the same command again"
+            ) from error
 
     def num_rows(self) -> int | None:
         """The length of a saved dataset; of others what the Hub's description says, if anything."""
@@ -79,6 +87,10 @@ class DatasetFile(InputFile):
             return self._length
         splits = self._dataset.info.splits or {}
         return int(splits[self._split].num_examples) if self._split in splits else None
+
+    def num_bytes(self) -> int | None:
+        is_local = len(self.local_files) == len(self._files) > 0
+        return sum(path.stat().st_size for path in self.local_files) if is_local else None
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
         """Name, split and a digest of the data files: of their content where they are local, else of their addresses.
@@ -114,7 +126,7 @@ def _stored_batches(files: Iterable[str], first: int) -> Iterator[pa.RecordBatch
     for name in files:
         with pa.OSFile(name) as file, pa.ipc.open_stream(file) as stream:
             for batch in stream:
-                yield from (batch.slice(at, _BATCH_ROWS) for at in range(first, batch.num_rows, _BATCH_ROWS))
+                yield from pieces(batch, first)
                 first = max(0, first - batch.num_rows)
 
 

@@ -6,15 +6,16 @@ so reading can start anywhere without parsing what precedes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from batchgen.core.errors import RowErrorCode, UsageError
+from batchgen.core.fingerprint import digest_of
 from batchgen.core.records import BadRow, Cursor, Record
-from batchgen.core.stored import Stored
 from batchgen.input.formats import Rows, StoredFile, Wanted
-from batchgen.input.formats.text_stream import damage, open_text
+from batchgen.input.formats.text_stream import damage, is_compressed, open_text
+from batchgen.input.input_bytes import InputBytes
 from batchgen.input.rows import RowProblem
 
 MAX_LINE_BYTES = 256 << 20  # bounds the memory a line takes; a longer one is an error row
@@ -55,8 +56,8 @@ class LinesFile(StoredFile):
     damage and one ``bad_encoding`` row for the rest; a line of more than ``MAX_LINE_BYTES`` is a ``too_long`` row.
     """
 
-    def __init__(self, stored: Stored, parse: Callable[[bytes], dict[str, Any]]) -> None:
-        super().__init__(stored)
+    def __init__(self, content: InputBytes, parse: Callable[[bytes], dict[str, Any]]) -> None:
+        super().__init__(content)
         self._parse = parse
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
@@ -65,7 +66,7 @@ class LinesFile(StoredFile):
         if stop is not None and index >= stop:
             return index
         try:
-            with open_text(self.stored, at.offset) as stream:
+            with open_text(self.content, at.offset) as stream:
                 for line in _lines(stream, at.offset, at.row):
                     if wanted is None or wanted(index):
                         yield self._row(line, index, at.file)
@@ -73,11 +74,26 @@ class LinesFile(StoredFile):
                     if index == stop:
                         break
         except OSError as error:
-            raise UsageError(f"cannot read {self.stored.name}: {error.strerror or error}") from error
+            raise UsageError(f"cannot read {self.content.name}: {error.strerror or error}") from error
         return index
 
+    def begins_with(self, begun: Mapping[str, Any]) -> bool:
+        """See ``InputFile.begins_with``; a compressed file grows by whole members, or goes on where it was cut off."""
+        if not begun.keys() >= {"sha256", "bytes"} or self.content.num_bytes < begun["bytes"]:
+            return False
+        with self.content.open() as stream:
+            return bool(digest_of(stream, begun["bytes"]) == begun["sha256"])
+
+    def is_cut_at(self, num_bytes: int) -> bool:
+        """See ``InputFile.is_cut_at``."""
+        with self.content.open() as stream:
+            if not num_bytes or is_compressed(stream):
+                return bool(num_bytes)
+            stream.seek(num_bytes - 1)
+            return stream.read(1) != b"\n"
+
     def _row(self, line: _Line, index: int, file: int) -> Record | BadRow:
-        source = self.stored.name
+        source = self.content.name
         after = Cursor(file + 1, 0, 0, index + 1) if line.is_torn else Cursor(file, line.end, line.number, index + 1)
         try:
             if line.problem:

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 
 from batchgen.core.errors import UsageError
 from batchgen.core.records import Cursor
-from batchgen.core.stored import Stored
 from batchgen.core.units import one_line
 from batchgen.input.formats import Rows, StoredFile, Wanted
 from batchgen.input.formats.arrow import Unreadable, batch_rows, read_batches
+from batchgen.input.input_bytes import InputBytes
 
 _FILE_ERRORS = (OSError, ValueError, pa.ArrowException)  # ValueError: names in the metadata that are not UTF-8
 _BUFFER_BYTES = 1 << 20  # column chunks are read through a buffer of this size instead of whole
@@ -28,18 +28,18 @@ class ParquetFile(StoredFile):
     file's metadata promises there; the groups after them are read.
     """
 
-    def __init__(self, stored: Stored) -> None:
-        super().__init__(stored)
+    def __init__(self, content: InputBytes) -> None:
+        super().__init__(content)
         with self._open() as file:
             self._num_rows = int(file.metadata.num_rows)
 
     def _open(self) -> pq.ParquetFile:
         try:
-            source = self.stored.arrow_source()
+            source = self.content.arrow_source()
             return pq.ParquetFile(source, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True)
         except _FILE_ERRORS as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-            raise UsageError(f"cannot read {self.stored.name} as Parquet: {reason}") from error
+            raise UsageError(f"cannot read {self.content.name} as Parquet: {reason}") from error
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
         """See ``InputFile.read``."""
@@ -57,7 +57,7 @@ class ParquetFile(StoredFile):
                 if indexes and (wanted is None or any(map(wanted, indexes))):
                     start = Cursor(at.file, number, first, index)
                     batches = _batches(file, number, first)
-                    index = yield from read_batches(batches, start, stop, wanted, self.stored.name, rows_before)
+                    index = yield from read_batches(batches, start, stop, wanted, self.content.name, rows_before)
                 else:
                     index = end
                 rows_before += num_rows

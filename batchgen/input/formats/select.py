@@ -8,26 +8,26 @@ from pathlib import Path
 
 from batchgen.core.errors import UsageError
 from batchgen.core.remote import scheme_of
-from batchgen.core.stored import LocalFile, RemoteFile, Stored
 from batchgen.input.formats import InputFile
 from batchgen.input.formats.hf import DatasetFile
 from batchgen.input.formats.jsonl import parse_jsonl
 from batchgen.input.formats.lines import LinesFile, parse_text
 from batchgen.input.formats.parquet import ParquetFile
 from batchgen.input.formats.text_stream import open_text
+from batchgen.input.input_bytes import InputBytes, LocalFile, RemoteFile
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
     """A format of files: what opens one, and the suffixes of their names."""
 
-    open: Callable[[Stored], InputFile]
+    open: Callable[[InputBytes], InputFile]
     suffixes: tuple[str, ...]
 
 
 FORMATS = {
-    "jsonl": Format(lambda stored: LinesFile(stored, parse_jsonl), (".jsonl", ".ndjson")),
-    "text": Format(lambda stored: LinesFile(stored, parse_text), (".txt", ".text")),
+    "jsonl": Format(lambda content: LinesFile(content, parse_jsonl), (".jsonl", ".ndjson")),
+    "text": Format(lambda content: LinesFile(content, parse_text), (".txt", ".text")),
     "parquet": Format(ParquetFile, (".parquet",)),
 }
 
@@ -54,39 +54,41 @@ def open_file(item: Path | str, given: str) -> InputFile:
     ``given`` or is of no known format, RemoteError when its server cannot be reached.
     """
     if isinstance(item, str) and scheme_of(item):
-        return _open_stored(RemoteFile(item), given)
+        return _open_bytes(RemoteFile(item), given)
     if isinstance(item, str) or item.is_dir():
         return DatasetFile(str(item))
     if not item.is_file():
         raise UsageError(f"input {item} is not a regular file; pipe it to standard input and name it -")
     try:
-        return _open_stored(LocalFile(item), given)
+        return _open_bytes(LocalFile(item), given)
     except OSError as error:
         raise UsageError(f"cannot read input {item}: {error.strerror or error}") from error
 
 
-def _open_stored(stored: Stored, given: str) -> InputFile:
-    return FORMATS[_resolve(stored, given)].open(stored)
+def _open_bytes(content: InputBytes, given: str) -> InputFile:
+    return FORMATS[_resolve(content, given)].open(content)
 
 
-def _resolve(stored: Stored, given: str) -> str:
-    with stored.open() as file:
+def _resolve(content: InputBytes, given: str) -> str:
+    with content.open() as file:
         is_parquet = file.read(4) == _PARQUET_MAGIC
     if given == "parquet" or (given == "auto" and is_parquet):
         return "parquet"
     if is_parquet:
-        raise UsageError(f'{stored.name} is a Parquet file and input.format = "{given}"; leave the format to "auto"')
-    with open_text(stored) as stream:
+        raise UsageError(f'{content.name} is a Parquet file and input.format = "{given}"; leave the format to "auto"')
+    with open_text(content) as stream:
         head = stream.read(_HEAD_BYTES)
     if head.startswith(_UTF16_MARKS):
-        raise UsageError(f"{stored.name} is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE")
+        raise UsageError(f"{content.name} is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE")
     if given == "auto":
-        return _detect(stored, head)
-    return given if given in FORMATS else "jsonl"  # OpenAI Batch lines, and hf: that is about datasets alone
+        return _detect(content, head)
+    if given == "hf":
+        raise UsageError(f'{content.name} is a file and input.format = "hf"; leave the format to "auto"')
+    return given if given in FORMATS else "jsonl"  # OpenAI Batch lines
 
 
-def _detect(stored: Stored, head: bytes) -> str:
-    suffixes = [suffix.lower() for suffix in stored.suffixes]
+def _detect(content: InputBytes, head: bytes) -> str:
+    suffixes = [suffix.lower() for suffix in content.suffixes]
     while suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
     suffix = suffixes[-1] if suffixes else ""
@@ -94,14 +96,14 @@ def _detect(stored: Stored, head: bytes) -> str:
         if suffix in form.suffixes:
             return name
     if suffix in _REMEDIES:
-        raise UsageError(f"{stored.name}: {suffix} files cannot be read; {_REMEDIES[suffix]}")
+        raise UsageError(f"{content.name}: {suffix} files cannot be read; {_REMEDIES[suffix]}")
     first = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if first.startswith(b"{"):
         return "jsonl"
     if suffix == ".json":
         raise UsageError(
-            f"{stored.name} is not JSON Lines, one object per line; an array: jq -c '.[]' FILE > NEW_FILE.jsonl"
+            f"{content.name} is not JSON Lines, one object per line; an array: jq -c '.[]' FILE > NEW_FILE.jsonl"
         )
     if b"\0" in head:
-        raise UsageError(f"{stored.name} looks like binary data; say in input.format what it is")
+        raise UsageError(f"{content.name} looks like binary data; say in input.format what it is")
     return "text"

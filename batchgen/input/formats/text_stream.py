@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 import pyarrow as pa
 
-from batchgen.core.stored import BUFFER_BYTES, Stored
 from batchgen.core.units import one_line
+from batchgen.input.input_bytes import BUFFER_BYTES, InputBytes
 
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -25,9 +25,9 @@ class Decompressed(io.RawIOBase):
     raises ``OSError``.
     """
 
-    def __init__(self, stored: Stored, codec: str) -> None:
+    def __init__(self, content: InputBytes, codec: str) -> None:
         self.damage: str | None = None
-        self._stored = stored
+        self._content = content
         self._codec = codec
         self._blocks = self._read_blocks()
         self._pending = memoryview(b"")
@@ -48,7 +48,7 @@ class Decompressed(io.RawIOBase):
         """The content in blocks. A block with damage in it is lost, so it is read again in smaller ones."""
         done = 0
         for block_bytes in (BUFFER_BYTES, 1 << 10, 1):
-            with pa.input_stream(self._stored.arrow_source(), compression=self._codec) as stream:
+            with pa.input_stream(self._content.arrow_source(), compression=self._codec) as stream:
                 for start in range(0, done, BUFFER_BYTES):
                     stream.read(min(BUFFER_BYTES, done - start))
                 try:
@@ -62,22 +62,31 @@ class Decompressed(io.RawIOBase):
                     self.damage = one_line(error)
 
 
-def open_text(stored: Stored, offset: int = 0) -> BinaryIO:
+def open_text(content: InputBytes, offset: int = 0) -> BinaryIO:
     """A stream of the file's text that starts ``offset`` bytes into the decompressed text. Raises ``OSError``.
 
     It seeks in a plain file, and decompresses a compressed one up to there.
     """
-    plain = stored.open()
-    head = plain.read(4)
-    codec = next((codec for magic, codec in _MAGIC.items() if head.startswith(magic)), None)
+    plain = content.open()
+    codec = _codec(plain)
     if codec is None:
         plain.seek(offset)
         return plain
     plain.close()
-    stream: BinaryIO = io.BufferedReader(Decompressed(stored, codec), BUFFER_BYTES)
+    stream: BinaryIO = io.BufferedReader(Decompressed(content, codec), BUFFER_BYTES)
     while offset and (skipped := stream.read(min(offset, BUFFER_BYTES))):
         offset -= len(skipped)
     return stream
+
+
+def is_compressed(stream: BinaryIO) -> bool:
+    """Whether the bytes at the start of a file are those of a compressed one."""
+    return _codec(stream) is not None
+
+
+def _codec(stream: BinaryIO) -> str | None:
+    head = stream.read(4)
+    return next((codec for magic, codec in _MAGIC.items() if head.startswith(magic)), None)
 
 
 def damage(stream: BinaryIO) -> str | None:

@@ -13,44 +13,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.cpu import layout, sources
+from batchgen.kernels import interface
+from batchgen.kernels.cpu import kernel_specs, layout
 from batchgen.kernels.cpu import linear as linears
 from batchgen.kernels.cpu.experts import PanelRouter, in_panels
 from batchgen.kernels.cpu.layout import DOT_GROUP, ITEMS_PER_WORKER, MOST_HEADS, ROWS_PER_ITEM
-from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch, share_with_torch
+from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch, use_openmp_threads
 from batchgen.kernels.cpu.recording import Recorder
-from batchgen.kernels.experts import ExpertLoop, TorchRouter
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
-from batchgen.kernels.interface import (
-    Embedding,
-    GatedLinear,
-    Heads,
-    Kernels,
-    Linear,
-    PlainLinear,
-    Router,
-    Routing,
-    SamplingRows,
-    SparseFeedForward,
-    TableEmbedding,
-    TwoStepGatedLinear,
-)
 from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.quantize import quantize, stored
-from batchgen.kernels.reference import Int8Linear
+from batchgen.kernels.reference import ExpertLoop, Int8Linear, TorchRouter
 
-_TAKE_ROWS, _TAKE_PANEL_ROWS = Kernel(sources.TAKE_ROWS), Kernel(sources.TAKE_PANEL_ROWS)
-_RMS_NORM, _SWIGLU = Kernel(sources.RMS_NORM), Kernel(sources.SWIGLU)
-_ROPE_AND_CACHE, _SHORT_CONV = Kernel(sources.ROPE_AND_CACHE), Kernel(sources.SHORT_CONV)
-_ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(sources.ARGMAX), Kernel(sources.SAMPLE), Kernel(sources.LOGSUMEXP)
-_ATTENTION, _MASK = Kernel(sources.ATTENTION), Kernel(sources.MASK)
+_TAKE_ROWS, _TAKE_PANEL_ROWS = Kernel(kernel_specs.TAKE_ROWS), Kernel(kernel_specs.EMBEDDING_LOOKUP_PACKED)
+_RMS_NORM, _SWIGLU = Kernel(kernel_specs.RMS_NORM), Kernel(kernel_specs.SWIGLU)
+_ROPE_AND_CACHE, _SHORT_CONV = Kernel(kernel_specs.ROPE_AND_CACHE), Kernel(kernel_specs.SHORT_CONV)
+_ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(kernel_specs.ARGMAX), Kernel(kernel_specs.SAMPLE), Kernel(kernel_specs.LOGSUMEXP)
+_ATTENTION, _MASK = Kernel(kernel_specs.ATTENTION), Kernel(kernel_specs.MASK)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int8: "int8"}
 _CACHED = [  # what is computed, and what is cached of it
     *((dtype, kept) for dtype in (torch.bfloat16, torch.float32) for kept in (dtype, torch.int8)),
     (torch.float32, torch.bfloat16),
 ]
-_ROPE_KINDS = {(dtype, kept): sources.cached_kind(_NAMES[dtype], _NAMES[kept]) for dtype, kept in _CACHED}
-_ATTENTION_KINDS = {(dtype, kept): sources.attention_kind(_NAMES[dtype], _NAMES[kept]) for dtype, kept in _CACHED}
+_ROPE_KINDS = {(dtype, kept): kernel_specs.cached_kind(_NAMES[dtype], _NAMES[kept]) for dtype, kept in _CACHED}
+_ATTENTION_KINDS = {(dtype, kept): kernel_specs.attention_kind(_NAMES[dtype], _NAMES[kept]) for dtype, kept in _CACHED}
 
 
 @lru_cache
@@ -93,7 +79,7 @@ class PanelEmbedding:
         return out
 
 
-class CpuKernels(Kernels):
+class CpuKernels(interface.Kernels):
     """``Kernels`` for CPUs, for a model in ``dtype``, bfloat16 or float32; None: that of the weights."""
 
     name = "cpu"
@@ -110,47 +96,47 @@ class CpuKernels(Kernels):
     def recorder(self) -> Recorder | None:
         return None if self._library else Recorder()
 
-    def _use_library(self, name: str) -> None:
+    def _note_library(self, name: str) -> None:
         self._library = name
-        share_with_torch()
+        use_openmp_threads()
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> interface.Linear:
         dtype = self._dtype or weight.dtype
-        if linears.can_multiply(weight, dtype, self.activations):
+        if linears.can_multiply(weight, dtype, self.weights, self.activations):
             return linears.PanelLinear(weight, bias, self.weights, self.activations, dtype)
         if self.activations == "int8":
-            self._use_library("exact")
+            self._note_library("exact")
             return Int8Linear(quantize(weight, DOT_GROUP), bias)
         weight = stored(weight, self.weights, dtype)
         if linears.can_pack(dtype):
-            self._use_library("onednn")
-            return linears.PackedLinear(weight, bias)
-        self._use_library("blas")
-        return PlainLinear(weight, bias, linears.MIN_PLAIN_ROWS)
+            self._note_library("onednn")
+            return linears.OneDnnLinear(weight, bias)
+        self._note_library("blas")
+        return interface.PlainLinear(weight, bias, linears.MIN_PLAIN_ROWS)
 
-    def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
+    def gated_linear(self, gate: Tensor, up: Tensor) -> interface.GatedLinear:
         dtype = self._dtype or gate.dtype
-        if linears.can_multiply(gate, dtype, self.activations):
+        if linears.can_multiply(gate, dtype, self.weights, self.activations):
             return linears.PanelGatedLinear(gate, up, self.weights, self.activations, dtype)
-        return TwoStepGatedLinear(self, gate, up)
+        return interface.TwoStepGatedLinear(self, gate, up)
 
-    def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
+    def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[interface.Embedding, interface.Linear]:
         head = self.linear(table)
         if isinstance(head, linears.PanelLinear) and head.panels.kind in ("bf16", "f32"):
             return PanelEmbedding(head, dtype), head
-        return TableEmbedding(self, table, dtype), head
+        return interface.TableEmbedding(self, table, dtype), head
 
-    def router(self, routing: Routing) -> Router:
+    def router(self, routing: interface.Routing) -> interface.Router:
         if linears.can_multiply(routing.weight, torch.float32):
             return PanelRouter(routing)
-        self._use_library(self._library or "blas")
-        return TorchRouter(routing, PlainLinear(routing.weight, None, linears.MIN_PLAIN_ROWS))
+        self._note_library(self._library or "blas")
+        return TorchRouter(routing, interface.PlainLinear(routing.weight, None, linears.MIN_PLAIN_ROWS))
 
-    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> SparseFeedForward:
+    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> interface.SparseFeedForward:
         laid_out = [(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights]
         if found := in_panels(laid_out):
             return found
-        self._use_library(self._library or "loop")
+        self._note_library(self._library or "loop")
         return ExpertLoop(laid_out)
 
     def take_rows(self, x: Tensor, rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -175,7 +161,9 @@ class CpuKernels(Kernels):
         _SWIGLU.launch(gate_up.dtype, items, address(gate_up), address(out), num_rows, width)
         return out
 
-    def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
+    def rope_and_cache(
+        self, qkv: Tensor, heads: interface.Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache
+    ) -> Tensor:
         num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, heads.head_dim
         q = empty((len(qkv), heads.num_heads, width), torch.float32)
         arguments = (
@@ -226,7 +214,6 @@ class CpuKernels(Kernels):
             *(width, taps, bcx.element_size()),
             scratch(layout.conv_scratch_floats(taps, width) * torch.get_num_threads()),
             *(address(state.blocks), address(inputs.slot_mapping), state.block_size),
-            *(address(inputs.conv_rejected), state.num_spare),
         )
         _SHORT_CONV.launch(bcx.dtype, inputs.num_seqs, *arguments)
         return out
@@ -245,7 +232,7 @@ class CpuKernels(Kernels):
         places = (address(logits), address(rows), address(bits))
         _MASK.launch(logits.dtype, len(rows), *places, logits.shape[1], bits.shape[1])
 
-    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+    def sample(self, logits: Tensor, rows: interface.SamplingRows) -> Tensor:
         out = torch.empty(len(logits), dtype=torch.int64)
         width = logits.shape[1]
         memory = scratch(layout.sampling_scratch_bytes(width) // 4 * torch.get_num_threads())

@@ -17,13 +17,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
-from batchgen.kernels.cpu import objects
-from batchgen.kernels.cpu.sources import Source, needed, needed_by_some
+from batchgen.kernels.cpu import object_cache
+from batchgen.kernels.cpu.kernel_specs import KernelSpec, needed, needed_by_some
 
 Numbers = tuple[str, ...]  # what a model stores and computes, as ``needed`` takes it
-Wanted = list[tuple[Source, str]]
+Wanted = list[tuple[KernelSpec, str]]
 _MOST_WORKERS = 4  # the longest of the kernels takes as long as all others on three
 _LONGEST_WAIT_S = 120.0  # for one kernel: a process that needs longer hangs
 _PROGRAM = """
@@ -36,6 +37,7 @@ _LOCK = threading.RLock()
 _asked: set[Numbers] = set()  # models for which ``start`` was called
 _builders: dict[Numbers, tuple[subprocess.Popen[bytes], Wanted]] = {}  # processes that compile, and what
 _addresses: dict[str, int] = {}  # of kernels in memory, by the names of their objects
+_plainly_compiled: set[str] = set()  # the names of those that numba has compiled by itself, which are not kept
 
 
 def start(*model: str, others: bool = False) -> None:
@@ -46,7 +48,7 @@ def start(*model: str, others: bool = False) -> None:
     with _LOCK:
         _asked.add(model)
         missing = _missing(model, others)
-        if model in _builders or not missing or not objects.is_writable():
+        if model in _builders or not missing or not object_cache.is_writable():
             return
         folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[3]]  # it finds the modules that we find
         arguments = [str(folder.absolute()) for folder in folders], [others, *model]
@@ -77,46 +79,63 @@ def finish(*model: str) -> None:
         address(source, kind)
 
 
-def is_kept(*model: str) -> bool:
-    """Whether the next process finds the kernels of a model on disk."""
-    return objects.is_writable() or not _missing(model)
+def not_kept(*model: str) -> str:
+    """Why the next process compiles a model's kernels again, once ``finish`` has returned; empty if it need not."""
+    if not _missing(model):
+        return ""
+    if _plainly_compiled:
+        return (
+            f"numba {version('numba')} differs inside from the versions that batchgen knows, so each start compiles "
+            "the kernels anew, which takes longer: install an older one"
+        )
+    return (
+        "kernels cannot be kept here, so each start compiles them anew: set XDG_CACHE_HOME to a folder that only you "
+        "can write to"
+    )
 
 
-def address(source: Source, kind: str) -> int:
+def address(source: KernelSpec, kind: str) -> int:
     """The address of a kernel's function, which is compiled if need be."""
-    name = objects.file_name(source, kind)
+    name = object_cache.file_name(source, kind)
     with _LOCK:
         if name not in _addresses:
             code = _awaited(source, kind, name)
-            _addresses[name] = objects.load(code) if code else _compiled(source, kind, name)
+            _addresses[name] = object_cache.load(code) if code else _compiled(source, kind, name)
         return _addresses[name]
 
 
 def _missing(model: Numbers, others: bool = False) -> Wanted:
     wanted = needed(*model) + (needed_by_some(*model) if others else [])
-    return [(source, kind) for source, kind in wanted if objects.read(objects.file_name(source, kind)) is None]
+    return [found for found in wanted if object_cache.read(object_cache.file_name(*found)) is None]
 
 
-def _awaited(source: Source, kind: str, name: str) -> bytes | None:
-    """The object from a process that compiles it; None if none does or it takes too long."""
+def _awaited(source: KernelSpec, kind: str, name: str) -> bytes | None:
+    """The object from a process that compiles it; None if none does or it takes too long.
+
+    Then all such processes are ended: the next kernel would be waited for in vain too.
+    """
     builders = [process for process, wanted in _builders.values() if (source, kind) in wanted]
     give_up_at = time.monotonic() + _LONGEST_WAIT_S
-    while any(process.poll() is None for process in builders) and time.monotonic() < give_up_at:
-        if code := objects.read(name):
+    while any(process.poll() is None for process in builders):
+        if code := object_cache.read(name):
             return code
+        if time.monotonic() > give_up_at:
+            stop()
+            break
         time.sleep(0.01)
-    return objects.read(name)
+    return object_cache.read(name)
 
 
-def _compiled(source: Source, kind: str, name: str) -> int:
+def _compiled(source: KernelSpec, kind: str, name: str) -> int:
     from batchgen.kernels.cpu import compiler  # imports numba
 
     try:
         code = compiler.machine_code(source, kind)
     except Exception:  # whatever a numba with other insides raises; what is wrong with a kernel is raised again here
+        _plainly_compiled.add(name)
         return compiler.compile_plainly(source, kind)
-    objects.write(name, code)
-    return objects.load(code)
+    object_cache.write(name, code)
+    return object_cache.load(code)
 
 
 @atexit.register
@@ -133,7 +152,7 @@ def stop() -> None:
 def work_on(others: bool, *model: str) -> None:
     """Compile what is missing, on several processors; the program of the process that ``start`` starts."""
     gc.disable()  # a tenth of the time, and all memory is given back soon
-    while not objects.lock():
+    while not object_cache.lock():
         if select.select([0], [], [], 0.05)[0]:  # the process that this one works for has ended
             return
     if not _missing(model, others):
@@ -152,7 +171,7 @@ def work_on(others: bool, *model: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while job := os.read(jobs, 1):
         source, kind = missing[job[0]]
-        if not objects.write(objects.file_name(source, kind), compiler.machine_code(source, kind)):
+        if not object_cache.write(object_cache.file_name(source, kind), compiler.machine_code(source, kind)):
             break  # the others would fail likewise
     with suppress(ChildProcessError):
         while is_first:

@@ -21,8 +21,8 @@ from numba.core import compiler, registry
 from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.compiler_lock import global_compiler_lock
 
+from batchgen.kernels.cpu.kernel_specs import KernelSpec
 from batchgen.kernels.cpu.layout import ENTRY
-from batchgen.kernels.cpu.sources import Source
 
 _WORDS = types.CPointer(types.int64)
 _KEPT: list[Any] = []  # plainly compiled kernels: their machine code lives as long as they do
@@ -72,7 +72,7 @@ def prepare(modules: Iterable[str]) -> None:
         import_module(module)
 
 
-def machine_code(source: Source, kind: str) -> bytes:
+def machine_code(source: KernelSpec, kind: str) -> bytes:
     """The object of a kernel: ``ENTRY`` in it is a C function of the words.
 
     Raises any error where numba is not as this module knows it.
@@ -116,7 +116,7 @@ def _add_entry(context: Any, library: Any, kernel: Any) -> None:
     library.add_ir_module(module)
 
 
-def compile_plainly(source: Source, kind: str) -> int:
+def compile_plainly(source: KernelSpec, kind: str) -> int:
     """The address of a kernel as numba compiles it by itself."""
     kept: Any = cfunc(types.void(_WORDS))(_function(source, kind))
     _KEPT.append(kept)
@@ -124,7 +124,7 @@ def compile_plainly(source: Source, kind: str) -> int:
     return address
 
 
-def _function(source: Source, kind: str) -> Callable[[Any], None]:
+def _function(source: KernelSpec, kind: str) -> Callable[[Any], None]:
     called, arguments = getattr(import_module(source.module), source.name), source.kinds[kind]
 
     def kernel(words: Any) -> None:

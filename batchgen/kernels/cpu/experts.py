@@ -12,15 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.cpu import sources
+from batchgen.kernels.cpu import kernel_specs
 from batchgen.kernels.cpu.layout import MAX_ROWS, ROWS_PER_ITEM, SEGMENT_WORDS, routing_scratch_floats
-from batchgen.kernels.cpu.linear import Experts, PanelGatedLinear, PanelLinear
-from batchgen.kernels.cpu.panels import plain_panels
+from batchgen.kernels.cpu.linear import Experts, PanelGatedLinear, PanelLinear, plain_panels
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch
 from batchgen.kernels.interface import GatedLinear, Linear, Routing
 
-_ROUTE, _SORT, _ADD_UP = Kernel(sources.ROUTE), Kernel(sources.SORT), Kernel(sources.ADD_UP)
-_TAKE_ROWS = Kernel(sources.TAKE_ROWS)
+_ROUTE, _SORT, _ADD_UP = Kernel(kernel_specs.ROUTE), Kernel(kernel_specs.SORT), Kernel(kernel_specs.ADD_UP)
+_TAKE_ROWS = Kernel(kernel_specs.TAKE_ROWS)
 
 
 class PanelRouter:

@@ -13,7 +13,7 @@ LANES = 16  # float32 in a vector
 NUMBERING, KEY, NUM_ITEMS, NUM_WORKERS, NUM_RANGES, RANGES = range(6)
 ARGS = 6  # index of a kernel's first own argument
 
-# Words of a pool of threads, each in a cache line of its own as far as several threads write: see ``compiled.work``.
+# Words of a pool of threads, each in a cache line of its own as far as threads write: see ``compiled.thread_pool``.
 PROGRESS, END, SELF = range(0, 24, 8)
 NUM_SLEEPERS, EVENT = 1, 2  # behind ``PROGRESS``, and behind ``END``
 BASE, TABLE, FUTEX, SLEEP, WAKE = range(SELF + 1, SELF + 6)

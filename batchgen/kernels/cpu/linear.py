@@ -1,13 +1,13 @@
 """Linears of the CPU: panels of our own, or oneDNN with the weight packed in the order in which its kernels read it.
 
-``PanelLinear`` is for every machine that multiplies and adds at once, but for bfloat16 on one with a matrix unit. It
+``PanelLinear`` is for every machine that multiplies and adds at once, but for plain bfloat16 on a matrix unit. It
 reads weights as they are stored (float32, bfloat16 under either dtype, 8 bits), from four places at once, which a
 single core needs to fill its share of the memory's bandwidth, and fetches the next panel while it multiplies one.
 SwiGLU's two products are one, and its gate is applied before anything is written. Beside oneDNN in bfloat16 on
 AVX512-BF16 it takes two thirds of the time for one row, and 2 to 5 % less for many; beside oneDNN in float32 a third
 for one row of bfloat16 weights, and 8 to 12 % less for 128 (AVX-512, AVX2).
 
-``PackedLinear`` calls the pair of torch operators that ``torch.compile``'s freezing emits. A row's result must not
+``OneDnnLinear`` calls the pair of torch operators that ``torch.compile``'s freezing emits. A row's result must not
 depend on how many rows share the product: oneDNN's blocked kernels gave bit-equal rows for every count from 2 up, while
 a single row takes another path. So no fewer than ``MIN_PACKED_ROWS`` are computed: four take no longer than two, the
 time goes into reading the weights. Where the operators are missing, a plain linear over at least ``MIN_PLAIN_ROWS``
@@ -16,7 +16,8 @@ rows replaces them: smaller products take other code paths in the usual BLAS.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,12 +25,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchgen.kernels.cpu import sources
-from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, MAX_ROWS, TILE_COLUMNS, UNPACKED_BYTES, UNPACKED_TILES
-from batchgen.kernels.cpu.panels import Panels, int8_panels, integer_panels, plain_panels
+from batchgen.kernels.cpu import kernel_specs
+from batchgen.kernels.cpu.layout import (
+    DOT_GROUP,
+    GROUP,
+    LANES,
+    MAX_ROWS,
+    STRIPS,
+    TILE_COLUMNS,
+    UNPACKED_BYTES,
+    UNPACKED_TILES,
+)
 from batchgen.kernels.cpu.parallel import Kernel, Kind, address, empty, scratch
 from batchgen.kernels.interface import Linear, pad_rows
-from batchgen.kernels.processor import byte_products, has_bfloat16_pairs, has_fused_multiply_add, has_matrix_unit
+from batchgen.kernels.processor import (
+    byte_products,
+    has_bfloat16_pairs,
+    has_fused_multiply_add,
+    leaves_products_to_onednn,
+)
 from batchgen.kernels.quantize import quantize
 
 MIN_PACKED_ROWS = 4
@@ -46,24 +60,106 @@ _KINDS: dict[tuple[str, str], Kind] = {  # by the types of inputs and of stored 
     ("bf16", "int8"): "bf16_of_int8",
     ("f32", "int8"): "f32_of_int8",
 }
-_MATMUL, _UNPACKED = Kernel(sources.MATMUL), Kernel(sources.MATMUL_UNPACKED)
-_INTEGERS, _QUANTIZE = Kernel(sources.MATMUL_INTEGERS), Kernel(sources.QUANTIZE)
-_UNPACKED_KINDS = {torch.bfloat16: sources.paired_kind("bfloat16"), torch.float32: "float32"}
+_MATMUL, _UNPACKED = Kernel(kernel_specs.MATMUL), Kernel(kernel_specs.MATMUL_UNPACKED)
+_INTEGERS, _QUANTIZE = Kernel(kernel_specs.MATMUL_INTEGERS), Kernel(kernel_specs.QUANTIZE)
+_UNPACKED_KINDS = {torch.bfloat16: kernel_specs.paired_kind("bfloat16"), torch.float32: "float32"}
 _NUMBER_BYTES = {torch.bfloat16: 2 if has_bfloat16_pairs() else 4, torch.float32: 4}  # of unpacked numbers
 _BYTE_PRODUCTS = byte_products()
+_ROWS_AT_ONCE = 32 * TILE_COLUMNS  # that are laid out, so that no second copy of a large weight is held
 
 
-def can_multiply(weight: Tensor, dtype: torch.dtype, activations: str = "auto") -> bool:
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight in panels of 64 outputs, each of four strips of 16: strips [strips, ...], contiguous.
+
+    Within a strip, what a vector holds lies side by side and the inputs follow each other: [pairs, 16, 2] of bfloat16,
+    [inputs, 16] of float32, or groups of bytes as in ``compiled.int8``. Rows of zeros fill the last panel.
+
+    ``kind`` is "bf16", "f32", "int8" (bytes that are read as numbers) or "integers" (that are multiplied as such).
+    """
+
+    strips: Tensor
+    kind: str
+
+    @property
+    def num_panels(self) -> int:
+        return len(self.strips) // STRIPS
+
+    @property
+    def strip_size(self) -> int:
+        """Elements of a strip."""
+        return self.strips[0].numel()
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.strips[0].nbytes * STRIPS
+
+
+def plain_panels(weight: Tensor) -> PackedWeight:
+    """A weight [outputs, inputs] of bfloat16 or float32."""
+
+    def laid_out(rows: Tensor) -> Tensor:
+        wide = rows.view(torch.int32)  # of bfloat16, two neighbouring inputs stay together
+        strips = wide.view(-1, LANES, wide.shape[1]).transpose(1, 2).contiguous()
+        return strips.view(rows.dtype)
+
+    return PackedWeight(_in_slices(weight, laid_out), "bf16" if weight.dtype == torch.bfloat16 else "f32")
+
+
+def int8_panels(weight: Tensor) -> PackedWeight:
+    """A weight of a multiple of ``GROUP`` inputs, in 8 bits to be read as numbers."""
+
+    def laid_out(rows: Tensor) -> Tensor:
+        packed = quantize(rows, GROUP)
+        pairs = packed.values.view(-1, LANES, rows.shape[1] // GROUP, GROUP // 2, 2).permute(0, 2, 3, 1, 4)
+        return _with_scales(packed.scales, pairs)
+
+    return PackedWeight(_in_slices(weight, laid_out), "int8")
+
+
+def integer_panels(weight: Tensor, most: int, shift: int) -> PackedWeight:
+    """A weight in integers up to ``most``, to be multiplied as such once ``shift`` is added."""
+
+    def laid_out(rows: Tensor) -> Tensor:
+        packed = quantize(rows, DOT_GROUP, most)
+        values = functional.pad(packed.values, (0, -rows.shape[1] % DOT_GROUP)) + shift  # wraps around as bytes do
+        quads = values.view(-1, LANES, packed.scales.shape[1], DOT_GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+        return _with_scales(packed.scales.float(), quads)
+
+    return PackedWeight(_in_slices(weight, laid_out), "integers")
+
+
+def _with_scales(scales: Tensor, integers: Tensor) -> Tensor:
+    """Bytes [strips, groups, those of a group] of scales [outputs, groups] and integers [strips, groups, ...]."""
+    of_strip = scales.view(-1, LANES, scales.shape[1]).transpose(1, 2).contiguous()
+    return torch.cat((of_strip.view(torch.uint8), integers.flatten(2).view(torch.uint8)), 2)
+
+
+def _in_slices(weight: Tensor, laid_out: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``laid_out`` makes of all rows, in strips."""
+    num_rows = -(-len(weight) // TILE_COLUMNS) * TILE_COLUMNS
+    strips: Tensor | None = None
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        rows = weight[start : start + _ROWS_AT_ONCE].detach()
+        missing = min(num_rows - start, _ROWS_AT_ONCE) - len(rows)
+        part = laid_out(functional.pad(rows, (0, 0, 0, missing)).contiguous())
+        if strips is None:
+            strips = torch.empty(num_rows // LANES, *part.shape[1:], dtype=part.dtype)
+        strips[start // LANES :][: len(part)] = part
+    assert strips is not None, "a weight has rows"
+    return strips
+
+
+def can_multiply(weight: Tensor, dtype: torch.dtype, weights: str = "auto", activations: str = "auto") -> bool:
     """Whether ``PanelLinear`` suits this machine and a product of this weight in ``dtype``."""
     if activations == "int8":
         return _BYTE_PRODUCTS is not None and weight.numel() > 0
-    if dtype == torch.bfloat16 and has_matrix_unit():
-        return False
+    is_left = leaves_products_to_onednn(str(dtype).removeprefix("torch."), weights, activations)
     has_pairs = weight.numel() > 0 and weight.shape[1] % 2 == 0
-    return has_fused_multiply_add() and has_pairs and dtype in _TYPES
+    return not is_left and has_fused_multiply_add() and has_pairs and dtype in _TYPES
 
 
-def panels_of(weight: Tensor, weights: str, activations: str, dtype: torch.dtype) -> Panels:
+def panels_of(weight: Tensor, weights: str, activations: str, dtype: torch.dtype) -> PackedWeight:
     """A weight in panels for products in ``dtype``, in 8 bits where ``weights`` or ``activations`` are "int8".
 
     Where the last group of inputs is not whole, panels hold the numbers that the integers stand for.
@@ -208,7 +304,7 @@ class PanelGatedLinear:
         return self.product.multiply(x, self.out_features, gated=True, experts=experts)
 
 
-class PackedLinear:
+class OneDnnLinear:
     """``Linear`` by oneDNN; only oneDNN can read ``packed``."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -231,7 +327,7 @@ class PackedLinear:
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this torch has oneDNN's prepacked linear for ``dtype`` on this machine."""
     try:
-        probe = PackedLinear(torch.zeros(16, 16, dtype=dtype), None)
+        probe = OneDnnLinear(torch.zeros(16, 16, dtype=dtype), None)
         probe(torch.zeros(2, 16, dtype=dtype))
     except (RuntimeError, AttributeError, NotImplementedError):
         return False

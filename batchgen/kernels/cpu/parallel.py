@@ -33,9 +33,19 @@ from typing import Protocol
 
 import torch
 
-from batchgen.kernels.cpu import build, sources
-from batchgen.kernels.cpu.layout import FUTEX, LAUNCHES, POOL_WORDS, RANGES, SELF, SLEEP, WAKE
-from batchgen.kernels.cpu.sources import Source
+from batchgen.kernels.cpu import build, kernel_specs
+from batchgen.kernels.cpu.kernel_specs import KernelSpec
+from batchgen.kernels.cpu.layout import (
+    FUTEX,
+    LAUNCHES,
+    POOL_WORDS,
+    PROGRESS,
+    RANGES,
+    SELF,
+    SLEEP,
+    WAKE,
+    WORKER_BITS,
+)
 from batchgen.kernels.processor import num_usable_cpus
 
 LAUNCHING = threading.Lock()  # engines in several threads share the workers and their scratch memory
@@ -43,7 +53,7 @@ LAUNCHING = threading.Lock()  # engines in several threads share the workers and
 Launch = Callable[[int, int, int], None]
 _FUTEX_CALLS = {"x86_64": 202, "aarch64": 98}  # of Linux
 _NAP_US = 50  # where threads cannot wake each other
-Kind = torch.dtype | str  # of a kernel: the dtype that names it, or another name in ``Source.kinds``
+Kind = torch.dtype | str  # of a kernel: the dtype that names it, or another name in ``KernelSpec.kinds``
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -95,7 +105,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 class Kernel:
     """A kernel in its kinds, each compiled before its first launch, unless an earlier process has done so."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: KernelSpec) -> None:
         self._source = source
         self._addresses: dict[Kind, int] = {}
 
@@ -145,7 +155,7 @@ class Pool:
             self._words[self._start + word] = value
         self._library, self._key = library, key
         self._num_workers = 1
-        self._run = _function(sources.RUN_ALL)
+        self._run = _function(kernel_specs.RUN_ALL)
 
     def run(self, program: int, num_workers: int) -> None:
         """Run the program at an address; returns when its last launch is done. It uses no more threads than CPUs."""
@@ -155,11 +165,17 @@ class Pool:
                     self._num_workers = number + 1  # before its start, which Ctrl-C may end: no two have one number
                     try:
                         threading.Thread(target=self._serve, args=(number,), daemon=True).start()
-                    except RuntimeError:  # it was not started: the next launch tries again
+                    except RuntimeError:  # the system allows no more: this launch needs none, the next tries again
                         self._num_workers = number
-                        raise
-                self._num_workers = num_workers
+                        break
+                else:
+                    self._num_workers = num_workers
             self._run(program)
+
+    @property
+    def num_launches(self) -> int:
+        """Launches that have ended; any thread may ask, also while a program runs."""
+        return self._words[self._start + PROGRESS] >> WORKER_BITS
 
     def forget_threads(self) -> None:
         """Start anew in a copy of the process, which has none of the threads: in the memory that programs know."""
@@ -170,10 +186,10 @@ class Pool:
     def _serve(self, number: int) -> None:
         self._library.pthread_setspecific(self._key, ctypes.c_void_p(number))
         words = array("q", (self.at, number))
-        _function(sources.SERVE)(words.buffer_info()[0])
+        _function(kernel_specs.SERVE)(words.buffer_info()[0])
 
 
-def _function(source: Source) -> Callable[[int], None]:
+def _function(source: KernelSpec) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(build.address(source, "any"))
 
 
@@ -190,6 +206,12 @@ def pool() -> Pool:
     """The pool of this process: one, since threads of one have no numbers under the key of another."""
     found = _POOL.get(None)
     return found if found is not None else _POOL.setdefault(None, Pool())  # as in ``scratch``
+
+
+def num_launches() -> int:
+    """Launches that this process's pool has ended: what moves while one long step computes."""
+    found = _POOL.get(None)
+    return 0 if found is None else found.num_launches
 
 
 def _begin_copy() -> None:
@@ -220,7 +242,7 @@ class _Torch:
     multiplies = False
 
 
-def share_with_torch() -> None:
+def use_openmp_threads() -> None:
     """From now on this process runs linears of torch's own: kernels are launched on torch's threads."""
     _Torch.multiplies = True
     _launcher.cache_clear()

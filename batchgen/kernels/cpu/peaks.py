@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from batchgen.kernels.cpu import sources
+from batchgen.kernels.cpu import kernel_specs
 from batchgen.kernels.cpu.layout import LANES, PEAK_VECTORS
 from batchgen.kernels.cpu.parallel import Kernel, Kind, address
 from batchgen.kernels.processor import byte_products, cpu_features, has_bfloat16_pairs, has_matrix_unit
 
-MULTIPLY, READ = Kernel(sources.PEAK_PRODUCTS), Kernel(sources.PEAK_READS)
+MULTIPLY, READ = Kernel(kernel_specs.PEAK_PRODUCTS), Kernel(kernel_specs.PEAK_READS)
 _ITEMS_PER_THREAD = 16  # so that a thread that was interrupted is helped
 ITEM_FLOATS = 1 << 18  # read at a time: 256 KiB from each of four places
 
@@ -40,7 +40,7 @@ def products(rounds: int = 200_000) -> dict[str, tuple[Work, float]]:
         return lambda: MULTIPLY.launch(kind, items, address(memory), rounds)
 
     kinds = kinds_of_products().items()
-    return {name: (work(kind), float(flop * sources.PEAK_TOTALS * rounds * items)) for name, (kind, flop) in kinds}
+    return {name: (work(kind), float(flop * kernel_specs.PEAK_TOTALS * rounds * items)) for name, (kind, flop) in kinds}
 
 
 def totals_of(threads: int) -> torch.Tensor:

@@ -16,13 +16,12 @@ its key's scale, a weight by its value's.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from batchgen.kernels.cuda import tuning
-from batchgen.kernels.cuda.tiles import Arrivals, num_tiles, power_of_two, tile_of
+from batchgen.kernels.cuda.tiles import SplitCounters, num_tiles, power_of_two, tile_of
 from batchgen.kernels.cuda.tuning import SPAN
 from batchgen.kernels.inputs import KVCache, ModelInput
 
@@ -149,7 +148,7 @@ def _folded(spans, at, row_is_valid, num_seen, LAYOUT: tl.constexpr):
 def attend_one_token(
     tensors,
     spans,
-    arrivals,
+    counters,
     gates,
     out,
     num_heads,
@@ -161,7 +160,7 @@ def attend_one_token(
 ):
     """One program per sequence, KV head and span with visible positions, for sequences with one token in this step.
 
-    The last to arrive merges the spans, in order, and sets the counter in ``arrivals`` [num_seqs, num_kv_heads] back to
+    The last to arrive merges the spans, in order, and sets the counter in ``counters`` [num_seqs, num_kv_heads] back to
     zero for the next launch.
     """
     q, keys, values, scales, tables, positions, cu_seqlens = tensors
@@ -197,7 +196,7 @@ def attend_one_token(
         tl.store(best_out + at + span, best, mask=valid)
         tl.store(total_out + at + span, total, mask=valid)
         tl.store(mixed_out + (at + span)[:, None] * HEAD_DIM + dim[None, :], mixed, mask=inside)
-        arrived = arrivals + sequence * num_kv_heads + kv_head
+        arrived = counters + sequence * num_kv_heads + kv_head
         tl.debug_barrier()  # every thread has written before one of them counts
         is_last = tl.atomic_add(arrived, 1, sem="acq_rel") == num_seen - 1
         if is_last:
@@ -250,71 +249,52 @@ def attend_tile(
     tl.store(to, mixed.to(out.dtype.element_ty), mask=inside)
 
 
-class PagedAttention:
-    """Launches the kernels of one layer's attention in one step; q is [num_tokens, num_heads, width].
+def attend(
+    q: Tensor,
+    cache: KVCache,
+    inputs: ModelInput,
+    out: Tensor,
+    window: int,
+    gates: Tensor | None,
+    counters: SplitCounters,
+    one_order: bool,
+) -> None:
+    """Write the attention of queries q [num_tokens, num_heads, width] to ``out``, in whose type they are rounded.
 
-    The result is written to ``out`` [num_tokens, num_heads * head_dim], in whose type queries and weights are rounded.
-
-    ``window`` and ``gates`` as in ``Kernels.attention``.
-
-    ``one_order``: prompts in tiles as high as a single token's, and no rounding left to the compiler's choice, so
+    ``out`` is [num_tokens, num_heads * head_dim]; ``window`` and ``gates`` are as in ``Kernels.attention``. With
+    ``one_order`` prompts have tiles as high as a single token's, and no rounding is left to the compiler's choice, so
     that a token's bits do not depend on whether it is computed by itself.
     """
-
-    def __init__(
-        self,
-        q: Tensor,
-        cache: KVCache,
-        inputs: ModelInput,
-        out: Tensor,
-        window: int,
-        gates: Tensor | None,
-        one_order: bool,
-    ) -> None:
-        self.inputs = inputs
-        self.gates = (gates, 0 if gates is None else gates.shape[1])
-        self.out = out
-        self.num_tokens, self.num_heads, width = q.shape
-        self.head_dim = out.shape[1] // self.num_heads
-        self.num_kv_heads = cache.keys.shape[1]
-        self.num_seqs, self.max_blocks = inputs.block_tables.shape
-        self.num_spans = -(-self.max_blocks * cache.block_size // SPAN)
-        if window:
-            self.num_spans = min(self.num_spans, (window - 2) // SPAN + 2)
-        kv = (cache.keys, cache.values, cache.scales)
-        self.tensors = (q, *kv, inputs.block_tables, inputs.positions, inputs.cu_seqlens)
-        group = self.num_heads // self.num_kv_heads
-        is_wide = out.element_size() == 4
-        self.single_rows = max(tuning.LEAST_ROWS, power_of_two(group))
-        most = tuning.PROMPT_ROWS_FLOAT32 if is_wide else tuning.PROMPT_ROWS
-        self.prompt_rows = self.single_rows if one_order else max(most, self.single_rows)
-        self.prompt_tokens = self.prompt_rows // group
-        tile = tuning.TILE_FLOAT32 if is_wide else tuning.TILE
-        dims = max(16, power_of_two(self.head_dim))
-        layout = (SPAN, tile, group, self.head_dim, dims, width, cache.block_size, cache.lanes, window)
-        self.options = {"LAYOUT": layout, "num_stages": tuning.ATTENTION_STAGES, "enable_fp_fusion": not one_order}
-
-    def single_tokens(self, arrivals: Arrivals) -> None:
-        """The sequences with one token in this step: their spans side by side."""
-        device = self.out.device
-        shape = (self.num_seqs, self.num_heads, self.num_spans)
-        best, total = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-        spans = (best, total, torch.empty(*shape, self.head_dim, dtype=torch.float32, device=device))
-        arrived = arrivals.at_least(self.num_seqs * self.num_kv_heads, device)
-        attend_one_token[(self.num_seqs, self.num_kv_heads, self.num_spans)](
-            *(self.tensors, spans, arrived, self.gates, self.out),
-            *(self.num_heads, self.num_kv_heads, self.max_blocks, self.num_spans),
-            ROWS=self.single_rows,
-            **self.options,
-            num_warps=tuning.ONE_TOKEN_WARPS,
-        )
-
-    def prompts(self) -> None:
-        """The sequences with several tokens in this step, in tiles of (token, head)."""
-        grid = (num_tiles(self.num_tokens, self.num_seqs, self.prompt_tokens), self.num_kv_heads)
-        attend_tile[grid](
-            *(self.tensors, self.gates, self.out, self.num_seqs, self.num_heads, self.num_kv_heads, self.max_blocks),
-            ROWS=self.prompt_rows,
-            **self.options,
-            num_warps=tuning.PROMPT_WARPS if self.prompt_rows < 128 else tuning.TALL_PROMPT_WARPS,
-        )
+    num_tokens, num_heads, width = q.shape
+    head_dim, num_kv_heads = out.shape[1] // num_heads, cache.keys.shape[1]
+    num_seqs, max_blocks = inputs.block_tables.shape
+    num_spans = -(-max_blocks * cache.block_size // SPAN)
+    if window:
+        num_spans = min(num_spans, (window - 2) // SPAN + 2)
+    group, is_wide = num_heads // num_kv_heads, out.element_size() == 4
+    rows = max(tuning.LEAST_ROWS, power_of_two(group))
+    tile, dims = tuning.TILE_FLOAT32 if is_wide else tuning.TILE, max(16, power_of_two(head_dim))
+    layout = (SPAN, tile, group, head_dim, dims, width, cache.block_size, cache.lanes, window)
+    options = {"LAYOUT": layout, "num_stages": tuning.ATTENTION_STAGES, "enable_fp_fusion": not one_order}
+    kv = (cache.keys, cache.values, cache.scales)
+    tensors = (q, *kv, inputs.block_tables, inputs.positions, inputs.cu_seqlens)
+    gating = (gates, 0 if gates is None else gates.shape[1])
+    best, total = (q.new_empty(num_seqs, num_heads, num_spans) for _ in range(2))
+    spans = (best, total, q.new_empty(num_seqs, num_heads, num_spans, head_dim))
+    arrived = counters.at_least(num_seqs * num_kv_heads, out.device)
+    attend_one_token[(num_seqs, num_kv_heads, num_spans)](
+        *(tensors, spans, arrived, gating, out, num_heads, num_kv_heads, max_blocks, num_spans),
+        ROWS=rows,
+        num_warps=tuning.ONE_TOKEN_WARPS,
+        **options,
+    )
+    if num_tokens == num_seqs:
+        return
+    if not one_order:
+        rows = max(tuning.PROMPT_ROWS_FLOAT32 if is_wide else tuning.PROMPT_ROWS, rows)
+    attend_tile[(num_tiles(num_tokens, num_seqs, rows // group), num_kv_heads)](
+        *(tensors, gating, out, num_seqs, num_heads, num_kv_heads, max_blocks),
+        ROWS=rows,
+        num_warps=tuning.PROMPT_WARPS if rows < 128 else tuning.TALL_PROMPT_WARPS,
+        **options,
+    )

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.kernels.cuda.linear import CublasLinear, PendingNorm, block_sizes, computed, product
+from batchgen.kernels.cuda.linear import CublasLinear, block_sizes, product
 from batchgen.kernels.cuda.tiles import num_tiles, tile_of
 from batchgen.kernels.cuda.tuning import BLOCK_M, BLOCK_N
-from batchgen.kernels.experts import add_up
 from batchgen.kernels.interface import Kernels, Linear
 from batchgen.kernels.quantize import stored
+from batchgen.kernels.reference import add_up
 
 
 class StackedExperts:
@@ -38,8 +38,7 @@ class StackedExperts:
         pairs = zip(self.gate_up, self.down, strict=True)
         return [(CublasLinear(gate_up, None), CublasLinear(down, None)) for gate_up, down in pairs]
 
-    def __call__(self, x: Tensor | PendingNorm, ids: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
-        x = computed(x)
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
         if not len(x):
             return torch.empty_like(x)
         order = ids.flatten().argsort(stable=True)

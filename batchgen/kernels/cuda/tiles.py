@@ -4,7 +4,7 @@ A ragged batch is cut into tiles of T tokens that never span two sequences. Sequ
 ``cu_seqlens[i] // T + i`` on; that leaves it ``cu_seqlens[i + 1] // T - cu_seqlens[i] // T + 1`` of them, never
 fewer than it needs, so ``num_tokens // T + num_seqs`` programs cover every batch and a few find nothing to do.
 
-Where several programs compute parts of one result, they count their arrivals, and the last adds the parts up.
+Where several programs compute parts of one result, they count their counters, and the last adds the parts up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-class Arrivals:
+class SplitCounters:
     """Counters of the programs that have arrived, all zero between launches.
 
     They stay where they are as long as this lives, since recordings hold their address: more are beside them.

@@ -8,32 +8,28 @@ they come with the adapter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from batchgen.core.errors import ModelError
-from batchgen.core.hub import resolve_model
 from batchgen.core.model_files import ADAPTER_CONFIG, ADAPTER_FILES, read_object
+from batchgen.core.model_location import resolve_model
 from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
 from batchgen.model.values import ConfigValues
 
-_MAX_BYTES = 1 << 20  # of the settings; with a rank for each module they have 100 kB
+_MAX_BYTES = 1 << 20  # of the settings; with an alpha for each module they have 100 kB
 _MAX_PATTERNS = 1000  # each of which is matched with each module
-_ALL_LINEAR = "all-linear"
 _KNOWN = frozenset(
     (
-        *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "base_model_name_or_path"),
-    )
-)
-_WITHOUT_EFFECT = frozenset(  # on what a trained adapter computes
-    (
+        *("peft_type", "lora_alpha", "use_rslora", "alpha_pattern", "init_lora_weights", "base_model_name_or_path"),
+        # Which modules have matrices, and of which rank, is read off the matrices.
+        *("r", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        # Without effect on what a trained adapter computes; ``init_lora_weights`` says which of the configs is used.
         *("auto_mapping", "inference_mode", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size"),
         *("revision", "runtime_config", "task_type", "velora_config"),
-        *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),  # ``init_lora_weights`` says which is used
+        *("corda_config", "eva_config", "loftq_config", "lora_ga_config"),
     )
 )
 _OFF: tuple[object, ...] = (None, False, "none", "", [], {})
@@ -45,20 +41,15 @@ REMEDY = "only a plain LoRA is added here: merge it by what it was trained with,
 class Lora:
     """A LoRA: to the weight of each of its modules is added ``scale * B A``, of matrices with ``rank`` inner numbers.
 
-    ``targets`` and ``excluded`` are names of modules or their last parts, or one regular expression; ``layers`` limits
-    names to those layers. The patterns are regular expressions of modules' last parts, of which the first counts.
+    The scale is ``alpha`` over the rank, or over its root. ``alphas`` are those of modules whose last parts a regular
+    expression matches, of which the first counts.
     """
 
     folder: Path
     base: str
-    rank: int
     alpha: float
     is_rank_stabilized: bool
-    ranks: Mapping[str, int]
     alphas: Mapping[str, float]
-    targets: str | tuple[str, ...]
-    excluded: str | tuple[str, ...]
-    layers: frozenset[str] | None
 
     @property
     def where(self) -> str:
@@ -77,40 +68,13 @@ class Lora:
             )
         return replace(config, has_adapter=True)
 
-    def scales(self, modules: Sequence[str], head: str) -> dict[str, tuple[int, float]]:
-        """Rank and scale of each of the adapter's ``modules``; ``head`` is the model's output projection.
-
-        Raises ModelError for a module that is not among the targets.
-        """
-        targets = set(modules) - {head} if self._is_all_linear else self._chosen(self.targets, modules)
-        if self.layers is not None:
-            targets = {module for module in targets if _layer(module) in self.layers}
-        targets -= self._chosen(self.excluded, modules)
-        if other := sorted(set(modules) - targets):
-            raise ModelError(
-                f"{self.where}: the adapter has weights for {shown(other[0])}, which is not among its targets "
-                f"({len(other)} such modules); save it again"
-            )
-        ranks = self._first_matching(self.ranks, modules, self.rank)
-        alphas = self._first_matching(self.alphas, modules, self.alpha)
+    def scales(self, ranks: Mapping[str, int]) -> dict[str, float]:
+        """The scale of each module; ``ranks`` are those of its matrices."""
+        alphas = dict.fromkeys(ranks, self.alpha)
+        for pattern, alpha in reversed([*self.alphas.items()]):
+            alphas |= dict.fromkeys(self._matching(rf"(.*\.)?({pattern})", [*ranks]), alpha)
         root = math.sqrt if self.is_rank_stabilized else float
-        return {module: (ranks[module], alphas[module] / root(ranks[module])) for module in modules}
-
-    @property
-    def _is_all_linear(self) -> bool:
-        return isinstance(self.targets, str) and self.targets.lower() == _ALL_LINEAR
-
-    def _chosen(self, names: str | tuple[str, ...], modules: Sequence[str]) -> set[str]:
-        if isinstance(names, str):
-            return self._matching(names, modules)
-        known = frozenset(names)
-        return {module for module in modules if not known.isdisjoint(_endings(module))}
-
-    def _first_matching(self, patterns: Mapping[str, Any], modules: Sequence[str], default: Any) -> dict[str, Any]:
-        found = dict.fromkeys(modules, default)
-        for pattern, value in reversed([*patterns.items()]):
-            found |= dict.fromkeys(self._matching(rf"(.*\.)?({pattern})", modules), value)
-        return found
+        return {module: alphas[module] / root(rank) for module, rank in ranks.items()}
 
     def _matching(self, pattern: str, modules: Sequence[str]) -> set[str]:
         """The modules that the whole of a pattern matches."""
@@ -118,7 +82,6 @@ class Lora:
         from pyarrow import compute
 
         try:
-            compute.match_substring_regex(pa.array([""]), pattern)  # by itself: parentheses may close what is not open
             found = compute.match_substring_regex(pa.array(modules, pa.string()), rf"\A(?:{pattern})\z")
         except (pa.ArrowException, ValueError) as error:
             why = " ".join(str(error).split())[:100].encode(errors="replace").decode()
@@ -144,23 +107,17 @@ def read_lora(folder: Path) -> Lora:
     if (kind := values.get("peft_type")) != "LORA":
         raise values.error(f"peft_type is {shown(kind)}; {REMEDY}")
     for key, value in values.raw.items():
-        if key not in _KNOWN | _WITHOUT_EFFECT and value not in _OFF:
+        if key not in _KNOWN and value not in _OFF:
             raise values.error(f"{shown(key)[1:-1]} is {shown(value)}; {REMEDY}")
     if (beginning := values.get("init_lora_weights", default=True)) not in _PLAIN_BEGINNINGS:
         raise values.error(f"init_lora_weights {shown(beginning)} changes the weights of the model too; {REMEDY}")
-    ranks, alphas = _patterns(values, "rank_pattern"), _patterns(values, "alpha_pattern")
-    alpha, targets = values.number("lora_alpha", default=8.0), _names(values, "target_modules")
+    alphas, alpha = _patterns(values, "alpha_pattern"), values.number("lora_alpha", default=8.0)
     return Lora(
         folder,
         base=values.text("base_model_name_or_path", default=""),
-        rank=values.integer("r", default=8),
         alpha=alpha,
         is_rank_stabilized=values.flag("use_rslora", default=False),
-        ranks={key: ranks.integer(key) for key in ranks.raw},
         alphas={key: alphas.number(key, default=alpha) for key in alphas.raw},
-        targets=targets,
-        excluded=_names(values, "exclude_modules", default=[]),
-        layers=_layers(values, targets),
     )
 
 
@@ -170,40 +127,3 @@ def _patterns(values: ConfigValues, key: str) -> ConfigValues:
     if not isinstance(raw, dict) or len(raw) > _MAX_PATTERNS:
         raise values.error(f"{key} must be an object of at most {_MAX_PATTERNS} keys, not {shown(raw)}")
     return ConfigValues(raw, f"{values.where}: {key}")
-
-
-def _names(values: ConfigValues, key: str, **default: Any) -> str | tuple[str, ...]:
-    """A regular expression or a list of names."""
-    found = values.get(key, **default)
-    if isinstance(found, list) and all(isinstance(name, str) for name in found):
-        return tuple(found)
-    if not isinstance(found, str):
-        raise values.error(f"{key} must be a string or a list of strings, not {shown(found)}")
-    return found
-
-
-def _layers(values: ConfigValues, targets: str | tuple[str, ...]) -> frozenset[str] | None:
-    """The numbers of the layers that the adapter is limited to; None for all."""
-    found = values.get("layers_to_transform", default=[])
-    listed = found if isinstance(found, list) else [found]
-    if not all(type(number) is int for number in listed):
-        raise values.error(f"layers_to_transform must be a number or a list of them, not {shown(found)}")
-    if not listed:
-        return None
-    if isinstance(targets, str):
-        raise values.error("layers_to_transform needs target_modules to be a list of names")
-    if (pattern := values.get("layers_pattern", default=[])) not in ([], "", "layers", ["layers"]):
-        raise values.error(f"layers_pattern is {shown(pattern)}, not 'layers'; {REMEDY}")
-    return frozenset(map(str, listed))
-
-
-def _endings(module: str) -> Iterator[str]:
-    """The name of a module, and what is left of it after each of its dots."""
-    while module:
-        yield module
-        module = module.partition(".")[2]
-
-
-def _layer(module: str) -> str:
-    """The number of a module's layer, which is the first number in its name; empty if there is none."""
-    return next((part for part in module.split(".")[2:-1] if part.isdecimal()), "")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from batchgen.core.model_files import ADAPTER_WEIGHTS
 from batchgen.core.units import shown
 from batchgen.model.adapter.settings import REMEDY, Lora
 from batchgen.model.config import ModelConfig
-from batchgen.model.weights import Init, TensorSource, open_weights
+from batchgen.model.weights import Init, TensorSource, fill_rows, is_finite, open_weights
 
 _NAME = re.compile(r"base_model\.model\.(.{1,500})\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
 _NUMBERS = (torch.bfloat16, torch.float16, torch.float32)  # whose products float64 holds
@@ -41,9 +40,10 @@ class LoraTensors:
         self._path = lora.folder / ADAPTER_WEIGHTS
         self._file = open_weights(self._path)
         names = self._located(self._file.keys())
-        scales = lora.scales([*names], config.tensor_names["head"])
+        ranks = {module: self._rank(parts["A"]) for module, parts in names.items()}
         self._names = {config.stored_name(module): parts for module, parts in names.items()}
-        self._scales = {config.stored_name(module): found for module, found in scales.items()}
+        self._ranks = {config.stored_name(module): rank for module, rank in ranks.items()}
+        self._scales = {config.stored_name(module): scale for module, scale in lora.scales(ranks).items()}
         self._added: set[str] = set()
         if (embedding := config.tensor_names["embedding"]) in self._names:
             raise self._error(f"changes {embedding!r}, which is no linear", "train the adapter without it")
@@ -79,10 +79,10 @@ class LoraTensors:
             return tensor.to(torch.promote_types(tensor.dtype, self.dtype))
         if len(shape) != 2:
             raise self._error(f"changes {module!r}, which is no linear", "train the adapter without it")
-        rank, scale = self._scales[module]
+        rank, scale = self._ranks[module], self._scales[module]
         a, b = self._read(module, "A", rank, shape[1]), self._read(module, "B", shape[0], rank)
         tensor = _sum(self._exact.take(name, shape, init), a, b, scale, dtype or self.dtype)
-        if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+        if not is_finite(tensor):
             kind = str(tensor.dtype).removeprefix("torch.")
             raise self._error(f"gives {module!r} values that {kind} cannot hold", "it is damaged: download it again")
         self._added.add(module)
@@ -96,6 +96,13 @@ class LoraTensors:
             base = f"; its own model is {shown(self._lora.base)}" if self._lora.base else ""
             raise self._error(f"changes {shown(left[0])}, which {what}{more}{base}", "give a model that it fits")
         self._plain.finish(optional)
+
+    def _rank(self, name: str) -> int:
+        """The rank of the matrix A of that name [rank, in]."""
+        shape = self._file.get_slice(name).get_shape()
+        if len(shape) != 2 or not shape[0]:
+            raise self._error(f"tensor {shown(name)} has shape {shown(shape)}, not a rank and inputs", "save it again")
+        return int(shape[0])
 
     def _read(self, module: str, part: str, *shape: int) -> Tensor:
         name = self._names[module][part]
@@ -120,14 +127,11 @@ def _sum(weight: Tensor, a: Tensor, b: Tensor, scale: float, dtype: torch.dtype)
     result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     step = max(1, _CHUNK // weight.shape[1])
 
-    @torch.inference_mode()  # a thread starts outside of the mode in which the model is loaded
-    def fill(start: int) -> None:
-        rows = slice(start, start + step)
+    def fill(rows: slice) -> None:
         total = torch.zeros(weight[rows].shape, dtype=torch.float64, device=weight.device)
         for left, right in zip(b[rows].T, a, strict=True):
             total.addr_(left, right)
         result[rows] = total.mul_(scale).add_(weight[rows]).float()
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(fill, range(0, len(result), step)))
+    fill_rows(fill, len(result), step)
     return result

@@ -6,7 +6,6 @@ Numbers are read here; the ``gguf`` package, which knows the blocks of each quan
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from batchgen.core.errors import ModelError
 from batchgen.core.model_files import file_bytes
 from batchgen.core.units import shown
 from batchgen.model.quantized.gguf import GgufTensor, read_header
-from batchgen.model.weights import Init
+from batchgen.model.weights import Init, fill_rows, is_finite
 
 _NUMBERS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}  # by type
 _CHUNK = 1 << 18  # values turned into float32 at once: these stay in the processor's cache, all of a row's do not
@@ -54,9 +53,9 @@ class GgufTensors:
             kind = _NUMBERS[found.kind]
             tensor = torch.from_numpy(self._bytes(name, found, math.prod(shape) * kind.itemsize)).view(kind)
         else:
-            tensor = self._from_blocks(name, found)
+            tensor = self._from_blocks(name, found, dtype or self.dtype)
         tensor = tensor.to(self.device, dtype or self.dtype).view(shape)
-        if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+        if not is_finite(tensor):
             raise self._error(name, "has values that are not finite; download the file again")
         self._taken.add(name)
         return tensor
@@ -66,7 +65,7 @@ class GgufTensors:
         if left:
             raise ModelError(f"{self.path}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
 
-    def _from_blocks(self, name: str, found: GgufTensor) -> Tensor:
+    def _from_blocks(self, name: str, found: GgufTensor, dtype: torch.dtype) -> Tensor:
         gguf = _package(self.path)
         try:
             kind = gguf.GGMLQuantizationType(found.kind)
@@ -78,19 +77,16 @@ class GgufTensors:
             raise self._error(name, f"has rows of {width} values, {kind.name} blocks of {values_per_block}")
         num_blocks = math.prod(found.shape) // values_per_block
         data = self._bytes(name, found, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
-        tensor = torch.empty((num_blocks, values_per_block), dtype=self.dtype)
-        step = _CHUNK // values_per_block
+        tensor = torch.empty((num_blocks, values_per_block), dtype=dtype)
 
-        @torch.inference_mode()  # a thread starts outside of the mode in which the model is loaded
-        def fill(start: int) -> None:
-            part = data[start : start + step]
+        def fill(rows: slice) -> None:
+            part = data[rows]
             with np.errstate(all="ignore"):  # of scales that are not finite, which the caller looks for
                 wide = gguf.dequantize(part.reshape(1, -1), kind)
-            tensor[start : start + step] = torch.from_numpy(wide).view(len(part), -1)
+            tensor[rows] = torch.from_numpy(wide).view(len(part), -1)
 
         try:
-            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-                list(pool.map(fill, range(0, num_blocks, step)))
+            fill_rows(fill, num_blocks, _CHUNK // values_per_block)
         except NotImplementedError:
             raise self._error(name, f"has type {kind.name}, which is not read; use another file") from None
         return tensor

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from batchgen.core.errors import ModelError
 from batchgen.model.config import Quantization
-from batchgen.model.weights import WEIGHT_DTYPES, Checkpoint, Init
+from batchgen.model.weights import WEIGHT_DTYPES, Checkpoint, Init, fill_rows, is_finite
 
 _PARTS = {  # by method: what shows that a matrix is quantized
     "compressed-tensors": ("weight_packed", "weight_scale"),
@@ -53,10 +53,11 @@ class Matrix(NamedTuple):
     def to(self, dtype: torch.dtype) -> Tensor:
         """What it stands for, computed in float32 by rows that stay in the processor's cache."""
         result = torch.empty(self.values.shape, dtype=dtype)
-        step = max(1, _CHUNK // self.values.shape[1])
-        for start in range(0, len(result), step):
-            rows = slice(start, start + step)
+
+        def fill(rows: slice) -> None:
             result[rows] = self._wide(rows)
+
+        fill_rows(fill, len(result), max(1, _CHUNK // self.values.shape[1]))
         return result
 
     def _wide(self, rows: slice) -> Tensor:
@@ -94,7 +95,7 @@ class QuantizedCheckpoint(Checkpoint):
         else:
             matrix = self._by_columns(module, *shape) if part == "qweight" else self._scaled(module, part, *shape)
         tensor = matrix.to(dtype or self.dtype)
-        if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+        if not is_finite(tensor):
             kind = str(tensor.dtype).removeprefix("torch.")
             raise self._error(name, f"has values that {kind} cannot hold, so its scales are damaged")
         return tensor.to(self.device)

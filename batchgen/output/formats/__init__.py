@@ -16,7 +16,7 @@ def output_format(spec: JobSpec) -> OutputFormat:
     if name == "jsonl":
         return OutputFormat()
     if name == "openai-batch":
-        return OpenAIBatchFormat(spec.model.path, spec.input.chat, spec.record_keys)
+        return OpenAIBatchFormat(spec.model.path, spec.input.chat)
     if name == "parquet":
         from batchgen.output.formats.parquet import ParquetFormat, fixed_types  # pyarrow, where it is needed
 

@@ -6,8 +6,7 @@ chat or a text completion was asked for. Fields that OpenAI lacks are added besi
 ignore them: ``timings`` and ``kept_columns`` in the line; ``prompt_logprobs`` and ``perplexity`` in the body;
 ``reasoning_content``, where vLLM has it, and ``parsed``, where OpenAI's SDK has it, in the message of a chat or the
 choice of a completion; ``complete``, ``token_ids``, scored ``choices`` (here ``scored_choices``) and, where OpenAI has
-no such reason, ``stop_reason`` in a choice. Files of earlier versions, without ``timings`` and ``kept_columns``, can be
-read.
+no such reason, ``stop_reason`` in a choice.
 """
 
 from __future__ import annotations
@@ -27,20 +26,16 @@ from batchgen.output.formats.jsonl import OutputFormat, index_of, read_lines
 
 @dataclass(frozen=True, slots=True)
 class OpenAIBatchFormat(OutputFormat):
-    """``outputs.jsonl`` of batch responses. ``chat`` is the shape of rows that keep no ``url``.
-
-    ``record_keys`` are the fields of a record that are no kept columns.
-    """
+    """``outputs.jsonl`` of batch responses. ``chat`` is the shape of rows that keep no ``url``."""
 
     model: str
     chat: bool
-    record_keys: frozenset[str] = RECORD_KEYS
 
     def result_row(self, payload: bytes) -> bytes:
         """A batch response with status 200 and a completion as its body, followed by timings and kept columns."""
         found = json.loads(payload)
-        record = {name: value for name, value in found.items() if name in self.record_keys}
-        kept = {name: value for name, value in found.items() if name not in self.record_keys}
+        record = {name: value for name, value in found.items() if name in RECORD_KEYS}
+        kept = {name: value for name, value in found.items() if name not in RECORD_KEYS}
         index, url = record["index"], found.get("url")
         response = {"status_code": 200, "request_id": f"req_{index:012d}", "body": self._body(record, url)}
         line = {**_head(record), "response": response, "error": None, "timings": record["timings"]}
@@ -60,21 +55,22 @@ class OpenAIBatchFormat(OutputFormat):
     def record(self, row: bytes) -> dict[str, Any]:
         """What a report needs of the record: id (as text), index, text, finish_reason, usage, timings, kept columns.
 
-        ``complete`` is whether all of several choices are.
+        Also ``complete``, ``samples`` of several and scored ``choices``, as far as the record has them.
         """
         line = json.loads(row)
         body = line["response"]["body"]
         choice = body["choices"][0]
-        complete = [choice["complete"] for choice in body["choices"] if "complete" in choice]
+        samples = [_sample(choice) for choice in body["choices"]]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
         return {
             "id": line["custom_id"],
             "index": index_of(line["id"]),
             "text": text or "",
-            "finish_reason": choice.get("stop_reason", choice["finish_reason"]),
-            **({"complete": all(complete)} if complete else {}),
+            **samples[0],
+            **({"samples": samples} if len(samples) > 1 else {}),
+            **({"choices": choice["scored_choices"]} if "scored_choices" in choice else {}),
             "usage": {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens")},
-            "timings": line.get("timings", {}),
+            "timings": line["timings"],
             **line.get("kept_columns", {}),
         }
 
@@ -92,6 +88,12 @@ class OpenAIBatchFormat(OutputFormat):
             "usage": {**usage, "total_tokens": total},
         }
         return body | {name: record[name] for name in ("prompt_logprobs", "perplexity") if name in record}
+
+
+def _sample(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a sample that a report counts, from its choice."""
+    reason = {"finish_reason": choice.get("stop_reason", choice["finish_reason"])}
+    return reason | ({"complete": choice["complete"]} if "complete" in choice else {})
 
 
 def _head(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _MAX_FIELDS = 64  # of an object column; past that its keys are data, not fields
 
 _SECONDS = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
 _COUNTS = ("cached_tokens", "preemptions")
-_SCORES = ("logprob", "mean_logprob")
+_SCORES = ("prob", "logprob", "mean_logprob")
 _TOP_LOGPROB = pa.struct([("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float64())])
 _LOGPROBS = pa.list_(pa.struct([*_TOP_LOGPROB, ("top_logprobs", pa.list_(_TOP_LOGPROB))]))
 _TOKEN_IDS = pa.list_(pa.int32())
@@ -70,7 +70,7 @@ class _UnfitColumnError(Exception):
 
 def fixed_types(spec: JobSpec) -> dict[str, Any]:
     """The Arrow type of each field that a job's records may have, None for JSON text."""
-    found = {name: kind for name, kind in FIXED_TYPES.items() if name in spec.record_keys}
+    found = dict(FIXED_TYPES)
     if spec.output.parse_json:
         found["parsed"] = type_of(schema_of(spec.sampling.structured_outputs))
         found["samples"] = pa.list_(pa.struct([*_SAMPLE, field_of("parsed", found["parsed"])]))

@@ -24,32 +24,10 @@ from __future__ import annotations
 import numpy as np
 
 from batchgen.kernels.cpu import layout
-from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled import query_rows, simd
 from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER, accumulate, score, score_chunks, shifted
-from batchgen.kernels.cpu.compiled.query_rows import (
-    GROUP,
-    divide_scratch,
-    from_row,
-    gather_queries,
-    lowest,
-    of_head,
-    padded,
-    stride,
-    weigh_rows,
-    write_rows,
-)
 from batchgen.kernels.cpu.compiled.simd import F32
-from batchgen.kernels.cpu.compiled.work import next_item, worker_number
-from batchgen.kernels.cpu.layout import (
-    ARGS,
-    CHUNK,
-    LANES,
-    MAX_QUERIES,
-    NUM_ITEMS,
-    QUERY_BLOCK_FIELDS,
-    SCORE_ROWS,
-    TILE,
-)
+from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
 
 scratch_floats = simd.jit(layout.attention_scratch_floats)
 
@@ -86,22 +64,22 @@ def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, 
     head, num_heads = heads
     position, next_head = begin, width * lanes
     while position < tile_end:
-        is_group = tall <= MOST_TOGETHER and block_size % CHUNK == 0 and tile_end - position > CHUNK
-        group, last = position - position % GROUP, (tile_end - 1) // CHUNK * CHUNK
+        is_group = tall <= MOST_TOGETHER and block_size % layout.CHUNK == 0 and tile_end - position > layout.CHUNK
+        group, last = position - position % query_rows.GROUP, (tile_end - 1) // layout.CHUNK * layout.CHUNK
         a = b = c = d = _chunk(table, position, head, cache, sizes)
         if is_group:
-            b = _chunk(table, max(group + CHUNK, position), head, cache, sizes)
-            c = _chunk(table, min(max(group + 2 * CHUNK, position), last), head, cache, sizes)
-            d = _chunk(table, min(max(group + 3 * CHUNK, position), last), head, cache, sizes)
+            b = _chunk(table, max(group + layout.CHUNK, position), head, cache, sizes)
+            c = _chunk(table, min(max(group + 2 * layout.CHUNK, position), last), head, cache, sizes)
+            d = _chunk(table, min(max(group + 3 * layout.CHUNK, position), last), head, cache, sizes)
         count = min(tile_end - position, block_size - position % block_size)
         for number in range(num_heads):
-            q, _, scores, _, _, _, _, _ = of_head(scratch, number, apart, tall, width)
+            q, _, scores, _, _, _, _, _ = query_rows.of_head(scratch, number, apart, tall, width)
             if is_group:
                 starts = shifted((a, b, c, d), number * next_head)
                 score_chunks(tall, q, width, keys, starts, lanes, scores, group - tile)
             else:
                 score(tall, count, q, width, keys, a + number * next_head, pack, lanes, scores, position - tile)
-        position = group + GROUP if is_group else position + count
+        position = group + query_rows.GROUP if is_group else position + count
 
 
 @simd.jit
@@ -112,17 +90,17 @@ def _values_of(stream, group, tile_end, table, head, cache, sizes, copies):
     """
     _, values, _, values_at, itemsize, _ = cache
     _, width, block_size, _ = sizes
-    position = group + stream * CHUNK
-    if block_size % CHUNK == 0 and position + CHUNK <= tile_end:
+    position = group + stream * layout.CHUNK
+    if block_size % layout.CHUNK == 0 and position + layout.CHUNK <= tile_end:
         place = _place(table, position, head, sizes) * block_size + position % block_size
         return values_at + place * width * itemsize
     target, address = copies
-    first, zero = stream * CHUNK * width, simd.splat(F32(0.0))
-    for i in range(CHUNK):
+    first, zero = stream * layout.CHUNK * width, simd.splat(F32(0.0))
+    for i in range(layout.CHUNK):
         known = position + i < tile_end
         at = min(position + i, tile_end - 1)
         source = (_place(table, at, head, sizes) * block_size + at % block_size) * width
-        for j in range(0, width, LANES):
+        for j in range(0, width, layout.LANES):
             simd.store(target, first + i * width + j, simd.load(values, source + j) if known else zero)
     return address + first * itemsize
 
@@ -136,18 +114,18 @@ def _value_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, 
     """
     values, copies, itemsize = cache[1], scratch[4], cache[4]
     width, (head, num_heads) = sizes[1], heads
-    for group in range(begin - begin % GROUP, tile_end, GROUP):
-        first = max(begin - group, 0) // CHUNK
+    for group in range(begin - begin % query_rows.GROUP, tile_end, query_rows.GROUP):
+        first = max(begin - group, 0) // layout.CHUNK
         for number in range(num_heads):
             a = _values_of(first, group, tile_end, table, head + number, cache, sizes, copies)
             b = c = d = a
-            if first < 1 and group + CHUNK < tile_end:
+            if first < 1 and group + layout.CHUNK < tile_end:
                 b = _values_of(1, group, tile_end, table, head + number, cache, sizes, copies)
-            if first < 2 and group + 2 * CHUNK < tile_end:
+            if first < 2 and group + 2 * layout.CHUNK < tile_end:
                 c = _values_of(2, group, tile_end, table, head + number, cache, sizes, copies)
-            if first < 3 and group + 3 * CHUNK < tile_end:
+            if first < 3 and group + 3 * layout.CHUNK < tile_end:
                 d = _values_of(3, group, tile_end, table, head + number, cache, sizes, copies)
-            _, sums, _, weights, _, _, _, _ = of_head(scratch, number, apart, tall, width)
+            _, sums, _, weights, _, _, _, _ = query_rows.of_head(scratch, number, apart, tall, width)
             accumulate(tall, weights, group - tile, values, itemsize, (a, b, c, d), width, sums)
 
 
@@ -162,13 +140,13 @@ def _gather_scales(tile, begin, tile_end, table, head, scales_at, sizes, scales)
         at, to = 2 * _place(table, position, head, sizes) * lanes + offset, position - tile
         for i in range(count):
             scales[to + i] = source[at + i]
-            scales[TILE + to + i] = source[at + lanes + i]
+            scales[layout.TILE + to + i] = source[at + lanes + i]
         position += count
 
 
 @simd.inline
 def _chunk_of(position):
-    return position - position % CHUNK
+    return position - position % layout.CHUNK
 
 
 @simd.jit
@@ -181,22 +159,26 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, cac
     """
     width, scales_at = sizes[1], cache[5]
     head, num_heads = heads
-    seen = max(first, _chunk_of(lowest(start, window)))
-    for tile in range(seen - seen % TILE, end, TILE):
+    seen = max(first, _chunk_of(query_rows.lowest(start, window)))
+    for tile in range(seen - seen % layout.TILE, end, layout.TILE):
         for number in range(num_heads if scales_at else 0):
-            scales = simd.shifted(scratch[5], number * 2 * TILE)
-            _gather_scales(tile, max(tile, seen), min(tile + TILE, end), table, head + number, scales_at, sizes, scales)
-        for row in range(0, num_rows, MAX_QUERIES):
-            rows = min(MAX_QUERIES, num_rows - row)
-            tile_end = min(tile + TILE, start + (row + rows - 1) // group + 1)
-            begin = max(tile, _chunk_of(lowest(start + row // group, window)))
+            scales = simd.shifted(scratch[5], number * 2 * layout.TILE)
+            _gather_scales(
+                tile, max(tile, seen), min(tile + layout.TILE, end), table, head + number, scales_at, sizes, scales
+            )
+        for row in range(0, num_rows, layout.MAX_QUERIES):
+            rows = min(layout.MAX_QUERIES, num_rows - row)
+            tile_end = min(tile + layout.TILE, start + (row + rows - 1) // group + 1)
+            begin = max(tile, _chunk_of(query_rows.lowest(start + row // group, window)))
             if tile_end <= begin:
                 continue
-            tall, mine = padded(rows), from_row(scratch, row, width)
+            tall, mine = query_rows.padded(rows), query_rows.from_row(scratch, row, width)
             _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, mine)
             for number in range(num_heads):
-                of_one = of_head(scratch, number, apart, tall, width)
-                weigh_rows(row, rows, group, start, window, tile, begin, tile_end, width, of_one, scales_at != 0)
+                of_one = query_rows.of_head(scratch, number, apart, tall, width)
+                query_rows.weigh_rows(
+                    row, rows, group, start, window, tile, begin, tile_end, width, of_one, scales_at != 0
+                )
             _value_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, mine)
 
 
@@ -204,7 +186,7 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, cac
 def _piece(queries, block):
     """The block table of a query block, its first token, the number of its tokens and the position of the first."""
     query_blocks, positions, tables, max_blocks = queries
-    at = block * QUERY_BLOCK_FIELDS
+    at = block * layout.QUERY_BLOCK_FIELDS
     token = query_blocks[at + 1]
     return (
         simd.pointer(tables + query_blocks[at] * max_blocks * 4, np.int32),
@@ -219,7 +201,7 @@ def _rows_of(queries, block, members, group):
     """Rows of scratch memory for one KV head of ``members`` query blocks."""
     rows = 0
     for i in range(members):
-        rows += stride(queries[0][(block + i) * QUERY_BLOCK_FIELDS + 2] * group)
+        rows += query_rows.stride(queries[0][(block + i) * layout.QUERY_BLOCK_FIELDS + 2] * group)
     return rows
 
 
@@ -227,12 +209,12 @@ def _rows_of(queries, block, members, group):
 def _members(queries, block, most, num_blocks):
     """The number of query blocks from ``block`` on that one item attends for; 0 if that of an earlier one does."""
     place_of = simd.shifted(queries[0], 3)
-    place = place_of[block * QUERY_BLOCK_FIELDS]
+    place = place_of[block * layout.QUERY_BLOCK_FIELDS]
     if place % most:
         return 0
     members = 1
     while members < most and block + members < num_blocks:
-        if place_of[(block + members) * QUERY_BLOCK_FIELDS] != place + members:
+        if place_of[(block + members) * layout.QUERY_BLOCK_FIELDS] != place + members:
             break
         members += 1
     return members
@@ -241,9 +223,9 @@ def _members(queries, block, most, num_blocks):
 @simd.inline
 def _heads_together(rows, most):
     """KV heads of so many rows each that are walked side by side; one where products take longer than reading."""
-    if rows > 2 * MAX_QUERIES:
+    if rows > 2 * layout.MAX_QUERIES:
         return 1
-    return min(SCORE_ROWS // padded(min(rows, MAX_QUERIES)), most)
+    return min(layout.SCORE_ROWS // query_rows.padded(min(rows, layout.MAX_QUERIES)), most)
 
 
 @simd.jit
@@ -255,59 +237,69 @@ def _attend_together(block, members, kv_heads, queries, q, heads, window, cache,
     num_heads, group, head_dim = heads
     kv_head, num_kv_heads = kv_heads
     width, together, longest = sizes[1], _rows_of(queries, block, members, group), 0
-    apart = stride(together)
+    apart = query_rows.stride(together)
     for number in range(num_kv_heads):
         row = number * apart
         for i in range(members):
             _, token, count, start = _piece(queries, block + i)
             first_head, longest = token * num_heads + (kv_head + number) * group, max(longest, start + count)
-            gather_queries(count * group, group, q, first_head, num_heads, width, from_row(scratch, row, width))
-            row += stride(count * group)
-    shared = queries[0][block * QUERY_BLOCK_FIELDS + 4]
-    shared = shared - shared % TILE if members > 1 and (window == 0 or longest <= window) else 0
+            query_rows.gather_queries(
+                count * group, group, q, first_head, num_heads, width, query_rows.from_row(scratch, row, width)
+            )
+            row += query_rows.stride(count * group)
+    shared = queries[0][block * layout.QUERY_BLOCK_FIELDS + 4]
+    shared = shared - shared % layout.TILE if members > 1 and (window == 0 or longest <= window) else 0
     row = 0
     for i in range(-1 if shared else 0, members):
         table, token, count, start = _piece(queries, block + max(i, 0))
         at, first, end = (0, 0, shared) if i < 0 else (row, shared, start + count)
         rows, begin, seen = (together, shared, 0) if i < 0 else (count * group, start, window)
-        mine = from_row(scratch, at, width)  # all rows see all that is shared: their positions do not matter
+        mine = query_rows.from_row(scratch, at, width)  # all rows see all that is shared: their positions do not matter
         _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, cache, sizes, mine)
         if i < 0:
             continue
         for number in range(num_kv_heads):
-            target, of_one = token * num_heads + (kv_head + number) * group, from_row(mine, number * apart, width)
-            write_rows(rows, group, target, num_heads, head_dim, width, of_one, gates, out)
-        row += stride(rows)
+            target, of_one = (
+                token * num_heads + (kv_head + number) * group,
+                query_rows.from_row(mine, number * apart, width),
+            )
+            query_rows.write_rows(rows, group, target, num_heads, head_dim, width, of_one, gates, out)
+        row += query_rows.stride(rows)
 
 
 @simd.jit
-def attention(words, result, dtype, inner):
+def attention(args, result, dtype, inner):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is a query block and
     ``most_heads`` KV heads.
 
     Element types: of the ``result``, of keys and values (``dtype``), and of queries and probabilities where they are
     multiplied (``inner``).
     """
-    q = simd.pointer(words[ARGS], F32)
-    keys_at, values_at, itemsize = words[ARGS + 1], words[ARGS + 2], words[ARGS + 15]
-    scales_at = words[ARGS + 17]
+    q = simd.pointer(args[layout.ARGS], F32)
+    keys_at, values_at, itemsize = args[layout.ARGS + 1], args[layout.ARGS + 2], args[layout.ARGS + 15]
+    scales_at = args[layout.ARGS + 17]
     cache = simd.pointer(keys_at, dtype), simd.pointer(values_at, dtype), keys_at, values_at, itemsize, scales_at
-    out = simd.pointer(words[ARGS + 6], result)
-    num_heads, num_kv_heads, head_dim, width = words[ARGS + 8], words[ARGS + 9], words[ARGS + 10], words[ARGS + 11]
-    block_size, lanes, max_blocks = words[ARGS + 12], words[ARGS + 13], words[ARGS + 14]
+    out = simd.pointer(args[layout.ARGS + 6], result)
+    num_heads, num_kv_heads, head_dim, width = (
+        args[layout.ARGS + 8],
+        args[layout.ARGS + 9],
+        args[layout.ARGS + 10],
+        args[layout.ARGS + 11],
+    )
+    block_size, lanes, max_blocks = args[layout.ARGS + 12], args[layout.ARGS + 13], args[layout.ARGS + 14]
     sizes, heads = (num_kv_heads, width, block_size, lanes), (num_heads, num_heads // num_kv_heads, head_dim)
-    positions = simd.pointer(words[ARGS + 5], np.int32)
-    queries = simd.pointer(words[ARGS + 4], np.int32), positions, words[ARGS + 3], max_blocks
-    most_rows, window = words[ARGS + 16], words[ARGS + 18]
-    gates = words[ARGS + 19], simd.pointer(words[ARGS + 19], result), words[ARGS + 20]
-    most, most_heads = words[ARGS + 21], words[ARGS + 22]
+    positions = simd.pointer(args[layout.ARGS + 5], np.int32)
+    queries = simd.pointer(args[layout.ARGS + 4], np.int32), positions, args[layout.ARGS + 3], max_blocks
+    most_rows, window = args[layout.ARGS + 16], args[layout.ARGS + 18]
+    gates = args[layout.ARGS + 19], simd.pointer(args[layout.ARGS + 19], result), args[layout.ARGS + 20]
+    most, most_heads = args[layout.ARGS + 21], args[layout.ARGS + 22]
     shares = num_kv_heads // most_heads
-    num_blocks = words[NUM_ITEMS] // shares
-    worker = worker_number(words)
-    mine = words[ARGS + 7] + worker * 4 * scratch_floats(width, most_rows)
-    scratch = divide_scratch(mine, most_rows, width, dtype, inner)
-    item = next_item(words, worker)
-    while item < words[NUM_ITEMS]:
+    num_blocks = args[layout.NUM_ITEMS] // shares
+    worker = worker_number(args)
+    mine = args[layout.ARGS + 7] + worker * 4 * scratch_floats(width, most_rows)
+    scratch = query_rows.divide_scratch(mine, most_rows, width, dtype, inner)
+    item = next_item(args, worker)
+    while item < args[layout.NUM_ITEMS]:
         block, first, last = item // shares, item % shares * most_heads, (item % shares + 1) * most_heads
         members = _members(queries, block, most, num_blocks)
         if members:
@@ -315,4 +307,4 @@ def attention(words, result, dtype, inner):
             for head in range(first, last, together):
                 some = head, min(together, last - head)
                 _attend_together(block, members, some, queries, q, heads, window, cache, sizes, scratch, gates, out)
-        item = next_item(words, worker)
+        item = next_item(args, worker)

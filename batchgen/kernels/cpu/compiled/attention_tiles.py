@@ -13,23 +13,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from batchgen.kernels.cpu.compiled import emit
 from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, inline, jit
-from batchgen.kernels.cpu.compiled.vector_ir import (
-    FLOAT,
-    LOG2_E,
-    VECTOR,
-    emit_cases,
-    emit_dot,
-    emit_fma,
-    emit_load,
-    emit_load_pairs,
-    emit_load_whole_pairs,
-    emit_splat,
-    emit_splat_pair,
-    emit_widen_pairs,
-    is_bf16,
-    number,
-)
 from batchgen.kernels.cpu.layout import CHUNK, LANES, MAX_QUERIES, SCORE_STRIDE
 
 MOST_TOGETHER = 4  # query rows that are scored against several chunks at once
@@ -37,29 +22,29 @@ ROW_COUNTS = (1, 2, 4, MAX_QUERIES)  # of query rows, for each of which there ar
 
 
 def _vector_at(builder, base, index):
-    return builder.bitcast(builder.gep(base, [index]), VECTOR.as_pointer())
+    return builder.bitcast(builder.gep(base, [index]), emit.VECTOR.as_pointer())
 
 
 def _spread(builder, base, index):
     """``base[index]``, or the pair of bfloat16 that begins there, in every lane."""
-    if is_bf16(base):
-        return emit_splat_pair(builder, base, index)
-    return emit_splat(builder, builder.load(builder.gep(base, [index])))
+    if emit.is_bf16(base):
+        return emit.splat_pair(builder, base, index)
+    return emit.splat(builder, builder.load(builder.gep(base, [index])))
 
 
 def _multiply(builder, paired, a, b, total):
-    return emit_dot(builder, a, b, total) if paired else emit_fma(builder, a, b, total)
+    return emit.dot(builder, a, b, total) if paired else emit.fma(builder, a, b, total)
 
 
 def _factors(builder, q, keys, places, d):
     """Keys of dimension ``d`` (or the pair from it on) at ``places`` and, for each, what dimension of q they meet."""
-    if not is_bf16(keys):
-        return [([emit_load(builder, keys, place) for place in places], d)]
-    pairs = [emit_load_whole_pairs(builder, keys, place, align=4) for place in places]
-    if is_bf16(q):
+    if not emit.is_bf16(keys):
+        return [([emit.load(builder, keys, place) for place in places], d)]
+    pairs = [emit.load_whole_pairs(builder, keys, place, align=4) for place in places]
+    if emit.is_bf16(q):
         return [(pairs, d)]
-    evens, odds = zip(*(emit_widen_pairs(builder, pair) for pair in pairs), strict=True)
-    return [(evens, d), (odds, builder.add(d, number(1)))]
+    evens, odds = zip(*(emit.widen_pairs(builder, pair) for pair in pairs), strict=True)
+    return [(evens, d), (odds, builder.add(d, emit.number(1)))]
 
 
 def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out, out_index):
@@ -68,25 +53,25 @@ def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out
     Chunks begin at ``starts`` in the keys. A score is a sum over dimensions (or pairs of them) in order; there are
     enough of them under way to hide the latency of an addition.
     """
-    unit = 2 if is_bf16(keys) else 1  # dimensions that lie side by side
+    unit = 2 if emit.is_bf16(keys) else 1  # dimensions that lie side by side
     starts = cgutils.unpack_tuple(builder, starts)
     columns = range(len(starts) * vectors)
     grid = [(r, v) for r in range(rows) for v in columns]
-    sums = {place: cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for place in grid}
-    first = [builder.mul(width, number(r)) for r in range(rows)]
-    begins = [builder.add(start, number(v * LANES * unit)) for start in starts for v in range(vectors)]
-    with cgutils.for_range(builder, builder.udiv(width, number(unit))) as loop:
-        d = builder.mul(loop.index, number(unit))
+    sums = {place: cgutils.alloca_once_value(builder, ir.Constant(emit.VECTOR, None)) for place in grid}
+    first = [builder.mul(width, emit.number(r)) for r in range(rows)]
+    begins = [builder.add(start, emit.number(v * LANES * unit)) for start in starts for v in range(vectors)]
+    with cgutils.for_range(builder, builder.udiv(width, emit.number(unit))) as loop:
+        d = builder.mul(loop.index, emit.number(unit))
         row = builder.mul(d, key_stride)
         for key, place in _factors(builder, q, keys, [builder.add(begin, row) for begin in begins], d):
             for r in range(rows):
                 spread = _spread(builder, q, builder.add(first[r], place))
                 for v in columns:
                     total = sums[r, v]
-                    builder.store(_multiply(builder, is_bf16(q), spread, key[v], builder.load(total)), total)
-    to_base_2 = emit_splat(builder, ir.Constant(FLOAT, float(np.float32(LOG2_E))))
+                    builder.store(_multiply(builder, emit.is_bf16(q), spread, key[v], builder.load(total)), total)
+    to_base_2 = emit.splat(builder, ir.Constant(emit.FLOAT, float(np.float32(emit.LOG2_E))))
     for r, v in grid:
-        at = builder.add(out_index, number(r * SCORE_STRIDE + v * LANES))
+        at = builder.add(out_index, emit.number(r * SCORE_STRIDE + v * LANES))
         builder.store(builder.fmul(builder.load(sums[r, v]), to_base_2), _vector_at(builder, out, at), align=4)
 
 
@@ -98,7 +83,7 @@ def _scores(vectors, row_counts):
         def tile(count):
             _emit_scores(builder, count, vectors, q, width, keys, starts, key_stride, out, out_index)
 
-        emit_cases(builder, rows, row_counts, tile)
+        emit.switch(builder, rows, row_counts, tile)
 
     return scores
 
@@ -111,7 +96,7 @@ def _emit_values(builder, rows, vectors, weights, weight_index, values, chunks, 
     """
 
     def place(r, v):
-        row = builder.add(builder.mul(width, number(r)), number(v * LANES))
+        row = builder.add(builder.mul(width, emit.number(r)), emit.number(v * LANES))
         return _vector_at(builder, out, builder.add(out_index, row))
 
     def add(value, paired, weight_at):
@@ -122,25 +107,25 @@ def _emit_values(builder, rows, vectors, weights, weight_index, values, chunks, 
                 builder.store(_multiply(builder, paired, spread, value[v], builder.load(total)), total)
 
     def loaded(base, at):
-        return [emit_load(builder, base, builder.add(at, number(v * LANES))) for v in range(vectors)]
+        return [emit.load(builder, base, builder.add(at, emit.number(v * LANES))) for v in range(vectors)]
 
     places = [place(r, v) for r in range(rows) for v in range(vectors)]
-    sums = [cgutils.alloca_once(builder, VECTOR) for _ in places]
+    sums = [cgutils.alloca_once(builder, emit.VECTOR) for _ in places]
     for where, total in zip(places, sums, strict=True):
         builder.store(builder.load(where, align=4), total)
-    starts = [builder.add(weight_index, number(r * SCORE_STRIDE)) for r in range(rows)]
+    starts = [builder.add(weight_index, emit.number(r * SCORE_STRIDE)) for r in range(rows)]
     bases = [builder.inttoptr(chunk, values.type) for chunk in cgutils.unpack_tuple(builder, chunks)]
-    with cgutils.for_range(builder, number(CHUNK // 2)) as loop:
-        position = builder.mul(loop.index, number(2))
+    with cgutils.for_range(builder, emit.number(CHUNK // 2)) as loop:
+        position = builder.mul(loop.index, emit.number(2))
         at = builder.mul(position, width)
         then = builder.add(at, width)
         for c, base in enumerate(bases):
-            weight_at = builder.add(position, number(c * CHUNK))
-            if is_bf16(weights):
-                add(emit_load_pairs(builder, base, at, then, vectors), True, weight_at)
+            weight_at = builder.add(position, emit.number(c * CHUNK))
+            if emit.is_bf16(weights):
+                add(emit.load_pairs(builder, base, at, then, vectors), True, weight_at)
             else:
                 add(loaded(base, at), False, weight_at)
-                add(loaded(base, then), False, builder.add(weight_at, number(1)))
+                add(loaded(base, then), False, builder.add(weight_at, emit.number(1)))
     for where, total in zip(places, sums, strict=True):
         builder.store(builder.load(total), where, align=4)
 
@@ -160,7 +145,7 @@ def _values(is_wide):
             vectors = _wide_vectors.py_func(count) if is_wide else 1
             _emit_values(builder, count, vectors, weights, weight_index, values, chunks, width, out, out_index)
 
-        emit_cases(builder, rows, ROW_COUNTS, tile)
+        emit.switch(builder, rows, ROW_COUNTS, tile)
 
     return values
 

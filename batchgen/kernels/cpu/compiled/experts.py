@@ -14,27 +14,27 @@ from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.matmul import SUMS
 from batchgen.kernels.cpu.compiled.matmul_tiles import TO_SUMS, multiply
 from batchgen.kernels.cpu.compiled.simd import F32
-from batchgen.kernels.cpu.compiled.work import next_item, worker_number
+from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, LANES, NUM_ITEMS, ROWS_PER_ITEM, SEGMENT_WORDS, TILE_COLUMNS
 
 
 @simd.jit
-def route(words, dtype):
+def route(args, dtype):
     """Arguments: x [rows, width], panels of the float32 weight, float32 bias [experts] or 0, int32 ids and float32
     weights [rows, active], scratch (addresses), rows, width, experts, active, whether scores are softmax, whether
     weights are normalized, bits of eps and of the scale, elements of a strip; an item is as many rows as a tile has.
 
     See ``interface.Routing``.
     """
-    x, panels, num_rows, width = simd.pointer(words[ARGS], dtype), words[ARGS + 1], words[ARGS + 6], words[ARGS + 7]
-    num_experts, strip_size = words[ARGS + 8], words[ARGS + 14]
+    x, panels, num_rows, width = simd.pointer(args[ARGS], dtype), args[ARGS + 1], args[ARGS + 6], args[ARGS + 7]
+    num_experts, strip_size = args[ARGS + 8], args[ARGS + 14]
     num_panels = -(-num_experts // TILE_COLUMNS)
-    worker = worker_number(words)
-    mine = words[ARGS + 5] + 4 * worker * num_panels * (SUMS + 2 * TILE_COLUMNS)
+    worker = worker_number(args)
+    mine = args[ARGS + 5] + 4 * worker * num_panels * (SUMS + 2 * TILE_COLUMNS)
     sums, scores = simd.pointer(mine, F32), simd.pointer(mine + 4 * num_panels * SUMS, F32)
-    item = next_item(words, worker)
-    while item < words[NUM_ITEMS]:
-        first, end = item * num_rows // words[NUM_ITEMS], (item + 1) * num_rows // words[NUM_ITEMS]
+    item = next_item(args, worker)
+    while item < args[NUM_ITEMS]:
+        first, end = item * num_rows // args[NUM_ITEMS], (item + 1) * num_rows // args[NUM_ITEMS]
         for panel in range(num_panels):
             here = panels + panel * 4 * TILE_COLUMNS * width
             how = (TO_SUMS, simd.shifted(sums, panel * SUMS), x)
@@ -42,9 +42,9 @@ def route(words, dtype):
             multiply(end - first, x, first * width, width, w, strip_size, steps, x, 0, 0, how, here, 0)
         for row in range(first, end):
             logits = simd.shifted(sums, (row - first) * TILE_COLUMNS)
-            _score(logits, num_experts, words[ARGS + 10], scores)
-            _choose(words, row, scores)
-        item = next_item(words, worker)
+            _score(logits, num_experts, args[ARGS + 10], scores)
+            _choose(args, row, scores)
+        item = next_item(args, worker)
 
 
 @simd.inline
@@ -76,13 +76,13 @@ def _score(logits, num_experts, is_softmax, scores):
 
 
 @simd.jit
-def _choose(words, row, scores):
+def _choose(args, row, scores):
     """Write the ids of a row's experts, in ascending order, and their weights."""
-    bias, ids = simd.pointer(words[ARGS + 2], F32), simd.pointer(words[ARGS + 3], np.int32)
-    weights, num_experts, num_active = simd.pointer(words[ARGS + 4], F32), words[ARGS + 8], words[ARGS + 9]
+    bias, ids = simd.pointer(args[ARGS + 2], F32), simd.pointer(args[ARGS + 3], np.int32)
+    weights, num_experts, num_active = simd.pointer(args[ARGS + 4], F32), args[ARGS + 8], args[ARGS + 9]
     ranks = simd.shifted(scores, -(-num_experts // TILE_COLUMNS) * TILE_COLUMNS)
     for expert in range(num_experts):
-        rank = scores[expert] + bias[expert] if words[ARGS + 2] else scores[expert]
+        rank = scores[expert] + bias[expert] if args[ARGS + 2] else scores[expert]
         ranks[expert] = F32(-np.inf) if math.isnan(rank) else rank
     for _ in range(num_active):
         best, chosen = F32(-np.inf), -1
@@ -96,30 +96,30 @@ def _choose(words, row, scores):
             ids[at], weights[at] = expert, scores[expert]
             total += scores[expert]
             at += 1
-    by = total + simd.float_of_bits(words[ARGS + 12]) if words[ARGS + 11] else F32(1.0)
+    by = total + simd.float_of_bits(args[ARGS + 12]) if args[ARGS + 11] else F32(1.0)
     for place in range(row * num_active, at):
-        weights[place] = weights[place] / by * simd.float_of_bits(words[ARGS + 13])
+        weights[place] = weights[place] / by * simd.float_of_bits(args[ARGS + 13])
 
 
 @simd.jit
-def sort(words):
+def sort(args):
     """Arguments: int32 ids [rows, active], int64 segments, source and place of each pair, scratch (addresses), rows,
     active, experts; one item.
 
     Pairs of a row and one of its experts are sorted by expert: ``source`` is the row of each, in that order, ``place``
     [rows, active] where a row's lie. For what ``segments`` are, see ``linear.Experts``.
     """
-    ids, segments = simd.pointer(words[ARGS], np.int32), simd.pointer(words[ARGS + 1], np.int64)
-    source, place = simd.pointer(words[ARGS + 2], np.int64), simd.pointer(words[ARGS + 3], np.int64)
-    counts, num_rows, num_active = simd.pointer(words[ARGS + 4], np.int64), words[ARGS + 5], words[ARGS + 6]
-    if next_item(words, worker_number(words)) == words[NUM_ITEMS]:
+    ids, segments = simd.pointer(args[ARGS], np.int32), simd.pointer(args[ARGS + 1], np.int64)
+    source, place = simd.pointer(args[ARGS + 2], np.int64), simd.pointer(args[ARGS + 3], np.int64)
+    counts, num_rows, num_active = simd.pointer(args[ARGS + 4], np.int64), args[ARGS + 5], args[ARGS + 6]
+    if next_item(args, worker_number(args)) == args[NUM_ITEMS]:
         return
-    for expert in range(words[ARGS + 7]):
+    for expert in range(args[ARGS + 7]):
         counts[expert] = 0
     for i in range(num_rows * num_active):
         counts[ids[i]] += 1
     num_segments, first = 0, 0
-    for expert in range(words[ARGS + 7]):
+    for expert in range(args[ARGS + 7]):
         end = first + counts[expert]
         counts[expert] = first
         if end > first:
@@ -137,19 +137,19 @@ def sort(words):
 
 
 @simd.jit
-def add_up(words, dtype):
+def add_up(args, dtype):
     """Arguments: parts [pairs, width], int64 place and float32 weights [rows, active], residual and out [rows, width]
     (addresses), rows, width, active.
 
     ``out = residual + sum of weight * part``, summed in float32 in the order of a row's pairs, rounded once.
     """
-    parts, place = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], np.int64)
-    weights, residual = simd.pointer(words[ARGS + 2], F32), simd.pointer(words[ARGS + 3], dtype)
-    out, rows, width = simd.pointer(words[ARGS + 4], dtype), words[ARGS + 5], words[ARGS + 6]
-    num_active = words[ARGS + 7]
-    worker = worker_number(words)
-    item = next_item(words, worker)
-    while item < words[NUM_ITEMS]:
+    parts, place = simd.pointer(args[ARGS], dtype), simd.pointer(args[ARGS + 1], np.int64)
+    weights, residual = simd.pointer(args[ARGS + 2], F32), simd.pointer(args[ARGS + 3], dtype)
+    out, rows, width = simd.pointer(args[ARGS + 4], dtype), args[ARGS + 5], args[ARGS + 6]
+    num_active = args[ARGS + 7]
+    worker = worker_number(args)
+    item = next_item(args, worker)
+    while item < args[NUM_ITEMS]:
         for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
             for i in range(0, width, LANES):
                 total = simd.splat(F32(0.0))
@@ -158,4 +158,4 @@ def add_up(words, dtype):
                     total = simd.fma(part, simd.splat(weights[pair]), total)
                 total = simd.add(total, simd.load_some(residual, row * width + i, width - i))
                 simd.store_some(out, row * width + i, total, width - i)
-        item = next_item(words, worker)
+        item = next_item(args, worker)

@@ -12,22 +12,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba.core import cgutils
 
-from batchgen.kernels.cpu.compiled.vector_ir import (
-    FLOAT,
-    HAS_BF16,
-    INT,
-    INT_VECTOR,
-    VECTOR,
-    emit_call,
-    emit_load,
-    emit_pair_of,
-    emit_round_like,
-    emit_splat,
-    emit_widen,
-    int_splat,
-    is_bf16,
-    number,
-)
+from batchgen.kernels.cpu.compiled import emit
 from batchgen.kernels.cpu.layout import DOT_GROUP, DOT_GROUP_BYTES, GROUP, GROUP_BYTES, LANES
 from batchgen.kernels.processor import cpu_features
 
@@ -45,8 +30,8 @@ def _at(builder, base, offset, kind):
 def emit_scales(builder, strip, group):
     """The float32 scales of 16 outputs in a group of a strip of numbers."""
     halves = ir.VectorType(ir.IntType(16), LANES)
-    at = _at(builder, strip, builder.mul(group, number(GROUP_BYTES)), halves)
-    return emit_widen(builder, builder.load(at, align=_SCALE_BYTES))
+    at = _at(builder, strip, builder.mul(group, emit.number(GROUP_BYTES)), halves)
+    return emit.widen(builder, builder.load(at, align=_SCALE_BYTES))
 
 
 def emit_numbers(builder, strip, group, pair, scales, x):
@@ -54,33 +39,35 @@ def emit_numbers(builder, strip, group, pair, scales, x):
 
     ``x`` is the pointer to what they are multiplied with, in the type to which they are rounded.
     """
-    start = builder.add(builder.mul(group, number(GROUP_BYTES)), number(_SCALE_BYTES))
-    at = builder.add(start, builder.mul(pair, number(_PAIR_BYTES)))
-    if is_bf16(x) and HAS_BF16:
+    start = builder.add(builder.mul(group, emit.number(GROUP_BYTES)), emit.number(_SCALE_BYTES))
+    at = builder.add(start, builder.mul(pair, emit.number(_PAIR_BYTES)))
+    if emit.is_bf16(x) and emit.HAS_BF16:
         sides = []
         for side in range(2):
-            lanes = ir.Constant(INT_VECTOR, [ir.Constant(INT, side * LANES // 2 + i // 2) for i in range(LANES)])
-            both = builder.shuffle_vector(scales, ir.Constant(VECTOR, ir.Undefined), lanes)
-            half = _at(builder, strip, builder.add(at, number(side * LANES)), ir.VectorType(_BYTE, LANES))
-            integers = builder.sext(builder.load(half, align=LANES), INT_VECTOR)
-            sides.append(builder.fmul(builder.sitofp(integers, VECTOR), both))
-        return [emit_pair_of(builder, *sides)]
+            lanes = ir.Constant(
+                emit.INT_VECTOR, [ir.Constant(emit.INT, side * LANES // 2 + i // 2) for i in range(LANES)]
+            )
+            both = builder.shuffle_vector(scales, ir.Constant(emit.VECTOR, ir.Undefined), lanes)
+            half = _at(builder, strip, builder.add(at, emit.number(side * LANES)), ir.VectorType(_BYTE, LANES))
+            integers = builder.sext(builder.load(half, align=LANES), emit.INT_VECTOR)
+            sides.append(builder.fmul(builder.sitofp(integers, emit.VECTOR), both))
+        return [emit.pair_of(builder, *sides)]
     pairs = builder.load(_at(builder, strip, at, ir.VectorType(ir.IntType(16), LANES)), align=_PAIR_BYTES)
-    wide = builder.sext(pairs, INT_VECTOR)
-    low = builder.ashr(builder.shl(wide, int_splat(24)), int_splat(24))
-    integers = [low, builder.ashr(wide, int_splat(8))]
-    return [emit_round_like(builder, x, builder.fmul(builder.sitofp(i, VECTOR), scales)) for i in integers]
+    wide = builder.sext(pairs, emit.INT_VECTOR)
+    low = builder.ashr(builder.shl(wide, emit.int_splat(24)), emit.int_splat(24))
+    integers = [low, builder.ashr(wide, emit.int_splat(8))]
+    return [emit.round_like(builder, x, builder.fmul(builder.sitofp(i, emit.VECTOR), scales)) for i in integers]
 
 
 def emit_unpack(builder, out, strip, groups, x):
     """Write the numbers of ``groups`` groups of a strip to ``out``: [pairs, 16, 2] of bfloat16 or [inputs, 16]."""
     with cgutils.for_range(builder, groups) as outer:
         scales = emit_scales(builder, strip, outer.index)
-        with cgutils.for_range(builder, number(GROUP // 2)) as inner:
+        with cgutils.for_range(builder, emit.number(GROUP // 2)) as inner:
             vectors = emit_numbers(builder, strip, outer.index, inner.index, scales, x)
-            pair = builder.add(builder.mul(outer.index, number(GROUP // 2)), inner.index)
+            pair = builder.add(builder.mul(outer.index, emit.number(GROUP // 2)), inner.index)
             for i, vector in enumerate(vectors):
-                at = builder.gep(out, [builder.add(builder.mul(pair, number(2 * LANES)), number(i * LANES))])
+                at = builder.gep(out, [builder.add(builder.mul(pair, emit.number(2 * LANES)), emit.number(i * LANES))])
                 builder.store(vector, builder.bitcast(at, vector.type.as_pointer()), align=64)
 
 
@@ -93,15 +80,17 @@ def emit_dots(builder, weights, inputs, total):
     if "avx512vnni" in features:
         for w, x in zip(weights, inputs, strict=True):
             name = "llvm.x86.avx512.vpdpbusd.512"
-            total = emit_call(builder, name, [total, builder.bitcast(w, INT_VECTOR), x], INT_VECTOR)
+            total = emit.call(builder, name, [total, builder.bitcast(w, emit.INT_VECTOR), x], emit.INT_VECTOR)
         return total
     parts = 4 if "dotprod" in features else 2
-    kind = ir.VectorType(INT, LANES // parts)
+    kind = ir.VectorType(emit.INT, LANES // parts)
 
     def part(vector, i):
-        lanes = [ir.Constant(INT, i * LANES // parts + lane) for lane in range(LANES // parts)]
-        mask = ir.Constant(ir.VectorType(INT, LANES // parts), lanes)
-        return builder.shuffle_vector(builder.bitcast(vector, INT_VECTOR), ir.Constant(INT_VECTOR, ir.Undefined), mask)
+        lanes = [ir.Constant(emit.INT, i * LANES // parts + lane) for lane in range(LANES // parts)]
+        mask = ir.Constant(ir.VectorType(emit.INT, LANES // parts), lanes)
+        return builder.shuffle_vector(
+            builder.bitcast(vector, emit.INT_VECTOR), ir.Constant(emit.INT_VECTOR, ir.Undefined), mask
+        )
 
     found = [
         _emit_part(builder, features, kind, [part(w, i) for w in weights], [part(x, i) for x in inputs], part(total, i))
@@ -114,7 +103,7 @@ def emit_dots(builder, weights, inputs, total):
 
 def _joined(builder, a, b):
     lanes = 2 * a.type.count
-    mask = ir.Constant(ir.VectorType(INT, lanes), [ir.Constant(INT, lane) for lane in range(lanes)])
+    mask = ir.Constant(ir.VectorType(emit.INT, lanes), [ir.Constant(emit.INT, lane) for lane in range(lanes)])
     return builder.shuffle_vector(a, b, mask)
 
 
@@ -123,18 +112,18 @@ def _emit_part(builder, features, kind, weights, inputs, total):
     as_bytes = ir.VectorType(_BYTE, 4 * kind.count)
     if "avxvnni" in features:
         for w, x in zip(weights, inputs, strict=True):
-            total = emit_call(builder, "llvm.x86.avx512.vpdpbusd.256", [total, w, x], kind)
+            total = emit.call(builder, "llvm.x86.avx512.vpdpbusd.256", [total, w, x], kind)
         return total
     pairs = [(builder.bitcast(w, as_bytes), builder.bitcast(x, as_bytes)) for w, x in zip(weights, inputs, strict=True)]
     if "dotprod" in features:
         for w, x in pairs:
-            total = emit_call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", [total, w, x], kind)
+            total = emit.call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", [total, w, x], kind)
         return total
     # 7-bit weights below 128 and 7-bit inputs: four products of up to 127 * 63 stay below the 2**15 of a 16-bit sum.
     halves = ir.VectorType(ir.IntType(16), 2 * kind.count)
-    first, second = (emit_call(builder, "llvm.x86.avx2.pmadd.ub.sw", [w, x], halves) for w, x in pairs)
+    first, second = (emit.call(builder, "llvm.x86.avx2.pmadd.ub.sw", [w, x], halves) for w, x in pairs)
     ones = ir.Constant(halves, [ir.Constant(ir.IntType(16), 1)] * halves.count)
-    return builder.add(total, emit_call(builder, "llvm.x86.avx2.pmadd.wd", [builder.add(first, second), ones], kind))
+    return builder.add(total, emit.call(builder, "llvm.x86.avx2.pmadd.wd", [builder.add(first, second), ones], kind))
 
 
 def emit_integer_sums(builder, totals, x, first_row, strip, groups, prefetch):
@@ -145,41 +134,47 @@ def emit_integer_sums(builder, totals, x, first_row, strip, groups, prefetch):
     """
     values, scales, shifts = x
     rows = 1 + max(r for r, _ in totals)
-    place = [builder.mul(builder.add(first_row, number(r)), groups) for r in range(rows)]
+    place = [builder.mul(builder.add(first_row, emit.number(r)), groups) for r in range(rows)]
     steps = DOT_GROUP // 8
     with cgutils.for_range(builder, groups) as outer:
         at = [builder.add(start, outer.index) for start in place]
         sums: dict[tuple[int, int], ir.Value] = {}
         for r in range(rows):
-            shift = emit_splat(builder, builder.load(builder.gep(shifts, [at[r]])))
-            sums |= {(r, v): cgutils.alloca_once(builder, INT_VECTOR) for v in range(len(strip))}
+            shift = emit.splat(builder, builder.load(builder.gep(shifts, [at[r]])))
+            sums |= {(r, v): cgutils.alloca_once(builder, emit.INT_VECTOR) for v in range(len(strip))}
             for v in range(len(strip)):
                 builder.store(shift, sums[r, v])
-        base = builder.mul(outer.index, number(DOT_GROUP_BYTES))
-        with cgutils.for_range(builder, number(steps)) as inner:
-            prefetch(builder.add(builder.mul(outer.index, number(steps)), inner.index))
-            quads = builder.add(base, builder.mul(inner.index, number(2 * _QUAD_BYTES)))
+        base = builder.mul(outer.index, emit.number(DOT_GROUP_BYTES))
+        with cgutils.for_range(builder, emit.number(steps)) as inner:
+            prefetch(builder.add(builder.mul(outer.index, emit.number(steps)), inner.index))
+            quads = builder.add(base, builder.mul(inner.index, emit.number(2 * _QUAD_BYTES)))
             weights = [
                 [
-                    builder.load(_at(builder, s, builder.add(quads, number(4 * LANES + i)), _QUADS), align=64)
+                    builder.load(_at(builder, s, builder.add(quads, emit.number(4 * LANES + i)), _QUADS), align=64)
                     for i in (0, _QUAD_BYTES)
                 ]
                 for s in strip
             ]
             for r in range(rows):
-                first = builder.add(builder.mul(at[r], number(DOT_GROUP)), builder.mul(inner.index, number(8)))
+                first = builder.add(
+                    builder.mul(at[r], emit.number(DOT_GROUP)), builder.mul(inner.index, emit.number(8))
+                )
                 spread = [
-                    emit_splat(builder, builder.load(_at(builder, values, builder.add(first, number(i)), INT), align=4))
+                    emit.splat(
+                        builder,
+                        builder.load(_at(builder, values, builder.add(first, emit.number(i)), emit.INT), align=4),
+                    )
                     for i in (0, 4)
                 ]
                 for v, w in enumerate(weights):
                     builder.store(emit_dots(builder, w, spread, builder.load(sums[r, v])), sums[r, v])
         of_weights = [
-            emit_load(builder, builder.bitcast(builder.gep(s, [base]), FLOAT.as_pointer()), number(0)) for s in strip
+            emit.load(builder, builder.bitcast(builder.gep(s, [base]), emit.FLOAT.as_pointer()), emit.number(0))
+            for s in strip
         ]
         for r in range(rows):
-            of_row = emit_splat(builder, builder.load(builder.gep(scales, [at[r]])))
+            of_row = emit.splat(builder, builder.load(builder.gep(scales, [at[r]])))
             for v, scale in enumerate(of_weights):
                 by = builder.fmul(of_row, scale)
-                term = builder.fmul(by, builder.sitofp(builder.load(sums[r, v]), VECTOR))
+                term = builder.fmul(by, builder.sitofp(builder.load(sums[r, v]), emit.VECTOR))
                 builder.store(builder.fadd(builder.load(totals[r, v]), term), totals[r, v])

@@ -14,28 +14,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from batchgen.kernels.cpu.compiled import emit
 from batchgen.kernels.cpu.compiled.int8 import emit_integer_sums, emit_numbers, emit_scales, emit_unpack
 from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, jit
-from batchgen.kernels.cpu.compiled.vector_ir import (
-    CACHE_LINE,
-    FLOAT,
-    HAS_BF16,
-    VECTOR,
-    emit_cases,
-    emit_dot,
-    emit_fma,
-    emit_load,
-    emit_load_whole_pairs,
-    emit_prefetch,
-    emit_scalar_as_float,
-    emit_silu_mul,
-    emit_splat,
-    emit_splat_pair,
-    emit_store,
-    emit_widen_pairs,
-    is_bf16,
-    number,
-)
 from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, GROUP_BYTES, LANES, MAX_ROWS, STRIPS, TILE_COLUMNS
 from batchgen.kernels.processor import has_wide_registers
 
@@ -63,7 +44,7 @@ def _each_pair(builder, weight, strip, pairs):
         with cgutils.for_range(builder, pairs) as loop:
             yield loop.index, None
         return
-    pairs_of_group = number(GROUP // 2)
+    pairs_of_group = emit.number(GROUP // 2)
     with cgutils.for_range(builder, builder.udiv(pairs, pairs_of_group)) as outer:
         scales = [emit_scales(builder, base, outer.index) for base in strip]
         with cgutils.for_range(builder, pairs_of_group) as inner:
@@ -80,23 +61,23 @@ def _emit_factors(builder, x, weight, row, strip, pair, group):
 
     The first takes a row, the second a strip.
     """
-    at, first = builder.mul(pair, number(2 * LANES)), builder.mul(pair, number(2))
-    second = builder.add(first, number(1))
-    paired = is_bf16(x) and HAS_BF16 and weight.type.pointee != FLOAT
+    at, first = builder.mul(pair, emit.number(2 * LANES)), builder.mul(pair, emit.number(2))
+    second = builder.add(first, emit.number(1))
+    paired = emit.is_bf16(x) and emit.HAS_BF16 and weight.type.pointee != emit.FLOAT
 
     def of_row(r):
         if paired:
-            return [emit_splat_pair(builder, row[r], first)]
-        return [emit_splat(builder, emit_scalar_as_float(builder, row[r], place)) for place in (first, second)]
+            return [emit.splat_pair(builder, row[r], first)]
+        return [emit.splat(builder, emit.scalar_as_float(builder, row[r], place)) for place in (first, second)]
 
     def of_strip(v):
         if _is_bytes(weight):
             outer, inner, scales = group
             return emit_numbers(builder, strip[v], outer, inner, scales[v], x)
-        if not is_bf16(weight):
-            return [emit_load(builder, strip[v], builder.add(at, number(part))) for part in (0, LANES)]
-        pairs = emit_load_whole_pairs(builder, strip[v], at, align=64)
-        return [pairs] if paired else emit_widen_pairs(builder, pairs)
+        if not emit.is_bf16(weight):
+            return [emit.load(builder, strip[v], builder.add(at, emit.number(part))) for part in (0, LANES)]
+        pairs = emit.load_whole_pairs(builder, strip[v], at, align=64)
+        return [pairs] if paired else emit.widen_pairs(builder, pairs)
 
     return of_row, of_strip
 
@@ -110,15 +91,17 @@ def _emit_ahead(builder, rows, strip, first_strip, step_bytes, index, ahead, ste
     again, which is cheaper than choosing.
     """
     if rows <= 2:
-        lead = builder.add(builder.mul(index, number(step_bytes)), number(_LEAD))
+        lead = builder.add(builder.mul(index, emit.number(step_bytes)), emit.number(_LEAD))
         starts = [builder.add(builder.ptrtoint(base, index.type), lead) for base in strip]
-        lines = [builder.add(start, number(at)) for start in starts for at in range(0, step_bytes, CACHE_LINE)]
+        lines = [
+            builder.add(start, emit.number(at)) for start in starts for at in range(0, step_bytes, emit.CACHE_LINE)
+        ]
     else:
         place = builder.add(ahead, builder.mul(index, step))
-        numbers = [builder.add(first_strip, number(v)) for v in range(len(strip))]
-        lines = [builder.add(place, builder.mul(v, number(CACHE_LINE))) for v in numbers]
+        numbers = [builder.add(first_strip, emit.number(v)) for v in range(len(strip))]
+        lines = [builder.add(place, builder.mul(v, emit.number(emit.CACHE_LINE))) for v in numbers]
     for line in lines:
-        emit_prefetch(builder, line, closeness=2)
+        emit.prefetch(builder, line, closeness=2)
 
 
 def _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, pairs, prefetch):
@@ -128,12 +111,12 @@ def _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, pairs, pref
     bytes as in ``int8``.
     """
     rows = 1 + max(r for r, _ in totals)
-    row = [builder.gep(x, [builder.add(x_index, builder.mul(x_stride, number(r)))]) for r in range(rows)]
+    row = [builder.gep(x, [builder.add(x_index, builder.mul(x_stride, emit.number(r)))]) for r in range(rows)]
     with _each_pair(builder, weight, strip, pairs) as (pair, group):
         prefetch(pair)
         of_row, of_strip = _emit_factors(builder, x, weight, row, strip, pair, group)
         factors = [of_strip(v) for v in range(len(strip))]
-        multiply_add = emit_fma if len(factors[0]) == 2 else emit_dot
+        multiply_add = emit.fma if len(factors[0]) == 2 else emit.dot
         for r in range(rows):
             for part, spread in enumerate(of_row(r)):
                 for v, factor in enumerate(factors):
@@ -142,9 +125,9 @@ def _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, pairs, pref
 
 
 def _sums_at(builder, sums, first_strip, r, v):
-    column = builder.mul(builder.add(first_strip, number(v)), number(LANES))
-    at = builder.gep(sums, [builder.add(column, number(r * TILE_COLUMNS))])
-    return builder.bitcast(at, VECTOR.as_pointer())
+    column = builder.mul(builder.add(first_strip, emit.number(v)), emit.number(LANES))
+    at = builder.gep(sums, [builder.add(column, emit.number(r * TILE_COLUMNS))])
+    return builder.bitcast(at, emit.VECTOR.as_pointer())
 
 
 def _emit_end(builder, totals, first_strip, out, out_index, out_stride, how):
@@ -152,27 +135,29 @@ def _emit_end(builder, totals, first_strip, out, out_index, out_stride, how):
     finish, sums, residual = cgutils.unpack_tuple(builder, how)
 
     def target(r, v):
-        return builder.add(out_index, builder.add(builder.mul(out_stride, number(r)), number(v * LANES)))
+        return builder.add(out_index, builder.add(builder.mul(out_stride, emit.number(r)), emit.number(v * LANES)))
 
     def finishing(way):
-        return builder.if_then(builder.icmp_signed("==", finish, number(way)))
+        return builder.if_then(builder.icmp_signed("==", finish, emit.number(way)))
 
-    with builder.if_then(builder.or_(*(builder.icmp_signed("==", finish, number(w)) for w in (TO_SUMS, MORE_SUMS)))):
+    with builder.if_then(
+        builder.or_(*(builder.icmp_signed("==", finish, emit.number(w)) for w in (TO_SUMS, MORE_SUMS)))
+    ):
         for (r, v), total in totals.items():
             builder.store(builder.load(total), _sums_at(builder, sums, first_strip, r, v), align=4)
     if not ALL_STRIPS:
         return
     with finishing(STORE):
         for (r, v), total in totals.items():
-            emit_store(builder, out, target(r, v), builder.load(total))
+            emit.store(builder, out, target(r, v), builder.load(total))
     with finishing(ADD):
         for (r, v), total in totals.items():
-            more = emit_load(builder, residual, target(r, v))
-            emit_store(builder, out, target(r, v), builder.fadd(builder.load(total), more))
+            more = emit.load(builder, residual, target(r, v))
+            emit.store(builder, out, target(r, v), builder.fadd(builder.load(total), more))
     with finishing(GATE):
         for r, v in [(r, v) for r, v in totals if v < STRIPS // 2]:
             gate, up = (builder.load(totals[r, strip]) for strip in (v, v + STRIPS // 2))
-            emit_store(builder, out, target(r, v), emit_silu_mul(builder, out, gate, up))
+            emit.store(builder, out, target(r, v), emit.silu_mul(builder, out, gate, up))
 
 
 @emitted(types.void, I64, ANY, I64, I64, ANY, I64, I64, ANY, I64, I64, ANY, I64, I64)
@@ -183,33 +168,33 @@ def _multiply(
     if is_integer:
         step_bytes = 8 * LANES
     else:
-        step_bytes = 2 * LANES * {ir.IntType(16): 2, FLOAT: 4, ir.IntType(8): 1}[weight.type.pointee]
+        step_bytes = 2 * LANES * {ir.IntType(16): 2, emit.FLOAT: 4, ir.IntType(8): 1}[weight.type.pointee]
 
     def tile(rows):
         count = strips_at_once(rows)
-        with cgutils.for_range(builder, number(STRIPS // count)) as turn:
-            first = builder.mul(turn.index, number(count))
-            numbers = [builder.add(first, number(v)) for v in range(count)]
+        with cgutils.for_range(builder, emit.number(STRIPS // count)) as turn:
+            first = builder.mul(turn.index, emit.number(count))
+            numbers = [builder.add(first, emit.number(v)) for v in range(count)]
             strip = [builder.gep(weight, [builder.mul(strip_size, v)]) for v in numbers]
 
             def prefetch(index):
                 _emit_ahead(builder, rows, strip, first, step_bytes, index, ahead, step)
 
             grid = [(r, v) for r in range(rows) for v in range(count)]
-            totals = {place: cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for place in grid}
+            totals = {place: cgutils.alloca_once_value(builder, ir.Constant(emit.VECTOR, None)) for place in grid}
             finish, sums, _ = cgutils.unpack_tuple(builder, how)
-            with builder.if_then(builder.icmp_signed("==", finish, number(MORE_SUMS))):
+            with builder.if_then(builder.icmp_signed("==", finish, emit.number(MORE_SUMS))):
                 for (r, v), total in totals.items():
                     builder.store(builder.load(_sums_at(builder, sums, first, r, v), align=4), total)
             if is_integer:
-                groups, row = builder.udiv(x_stride, number(DOT_GROUP)), builder.udiv(x_index, x_stride)
+                groups, row = builder.udiv(x_stride, emit.number(DOT_GROUP)), builder.udiv(x_index, x_stride)
                 emit_integer_sums(builder, totals, cgutils.unpack_tuple(builder, x), row, strip, groups, prefetch)
             else:
                 _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, steps, prefetch)
             _emit_end(builder, totals, first, out, out_index, out_stride, how)
 
     most = 2 if _is_bytes(weight) and not is_integer else MAX_ROWS  # more rows multiply with numbers once unpacked
-    emit_cases(builder, rows, range(1, most + 1), tile)
+    emit.switch(builder, rows, range(1, most + 1), tile)
 
 
 @jit
@@ -226,8 +211,8 @@ def multiply(rows, x, x_index, x_stride, weight, strip_size, steps, out, out_ind
 @emitted(types.void, ANY, ANY, I64, I64, I64, ANY)
 def unpack(builder, out, weight, strip_size, first_group, groups, x):
     """Write the numbers of a panel's groups from ``first_group`` on, as [strips, ...] for ``multiply``."""
-    with cgutils.for_range(builder, number(STRIPS)) as loop:
-        start = builder.add(builder.mul(strip_size, loop.index), builder.mul(first_group, number(GROUP_BYTES)))
-        size = builder.mul(groups, number(GROUP * LANES))
+    with cgutils.for_range(builder, emit.number(STRIPS)) as loop:
+        start = builder.add(builder.mul(strip_size, loop.index), builder.mul(first_group, emit.number(GROUP_BYTES)))
+        size = builder.mul(groups, emit.number(GROUP * LANES))
         target = builder.gep(out, [builder.mul(size, loop.index)])
         emit_unpack(builder, target, builder.gep(weight, [start]), groups, x)

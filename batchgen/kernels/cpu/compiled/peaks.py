@@ -10,21 +10,12 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled import emit, simd
 from batchgen.kernels.cpu.compiled.int8 import emit_dots
 from batchgen.kernels.cpu.compiled.simd import ANY, F32, I64, emitted
-from batchgen.kernels.cpu.compiled.vector_ir import (
-    INT_VECTOR,
-    VECTOR,
-    emit_dot,
-    emit_fma,
-    is_bf16,
-    is_int8,
-    number,
-)
-from batchgen.kernels.cpu.compiled.work import next_item, worker_number
+from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
+from batchgen.kernels.cpu.kernel_specs import PEAK_TOTALS
 from batchgen.kernels.cpu.layout import ARGS, LANES, NUM_ITEMS, NUM_STREAMS, PEAK_VECTORS
-from batchgen.kernels.cpu.sources import PEAK_TOTALS
 
 
 def emit_products(builder, place, rounds, num_totals):
@@ -32,17 +23,17 @@ def emit_products(builder, place, rounds, num_totals):
 
     The element type of the pointer says what a product is: one of float32, pairs of bfloat16, eight bytes.
     """
-    kind = INT_VECTOR if is_int8(place) else VECTOR
+    kind = emit.INT_VECTOR if emit.is_int8(place) else emit.VECTOR
     start = builder.bitcast(place, kind.as_pointer())
-    slots = [builder.gep(start, [number(i)]) for i in range(num_totals + 2)]
+    slots = [builder.gep(start, [emit.number(i)]) for i in range(num_totals + 2)]
     totals = [cgutils.alloca_once_value(builder, builder.load(slot, align=4)) for slot in slots[:num_totals]]
     a, b = (builder.load(slot, align=4) for slot in slots[num_totals:])
 
     def product(total):
-        if is_int8(place):
+        if emit.is_int8(place):
             as_bytes = [builder.bitcast(v, ir.VectorType(ir.IntType(8), 4 * LANES)) for v in (a, b)]
             return emit_dots(builder, as_bytes, [b, a], total)
-        return emit_dot(builder, a, b, total) if is_bf16(place) else emit_fma(builder, a, b, total)
+        return emit.dot(builder, a, b, total) if emit.is_bf16(place) else emit.fma(builder, a, b, total)
 
     with cgutils.for_range(builder, rounds):
         for total in totals:
@@ -57,34 +48,34 @@ def _products(builder, place, rounds):
 
 
 @simd.jit
-def multiply(words, dtype):
+def multiply(args, dtype):
     """Arguments: memory of ``PEAK_VECTORS`` vectors for each worker (address), products of each total in an item."""
-    worker = worker_number(words)
-    place = simd.pointer(words[ARGS] + worker * PEAK_VECTORS * LANES * 4, dtype)
-    item = next_item(words, worker)
-    while item < words[NUM_ITEMS]:
-        _products(place, words[ARGS + 1])
-        item = next_item(words, worker)
+    worker = worker_number(args)
+    place = simd.pointer(args[ARGS] + worker * PEAK_VECTORS * LANES * 4, dtype)
+    item = next_item(args, worker)
+    while item < args[NUM_ITEMS]:
+        _products(place, args[ARGS + 1])
+        item = next_item(args, worker)
 
 
 @simd.jit
-def read(words):
+def read(args):
     """Arguments: memory for the sum of each worker, what is read (addresses), float32 elements of an item.
 
     An item is read from ``NUM_STREAMS`` places at once.
     """
-    worker, size = worker_number(words), words[ARGS + 2]
+    worker, size = worker_number(args), args[ARGS + 2]
     part = size // NUM_STREAMS
     a = simd.splat(F32(0.0))
     b = c = d = a
-    item = next_item(words, worker)
-    while item < words[NUM_ITEMS]:
-        x = simd.pointer(words[ARGS + 1] + item * size * 4, F32)
+    item = next_item(args, worker)
+    while item < args[NUM_ITEMS]:
+        x = simd.pointer(args[ARGS + 1] + item * size * 4, F32)
         for i in range(0, part, LANES):
             a = simd.add(a, simd.load(x, i))
             b = simd.add(b, simd.load(x, part + i))
             c = simd.add(c, simd.load(x, 2 * part + i))
             d = simd.add(d, simd.load(x, 3 * part + i))
-        item = next_item(words, worker)
-    sums = simd.pointer(words[ARGS] + worker * PEAK_VECTORS * LANES * 4, F32)
+        item = next_item(args, worker)
+    sums = simd.pointer(args[ARGS] + worker * PEAK_VECTORS * LANES * 4, F32)
     simd.store(sums, 0, simd.add(simd.add(a, b), simd.add(c, d)))

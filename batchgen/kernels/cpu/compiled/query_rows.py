@@ -8,21 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.simd import F32
-from batchgen.kernels.cpu.compiled.softmax import softmax_row
-from batchgen.kernels.cpu.layout import (
-    CHUNK,
-    LANES,
-    MAX_QUERIES,
-    MOST_HEADS,
-    NUM_STREAMS,
-    SCORE_ROWS,
-    SCORE_STRIDE,
-    TILE,
-)
 
-GROUP = NUM_STREAMS * CHUNK  # positions whose values are added side by side
+GROUP = layout.NUM_STREAMS * layout.CHUNK  # positions whose values are added side by side
 
 
 @simd.jit
@@ -37,7 +27,7 @@ def padded(num_rows):
 @simd.jit
 def stride(num_rows):
     """The rows that tiles write of a block's ``num_rows``: those of the next block begin behind them."""
-    rest = num_rows % MAX_QUERIES
+    rest = num_rows % layout.MAX_QUERIES
     return num_rows - rest + (padded(rest) if rest else 0)
 
 
@@ -56,8 +46,8 @@ def of_head(scratch, number, apart, tall, width):
     A head's rows begin ``apart`` behind those of the one before, its scores, of ``tall`` rows, right behind.
     """
     rows_q, sums, scores, weights, copies, scales, peak, total = from_row(scratch, number * apart, width)
-    at = number * tall * SCORE_STRIDE
-    mine = simd.shifted(scores, at), simd.shifted(weights, at), copies, simd.shifted(scales, number * 2 * TILE)
+    at = number * tall * layout.SCORE_STRIDE
+    mine = simd.shifted(scores, at), simd.shifted(weights, at), copies, simd.shifted(scales, number * 2 * layout.TILE)
     return (rows_q, sums, *mine, peak, total)
 
 
@@ -71,10 +61,10 @@ def divide_scratch(mine, num_rows, width, dtype, inner):
     """
     sums = mine + 4 * num_rows * width
     scores = sums + 4 * num_rows * width
-    weights = scores + 4 * SCORE_ROWS * SCORE_STRIDE
-    copies = weights + 4 * SCORE_ROWS * SCORE_STRIDE
-    scales = copies + 4 * NUM_STREAMS * CHUNK * width
-    peak = scales + 4 * MOST_HEADS * 2 * TILE
+    weights = scores + 4 * layout.SCORE_ROWS * layout.SCORE_STRIDE
+    copies = weights + 4 * layout.SCORE_ROWS * layout.SCORE_STRIDE
+    scales = copies + 4 * layout.NUM_STREAMS * layout.CHUNK * width
+    peak = scales + 4 * layout.MOST_HEADS * 2 * layout.TILE
     return (
         simd.pointer(mine, inner),
         simd.pointer(sums, F32),
@@ -97,10 +87,62 @@ def gather_queries(num_rows, group, q, source, num_heads, width, scratch):
     zero = simd.splat(F32(0.0))
     for r in range(stride(num_rows)):
         at = (source + (r // group) * num_heads + r % group) * width
-        for i in range(0, width, LANES):
+        for i in range(0, width, layout.LANES):
             simd.store(rows_q, r * width + i, simd.load(q, at + i) if r < num_rows else zero)
             simd.store(sums, r * width + i, zero)
         peak[r], total[r] = F32(-np.inf), F32(0.0)
+
+
+@simd.inline
+def _weigh(scores, weights, at, offset, hidden, visible):
+    """Probabilities of one vector of scores, zero but for the lanes from ``hidden`` to ``visible``."""
+    zero = simd.splat(F32(0.0))
+    p = simd.exp2(weights, simd.sub(simd.load(scores, at), offset))
+    p = simd.keep_lanes(zero, simd.keep_lanes(p, zero, visible), hidden)
+    simd.store(weights, at, p)
+    return p
+
+
+@simd.inline
+def _clear(weights, start, end):
+    for j in range(start, end, layout.LANES):
+        simd.store(weights, j, simd.splat(F32(0.0)))
+
+
+@simd.inline
+def softmax_row(scores, weights, start, first, seen, visible, count, peak):
+    """Turn the scores (base-2 logarithms) from ``seen`` to ``visible`` into unnormalized probabilities ``weights``.
+
+    Those from ``first`` to ``seen`` and from ``visible`` to ``count`` are zero. Returns the new running maximum, the
+    factor by which earlier sums shrink, and this tile's sum; a row that sees nothing of the tile keeps its own.
+    """
+    if seen >= visible:
+        _clear(weights, start + first, start + count)
+        return peak, F32(1.0), F32(0.0)
+    lowest, zero = simd.splat(F32(-np.inf)), simd.splat(F32(0.0))
+    best, total = lowest, zero
+    low, whole = seen - seen % layout.LANES, visible - visible % layout.LANES
+    if low < seen:
+        simd.store(scores, start + low, simd.keep_lanes(lowest, simd.load(scores, start + low), seen - low))
+    for j in range(low, whole, layout.LANES):
+        best = simd.maximum(best, simd.load(scores, start + j))
+    if whole < visible:
+        best = simd.maximum(best, simd.keep_lanes(simd.load(scores, start + whole), lowest, visible - whole))
+    new_peak = max(peak, simd.max_lanes(best))
+    shrink = simd.lane(simd.exp2(scores, simd.splat(peak - new_peak)), 0)
+    offset = simd.splat(new_peak)
+    _clear(weights, start + first, start + low)
+    if low < seen:
+        total = _weigh(scores, weights, start + low, offset, seen - low, visible - low)
+        low += layout.LANES
+    for j in range(low, whole, layout.LANES):
+        p = simd.exp2(weights, simd.sub(simd.load(scores, start + j), offset))
+        total = simd.add(total, p)
+        simd.store(weights, start + j, p)
+    if low <= whole < visible:
+        total = simd.add(total, _weigh(scores, weights, start + whole, offset, 0, visible - whole))
+    _clear(weights, start + -(-visible // layout.LANES) * layout.LANES, start + count)
+    return new_peak, shrink, simd.sum_lanes(total)
 
 
 @simd.inline
@@ -119,16 +161,16 @@ def weigh_rows(first, rows, group, start, window, tile, begin, tile_end, width, 
         position = start + r // group
         visible = max(min(position + 1, tile_end) - tile, 0)
         seen = min(max(lowest(position, window) - tile, 0), visible)
-        at, whole = (r - first) * SCORE_STRIDE, seen - seen % LANES
+        at, whole = (r - first) * layout.SCORE_STRIDE, seen - seen % layout.LANES
         if has_scales:
             simd.multiply_row(scores, at + whole, visible - whole, scales, whole)
         peak[r], shrink, added = softmax_row(scores, weights, at, cleared, seen, visible, weighted, peak[r])
         if has_scales:
-            simd.multiply_row(weights, at + whole, visible - whole, scales, TILE + whole)
+            simd.multiply_row(weights, at + whole, visible - whole, scales, layout.TILE + whole)
         total[r] = total[r] * shrink + added
         if shrink != F32(1.0):
             by = simd.splat(shrink)
-            for i in range(r * width, (r + 1) * width, LANES):
+            for i in range(r * width, (r + 1) * width, layout.LANES):
                 simd.store(sums, i, simd.mul(simd.load(sums, i), by))
 
 
@@ -153,6 +195,6 @@ def write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, gat
             token, head = place // num_heads, place % num_heads
             scale *= _sigmoid(scores, simd.lane(simd.load_part(logits, (token + 1) * columns - num_heads + head, 1), 0))
         by = simd.splat(scale)
-        for i in range(0, head_dim, LANES):
+        for i in range(0, head_dim, layout.LANES):
             v = simd.mul(simd.load(sums, r * width + i), by)
             simd.store_some(out, place * head_dim + i, v, head_dim - i)

@@ -15,7 +15,7 @@ from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.rows import row_max
 from batchgen.kernels.cpu.compiled.simd import F32
-from batchgen.kernels.cpu.compiled.work import next_item, worker_number
+from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
 from batchgen.kernels.cpu.layout import ARGS, BINS, LANES, NUM_ITEMS
 
 scratch_bytes = simd.jit(layout.sampling_scratch_bytes)
@@ -92,22 +92,22 @@ def _draw(bits, p, width, floor, u):
 
 
 @simd.jit
-def sample(words, dtype):
+def sample(args, dtype):
     """Arguments (addresses, then sizes) as listed in ``backend``; one item is one row."""
-    x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], np.int64)
-    temperature, min_p = simd.pointer(words[ARGS + 2], F32), simd.pointer(words[ARGS + 3], F32)
-    top_k, top_p = simd.pointer(words[ARGS + 4], np.int64), simd.pointer(words[ARGS + 5], np.float64)
-    uniform = simd.pointer(words[ARGS + 6], np.float64)
-    width = words[ARGS + 8]
-    worker = worker_number(words)
-    mine = words[ARGS + 7] + worker * scratch_bytes(width)
+    x, out = simd.pointer(args[ARGS], dtype), simd.pointer(args[ARGS + 1], np.int64)
+    temperature, min_p = simd.pointer(args[ARGS + 2], F32), simd.pointer(args[ARGS + 3], F32)
+    top_k, top_p = simd.pointer(args[ARGS + 4], np.int64), simd.pointer(args[ARGS + 5], np.float64)
+    uniform = simd.pointer(args[ARGS + 6], np.float64)
+    width = args[ARGS + 8]
+    worker = worker_number(args)
+    mine = args[ARGS + 7] + worker * scratch_bytes(width)
     bins, p = simd.pointer(mine, np.float64), simd.pointer(mine + 8 * BINS, F32)
     bits = simd.pointer(mine + 8 * BINS, np.int32)
-    row = next_item(words, worker)
-    while row < words[NUM_ITEMS]:
+    row = next_item(args, worker)
+    while row < args[NUM_ITEMS]:
         if not _probabilities(x, row * width, width, temperature[row], p) > 0.0:
             out[row] = -1
-            row = next_item(words, worker)
+            row = next_item(args, worker)
             continue
         floor = max(np.int64(simd.bits_of_float(min_p[row])), LEAST)
         if 0 < top_k[row] < width:
@@ -116,18 +116,18 @@ def sample(words, dtype):
             target = top_p[row] * _mass(bits, p, width, floor)
             floor = max(floor, _threshold(bits, p, width, floor, target, True, bins))
         out[row] = _draw(bits, p, width, floor, uniform[row])
-        row = next_item(words, worker)
+        row = next_item(args, worker)
 
 
 @simd.jit
-def logsumexp(words, dtype):
+def logsumexp(args, dtype):
     """Arguments: x [rows, width], out float32 [rows] (addresses), width."""
-    x, out = simd.pointer(words[ARGS], dtype), simd.pointer(words[ARGS + 1], F32)
-    width = words[ARGS + 2]
+    x, out = simd.pointer(args[ARGS], dtype), simd.pointer(args[ARGS + 1], F32)
+    width = args[ARGS + 2]
     lowest = simd.splat(F32(-np.inf))
-    worker = worker_number(words)
-    row = next_item(words, worker)
-    while row < words[NUM_ITEMS]:
+    worker = worker_number(args)
+    row = next_item(args, worker)
+    while row < args[NUM_ITEMS]:
         start, peak = row * width, row_max(x, row * width, width)
         by, total = simd.splat(peak), simd.splat(F32(0.0))
         for i in range(0, width, LANES):
@@ -135,4 +135,4 @@ def logsumexp(words, dtype):
             v = simd.load_some(x, start + i, count)
             total = simd.add(total, simd.exp(out, simd.keep_lanes(simd.sub(v, by), lowest, count)))
         out[row] = peak + F32(math.log(simd.sum_lanes(total)))
-        row = next_item(words, worker)
+        row = next_item(args, worker)

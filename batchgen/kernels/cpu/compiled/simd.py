@@ -1,7 +1,7 @@
 """Vectors of 16 float32 as first-class values inside numba functions.
 
 Numba has no vector type, and its auto-vectorizer neither keeps a tile of accumulators in registers nor reorders a
-float sum, so the kernels name their vector operations. Each operation is a function of ``vector_ir`` that emits its
+float sum, so the kernels name their vector operations. Each operation is a function of ``emit`` that emits its
 LLVM IR; here it gets a numba signature. Loads and stores convert from and to the model's dtype: the element type of a
 typed pointer decides (``uint16`` holds bfloat16 bits, ``int8`` and ``float32`` themselves).
 """
@@ -20,8 +20,7 @@ from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic as numba_intrinsic
 from numba.extending import register_model
 
-from batchgen.kernels.cpu.compiled import vector_ir
-from batchgen.kernels.cpu.compiled.vector_ir import FLOAT, INT, VECTOR, emit_call, emit_lane_mask
+from batchgen.kernels.cpu.compiled import emit
 from batchgen.kernels.cpu.layout import LANES
 
 # A kernel cannot raise: an exception inside the worker threads would leave its items undone, unseen.
@@ -48,23 +47,23 @@ I64 = types.int64
 @register_model(Vec)
 class _VecModel(PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, VECTOR)
+        super().__init__(manager, numba_type, emit.VECTOR)
 
 
 def emitted(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator that turns ``emit(builder, *values)``, which emits LLVM IR, into a function for numba to call.
+    """Decorator that turns ``write(builder, *values)``, which emits LLVM IR, into a function for numba to call.
 
-    ``result`` and ``parameters`` are its numba types, or ``ANY``. An ``emit`` that returns None makes a void function.
+    ``result`` and ``parameters`` are its numba types, or ``ANY``. A ``write`` that returns None makes a void function.
     """
 
-    def decorate(emit: Callable[..., Any]) -> Any:
-        @wraps(emit)  # numba reads names and number of the parameters from the signature
+    def decorate(write: Callable[..., Any]) -> Any:
+        @wraps(write)  # numba reads names and number of the parameters from the signature
         def typed(_context: Any, *arguments: Any) -> Any:
             kinds = [arg if kind is ANY else kind for kind, arg in zip(parameters, arguments, strict=True)]
             answer = arguments[0] if result is ANY else result
 
             def generate(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> ir.Value:
-                value = emit(builder, *values)
+                value = write(builder, *values)
                 return context.get_dummy_value() if value is None else value
 
             return answer(*kinds), generate
@@ -74,29 +73,31 @@ def emitted(result: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any
     return decorate
 
 
-load = emitted(vec, ANY, I64)(vector_ir.emit_load)
-load_part = emitted(vec, ANY, I64, I64)(vector_ir.emit_load_part)
-store = emitted(types.void, ANY, I64, vec)(vector_ir.emit_store)
-store_part = emitted(types.void, ANY, I64, vec, I64)(vector_ir.emit_store_part)
-round_like = emitted(vec, ANY, vec)(vector_ir.emit_round_like)
-splat = emitted(vec, types.float32)(vector_ir.emit_splat)
-forbid = emitted(types.void, ANY, I64, I64, I64)(vector_ir.emit_forbid)
-any_equal = emitted(types.boolean, vec, vec)(vector_ir.emit_any_equal)
+load = emitted(vec, ANY, I64)(emit.load)
+load_part = emitted(vec, ANY, I64, I64)(emit.load_part)
+store = emitted(types.void, ANY, I64, vec)(emit.store)
+store_part = emitted(types.void, ANY, I64, vec, I64)(emit.store_part)
+round_like = emitted(vec, ANY, vec)(emit.round_like)
+splat = emitted(vec, types.float32)(emit.splat)
+forbid = emitted(types.void, ANY, I64, I64, I64)(emit.forbid)
+any_equal = emitted(types.boolean, vec, vec)(emit.any_equal)
+all_equal = emitted(types.boolean, vec, vec)(emit.all_equal)
+nan_or = emitted(vec, vec, vec)(lambda builder, a, b: builder.select(builder.fcmp_unordered("uno", a, a), a, b))
 add = emitted(vec, vec, vec)(lambda builder, a, b: builder.fadd(a, b))
 sub = emitted(vec, vec, vec)(lambda builder, a, b: builder.fsub(a, b))
 mul = emitted(vec, vec, vec)(lambda builder, a, b: builder.fmul(a, b))
 div = emitted(vec, vec, vec)(lambda builder, a, b: builder.fdiv(a, b))
-fma = emitted(vec, vec, vec, vec)(vector_ir.emit_fma)
+fma = emitted(vec, vec, vec, vec)(emit.fma)
 # The larger, lane by lane; of a number and NaN the number.
-absolute = emitted(vec, vec)(lambda builder, v: emit_call(builder, "llvm.fabs.v16f32", [v]))
-nearest = emitted(vec, vec)(lambda builder, v: emit_call(builder, "llvm.rint.v16f32", [v]))  # integers, ties to even
-maximum = emitted(vec, vec, vec)(lambda builder, a, b: emit_call(builder, "llvm.maxnum.v16f32", [a, b]))
-lane = emitted(types.float32, vec, I64)(lambda builder, v, i: builder.extract_element(v, builder.trunc(i, INT)))
+absolute = emitted(vec, vec)(lambda builder, v: emit.call(builder, "llvm.fabs.v16f32", [v]))
+nearest = emitted(vec, vec)(lambda builder, v: emit.call(builder, "llvm.rint.v16f32", [v]))  # integers, ties to even
+maximum = emitted(vec, vec, vec)(lambda builder, a, b: emit.call(builder, "llvm.maxnum.v16f32", [a, b]))
+lane = emitted(types.float32, vec, I64)(lambda builder, v, i: builder.extract_element(v, builder.trunc(i, emit.INT)))
 # The first vector in the lanes below ``n``, the second above.
-keep_lanes = emitted(vec, vec, vec, I64)(lambda builder, a, b, n: builder.select(emit_lane_mask(builder, n), a, b))
-exp2 = emitted(vec, ANY, vec)(vector_ir.emit_exp2)
-exp = emitted(vec, ANY, vec)(vector_ir.emit_exp)
-silu_mul = emitted(vec, ANY, vec, vec)(vector_ir.emit_silu_mul)
+keep_lanes = emitted(vec, vec, vec, I64)(lambda builder, a, b, n: builder.select(emit.lane_mask(builder, n), a, b))
+exp2 = emitted(vec, ANY, vec)(emit.exp2)
+exp = emitted(vec, ANY, vec)(emit.exp)
+silu_mul = emitted(vec, ANY, vec, vec)(emit.silu_mul)
 
 
 @intrinsic
@@ -120,7 +121,7 @@ def shifted(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
 def copy_element(builder: ir.IRBuilder, out: ir.Value, to: ir.Value, x: ir.Value, index: ir.Value) -> None:
     """``out[to] = x[index]``, bit by bit, or as float32 of bfloat16."""
     same = out.type == x.type
-    value = builder.load(builder.gep(x, [index])) if same else vector_ir.emit_scalar_as_float(builder, x, index)
+    value = builder.load(builder.gep(x, [index])) if same else emit.scalar_as_float(builder, x, index)
     builder.store(value, builder.gep(out, [to]))
 
 
@@ -129,7 +130,7 @@ def store_bytes(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, value: i
     """Write 16 whole numbers from -128 to 127 as bytes from ``base[index]`` on."""
     signed = ir.VectorType(ir.IntType(8), LANES)
     at = builder.bitcast(builder.gep(base, [index]), signed.as_pointer())
-    builder.store(builder.trunc(builder.fptosi(value, vector_ir.INT_VECTOR), signed), at, align=1)
+    builder.store(builder.trunc(builder.fptosi(value, emit.INT_VECTOR), signed), at, align=1)
 
 
 @emitted(I64, ANY, I64, I64)
@@ -155,19 +156,19 @@ def replace(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, old: ir.Valu
 def pause(builder: ir.IRBuilder) -> None:
     """Tell the processor that this is a loop that waits."""
     if platform.machine() in ("x86_64", "AMD64"):
-        emit_call(builder, "llvm.x86.sse2.pause", [], ir.VoidType())
+        emit.call(builder, "llvm.x86.sse2.pause", [], ir.VoidType())
 
 
 @emitted(types.float32, I64)
 def float_of_bits(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """The float32 whose bits are the low half of an int64 (how a kernel gets a float argument)."""
-    return builder.bitcast(builder.trunc(bits, INT), FLOAT)
+    return builder.bitcast(builder.trunc(bits, emit.INT), emit.FLOAT)
 
 
 @emitted(I64, types.float32)
 def bits_of_float(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """The bits of a float32 as a non-negative int64."""
-    return builder.zext(builder.bitcast(value, INT), ir.IntType(64))
+    return builder.zext(builder.bitcast(value, emit.INT), ir.IntType(64))
 
 
 @emitted(I64, I64, I64, I64, I64, I64, I64)
@@ -175,7 +176,7 @@ def call(  # numba wants to see the parameters
     builder: ir.IRBuilder, code: ir.Value, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value, e: ir.Value
 ) -> ir.Value:
     """Call a C function of up to five integers or addresses by its address; what it returns as an int."""
-    kind = ir.FunctionType(INT, [a.type] * 5)
+    kind = ir.FunctionType(emit.INT, [a.type] * 5)
     called = builder.call(builder.inttoptr(code, kind.as_pointer()), [a, b, c, d, e])
     return builder.sext(called, ir.IntType(64))
 

@@ -1,0 +1,77 @@
+"""One check: reads the rows, loads the model, runs the proofs and reports them, for a person and for a script."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from batchgen.check.logits import Divergence
+from batchgen.check.proofs import GREEDY, Check, Proof, Write, made_up_prompts, read_rows
+from batchgen.config.job import JobSpec
+from batchgen.core.records import Request
+from batchgen.core.units import counted
+from batchgen.engine.load import use_threads
+from batchgen.report.facts import numerics_text
+from batchgen.run.loader import read_model
+
+
+def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dict[str, Any]:
+    """Run every proof on the model of ``spec``, with the prompts of its input if it ``has_input``.
+
+    ``log`` takes messages about progress, ``show`` the lines of the result as they come. Returns the result as plain
+    data: ``backend`` names the kernels, ``kernels`` their variant, ``digest`` all logits of the prompts run one by one,
+    ``failed`` says where a proof fails.
+
+    Raises:
+        UsageError: model or input cannot be used.
+        GateFailed: a request ends with an error.
+    """
+    info = read_model(spec)
+    prompts = made_up_prompts(info.config.vocab_size, info.max_model_len)
+    if has_input:
+        prompts = [request.prompt_token_ids for _, request in read_rows(spec, info, GREEDY)]
+    threads = use_threads(spec.engine.threads, info.config)
+    title = " + ".join(spec.model.named.values())
+    log(f"loading {title}")
+    check = Check(spec.model, prompts, spec.engine.kv_dtype)
+    facts: dict[str, Any] = {
+        **spec.model.named,
+        **check.model.numerics,
+        "backend": check.model.kernels.name,
+        **({} if check.kv_dtype == "auto" else {"kv_dtype": check.kv_dtype}),
+        "threads": threads,
+        "num_prompts": len(prompts),
+        "num_prompt_tokens": sum(map(len, prompts)),
+    }
+    named = numerics_text({name: value for name, value in facts.items() if name != "kernels"})
+    show(f"{title}: {named}, {counted(threads, 'thread')}")
+    num_tokens = counted(facts["num_prompt_tokens"], "token")
+    show(f"{counted(len(prompts), 'prompt')} of {num_tokens}, greedy and sampled by turns")
+    proofs = []
+    for proof in check.proofs(log):
+        show(render(proof, check.requests))
+        proofs.append(proof)
+    failed = [f"{p.name}: {_place(p.divergence, check.requests)}" for p in proofs if p.divergence is not None]
+    show(f"{len(failed)} of {counted(len(proofs), 'proof')} failed" if failed else f"all {len(proofs)} proofs hold")
+    verdict = {"ok": not failed, "failed": failed, "digest": check.solo.digest}
+    return facts | verdict | {"proofs": [asdict(proof) for proof in proofs]}
+
+
+def render(proof: Proof, requests: list[Request]) -> str:
+    """One line if the proof holds, three if it does not."""
+    head = f"{proof.name:<24} {counted(proof.num_tokens, 'token'):>12}  "
+    share, tolerance = f"{100 * proof.largest_share:.2g}%", f"{100 * proof.tolerance:.2g}%"
+    if proof.divergence is not None:
+        gap = f"largest gap {proof.largest_gap:.2g}, {share} of the logits"
+        allowed = f", {tolerance} allowed" if proof.tolerance else ""
+        return f"{head}DIVERGES\n  {_place(proof.divergence, requests)}\n  {gap}{allowed}"
+    verdict = f"gap {share} of {tolerance}" if proof.tolerance else "equal to the bit"
+    return f"{head}{verdict}" + (f", {proof.note}" if proof.note else "")
+
+
+def _place(at: Divergence, requests: list[Request]) -> str:
+    request = requests[at.key]
+    kind = "greedy" if request.params.is_greedy else "sampled"
+    became = "stays" if at.got == at.expected else f"becomes {'none' if at.got is None else at.got}"
+    prompt = f"prompt {at.key} ({counted(len(request.prompt_token_ids), 'token')}, {kind})"
+    return f"{prompt}, output {at.index}: {at.expected} {became}, gap {at.gap:.2g}"

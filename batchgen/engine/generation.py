@@ -1,0 +1,282 @@
+"""What a sequence generates: the tokens that were chosen, what watches them, why they end, and how likely they were.
+
+The scheduler needs none of it. A new kind of watcher is an observer (see ``observers``), not a field here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from math import isfinite
+from typing import NamedTuple
+
+from batchgen.core.errors import RowError, RowErrorCode, TokenizerError
+from batchgen.core.keys import INT32_MAX
+from batchgen.core.records import FinishReason, Request, Sample, SamplingParams, TokenLogprob
+from batchgen.engine.observers import (
+    Constraint,
+    Constraints,
+    HostTokenCounts,
+    LoopDetector,
+    Observer,
+    StopMatcher,
+    StopObserver,
+    TokenRules,
+    rules_for,
+)
+from batchgen.text.grammar import Grammars
+from batchgen.text.stop_strings import StopStrings
+from batchgen.text.tokenizer import Tokenizer
+
+
+class TextTools(NamedTuple):
+    """What needs a tokenizer: matchers of stop strings, and constraints; each None where there is none."""
+
+    stop_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None
+    constraints: Constraints | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int]) -> TextTools:
+        """Those of a tokenizer, none without one."""
+        return (
+            cls()
+            if tokenizer is None
+            else cls(partial(StopStrings, tokenizer), Grammars(tokenizer, vocab_size, sorted(eos_token_ids)))
+        )
+
+
+def _observers_for(params: SamplingParams, text: TextTools) -> list[Observer]:
+    """The observers that end a sequence with these parameters, most important first."""
+    observers: list[Observer] = []
+    if params.stop and text.stop_matcher is not None:
+        observers.append(StopObserver(text.stop_matcher(params.stop)))
+    if params.max_repeats:
+        observers.append(LoopDetector(params.max_repeats))
+    return observers
+
+
+def unusable(request: Request, vocab_size: int, text: TextTools) -> RowError | None:
+    """Why the model cannot run a request, or None."""
+    for tokens in filter(None, request.token_lists):
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < vocab_size:
+                return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {vocab_size}")
+    if () in request.choices:
+        return RowError(RowErrorCode.BAD_PARAM, "choices: one of them has no tokens")
+    for name, maker in {"stop": text.stop_matcher, "structured_outputs": text.constraints}.items():
+        if getattr(request.params, name) and maker is None:
+            return RowError(RowErrorCode.BAD_PARAM, f"{name} needs a tokenizer, and this engine has none: give it one")
+    return None
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Generation:
+    """The text of one sample so far, or a text to be scored.
+
+    Attributes:
+        token_ids: those of the sequence, the same list: prompt and output, or prompt and choice.
+        generates: whether tokens are generated behind them; if not, given ones are scored.
+        counts: one of ``observers``, which the sampler reads.
+        unwatched_until: below so many tokens nothing but ``end_ids`` (with -1) ends it, and it asks the sampler for
+            nothing beside its draw; 0 until that is known.
+        logprobs: of generated tokens; ``scores`` are those of given ones. Tokens from ``next_scored`` up to
+            ``end_scored`` (indexes into ``token_ids``) are still to be scored, from the position before each.
+    """
+
+    request: Request
+    token_ids: list[int]
+    generates: bool
+    observers: list[Observer] = field(default_factory=list)
+    counts: HostTokenCounts | None = None
+    constraint: Constraint | None = None
+    rules: TokenRules | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    max_model_len: int = INT32_MAX
+    unwatched_until: int = 0
+    end_ids: frozenset[int] = frozenset()
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    finish_reason: FinishReason | None = None
+    matched_stop: str | None = None
+    error: RowError | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    scores: list[TokenLogprob] = field(default_factory=list)
+    next_scored: int = 0
+    end_scored: int = 0
+
+    def begin(
+        self, text: TextTools, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int, *, counts: bool
+    ) -> int:
+        """Set up what watches the tokens and show it those of an earlier run; how many tokens are forced behind them.
+
+        ``counts``: whether penalties are counted here, not where tokens are sampled.
+        """
+        self.eos_token_ids, self.max_model_len = eos_token_ids, max_model_len
+        request, params = self.request, self.request.params
+        self.observers = _observers_for(params, text)
+        if params.has_penalties and counts:
+            self.counts = HostTokenCounts(request.prompt_token_ids)
+            self.observers.append(self.counts)
+        self.rules = rules_for(params, request.bad_words, vocab_size)
+        if params.structured_outputs and text.constraints is not None:
+            self.constraint = text.constraints.begin(params.structured_outputs, request.prompt_token_ids)
+        del self.token_ids[len(self.token_ids) - len(request.output_token_ids) :]
+        for token_id in request.output_token_ids:
+            self.token_ids.append(token_id)
+            self._judge()
+        num_forced = self._append_forced()
+        if self.constraint is not None:
+            self.constraint.release()
+        return num_forced
+
+    def append(self, token_id: int, at: float) -> int:
+        """Add a sampled token and those that are forced behind it; how many came. -1 is none: that ends it."""
+        if len(self.token_ids) < self.unwatched_until and token_id not in self.end_ids:
+            self.token_ids.append(token_id)
+            return 1
+        if token_id < 0:
+            self._fail_without_token()
+            return 0
+        self.token_ids.append(token_id)
+        if self.first_token_at is None:
+            self.first_token_at = at
+        self._judge()
+        return 1 + self._append_forced()
+
+    def _append_forced(self) -> int:
+        """Append the tokens that the constraint leaves no choice about; they are owed like any others."""
+        num_forced = 0
+        while (token_id := self._next_forced) is not None:
+            num_forced += 1
+            self.token_ids.append(token_id)
+            self._judge()
+        if self.constraint is not None and self.constraint.error:
+            self.fail(f"structured_outputs: {self.constraint.error}", RowErrorCode.BAD_PARAM)
+        return num_forced
+
+    @property
+    def _next_forced(self) -> int | None:
+        """The token that the constraint forces next, to be appended without sampling.
+
+        Where log-probabilities are asked for it is sampled from a mask of one token, which gives its own. So it is
+        while a prompt is to be scored, as the sequence must not end before.
+        """
+        is_sampled = self.request.params.logprobs is not None or self.is_scored
+        return None if self.constraint is None or self.is_finished or is_sampled else self.constraint.forced
+
+    def _judge(self) -> None:
+        """Decide whether the newest token ends the sequence; to be called once per token."""
+        try:
+            self.finish_reason = self._finish_reason()
+        except TokenizerError as error:  # no text to look for stop strings in
+            self.fail(str(error))
+
+    def _finish_reason(self) -> FinishReason | None:
+        params, constraint, ending = self.request.params, self.constraint, None
+        newest, num_output_tokens = self.token_ids[-1], self.num_output_tokens
+        is_forced = constraint is not None and constraint.forced == newest
+        if constraint is not None and newest not in self.eos_token_ids:
+            constraint.push(newest)
+        for observer in self.observers:  # each sees every token; the first has precedence
+            asked = observer.push(newest)
+            is_loop = asked is not None and asked.reason is FinishReason.REPETITION
+            if not (is_loop and is_forced):  # forced tokens are no loop of the model
+                ending = ending or asked
+        if num_output_tokens >= params.min_tokens:
+            if newest in params.stop_token_ids or (newest in self.eos_token_ids and not params.ignore_eos):
+                return FinishReason.STOP
+            if ending is not None:
+                self.matched_stop = ending.stop
+                return ending.reason
+        if constraint is not None and constraint.is_over:
+            return FinishReason.STOP
+        if num_output_tokens >= params.max_tokens or len(self.token_ids) >= self.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def end(self, at: float) -> None:
+        """Take note that it has ended; a text that is scored has no last token that says so."""
+        self.finished_at = at
+        if not self.generates:
+            self.finish_reason = FinishReason.STOP if self.request.choices else FinishReason.LENGTH
+            self.first_token_at = at
+
+    def check_scores(self) -> None:
+        """Fail it if a log-probability is not finite; to be called once no other follows."""
+        if not all(isfinite(score.logprob) for score in (*self.scores, *self.logprobs)):
+            self.fail("the model's logits over the given tokens are not finite")
+
+    def fail(self, message: str, code: RowErrorCode = RowErrorCode.INTERNAL) -> None:
+        """End it, and its request with an error."""
+        self.error = RowError(code, message)
+        self.finish_reason = FinishReason.STOP
+
+    def _fail_without_token(self) -> None:
+        place = f"token {len(self.token_ids)}"
+        if self.rules is None and self.constraint is None:
+            self.fail(f"the model's logits after {place} are not finite")
+            return
+        keys = "allowed_token_ids, bad_words, min_tokens or structured_outputs"
+        self.fail(f"{keys} leave no token to follow {place}, or the logits are not finite", RowErrorCode.BAD_PARAM)
+
+    def mark_unwatched(self, until: int) -> None:
+        """Set ``unwatched_until`` where nothing watches the tokens and no given token is left to be scored."""
+        params = self.request.params
+        is_asking = self.needs_host or params.has_penalties or self.rules is not None or bool(self.observers)
+        if not is_asking and self.num_output_tokens >= params.min_tokens:
+            self.unwatched_until = until
+            ends = frozenset() if params.ignore_eos else self.eos_token_ids
+            self.end_ids = ends.union(params.stop_token_ids, (-1,))
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens whose ids are known."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids) if self.generates else 0
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether it needs tokens of the step before on the host, or gives more than a token id in the next one."""
+        has_endings = self.rules is not None and bool(self.rules.endings)
+        has_history = has_endings or self.counts is not None or self.constraint is not None
+        return has_history or self.is_scored or not self.generates or self.request.params.logprobs is not None
+
+    def score_given(self) -> None:
+        """Score the prompt and the tokens generated by an earlier run, as far as the request asks for that."""
+        params, prompt = self.request.params, len(self.request.prompt_token_ids)
+        self.next_scored = 1 if params.prompt_logprobs is not None else prompt
+        self.end_scored = prompt if params.logprobs is None else len(self.token_ids)
+        self.next_scored = min(self.next_scored, self.end_scored)
+
+    def score_choice(self) -> None:
+        """Score the tokens behind the prompt."""
+        self.next_scored, self.end_scored = len(self.request.prompt_token_ids), len(self.token_ids)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether a given token is still to be scored."""
+        return self.next_scored < self.end_scored
+
+    def num_top(self, index: int) -> int:
+        """How many of the likeliest tokens are wanted beside the token at ``index``."""
+        params = self.request.params
+        return (params.logprobs if self._is_output(index) else params.prompt_logprobs) or 0
+
+    def book_score(self, logprob: TokenLogprob) -> None:
+        """Add the log-probability of the token ``next_scored``."""
+        (self.logprobs if self._is_output(self.next_scored) else self.scores).append(logprob)
+        self.next_scored += 1
+
+    def _is_output(self, index: int) -> bool:
+        return self.generates and index >= len(self.request.prompt_token_ids)
+
+    def to_sample(self) -> Sample:
+        """What was generated, once it has ended."""
+        logprobs = tuple(self.logprobs) if self.request.params.logprobs is not None else None
+        tokens = tuple(self.token_ids[len(self.request.prompt_token_ids) :])
+        is_complete = self.matched_stop is None and self.constraint.is_complete if self.constraint else None
+        return Sample(tokens, self.finish_reason, self.matched_stop, logprobs, is_complete)

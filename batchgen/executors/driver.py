@@ -1,0 +1,253 @@
+"""An engine that is many workers: to an invocation it is one like any other (``EngineLike``), which takes rows.
+
+It carries messages between the dispatcher, which decides who runs what, and the workers. The driver's one thread does
+it all; a handle never makes it wait. How a worker is started and called is the launcher's business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from batchgen.core.errors import BatchgenError, ExitCode, OutOfMemory, RowError, RowErrorCode, UsageError
+from batchgen.core.records import Result
+from batchgen.core.units import counted
+from batchgen.executors.dispatcher import RowDispatcher
+from batchgen.executors.handle import WorkerHandle, WorkerLauncher
+from batchgen.executors.liveness import Liveness
+from batchgen.executors.messages import (
+    HEARTBEAT_S,
+    Answer,
+    Assignment,
+    Task,
+    WorkerEvent,
+    WorkerLost,
+    WorkerPlaced,
+    WorkerReady,
+    WorkerUpdate,
+)
+from batchgen.executors.notes import WorkerNotes
+from batchgen.executors.stats import WorkersStats
+
+_MOST_PULLED = 256  # tasks read from the input before workers are seen to again
+_SETTLE_S = 4.0  # for the last answers of workers at a stop, of the 10 s that are promised
+_POISON = "the workers that ran this row died, each time; batchgen retry runs it again"
+_MOST_FALSE_STARTS = 2  # in a row, of workers that did not say why
+_MOST_IN_VAIN = 12  # workers lost in a row, or twice as many as there are, before any row was finished
+
+
+class NoWorkers(BatchgenError):
+    """No worker is left, and no other can be had; journalled rows stay, and the run resumes."""
+
+    exit_code = ExitCode.STOPPED
+
+
+class WorkersEngine:
+    """Runs tasks on the workers of a launcher. ``begin`` is to be called before ``run``, ``close`` at the end.
+
+    ``refuse`` says why a worker may not take part, or nothing; ``note`` shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        launcher: WorkerLauncher,
+        dispatcher: RowDispatcher,
+        liveness: Liveness,
+        refuse: Callable[[WorkerReady], str],
+        note: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        self.stats = WorkersStats()
+        self.facts: Mapping[str, Any] = {}
+        self._launcher = launcher
+        self._dispatcher = dispatcher
+        self._liveness = liveness
+        self._refuse = refuse
+        self._notes = WorkerNotes(note)
+        self._handles: dict[str, WorkerHandle] = {}
+        self._ready: dict[str, WorkerReady] = {}
+        self._num_given_up = 0  # of the workers wanted
+        self._num_false_starts = self._num_in_vain = 0
+        self._error: Exception | None = None
+        self._stopping = False
+        self._enough_at = 0.0  # when as many workers as are wanted at least were ready for the last time
+
+    def begin(self) -> WorkerReady:
+        """Launch the workers; returns when the first is ready.
+
+        Raises:
+            BatchgenError: what a single process would have ended with, where no worker can load the model.
+            NoWorkers: none could be started.
+        """
+        while not self._ready:
+            self._launch()
+            self._launcher.wait(HEARTBEAT_S)
+            for _ in self._listen():
+                pass
+            self._notes.flush(len(self._ready))
+        return next(iter(self._ready.values()))
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[Answer]:
+        """Answers in order of completion, one per task, unless ``stop`` is called. Raises NoWorkers."""
+        source = iter(tasks)
+        self._enough_at = time.monotonic()
+        while not self._stopping and not self._dispatcher.is_done:
+            self._pull(source)
+            self._launch()
+            self._require_enough()
+            for name, assignment in self._dispatcher.assignments().items():
+                self._handles[name].send(assignment)
+            self._launcher.wait(0.0 if self._dispatcher.room else HEARTBEAT_S)
+            yield from self._listen()
+            self._let_go()
+            self._notes.flush(len(self._ready))
+        yield from self._settle()
+
+    def stop(self) -> None:
+        """Make ``run`` return as soon as workers have told how far they are; safe to call from a signal handler."""
+        self._stopping = True
+
+    def unfinished(self) -> Mapping[int, tuple[int, ...]]:
+        """Tokens generated so far for each unfinished task, by key."""
+        return self._dispatcher.unfinished()
+
+    def close(self) -> None:
+        """End all workers."""
+        self._notes.flush(len(self._ready), is_end=True)
+        self._launcher.close()
+
+    def _pull(self, source: Iterator[Task]) -> None:
+        for _ in range(min(self._dispatcher.room, _MOST_PULLED)):
+            task = next(source, None)
+            if task is None:
+                self._dispatcher.end_of_source()
+            if task is None or self._dispatcher.put(task):
+                return
+
+    def _launch(self) -> None:
+        """Start as many workers as there are rows for. Raises what the last one ended with where none is left."""
+        while (
+            not (self._handles and self._dispatcher.is_winding_up)
+            and len(self._handles) < self._launcher.num_wanted[1] - self._num_given_up
+        ):
+            handle = self._launcher.launch()
+            if handle is None:
+                break
+            self._handles[handle.name] = handle
+        if not self._handles:
+            raise self._error or NoWorkers("no worker is left and no other can be had; run again to resume")
+
+    def _require_enough(self) -> None:
+        """Raises NoWorkers where fewer workers than wanted are ready for as long as one may load, or can be had."""
+        least, most = self._launcher.num_wanted
+        if len(self._ready) >= least or self._dispatcher.is_winding_up:
+            self._enough_at = time.monotonic()
+        too_long = time.monotonic() - self._enough_at > self._liveness.load_patience_s
+        if least > 1 and (too_long or most - self._num_given_up < least):
+            why = f" ({self._error})" if self._error else ""
+            raise NoWorkers(
+                f"{counted(len(self._ready), 'worker')} left of at least {least}{why}; run again to resume, or with "
+                "fewer --workers"
+            )
+
+    def _let_go(self) -> None:
+        """Give back machines that no row is left for: others may want them."""
+        if not self._launcher.is_local:
+            for name in self._dispatcher.idle():
+                self._dispatcher.drain(name)
+
+    def _listen(self) -> Iterator[Answer]:
+        """Take in what workers tell; the answers of tasks that had none yet."""
+        for name, handle in list(self._handles.items()):
+            for event in handle.poll():
+                yield from self._answers(name, event)
+        for name in self._liveness.late():
+            self._notes.late(name, self._liveness.patience_s, self._liveness.load_patience_s)
+        for name, reason in self._liveness.unresponsive(self._dispatcher.workers.values()).items():
+            # One that cannot load here would not in another's place.
+            error = None if name in self._ready else NoWorkers(f"no worker is left ({reason}); run again to resume")
+            yield from self._on_lost(name, self._handles[name].give_up(WorkerLost(reason, error)))
+
+    def _answers(self, name: str, event: WorkerEvent) -> Iterator[Answer]:
+        if name not in self._handles:  # it was let go by an event before this one
+            return
+        if isinstance(event, WorkerPlaced):
+            self._liveness.loads(name)
+        elif isinstance(event, WorkerReady):
+            self._on_ready(name, event)
+        elif isinstance(event, WorkerUpdate):
+            if event.stats is not None:
+                self.stats.tell(name, event.stats)
+            self.facts = event.facts or self.facts
+            if event.finished:
+                self._num_in_vain, self._error = 0, None
+            yield from self._dispatcher.on_update(name, event)
+            if event.stopped:
+                del self._ready[name]
+                self._handles.pop(name).close()
+                self._drop(name)
+        else:
+            yield from self._on_lost(name, event)
+
+    def _on_ready(self, name: str, ready: WorkerReady) -> None:
+        if reason := self._refuse(ready):
+            self._notes.refused(name, ready.place, reason)
+            self._num_given_up += self._launcher.is_local
+            self._error = UsageError(f"no worker may take part: on {ready.place} {reason}")
+            self._liveness.ends_loading(name)
+            self._handles.pop(name).give_up(WorkerLost(reason, self._error))
+            return
+        self._num_false_starts = 0
+        self._liveness.ends_loading(name)
+        self._ready[name] = ready
+        self._dispatcher.join(name, ready.max_num_seqs)
+        self.stats.join(self._dispatcher.workers[name], ready.place)
+        self._notes.joined(name, ready.place)
+
+    def _on_lost(self, name: str, lost: WorkerLost) -> Iterator[Answer]:
+        """Give the rows of a lost worker to others."""
+        del self._handles[name]
+        self._liveness.ends_loading(name)
+        ready = self._ready.pop(name, None)
+        if self._is_given_up(lost, was_ready=ready is not None):
+            self._num_given_up += 1
+            self._error = (
+                lost.error or self._error or NoWorkers(f"no worker is left ({lost.reason}); run again to resume")
+            )
+        if not self._stopping:
+            self._notes.lost(name, ready.place if ready else "", lost.reason)
+        if isinstance(lost.error, OutOfMemory):
+            self._dispatcher.drain(name)  # no row is to blame
+        poison = self._dispatcher.on_lost(name)
+        if ready:
+            self._drop(name)
+        for task in poison:
+            yield Result(task.key, 0, error=RowError(RowErrorCode.INTERNAL, _POISON))
+
+    def _drop(self, name: str) -> None:
+        """Keep no numbers of a worker that ended, but at the end of the run, when all do."""
+        if not self._stopping and not self._dispatcher.is_done:
+            self.stats.drop(name)
+
+    def _is_given_up(self, lost: WorkerLost, *, was_ready: bool) -> bool:
+        """Whether another worker in its place would end likewise; where memory is short, fewer may have enough."""
+        if not was_ready:
+            self._num_false_starts += 1
+            if not self._launcher.is_local:
+                self._error = lost.error or self._error
+                return False
+            return lost.error is not None or self._num_false_starts > _MOST_FALSE_STARTS
+        self._num_in_vain += 1
+        is_in_vain = self._num_in_vain > max(_MOST_IN_VAIN, 2 * self._launcher.num_wanted[1])
+        return is_in_vain or isinstance(lost.error, OutOfMemory)
+
+    def _settle(self) -> Iterator[Answer]:
+        """End the workers' part: their last answers, the tokens of half-done rows, counts and facts."""
+        told: set[str] = set()
+        until = time.monotonic() + _SETTLE_S
+        while self._ready and time.monotonic() < until:
+            for name in self._ready.keys() - told:  # one may still be joining
+                self._handles[name].send(Assignment(stop=True))
+            told |= self._ready.keys()
+            self._launcher.wait(HEARTBEAT_S)
+            yield from self._listen()

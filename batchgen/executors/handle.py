@@ -1,0 +1,172 @@
+"""A worker as the driver sees it, wherever it runs: a process elsewhere with at most one call of its methods under way.
+
+Nothing here waits for a worker: whatever one does is a future, also its start. How a process is started and called is
+its launcher's business, of which each kind of workers has one.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from batchgen.executors.messages import Assignment, WorkerEvent, WorkerLost, WorkerPlaced, WorkerReady, WorkerUpdate
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs: its machine, "" where that is of no account, and its id there."""
+
+    node_id: str
+    pid: int
+
+
+class Remote(Protocol):
+    """A process that runs the methods of a ``Worker``, one at a time."""
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        """Its result; a future that raises says that the process is gone, and why."""
+
+    def kill(self) -> None:
+        """End it at once, whatever it does; does not wait."""
+
+
+class WorkerHandle:
+    """One worker: it gets a place, loads the model, and then takes assignments and tells of them.
+
+    No method blocks or raises. ``place`` is None until it has one.
+    """
+
+    def __init__(self, name: str, launcher: WorkerLauncher) -> None:
+        self.name = name
+        self.place: Place | None = None
+        self._launcher = launcher
+        self._assignments: list[Assignment] = []
+        self._is_ready = self._is_over = False
+        self._call: Future[Any] | None = None
+        self.remote = self._placed()
+
+    def _placed(self) -> Remote:
+        remote, call = self._launcher.place()
+        self._wait_for(call)
+        return remote
+
+    def place_anew(self) -> None:
+        """Ask for another place than the one that it is on its way to."""
+        self.remote.kill()
+        self.remote = self._placed()
+
+    def send(self, assignment: Assignment) -> None:
+        """Pass an assignment on with the next call; of a worker that is gone ``poll`` tells."""
+        self._assignments.append(assignment)
+
+    def exchange(self) -> None:
+        """Call a worker that waits to be called."""
+        if self._is_ready and self._call is None and not self._is_over:
+            assignments, self._assignments = tuple(self._assignments), []
+            self._wait_for(self.remote.call("exchange", assignments))
+
+    def poll(self) -> list[WorkerEvent]:
+        """What has come since the last call: placed, ready, then updates, and nothing after a loss."""
+        if self._is_over:
+            return []
+        if self.place is None and (lost := self._launcher.no_place):
+            return [self.give_up(lost)]
+        if self._call is None or not self._call.done():
+            return []
+        told, self._call = self._result(self._call), None
+        if isinstance(told, Place):
+            self.place = told
+            self._wait_for(self._launcher.begin(self))
+            return [WorkerPlaced()]
+        if isinstance(told, WorkerUpdate):
+            self._launcher.note(self, told)
+        elif isinstance(told, WorkerLost):
+            self.give_up(told)
+        self._is_ready |= isinstance(told, WorkerReady)
+        return [told]
+
+    def give_up(self, lost: WorkerLost) -> WorkerLost:
+        """End a worker that is lost or as good as that, or may not take part."""
+        self.close()
+        self._launcher.note(self, lost)
+        return lost
+
+    def close(self) -> None:
+        """End the worker at once, whatever it does."""
+        if not self._is_over:
+            self._is_over = True
+            self.remote.kill()
+            self._launcher.handles.remove(self)
+
+    def _wait_for(self, call: Future[Any]) -> None:
+        self._call = call
+        call.add_done_callback(lambda _: self._launcher.woken.set())
+
+    def _result(self, call: Future[Any]) -> Any:
+        try:
+            return call.result()
+        except Exception as error:  # the call did not end, whatever the reason
+            return WorkerLost(self._launcher.reason_of(error))
+
+
+class WorkerLauncher(ABC):
+    """Starts workers of one kind and waits for them.
+
+    ``num_wanted`` are the fewest that a run goes on with, and the most; it begins with the first. Of ``is_local`` ones,
+    where one does not fit, another in its place would not either. ``woken`` is set when a call has ended. ``no_place``
+    says why workers without a place will not get one, None while they may.
+    """
+
+    kind = "local"  # of the names
+    is_local = True
+
+    def __init__(self, num_wanted: tuple[int, int]) -> None:
+        self.num_wanted = num_wanted
+        self.woken = threading.Event()
+        self.no_place: WorkerLost | None = None
+        self.handles: list[WorkerHandle] = []
+        self._num_launched = 0
+
+    def launch(self) -> WorkerHandle | None:
+        """Begin to start another worker; None where no more can be had now."""
+        if not self.has_room():
+            return None
+        self._num_launched += 1
+        handle = WorkerHandle(f"{self.kind}-{self._num_launched}", self)
+        self.handles.append(handle)
+        return handle
+
+    def wait(self, timeout_s: float) -> None:
+        """Call all workers that wait for it, and return when one has answered, or after the timeout."""
+        for handle in self.handles:
+            handle.exchange()
+        self.woken.wait(timeout_s)
+        self.woken.clear()
+
+    def close(self) -> None:
+        """End all workers that are left."""
+        for handle in list(self.handles):
+            handle.close()
+
+    @abstractmethod
+    def has_room(self) -> bool:
+        """Whether another worker can be started now."""
+
+    @abstractmethod
+    def place(self) -> tuple[Remote, Future[Place]]:
+        """A new process, and where it will be."""
+
+    @abstractmethod
+    def begin(self, handle: WorkerHandle) -> Future[Any]:
+        """Let a worker that has a place load the model: a ``WorkerReady``, or a ``WorkerLost``."""
+
+    def reason_of(self, error: Exception) -> str:
+        """Why a call has no result, in a few words."""
+        return str(error)
+
+    @abstractmethod
+    def note(self, handle: WorkerHandle, told: WorkerUpdate | WorkerLost) -> None:
+        """Learn from what a worker tells, or that it is lost."""

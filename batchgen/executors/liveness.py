@@ -1,0 +1,60 @@
+"""Liveness of workers: which of them have loaded, or computed nothing, for too long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from batchgen.core.units import format_duration
+from batchgen.executors.worker_state import WorkerState
+
+
+class Liveness:
+    """Judges workers by what they get done, since one that hangs in a step goes on speaking.
+
+    ``patience_s`` is how long a worker may make no progress, ``load_patience_s`` how long it may load its model: both
+    as long as a user says. Time in which the driver itself stood still, and so did not ask, does not count.
+    """
+
+    def __init__(
+        self, patience_s: float = 60.0, load_patience_s: float = 1800.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.patience_s, self.load_patience_s = patience_s, load_patience_s
+        self._clock = clock
+        self._loading: dict[str, float] = {}  # since when
+        self._known_late: set[str] = set()
+        self._asked_at = clock()
+
+    def loads(self, name: str) -> None:
+        """A worker begins to load its model."""
+        self._loading[name] = self._clock()
+
+    def ends_loading(self, name: str) -> None:
+        """It is ready, or lost."""
+        self._loading.pop(name, None)
+
+    def late(self) -> list[str]:
+        """Workers that have been loading for longer than ``patience_s``, each once."""
+        now = self._clock()
+        late = {name for name, since in self._loading.items() if now - since > self.patience_s} - self._known_late
+        self._known_late |= late
+        return sorted(late)
+
+    def unresponsive(self, workers: Collection[WorkerState]) -> dict[str, str]:
+        """Workers to be given up, and why; take in first what they have told.
+
+        Of those that are ready, these have rows or are to stop.
+        """
+        now = self._clock()
+        stood_still, self._asked_at = now - self._asked_at, now
+        if stood_still > self.patience_s / 2:
+            for worker in workers:
+                worker.moved_at = min(now, worker.moved_at + stood_still)
+        owing = [worker for worker in workers if worker.tasks or worker.state == "leaving"]
+        found = {
+            worker.name: f"no step of it has ended in {format_duration(self.patience_s)} (--patience)"
+            for worker in owing
+            if now - worker.moved_at > self.patience_s
+        }
+        too_long = f"it has not loaded the model in {format_duration(self.load_patience_s)} (--load-patience)"
+        return found | {name: too_long for name, since in self._loading.items() if now - since > self.load_patience_s}

@@ -1,0 +1,219 @@
+"""Loop around a worker's engine: steps it in one thread, makes rows into requests in another, and talks to the driver.
+
+Thus neither a message nor a tokenizer delays a step. Every kind of worker has one. It knows no process and no network:
+its owner passes assignments in and carries updates out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from batchgen.core.errors import RowError
+from batchgen.core.records import BadRow, Request, Result
+from batchgen.executors.messages import HEARTBEAT_S, Answer, Assignment, Task, WorkerUpdate
+from batchgen.input.requests import RequestBuilder
+from batchgen.input.validator import Pending, build_requests
+from batchgen.output.journal import JournalEntry
+from batchgen.output.record_builder import RecordBuilder
+from batchgen.run.results import entry_of, failed_entry
+
+PARTIALS_S = 5.0  # between two reports of half-done rows: what a lost worker's rows have to generate again
+STATS_S = 1.0
+_MOST_BUILT = 256  # tasks made into requests together
+_SLOW_BUILD_S = 2.0  # a chat template may take seconds per row
+_ROUND_S = 0.02  # least time between two answers: a message for each row would cost more than the row
+
+
+class SteppedEngine(Protocol):
+    """The methods of ``batchgen.engine.Engine`` that a loop calls, all but ``stats`` in the thread that steps."""
+
+    @property
+    def stats(self) -> Any: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def has_work(self) -> bool: ...
+    def submit(self, request: Request) -> Result | None: ...
+    def step(self) -> list[Result]: ...
+    def flush(self) -> list[Result]: ...
+    def unfinished(self) -> Mapping[int, tuple[int, ...]]: ...
+
+
+class RowMaker:
+    """A worker's part of the work on a row beside its engine's: template, tokenizer, and the output record as JSON.
+
+    It is done where there are as many cores as workers. Rows are built by one thread and finished by another. ``check``
+    says why a request cannot run all the same.
+    """
+
+    def __init__(
+        self,
+        builder: RequestBuilder,
+        record_builder: RecordBuilder,
+        check: Callable[[Request], RowError | None] = lambda request: None,
+    ) -> None:
+        self._builder = builder
+        self._check = check
+        self._record_builder = record_builder
+        self._rows: dict[int, Pending] = {}  # whose requests are with the engine
+
+    def build(self, tasks: Sequence[Pending]) -> Iterator[Request | JournalEntry]:
+        """The request of each row, or the row as failed."""
+        for answer in build_requests(self._builder, tasks):
+            if isinstance(answer, BadRow):
+                yield failed_entry(answer, self._record_builder)
+                continue
+            row, request = answer
+            if error := self._check(request):
+                yield entry_of(row, Result(request.key, 0, error=error), self._record_builder)
+            else:
+                self._rows[request.key] = row
+                yield request
+
+    def finish(self, result: Result) -> JournalEntry:
+        """The row of a result, ready for the journal."""
+        return entry_of(self._rows.pop(result.key), result, self._record_builder)
+
+
+class EngineLoop:
+    """Runs tasks on an engine until ``close``, or until an assignment says stop.
+
+    ``collect`` is called by one thread, ``assign`` by any. An error of the engine or of building a request is raised by
+    the next ``collect`` that has nothing to tell; the loop is of no more use then.
+    """
+
+    def __init__(
+        self,
+        engine: SteppedEngine,
+        maker: RowMaker,
+        clock: Callable[[], float] = time.monotonic,
+        num_launches: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``num_launches`` counts what moves within a step, which on few cores may take minutes."""
+        self._engine = engine
+        self._maker = maker
+        self._clock = clock
+        self._num_launches = num_launches
+        # Guards all below; notified when any of it has changed.
+        self._changed = threading.Condition()
+        self._inbox: list[Task] = []
+        self._ready: list[Request] = []
+        self._results: list[Result] = []
+        self._answers: list[Answer] = []
+        self._partials: Mapping[int, tuple[int, ...]] | None = None
+        self._is_stopping = self._is_stopped = False
+        self._error: BaseException | None = None
+        self._idle_s = 0.0  # of the thread that steps
+        self._progress = 0  # of both threads
+        # Of the owner's thread.
+        self._took_at = self._told_stats_at = -STATS_S
+        self._threads = [
+            threading.Thread(target=self._guarded, args=(work,), name=f"batchgen-{name}", daemon=True)
+            for name, work in (("steps", self._steps), ("build", self._builds))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def assign(self, assignment: Assignment) -> None:
+        """Take in what the driver says."""
+        with self._changed:
+            self._inbox += assignment.tasks
+            self._is_stopping |= assignment.stop
+            self._changed.notify_all()
+
+    def collect(self, timeout_s: float = HEARTBEAT_S) -> WorkerUpdate:
+        """What there is to tell, as soon as that is something, or after the timeout. Raises what the engine raised."""
+        time.sleep(max(self._took_at + _ROUND_S - self._clock(), 0.0))
+        with self._changed:
+            self._changed.wait_for(self._has_news, timeout_s)
+            if self._error is not None and not (self._results or self._answers):  # what is finished goes first
+                raise self._error
+            results, self._results = self._results, []
+            answers, self._answers = self._answers, []
+            partials, self._partials = self._partials, None
+            stopped, progress = self._is_stopped, self._progress + self._num_launches()
+        self._took_at = self._clock()
+        finished = (*answers, *map(self._maker.finish, results))
+        stats = self._stats(is_last=stopped)
+        return WorkerUpdate(finished, partials, stats, stopped=stopped, progress=progress)
+
+    def close(self) -> None:
+        """End the threads after the step and the row under way."""
+        self.assign(Assignment(stop=True))
+        for thread in self._threads:
+            thread.join()
+
+    def _has_news(self) -> bool:
+        return bool(self._results or self._answers or self._is_stopped or self._error)
+
+    def _stats(self, *, is_last: bool) -> Mapping[str, Any] | None:
+        """The engine's counts but for its series, and the seconds without work, now and then."""
+        if not is_last and self._took_at - self._told_stats_at < STATS_S:
+            return None
+        self._told_stats_at = self._took_at
+        stats: dict[str, Any] = {**self._engine.stats.to_dict(), "idle_s": self._idle_s}
+        stats.pop("series", None)
+        return stats
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            with self._changed:
+                self._error, self._is_stopping = error, True
+                self._changed.notify_all()
+
+    def _builds(self) -> None:
+        """Make requests of the tasks that come in, many at once where that takes little time."""
+        most = 1
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._inbox or self._is_stopping)
+                if self._is_stopping:
+                    return
+                tasks, self._inbox = self._inbox[:most], self._inbox[most:]
+            began_at = self._clock()
+            for made in self._maker.build(cast(Sequence[Pending], tasks)):
+                with self._changed:
+                    self._progress += 1
+                    if isinstance(made, Request):
+                        self._ready.append(made)
+                    else:
+                        self._answers.append(made)
+                    self._changed.notify_all()
+            most = min(2 * most, _MOST_BUILT) if self._clock() - began_at < _SLOW_BUILD_S else 1
+
+    def _steps(self) -> None:
+        """Step the engine while it has work."""
+        told_at = self._clock()
+        engine = self._engine
+        while True:
+            with self._changed:
+                if not engine.has_work:
+                    idle_at = self._clock()
+                    self._changed.wait_for(lambda: self._ready or self._is_stopping)
+                    self._idle_s += self._clock() - idle_at
+                if self._is_stopping:
+                    break
+                ready, self._ready = self._ready, []
+            results = [answer for request in ready if (answer := engine.submit(request)) is not None]
+            results += engine.step() if engine.has_work else engine.flush()
+            partials = None
+            if self._clock() - told_at >= PARTIALS_S:
+                told_at, partials = self._clock(), engine.unfinished()
+            self._tell(results, partials)
+        self._tell(engine.flush(), engine.unfinished())
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def _tell(self, results: Iterable[Result], partials: Mapping[int, tuple[int, ...]] | None) -> None:
+        with self._changed:
+            self._progress += 1
+            self._results += results
+            self._partials = self._partials if partials is None else partials
+            if self._results or partials is not None:
+                self._changed.notify_all()

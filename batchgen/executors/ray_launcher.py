@@ -1,0 +1,166 @@
+"""Workers on a Ray cluster: each is an actor on one GPU or on a group of cores.
+
+Ray places them, tells when one is lost and asks an autoscaler for machines; rows and messages are ours. Ray is imported
+by ``ray_cluster`` alone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.core.errors import BatchgenError, ExitCode, UsageError
+from batchgen.core.machine import total_bytes
+from batchgen.executors.handle import Place, WorkerHandle, WorkerLauncher
+from batchgen.executors.messages import WorkerLost, WorkerReady, WorkerUpdate
+from batchgen.executors.ray_cluster import Cluster, WorkerResources, reason_of
+from batchgen.executors.slices import MachineSlice, useful_workers
+from batchgen.executors.worker import Start, Worker
+from batchgen.model import ModelConfig
+
+_MOST_LOSSES = 3  # of workers on one machine, none of which finished a row
+_MOST_UNPLACED = 12  # losses in a row before a worker had a place
+_NO_ROOM_S = 600.0
+_NO_ROOM = "no worker within 10 minutes: the cluster has no room for {needs}"
+_NO_MACHINE = "no machine of the cluster is left that workers could run on"
+
+
+class NoRoom(BatchgenError):
+    """The cluster has no machine for a worker; journalled rows stay, and the run resumes."""
+
+    exit_code = ExitCode.STOPPED
+
+
+class RayWorker(Worker):
+    """What runs on the cluster, in the main thread of a process of its own."""
+
+    def place(self) -> Place:
+        """The machine, as soon as the process has started."""
+        return Place(Cluster.own_node(), os.getpid())
+
+    def begin_in(self, folder: str, start: Start, num_neighbours: int) -> WorkerReady | WorkerLost:
+        """Load the model on a machine with room for so many workers, of which each has its share of the memory.
+
+        Relative paths of the job are those of the driver, where its folder exists here.
+        """
+        with suppress(OSError):
+            os.chdir(folder)
+        return self.begin(start, MachineSlice(memory_bytes=total_bytes() // num_neighbours))
+
+
+@dataclass(frozen=True, slots=True)
+class _Actor:
+    """A ``Remote`` that is an actor."""
+
+    actor: Any
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = getattr(self.actor, method).remote(*arguments).future()
+        return future
+
+    def kill(self) -> None:
+        Cluster.end(self.actor)
+
+
+def _working_folder() -> str:
+    """The folder that relative paths of the job are in; empty if it is gone."""
+    try:
+        return os.getcwd()  # noqa: PTH109 - a plain string, which any system can read
+    except OSError:
+        return ""
+
+
+class RayLauncher(WorkerLauncher):
+    """Starts actors on a cluster. Raises UsageError if it cannot be reached.
+
+    A machine is excluded, so that no worker is placed there, when its files or numerics are not those of the run, and
+    when workers are lost there again and again before they have finished a row.
+    """
+
+    kind = "ray"
+    is_local = False
+
+    def __init__(
+        self, start: Start, model: ModelConfig, num_rows: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        spec, cluster = start.spec, start.spec.cluster
+        self._start, self._folder = start, _working_folder()
+        self._clock = clock
+        self._cluster = Cluster(cluster.ray or "auto")
+        try:
+            nodes = self._cluster.nodes
+            self._resources = WorkerResources.of(cluster, spec.model.device, nodes)
+            places = sum(map(self._resources.most_on, nodes))
+            auto = useful_workers(places, spec, model, num_rows, is_cuda=bool(self._resources.gpus))
+            super().__init__(cluster.bounds or (1, auto))
+        except BaseException:
+            self._cluster.close()
+            raise
+        self._losses: Counter[str] = Counter()  # by machine, "" before there was one
+        self._excluded: set[str] = set()
+        self._unplaced_since = clock()  # when the last worker that had a place was lost
+        self._error: Exception | None = None
+
+    def has_room(self) -> bool:
+        return self.no_place is None
+
+    def wait(self, timeout_s: float) -> None:
+        super().wait(timeout_s)
+        self.no_place = self._find_no_place()
+
+    def close(self) -> None:
+        super().close()
+        self._cluster.close()
+
+    def place(self) -> tuple[_Actor, Future[Place]]:
+        actor = _Actor(self._cluster.start(RayWorker, self._resources, self._excluded))
+        return actor, actor.call("place")
+
+    def begin(self, handle: WorkerHandle) -> Future[Any]:
+        self._losses.pop("", None)
+        neighbours = [self._resources.most_on(node) for node in self._cluster.nodes if node.node_id == _node_of(handle)]
+        return handle.remote.call("begin_in", self._folder, self._start, max([1, *neighbours]))
+
+    def reason_of(self, error: Exception) -> str:
+        return reason_of(error)
+
+    def note(self, handle: WorkerHandle, told: WorkerUpdate | WorkerLost) -> None:
+        node_id = _node_of(handle)
+        if isinstance(told, WorkerUpdate):
+            if told.finished:
+                self._losses.pop(node_id, None)
+            return
+        self._error = told.error or self._error
+        self._losses[node_id] += 1
+        if node_id:
+            self._unplaced_since = self._clock()
+            if isinstance(told.error, UsageError) or self._losses[node_id] >= _MOST_LOSSES:
+                self._exclude(node_id)
+
+    def _exclude(self, node_id: str) -> None:
+        """Place no more workers on a machine; those that wait for a place may have been on their way to it."""
+        self._excluded.add(node_id)
+        for handle in self.handles:
+            if handle.place is None:
+                handle.place_anew()
+
+    def _find_no_place(self) -> WorkerLost | None:
+        if self._losses[""] >= _MOST_UNPLACED:
+            return WorkerLost("workers are lost before they have a place", self._error)
+        fit = {node.node_id for node in self._cluster.nodes if self._resources.most_on(node)}
+        if fit and fit <= self._excluded:
+            return WorkerLost(_NO_MACHINE, self._error)
+        if not any(handle.place for handle in self.handles) and self._clock() - self._unplaced_since > _NO_ROOM_S:
+            reason = _NO_ROOM.format(needs=self._resources)
+            return WorkerLost(reason, NoRoom(f"{reason}; run again to resume"))
+        return None
+
+
+def _node_of(handle: WorkerHandle) -> str:
+    return handle.place.node_id if handle.place else ""

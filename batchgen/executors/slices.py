@@ -1,0 +1,87 @@
+"""How the processors, devices and memory of one machine are split among workers. It imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import UsageError
+from batchgen.core.machine import available_bytes, cpus_by_node, limit_memory, visible_gpus
+from batchgen.core.units import counted
+from batchgen.engine.sizes import default_num_seqs
+from batchgen.model import ModelConfig
+
+_ROWS_PER_SEQ = 4  # with fewer, start and end of a worker take too large a part of its time
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSlice:
+    """What one worker may use: processors, CUDA devices (None: all that there are), and bytes of memory (None: any)."""
+
+    cpus: tuple[int, ...] = ()
+    gpus: tuple[str, ...] | None = None
+    memory_bytes: int | None = None
+
+    def take(self) -> None:
+        """Restrict this process to its slice, before any thread is started or device used."""
+        if self.cpus:
+            os.sched_setaffinity(0, self.cpus)
+        if self.gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        if self.memory_bytes is not None:
+            limit_memory(self.memory_bytes)
+
+
+def split_machine(spec: JobSpec, model: ModelConfig, num_rows: int | None) -> list[MachineSlice]:
+    """The slices of the most workers that a job may have on this machine; ``num_rows`` are those to run, if known.
+
+    "auto" is a worker for each GPU that the job may use, or without any for each NUMA node, whose memory its
+    processors reach fastest: at most as many as have rows for some full batches.
+
+    Raises:
+        UsageError: there are fewer GPUs.
+    """
+    cluster, nodes, gpus = spec.cluster, cpus_by_node(), visible_gpus(spec.model.device)
+    gpus_each = (1 if cluster.worker_gpus is None else cluster.worker_gpus) if gpus else 0
+    if cluster.bounds is not None:
+        number = cluster.bounds[1]
+    else:
+        is_cuda = bool(gpus) or spec.model.device.startswith("cuda")
+        places = len(gpus) // gpus_each if gpus_each else 1 if is_cuda else len(nodes)
+        number = useful_workers(places, spec, model, num_rows, is_cuda=is_cuda)
+    if gpus_each and number * gpus_each > len(gpus):
+        raise UsageError(
+            f"--workers {number} with --worker-gpus {gpus_each}: this machine has {counted(len(gpus), 'GPU')}; ask for "
+            "fewer workers, or with --worker-gpus 0 for workers that share all of them"
+        )
+    memory = None if gpus else available_bytes() // number
+    cpus = [cpu for node in nodes for cpu in node]
+    return [
+        MachineSlice(
+            _slice(cpus, i, number, cluster.worker_cpus),
+            tuple(gpus[i * gpus_each : (i + 1) * gpus_each]) if gpus_each else None,
+            memory,
+        )
+        for i in range(number)
+    ]
+
+
+def useful_workers(places: int, spec: JobSpec, model: ModelConfig, num_rows: int | None, *, is_cuda: bool) -> int:
+    """How many of some places for workers to use by default: each with rows for some full batches."""
+    rows_each = _ROWS_PER_SEQ * (spec.engine.max_num_seqs or default_num_seqs(model, is_cuda=is_cuda))
+    return max(1, places if num_rows is None else min(places, num_rows // rows_each))
+
+
+def _slice(cpus: Sequence[int], i: int, number: int, size: int | None) -> tuple[int, ...]:
+    """The processors of the i-th of some workers: neighbours, and no other's while they last."""
+    if not cpus:
+        return ()
+    if size is None:
+        first, end = i * len(cpus) // number, (i + 1) * len(cpus) // number
+    else:
+        first, end = i * size, (i + 1) * size
+    found = islice(cycle(cpus), first % len(cpus), first % len(cpus) + min(max(1, end - first), len(cpus)))
+    return tuple(sorted(found))

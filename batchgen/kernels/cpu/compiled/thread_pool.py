@@ -1,0 +1,117 @@
+"""How compiled kernels share their items, and how the threads of a pool run programs: launches of kernels in order.
+
+Where another process takes a core, a thread of the pool stands still for milliseconds. The others wait only for the
+items that it holds. Whoever has taken the last item of a launch and finds nobody else in it begins the next one, and a
+thread that comes late joins whatever launch is current, or none. A thread that waits spins for as long as launches
+usually leave it without work, then sleeps: the system moves a thread that was ready to the core that falls free.
+
+``PROGRESS`` holds the number of the current launch, counted over all programs, above the number of threads in it.
+``END`` holds the first launch that no program has, above the most workers of the newest program. A thread joins a
+launch below it; ``BASE`` and ``TABLE`` were written before, and cannot change while it is in the launch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from batchgen.kernels.cpu import layout
+from batchgen.kernels.cpu.compiled.simd import call, fetch, fetch_add, jit, pause, pointer, replace
+
+_SPINS = 4000  # some 100 microseconds: Python takes 20 from one launch to the next
+_WAIT, _WAKE, _ALL = 128, 129, 1 << 30  # operations of Linux's futex among threads of one process
+_FUTEX_BITS, _WORKERS, _NEXT = (1 << 32) - 1, (1 << layout.WORKER_BITS) - 1, 1 << layout.WORKER_BITS
+
+
+@jit
+def next_item(args, worker):
+    """Take the next work item, from the worker's own range while there are any; ``NUM_ITEMS`` when none is left."""
+    num_items, num_ranges = args[layout.NUM_ITEMS], args[layout.NUM_RANGES]
+    taken = pointer(args[layout.RANGES], np.int64)
+    for other in range(num_ranges):
+        place = (worker * num_ranges // args[layout.NUM_WORKERS] + other) % num_ranges
+        first, end = place * num_items // num_ranges, (place + 1) * num_items // num_ranges
+        if first + taken[place] < end:
+            item = first + fetch_add(taken, place, 1)
+            if item < end:
+                return item
+    return num_items
+
+
+@jit
+def worker_number(args):
+    """The calling worker's number, from 0: the key to its own scratch memory and its range."""
+    return call(args[layout.NUMBERING], args[layout.KEY], 0, 0, 0, 0)
+
+
+@jit
+def wait_while(pool, place, shift, value):
+    """Return when ``pool[place] >> shift`` is another than ``value``; ``place`` is ``PROGRESS`` or ``END``."""
+    for _ in range(_SPINS):
+        if fetch(pool, place) >> shift != value:
+            return
+        pause()
+    fetch_add(pool, place + layout.NUM_SLEEPERS, 1)
+    while True:
+        event = fetch(
+            pool, place + layout.EVENT
+        )  # before the look: a change after it makes another event, and none sleeps
+        if fetch(pool, place) >> shift != value:
+            break
+        call(
+            pool[layout.SLEEP],
+            pool[layout.FUTEX],
+            pool[layout.SELF] + 8 * (place + layout.EVENT),
+            _WAIT,
+            event & _FUTEX_BITS,
+            0,
+        )
+    fetch_add(pool, place + layout.NUM_SLEEPERS, -1)
+
+
+@jit
+def wake(pool, place):
+    """Let those who wait for a change of ``pool[place]`` look again."""
+    if fetch(pool, place + layout.NUM_SLEEPERS):
+        fetch_add(pool, place + layout.EVENT, 1)
+        call(pool[layout.WAKE], pool[layout.FUTEX], pool[layout.SELF] + 8 * (place + layout.EVENT), _WAKE, _ALL, 0)
+
+
+@jit
+def take_part(pool, number):
+    """Work in launch after launch until the current program ends, unless that is for fewer workers."""
+    while True:
+        progress, end = fetch(pool, layout.PROGRESS), fetch(pool, layout.END)
+        launch = progress >> layout.WORKER_BITS
+        if launch >= end >> layout.WORKER_BITS or number >= end & _WORKERS:
+            return
+        if not replace(pool, layout.PROGRESS, progress, progress + 1):
+            continue
+        table, at = pointer(pool[layout.TABLE], np.int64), 2 * (launch - pool[layout.BASE])
+        call(table[at], table[at + 1], 0, 0, 0, 0)
+        done = launch << layout.WORKER_BITS
+        if fetch_add(pool, layout.PROGRESS, -1) == done + 1 and replace(pool, layout.PROGRESS, done, done + _NEXT):
+            wake(pool, layout.PROGRESS)
+        wait_while(pool, layout.PROGRESS, layout.WORKER_BITS, launch)
+
+
+@jit
+def run_all(args):
+    """Compiled: run a program, whose words are as in ``layout``; returns when its last launch is done."""
+    pool, num_workers = pointer(args[layout.POOL], np.int64), args[layout.MOST_WORKERS]
+    base, table = fetch(pool, layout.PROGRESS) >> layout.WORKER_BITS, args[layout.LAUNCHES]
+    pool[layout.BASE], pool[layout.TABLE] = base, table
+    end = (base + args[layout.NUM_LAUNCHES] << layout.WORKER_BITS) + num_workers
+    fetch_add(pool, layout.END, end - fetch(pool, layout.END))
+    if num_workers > 1:
+        wake(pool, layout.END)
+    take_part(pool, 0)
+
+
+@jit
+def serve(args):
+    """Compiled: work in all programs to come, on a thread of its own; arguments are a pool and the worker's number."""
+    pool, number = pointer(args[0], np.int64), args[1]
+    while True:
+        end = fetch(pool, layout.END)
+        take_part(pool, number)
+        wait_while(pool, layout.END, 0, end)

@@ -1,0 +1,148 @@
+"""The compiled kernels: where the source of each is, the kinds it comes in, and which of them a run needs.
+
+Imports neither torch nor numba, so that kernels can be looked up, and compiled in another process, before either is
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy import float32 as F32  # noqa: N812 - as in the kernels' sources
+from numpy import int8 as INT8  # noqa: N812
+from numpy import uint8 as BYTES  # noqa: N812
+from numpy import uint16 as BF16  # noqa: N812
+from numpy import uint32 as WORDS  # noqa: N812
+
+from batchgen.kernels.processor import (
+    byte_products,
+    has_bfloat16_pairs,
+    has_fused_multiply_add,
+    has_wide_registers,
+    leaves_products_to_onednn,
+)
+
+COMPILED = "batchgen.kernels.cpu.compiled"  # where the sources of kernels are
+Kinds = Mapping[str, tuple[Any, ...]]
+_SHORT = {"bfloat16": "bf16", "float32": "f32", "int8": "int8"}
+ELEMENTS: Kinds = {"bfloat16": (BF16,), "float32": (F32,)}
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """A kernel: the function ``name`` of ``module``, called with its words and the arguments of a kind.
+
+    ``kinds`` holds those arguments, element types and plain numbers, by the kind's name. A kind that is named as a
+    dtype is for tensors of that dtype.
+    """
+
+    module: str
+    name: str
+    kinds: Kinds = field(default_factory=lambda: ELEMENTS, compare=False)
+
+
+RMS_NORM, SWIGLU, ARGMAX, MASK, QUANTIZE = (
+    KernelSpec(f"{COMPILED}.rows", name) for name in ("rms_norm", "swiglu", "argmax", "mask", "quantize")
+)
+SHORT_CONV = KernelSpec(f"{COMPILED}.rope_conv", "short_conv")
+# The element types of the model, of the cache, and of what holds the dimensions of a key that lie side by side.
+_CACHED: Kinds = {
+    "bfloat16": (BF16, BF16, WORDS),
+    "float32": (F32, F32, WORDS),
+    "bf16_kv_int8": (BF16, INT8, INT8),
+    "f32_kv_bf16": (F32, BF16, WORDS),
+    "f32_kv_int8": (F32, INT8, INT8),
+}
+ROPE_AND_CACHE = KernelSpec(f"{COMPILED}.rope_conv", "rope_and_cache", _CACHED)
+# The element types of the model, of the cache, and in which both are multiplied.
+_ATTENDED: Kinds = {kind: (*types[:2], F32) for kind, types in _CACHED.items()} | {"bf16_pairs": (BF16, BF16, BF16)}
+ATTENTION = KernelSpec(f"{COMPILED}.attention", "attention", _ATTENDED)
+ROUTE, ADD_UP = (KernelSpec(f"{COMPILED}.experts", name) for name in ("route", "add_up"))
+SORT = KernelSpec(f"{COMPILED}.experts", "sort", {"any": ()})
+SAMPLE, LOGSUMEXP = (KernelSpec(f"{COMPILED}.sampling", name) for name in ("sample", "logsumexp"))
+RUN_ALL, SERVE = (KernelSpec(f"{COMPILED}.thread_pool", name, {"any": ()}) for name in ("run_all", "serve"))
+PEAK_PRODUCTS = KernelSpec(f"{COMPILED}.peaks", "multiply", {**ELEMENTS, "int8": (INT8,)})
+PEAK_READS = KernelSpec(f"{COMPILED}.peaks", "read", {"any": ()})
+# Enough to hide the latency of a product at two per cycle: of 32 wide registers, or in pairs of 16 narrow ones.
+PEAK_TOTALS = 12 if has_wide_registers() else 6
+# The element types of results and inputs, and of the weights or the table that are read.
+_STORED: Kinds = {"bfloat16": (BF16, BF16), "float32": (F32, F32), "f32_of_bf16": (F32, BF16)}
+TAKE_ROWS = KernelSpec(f"{COMPILED}.rows", "take_rows", _STORED)
+EMBEDDING_LOOKUP_PACKED = KernelSpec(f"{COMPILED}.rows", "embedding_lookup_packed", _STORED)
+_INT8: Kinds = {"bf16_of_int8": (BF16, BYTES), "f32_of_int8": (F32, BYTES)}
+MATMUL = KernelSpec(f"{COMPILED}.matmul", "matmul", {**_STORED, **_INT8})
+MATMUL_INTEGERS = KernelSpec(f"{COMPILED}.matmul", "matmul_integers")
+# The element type of the model, and that in which its numbers are multiplied.
+_PAIRED: Kinds = {"bfloat16": (BF16, F32), "bf16_pairs": (BF16, BF16), "float32": (F32, F32)}
+MATMUL_UNPACKED = KernelSpec(f"{COMPILED}.matmul", "matmul_unpacked", _PAIRED)
+
+
+def paired_kind(dtype: str) -> str:
+    """The kind for a model in this dtype of a kernel that multiplies pairs of bfloat16 where the processor does."""
+    return "bf16_pairs" if dtype == "bfloat16" and has_bfloat16_pairs() else dtype
+
+
+def cached_kind(dtype: str, kv_dtype: str) -> str:
+    """The kind for a model in ``dtype`` of the kernels that write and read keys and values, kept in ``kv_dtype``."""
+    if kv_dtype in ("auto", dtype):
+        return dtype
+    return f"{_SHORT[dtype]}_kv_{_SHORT[kv_dtype]}"
+
+
+def attention_kind(dtype: str, kv_dtype: str) -> str:
+    """The kind of attention for a model in ``dtype`` that keeps keys and values in ``kv_dtype``."""
+    kind = cached_kind(dtype, kv_dtype)
+    return paired_kind(dtype) if kind == dtype else kind
+
+
+def needed(
+    dtype: str,
+    stored: str,
+    weights: str = "auto",
+    activations: str = "auto",
+    kv_dtype: str = "auto",
+    feed_forward: str = "dense",
+) -> list[tuple[KernelSpec, str]]:
+    """The kernels that each step of a model may need, and their kinds; the longest to compile first.
+
+    ``dtype`` is the one it is computed in, ``stored`` that of its weights before ``weights`` and ``activations`` apply,
+    ``kv_dtype`` that of keys and values; ``feed_forward`` is "dense" or "experts".
+    """
+    if dtype not in ELEMENTS:
+        return []
+    reading = "f32_of_bf16" if (dtype, stored) == ("float32", "bfloat16") else dtype
+    linears = _linears(dtype, reading, weights, activations)
+    found = [(ATTENTION, attention_kind(dtype, kv_dtype)), *linears]
+    if feed_forward == "experts":
+        found += [(ROUTE, dtype)] if has_fused_multiply_add() else []
+        found += [] if (SWIGLU, dtype) in linears else [(SORT, "any"), (ADD_UP, dtype)]
+    found += [(source, dtype) for source in (SHORT_CONV, ARGMAX, RMS_NORM)]
+    found.append((ROPE_AND_CACHE, cached_kind(dtype, kv_dtype)))
+    # Embeddings are read from the panels of a tied head if they hold its numbers; queries are float32 in any model.
+    found.append((EMBEDDING_LOOKUP_PACKED if (MATMUL, reading) in found else TAKE_ROWS, reading))
+    found += [(TAKE_ROWS, kind) for kind in (dtype, "float32")]
+    return list(dict.fromkeys([*found, (RUN_ALL, "any"), (SERVE, "any")]))
+
+
+def _linears(dtype: str, reading: str, weights: str, activations: str) -> list[tuple[KernelSpec, str]]:
+    if activations == "int8" and byte_products() is not None:
+        return [(MATMUL_INTEGERS, dtype), (QUANTIZE, dtype)]
+    is_left = leaves_products_to_onednn(dtype, weights, activations)
+    if not has_fused_multiply_add() or is_left or activations == "int8":
+        return [(SWIGLU, dtype)]  # torch's own products, or the exact ones
+    if weights == "int8":
+        return [
+            (MATMUL_UNPACKED, paired_kind(dtype)),
+            (MATMUL, "bf16_of_int8" if dtype == "bfloat16" else "f32_of_int8"),
+        ]
+    return [(MATMUL, reading)]
+
+
+def needed_by_some(dtype: str, *_: str) -> list[tuple[KernelSpec, str]]:
+    """The kernels that only rows need which are drawn, scored, constrained or penalized (in float32)."""
+    if dtype not in ELEMENTS:
+        return []
+    found = [(source, dtype) for source in (SAMPLE, LOGSUMEXP, MASK)]
+    return list(dict.fromkeys([*found, (SAMPLE, "float32"), (ARGMAX, "float32")]))

@@ -1,0 +1,136 @@
+"""Machine code of kernels, kept on disk from one process to the next.
+
+A kernel's object is looked up by everything that decides its machine code, and loaded by llvmlite alone: numba, which
+takes a second to import and to prepare, is needed only where an object is missing. A file that is torn, foreign or not
+of this user counts as missing: LLVM would end the process on garbage, and run what another user has written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+from contextlib import suppress
+from functools import lru_cache, partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from llvmlite import binding
+
+from batchgen.kernels import processor
+from batchgen.kernels.cpu.kernel_specs import KernelSpec
+from batchgen.kernels.cpu.layout import ENTRY
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_ENGINES: list[binding.ExecutionEngine] = []  # what they have loaded lives as long as they do
+
+
+def file_name(source: KernelSpec, kind: str) -> str:
+    """The name of a kernel's file: a digest of its source, its compiler and what it is compiled for."""
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
+    found = (source.module, _sources(source.module), processor.target(), settings, source.kinds[kind])
+    return f"{source.name}-{kind}-{hashlib.sha256(repr(found).encode()).hexdigest()[:24]}.o"
+
+
+@lru_cache
+def _sources(module: str) -> str:
+    """Digest of all that a kernel of this module may be made of and with."""
+    here, spec = Path(__file__).parent, find_spec(module)
+    assert spec is not None and spec.origin is not None, f"{module} is a file"
+    around = {*(here / f"{name}.py" for name in ("layout", "kernel_specs", "compiler")), Path(processor.__file__)}
+    files = {*(here / "compiled").glob("*.py"), *around, Path(spec.origin)}
+    contents = [path.read_bytes() for path in sorted(files)]
+    return hashlib.sha256(
+        b"".join([*contents, *(version(name).encode() for name in ("numba", "llvmlite"))])
+    ).hexdigest()
+
+
+def read(name: str) -> bytes | None:
+    """The object of that name; None where there is none that can be trusted."""
+    folder = _folder()
+    if folder is None:
+        return None
+    with suppress(OSError):
+        handle = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for a writer
+        with os.fdopen(handle, "rb") as file:
+            if _is_ours(os.fstat(handle)):
+                content = file.read()
+                digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+                return code if digest == _digest(name, code) else None
+    return None
+
+
+def write(name: str, code: bytes) -> bool:
+    """Keep an object for later processes; False where that fails, as on a full disk, which must not stop a run."""
+    folder = _folder()
+    if folder is None:
+        return False
+    temporary = folder / f".{name}.{os.getpid()}"
+    try:
+        with open(temporary, "wb", opener=partial(os.open, mode=0o600)) as file:
+            file.write(_digest(name, code) + code)
+        temporary.replace(folder / name)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _digest(name: str, code: bytes) -> bytes:
+    """What a file begins with: it tells the object from a torn one, and from that of another name."""
+    return hashlib.sha256(name.encode() + code).digest()
+
+
+def is_writable() -> bool:
+    """Whether objects can be kept for the next process."""
+    folder = _folder()
+    return folder is not None and os.access(folder, os.W_OK)
+
+
+def lock() -> bool:
+    """Whether this process is the one that compiles now, with its forks and until it ends; true where none can tell.
+
+    Processes that begin together, such as the workers of a run, need the same kernels: one makes them for all.
+    """
+    folder = _folder()
+    if folder is not None:
+        with suppress(OSError):
+            handle = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(handle)
+                return False
+    return True
+
+
+def _folder() -> Path | None:
+    """Where objects are, made if need be; None where there is no such folder that only this user writes to."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchgen" / "kernels"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if _is_ours(folder.stat()) else None
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home folder
+        return None
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether none but this user, or the administrator, can have written a file or folder; a device is none of ours."""
+    is_plain = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+    return is_plain and found.st_uid in (os.geteuid(), 0) and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def load(code: bytes) -> int:
+    """Put a kernel's object into memory; the address of its function."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    machine = binding.Target.from_triple(binding.get_process_triple()).create_target_machine()
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _ENGINES.append(engine)
+    address: int = engine.get_function_address(ENTRY)
+    return address

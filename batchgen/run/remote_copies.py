@@ -1,0 +1,117 @@
+"""Where a run is copied to: ``output.publish`` once it is finished, ``output.mirror`` while it goes.
+
+One object per invocation, opened with the run directory locked and closed at its exit; without these keys it does
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from batchgen.config.job import OutputSpec
+from batchgen.core.errors import BatchgenError, StorageError
+from batchgen.core.remote import refusals_as_usage
+from batchgen.output.manifest import Manifest
+from batchgen.output.mirror import Mirror
+from batchgen.output.publish import Publication, open_destination
+from batchgen.output.rundir import RunDir
+from batchgen.run.stop import Stopper
+
+_EXIT_S = 0.5  # between the last copy and the end of the process
+
+
+class RemoteCopies:
+    """The destinations of one run.
+
+    ``phase`` shows what is being done, as ``Progress.phase``; ``note`` takes a line for the user; the stopper is asked
+    to stop when another machine has taken the run over.
+    """
+
+    def __init__(
+        self,
+        output: OutputSpec,
+        run_dir: RunDir,
+        phase: Callable[[str, str], AbstractContextManager[None]],
+        note: Callable[[str], None],
+        stopper: Stopper,
+        *,
+        overwrite: bool,
+    ) -> None:
+        self._output = output
+        self._run_dir = run_dir
+        self._phase = phase
+        self._note = note
+        self._stopper = stopper
+        self._overwrite = overwrite
+        self._mirror: Mirror | None = None
+
+    def __enter__(self) -> RemoteCopies:
+        return self
+
+    def open(self) -> None:
+        """Take the lock of the mirror. Raises LockedError, UsageError, RemoteError."""
+        if self._output.mirror:
+            with self._phase("opening output.mirror", "read"), refusals_as_usage():
+                mirror = Mirror(self._output.mirror, self._run_dir, self._note, self._stopper.request)
+                mirror.open(None if self._overwrite else self._run_dir.read_manifest(), overwrite=self._overwrite)
+                self._mirror = mirror
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._mirror is not None:
+            self._mirror.close(self._stopper.left_s - _EXIT_S)
+
+    def begun(self, local: Manifest | None) -> Manifest | None:
+        """The manifest of the run to go on with: that of the run directory, or else of the mirror."""
+        return local if local or self._overwrite or self._mirror is None else self._mirror.manifest
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the mirror holds a finished run."""
+        return self._mirror is not None and self._mirror.is_finished
+
+    def restore(self) -> bytes:
+        """Fetch from the mirror what the run directory lacks. Returns its ``progress.json`` if that was empty."""
+        if self._mirror is None:
+            return b""
+        with self._phase("restoring from output.mirror", "read"):
+            progress = b"" if self._run_dir.manifest.exists() else self._mirror.progress()
+            self._mirror.restore()
+        return progress
+
+    def claim(self, manifest: Manifest) -> None:
+        """See that the finished files can be published, before anything is computed. Raises UsageError, RemoteError."""
+        if self._output.publish:
+            with self._phase("checking output.publish", "read"), refusals_as_usage():
+                self._publication(manifest).claim(overwrite=self._overwrite)
+
+    def clear(self) -> None:
+        """The run starts anew: drop what the mirror holds."""
+        if self._mirror is not None:
+            self._mirror.clear()
+
+    def begin(self, manifest: Manifest) -> None:
+        """Copy the run from now on."""
+        if self._mirror is not None:
+            self._mirror.begin(manifest)
+
+    def finish(self, manifest: Manifest) -> tuple[str, ...]:
+        """Copy the files of the finished run. Returns lines for the user; what is there already is not copied.
+
+        Raises BatchgenError: the run stays finished, and the next invocation tries again.
+        """
+        try:
+            with self._phase("publishing", "write"):
+                lines = [self._publication(manifest).publish()] if self._output.publish else []
+                if self._mirror is not None:
+                    self._mirror.finish(manifest)
+        except BatchgenError as error:
+            advice = "the run is finished and its files are kept; run again to publish them"
+            raise StorageError(f"{error}; {advice}") from error
+        return tuple(lines)
+
+    def _publication(self, manifest: Manifest) -> Publication:
+        return Publication(open_destination(self._output.publish), self._run_dir, manifest)

@@ -1,0 +1,67 @@
+"""The switches of policies: each reaches the engine, changes no output, and is no reason to refuse a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from run_helpers import JobMaker
+
+import batchgen.engine
+from batchgen.cli.main import call, cli
+from batchgen.config.job import KEYS
+from batchgen.config.load import load_job
+from batchgen.core.keys import BOOL
+
+SWITCHES = {
+    "--no-prefix-caching": ("engine", "prefix_caching"),
+    "--no-share-duplicates": ("engine", "share_duplicates"),
+    "--no-longest-first": ("engine", "longest_first"),
+    "--no-forecast-memory": ("engine", "forecast_memory"),
+    "--no-batch-invariant": ("model", "batch_invariant"),
+}
+NAMED = (
+    "--model --revision --dtype --device --tokenizer --input --prompt --system --no-chat --keep-columns --limit",
+    "--max-tokens --temperature --seed --ignore-eos --output --order --token-ids --workers --ray --speculate",
+    "--threads --max-num-batched-tokens --max-num-seqs --block-size --kv-memory --max-model-len",
+    "--overwrite --strict --max-error-rate --deadline --max-runtime --max-total-tokens --shard",
+)
+ROWS = [{"id": i, "question": f"Name the same city as row {i // 2}, in one word and no more."} for i in range(8)]
+
+
+def test_every_switch_that_changes_no_output_is_held_here() -> None:
+    found = {(section, item.name) for section, keys in KEYS.items() for item in keys.values() if item.kind is BOOL}
+    assert {place for place in found if not KEYS[place[0]][place[1]].outputs} == {*SWITCHES.values()}
+
+
+@pytest.mark.parametrize("flag", [*" ".join(NAMED).split(), *SWITCHES])
+def test_run_has_the_flag(flag: str) -> None:
+    assert flag in {name for option in cli.commands["run"].params for name in (*option.opts, *option.secondary_opts)}
+
+
+@pytest.mark.parametrize("flag", SWITCHES)
+def test_a_switch_reaches_the_engine_and_leaves_outputs_and_resumes_alone(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    section, name = SWITCHES[flag]
+    made: list[Any] = []
+    real = batchgen.engine.Engine
+
+    def engine(model: Any, config: Any, **rest: Any) -> Any:
+        made.append(config if section == "engine" else model)
+        return real(model, config, **rest)
+
+    monkeypatch.setattr(batchgen.engine, "Engine", engine)
+    job.write(ROWS)
+    toml = job.toml(sampling={"max_tokens": 6})
+    assert call(["run", str(toml), "-q"]) == 0
+    expected = job.outputs()
+    stopped = ["run", str(toml), "-q", "--overwrite", "--max-num-batched-tokens", "16", "--max-total-tokens", "60"]
+    assert call(stopped) == 75
+    assert call(["run", str(toml), "-q", flag]) == 0
+    assert job.outputs() == expected
+    if section == "engine":
+        assert [getattr(config, name) for config in made] == [True, True, False]
+    default, switched = (load_job(toml, flags) for flags in ({}, {section: {name: False}}))
+    assert getattr(getattr(switched, section), name) is False
+    assert default.output_keys() == switched.output_keys()

@@ -1,0 +1,393 @@
+"""The dispatcher alone: every row is answered once, whatever becomes of the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from batchgen.core.records import Request, Result
+from batchgen.executors.dispatcher import RowDispatcher
+from batchgen.executors.liveness import Liveness
+from batchgen.executors.messages import HEARTBEAT_S, Assignment, WorkerUpdate
+from batchgen.executors.poison import PoisonRows
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rows(*keys: int) -> list[Request]:
+    return [Request(key, (key, key)) for key in keys]
+
+
+def put(dispatcher: RowDispatcher, tasks: Iterable[Request]) -> None:
+    for task in tasks:
+        dispatcher.put(task)
+
+
+def done(*keys: int) -> WorkerUpdate:
+    return WorkerUpdate(finished=tuple(Result(key, 2) for key in keys))
+
+
+def keys_of(assignment: Assignment) -> list[int]:
+    return [task.key for task in assignment.tasks]
+
+
+def test_grants_are_runs_of_the_source_and_bounded_by_the_window() -> None:
+    dispatcher = RowDispatcher(clock=Clock())
+    for name in "ab":
+        dispatcher.join(name, 2)
+    room = dispatcher.room
+    put(dispatcher, rows(*range(room)))
+    given = {name: keys_of(assignment) for name, assignment in dispatcher.assignments().items()}
+    assert given == {"a": list(range(10)), "b": list(range(10, 20))}
+    assert dispatcher.room < room and not dispatcher.assignments()
+    dispatcher.check()
+
+
+def test_the_rows_of_a_lost_worker_come_first_with_the_tokens_last_told() -> None:
+    dispatcher = RowDispatcher(clock=Clock())
+    dispatcher.join("a", 4)
+    put(dispatcher, rows(*range(100)))
+    given = keys_of(dispatcher.assignments()["a"])
+    for partials in ({0: (7, 8), 1: (9,)}, {0: (7,)}):
+        dispatcher.on_update("a", WorkerUpdate(partials=partials))
+        assert dispatcher.unfinished() == {0: (7, 8), 1: (9,)}
+    assert dispatcher.on_lost("a") == []
+    assert dispatcher.unfinished() == {0: (7, 8), 1: (9,)}
+    dispatcher.join("b", 8)
+    assignment = dispatcher.assignments()["b"]
+    assert keys_of(assignment)[0] == 0 and set(keys_of(assignment)) > {given[-1] + 1}
+    assert assignment.tasks[0].output_token_ids == (7, 8)
+    dispatcher.check()
+
+
+def test_the_first_answer_wins_and_the_dead_are_not_heard() -> None:
+    dispatcher = RowDispatcher(clock=Clock())
+    dispatcher.join("a", 2)
+    put(dispatcher, rows(0, 1))
+    dispatcher.end_of_source()
+    dispatcher.assignments()
+    assert [answer.key for answer in dispatcher.on_update("a", done(0))] == [0]
+    assert dispatcher.on_update("a", done(0)) == []
+    dispatcher.on_update("a", WorkerUpdate(partials={0: (1,), 1: ()}))
+    assert dispatcher.unfinished() == {}
+    dispatcher.check()
+    dispatcher.on_lost("a")
+    assert dispatcher.on_update("a", done(1)) == [] and not dispatcher.is_done
+    dispatcher.join("b", 2)
+    assert keys_of(dispatcher.assignments()["b"]) == [1]
+    assert [answer.key for answer in dispatcher.on_update("b", done(1))] == [1]
+    assert dispatcher.is_done and dispatcher.idle() == ["b"]
+    dispatcher.check()
+
+
+def turn(dispatcher: RowDispatcher, clock: Clock, poison: frozenset[int], *, slots: int = 4) -> list[int]:
+    """Workers run what they were given, all at once, and those with a poison row die; the keys of what is answered."""
+    clock.now += HEARTBEAT_S
+    answered = []
+    for name in dispatcher.assignments():
+        in_flight = set(dispatcher.workers[name].tasks)
+        if in_flight & poison:
+            answered += [task.key for task in dispatcher.on_lost(name)]
+            dispatcher.join(f"{name}'", slots)
+        else:
+            answered += [answer.key for answer in dispatcher.on_update(name, done(*sorted(in_flight)))]
+        dispatcher.check()
+    return answered
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize("poison", [frozenset({0}), frozenset({37}), frozenset({99})])
+def test_a_row_that_ends_each_worker_is_convicted_after_four(num_workers: int, poison: frozenset[int]) -> None:
+    clock = Clock()
+    dispatcher = RowDispatcher(clock=clock)
+    for number in range(num_workers):
+        dispatcher.join(f"w{number}", 4)
+    put(dispatcher, rows(*range(100)))
+    dispatcher.end_of_source()
+    answered: list[int] = []
+    while not dispatcher.is_done:
+        answered += turn(dispatcher, clock, poison)
+    assert sorted(answered) == list(range(100))
+    assert sum(name.count("'") for name in dispatcher.workers) == 4, "losses"
+
+
+def test_rows_that_end_their_workers_are_judged_one_after_the_other() -> None:
+    dispatcher = RowDispatcher(clock=Clock())
+    put(dispatcher, rows(0, 1))
+    dispatcher.end_of_source()
+    alone, poison = [], []
+    for number in range(6):
+        name = f"w{number}"
+        dispatcher.join(name, 16)
+        keys = keys_of(dispatcher.assignments()[name])
+        is_alone = dispatcher.workers[name].state == "isolated"
+        assert is_alone == (number >= 2) == (len(keys) == 1)
+        alone += keys if is_alone else []
+        poison += [task.key for task in dispatcher.on_lost(name)]
+        dispatcher.check()
+    assert alone == [0, 0, 1, 1] and poison == [0, 1]
+    assert dispatcher.is_done
+
+
+def test_where_workers_go_by_chance_more_losses_are_asked_for() -> None:
+    losses = PoisonRows()
+    losses.add([1, 2], is_alone=False)
+    losses.add([10], is_alone=False)
+    losses.add([1], is_alone=False)
+    assert not losses.must_run_alone(1)
+    losses.add([1], is_alone=False)
+    assert losses.must_run_alone(1)
+    for _ in range(2):
+        losses.add([1], is_alone=True)
+        assert not losses.is_poison(1)
+    losses.add([1], is_alone=True)
+    assert losses.is_poison(1)
+    assert not losses.must_run_alone(2)
+    for other in range(100, 104):
+        losses.add([other], is_alone=False)
+    for _ in range(4):
+        assert not losses.is_poison(1)
+        losses.add([1], is_alone=True)
+    assert losses.is_poison(1)
+
+
+def test_a_worker_that_dies_without_a_row_is_no_strike() -> None:
+    dispatcher = RowDispatcher(clock=Clock())
+    for number in range(10):
+        dispatcher.join(f"w{number}", 4)
+        dispatcher.on_lost(f"w{number}")
+    dispatcher.join("a", 4)
+    put(dispatcher, rows(0))
+    dispatcher.end_of_source()
+    dispatcher.assignments()
+    dispatcher.on_lost("a")
+    dispatcher.join("b", 4)
+    dispatcher.assignments()
+    assert dispatcher.workers["b"].state == "running"
+
+
+def test_few_rows_of_a_lost_worker_run_beside_each_other_and_fresh_ones_fill_up() -> None:
+    """They alone are rows to isolate if the next worker is lost too, and rows to isolate are slow."""
+    dispatcher = RowDispatcher(clock=Clock())
+    dispatcher.join("a", 100)
+    put(dispatcher, rows(*range(dispatcher.room)))
+    dispatcher.assignments()
+    dispatcher.on_lost("a")
+    dispatcher.join("b", 100)
+    keys = keys_of(dispatcher.assignments()["b"])
+    assert keys == [*range(10), *range(900, 1700)]
+    dispatcher.check()
+    dispatcher.on_update("b", done(*range(5)))
+    put(dispatcher, rows(*range(10_000, 10_000 + dispatcher.room)))
+    dispatcher.on_update("b", done(*keys[10:800]))
+    assert keys_of(dispatcher.assignments()["b"])[:6] == [*range(10, 15), 10_000]
+
+
+def test_a_leaving_worker_is_told_to_stop_and_its_rows_go_on_from_their_tokens() -> None:
+    dispatcher = RowDispatcher(clock=Clock())
+    dispatcher.join("a", 4)
+    put(dispatcher, rows(*range(3)))
+    dispatcher.end_of_source()
+    dispatcher.assignments()
+    dispatcher.drain("a")
+    dispatcher.join("b", 4)
+    assert dispatcher.assignments() == {"a": Assignment(stop=True)}, "and is told so once"
+    assert not dispatcher.assignments()
+    first = dispatcher.on_update("a", WorkerUpdate((Result(0, 2),), {1: (5, 6)}, stopped=True))
+    assert [answer.key for answer in first] == [0]
+    assignment = dispatcher.assignments()["b"]
+    assert [(task.key, task.output_token_ids) for task in assignment.tasks] == [(1, (5, 6)), (2, ())]
+    assert [*dispatcher.workers] == ["b"] and dispatcher.workers["b"].num_retried == 0
+    dispatcher.check()
+
+
+def test_idle_workers_get_copies_of_the_last_rows_of_slow_ones_and_the_first_answer_counts() -> None:
+    clock = Clock()
+    dispatcher = RowDispatcher(clock=clock)
+    for name in "ab":
+        dispatcher.join(name, 4)
+    put(dispatcher, rows(*range(16)))
+    dispatcher.end_of_source()
+    dispatcher.assignments()
+    clock.now += 10
+    dispatcher.on_update("a", WorkerUpdate((Result(0, 2),), {1: (5, 6)}, {"num_output_tokens": 10}))
+    dispatcher.on_update("b", WorkerUpdate(done(*range(8, 16)).finished, stats={"num_output_tokens": 60}))
+    assert dispatcher.idle() == []
+    given = dispatcher.assignments()
+    assert {name: keys_of(assignment) for name, assignment in given.items()} == {"b": [4, 5, 6, 7]}, (
+        "as many as it has slots for"
+    )
+    dispatcher.check()
+    assert [answer.key for answer in dispatcher.on_update("b", done(4, 5))] == [4, 5]
+    assert dispatcher.on_update("a", done(4)) == [] and 4 not in dispatcher.workers["a"].tasks
+    dispatcher.check()
+    clock.now += 1
+    assignment = dispatcher.assignments()["b"]
+    assert [(task.key, task.output_token_ids) for task in assignment.tasks] == [(2, ()), (3, ())]
+    assert dispatcher.on_lost("a") == []
+    dispatcher.check()
+    dispatcher.on_update("b", done(2, 3, 6, 7))
+    assert [(task.key, task.output_token_ids) for task in dispatcher.assignments()["b"].tasks] == [(1, (5, 6))]
+    dispatcher.on_update("b", done(1))
+    assert dispatcher.is_done and dispatcher.idle() == ["b"]
+    dispatcher.check()
+
+
+def test_of_a_worker_as_fast_a_last_row_is_not_copied_and_an_idle_one_is_given_back() -> None:
+    clock = Clock()
+    dispatcher = RowDispatcher(clock=clock)
+    for name in "ab":
+        dispatcher.join(name, 4)
+    put(dispatcher, rows(0, 1))
+    dispatcher.end_of_source()
+    dispatcher.assignments()
+    clock.now += 1
+    dispatcher.on_update("a", done(0))
+    assert dispatcher.idle() == [] and not dispatcher.assignments()
+    assert dispatcher.idle() == ["a"]
+
+
+def test_rows_with_a_strike_are_never_copied() -> None:
+    clock = Clock()
+    dispatcher = RowDispatcher(clock=clock)
+    dispatcher.join("a", 4)
+    put(dispatcher, rows(0))
+    dispatcher.end_of_source()
+    dispatcher.assignments()
+    dispatcher.on_lost("a")
+    dispatcher.join("b", 4)
+    dispatcher.assignments()
+    dispatcher.join("c", 4)
+    clock.now += 60
+    assert dispatcher.workers["b"].num_retried and not dispatcher.assignments()
+
+
+def test_rows_are_bounded_by_their_characters_too() -> None:
+    big = 10 << 20
+    dispatcher = RowDispatcher(clock=Clock(), num_chars=lambda task: big)
+    assert dispatcher.room == 256
+    dispatcher.join("a", 64)
+    key = 0
+    while dispatcher.room:
+        assert dispatcher.put(rows(key)[0]) == (not dispatcher.room)
+        key += 1
+    assert key == 7, "64 MiB a worker"
+    assert keys_of(dispatcher.assignments()["a"]) == list(range(6))
+    dispatcher.check()
+    dispatcher.on_update("a", done(0, 1))
+    assert dispatcher.room and keys_of(dispatcher.assignments()["a"]) == [6]
+    dispatcher.check()
+    huge = RowDispatcher(clock=Clock(), num_chars=lambda task: 1 << 30)
+    huge.join("a", 64)
+    assert huge.put(rows(0)[0])
+    assert keys_of(huge.assignments()["a"]) == [0], "a row of any size runs, alone"
+
+
+def test_silence_counts_for_workers_with_rows_and_not_while_the_driver_stands_still() -> None:
+    clock = Clock()
+    dispatcher, liveness = RowDispatcher(clock=clock), Liveness(10, clock=clock)
+    for name in "ab":
+        dispatcher.join(name, 2)
+    for _ in range(3):
+        clock.now += 4
+        assert not liveness.unresponsive(dispatcher.workers.values())
+    put(dispatcher, rows(*range(100)))
+    dispatcher.assignments()
+    clock.now += 4
+    dispatcher.on_update("b", WorkerUpdate(progress=1))
+    for _ in range(2):
+        assert not liveness.unresponsive(dispatcher.workers.values())
+        clock.now += 4
+    assert [*liveness.unresponsive(dispatcher.workers.values())] == ["a"]
+    dispatcher.on_update("a", WorkerUpdate(progress=1))
+    clock.now += 100
+    assert not liveness.unresponsive(dispatcher.workers.values())
+    for _ in range(3):
+        clock.now += 4
+        silent = liveness.unresponsive(dispatcher.workers.values())
+    assert [*silent] == ["a", "b"]
+
+
+def test_a_worker_that_tells_of_no_step_for_too_long_is_silent_however_often_it_speaks() -> None:
+    clock = Clock()
+    dispatcher, liveness = RowDispatcher(clock=clock), Liveness(10, clock=clock)
+    dispatcher.join("a", 2)
+    put(dispatcher, rows(*range(8)))
+    dispatcher.assignments()
+    for second in range(30):
+        clock.now += 1
+        dispatcher.on_update("a", WorkerUpdate(progress=min(second, 18), stats={"num_output_tokens": 1}))
+        assert bool(liveness.unresponsive(dispatcher.workers.values())) == (second > 28)
+    assert liveness.unresponsive(dispatcher.workers.values()) == {"a": "no step of it has ended in 10.0 s (--patience)"}
+
+
+def test_a_worker_may_load_for_longer_but_not_for_ever() -> None:
+    clock = Clock()
+    dispatcher, liveness = RowDispatcher(clock=clock), Liveness(10, 100, clock)
+    liveness.loads("a")
+    liveness.loads("b")
+    told = []
+    for _ in range(25):
+        assert not liveness.unresponsive(dispatcher.workers.values())
+        told += liveness.late()
+        clock.now += 4
+    liveness.ends_loading("b")
+    clock.now += 4
+    assert told == ["a", "b"], "each once"
+    assert liveness.unresponsive(dispatcher.workers.values()) == {
+        "a": "it has not loaded the model in 1m 40s (--load-patience)"
+    }
+    liveness.ends_loading("a")
+    assert not liveness.unresponsive(dispatcher.workers.values())
+
+
+def test_a_worker_that_was_told_to_stop_and_does_not_is_silent_without_rows_too() -> None:
+    clock = Clock()
+    dispatcher, liveness = RowDispatcher(clock=clock), Liveness(10, clock=clock)
+    dispatcher.join("a", 2)
+    clock.now += 100
+    dispatcher.drain("a")
+    dispatcher.assignments()
+    for _ in range(3):
+        assert not liveness.unresponsive(dispatcher.workers.values())
+        clock.now += 4
+    assert [*liveness.unresponsive(dispatcher.workers.values())] == ["a"]
+    assert dispatcher.on_lost("a") == [] and not dispatcher.workers
+
+
+def test_a_window_grows_with_the_rows_that_finish_in_a_round() -> None:
+    clock = Clock()
+    dispatcher = RowDispatcher(clock=clock)
+    for number in range(64):
+        dispatcher.join(f"w{number}", 64)
+    before = dispatcher.workers["w0"].window(64)
+    for _ in range(3):
+        put(dispatcher, rows(*range(round(clock.now) * 10_000, round(clock.now) * 10_000 + dispatcher.room)))
+        dispatcher.assignments()
+        clock.now += 1
+        dispatcher.on_update("w0", done(*list(dispatcher.workers["w0"].tasks)[:60]))
+    assert dispatcher.workers["w0"].window(64) == 64 + 2 * 60 > before
+    dispatcher.check()
+
+
+def test_the_first_rows_of_a_source_are_shared_out_evenly() -> None:
+    """Else the workers that come last find that the first have begun them all."""
+    dispatcher = RowDispatcher(clock=Clock())
+    for name in "abcd":
+        dispatcher.join(name, 100)
+    put(dispatcher, rows(*range(100)))
+    assert {name: keys_of(assignment) for name, assignment in dispatcher.assignments().items()} == {
+        name: list(range(25 * number, 25 * number + 25)) for number, name in enumerate("abcd")
+    }
+    put(dispatcher, rows(*range(100, 104)))
+    assert [len(assignment.tasks) for assignment in dispatcher.assignments().values()] == [1] * 4
+    dispatcher.check()

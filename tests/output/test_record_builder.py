@@ -1,0 +1,266 @@
+"""The output record: what is in it for what was asked, in one order, and as plain JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchgen.config.job import RECORD_KEYS, InputSpec, JobSpec, ModelSpec, OutputSpec
+from batchgen.core.json_line import encode_json
+from batchgen.core.records import Cursor, FinishReason, Record, Result, Sample, SamplingParams, TokenLogprob
+from batchgen.output.record_builder import RecordBuilder
+
+ORDER = [
+    *("id", "index", "text", "reasoning", "parsed", "finish_reason", "complete", "usage", "timings", "token_ids"),
+    *("logprobs", "samples", "choices"),
+]
+ORDER += ["prompt_logprobs", "perplexity"]
+SPEC = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("out"))
+ROW = Record(3, "in.jsonl", 4, {"prompt": "Hi"}, Cursor(0, 9, 0, 4))
+LETTERS = "abcdefghijklmnopqrstuvwxyz .\n"
+END = len(LETTERS)
+
+
+def decode(ids: Any, *, skip_special_tokens: bool = True) -> str:
+    """Every token a character, and an end token."""
+    return "".join(LETTERS[i] if i < END else "" if skip_special_tokens else "<end>" for i in ids)
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(LETTERS.index(letter) for letter in text)
+
+
+def payload(
+    result: Result,
+    choices: tuple[str, ...] = (),
+    *,
+    normalize: str = "none",
+    has_tokenizer: bool = True,
+    **output: bool,
+) -> dict[str, Any]:
+    """The record as a reader of the outputs finds it."""
+    spec = replace(SPEC, output=replace(SPEC.output, **output))
+    params = SamplingParams(choices=choices, normalize=normalize)
+    record = RecordBuilder(spec, decode if has_tokenizer else None).result(ROW, None, result, params)
+    return json.loads(encode_json(record))
+
+
+def result(text: str = "ab", **fields: Any) -> Result:
+    return Result(**{"key": 3, "num_prompt_tokens": 5, "token_ids": ids_of(text), "finish_reason": "length"} | fields)
+
+
+def test_a_plain_row_has_nothing_that_was_not_asked_for() -> None:
+    record = payload(result())
+    assert list(record) == ["id", "index", "text", "finish_reason", "usage", "timings"]
+    assert (record["text"], record["finish_reason"]) == ("ab", "length")
+    assert record["usage"] == {"prompt_tokens": 5, "completion_tokens": 2}
+
+
+def test_the_stop_string_and_what_follows_it_are_cut_off_but_their_tokens_stay() -> None:
+    record = payload(result("a.b.\n", stop="\n", finish_reason=FinishReason.STOP), token_ids=True)
+    assert (record["text"], record["finish_reason"]) == ("a.b.", "stop")
+    assert record["token_ids"] == list(ids_of("a.b.\n")) and record["usage"]["completion_tokens"] == 5
+
+
+def test_a_stop_string_that_min_tokens_let_pass_stays() -> None:
+    assert payload(result("a.b.", stop="."))["text"] == "a.b"
+
+
+def test_log_probabilities_name_the_token_and_the_likeliest_ones() -> None:
+    tokens = (TokenLogprob(0, -0.12345678, ((0, -0.12345678), (END, -2.0))), TokenLogprob(END, -1e-9))
+    logprobs = [
+        {
+            "token_id": 0,
+            "token": "a",
+            "logprob": -0.123457,
+            "top_logprobs": [
+                {"token_id": 0, "token": "a", "logprob": -0.123457},
+                {"token_id": END, "token": "<end>", "logprob": -2.0},
+            ],
+        },
+        {"token_id": END, "token": "<end>", "logprob": 0.0, "top_logprobs": []},
+    ]
+    record = payload(result(token_ids=(0, END), logprobs=tokens))
+    assert record["logprobs"] == logprobs and "-0.0" not in json.dumps(record["logprobs"][1])
+    assert "samples" not in record
+
+
+def test_without_a_tokenizer_ids_stand_for_text() -> None:
+    record = payload(result(logprobs=(TokenLogprob(0, -1.0),)), has_tokenizer=False)
+    assert "text" not in record and record["token_ids"] == [0, 1]
+    assert record["logprobs"] == [{"token_id": 0, "token": None, "logprob": -1.0, "top_logprobs": []}]
+
+
+def test_all_samples_are_listed_and_the_first_one_is_the_rows() -> None:
+    more = (Sample(ids_of("c."), FinishReason.STOP, "."), Sample((), FinishReason.REPETITION))
+    record = payload(result("ab", more_samples=more))
+    assert record["samples"] == [
+        {"text": "ab", "finish_reason": "length"},
+        {"text": "c", "finish_reason": "stop"},
+        {"text": "", "finish_reason": "repetition"},
+    ]
+    assert (record["text"], record["finish_reason"], record["usage"]["completion_tokens"]) == ("ab", "length", 4)
+
+
+def test_samples_hold_ids_and_log_probabilities_when_asked_for() -> None:
+    logprobs = (TokenLogprob(0, -1.0),)
+    more = (Sample(ids_of("c"), FinishReason.STOP, logprobs=logprobs),)
+    record = payload(result("a", logprobs=logprobs, more_samples=more), token_ids=True)
+    assert [list(sample) for sample in record["samples"]] == [["text", "finish_reason", "token_ids", "logprobs"]] * 2
+    assert record["samples"][0] == {name: record[name] for name in record["samples"][0]}
+
+
+def test_a_prompts_perplexity_is_that_of_its_tokens_but_the_first() -> None:
+    tokens = tuple(TokenLogprob(i, logprob) for i, logprob in enumerate((-1.0, -2.0, -0.5)))
+    record = payload(result("", prompt_logprobs=tokens))
+    assert [item["logprob"] for item in record["prompt_logprobs"]] == [-1.0, -2.0, -0.5]
+    assert record["perplexity"] == round(math.exp(3.5 / 3), 6)
+    assert record["text"] == "" and record["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("logprobs", [(), (-1e5,), (float("-inf"),), (float("nan"),)])
+def test_a_perplexity_that_is_no_number_is_null(logprobs: tuple[float, ...]) -> None:
+    tokens = tuple(TokenLogprob(0, logprob) for logprob in logprobs)
+    assert payload(result(prompt_logprobs=tokens))["perplexity"] is None
+
+
+@pytest.mark.parametrize(("logprobs", "best"), [((-2.0, -1.0), " no"), ((-1.0, -2.0), "yes"), ((-1.0, -1.0), "yes")])
+def test_the_likeliest_choice_is_the_text(logprobs: tuple[float, ...], best: str) -> None:
+    scores = {"choice_logprobs": logprobs, "choice_means": logprobs}
+    record = payload(result(best, finish_reason=None, **scores), ("yes", " no"))
+    assert (record["text"], record["finish_reason"]) == (best, "stop")
+    assert [choice["logprob"] for choice in record["choices"]] == [*logprobs]
+
+
+def test_a_choice_has_its_share_of_probability_and_both_of_its_scores() -> None:
+    scores = {"choice_logprobs": (-1.0, -2.0), "choice_means": (-1.0, -0.5)}
+    record = payload(result("yes", finish_reason=None, **scores), ("yes", " no"))
+    prob = round(1 / (1 + math.exp(-1.0)), 6)
+    assert record["choices"] == [
+        {"text": "yes", "prob": prob, "logprob": -1.0, "mean_logprob": -1.0},
+        {"text": " no", "prob": round(1 - prob, 6), "logprob": -2.0, "mean_logprob": -0.5},
+    ]
+
+
+def test_where_the_mean_per_token_decides_the_best_and_the_probabilities_are_by_it() -> None:
+    scores = {"choice_logprobs": (-3.0, -4.0, -8.0), "choice_means": (-1.5, -1.0, -1.0)}
+    record = payload(result(" no", finish_reason=None, **scores), ("yes", " no", "never"), normalize="tokens")
+    assert record["text"] == " no"
+    first, second, third = (choice["prob"] for choice in record["choices"])
+    assert first < second == third
+    assert first + second + third == pytest.approx(1.0, abs=2e-6)
+
+
+@given(st.lists(st.floats(-5000, 0), min_size=2, max_size=8))
+def test_the_probabilities_of_choices_sum_to_one_however_unlikely_they_are(logprobs: list[float]) -> None:
+    scores = {"choice_logprobs": tuple(logprobs), "choice_means": tuple(logprobs)}
+    record = payload(result("a", finish_reason=None, **scores), tuple(map(str, range(len(logprobs)))))
+    assert sum(choice["prob"] for choice in record["choices"]) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_kept_columns_make_way_for_the_records_own_fields() -> None:
+    spec = replace(SPEC, input=replace(SPEC.input, keep_columns=("*",)))
+    columns = {"choices": [1], "perplexity": 2, "prompt_logprobs": 3, "samples": 4, "logprobs": 5, "other": 6}
+    record = RecordBuilder(spec, decode).result(replace(ROW, columns=columns), None, result())
+    assert {name.removeprefix("input_"): value for name, value in list(record.items())[6:]} == columns
+    assert not RECORD_KEYS & set(list(record)[6:])
+
+
+LOGPROBS = st.none() | st.lists(
+    st.builds(
+        TokenLogprob,
+        st.integers(0, END),
+        st.floats(-50, 0),
+        st.lists(st.tuples(st.integers(0, END), st.floats(-50, 0)), max_size=2).map(tuple),
+    ),
+    max_size=3,
+).map(tuple)
+SAMPLES = st.builds(
+    Sample,
+    st.lists(st.integers(0, END), max_size=4).map(tuple),
+    st.sampled_from(FinishReason),
+    logprobs=LOGPROBS,
+    is_complete=st.none() | st.booleans(),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(SAMPLES, min_size=1, max_size=3), LOGPROBS, st.booleans(), st.booleans(), st.booleans())
+def test_the_order_of_fields_never_changes(
+    samples: list[Sample], prompt_logprobs: Any, token_ids: bool, parse_json: bool, has_tokenizer: bool
+) -> None:
+    first, *more = samples
+    whole = result(
+        token_ids=first.token_ids,
+        finish_reason=first.finish_reason,
+        logprobs=first.logprobs,
+        is_complete=first.is_complete,
+        more_samples=tuple(more),
+        prompt_logprobs=prompt_logprobs,
+    )
+    record = payload(whole, token_ids=token_ids, parse_json=parse_json, has_tokenizer=has_tokenizer)
+    assert list(record) == [name for name in ORDER if name in record]
+    assert record["usage"]["completion_tokens"] == sum(len(sample.token_ids) for sample in samples)
+    assert ("samples" in record) == (len(samples) > 1)
+    assert ("parsed" in record) == (parse_json and has_tokenizer)
+    assert record.get("complete") == first.is_complete
+    assert [sample.get("complete") for sample in record.get("samples", [record])] == [s.is_complete for s in samples]
+    assert set(ORDER) == RECORD_KEYS
+
+
+DIGITS = '0123456789[]{}:,"nul -.eENa'
+
+
+def parsed(text: str, **fields: Any) -> Any:
+    """The value in the record of a text made of ``DIGITS``."""
+
+    def spell(ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return "".join(DIGITS[i] for i in ids)
+
+    spec = replace(SPEC, output=replace(SPEC.output, parse_json=True))
+    made = result("", token_ids=tuple(map(DIGITS.index, text)), **fields)
+    return json.loads(encode_json(RecordBuilder(spec, spell).result(ROW, None, made)))["parsed"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (' {"a": [1, 1.0, null]}', {"a": [1, 1.0, None]}),
+        ("12", 12),
+        ("9" * 40, int("9" * 40)),
+        ('"a"', "a"),
+        ("{", None),
+    ]
+    + [(text, None) for text in ("", "{", "NaN", "1e999", '{"a": 1, "a": 1}', "9" * 5000, "[" * 101 + "]" * 101)]
+    + [("[" * 10**5, None), ("[" * 100 + "]" * 100, eval("[" * 100 + "]" * 100))],
+)
+def test_the_value_of_a_text_is_that_of_the_whole_text_or_null(text: str, value: Any) -> None:
+    assert repr(parsed(text)) == repr(value)  # 1 and 1.0 are equal
+
+
+@pytest.mark.parametrize(("is_complete", "value"), [(None, 12), (True, 12), (False, None)])
+def test_a_text_that_was_cut_off_has_no_value(is_complete: bool | None, value: int | None) -> None:
+    assert parsed("12", is_complete=is_complete) == value
+
+
+def test_the_value_of_a_scored_row_is_that_of_its_likeliest_choice() -> None:
+    scores = {"choice_logprobs": (-2.0, -1.0), "choice_means": (-2.0, -1.0)}
+    record = payload(result("ab", finish_reason=None, **scores), ("true", "false"), parse_json=True)
+    assert (record["text"], record["parsed"]) == ("false", False)
+
+
+@pytest.mark.parametrize("keep", [(), ("*",)])
+def test_a_batch_line_without_a_url_is_answered_as_its_body_asks(keep: tuple[str, ...]) -> None:
+    row = replace(ROW, columns={"custom_id": "a", "body": {"prompt": "Hi"}})
+    spec = replace(
+        SPEC,
+        input=replace(SPEC.input, keep_columns=keep),
+        output=replace(SPEC.output, format="openai-batch"),
+    )
+    assert RecordBuilder(spec, decode).result(row, "a", result())["url"] == "/v1/completions"
