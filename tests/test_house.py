@@ -54,20 +54,20 @@ ROOM_LINES = {
     "engine": 3410,
     "model": 3210,
     "text": 1600,
-    "run": 2970,
+    "run": 2975,
     "executors": 2730,
     "output": 3110,
     "core": 2210,
     "input": 2890,
-    "report": 1420,
+    "report": 1424,
     "config": 1010,
     "plan": 990,
     "cli": 880,
     "check": 590,
     "bench": 410,
 }
-MAX_LINES = 34_500
-MAX_TEST_LINES = 43_500
+MAX_LINES = 34_520
+MAX_TEST_LINES = 43_531
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),
