@@ -3,10 +3,9 @@
 1. The same tokens: equivalence/; against transformers, model/: families, lfm3, mixtures, parity; kernels/: attention,
    experts, linear, mask, parallel, quantize, rope_conv, rows, sampling_kernel, shared_prefixes, windows.
 2. No row lost, none twice: output/: durability, journal, rundir, writer; input/: changed_input; run/: backend,
-   deadline, fault_points, growing_input, identity, merge, resume, retry, run, signals, stdin, stop,
-   storm.
+   crashes, growing_input, identity, merge, resume, retry, run, signals, stdin, stop.
 3. The scheduler: engine/: admission, block_pool, build_input, engine, scheduler, scheduler_sharing, sequence, sizes.
-4. Bad rows: input/: bad_inputs, columns, hostile_inputs, openai_batch, prompt, reader, reader_properties.
+4. Bad rows: input/: bad_inputs, chat_columns, columns, prompt, reader, reader_properties.
 5. The contract: cli/; config/: params, spec; report/: report, report_compare; plan/; check/; bench/; test_house.
 
 Helpers (tests/helpers): run_helpers and stub_engine for whole runs without a model, tiny_model and families for random

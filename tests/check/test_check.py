@@ -248,9 +248,7 @@ def test_one_model_is_let_go_of_before_the_next_is_loaded(
     assert still_there == [False]
 
 
-def test_where_nothing_is_faster_than_the_reference_it_is_not_compared_with_itself(
-    check: Callable[..., Found],
-) -> None:
+def test_where_nothing_is_faster_than_the_reference_it_is_not_compared_with_itself(check: Callable[..., Found]) -> None:
     code, found, _ = check("--dtype", "float16", "--limit", "1")
     assert found["backend"] == "reference"
     assert found["kernels"] == ReferenceKernels().variant

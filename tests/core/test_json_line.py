@@ -1,4 +1,6 @@
-"""Values that JSON cannot express still become one line of strict JSON."""
+"""Values that JSON cannot express still become one line of strict JSON; each row belongs to one shard."""
+
+from __future__ import annotations
 
 import datetime
 import decimal
@@ -11,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchgen.core.json_line import MAX_DEPTH, depth_of, encode_json, json_value
+from batchgen.core.shard import WHOLE, Shard
+from batchgen.run.invocation import RunOptions
 
 HALF = st.text(st.characters())  # lone surrogates included
 VALUES = st.recursive(
@@ -76,3 +80,29 @@ def test_nesting_has_a_limit(depth: int) -> None:
     assert depth_of(deep) == MAX_DEPTH
     with pytest.raises(ValueError, match="deep"):
         json_value("[" * depth + "]" * depth)
+
+
+# ---------------------------------------------------------------- shards
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_every_row_belongs_to_one_shard(count: int) -> None:
+    shards = [Shard(number, count) for number in range(1, count + 1)]
+    rows = [[index for index in range(20) if shard.owns(index)] for shard in shards]
+    assert sorted(index for owned in rows for index in owned) == list(range(20))
+    assert rows == [list(shard.rows(20)) for shard in shards]
+
+
+def test_a_whole_input_is_one_shard() -> None:
+    assert [WHOLE.owns(index) for index in (-1, 0, 5)] == [False, True, True]
+    assert str(Shard(2, 8)) == "2/8"
+
+
+@pytest.mark.parametrize(("number", "count"), [(0, 1), (3, 2), (-1, 4)])
+def test_a_shard_outside_its_count_is_refused(number: int, count: int) -> None:
+    with pytest.raises(ValueError, match="1 <= i <= n"):
+        Shard(number, count)
+
+
+def test_options_take_a_shard_as_a_pair() -> None:
+    assert RunOptions(shard=(2, 3)).shard == Shard(2, 3)  # type: ignore[arg-type]  # as scripts have always written it

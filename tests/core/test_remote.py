@@ -12,16 +12,7 @@ import pytest
 
 from batchgen.core import remote
 from batchgen.core.errors import ExitCode
-from batchgen.core.remote import (
-    READABLE,
-    STILL_S,
-    WRITABLE,
-    RemoteError,
-    attempt,
-    check_address,
-    open_store,
-    redacted,
-)
+from batchgen.core.remote import READABLE, STILL_S, WRITABLE, RemoteError, attempt, check_address, open_store, redacted
 
 SECRETS = (
     *("s3://AKIA:hush@bucket/x", "s3://AKIA:hu/sh@bucket/x", "s3://AKIA:hush/x", "gs://hush@bucket/x"),

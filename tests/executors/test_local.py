@@ -9,22 +9,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import storm_runs
 from local_workers import local_workers, process_of, signalled, still_there, workers_of
-from run_helpers import (
-    ENVIRONMENT,
-    JobMaker,
-    finish,
-    quiet,
-    rows_of,
-    start,
-    until_phase,
-    until_rows_are_done,
-)
+from run_helpers import ENVIRONMENT, JobMaker, finish, quiet, rows_of, start, survived, until_phase, until_rows_are_done
 from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
@@ -283,3 +276,37 @@ def test_a_driver_of_workers_never_imports_torch(jobs: JobMaker) -> None:
     command = [sys.executable, "-c", program, "run", str(jobs.toml()), "--workers", "1", "-q"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---------------------------------------------------------------- storms of kills
+
+
+SEED = 23
+NUM_KILLS = 2 * int(os.environ.get("BATCHGEN_STORM_KILLS", "100"))
+
+
+@pytest.mark.slow
+def test_a_storm_of_kills_of_workers_and_drivers_changes_no_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = Counter(survived(storm_runs.__file__, tmp_path, NUM_KILLS, SEED, 40, "workers")["counts"])
+    with capsys.disabled():
+        print(f"\nsignals survived: {dict(counts)}", end=" ")
+    assert sum(count for name, count in counts.items() if name.startswith("kill")) >= NUM_KILLS
+    assert counts["kill of a worker"] >= NUM_KILLS // 5
+
+
+@pytest.mark.slow
+def test_workers_take_the_steps_of_one_process_with_the_models_own_engine(tmp_path: Path) -> None:
+    jobs = JobMaker(tmp_path)
+    jobs.write(rows_of(3000))
+    steps, found = {}, {}
+    for workers in ("", "1", "2"):
+        jobs.output = tmp_path / f"on-{workers}"
+        spec = jobs.spec(cluster={"workers": workers}, engine={"max_num_seqs": 64, "threads": 1})
+        report = run_job(spec, quiet()).report
+        assert report is not None
+        steps[workers], found[workers] = report["engine"]["num_steps"], jobs.outputs()
+    assert found["1"] == found["2"] == found[""]
+    assert steps["1"] <= 1.05 * steps[""], "but for the first ones, which may come one by one"
+    assert steps["2"] <= 1.3 * steps[""]

@@ -192,13 +192,7 @@ class Stage:
     """
 
     def __init__(
-        self,
-        scenario: Scenario,
-        folder: Path,
-        work: Path | None = None,
-        *,
-        num_rows: int = 12,
-        is_watched: bool = True,
+        self, scenario: Scenario, folder: Path, work: Path | None = None, *, num_rows: int = 12, is_watched: bool = True
     ) -> None:
         self.scenario = scenario
         self._is_watched = is_watched

@@ -42,11 +42,7 @@ def add_metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
 
 
 def write_gguf(
-    path: Path,
-    config: ModelConfig,
-    tensors: dict[str, Tensor],
-    kind_of: Kinds,
-    metadata: dict[str, Any] | None = None,
+    path: Path, config: ModelConfig, tensors: dict[str, Tensor], kind_of: Kinds, metadata: dict[str, Any] | None = None
 ) -> dict[str, np.ndarray]:
     """Write the tensors of a checkpoint, each of the type that ``kind_of`` says; their values as the package has them.
 

@@ -374,7 +374,7 @@ def job_case(rng: random.Random) -> Case:
 def template_case(rng: random.Random) -> Case:
     """A prompt template with odd fields."""
     pieces = [
-        *("{", "}", "{{", "}}", "{question}", "{answer!r}", "{a.b}", "{a[0]}", "{0}", "{}", "{question:>99999999999}"),
+        *("{", "}", "{{", "}}", "{question}", "{answer!r}", "{a.b}", "{a[0]}", "{0}", "{}", "{question:>99999999999}")
     ]
     pieces += [
         "{question.__class__}",

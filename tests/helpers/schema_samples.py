@@ -168,10 +168,7 @@ SAMPLES: dict[str, Any] = {
     },
     "tree": {
         "type": "object",
-        "properties": {
-            "name": {"maxLength": 5},
-            "children": {"type": "array", "items": {"$ref": "#"}},
-        },
+        "properties": {"name": {"maxLength": 5}, "children": {"type": "array", "items": {"$ref": "#"}}},
         "required": ["name"],
     },
     "tuple of an older draft": {

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of input: places for remote files."""
+"""Fixtures of the tests of input: a tokenizer, and places for remote files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from contextlib import ExitStack
 
 import fsspec
 import pytest
+from input_helpers import write_tokenizer
 from remote_servers import Remote, remote_of, settle
 
 from batchgen.core import remote
+from batchgen.text.tokenizer import Tokenizer
 
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # which speaks gRPC to Google before anything else
+
+
+@pytest.fixture(scope="package")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture(scope="package")

@@ -23,11 +23,6 @@ from batchgen.text.tokenizer import Tokenizer
 JOB = SamplingParams(max_tokens=32, seed=5)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-
-
 def spec(**keys: Any) -> InputSpec:
     return InputSpec(path=("rows.jsonl",), **keys)
 

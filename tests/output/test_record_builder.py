@@ -259,8 +259,6 @@ def test_the_value_of_a_scored_row_is_that_of_its_likeliest_choice() -> None:
 def test_a_batch_line_without_a_url_is_answered_as_its_body_asks(keep: tuple[str, ...]) -> None:
     row = replace(ROW, columns={"custom_id": "a", "body": {"prompt": "Hi"}})
     spec = replace(
-        SPEC,
-        input=replace(SPEC.input, keep_columns=keep),
-        output=replace(SPEC.output, format="openai-batch"),
+        SPEC, input=replace(SPEC.input, keep_columns=keep), output=replace(SPEC.output, format="openai-batch")
     )
     assert RecordBuilder(spec, decode).result(row, "a", result())["url"] == "/v1/completions"

@@ -63,18 +63,9 @@ REFUSED: dict[str, tuple[Callable[[Letters], list[Any]], str]] = {
     "of no row": (lambda found: [*found, found[0] | {"index": 99}], "line 4: row 99 is no row of this run"),
     "of the row after the last": (lambda found: [*found, found[0] | {"index": 8}], "line 4: row 8 is no row of this"),
     "a vast index": (lambda found: [found[0] | {"index": 10**30}, *found[1:]], "is no row of this run"),
-    "a negative index": (
-        lambda found: [found[0] | {"index": -1}, *found[1:]],
-        "line 1: not a line as written",
-    ),
-    "a boolean index": (
-        lambda found: [found[0] | {"index": True}, *found[1:]],
-        "line 1: not a line as written",
-    ),
-    "a text as index": (
-        lambda found: [found[0] | {"index": "1"}, *found[1:]],
-        "line 1: not a line as written",
-    ),
+    "a negative index": (lambda found: [found[0] | {"index": -1}, *found[1:]], "line 1: not a line as written"),
+    "a boolean index": (lambda found: [found[0] | {"index": True}, *found[1:]], "line 1: not a line as written"),
+    "a text as index": (lambda found: [found[0] | {"index": "1"}, *found[1:]], "line 1: not a line as written"),
     "no index": (lambda found: [{"row": {}}, *found], "line 1: not a line as written"),
     "no row": (lambda found: [*found[:2], {**found[2], "row": None} | {"code": "?"}], 'line 3: its "code" or'),
     "the row taken out": (

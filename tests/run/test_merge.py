@@ -151,10 +151,7 @@ KERNELS = {"dtype": "float32", "device": "cpu", "kernels": "avx2"}
 
 
 def shards_of_two_kernels(folder: Path, other: Mapping[str, str]) -> list[Path]:
-    return [
-        run(job(folder / "a"), Shard(1, 2), numerics=KERNELS),
-        run(job(folder / "b"), Shard(2, 2), numerics=other),
-    ]
+    return [run(job(folder / "a"), Shard(1, 2), numerics=KERNELS), run(job(folder / "b"), Shard(2, 2), numerics=other)]
 
 
 def test_shards_of_different_kernels_are_refused_unless_allowed(tmp_path: Path) -> None:

@@ -6,24 +6,31 @@ With the sample model's own engine; rows of every grammar among free ones, some 
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, quiet, read_lines, rows_of, without_timings
 from structured import GRAMMARS, LIST
+from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
+from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.core.shard import Shard
+from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
+from batchgen.run.loader import EngineFactory, ModelInfo
 from batchgen.run.merge import merge
 from batchgen.run.retry import retry_job
+from batchgen.text.grammar import Grammars
 
 COUNT = 20
 REFUSED = 4, {"structured_outputs": {"regex": "a(?=b)"}}  # the index of a row, and what it asks for
@@ -116,3 +123,91 @@ def test_processes_that_are_killed_or_told_to_stop_lose_no_token(job: JobMaker, 
     code, said = finish(start(job.output), timeout=300)
     assert code == 3, said
     assert without_timings(job.output / "outputs.jsonl") == whole
+
+
+# ---------------------------------------------------------------- stops and resumes with a changed schema or library
+
+
+SCHEMA = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}
+
+
+def spec_of(job: JobMaker, schema: Any, name: str = "schema.json") -> JobSpec:
+    path = job.folder / name
+    path.write_text(json.dumps(schema, indent=1), encoding="utf-8")
+    return job.spec(sampling={"structured_outputs": str(path)})
+
+
+def test_a_changed_schema_refuses_the_resume_and_shows_where_it_differs(job: JobMaker) -> None:
+    job.write(rows_of(30))
+    assert job.run(spec_of(job, SCHEMA), quiet(max_total_tokens=300)).exit_code == 75
+    with pytest.raises(ResumeMismatch) as refusal:
+        job.run(spec_of(job, {**SCHEMA, "required": ["p1"]}))
+    [line] = [line for line in str(refusal.value).splitlines() if "sampling" in line]
+    assert line == (
+        '  sampling.structured_outputs: was …ype": "string"}}}}, now …ype": "string"}}, "required": ["p1"]}}'
+    )
+    turned = dict(reversed(SCHEMA["properties"].items()))  # type: ignore[attr-defined]
+    with pytest.raises(ResumeMismatch, match=r'was …properties": {"p0": .*…, now …properties": {"p499": '):
+        job.run(spec_of(job, {**SCHEMA, "properties": turned}))
+    with pytest.raises(ResumeMismatch, match=r'structured_outputs: was {"json": .*…, now ""'):
+        job.run(job.spec())
+
+
+def test_the_same_schema_from_another_file_goes_on_and_is_done(job: JobMaker) -> None:
+    job.write(rows_of(30))
+    assert job.run(spec_of(job, SCHEMA), quiet(max_total_tokens=300)).exit_code == 75
+    assert job.run(spec_of(job, SCHEMA, "moved.json")).exit_code == 0
+    Path(job.folder / "moved.json").unlink()
+    again = job.run(job.spec(sampling={"structured_outputs": {"json": SCHEMA}}))
+    assert again.exit_code == 0 and again.lines[0].startswith("already done")
+
+
+def test_a_stop_waits_for_one_grammar_only_and_no_row_is_lost(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By row 70 a chunk has 64 rows; their grammars may take minutes to compile."""
+    compiled: list[str] = []
+
+    def noting(_: Grammars, text: str) -> None:
+        compiled.append(text)
+        if len(compiled) == 70:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Grammars, "check", noting)
+    rows = [{**row, "sampling": {"structured_outputs": {"regex": f"{i}"}}} for i, row in enumerate(rows_of(200))]
+    job.write(rows)
+    assert job.run(look_ahead=150).exit_code == 75
+    assert len(compiled) == 70
+    assert job.run().exit_code == 0
+    assert [row["index"] for row in job.outputs()] == [*range(200)]
+
+
+def test_without_the_package_nothing_is_run_but_what_is_done_stays_so(
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(rows_of(3))
+    spec = job.spec(sampling={"structured_outputs": {"choice": ["a"]}})
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "llguidance", None)  # importing it raises ImportError
+        with pytest.raises(UsageError, match=r"needs the package llguidance: pip install 'batchgen\[structured\]'"):
+            job.run(spec)
+        assert not job.engines and not job.output.exists()
+    assert job.run(spec).exit_code == 0
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert job.run(spec).lines[0].startswith("already done")
+
+
+def test_a_run_goes_on_with_the_version_of_the_library_that_it_was_begun_with(job: JobMaker) -> None:
+    def with_version(version: str) -> EngineFactory:
+        def load(spec: JobSpec, info: ModelInfo) -> Backend:
+            return replace(stub_factory()(spec, info), numerics={"dtype": "float32", "llguidance": version})
+
+        return load
+
+    job.write(rows_of(30))
+    spec = job.spec(sampling={"structured_outputs": {"choice": ["a", "b"]}})
+    first = run_job(spec, quiet(max_total_tokens=1), engine_factory=with_version("1.8.0"))
+    assert first.exit_code == 75
+    with pytest.raises(ResumeMismatch) as refusal:
+        run_job(spec, quiet(), engine_factory=with_version("1.9.1"))
+    assert "in float32, llguidance 1.8.0, here the model runs in float32, llguidance 1.9.1" in str(refusal.value)
+    assert "go on with llguidance==1.8.0, or start anew" in str(refusal.value)
+    assert run_job(spec, quiet(), engine_factory=with_version("1.8.0")).exit_code == 0

@@ -23,11 +23,6 @@ from batchgen.text.tokenizer import Tokenizer
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-@pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return sample_grammars()
-
-
 def followed(grammars: Grammars, text: str, token_ids: list[int]) -> Guide:
     guide = grammars.begin(text, [])
     for token_id in token_ids:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from guides import complete_texts, sample_grammars
+from guides import complete_texts
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from json_schemas import problem, schemas
@@ -19,11 +19,6 @@ from batchgen.core.structured import canonical
 from batchgen.engine.generation import TextTools
 from batchgen.text.grammar import Grammars
 from batchgen.text.guidance import GrammarError
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return sample_grammars()
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])

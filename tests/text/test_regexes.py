@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from guides import complete_texts, sample_grammars
+from guides import complete_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,11 +15,6 @@ from batchgen.text.guidance import GrammarError
 from batchgen.text.regexes import portable, white_space
 
 CLASSES = [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S"]
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return sample_grammars()
 
 
 def sets() -> st.SearchStrategy[str]:

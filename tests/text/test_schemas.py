@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from guides import complete_texts, sample_grammars
+from guides import complete_texts
 
 from batchgen.core.structured import canonical
 from batchgen.text.grammar import Grammars
@@ -20,11 +20,6 @@ from batchgen.text.schemas import prepared
 Schema = dict[str, Any]
 
 MOST = 2**53 - 1
-
-
-@pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return sample_grammars()
 
 
 def record(*names: str, **more: Any) -> Schema:
@@ -101,10 +96,7 @@ def test_an_object_that_stands_alone_is_closed(schema: Schema, places: list[str]
         {"$defs": {"a": record("b")}, **record("c"), **REF},
         {"$defs": {"a": {"properties": {"b": {"$ref": "#/$defs/c"}}}, "c": record("d")}, "allOf": [REF, record("c")]},
         {"properties": {"a": record("b"), "c": {"allOf": [{"$ref": "#/properties/a"}, record("d")]}}},
-        {
-            "$defs": {"a": record("b"), "c": {"$defs": {"d": {"allOf": [REF, record("e")]}}}},
-            "$ref": "#/$defs/c",
-        },
+        {"$defs": {"a": record("b"), "c": {"$defs": {"d": {"allOf": [REF, record("e")]}}}}, "$ref": "#/$defs/c"},
         {"$defs": {"a": record("b")}, "parts": {"c": {"allOf": [REF, record("e")]}}, "$ref": "#/parts/c"},
     ],
 )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import tokenizers
 from input_helpers import codes, write_tokenizer
-from run_helpers import MODEL, JobMaker, rows_of
+from run_helpers import ENVIRONMENT, MODEL, JobMaker, rows_of
 
 from batchgen.cli import main
 from batchgen.config.job import InputSpec
@@ -214,3 +217,23 @@ def test_the_last_resort_takes_what_is_no_exception(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert main.call([]) == ExitCode.CRASH
     assert capfd.readouterr().err.startswith("batchgen: error: PanicException: out of luck (this is a bug; ")
+
+
+# ---------------------------------------------------------------- damaged tokenizer files
+
+
+FIRST_SEED, NUM_SEEDS = 1000, 3000
+
+
+@pytest.mark.slow
+def test_a_damaged_tokenizer_is_refused_in_one_line_or_works(tmp_path: Path) -> None:
+    program = Path(__file__).parents[1] / "helpers" / "tokenizer_mutations.py"
+    command = [sys.executable, str(program), str(FIRST_SEED), str(NUM_SEEDS), str(tmp_path)]
+    done = subprocess.run(
+        command, env={**ENVIRONMENT, "RUST_BACKTRACE": "0"}, capture_output=True, text=True, check=False, timeout=1200
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == os.EX_OK, lines[-1:]
+    assert len(lines) == NUM_SEEDS
+    assert [line for line in lines if not line.endswith((" ok", " refused"))] == []
+    assert {line.rpartition(" ")[2] for line in lines} == {"ok", "refused"}

@@ -1,0 +1,147 @@
+"""A job with a model of every family: plan, run, an orderly stop and resume, preemption, report; all the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from families import RAW, raw_config
+from quantized_folders import W8A8, int8, set_quantization, tensor
+from repeats import slow
+from run_helpers import MODEL, JobMaker, quiet, rows_of, without_timings
+from safetensors.torch import load_file, save_file
+from stub_engine import StubEngine
+from tiny_model import write_checkpoint
+
+from batchgen.cli.main import call, cli
+from batchgen.config.job import JobSpec
+from batchgen.core.records import FinishReason, Request, Result
+from batchgen.run.backend import Backend
+from batchgen.run.job import run_job
+from batchgen.run.loader import ModelInfo
+
+VOCAB_SIZE = json.loads((MODEL / "config.json").read_bytes())["vocab_size"]
+COUNT = 12
+
+
+# By default the family of the sample model, and one of another kind of layers.
+@pytest.fixture(params=[name if name in ("lfm2", "qwen3_moe") else slow(name) for name in RAW])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model folder of the family, with random weights and the sample model's tokenizer."""
+    folder = tmp_path / request.param
+    write_checkpoint(folder, **raw_config(request.param, vocab_size=VOCAB_SIZE))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder)
+    return folder
+
+
+def spec(job: JobMaker, folder: Path, output: str, **engine: int) -> JobSpec:
+    return job.spec(
+        model={"path": str(folder), "dtype": "float32"},
+        output={"path": str(job.folder / output)},
+        sampling={"max_tokens": 24, "ignore_eos": True},
+        engine=engine,
+    )
+
+
+def test_a_job_is_planned_stopped_resumed_and_reported(folder: Path, job: JobMaker) -> None:
+    job.write(rows_of(COUNT))
+    whole = run_job(spec(job, folder, "whole"), quiet())
+    assert whole.exit_code == 0
+    expected = without_timings(job.folder / "whole" / "outputs.jsonl")
+    assert len(expected) == COUNT
+    assert all(record["usage"]["completion_tokens"] == 24 for record in expected)
+
+    stopped = spec(job, folder, "stopped", max_num_seqs=3, max_num_batched_tokens=19, block_size=8)
+    codes = []
+    while not codes or codes[-1] == 75:
+        codes.append(run_job(stopped, quiet(max_total_tokens=170)).exit_code)
+    assert codes[:2] == [75, 75]
+    assert codes[-1] == 0
+    assert without_timings(job.folder / "stopped" / "outputs.jsonl") == expected
+
+    report = json.loads((job.folder / "whole" / "report.json").read_bytes())
+    assert report["roofline"]["flops"] > 0
+    flags = ["--model", folder, "--input", job.input, "--prompt", "{question}", "--max-tokens", "24", "--json"]
+    planned = CliRunner().invoke(cli, ["plan", *map(str, flags)])
+    assert planned.exit_code == 0, planned.output
+    assert json.loads(planned.stdout)["rows"]["good"] == COUNT
+
+
+# ---------------------------------------------------------------- quantized checkpoints
+
+
+def test_int8_weights_give_what_their_values_do(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(3))
+    tensors = load_file(MODEL / "model.safetensors")
+    plain, stored = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if name.endswith("w2.weight"):
+            parts, wide = int8(weight.double().numpy())
+            plain[name] = tensor(wide, weight.dtype)
+            del stored[name]
+            stored |= {f"{name.removesuffix('.weight')}.{part}": values for part, values in parts.items()}
+    said, texts = {}, {}
+    for kind, weights in {"plain": plain, "int8": stored}.items():
+        folder = job.folder / kind
+        shutil.copytree(MODEL, folder)
+        save_file(weights, folder / "model.safetensors")
+        if kind == "int8":
+            set_quantization(folder, W8A8)
+        flags = [
+            "--input",
+            job.input,
+            "--model",
+            folder,
+            "--output",
+            job.folder / f"{kind}-out",
+            "--prompt",
+            "{question}",
+        ]
+        assert call(["run", *map(str, flags), "--max-tokens", "8", "--dtype", "bfloat16"]) == 0
+        said[kind] = capsys.readouterr().err
+        lines = (job.folder / f"{kind}-out" / "outputs.jsonl").read_text().splitlines()
+        texts[kind] = [json.loads(line)["text"] for line in lines]
+    assert texts["int8"] == texts["plain"]
+    note = "the settings for activations in the quantization_config of this checkpoint are not used"
+    assert note in said["int8"]
+    assert note not in said["plain"]
+
+
+# ---------------------------------------------------------------- choices and their scores
+
+
+class ChoosingEngine(StubEngine):
+    """Likes the choice with the fewest tokens best."""
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Result]:
+        for request in reversed(list(requests)):
+            scores = tuple(-float(len(tokens)) for tokens in request.choices)
+            best = min(request.choices, key=len)
+            means = (-1.0,) * len(scores)
+            yield Result(request.key, 5, best, FinishReason.STOP, choice_logprobs=scores, choice_means=means)
+
+
+def choosing(spec: JobSpec, model: ModelInfo) -> Backend:
+    return Backend(ChoosingEngine(), {"dtype": "float32", "device": "stub"}, 1)
+
+
+def test_the_choices_of_the_job_or_of_the_row_come_back_with_their_scores(job: JobMaker) -> None:
+    rows: list[dict[str, Any]] = [{**row, "sampling": {}} for row in rows_of(3)]
+    rows[1]["choices"] = ["zzzzzz", "q"]
+    rows[2]["choices"] = ["only one"]
+    job.write(rows)
+    spec = job.spec(sampling={"choices": ["a", "zzzz"], "columns": ["choices"]}, input={"keep_columns": ["choices"]})
+    run_job(spec, engine_factory=choosing)
+    first, second = job.outputs()
+    assert (first["text"], [choice["text"] for choice in first["choices"]]) == ("a", ["a", "zzzz"])
+    assert (second["text"], [choice["text"] for choice in second["choices"]]) == ("q", ["zzzzzz", "q"])
+    assert second["choices"][1]["logprob"] > second["choices"][0]["logprob"]
+    assert second["input_choices"] == ["zzzzzz", "q"]
+    (error,) = job.errors()
+    assert error["code"] == "bad_param" and error["message"].startswith("choices = ['only one'] must be a list of 2")
