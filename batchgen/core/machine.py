@@ -13,7 +13,6 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 from batchgen.core.errors import BatchgenError, OutOfMemory, UsageError
@@ -89,7 +88,6 @@ def memory_errors(doing: str, advice: str = "") -> Iterator[None]:
         raise OutOfMemory(f"out of memory while {doing}{asked}: {remedies}") from error
 
 
-@cache
 def processor_name() -> str:
     """Model name of the processor; empty if unknown."""
     try:

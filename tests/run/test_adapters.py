@@ -141,8 +141,7 @@ def test_a_report_and_a_plan_name_it_and_one_model_is_no_basis_for_the_other(
     found = json.loads(capsys.readouterr().out)
     assert without["estimate"] is None
     assert "adapter" not in without
-    report = read_report(RunDir(job.output))
-    assert found["estimate"] is not None, (report["generate_s"], report["tokens"], report["machine"])
+    assert found["estimate"] is not None
     assert found["adapter"] == str(lora)
     call(["report", str(job.output)])
     told = "".join(capsys.readouterr().out.split())  # a long path goes on in the next line
