@@ -1,8 +1,8 @@
-"""The tokens of a row do not depend on what shared its batch, on chunks, blocks, preemption, order or threads.
+"""The result of a row does not depend on what shared its batch, on chunks, blocks, preemption, order or threads.
 
-Held against every request run by itself with its prompt in one piece; float32 and bfloat16, greedy and sampled; on
-a tiny random LFM2 and on the trained sample model, with weights as they are and as integers. The budgets are so tight
-that chunks are cut and sequences are preempted, and each test asserts that they were.
+Rows of every kind in ``row_kinds``, held against each of them run by itself; on tiny random models of every family and
+on the trained sample model, with weights as they are and as integers, and caches of every type. The budgets are so
+tight that chunks are cut and sequences are preempted, and each test asserts that they were.
 """
 
 from __future__ import annotations
@@ -10,217 +10,175 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
-from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import EOS, RAW
+from families import RAW
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from repeats import slow
-from tiny_model import (
-    CPU,
-    DTYPES,
-    checked_run,
-    engine_for,
-    prefix_logits,
-    random_requests,
-    solo,
-    tiny_model,
-    tokens_of,
-)
+from row_kinds import INTEGERS, KINDS, MODELS, SHAPES, TYPES, alone, engine_of, model_of, run
+from tiny_model import DTYPES, checked_run, prefix_logits, tiny_model, whole_input
 from torch import Tensor
 
-from batchgen.core.records import Request, SamplingParams
+from batchgen.core.records import FinishReason, Request, Timings
 from batchgen.engine import Engine
 from batchgen.engine.schedule import Schedule
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.kernels.select import select
 from batchgen.model.decoder import Decoder
-from batchgen.model.registry import read_config
-from batchgen.model.weights import Checkpoint
+from batchgen.model.state import KV_DTYPES, allocate
 
-TRAINED = Path(__file__).resolve().parents[2] / "sample_data" / "tiny-lfm2"
-PARAMS = {
-    "greedy": SamplingParams(),
-    "sampled": SamplingParams(temperature=1.0, seed=17),
-    "filtered": SamplingParams(temperature=1.0, top_p=0.9, top_k=20, min_p=0.02, seed=5),
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "even": {},
-    "odd": {
-        "hidden_size": 40,
-        "num_attention_heads": 5,
-        "num_key_value_heads": 1,
-        "conv_L_cache": 4,
-        "conv_bias": True,
-        "full_attn_idxs": [1],  # two convolutions follow it
-    },
-}
+SHORT = [rows for rows in KINDS if rows != "long"]
 FAMILIES = [family for family in RAW if family != "lfm2"]
-SHAPES |= {family: {"model_type": family} for family in FAMILIES}
-INTEGERS = {
-    "": {},
-    "int8": {"weights": "int8"},
-    "int8 by int8": {"weights": "int8", "activations": "int8"},
-}
-NUM_REQUESTS = 18
-
-
-@cache
-def model_of(name: str, dtype: str) -> Decoder:
-    """A random model of one of ``SHAPES``, or the trained sample model; a second word is one of ``INTEGERS``."""
-    shape, _, integers = name.partition(" ")
-    kernels = select(CPU, DTYPES[dtype], **INTEGERS[integers])
-    if shape != "trained":
-        return tiny_model(DTYPES[dtype], kernels, **SHAPES[shape])
-    with torch.inference_mode():
-        source = Checkpoint(TRAINED, DTYPES[dtype], CPU)
-        return Decoder(read_config(TRAINED), source, kernels)
-
-
-@cache
-def requests_of(params: str) -> tuple[Request, ...]:
-    """Requests of mixed lengths; the same in every test, so that they are run alone only once."""
-    return tuple(random_requests(NUM_REQUESTS, seed=23, prompt=(1, 50), output=(1, 24), params=PARAMS[params]))
-
-
-@cache
-def expected(name: str, dtype: str, params: str) -> dict[int, tuple[int, ...]]:
-    return solo(model_of(name, dtype), requests_of(params))
-
-
-def batched(engine: Engine, requests: Iterable[Request]) -> dict[int, tuple[int, ...]]:
-    return tokens_of(checked_run(engine, requests))
-
-
-class Watched:
-    """An engine that notes how many schedules cut a debt short."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.num_cut = 0
-        plain = engine.scheduler.schedule
-
-        def schedule() -> Schedule:
-            made = plain()
-            self.num_cut += sum(count < sequence.num_owed for sequence, count in made.entries)
-            return made
-
-        engine.scheduler.schedule = schedule  # type: ignore[method-assign]
-
-
-EVERY_MODEL = [*SHAPES, "trained", *(f"odd {integers}" for integers in INTEGERS if integers)]
-every_model = pytest.mark.parametrize("name", EVERY_MODEL)
+every_kind = pytest.mark.parametrize("rows", KINDS)
+every_short_kind = pytest.mark.parametrize("rows", SHORT)
+every_model = pytest.mark.parametrize("model", MODELS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_params = pytest.mark.parametrize("params", PARAMS)
+every_type = pytest.mark.parametrize(("dtype", "kv_dtype"), TYPES)
+
+
+def cuts_of(engine: Engine) -> list[int]:
+    """How many debts each schedule of an engine that runs from now on cuts short."""
+    cuts: list[int] = []
+    plain = engine.scheduler.schedule
+
+    def schedule() -> Schedule:
+        made = plain()
+        cuts.append(sum(count < sequence.num_owed for sequence, count in made.entries))
+        return made
+
+    engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+    return cuts
 
 
 @every_model
+@every_kind
 @every_dtype
-@pytest.mark.parametrize("params", list(PARAMS), ids=str)
-def test_batched_equals_solo(name: str, dtype: str, params: str) -> None:
-    engine = engine_for(
-        model_of(name, dtype), num_blocks=400, block_size=16, max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=1000
-    )
-    assert batched(engine, requests_of(params)) == expected(name, dtype, params)
-    assert engine.stats.max_running == NUM_REQUESTS
+def test_batched_equals_solo(rows: str, model: str, dtype: str) -> None:
+    requests = KINDS[rows].requests
+    engine = engine_of(rows, model, dtype, room=40, max_num_seqs=40, max_num_batched_tokens=2000)
+    assert run(engine, requests) == alone(rows, model, dtype)
+    assert engine.stats.max_running >= len(requests) // 2
     assert engine.stats.num_preemptions == 0
+    assert bool(engine.stats.num_shared_requests) == (rows in ("rules", "sharing", "structured"))
 
 
 @pytest.mark.parametrize(
-    ("name", "budget"),
-    [
-        *(("even", budget) for budget in (1, 2, 5, 16, 17, 100)),
-        *((name, 17) for name in FAMILIES),
-        *(slow(name, 2) for name in FAMILIES),
-    ],
-    ids=str,
+    ("model", "budget"),
+    [*(("lfm2", budget) for budget in (1, 2, 5, 16, 17, 100)), *((name, 17) for name in FAMILIES)],
 )
-@pytest.mark.parametrize(("params", "dtype"), list(product(["greedy", "filtered"], DTYPES)), ids=str)
-def test_chunked_equals_whole(name: str, budget: int, params: str, dtype: str) -> None:
-    watched = Watched(
-        engine_for(model_of(name, dtype), num_blocks=400, block_size=16, max_num_batched_tokens=budget, max_num_seqs=7)
-    )
-    # Half of them where a step has room for one or two tokens: steps are what takes time.
-    asked = requests_of(params)[: NUM_REQUESTS // 2 if budget <= 2 else None]
-    tokens = expected(name, dtype, params)
-    assert batched(watched.engine, asked) == {request.key: tokens[request.key] for request in asked}
-    assert watched.num_cut > (10 if budget < 100 else 0)
+@every_short_kind
+@every_dtype
+def test_chunked_equals_whole(rows: str, model: str, budget: int, dtype: str) -> None:
+    """Also where a row owes more tokens that a grammar forces than a step computes."""
+    engine = engine_of(rows, model, dtype, max_num_batched_tokens=budget, max_num_seqs=7)
+    cuts = cuts_of(engine)
+    # Half of the rows where a step has room for one or two tokens: steps are what takes time.
+    requests = KINDS[rows].requests[:: 2 if budget <= 2 else 1]
+    assert run(engine, requests) == {request.key: alone(rows, model, dtype)[request.key] for request in requests}
+    assert sum(cuts) > (10 if budget < 100 else 0)
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16, 24, 31, 32, 100], ids=str)
-@pytest.mark.parametrize(("params", "dtype"), list(product(["greedy", "sampled"], DTYPES)), ids=str)
-def test_any_block_size_gives_the_same(block_size: int, params: str, dtype: str) -> None:
-    engine = engine_for(
-        model_of("odd", dtype),
-        num_blocks=8 * -(-74 // block_size),
-        block_size=block_size,
-        max_num_batched_tokens=48,
-        max_num_seqs=8,
-    )
-    assert batched(engine, requests_of(params)) == expected("odd", dtype, params)
+@pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16, 24, 31, 32, 100])
+@every_kind
+@every_dtype
+def test_any_block_size_gives_the_same(rows: str, block_size: int, dtype: str) -> None:
+    engine = engine_of(rows, "odd", dtype, block_size=block_size, room=8, max_num_batched_tokens=48, max_num_seqs=8)
+    assert run(engine, KINDS[rows].requests) == alone(rows, "odd", dtype)
 
 
 @every_model
-@every_dtype
-@pytest.mark.parametrize(
-    ("params", "block_size", "num_blocks"),
-    [(params, *pool) for params in ("greedy", "filtered") for pool in ((1, 80), (3, 28), (5, 17))],
-    ids=str,
-)
-def test_preempted_equals_undisturbed(name: str, dtype: str, params: str, block_size: int, num_blocks: int) -> None:
-    watched = Watched(
-        engine_for(
-            model_of(name, dtype),
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_batched_tokens=20,
-            max_num_seqs=12,
-        )
-    )
-    assert batched(watched.engine, requests_of(params)) == expected(name, dtype, params)
-    assert watched.engine.stats.num_preemptions > 0
-    assert watched.num_cut > 0
+@every_kind
+@every_type
+def test_preempted_equals_undisturbed(rows: str, model: str, dtype: str, kv_dtype: str) -> None:
+    kind = KINDS[rows]
+    sizes = {"max_num_batched_tokens": 50 if rows == "long" else 20, "max_num_seqs": 12, "kv_dtype": kv_dtype}
+    engine = engine_of(rows, model, dtype, block_size=kind.tight, room=1.12, **sizes)
+    cuts = cuts_of(engine)
+    assert run(engine, kind.requests) == alone(rows, model, dtype, kv_dtype)
+    assert engine.stats.num_preemptions > 0
+    assert sum(cuts) > 0
+
+
+@every_type
+@every_short_kind
+def test_preempted_before_every_step_equals_undisturbed(rows: str, dtype: str, kv_dtype: str) -> None:
+    """All that runs loses its state whenever a token is known, so every token comes from a prompt computed anew."""
+    engine = engine_of(rows, "lfm2", dtype, room=30, max_num_seqs=12, prefix_caching=False, kv_dtype=kv_dtype)
+    schedule, owing = engine.scheduler.schedule, 0
+
+    def preempting() -> Schedule:
+        nonlocal owing
+        owing += sum(s.generation.constraint is not None and s.num_owed > 1 for s in engine.scheduler.running)
+        for sequence in engine.scheduler.running[::-1]:
+            engine.scheduler._preempt(sequence)
+        return schedule()
+
+    engine.scheduler.schedule = preempting  # type: ignore[method-assign]
+    assert run(engine, KINDS[rows].requests) == alone(rows, "lfm2", dtype, kv_dtype)
+    assert engine.stats.num_preemptions > 20
+    assert owing > 5 or rows != "structured", "some owed forced tokens"
 
 
 @pytest.mark.parametrize("seed", range(4))
+@every_short_kind
 @every_dtype
-def test_any_order_of_arrival_gives_the_same(seed: int, dtype: str) -> None:
-    requests = list(requests_of("sampled"))
+def test_any_order_of_arrival_gives_the_same(rows: str, seed: int, dtype: str) -> None:
+    requests = list(KINDS[rows].requests)
     random.Random(seed).shuffle(requests)
-    engine = engine_for(
-        model_of("even", dtype),
-        num_blocks=40,
-        block_size=5,
-        max_num_batched_tokens=13,
-        max_num_seqs=6,
-        look_ahead=1 + seed,
-    )
-    assert batched(engine, requests) == expected("even", dtype, "sampled")
+    sizes = {"max_num_batched_tokens": 13, "max_num_seqs": 6, "look_ahead": 1 + seed}
+    assert run(engine_of(rows, "lfm2", dtype, block_size=5, room=3, **sizes), requests) == alone(rows, "lfm2", dtype)
 
 
-@pytest.mark.parametrize(
-    ("name", "params"), [("odd", "filtered"), ("trained", "greedy"), *((name, "greedy") for name in FAMILIES)]
-)
+@every_model
+@every_kind
 @every_dtype
-def test_two_threads_give_the_same_as_one(name: str, dtype: str, params: str) -> None:
-    reference = expected(name, dtype, params)  # on one thread
+def test_two_threads_give_the_same_as_one(rows: str, model: str, dtype: str) -> None:
+    engine = engine_of(rows, model, dtype, block_size=4, room=4, max_num_batched_tokens=30, max_num_seqs=6)
+    expected = alone(rows, model, dtype)
     torch.set_num_threads(2)
-    engine = engine_for(model_of(name, dtype), num_blocks=60, block_size=4, max_num_batched_tokens=30, max_num_seqs=6)
-    assert batched(engine, requests_of(params)) == reference
+    assert run(engine, KINDS[rows].requests) == expected
 
 
-@every_dtype
-def test_a_copy_of_a_request_under_another_key_draws_other_tokens(dtype: str) -> None:
-    """Randomness is keyed by the row: equal prompts must not give equal samples."""
-    one = requests_of("sampled")[0]
-    copies = [replace(one, key=key, params=replace(one.params, max_tokens=20, ignore_eos=True)) for key in range(6)]
-    engine = engine_for(model_of("even", dtype), num_blocks=100, block_size=16)
-    assert len(set(batched(engine, copies).values())) == 6
+@pytest.mark.parametrize("overlaps", [False, True], ids=["single", "overlapping"])
+@pytest.mark.parametrize("records", [False, True], ids=["launched", "recorded"])
+@every_short_kind
+def test_overlapping_steps_and_recordings_change_nothing(rows: str, overlaps: bool, records: bool) -> None:
+    engine = engine_of(rows, room=30, parts={"overlaps": overlaps}, max_num_seqs=6)
+    if not records:
+        engine.runner.replays = None
+    assert run(engine, KINDS[rows].requests) == alone(rows)
+    assert engine.runner.replays is None or engine.runner.replays.recorded
+
+
+@every_type
+@every_short_kind
+def test_a_row_goes_on_from_any_token_of_an_earlier_run_as_if_undisturbed(rows: str, dtype: str, kv_dtype: str) -> None:
+    """Also from inside forced tokens, and from free text before a marker; each under the key that its draws have."""
+    expected = alone(rows, "lfm2", dtype, kv_dtype)
+    resumed = [
+        replace(request, output_token_ids=expected[request.key].token_ids[:end])
+        for request in KINDS[rows].requests
+        for end in range(0 if request.choices else len(expected[request.key].token_ids))
+    ]
+    engine = engine_of(rows, "lfm2", dtype, room=30, share_duplicates=False, kv_dtype=kv_dtype)
+    results = list(checked_run(engine, resumed))
+    assert len(results) == len(resumed) > 80
+    for result in results:
+        assert replace(result, timings=Timings()) == expected[result.key]
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", *KV_DTYPES])
+@every_short_kind
+def test_the_reference_kernels_give_the_same_tokens_in_float32(rows: str, kv_dtype: str) -> None:
+    """Plain torch promises no equal bits, but on a tiny model its tokens must not change, batched or alone."""
+    reference = tiny_model(kernels=ReferenceKernels(), vocab_size=KINDS[rows].vocab_size)
+    requests = KINDS[rows].requests[::2]
+    for sizes in ({"block_size": 3, "max_num_batched_tokens": 20, "max_num_seqs": 6}, {"max_num_seqs": 1}):
+        found = run(engine_of(rows, reference, room=3, kv_dtype=kv_dtype, **sizes), requests)
+        for key, result in found.items():
+            for mine, theirs in zip(result.samples, alone(rows, "lfm2", "float32", kv_dtype)[key].samples, strict=True):
+                assert replace(mine, logprobs=None) == replace(theirs, logprobs=None), key
 
 
 def logits_of_every_token(engine: Engine, requests: Iterable[Request]) -> dict[tuple[int, int], Tensor]:
@@ -234,115 +192,123 @@ def logits_of_every_token(engine: Engine, requests: Iterable[Request]) -> dict[t
         return plain(logits, sequences, *args)
 
     engine.sampler.sample = sample  # type: ignore[method-assign]
-    tokens_of(checked_run(engine, requests))
+    run(engine, requests)
     return seen
 
 
-@pytest.mark.parametrize(
-    ("name", "threads"),
-    [
-        *(
-            ("even", 1),
-            ("odd", 2),
-            ("odd int8", 2),
-            ("trained", 1),
-            ("trained int8", 1),
-            ("trained int8 by int8", 2),
-        ),
-        *((name, 2) for name in FAMILIES),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
-def test_logits_are_the_same_bit_for_bit(name: str, dtype: str, threads: int) -> None:
+@every_model
+@every_dtype
+def test_logits_are_the_same_bit_for_bit(model: str, dtype: str) -> None:
     """Chunked, preempted, in blocks of 3 and on two threads, against whole prefixes alone."""
-    model = model_of(name, dtype)
-    torch.set_num_threads(threads)
-    engine = engine_for(model, num_blocks=28, block_size=3, max_num_batched_tokens=20, max_num_seqs=12)
-    seen = logits_of_every_token(engine, requests_of("greedy"))
+    requests = KINDS["greedy"].requests
+    torch.set_num_threads(2)
+    engine = engine_of("greedy", model, dtype, block_size=3, room=1.12, max_num_batched_tokens=20, max_num_seqs=12)
+    seen = logits_of_every_token(engine, requests)
     assert engine.stats.num_preemptions > 0
     torch.set_num_threads(1)
-    tokens = expected(name, dtype, "greedy")
-    for request in requests_of("greedy"):
-        whole = [*request.prompt_token_ids, *tokens[request.key]][:-1]
-        rows = prefix_logits(model, whole)[len(request.prompt_token_ids) - 1 :]
+    for request in requests:
+        whole = [*request.prompt_token_ids, *alone("greedy", model, dtype)[request.key].token_ids][:-1]
+        rows = prefix_logits(model_of(model, dtype), whole)[len(request.prompt_token_ids) - 1 :]
         for position, row in enumerate(rows):
             assert torch.equal(seen[request.key, position], row), (request.key, position)
 
 
-@pytest.mark.parametrize("name", ["even", *FAMILIES], ids=str)
-@pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
-def test_contexts_beyond_one_attention_tile_stay_the_same(name: str, dtype: str) -> None:
-    """Contexts of 240 to 560 tokens cross the CPU kernel's tile of 256 once or twice, some while decoding."""
-    model = model_of(name, dtype)
-    requests = random_requests(8, seed=4, prompt=(240, 500), output=(20, 60))
-    engine = engine_for(model, num_blocks=380, block_size=2, max_num_batched_tokens=50, max_num_seqs=5)
-    assert batched(engine, requests) == solo(model, requests)
-    assert engine.stats.num_preemptions > 0
+any_setting = {
+    "rows": st.sampled_from(SHORT),
+    "types": st.sampled_from(TYPES[:2]),
+    "overlaps": st.booleans(),
+    "block_size": st.integers(1, 40),
+    "room": st.floats(1, 3),
+    "order": st.randoms(use_true_random=False),
+    "sizes": st.fixed_dictionaries(
+        {
+            "max_num_batched_tokens": st.integers(1, 120),
+            "max_num_seqs": st.integers(1, 18),
+            "look_ahead": st.integers(1, 24),
+            "prefix_caching": st.booleans(),
+            "share_duplicates": st.booleans(),
+            "longest_first": st.booleans(),
+            "forecast_memory": st.booleans(),
+        }
+    ),
+}
 
 
-@every_params
-def test_the_reference_kernels_batch_as_they_run_alone_in_float32(params: str) -> None:
-    """Plain torch promises no equal bits, but on a tiny model its tokens must not change either."""
-    model = tiny_model(kernels=ReferenceKernels())
-    requests = requests_of(params)[:8]
-    engine = engine_for(model, num_blocks=28, block_size=3, max_num_batched_tokens=20, max_num_seqs=6)
-    assert (
-        batched(engine, requests)
-        == solo(model, requests)
-        == {k: expected("even", "float32", params)[k] for k in range(8)}
-    )
-
-
-@st.composite
-def knobs(draw: st.DrawFn) -> dict[str, int]:
-    """Sizes of any kind; the pool holds the longest request (73 tokens of state) and often little more."""
-    block_size = draw(st.integers(1, 40))
-    least = -(-73 // block_size)
-    return {
-        "block_size": block_size,
-        "num_blocks": least + draw(st.integers(0, 2 * least)),
-        "max_num_batched_tokens": draw(st.integers(1, 120)),
-        "max_num_seqs": draw(st.integers(1, NUM_REQUESTS)),
-        "look_ahead": draw(st.integers(1, NUM_REQUESTS)),
-    }
-
-
-def check_knobs(name: str, dtype: str, params: str, sizes: dict[str, int], order: list[int], threads: int) -> None:
+def check_setting(
+    rows: str,
+    types: tuple[str, str],
+    order: random.Random,
+    overlaps: bool,
+    sizes: dict[str, Any],
+    model: str = "lfm2",
+    threads: int = 1,
+    **pool: Any,
+) -> None:
+    """Any of the rows in any order, with any sizes and policies."""
+    dtype, kv_dtype = types
+    expected = alone(rows, model, dtype, kv_dtype)
     torch.set_num_threads(threads)
-    requests = [requests_of(params)[i] for i in order]
-    tokens = batched(engine_for(model_of(name, dtype), **sizes), requests)
+    requests = order.sample(KINDS[rows].requests, order.randint(1, len(expected)))
+    engine = engine_of(rows, model, dtype, parts={"overlaps": overlaps}, kv_dtype=kv_dtype, **sizes, **pool)
+    assert run(engine, requests) == {request.key: expected[request.key] for request in requests}
     torch.set_num_threads(1)
-    assert tokens == {key: expected(name, dtype, params)[key] for key in order}
-
-
-ORDERS = st.lists(st.integers(0, NUM_REQUESTS - 1), unique=True, min_size=1)
 
 
 @settings(max_examples=16)  # more of them, and other models, in the slow test below
-@given(dtype=st.sampled_from(list(DTYPES)), params=st.sampled_from(list(PARAMS)), sizes=knobs(), order=ORDERS)
-def test_no_setting_changes_a_token(dtype: str, params: str, sizes: dict[str, int], order: list[int]) -> None:
-    check_knobs("odd", dtype, params, sizes, order, 1)
+@given(**any_setting)
+def test_no_setting_changes_a_result(**found: Any) -> None:
+    check_setting(**found)
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
-    name=st.sampled_from([f"{shape} {integers}".strip() for shape in (*SHAPES, "trained") for integers in INTEGERS]),
-    dtype=st.sampled_from(list(DTYPES)),
-    params=st.sampled_from(list(PARAMS)),
-    sizes=knobs(),
-    order=ORDERS,
-    threads=st.sampled_from([1, 2]),
+    **any_setting
+    | {
+        "types": st.sampled_from(TYPES),
+        "model": st.sampled_from([f"{name} {kind}".strip() for name in (*SHAPES, "trained") for kind in INTEGERS]),
+        "threads": st.sampled_from([1, 2]),
+    }
 )
-def test_no_setting_changes_a_token_of_any_model(
-    name: str, dtype: str, params: str, sizes: dict[str, int], order: list[int], threads: int
-) -> None:
-    check_knobs(name, dtype, params, sizes, order, threads)
+def test_no_setting_changes_a_result_of_any_model(**found: Any) -> None:
+    check_setting(**found)
 
 
-def test_end_tokens_really_end_some_of_these_requests() -> None:
-    """Otherwise every sequence would end at max_tokens and the tests above would miss early leavers."""
-    for name in SHAPES:
-        tokens = (t for params in PARAMS for t in expected(name, "float32", params).values())
-        assert any(t[-1] == EOS for t in tokens), name
+def test_a_copy_of_a_request_under_another_key_draws_other_tokens() -> None:
+    """Randomness is keyed by the row: equal prompts must not give equal samples."""
+    one = KINDS["drawn"].requests[0]
+    copies = [replace(one, key=key, params=replace(one.params, max_tokens=20, ignore_eos=True)) for key in range(6)]
+    assert len({result.token_ids for result in run(engine_of("drawn"), copies).values()}) == 6
+
+
+def prompt_logits(model: Decoder, kv_dtype: str, request: Request) -> Tensor:
+    """Logits behind every token of a request's prompt."""
+    ids = request.prompt_token_ids
+    pool: dict[str, Any] = {"num_blocks": -(-len(ids) // 16), "block_size": 16, "num_slots": 1}
+    kind = {"dtype": model.dtype, "device": model.device, "kv_dtype": KV_DTYPES.get(kv_dtype)}
+    return model.forward(whole_input(ids, 16), allocate(model.config, **pool, **kind), len(ids) - 1).float()
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), TYPES[2:])
+def test_keys_and_values_of_fewer_bits_change_logits_a_little_and_not_more(dtype: str, kv_dtype: str) -> None:
+    for request in KINDS["long"].requests[:3]:
+        plain, rounded = (prompt_logits(model_of("lfm2", dtype), kind, request) for kind in ("auto", kv_dtype))
+        error = ((rounded - plain).norm() / plain.norm()).item()
+        assert 0 < error < 0.03
+
+
+@pytest.mark.parametrize(
+    ("rows", "model"), [*((rows, "lfm2") for rows in ("greedy", "drawn", "structured")), ("sharing", "lfm3")]
+)
+def test_these_rows_end_in_every_way(rows: str, model: str) -> None:
+    """Otherwise every sequence would end at max_tokens, and the tests above would show less than they claim."""
+    samples = [sample for result in alone(rows, model).values() for sample in result.samples]
+    ends = {(sample.finish_reason, sample.is_complete) for sample in samples}
+    stop, length = FinishReason.STOP, FinishReason.LENGTH
+    if rows == "sharing":
+        assert {reason for reason, _ in ends} == set(FinishReason)
+    elif rows == "structured":
+        assert ends >= {(stop, True), (stop, False), (length, True), (length, False), (length, None)}
+        assert any(len({s.token_ids for s in result.samples}) > 1 for result in alone(rows).values())
+    else:
+        assert {reason for reason, _ in ends} >= {stop, length}
