@@ -29,7 +29,6 @@ from batchgen.core.units import (
 from batchgen.run.invocation import RunOptions
 from batchgen.run.retry import retry_job
 
-JOBS = sorted((Path(__file__).parents[2] / "jobs").glob("*.toml"))
 NEEDED = {"model": {"path": "dummy:LFM2-350M"}, "input": {"path": "in.jsonl"}, "output": {"path": "out"}}
 
 
@@ -497,17 +496,6 @@ def test_every_key_says_what_it_is_for() -> None:
     for keys in KEYS.values():
         for item in keys.values():
             assert item.help and not item.help.endswith("."), item.name
-
-
-@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
-def test_the_job_files_of_the_repository_load(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DATA", str(tmp_path))
-    spec = load_job(path)
-    assert Path(spec.output.path).is_absolute()
-
-
-def test_there_is_a_job_file_for_each_promised_use() -> None:
-    assert {path.stem for path in JOBS} >= {"quickstart", "gsm8k", "parquet", "openai_batch", "nightly"}
 
 
 @given(st.integers(0, 10**15))

@@ -1,0 +1,26 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["batchgen @ git+https://github.com/OWNER/batchgen"]  # where you have it; PyPI's is another package
+# ///
+"""A job on rented hardware of the Hub: it reads a dataset from the Hub and publishes the outputs into another one.
+
+    hf jobs uv run --flavor cpu-upgrade --timeout 4h --secrets HF_TOKEN jobs/hf_job.py \\
+        "hf:openai/gsm8k?config=main&split=test" hf://datasets/USER/answers
+
+The disk of such a job is gone when it ends, so a job that is cut off starts over: choose --timeout long enough.
+"""
+
+import sys
+
+from batchgen import load_job, run_job
+
+source, target = sys.argv[1:3]
+job = {
+    "model": {"path": sys.argv[3] if len(sys.argv) > 3 else "LiquidAI/LFM2-350M"},
+    "input": {"path": source, "prompt": "{question}", "keep_columns": ["answer"]},
+    "sampling": {"max_tokens": 512},
+    "output": {"path": "run", "publish": target},
+}
+outcome = run_job(load_job(None, job))
+print(*outcome.lines, sep="\n")
+sys.exit(outcome.exit_code)

@@ -1,0 +1,292 @@
+"""The recipes in ``jobs/`` run: job files on the sample data, the scripts around them, and flags that they name."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chat_templates import THINKING
+from object_store import bucket_of, object_store
+from repeats import slow
+from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, read_lines, rows_of
+
+from batchgen.cli.main import call, cli
+from batchgen.config.load import load_job
+
+RECIPES = REPOSITORY / "jobs"
+JOBS = sorted(path.stem for path in RECIPES.glob("*.toml"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with jobs and sample data, which runs may write into."""
+    shutil.copytree(RECIPES, tmp_path / "jobs")
+    shutil.copytree(REPOSITORY / "sample_data", tmp_path / "sample_data", ignore=shutil.ignore_patterns("tiny-lfm2"))
+    (tmp_path / "sample_data" / MODEL.name).symlink_to(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> dict[str, str]:
+    """An environment in which ``batchgen`` has a stub engine and ``scontrol`` notes what it is told."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    stub = Path(__file__).parents[1] / "helpers" / "stub_cli.py"
+    for name, text in (
+        ("batchgen", f"""exec {sys.executable} {stub} "{{\\"step_s\\": ${{STEP_S:-0}}}}" "$@\""""),
+        ("scontrol", f'echo "$@" >> {tmp_path}/scontrol'),
+    ):
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return {**ENVIRONMENT, "PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.fixture
+def bucket() -> Iterator[str]:
+    with object_store() as store, bucket_of(store, "recipes") as name:
+        for number, text in enumerate((REPOSITORY / "sample_data" / "questions.jsonl").read_bytes().splitlines()[:4]):
+            store.put(name, f"questions/{number}.jsonl", text + b"\n")
+        yield name
+        assert set(store.content(name)) >= {"answers/outputs.jsonl", "answers/report.json"}
+
+
+def run(recipe: str, *flags: str) -> tuple[int, list[dict[str, Any]]]:
+    """Exit code and records of a run of a job file."""
+    code = call(["run", f"jobs/{recipe}.toml", "--quiet", *flags])
+    folder = Path(load_job(Path(f"jobs/{recipe}.toml")).output.path)
+    [path] = folder.glob("outputs.*")
+    return code, pq.read_table(path).to_pylist() if path.suffix == ".parquet" else read_lines(path)
+
+
+def is_right(row: dict[str, Any]) -> bool:
+    return bool(row["text"] == row["answer"])
+
+
+# The job, flags, exit code, number of records, and what holds for each record.
+CASES: list[Any] = [
+    ("quickstart", ["--limit", "8"], 0, 8, is_right),
+    ("classify", [], 0, 12, lambda row: {c["text"] for c in row["choices"]} == {"bug", "question", "request"}),
+    ("thinking", [], 0, 12, lambda row: "reasoning" in row),
+    ("samples", ["--limit", "3"], 0, 3, lambda row: len(row["samples"]) == 4),
+    ("openai_batch", [], 3, 3, lambda row: row["response"]["status_code"] == 200),
+    ("nightly", [], 0, 12, lambda row: bool(row["text"])),
+    slow("workers", ["--limit", "8"], 0, 8, lambda row: "answer" in row),
+]
+
+
+@pytest.mark.parametrize(("recipe", "flags", "code", "count", "holds"), CASES)
+@pytest.mark.usefixtures("here")
+def test_the_job_runs_on_the_sample_data(
+    recipe: str, flags: list[str], code: int, count: int, holds: Callable[[dict[str, Any]], bool]
+) -> None:
+    found, records = run(recipe, *flags)
+    assert (found, len(records)) == (code, count)
+    assert all(map(holds, records))
+
+
+@pytest.mark.usefixtures("here")
+def test_the_input_of_the_night_may_grow() -> None:
+    _, before = run("nightly")
+    with Path("sample_data/tickets.jsonl").open("a") as file:
+        file.write('{"id": "t-13", "message": "It is slow."}\n')
+    code, after = run("nightly")
+    assert (code, after[:-1], after[-1]["id"]) == (0, before, "t-13")
+
+
+@pytest.mark.slow
+def test_a_chain_hands_on_its_rows_and_new_ones_too(here: Path, commands: dict[str, str]) -> None:
+    chain = ["jobs/chain.sh", "jobs/summarize.toml", "jobs/judge.toml"]
+    for count in (12, 13):
+        assert subprocess.run(chain, env=commands, timeout=60, check=False).returncode == 0
+        judged = read_lines(here / "runs/judgements/outputs.jsonl")
+        assert len(judged) == count
+        with Path("sample_data/tickets.jsonl").open("a") as file:
+            file.write('{"id": "t-13", "message": "It is slow."}\n')
+    assert judged[0]["input_text"] == read_lines(here / "runs/summaries/outputs.jsonl")[0]["text"]
+
+
+def test_thinking_can_be_switched_off_where_the_template_has_a_switch(here: Path) -> None:
+    shutil.copytree(MODEL, here / "model")
+    (here / "model" / "chat_template.jinja").write_text(THINKING)
+    thinks = run("thinking", "--model", "model", "--limit", "1")[1]
+    text = (here / "jobs" / "thinking.toml").read_text()
+    flags = shlex.split(next(line for line in text.splitlines() if "enable_thinking" in line))[4:]
+    silent = run("thinking", "--model", "model", "--limit", "1", "--overwrite", *flags)[1]
+    assert silent[0]["usage"]["prompt_tokens"] > thinks[0]["usage"]["prompt_tokens"]  # of "<think></think>"
+
+
+def test_a_folder_of_parquet_files_keeps_its_columns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "reviews").mkdir()
+    for part in range(2):
+        table = pa.table({"review_id": [2 * part, 2 * part + 1], "body": ["Good.", "Bad."], "stars": [5, 1]})
+        pq.write_table(table, here / "reviews" / f"{part}.parquet")
+    monkeypatch.setenv("DATA", str(here))
+    code, records = run("parquet", "--model", str(MODEL))
+    assert (code, [row["stars"] for row in records]) == (0, [5, 1, 5, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+def test_a_bucket_is_read_and_written(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUCKET", bucket)
+    code, records = run("s3")
+    assert (code, len(records)) == (0, 4)
+
+
+@pytest.mark.parametrize("recipe", JOBS)
+def test_the_job_file_is_valid_and_says_how_to_run_it(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA", "/data")
+    monkeypatch.setenv("BUCKET", "bucket")
+    path = RECIPES / f"{recipe}.toml"
+    assert Path(load_job(path).output.path).is_absolute()
+    assert f"jobs/{recipe}.toml" in path.read_text() or f"/{recipe}.toml" in path.read_text()
+
+
+@pytest.mark.usefixtures("here")
+def test_the_samples_of_a_run_are_a_table() -> None:
+    run("samples", "--limit", "3")
+    command = [sys.executable, "jobs/samples.py", "runs/samples/outputs.jsonl"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert said.count("stop") == 12 and "the vote is right:" in said
+
+
+@pytest.mark.slow
+def test_the_script_of_a_hub_job_runs_and_names_what_it_needs(here: Path) -> None:
+    text = (RECIPES / "hf_job.py").read_text()
+    header = re.search(r"^# /// script\n((?:#.*\n)+?)# ///$", text, re.MULTILINE)
+    assert header is not None
+    needs = tomllib.loads(re.sub(r"^# ?", "", header[1], flags=re.MULTILINE))
+    assert [name.split()[0] for name in needs["dependencies"]] == ["batchgen"]
+    command = [sys.executable, "jobs/hf_job.py", "sample_data/questions.jsonl", "", "sample_data/tiny-lfm2"]
+    done = subprocess.run(command, env=ENVIRONMENT, check=False, capture_output=True, text=True)
+    assert (done.returncode, len(read_lines(here / "run" / "outputs.jsonl"))) == (0, 300), done.stderr
+
+
+def test_a_deadline_is_no_failure_of_the_service() -> None:
+    service, timer = configparser.ConfigParser(), configparser.ConfigParser()
+    service.read_string((RECIPES / "batchgen.service").read_text())
+    timer.read_string((RECIPES / "batchgen.timer").read_text())
+    assert service["Service"]["SuccessExitStatus"].split() == ["3", "75"]
+    assert timer["Install"]["WantedBy"] == "timers.target"
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_gate_pass_and_refuse_worse_answers(here: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    text = (RECIPES / "ci.yaml").read_text()
+    steps = yaml.safe_load(text)["jobs"]["answers"]["steps"]
+    _, run_it, compare = (step["run"].split()[1:] for step in steps if step.get("run", "").startswith("batchgen"))
+    assert [call(run_it), call(["run", "jobs/quickstart.toml", "--quiet"])] == [0, 0]
+    baseline = Path(shutil.copy(here / "runs/quickstart/report.json", here / "baseline.json"))
+    assert call(compare) == 0
+    baseline.write_text(re.sub(r'"exact_match": [\d.]+', '"exact_match": 0.99', baseline.read_text()))
+    assert call(compare) == 4
+
+
+# ---------------------------------------------------------------- commands that are shown
+
+
+def flags_shown(text: str) -> Iterator[tuple[str, str]]:
+    """Each flag of batchgen's commands in a text, with its command."""
+    text = re.sub(r"\\\\?\n(#|\s)*", " ", text)
+    for name, rest in re.findall(r"\bbatchgen (run|plan|status|report|retry|merge|check|bench)\b([^\n`|&;]*)", text):
+        yield from ((name, flag) for flag in re.findall(r"(?<!\S)--?[a-z][a-z-]*", rest.partition(" #")[0]))
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.iterdir()), ids=lambda path: path.name)
+def test_every_flag_that_is_shown_exists(path: Path) -> None:
+    for name, flag in flags_shown(path.read_text()):
+        options = [option for item in cli.commands[name].params for option in (*item.opts, *item.secondary_opts)]
+        assert flag in options, f"batchgen {name} {flag}"
+
+
+# ---------------------------------------------------------------- shards
+
+
+def slurm(job: JobMaker, environment: dict[str, str], number: int, *flags: str) -> int:
+    array = {"SLURM_ARRAY_TASK_ID": str(number), "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_JOB_ID": "77"}
+    command = [str(RECIPES / "slurm.sh"), str(job.toml()), str(job.folder / "part"), *flags]
+    return subprocess.run(command, env=environment | array, timeout=60, check=False, capture_output=True).returncode
+
+
+def test_the_tasks_of_a_slurm_array_are_shards_that_merge(job: JobMaker, commands: dict[str, str]) -> None:
+    job.write(rows_of(40))
+    assert [slurm(job, commands, number) for number in (1, 2)] == [0, 0]
+    assert call(["merge", f"{job.folder}/part-1", f"{job.folder}/part-2", "-o", f"{job.folder}/whole"]) == 0
+    assert [row["index"] for row in read_lines(job.folder / "whole" / "outputs.jsonl")] == list(range(40))
+    assert not (job.folder / "scontrol").exists()
+
+
+def test_a_slurm_task_that_stops_early_is_queued_again_and_goes_on(job: JobMaker, commands: dict[str, str]) -> None:
+    job.write(rows_of(80))
+    assert slurm(job, commands, 2, "--max-total-tokens", "200") == 0
+    assert (job.folder / "scontrol").read_text() == "requeue 77_2\n"
+    assert not (job.folder / "part-2" / "outputs.jsonl").exists()
+    assert slurm(job, commands, 2) == 0
+    assert len(read_lines(job.folder / "part-2" / "outputs.jsonl")) == 40
+
+
+def test_a_slurm_task_whose_shard_is_finished_with_failed_rows_lets_the_merge_run(
+    job: JobMaker, commands: dict[str, str]
+) -> None:
+    job.write([*rows_of(10), "{", "{"])
+    assert [slurm(job, commands, number) for number in (1, 2)] == [0, 0]
+    assert call(["merge", f"{job.folder}/part-1", f"{job.folder}/part-2", "-o", f"{job.folder}/whole"]) == 3
+    assert slurm(job, commands, 1, "--no-such-flag") == 2
+
+
+def test_the_merge_of_a_slurm_array_waits_for_its_tasks() -> None:
+    text = (RECIPES / "slurm.sh").read_text()
+    merges = [line for line in text.splitlines() if "batchgen merge" in line]
+    assert merges
+    assert all("sbatch --dependency=afterok:$id" in line for line in merges)
+
+
+def pod(job: JobMaker, environment: dict[str, str], index: int) -> subprocess.Popen[bytes]:
+    yaml = pytest.importorskip("yaml")
+    spec: dict[str, Any] = yaml.safe_load((RECIPES / "kubernetes.yaml").read_text())["spec"]
+    assert spec["completionMode"] == "Indexed"
+    assert f"/{spec['completions']}" in spec["template"]["spec"]["containers"][0]["args"][0]
+    assert [rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule] == [
+        [75],
+        [2],
+    ]
+    container = spec["template"]["spec"]["containers"][0]
+    script = container["args"][0].replace("/jobs/job.toml", str(job.toml())).replace("/runs/", f"{job.folder}/")
+    return subprocess.Popen([*container["command"], script], env=environment | {"JOB_COMPLETION_INDEX": str(index)})
+
+
+def test_a_pod_runs_its_shard_and_failed_rows_are_no_failed_pod(job: JobMaker, commands: dict[str, str]) -> None:
+    job.write([*rows_of(15), "{"])
+    assert pod(job, commands, 7).wait(60) == 0
+    assert [row["index"] for row in read_lines(job.folder / "part-7" / "outputs.jsonl")] == [7]
+    assert len(read_lines(job.folder / "part-7" / "errors.jsonl")) == 1
+
+
+def test_an_evicted_pod_says_75_and_the_next_one_goes_on(job: JobMaker, commands: dict[str, str]) -> None:
+    job.write(rows_of(800))
+    evicted = pod(job, commands | {"STEP_S": "0.05"}, 0)
+    folder = job.folder / "part-0" / "journal"
+    until = time.monotonic() + 60
+    while not folder.is_dir() and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    evicted.send_signal(signal.SIGTERM)
+    assert evicted.wait(60) == 75
+    assert pod(job, commands, 0).wait(60) == 0
+    assert len(read_lines(job.folder / "part-0" / "outputs.jsonl")) == 100
