@@ -1,4 +1,4 @@
-"""The recipes in ``jobs/`` run: job files on the sample data, the scripts around them, and flags that they name."""
+"""The recipes in ``jobs/`` run: job files on the sample data, and the scripts around them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from object_store import bucket_of, object_store
 from repeats import slow
 from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, read_lines, rows_of
 
-from batchgen.cli.main import call, cli
+from batchgen.cli.main import call
 from batchgen.config.load import load_job
 
 RECIPES = REPOSITORY / "jobs"
@@ -196,23 +196,6 @@ def test_the_steps_of_the_gate_pass_and_refuse_worse_answers(here: Path) -> None
     assert call(compare) == 0
     baseline.write_text(re.sub(r'"exact_match": [\d.]+', '"exact_match": 0.99', baseline.read_text()))
     assert call(compare) == 4
-
-
-# ---------------------------------------------------------------- commands that are shown
-
-
-def flags_shown(text: str) -> Iterator[tuple[str, str]]:
-    """Each flag of batchgen's commands in a text, with its command."""
-    text = re.sub(r"\\\\?\n(#|\s)*", " ", text)
-    for name, rest in re.findall(r"\bbatchgen (run|plan|status|report|retry|merge|check|bench)\b([^\n`|&;]*)", text):
-        yield from ((name, flag) for flag in re.findall(r"(?<!\S)--?[a-z][a-z-]*", rest.partition(" #")[0]))
-
-
-@pytest.mark.parametrize("path", sorted(RECIPES.iterdir()), ids=lambda path: path.name)
-def test_every_flag_that_is_shown_exists(path: Path) -> None:
-    for name, flag in flags_shown(path.read_text()):
-        options = [option for item in cli.commands[name].params for option in (*item.opts, *item.secondary_opts)]
-        assert flag in options, f"batchgen {name} {flag}"
 
 
 # ---------------------------------------------------------------- shards

@@ -1,0 +1,92 @@
+"""The pages written by hand say what the program does: their commands run, word for word, and print what is shown."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import REPOSITORY
+
+from batchgen.cli.main import call, cli
+
+DOCS = REPOSITORY / "batchgen" / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), *sorted((REPOSITORY / "jobs").iterdir())]
+WIDTH = 76  # of a line of code: a page is shown at 80 columns
+
+
+def blocks(page: str) -> Iterator[tuple[str, str]]:
+    """The code blocks of a page, each with its language."""
+    yield from re.findall(r"^```(\w+)\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def run(commands: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """What commands print; the lines of batchgen's run in this process, others in a shell."""
+    for part in re.split(r"^(?=batchgen )", commands, flags=re.MULTILINE):
+        if part.startswith("batchgen "):
+            assert call(shlex.split(part)[1:]) in (0, 3)
+        elif part:
+            subprocess.run(part, shell=True, check=True)
+    return "".join(capfd.readouterr())
+
+
+def masked(text: str) -> list[str]:
+    """Its lines with all numbers alike: times and speeds differ."""
+    return [re.sub(r"\d[\d.,]*", "#", line) for line in text.splitlines()]
+
+
+def without_times(record: str) -> dict[str, Any]:
+    """A record without what differs from run to run: times, and the folder that it ran in."""
+    found: dict[str, Any] = json.loads(record)
+    return {name: sorted(value) if name in ("timings", "source") else value for name, value in found.items()}
+
+
+def test_the_tutorial_runs_word_for_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sample_data").symlink_to(REPOSITORY / "sample_data")
+    monkeypatch.chdir(tmp_path)
+    said = ""
+    for language, text in blocks("tutorial.md"):
+        if language == "sh":
+            said = run(text, capfd)
+        elif language == "json":
+            assert without_times(text) == without_times(said.replace(f"{tmp_path}/", ""))
+        else:
+            lines = iter(masked(said))
+            assert [line for line in masked(text) if line not in lines] == [], said
+
+
+def test_a_table_of_commas_becomes_lines_of_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tickets.csv").write_text('id,message\n1,"a, b"\n')
+    run(next(text for _, text in blocks("recipes.md") if "read_csv" in text), capfd)
+    assert json.loads(Path("tickets.jsonl").read_text()) == {"id": 1, "message": "a, b"}
+
+
+def test_every_recipe_is_on_the_page() -> None:
+    page = (DOCS / "recipes.md").read_text(encoding="utf-8")
+    files = {path.name for path in (REPOSITORY / "jobs").iterdir()} - {"quickstart.toml"}
+    assert set(re.findall(r"`jobs/([\w.]+)`", page)) == files
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_flag_that_is_shown_exists(path: Path) -> None:
+    text = re.sub(r"\\\\?\n(#|\s)*", " ", path.read_text(encoding="utf-8"))
+    for name, rest in re.findall(rf"\bbatchgen ({'|'.join(cli.commands)})\b([^\n`|&;]*)", text):
+        options = {option for item in cli.commands[name].params for option in (*item.opts, *item.secondary_opts)}
+        assert {*re.findall(r"(?<!\S)--?[a-z][a-z-]*", rest.partition(" #")[0])} <= options | {"--help"}, rest
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_a_page_fits_a_terminal_and_its_links_lead_somewhere(path: Path) -> None:
+    assert [line for _, text in blocks(path.name) for line in text.splitlines() if len(line) > WIDTH] == []
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (DOCS / link).exists()] == []
