@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from batchgen.core.shard import Shard
     from batchgen.engine import Engine, EngineConfig
     from batchgen.executors.backend import run_job
-    from batchgen.model import load_model
+    from batchgen.model.load import load_model
     from batchgen.run.invocation import RunOptions
     from batchgen.text.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ _HOME = {
     "Shard": "batchgen.core.shard",
     "Tokenizer": "batchgen.text.tokenizer",
     "load_job": "batchgen.config.load",
-    "load_model": "batchgen.model",
+    "load_model": "batchgen.model.load",
     "run_job": "batchgen.executors.backend",
 }
 

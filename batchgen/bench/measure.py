@@ -26,10 +26,10 @@ from batchgen.engine.generation import TextTools
 from batchgen.engine.load import load_weights, use_threads
 from batchgen.engine.stats import EngineStats
 from batchgen.kernels.select import select
-from batchgen.model import load_config
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import resolve_device, resolve_dtype
 from batchgen.model.rates import measure
+from batchgen.model.registry import load_config
 from batchgen.model.roofline import Ceilings, Costs, Work, remember
 from batchgen.report.facts import integers_text
 

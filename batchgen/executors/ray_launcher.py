@@ -22,7 +22,7 @@ from batchgen.executors.messages import WorkerLost, WorkerReady, WorkerUpdate
 from batchgen.executors.ray_cluster import Cluster, WorkerResources, reason_of
 from batchgen.executors.slices import MachineSlice, useful_workers
 from batchgen.executors.worker import Start, Worker
-from batchgen.model import ModelConfig
+from batchgen.model.config import ModelConfig
 
 _MOST_LOSSES = 3  # of workers on one machine, none of which finished a row
 _MOST_UNPLACED = 12  # losses in a row before a worker had a place

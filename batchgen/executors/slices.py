@@ -12,7 +12,7 @@ from batchgen.core.errors import UsageError
 from batchgen.core.machine import available_bytes, cpus_by_node, limit_memory, visible_gpus
 from batchgen.core.units import counted
 from batchgen.engine.sizes import default_num_seqs
-from batchgen.model import ModelConfig
+from batchgen.model.config import ModelConfig
 
 _ROWS_PER_SEQ = 4  # with fewer, start and end of a worker take too large a part of its time
 

@@ -6,13 +6,13 @@ ModelError that names the file and the key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from batchgen.core.errors import ModelError
 from batchgen.core.model_files import is_token_id, token_ids
 from batchgen.core.units import shown
-from batchgen.model.config import Experts, Rope
+from batchgen.model.config import Experts, LayerShape, ModelConfig, Rope
 
 T = TypeVar("T")
 MAX_LAYERS = 128  # more than any release has; a larger number only delays the error
@@ -78,8 +78,7 @@ class ConfigValues:
         transformers 5 writes ``rope_parameters``; older files have ``rope_theta`` and ``rope_scaling``. A kind that is
         not known is refused.
         """
-        names = ("rope_parameters", "rope_scaling")
-        new, old = (ConfigValues(self.object(name), f"{self.where}: {name}") for name in names)
+        new, old = (self.section(name, is_needed=False) for name in ("rope_parameters", "rope_scaling"))
         kinds = [values.text("rope_type", "type", default="default") for values in (new, old)]
         for kind in kinds:
             if kind not in ROPE_KINDS:
@@ -126,21 +125,17 @@ class ConfigValues:
             raise self.error(f"layer_types must name {num_layers} layers as {' or '.join(map(repr, known))}")
         return tuple(listed)
 
-    def object(self, name: str, *, is_needed: bool = False) -> dict[str, Any]:
-        """A nested object, empty if there is none, unless it ``is_needed``."""
+    def section(self, name: str, *, is_needed: bool = True) -> ConfigValues:
+        """A nested object, whose errors name it; without one an empty one, unless it ``is_needed``."""
         empty: dict[str, Any] = {}
         if is_needed:
             self.get(name)
-        return self._typed("an object", (name,), empty)
+        return ConfigValues(self._typed("an object", (name,), empty), f"{self.where}: {shown(name)[1:-1]}")
 
     def expect(self, name: str, value: str) -> None:
         """Refuse any other value than the one that is computed here, which is the default."""
         if (found := self.get(name, default=value)) != value:
             raise self.error(f"{name} is {shown(found)}; only {value!r} is supported")
-
-    def dtype(self) -> str:
-        """The dtype of the checkpoint."""
-        return self.text("torch_dtype", "dtype", default="bfloat16")
 
     def refuse(self, *names: str) -> None:
         """Refuse what a flag switches on."""
@@ -148,11 +143,44 @@ class ConfigValues:
             if self.flag(name, default=False):
                 raise self.error(f"{name} true is not supported: no model of this family was published with it")
 
-    def bos_token_id(self) -> int | None:
+    def model(
+        self,
+        layers: Sequence[LayerShape],
+        tensor_names: Mapping[str, str],
+        *,
+        norm_eps: float,
+        is_tied: bool,
+        head_dim: int | None = None,
+        **more: Any,
+    ) -> ModelConfig:
+        """The shape of a model with these layers; ``more`` are further fields.
+
+        ``norm_eps`` and ``is_tied`` hold where the config says nothing, and so does ``head_dim``, by default the heads'
+        share of the width.
+        """
+        num_heads, hidden_size = (
+            self.integer("num_attention_heads", "num_heads"),
+            self.integer("hidden_size", "block_dim"),
+        )
+        return ModelConfig(
+            vocab_size=self.integer("vocab_size"),
+            hidden_size=hidden_size,
+            layers=tuple(layers),
+            num_heads=num_heads,
+            num_kv_heads=self.integer("num_key_value_heads", default=num_heads),
+            head_dim=self.integer("head_dim", default=head_dim or hidden_size // num_heads),
+            norm_eps=self.number("norm_eps", "rms_norm_eps", "block_norm_eps", default=norm_eps),
+            max_position_embeddings=self.integer("max_position_embeddings"),
+            tie_embedding=self.flag("tie_embedding", "tie_word_embeddings", default=is_tied),
+            bos_token_id=self._bos_token_id(),
+            eos_token_ids=token_ids(self.raw, "eos_token_id", self.where),
+            dtype=self.text("torch_dtype", "dtype", default="bfloat16"),
+            tensor_names=tensor_names,
+            **more,
+        )
+
+    def _bos_token_id(self) -> int | None:
         value: int | None = self.get("bos_token_id", default=None)
         if value is not None and not is_token_id(value):
             raise self.error(f"bos_token_id must be a token id, not {shown(value)}")
         return value
-
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return token_ids(self.raw, "eos_token_id", self.where)

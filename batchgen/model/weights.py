@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,8 @@ from batchgen.core.machine import is_out_of_memory
 from batchgen.core.model_files import INDEX, WEIGHTS, file_bytes, weight_map
 from batchgen.core.units import shortened, shown
 
+Shape = tuple[int, ...]
+Place = TypeVar("Place")
 _MOST_MAPPED = 1 << 30  # bytes read from a mapping, which holds on to them, before the file is mapped anew
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # others mean nothing without scales
 
@@ -70,9 +72,7 @@ class TensorSource(Protocol):
     def holds(self, name: str) -> bool:
         """Whether there is a tensor of that name, of those that not every checkpoint has."""
 
-    def take(
-        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name, in ``dtype`` if not the model's.
 
         Raises ModelError: there is none, or it has another shape than ``shape``.
@@ -94,7 +94,25 @@ def open_weights(path: Path) -> Any:
         raise ModelError(f"{path}: cannot be read as safetensors ({why}); download it again") from None
 
 
-class Checkpoint:
+class StoredTensors(Generic[Place]):
+    """Tensors at ``path``, a file or folder, whose ``places`` in it are known by name; those left over are refused."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, places: Mapping[str, Place]) -> None:
+        self.path = path
+        self.dtype = dtype
+        self.device = device
+        self._places = places
+        self._taken: set[str] = set()
+
+    def holds(self, name: str) -> bool:
+        return name in self._places
+
+    def finish(self, optional: str = "") -> None:
+        if left := sorted(self._places.keys() - self._taken - {optional}):
+            raise ModelError(f"{self.path}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
+
+
+class Checkpoint(StoredTensors[str]):
     """Tensors of a checkpoint folder, memory-mapped: only what is taken is read.
 
     One file is mapped at a time, and mapped anew after every ``_MOST_MAPPED`` bytes: weights are laid out anew for most
@@ -103,23 +121,16 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.folder = folder
-        self.dtype = dtype
-        self.device = device
+        names = weight_map(folder)
+        if names is None and not (folder / WEIGHTS).exists():
+            raise ModelError(f"{folder}: has neither {WEIGHTS} nor {INDEX}; only safetensors weights are loaded")
         self._mapped: tuple[str, Any] = "", None  # the name of a file, and the file
         self._mapped_bytes = 0
-        self._files = self._locate()
-        self._taken: set[str] = set()
-
-    def _locate(self) -> dict[str, str]:
-        """Tensor name -> file name."""
-        names = weight_map(self.folder)
-        if names is not None:
+        super().__init__(folder, dtype, device, names or {})
+        if names is None:
+            self._places = dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+        else:
             self._check_index(names)
-            return names
-        if not (self.folder / WEIGHTS).exists():
-            raise ModelError(f"{self.folder}: has neither {WEIGHTS} nor {INDEX}; only safetensors weights are loaded")
-        return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
 
     def _check_index(self, names: dict[str, str]) -> None:
         listed: dict[str, set[str]] = {}
@@ -129,33 +140,28 @@ class Checkpoint:
             held = set(self._open(file).keys())
             if held != tensors:
                 odd = min(held ^ tensors)
-                raise ModelError(f"{self.folder / INDEX}: the index and {file} disagree about tensor {shown(odd)}")
+                raise ModelError(f"{self.path / INDEX}: the index and {file} disagree about tensor {shown(odd)}")
 
     def _open(self, file: str) -> Any:
         if self._mapped[0] != file or self._mapped_bytes > _MOST_MAPPED:
-            self._mapped, self._mapped_bytes = (file, open_weights(self.folder / file)), 0
+            self._mapped, self._mapped_bytes = (file, open_weights(self.path / file)), 0
         return self._mapped[1]
-
-    def holds(self, name: str) -> bool:
-        return name in self._files
 
     def read(self, name: str, *shapes: tuple[int, ...]) -> Tensor:
         """The tensor of that name as it is stored. Raises ModelError: there is none, or it has none of ``shapes``."""
-        if name not in self._files:
-            raise ModelError(f"{self.folder}: the weights lack tensor {name!r}, which config.json asks for")
-        file = self._open(self._files[name])
+        if name not in self._places:
+            raise ModelError(f"{self.path}: the weights lack tensor {name!r}, which config.json asks for")
+        file = self._open(self._places[name])
         found = file.get_slice(name).get_shape()
         if tuple(found) not in shapes:
             asked = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-            raise ModelError(f"{self.folder}: tensor {name!r} has shape {shown(found)}; config.json asks for {asked}")
+            raise ModelError(f"{self.path}: tensor {name!r} has shape {shown(found)}; config.json asks for {asked}")
         tensor: Tensor = file.get_tensor(name)
         self._mapped_bytes += tensor.nbytes
         self._taken.add(name)
         return tensor
 
-    def take(
-        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name on the source's device, in its dtype or as ``stored_dtype`` says.
 
         Raises ModelError: as ``read``, or it holds no plain floating-point numbers.
@@ -163,15 +169,10 @@ class Checkpoint:
         tensor = self.read(name, shape)
         if tensor.dtype not in WEIGHT_DTYPES:
             raise ModelError(
-                f"{self.folder}: tensor {name!r} is {tensor.dtype}, which means nothing without the scales and the "
+                f"{self.path}: tensor {name!r} is {tensor.dtype}, which means nothing without the scales and the "
                 "quantization_config of a format that is read; use the bfloat16 release"
             )
         return tensor.to(self.device, dtype or stored_dtype(tensor.dtype, self.dtype, self.device))
-
-    def finish(self, optional: str = "") -> None:
-        left = sorted(set(self._files) - self._taken - {optional})
-        if left:
-            raise ModelError(f"{self.folder}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
 
 
 class RandomTensors:
@@ -198,9 +199,7 @@ class RandomTensors:
     def holds(self, name: str) -> bool:
         return False
 
-    def take(
-        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         mean, std = init or (0.0, self.std)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) + self.seed)
         tensor = torch.empty(shape, dtype=dtype or self.stored, device=self.device)

@@ -15,8 +15,7 @@ from batchgen.config.job import JobSpec, ModelSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.machine import available_bytes, visible_gpus
 from batchgen.engine.sizes import SchedulerConfig, sizes_for
-from batchgen.model import ModelConfig
-from batchgen.model.config import item_bytes
+from batchgen.model.config import ModelConfig, item_bytes
 from batchgen.plan.survey import Survey
 
 _NUM_QUANTILES = 64

@@ -1,7 +1,6 @@
 """Loads the model of a job: first all but its weights, then the engine that holds them.
 
-``read_model`` does not import torch. ``load_engine`` does; tests and workers replace it by another factory of a
-``Backend``.
+``read_model`` imports no torch; ``load_engine`` does, and any other factory of a ``Backend`` may stand in its place.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from batchgen.core.model_location import resolve_model
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import shown
 from batchgen.input.requests import RequestBuilder
-from batchgen.model import ModelConfig, is_dummy, load_config
 from batchgen.model.adapter.settings import Lora, read_lora, resolve_adapter
+from batchgen.model.config import ModelConfig
+from batchgen.model.registry import is_dummy, load_config
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.output.rundir import RunDir
 from batchgen.run.backend import Backend, RunContext

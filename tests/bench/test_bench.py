@@ -21,8 +21,10 @@ from batchgen.engine import Engine, EngineConfig, facts
 from batchgen.engine.generation import TextTools
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.peaks import kinds_of_products
-from batchgen.model import load_config, load_model, rates, roofline
+from batchgen.model import rates, roofline
+from batchgen.model.load import load_model
 from batchgen.model.rates import MeasureConfig
+from batchgen.model.registry import load_config
 from batchgen.model.roofline import Ceilings
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")

@@ -20,8 +20,8 @@ from batchgen.core.errors import ExitCode
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.load import load_weights
-from batchgen.model import load_model
 from batchgen.model.decoder import Decoder
+from batchgen.model.load import load_model
 from batchgen.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("threads_as_before")

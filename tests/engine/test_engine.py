@@ -16,8 +16,8 @@ from batchgen.core.records import FinishReason, Request, Result, SamplingParams,
 from batchgen.engine import Engine, EngineConfig, admission
 from batchgen.engine.block_pool import extend_block_hashes
 from batchgen.engine.generation import TextTools
-from batchgen.model import load_model
 from batchgen.model.decoder import Decoder
+from batchgen.model.load import load_model
 
 MODEL = tiny_model()
 PROMPT = (9, 30, 77, 12, 5)

@@ -19,8 +19,8 @@ from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.generation import TextTools
 from batchgen.input.requests import RequestBuilder
 from batchgen.kernels.processor import multiplies_bfloat16
-from batchgen.model import load_model
 from batchgen.model.decoder import Decoder
+from batchgen.model.load import load_model
 from batchgen.text.stop_strings import StopStrings, cut_text
 from batchgen.text.tokenizer import Tokenizer
 

@@ -30,7 +30,7 @@ from batchgen.executors.messages import (
 from batchgen.executors.ray_cluster import Cluster, Node, WorkerResources, reason_of
 from batchgen.executors.ray_launcher import RayLauncher
 from batchgen.executors.worker import Start
-from batchgen.model import load_config
+from batchgen.model.registry import load_config
 
 HELLO = WorkerReady(Identity({}, {}, ""), max_num_seqs=8, threads=1)
 ROW = Request(0, (1, 2), SamplingParams())

@@ -14,7 +14,7 @@ from batchgen.core import machine
 from batchgen.core.errors import UsageError
 from batchgen.executors import slices
 from batchgen.executors.slices import MachineSlice, split_machine
-from batchgen.model import load_config
+from batchgen.model.registry import load_config
 
 MODEL = load_config("dummy:LFM2-350M", "main")
 

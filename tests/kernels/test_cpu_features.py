@@ -20,7 +20,8 @@ ASK = """
 import torch
 from batchgen.kernels.cpu.compiled.emit import HAS_BF16
 from batchgen.kernels.cpu.linear import can_multiply
-from batchgen.model import load, load_config
+from batchgen.model import load
+from batchgen.model.registry import load_config
 
 config = load_config("dummy:LFM2-350M")
 print(HAS_BF16, can_multiply(torch.ones(2, 2, dtype=torch.bfloat16), torch.bfloat16))

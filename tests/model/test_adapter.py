@@ -17,9 +17,10 @@ from tiny_model import CPU, prefix_logits, write_checkpoint
 from torch import Tensor
 
 from batchgen.core.errors import ModelError
-from batchgen.model import ModelConfig, load_model
 from batchgen.model.adapter.settings import read_lora
 from batchgen.model.adapter.source import LoraTensors
+from batchgen.model.config import ModelConfig
+from batchgen.model.load import load_model
 from batchgen.model.registry import read_config
 from batchgen.model.weights import Checkpoint, RandomTensors
 

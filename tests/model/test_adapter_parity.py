@@ -15,9 +15,9 @@ from tiny_model import CPU, random_requests, tokens_of
 
 from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig
-from batchgen.model import load_model
 from batchgen.model.adapter.settings import read_lora
 from batchgen.model.adapter.source import LoraTensors
+from batchgen.model.load import load_model
 from batchgen.model.registry import read_config
 from batchgen.model.weights import Checkpoint
 

@@ -24,8 +24,8 @@ from batchgen.kernels.quantize import quantize
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model import load as loading
-from batchgen.model import load_config, load_model
-from batchgen.model.registry import dummy_config
+from batchgen.model.load import load_model
+from batchgen.model.registry import dummy_config, load_config
 
 PROMPT = [1, 9, 10, 11, 12, 40, 41]
 SHAPE = {"tie_embedding": False, "hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 1}

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchgen.core.errors import ModelError
-from batchgen.model import is_dummy, load_config
 from batchgen.model.config import ModelConfig
-from batchgen.model.registry import dummy_config, parse_config, read_config
+from batchgen.model.registry import dummy_config, is_dummy, load_config, parse_config, read_config
 
 RAW: dict[str, Any] = {
     "model_type": "lfm2",

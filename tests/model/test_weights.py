@@ -15,10 +15,10 @@ from torch import Tensor
 
 from batchgen.core.errors import ExitCode, ModelError
 from batchgen.kernels.reference import ReferenceKernels
-from batchgen.model import load_config, weights
+from batchgen.model import weights
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import load_model, resolve_device, resolve_dtype
-from batchgen.model.registry import parse_config, read_config
+from batchgen.model.registry import load_config, parse_config, read_config
 from batchgen.model.weights import Checkpoint, RandomTensors, open_weights
 
 INDEX = "model.safetensors.index.json"

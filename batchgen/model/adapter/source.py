@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +19,20 @@ from batchgen.core.model_files import ADAPTER_WEIGHTS
 from batchgen.core.units import shown
 from batchgen.model.adapter.settings import REMEDY, Lora
 from batchgen.model.config import ModelConfig
-from batchgen.model.weights import Init, TensorSource, fill_rows, is_finite, open_weights
+from batchgen.model.weights import Init, Shape, TensorSource, fill_rows, is_finite, open_weights
 
 _NAME = re.compile(r"base_model\.model\.(.{1,500})\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
 _NUMBERS = (torch.bfloat16, torch.float16, torch.float32)  # whose products float64 holds
 _CHUNK = 1 << 15  # values added up at once: in the cache, and too few for torch to wake its threads
+
+
+class _Matrices(NamedTuple):
+    """Names of the matrices A [rank, in] and B [out, rank] of a module, and what their product is multiplied by."""
+
+    a: str
+    b: str
+    rank: int
+    scale: float
 
 
 class LoraTensors:
@@ -41,11 +51,12 @@ class LoraTensors:
         self._file = open_weights(self._path)
         names = self._located(self._file.keys())
         ranks = {module: self._rank(parts["A"]) for module, parts in names.items()}
-        self._names = {config.stored_name(module): parts for module, parts in names.items()}
-        self._ranks = {config.stored_name(module): rank for module, rank in ranks.items()}
-        self._scales = {config.stored_name(module): scale for module, scale in lora.scales(ranks).items()}
+        self._matrices = {
+            config.stored_name(module): _Matrices(parts["A"], parts["B"], ranks[module], scale)
+            for (module, parts), scale in zip(names.items(), lora.scales(ranks).values(), strict=True)
+        }
         self._added: set[str] = set()
-        if (embedding := config.tensor_names["embedding"]) in self._names:
+        if (embedding := config.tensor_names["embedding"]) in self._matrices:
             raise self._error(f"changes {embedding!r}, which is no linear", "train the adapter without it")
 
     def _located(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -69,19 +80,17 @@ class LoraTensors:
     def holds(self, name: str) -> bool:
         return self._plain.holds(name)
 
-    def take(
-        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """As of the model alone. Raises ModelError also if the adapter has no such matrices, or no finite sums."""
         module = name.removesuffix(".weight")
-        if module == name or module not in self._names:
+        if module == name or module not in self._matrices:
             tensor = self._plain.take(name, shape, init, dtype)
             return tensor.to(torch.promote_types(tensor.dtype, self.dtype))
         if len(shape) != 2:
             raise self._error(f"changes {module!r}, which is no linear", "train the adapter without it")
-        rank, scale = self._ranks[module], self._scales[module]
-        a, b = self._read(module, "A", rank, shape[1]), self._read(module, "B", shape[0], rank)
-        tensor = _sum(self._exact.take(name, shape, init), a, b, scale, dtype or self.dtype)
+        found = self._matrices[module]
+        a, b = self._read(found.a, found.rank, shape[1]), self._read(found.b, shape[0], found.rank)
+        tensor = _sum(self._exact.take(name, shape, init), a, b, found.scale, dtype or self.dtype)
         if not is_finite(tensor):
             kind = str(tensor.dtype).removeprefix("torch.")
             raise self._error(f"gives {module!r} values that {kind} cannot hold", "it is damaged: download it again")
@@ -89,7 +98,7 @@ class LoraTensors:
         return tensor
 
     def finish(self, optional: str = "") -> None:
-        if left := sorted(self._names.keys() - self._added):
+        if left := sorted(self._matrices.keys() - self._added):
             is_table = f"{left[0]}.weight" == optional
             what = "is the embedding table of this model too" if is_table else "is no linear of this model"
             more = f" ({len(left)} such modules)" if len(left) > 1 else ""
@@ -104,8 +113,7 @@ class LoraTensors:
             raise self._error(f"tensor {shown(name)} has shape {shown(shape)}, not a rank and inputs", "save it again")
         return int(shape[0])
 
-    def _read(self, module: str, part: str, *shape: int) -> Tensor:
-        name = self._names[module][part]
+    def _read(self, name: str, *shape: int) -> Tensor:
         found = self._file.get_slice(name)
         if found.get_shape() != list(shape):
             sizes = f"shape {shown(found.get_shape())}, but rank and model make it {list(shape)}"

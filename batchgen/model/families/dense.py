@@ -42,30 +42,13 @@ def published(widths: tuple[int, int, int], heads: tuple[int, int], num_layers: 
     }
 
 
-def read_dense(values: ConfigValues, default_theta: float, **more: Any) -> ModelConfig:
-    """The shape of the model that has this ``config.json``; ``more`` are fields of its ``ModelConfig``.
+def read_dense(values: ConfigValues, default_theta: float, *, has_qk_norm: bool = True) -> ModelConfig:
+    """The shape of the model that has this ``config.json``.
 
     Raises ModelError, for biases, sliding windows and other activations too: no release has them.
     """
     values.refuse("attention_bias", "mlp_bias", "use_sliding_window")
     values.expect("hidden_act", "silu")
-    num_heads, hidden_size = values.integer("num_attention_heads"), values.integer("hidden_size")
     layer = LayerShape(ATTENTION, values.integer("intermediate_size"), values.rope(default_theta))
-    fields: dict[str, Any] = {
-        "layers": (layer,) * values.integer("num_hidden_layers", most=MAX_LAYERS),
-        "tensor_names": TENSOR_NAMES,
-    }
-    return ModelConfig(
-        vocab_size=values.integer("vocab_size"),
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        num_kv_heads=values.integer("num_key_value_heads", default=num_heads),
-        head_dim=values.integer("head_dim", default=hidden_size // num_heads),
-        norm_eps=values.number("rms_norm_eps", default=1e-6),
-        max_position_embeddings=values.integer("max_position_embeddings"),
-        tie_embedding=values.flag("tie_word_embeddings", default=False),
-        bos_token_id=values.bos_token_id(),
-        eos_token_ids=values.eos_token_ids(),
-        dtype=values.dtype(),
-        **{**fields, **more},
-    )
+    layers = (layer,) * values.integer("num_hidden_layers", most=MAX_LAYERS)
+    return values.model(layers, TENSOR_NAMES, norm_eps=1e-6, is_tied=False, has_qk_norm=has_qk_norm)

@@ -69,23 +69,12 @@ def read_config(values: ConfigValues) -> ModelConfig:
 
 def read_lfm2(values: ConfigValues, ff_dim: int) -> ModelConfig:
     """``read_config`` for feed-forwards of that width. Raises ModelError."""
-    num_heads = values.integer("num_attention_heads", "num_heads")
-    hidden_size = values.integer("hidden_size", "block_dim")
     rope = values.rope(default_theta=1e6)
-    return ModelConfig(
-        vocab_size=values.integer("vocab_size"),
-        hidden_size=hidden_size,
-        layers=tuple(LayerShape(mixer, ff_dim, rope if mixer == ATTENTION else None) for mixer in _mixers(values)),
-        num_heads=num_heads,
-        num_kv_heads=values.integer("num_key_value_heads", default=num_heads),
-        head_dim=values.integer("head_dim", default=hidden_size // num_heads),
-        norm_eps=values.number("norm_eps", "block_norm_eps", default=1e-5),
-        max_position_embeddings=values.integer("max_position_embeddings"),
-        tie_embedding=values.flag("tie_embedding", "tie_word_embeddings", default=True),
-        bos_token_id=values.bos_token_id(),
-        eos_token_ids=values.eos_token_ids(),
-        dtype=values.dtype(),
-        tensor_names=TENSOR_NAMES,
+    return values.model(
+        [LayerShape(mixer, ff_dim, rope if mixer == ATTENTION else None) for mixer in _mixers(values)],
+        TENSOR_NAMES,
+        norm_eps=1e-5,
+        is_tied=True,
         conv_l_cache=values.integer("conv_L_cache", least=2),
         conv_bias=values.flag("conv_bias", default=False),
     )

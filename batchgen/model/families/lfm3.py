@@ -55,20 +55,12 @@ def read_config(values: ConfigValues) -> ModelConfig:
     values.refuse("attention_bias")
     kinds, ff_dim = values.layer_types(ATTENTION, _SLIDING, CONV), values.integer("intermediate_size")
     shapes = {kind: _layer(values, kind, ff_dim) for kind in dict.fromkeys(kinds)}
-    return ModelConfig(
-        vocab_size=values.integer("vocab_size"),
-        hidden_size=values.integer("hidden_size"),
-        layers=tuple(shapes[kind] for kind in kinds),
-        num_heads=values.integer("num_attention_heads"),
-        num_kv_heads=values.integer("num_key_value_heads"),
-        head_dim=values.integer("head_dim", default=128),
-        norm_eps=values.number("norm_eps", default=1e-5),
-        max_position_embeddings=values.integer("max_position_embeddings"),
-        tie_embedding=values.flag("tie_word_embeddings", default=True),
-        bos_token_id=values.bos_token_id(),
-        eos_token_ids=values.eos_token_ids(),
-        dtype=values.dtype(),
-        tensor_names=_TENSOR_NAMES,
+    return values.model(
+        [shapes[kind] for kind in kinds],
+        _TENSOR_NAMES,
+        norm_eps=1e-5,
+        is_tied=True,
+        head_dim=128,
         module_names={"self_attn.g_proj": "self_attn.gate_proj"},
         has_attention_gate=values.flag("use_attention_gate", default=True),
         has_post_norms=values.flag("use_sandwich_norm", default=True),
@@ -91,8 +83,8 @@ def _rope(values: ConfigValues, kind: str) -> Rope:
     code then leaves the other pairs as they are and spaces the angles over the whole head, as transformers does for
     "proportional"; for "default", transformers rotates all pairs, which is not how the model was trained.
     """
-    ropes = values.object("rope_parameters") or _ROPES
-    part = dict(ConfigValues(ropes, f"{values.where}: rope_parameters").object(kind, is_needed=True))
+    ropes = values.section("rope_parameters", is_needed=False)
+    part = dict(ConfigValues(ropes.raw or _ROPES, ropes.where).section(kind).raw)
     if part.get("partial_rotary_factor") is not None and part.get("rope_type", "default") == "default":
         part["rope_type"] = "proportional"
     return ConfigValues({"rope_parameters": part}, f"{values.where}: {kind}").rope(_ROPES[kind]["rope_theta"])

@@ -15,36 +15,26 @@ from torch import Tensor
 
 from batchgen.core.errors import ModelError
 from batchgen.core.model_files import file_bytes
-from batchgen.core.units import shown
 from batchgen.model.quantized.gguf import GgufTensor, read_header
-from batchgen.model.weights import Init, fill_rows, is_finite
+from batchgen.model.weights import Init, Shape, StoredTensors, fill_rows, is_finite
 
 _NUMBERS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}  # by type
 _CHUNK = 1 << 18  # values turned into float32 at once: these stay in the processor's cache, all of a row's do not
 
 
-class GgufTensors:
+class GgufTensors(StoredTensors[GgufTensor]):
     """Tensors of a GGUF file, each read back into ``dtype``."""
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.path = path
-        self.dtype = dtype
-        self.device = device
-        self._tensors = read_header(path).tensors
-        self._taken: set[str] = set()
+        super().__init__(path, dtype, device, read_header(path).tensors)
 
-    def holds(self, name: str) -> bool:
-        return name in self._tensors
-
-    def take(
-        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name; axes of one element may be missing in the file, as those of convolutions are.
 
         Raises ModelError: no such tensor, another shape, a type that is not read, data beyond the end of the file, or
         no finite numbers.
         """
-        found = self._tensors.get(name)
+        found = self._places.get(name)
         if found is None:
             raise self._error(name, "is missing; convert the model again")
         if [n for n in found.shape if n != 1] != [n for n in shape if n != 1]:
@@ -59,11 +49,6 @@ class GgufTensors:
             raise self._error(name, "has values that are not finite; download the file again")
         self._taken.add(name)
         return tensor
-
-    def finish(self, optional: str = "") -> None:
-        left = sorted(set(self._tensors) - self._taken - {optional})
-        if left:
-            raise ModelError(f"{self.path}: unknown tensor {shown(left[0])} ({len(left)} the model has no place for)")
 
     def _from_blocks(self, name: str, found: GgufTensor, dtype: torch.dtype) -> Tensor:
         gguf = _package(self.path)

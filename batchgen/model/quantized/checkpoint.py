@@ -21,7 +21,7 @@ from torch import Tensor
 
 from batchgen.core.errors import ModelError
 from batchgen.model.config import Quantization
-from batchgen.model.weights import WEIGHT_DTYPES, Checkpoint, Init, fill_rows, is_finite
+from batchgen.model.weights import WEIGHT_DTYPES, Checkpoint, Init, Shape, fill_rows, is_finite
 
 _PARTS = {  # by method: what shows that a matrix is quantized
     "compressed-tensors": ("weight_packed", "weight_scale"),
@@ -80,9 +80,7 @@ class QuantizedCheckpoint(Checkpoint):
         super().__init__(folder, dtype, device)
         self._settings = settings
 
-    def take(
-        self, name: str, shape: tuple[int, ...], init: Init | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
+    def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """As of a plain checkpoint. Raises ModelError also for parts that do not fit, and for no finite value."""
         module = name.removesuffix(".weight")
         part = next((part for part in _PARTS[self._settings.method] if self.holds(f"{module}.{part}")), None)
@@ -102,8 +100,8 @@ class QuantizedCheckpoint(Checkpoint):
 
     def finish(self, optional: str = "") -> None:
         head = optional.removesuffix("weight")
-        of_head = {name for name in self._files if head and name.startswith(head)}
-        self._taken |= of_head | {name for name in self._files if name.endswith(_OF_ACTIVATIONS)}
+        of_head = {name for name in self._places if head and name.startswith(head)}
+        self._taken |= of_head | {name for name in self._places if name.endswith(_OF_ACTIVATIONS)}
         super().finish(optional)
 
     def _packed(self, module: str, out: int, width: int) -> Matrix:
@@ -182,7 +180,7 @@ class QuantizedCheckpoint(Checkpoint):
         return tensor
 
     def _error(self, name: str, what: str) -> ModelError:
-        return ModelError(f"{self.folder}: tensor {name!r} {what}; download it again, or use the bfloat16 release")
+        return ModelError(f"{self.path}: tensor {name!r} {what}; download it again, or use the bfloat16 release")
 
 
 def unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:

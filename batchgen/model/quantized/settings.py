@@ -28,7 +28,7 @@ def parse_quantization(values: ConfigValues) -> Quantization | None:
     key = next((key for key in _KEYS if values.raw.get(key) is not None), None)
     if key is None:
         return None
-    settings = _object(values, key)
+    settings = values.section(key)
     method = settings.raw.get("quant_method")
     parse = _METHODS.get(method) if isinstance(method, str) else None
     if parse is None:
@@ -40,22 +40,22 @@ def parse_quantization(values: ConfigValues) -> Quantization | None:
 def _compressed_tensors(values: ConfigValues) -> Quantization | None:
     if values.raw.get("transform_config"):
         raise _unsupported(values, "transform_config")
-    if values.raw.get("sparsity_config") and _object(values, "sparsity_config").raw.get("format") != "dense":
+    if values.raw.get("sparsity_config") and values.section("sparsity_config").raw.get("format") != "dense":
         raise _unsupported(values, "sparsity_config")
-    groups = _object(values, "config_groups")
+    groups = values.section("config_groups")
     bits: set[int] = set()
     sizes: set[int | None] = set()
     blocks: set[tuple[int, int]] = set()
     has_activations = False
     for name in groups.raw:
-        group = _object(groups, name)
+        group = groups.section(name)
         has_activations |= group.raw.get("input_activations") is not None
         if group.raw.get("weights") is None:
             continue
         file_format = group.get("format", default=values.raw.get("format"))
         if file_format not in _FORMATS:
             raise _unsupported(values, f"format {shown(file_format)}")
-        weights = _object(group, "weights")
+        weights = group.section("weights")
         bits.add(_bits(weights, "num_bits"))
         if weights.raw.get("block_structure") is None:
             sizes.add(_group_size(weights, default=-1))
@@ -101,14 +101,6 @@ _METHODS: Mapping[str, Callable[[ConfigValues], Quantization | None]] = {
     "gptq": _gptq,
     "awq": _awq,
 }
-
-
-def _object(values: ConfigValues, key: str) -> ConfigValues:
-    """The JSON object under ``key``; errors about its values name it."""
-    raw = values.get(key)
-    if not isinstance(raw, dict):
-        raise values.error(f"{key} must be an object, not {shown(raw)}")
-    return ConfigValues(raw, f"{values.where}: {shown(key)[1:-1]}")
 
 
 def _bits(values: ConfigValues, *names: str) -> int:
