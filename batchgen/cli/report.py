@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
 from batchgen.cli.options import PATH, POINTS, SHARE, json_option
-from batchgen.cli.say import show
+from batchgen.cli.say import say, show
 from batchgen.core.errors import ExitCode, UsageError
 
 _SPEED_HELP = "With --compare: exit 4 if tokens/s fall by more, such as 5%."
@@ -57,6 +58,9 @@ def report(
         raise UsageError("--compare gives text or --json, not a page: leave out --html")
     run_dir = RunDir(folder)
     found = read_report(run_dir)
+    with suppress(UsageError):  # of a job.json that cannot be read: the report can
+        if run_dir.has_outputs() and not run_dir.is_complete():
+            say(f"the input of {folder} has grown and not all of its new rows are done: the report is of those before")
     if compare is not None:
         before = read_report_file(compare) if compare.is_file() else read_report(RunDir(compare))
         comparison = compare_reports(found, before, gates)

@@ -158,7 +158,7 @@ class Mirror:
         """Find the run that is there. Raises UsageError for files that are none, and for another run than ``local``."""
         bucket, name = self._bucket, self._run_dir.manifest.name
         self._files = files = bucket.find("")
-        self._published = PublishManifest.from_bytes(bucket.read(PUBLISHED) or b"") if PUBLISHED in files else None
+        self._published = PublishManifest.read(bucket)
         if name not in files:
             self.manifest = None
             self._refuse_strangers(local, overwrite=overwrite)
@@ -239,8 +239,7 @@ class Mirror:
 
     def _look_again(self) -> None:
         """See whether what was copied is still there, and copy everything again if not."""
-        files = self._brief.find("")
-        published = PublishManifest.from_bytes(self._brief.read(PUBLISHED) or b"") if PUBLISHED in files else None
+        files, published = self._brief.find(""), PublishManifest.read(self._brief)
         if published is not None and published.complete and published != self._published:
             raise LockedError(f"{self._brief.address} was finished by another process")
         if not self._known <= files.keys():

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
+from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class PublishManifest:
     """The content of ``batchgen.json``; ``files`` maps names to bytes, sha256, and the version the store gave them.
 
     ``created_at`` and ``fingerprint`` tell runs apart. ``num_results`` and ``num_sessions`` tell the states of one
-    run's outputs apart, whatever its clocks say: both only grow.
+    run's outputs apart, whatever its clocks say.
     """
 
     created_at: str
@@ -47,15 +48,21 @@ class PublishManifest:
         return (self.created_at, self.fingerprint) == (other.created_at, other.fingerprint)
 
     def is_later(self, other: PublishManifest) -> bool:
-        """Whether this is a later state of the same run."""
-        return (self.num_results, self.num_sessions) > (other.num_results, other.num_sessions)
+        """Whether this is a later state of the same run: ahead in one of its counts and behind in none.
+
+        Each may shrink alone: results where a row that was read half written fails once it is whole, sessions where
+        the report was lost.
+        """
+        counts, others = ((state.num_results, state.num_sessions) for state in (self, other))
+        return counts != others and all(map(ge, counts, others))
 
     def to_bytes(self) -> bytes:
         return json.dumps({"batchgen": __version__, **asdict(self)}, indent=2).encode() + b"\n"
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> PublishManifest | None:
-        """The content read back, None for what is none."""
+    def read(cls, place: Bucket | HubDataset) -> PublishManifest | None:
+        """What is there, None where there is nothing or what no run wrote. Raises RemoteError."""
+        content = place.read(PUBLISHED) or b""
         try:
             data = json.loads(content)
             del data["batchgen"]
@@ -144,16 +151,14 @@ class Publication:
 
         Another run that has published nothing is the rest of a run that was never finished.
         """
-        content = self._to.read(PUBLISHED)
-        found = None if content is None else PublishManifest.from_bytes(content)
+        found = PublishManifest.read(self._to)
         if found is not None and found.is_of(self._own):
             return found
-        there = [name for name in self._run_dir.finished_names if self._to.entry(name) is not None]
-        if content is not None and found is None:
-            there.append(PUBLISHED)
+        names = (*self._run_dir.finished_names, *(() if found else (PUBLISHED,)))
+        there = [name for name in names if self._to.entry(name) is not None]
         if not there:
             return None
-        if not overwrite and not (self._is_mirror and content is None):
+        if not overwrite and not (self._is_mirror and found is None and PUBLISHED not in there):
             whose = f" of another run, begun {found.created_at}" if found else ""
             raise UsageError(
                 f"{self._to.address} holds {there[0]}{whose}: it is not replaced; choose another folder, remove it "

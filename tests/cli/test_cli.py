@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 import pytest
-from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, finish, rows_of, start
+from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, finish, quiet, rows_of, start
 from stub_engine import stub_factory
 
 import batchgen
@@ -369,6 +369,18 @@ def test_a_report_is_text_or_json(job: JobMaker, capsys: pytest.CaptureFixture[s
         assert words in out
     code, out, _ = said(capsys, "report", job.output, "--json")
     assert json.loads(out) == json.loads((job.output / "report.json").read_bytes())
+
+
+def test_a_report_says_that_rows_which_came_behind_are_not_in_it(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.write(rows_of(3))
+    job.run()
+    job.write(rows_of(30))
+    assert job.run(options=quiet(max_total_tokens=50)).exit_code == 75
+    code, out, err = said(capsys, "report", job.output)
+    assert (code, "3 done, 0 failed" in out) == (0, True)
+    assert err.startswith(f"batchgen: the input of {job.output} has grown") and err.count("\n") == 1
 
 
 def test_shards_are_merged(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:

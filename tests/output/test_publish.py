@@ -249,6 +249,18 @@ def test_a_later_state_of_the_run_is_not_replaced_by_an_earlier_one(
     assert store.content(bucket)["out/outputs.jsonl"] == b"fixed elsewhere"
 
 
+def test_a_row_read_half_written_that_fails_once_it_is_whole_makes_no_earlier_state(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
+) -> None:
+    job.input.write_bytes(job.input.read_bytes().rstrip(b"\n"))
+    job.run(published)
+    with job.input.open("ab") as file:
+        file.write(b", which is no JSON\n")
+    outcome = job.run(published)
+    assert (outcome.exit_code, outcome.lines[-1]) == (ExitCode.ROWS_FAILED, f"published to s3://{bucket}/out")
+    assert store.content(bucket).items() >= local(job, "report.json", "outputs.jsonl", "errors.jsonl").items()
+
+
 def test_a_retry_publishes_though_the_clock_was_set_back(
     job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
