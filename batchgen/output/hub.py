@@ -62,13 +62,13 @@ class HubDataset:
             call = lambda: fetch(self._repo, self._path(name), repo_type="dataset", cache_dir=cache)  # noqa: E731
             return Path(self._do("read", call)).read_bytes()
 
-    def write(self, name: str, content: bytes) -> None:
-        """Put a file into the next commit."""
-        self._add(name, content)
+    def write(self, name: str, content: bytes | Path) -> None:
+        """Put a file with this content, or with that of a local file, into the next commit."""
+        from huggingface_hub import CommitOperationAdd
 
-    def upload(self, name: str, path: Path) -> None:
-        """Put a local file into the next commit."""
-        self._add(name, path)
+        self._operations[name] = CommitOperationAdd(self._path(name), content)
+
+    upload = write
 
     def remove(self, names: Collection[str]) -> None:
         """Remove files with the next commit; one that is not there is none that is left."""
@@ -93,11 +93,6 @@ class HubDataset:
             send = self._api.create_commit
             self._do("write to", lambda: send(self._repo, operations, commit_message=message, repo_type="dataset"))
         self._operations = {}
-
-    def _add(self, name: str, content: bytes | Path) -> None:
-        from huggingface_hub import CommitOperationAdd
-
-        self._operations[name] = CommitOperationAdd(self._path(name), content)
 
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name}" if self._folder else name

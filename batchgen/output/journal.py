@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -76,26 +76,6 @@ class Counts:
     errors: int = 0
 
 
-@dataclass
-class Recovery:
-    """Damage found when an existing journal was opened."""
-
-    torn_bytes: int = 0
-    damaged: list[tuple[str, Damage]] = field(default_factory=list)
-
-    def messages(self) -> list[str]:
-        """One line per finding; none where all was intact."""
-        lines = []
-        if self.torn_bytes:
-            lines.append(f"journal: cut {self.torn_bytes} bytes of an unfinished record; its row runs again")
-        for name, damage in self.damaged:
-            lines.append(
-                f"journal: {name} is damaged at byte {damage.offset} ({damage.size} bytes fail their checksum); "
-                "the rows recorded there run again; check the disk"
-            )
-        return lines
-
-
 class Journal:
     """An open journal. Not thread-safe; the run directory's lock admits one process at a time."""
 
@@ -112,7 +92,7 @@ class Journal:
         self._shard = shard
         self.done = RowIndex(shard, first)
         self.partials: dict[int, tuple[int, ...]] = {}
-        self.recovery = Recovery()
+        self.recovery: list[str] = []  # a line per damage that was found when it was opened
 
     @classmethod
     def open(cls, folder: Path, shard: Shard = WHOLE, *, first: int = 0) -> Journal:
@@ -256,12 +236,15 @@ class Journal:
 
     def _note(self, path: Path, damage: Damage) -> None:
         if not damage.torn:
-            self.recovery.damaged.append((path.name, damage))
+            self.recovery.append(
+                f"journal: {path.name} is damaged at byte {damage.offset} ({damage.size} bytes fail their checksum); "
+                "the rows recorded there run again; check the disk"
+            )
             return
         with path.open("r+b") as file:
             file.truncate(damage.offset)
             sync_file(file.fileno())
-        self.recovery.torn_bytes += damage.size
+        self.recovery.append(f"journal: cut {damage.size} bytes of an unfinished record; its row runs again")
 
     def _append(self, line: bytes) -> int:
         """Write a line, opening or rotating the segment as needed; returns its offset there.

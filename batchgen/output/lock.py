@@ -11,7 +11,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from batchgen.core.errors import LockedError, UsageError
 from batchgen.core.storage import read_regular, storage_errors
@@ -33,7 +32,7 @@ class Holder:
 
 
 class RunLock:
-    """The lock, held from construction until ``release``.
+    """The lock, held from construction until ``close``.
 
     Raises LockedError naming the holder, StorageError where the file system cannot lock, UsageError for a file that is
     not a lock.
@@ -60,19 +59,11 @@ class RunLock:
             os.ftruncate(fd, 0)
             os.pwrite(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Free the lock. The file is removed while locked, so that no process locks a name that is about to go."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
         os.close(self._fd)
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
 
     def _try(self) -> int | None:
         """A descriptor that holds the lock, or None while another process does."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from pathlib import Path
 
 from batchgen.core.errors import StorageError, UsageError
@@ -133,7 +133,7 @@ class RunDir:
         A finished run on a file system that takes no writes needs no lock: it is only looked at.
         """
         try:
-            return RunLock(self.lock_file)
+            return closing(RunLock(self.lock_file))
         except StorageError as error:
             cause = error.__cause__
             if not (isinstance(cause, OSError) and cause.errno == errno.EROFS and self.is_complete()):

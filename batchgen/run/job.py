@@ -95,7 +95,7 @@ class _Job(Invocation):
             stack.callback(journal.close)
             if self.growth is not None and self.growth.is_cut:
                 journal.run_again([*journal.partials, *([max(journal.done)] if len(journal.done) else ())])
-            for line in journal.recovery.messages():
+            for line in journal.recovery:
                 self.progress.display.note(line)
             return self._finish_rows(source, journal, is_resumed=begun is not None)
 

@@ -57,7 +57,7 @@ def test_what_was_appended_is_there_after_reopening(tmp_path: Path) -> None:
     again = Journal.open(tmp_path / "journal")
     assert payloads(again) == {0: {"index": 0, "text": "one\ntwo"}, 1: {"index": 1, "code": "bad_json"}}
     assert again.counts == Counts(results=1, errors=1)
-    assert again.recovery.messages() == []
+    assert again.recovery == []
     again.close()
 
 
@@ -114,7 +114,7 @@ def test_a_torn_tail_of_every_length_is_cut_and_its_row_appended_again(tmp_path:
         journal.close()
         again = Journal.open(folder)
         assert payloads(again) == {index: {"index": index} for index in range(3)}
-        assert again.recovery.messages() == []
+        assert again.recovery == []
         again.close()
 
 
@@ -122,7 +122,7 @@ def test_a_cut_tail_is_reported(tmp_path: Path) -> None:
     (segment,) = filled(tmp_path, range(3))
     os.truncate(segment, segment.stat().st_size - 5)
     journal = Journal.open(tmp_path)
-    (message,) = journal.recovery.messages()
+    (message,) = journal.recovery
     assert "unfinished record" in message
     journal.close()
 
@@ -135,7 +135,7 @@ def test_a_damaged_record_is_reported_with_its_place_and_the_rest_kept(tmp_path:
     segment.write_bytes(content)
     journal = Journal.open(tmp_path)
     assert list(journal.done) == [0, 1, 3, 4]
-    (message,) = journal.recovery.messages()
+    (message,) = journal.recovery
     assert f"{segment.name} is damaged at byte {line_starts[2]}" in message
     journal.append(entry(2))
     assert list(journal.done) == [0, 1, 2, 3, 4]

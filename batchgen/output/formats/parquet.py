@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +22,16 @@ from batchgen.core.json_line import encode_json
 from batchgen.core.storage import storage_errors
 from batchgen.core.structured import schema_of
 from batchgen.output.formats.jsonl import OutputFormat
-from batchgen.output.formats.typed_json import decode, encode, field_of, holds_json, is_json, loosened, type_of
+from batchgen.output.formats.typed_json import (
+    check_of,
+    decode,
+    encode,
+    field_of,
+    holds_json,
+    is_json,
+    loosened,
+    type_of,
+)
 
 GROUP_ROWS = 16_384
 GROUP_BYTES = 16 << 20  # of JSON; a row group of long rows ends earlier, since it is held in memory as Python objects
@@ -116,14 +124,14 @@ class ParquetFormat(OutputFormat):
     def _column(self, name: str, kind: Any, group: list[dict[str, Any]]) -> Any:
         values = [row.get(name) for row in group]
         field = field_of(name, kind)
+        if name not in self._fixed and not all(map(check_of(field), values)):
+            raise _UnfitColumnError(name)
         if holds_json(field):
             values = [encode(field, value) for value in values]
         try:
             column = pa.array(values, field.type)
         except _UNFIT:
             raise _UnfitColumnError(name) from None
-        if kind is not None and name not in self._fixed and _makes_numbers_of_booleans(kind, values):
-            raise _UnfitColumnError(name)
         return column
 
 
@@ -151,20 +159,7 @@ def _common_type(known: Any, values: list[Any]) -> Any:
         common = pa.unify_schemas(schemas, promote_options="permissive").field("column").type
     except _UNFIT:
         return None
-    return common if _is_storable(common) and not _makes_numbers_of_booleans(common, values) else None
-
-
-def _makes_numbers_of_booleans(kind: Any, values: Iterable[Any]) -> bool:
-    """Whether pyarrow would make 1.0 of a ``true``, at any depth, which it does where it takes floats."""
-    present = (value for value in values if value is not None)
-    if pa.types.is_floating(kind):
-        return any(isinstance(value, bool) for value in present)
-    if pa.types.is_list(kind):
-        return _makes_numbers_of_booleans(kind.value_type, chain.from_iterable(present))
-    if pa.types.is_struct(kind):
-        objects = list(present)
-        return any(_makes_numbers_of_booleans(field.type, (row.get(field.name) for row in objects)) for field in kind)
-    return False
+    return common if _is_storable(common) and all(map(check_of(field_of("column", common)), values)) else None
 
 
 def _is_storable(kind: Any) -> bool:

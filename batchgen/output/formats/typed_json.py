@@ -51,17 +51,17 @@ def holds_json(field: Any) -> bool:
 
 def loosened(field: Any, values: Iterable[Any]) -> Any:
     """The field with JSON text wherever its type would change one of these values."""
-    fits = _check_of(field)
+    fits = check_of(field)
     for value in values:
         if not fits(value):
             field = _loosened(field, value)
-            fits = _check_of(field)
+            fits = check_of(field)
     return field
 
 
 def _loosened(field: Any, value: Any) -> Any:
     kind = field.type
-    if _check_of(field)(value):
+    if check_of(field)(value):
         return field
     if pa.types.is_struct(kind) and isinstance(value, dict) and value.keys() <= {item.name for item in kind}:
         return pa.field(field.name, pa.struct([_loosened(item, value.get(item.name)) for item in kind]))
@@ -70,13 +70,13 @@ def _loosened(field: Any, value: Any) -> Any:
     return field_of(field.name, None)
 
 
-def _check_of(field: Any) -> Callable[[Any], bool]:
+def check_of(field: Any) -> Callable[[Any], bool]:
     """Whether a value goes into a field unchanged, as a function that is fast for many of them."""
     kind = field.type
     if is_json(field):
         return lambda _: True
     if pa.types.is_struct(kind):
-        parts = {item.name: _check_of(item) for item in kind}
+        parts = {item.name: check_of(item) for item in kind}
         return lambda value: (
             value is None
             or (
@@ -86,7 +86,7 @@ def _check_of(field: Any) -> Callable[[Any], bool]:
             )
         )
     if pa.types.is_list(kind):
-        item_fits = _check_of(kind.value_field)
+        item_fits = check_of(kind.value_field)
         return lambda value: value is None or (isinstance(value, list) and all(map(item_fits, value)))
     if pa.types.is_integer(kind):
         limit = 2 ** (kind.bit_width - 1)
@@ -103,27 +103,24 @@ def _is_float(value: int) -> bool:
 
 def encode(field: Any, value: Any) -> Any:
     """A value as pyarrow takes it for a field that was ``loosened`` for it."""
-    if value is None:
-        return None
-    if is_json(field):
-        return encode_json(value).decode()
-    if pa.types.is_struct(field.type):
-        return {item.name: encode(item, value.get(item.name)) for item in field.type}
-    if pa.types.is_list(field.type):
-        return [encode(field.type.value_field, item) for item in value]
-    return value
+    return _converted(field, value, lambda item: encode_json(item).decode())
 
 
 def decode(field: Any, value: Any) -> Any:
     """The value that ``encode`` was given; null stands for properties that it lacked."""
+    return _converted(field, value, json.loads)
+
+
+def _converted(field: Any, value: Any, convert: Callable[[Any], Any]) -> Any:
+    """A value with ``convert`` applied wherever the field holds JSON text."""
     if value is None:
         return None
     if is_json(field):
-        return json.loads(value)
+        return convert(value)
     if pa.types.is_struct(field.type):
-        return {item.name: decode(item, value[item.name]) for item in field.type}
+        return {item.name: _converted(item, value.get(item.name), convert) for item in field.type}
     if pa.types.is_list(field.type):
-        return [decode(field.type.value_field, item) for item in value]
+        return [_converted(field.type.value_field, item, convert) for item in value]
     return value
 
 
