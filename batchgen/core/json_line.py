@@ -41,19 +41,21 @@ def json_value(text: str) -> Any:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and depth_of(value) > MAX_DEPTH:
+    if is_too_deep(value, text):
         raise ValueError("it is nested too deeply")
     return value
 
 
-def depth_of(value: object) -> int:
-    """Levels of nesting, counted without recursion."""
+def is_too_deep(value: object, text: str, max_depth: int = MAX_DEPTH) -> bool:
+    """Whether the value of a JSON text has more than ``max_depth`` levels, counted without recursion."""
+    if text.count("[") + text.count("{") <= max_depth:
+        return False
     depth = 0
     level = [value]
     while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
         level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
-    return depth
+    return depth > max_depth
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -109,9 +109,9 @@ def labelled(lines: Iterable[tuple[str, str]]) -> Iterator[str]:
             yield f"{'' if number else label:<12} {part}".rstrip()
 
 
-def one_line(error: BaseException, width: int = 300) -> str:
-    """The message of an error as one line of at most ``width`` characters; its type if it has no message."""
-    return shortened(" ".join(str(error).split()) or type(error).__name__, width)
+def one_line(error: BaseException) -> str:
+    """The message of an error as one line of at most 300 characters; its type if it has no message."""
+    return shortened(" ".join(str(error).split()) or type(error).__name__, 300)
 
 
 def shown(value: object, width: int = 100) -> str:

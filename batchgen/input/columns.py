@@ -15,7 +15,7 @@ from batchgen.core.keys import resembling
 from batchgen.core.records import BadRow, Record
 from batchgen.core.units import shortened
 from batchgen.input.content import ContentFinder
-from batchgen.input.rows import RowProblem, num_chars
+from batchgen.input.rows import RowProblem, row_chars
 from batchgen.input.template import Template
 
 HEAD_ROWS = 100
@@ -90,7 +90,7 @@ def _tried(rows: Iterable[Record | BadRow]) -> Iterator[Record | BadRow]:
     for tried, row in enumerate(rows, 1):
         num_readable += isinstance(row, Record)
         yield row
-        size += num_chars(row.columns if isinstance(row, Record) else row.raw)
+        size += row_chars(row)
         if num_readable == HEAD_ROWS or tried == _HEAD_TRIED or size > _HEAD_CHARS:
             return
 

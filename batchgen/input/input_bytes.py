@@ -6,7 +6,6 @@ What is read of a remote file belongs to the version that was found first. What 
 from __future__ import annotations
 
 import io
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -24,43 +23,8 @@ BUFFER_BYTES = 1 << 18
 _CHEAP_BYTES = 64 << 20  # a remote file that is larger is not read once more to count its rows
 
 
-class InputBytes(ABC):
-    """One file. ``path`` is None where it is not on this machine; ``name`` stands for it in messages and rows."""
-
-    path: Path | None
-    name: str
-    suffixes: list[str]
-    num_bytes: int
-
-    @abstractmethod
-    def open(self) -> BinaryIO:
-        """A new stream of the bytes, which seeks. Raises OSError, or BatchgenErrors of a remote file."""
-
-    @abstractmethod
-    def arrow_source(self) -> Any:
-        """The same for Arrow: a path, which it reads itself, or a stream."""
-
-    @abstractmethod
-    def fingerprint(self, digests: Digests) -> dict[str, Any]:
-        """What a resume compares. Raises UsageError."""
-
-    @abstractmethod
-    def is_unchanged(self, digests: Digests) -> bool:
-        """Whether what was read since the last such question is of the fingerprint; raises InputChanged."""
-
-    @abstractmethod
-    def check_unchanged(self, digests: Digests) -> None:
-        """Raises InputChanged if the file is no longer what its fingerprint says."""
-
-    @abstractmethod
-    def countable_bytes(self) -> int | None:
-        """The size; None where reading the file only to count its rows would cost too much."""
-
-
-class LocalFile(InputBytes):
-    """A file on this machine. Raises OSError where there is none."""
-
-    path: Path
+class LocalFile:
+    """A file on this machine; ``name`` stands for it in messages and rows. Raises OSError where there is none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,28 +33,30 @@ class LocalFile(InputBytes):
         self.num_bytes = path.stat().st_size
 
     def open(self) -> BinaryIO:
+        """A new stream of the bytes, which seeks. Raises OSError, or BatchgenErrors of a remote file."""
         return self.path.open("rb", buffering=BUFFER_BYTES)
 
     def arrow_source(self) -> str:
+        """The same for Arrow: a path, which it reads itself, or a stream."""
         return self.name
 
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
+        """What a resume compares. Raises UsageError."""
         return digests.fingerprint(self.path)
 
-    def is_unchanged(self, digests: Digests) -> bool:
-        return digests.verify(self.path)
+    def check_version(self) -> None:
+        """Raises InputChanged if what is at an address is no longer of the version that was found first."""
 
-    def check_unchanged(self, digests: Digests) -> None:
-        self.is_unchanged(digests)
-
-    def countable_bytes(self) -> int:
+    def countable_bytes(self) -> int | None:
+        """The size; None where reading the file only to count its rows would cost too much."""
         return self.num_bytes
 
 
-class RemoteFile(InputBytes):
-    """The file at an address: nothing is given of another version than the one that is there now.
+class RemoteFile:
+    """The file at an address, as ``LocalFile``: nothing is given of another version than the one that is there now.
 
-    Raises UsageError where there is none or access is refused, RemoteError where the server cannot be reached.
+    ``path`` is None, since it is not on this machine. Raises UsageError where there is none or access is refused,
+    RemoteError where the server cannot be reached.
     """
 
     def __init__(self, address: str) -> None:
@@ -117,10 +83,7 @@ class RemoteFile(InputBytes):
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
         return {"file": self._file.name or self.name, "version": self.version, "bytes": self.num_bytes}
 
-    def is_unchanged(self, digests: Digests) -> bool:
-        return True  # see ``read``
-
-    def check_unchanged(self, digests: Digests) -> None:
+    def check_version(self) -> None:
         try:
             found = attempt("read", self.name, _pinned_file(self.name).look)
         except RemoteError as error:
@@ -154,6 +117,9 @@ class RemoteFile(InputBytes):
         if error.kind in ("changed", "missing", "no bucket"):
             return input_changed(self.name, str(error).partition(": ")[2])
         return RemoteError(f"{error}; finished rows are kept: run again to resume", error.kind)
+
+
+InputBytes = LocalFile | RemoteFile
 
 
 def _pinned_file(address: str) -> PinnedFile:

@@ -6,7 +6,7 @@ format and nothing about how tokens are generated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from batchgen.config.sampling import ParamError, merge_params
 from batchgen.core.errors import RowErrorCode, TokenizerError, UsageError
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.input.content import Chat, Content, ContentFinder, PlainText
-from batchgen.input.rows import RowProblem, bad_row, num_chars
+from batchgen.input.rows import RowProblem, bad_row, bounded, num_chars
 from batchgen.text.chat import ChatTemplateError
 from batchgen.text.grammar import Grammars
 from batchgen.text.guidance import GrammarError
@@ -26,7 +26,6 @@ _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer need
 _MAX_DRAFTED_CHARS = 1 << 24  # characters held at once: a chat template can make much text out of a short row
 _NEEDS_TOKENIZER = ("stop", "choices", "bad_words", "structured_outputs")  # sampling keys that are about text
 
-_Item = TypeVar("_Item")
 _Made = TypeVar("_Made")
 Texts = Mapping[PlainText, list[int] | TokenizerError]  # texts and their tokens
 
@@ -89,7 +88,7 @@ class RequestBuilder:
         All rows are tokenized together, but each one's grammar is compiled when its answer is asked for: that may take
         seconds, in which a stop waits and no step runs.
         """
-        for drafts in _batches(self._drafts(rows), _num_chars, _MAX_DRAFTED_CHARS):
+        for drafts in bounded(self._drafts(rows), _num_chars, _MAX_DRAFTED_CHARS):
             yield from self._requests(drafts)
 
     def _requests(self, drafts: Sequence[_Draft | BadRow]) -> Iterator[Request | BadRow]:
@@ -170,7 +169,7 @@ class RequestBuilder:
         texts = dict.fromkeys(all_texts)
         for add_special_tokens in (False, True):
             wanted = [text for text in texts if text.add_special_tokens == add_special_tokens]
-            for batch in _batches(wanted, _num_chars, _MAX_ENCODED_CHARS):
+            for batch in bounded(wanted, _num_chars, _MAX_ENCODED_CHARS):
                 token_ids = self._tokenizer.encode_batch([text.text for text in batch], add_special_tokens)
                 encoded |= zip(batch, token_ids, strict=True)
         return encoded
@@ -227,17 +226,3 @@ def _num_chars(item: PlainText | _Draft | BadRow) -> int:
     """How many characters of an item are yet to be tokenized."""
     prompt = item.prompt if isinstance(item, _Draft) else item
     return len(prompt.text) if isinstance(prompt, PlainText) else 0
-
-
-def _batches(items: Iterable[_Item], num_chars: Callable[[_Item], int], most: int) -> Iterator[list[_Item]]:
-    """``items`` in lists that hold no more than ``most`` characters, or one item."""
-    batch: list[_Item] = []
-    total = 0
-    for item in items:
-        if batch and total + num_chars(item) > most:
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += num_chars(item)
-    if batch:
-        yield batch

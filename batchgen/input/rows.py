@@ -5,12 +5,15 @@ Inside the input room a problem of a row is an exception; it leaves as a ``BadRo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode
 from batchgen.core.records import BadRow, Record
 
+_Item = TypeVar("_Item")
 CHUNK_ROWS = 256
 CHUNK_CHARS = 4 << 20  # a chunk of long rows ends earlier, since it is held in memory
 
@@ -75,16 +78,28 @@ def chunked(
     rows: Iterable[Record | BadRow], most: Callable[[], int] = lambda: CHUNK_ROWS
 ) -> Iterator[list[Record | BadRow]]:
     """Rows in lists of at most ``most()`` rows, which end early where the rows hold much text."""
-    chunk: list[Record | BadRow] = []
+    return bounded(rows, row_chars, CHUNK_CHARS, most)
+
+
+def bounded(
+    items: Iterable[_Item], chars: Callable[[_Item], int], max_chars: int, most: Callable[[], int] = lambda: sys.maxsize
+) -> Iterator[list[_Item]]:
+    """``items`` in lists that end once they hold ``most()`` items, or ``max_chars`` characters in all."""
+    batch: list[_Item] = []
     size = 0
-    for row in rows:
-        chunk.append(row)
-        size += num_chars(row.columns if isinstance(row, Record) else row.raw)
-        if len(chunk) >= most() or size >= CHUNK_CHARS:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+    for item in items:
+        batch.append(item)
+        size += chars(item)
+        if len(batch) >= most() or size >= max_chars:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def row_chars(row: Record | BadRow) -> int:
+    """About how much memory a row takes, in characters."""
+    return num_chars(row.columns if isinstance(row, Record) else row.raw)
 
 
 def num_chars(value: object) -> int:

@@ -84,11 +84,9 @@ class StoredFile(InputFile):
     def fingerprint(self, digests: Digests) -> dict[str, Any]:
         return self.content.fingerprint(digests)
 
-    def is_unchanged(self, digests: Digests) -> bool:
-        return self.content.is_unchanged(digests)
-
     def check_unchanged(self, digests: Digests) -> None:
-        self.content.check_unchanged(digests)
+        super().check_unchanged(digests)
+        self.content.check_version()
 
     def num_bytes(self) -> int | None:
         return self.content.countable_bytes()

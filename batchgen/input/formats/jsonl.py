@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from batchgen.core.errors import RowErrorCode
-from batchgen.core.json_line import MAX_DEPTH, depth_of
+from batchgen.core.json_line import MAX_DEPTH, is_too_deep
 from batchgen.input.formats.lines import decode_utf8
 from batchgen.input.rows import RowProblem, wrong_type
 
@@ -37,7 +37,7 @@ def parse_jsonl(line: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
         raise RowProblem(RowErrorCode.BAD_JSON, "a number has more than 4300 digits") from error
     if not isinstance(value, dict):
         raise wrong_type("the line", value, "a JSON object")
-    if text.count("[") + text.count("{") > max_depth and depth_of(value) > max_depth:
+    if is_too_deep(value, text, max_depth):
         raise _too_deep(max_depth)
     if _SURROGATE.search(text):
         _refuse_lone_surrogates(value)
