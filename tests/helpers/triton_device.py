@@ -158,6 +158,9 @@ class OnDevice:
     def argmax(self, logits: Tensor) -> Tensor:
         return self.kernels.argmax(logits.to(DEVICE)).cpu()
 
+    def argmax_or_none(self, logits: Tensor) -> Tensor:
+        return self.kernels.argmax_or_none(logits.to(DEVICE)).cpu()
+
     def logsumexp(self, logits: Tensor) -> Tensor:
         return self.kernels.logsumexp(logits.to(DEVICE)).cpu()
 

@@ -1,13 +1,14 @@
 """Paged attention: equal to dense attention in float64, and bit for bit the same however the work is cut up.
 
 Every cache here is poisoned: what no query may see (free blocks, positions past a sequence's end, lanes that only
-pad a block) holds NaN and infinities, as it may after another sequence went wrong.
+pad a block, positions before a window) holds NaN and infinities, as it may after another sequence went wrong.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -136,3 +137,93 @@ def test_a_sequence_of_nan_spoils_no_other(dtype: torch.dtype, kv_dtype: torch.d
         assert torch.equal(dirty[0], clean[0])
         assert torch.equal(dirty[2], clean[2])
         assert dirty[1][4:].isnan().all()
+
+
+# ---------------------------------------------------------------- windows and gates
+
+# (positions cached before, tokens of this step): windows end and begin in every part of a tile of 256
+WINDOWED_PIECES = [
+    (0, 1),
+    (0, 40),
+    (254, 1),
+    (255, 1),
+    (275, 1),
+    (350, 1),
+    (511, 1),
+    (250, 13),
+    (512, 40),
+    (700, 3),
+    (895, 1),
+]
+WINDOWED_HEADS = ONE, FOUR, TWO = (3, 3, 16), (4, 1, 40), (8, 4, 128)  # query heads on each key
+every_window = pytest.mark.parametrize(
+    ("window", "heads", "block_size"), [(3, ONE, 24), (20, FOUR, 32), (97, TWO, 128), (256, FOUR, 3), (256, TWO, 32)]
+)
+
+
+@every_dtype
+@every_window
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_windowed_attention_equals_dense_attention(
+    name: str,
+    window: int,
+    heads: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+) -> None:
+    case = make_case(WINDOWED_PIECES, heads, dtype, window, kv_dtype, window, is_gated=True)
+    tolerance = {"rtol": 2**-7, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
+    for got, expected in zip(attend(BACK_ENDS[name](), case, block_size), dense(case), strict=True):
+        torch.testing.assert_close(got.double(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_what_lies_just_before_a_window_does_not_count_however_high_it_scores(name: str) -> None:
+    case = make_case([(280, 1), (90, 3)], (4, 2, 16), torch.float32, 5, window=20)
+    for keys, (past, _) in zip(case.keys, case.pieces, strict=True):
+        keys[: past - 19] *= 1e4
+    for got, expected in zip(attend(EVERY_BACK_END[name](), case, 16), dense(case), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-6)
+
+
+@every_dtype
+@every_window
+def test_bits_do_not_depend_on_blocks_or_other_sequences_or_how_a_prompt_is_cut(
+    window: int, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    batch = make_case(WINDOWED_PIECES, heads, dtype, 1, kv_dtype, window, is_gated=True)
+    expected = attend(CpuKernels(), batch, block_size)
+    for row in range(len(WINDOWED_PIECES)):
+        assert torch.equal(attend(CpuKernels(), batch.only(row), (3, 16, 64)[row % 3])[0], expected[row])
+    whole = make_case([(0, 430)], heads, dtype, 2, kv_dtype, window, is_gated=True)
+    expected = attend(CpuKernels(), whole, block_size)
+    starts = [0, 5, 12, 21, 240, *range(250, 262), 279, 280, 316, 429, 430]
+    cuts = [whole.chunk(start, end - start) for start, end in pairwise(starts)]
+    assert torch.equal(torch.cat([attend(CpuKernels(), chunk, 32)[0] for chunk in cuts]), expected[0])
+
+
+@every_dtype
+def test_a_window_that_holds_all_positions_changes_no_bit(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+    pieces = [(0, 20), (290, 1), (280, 20)]
+    for heads in WINDOWED_HEADS:
+        expected = attend(CpuKernels(), make_case(pieces, heads, dtype, 3, kv_dtype), 32)
+        for window in (300, 10_000):
+            windowed = make_case(pieces, heads, dtype, 3, kv_dtype, window)
+            assert all(map(torch.equal, attend(CpuKernels(), windowed, 32), expected))
+
+
+@pytest.mark.parametrize("name", EVERY_NAME)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_open_and_close_each_head_by_itself(dtype: torch.dtype, name: str) -> None:
+    case = make_case([(20, 3), (0, 5), (70, 1)], (4, 2, 16), dtype, 4)
+    whole = attend(EVERY_BACK_END[name](), case, 16)
+    logits = torch.tensor([200.0, -200.0, 0.0, torch.nan], dtype=dtype)
+    gated = replace(case, gates=[logits.repeat(count, 1) for _, count in case.pieces])
+    for got, expected in zip(attend(EVERY_BACK_END[name](), gated, 16), whole, strict=True):
+        opened, closed, half, unknown = got.unflatten(1, (4, 16)).unbind(1)
+        parts = expected.unflatten(1, (4, 16))
+        torch.testing.assert_close(opened, parts[:, 0], rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0)
+        assert closed.abs().max() < 1e-30
+        torch.testing.assert_close(half, parts[:, 2] / 2, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0)
+        assert unknown.isnan().all(), "what is not finite stays so"

@@ -16,37 +16,41 @@ from torch.nn import functional
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.inputs import KVCache, ModelInput
 from batchgen.kernels.interface import Heads, Kernels
-from batchgen.kernels.reference import to_int8
+from batchgen.kernels.reference import ReferenceKernels, to_int8
 
 DTYPES = [torch.float32, torch.bfloat16]
 PIECES = [(0, 1), (0, 2), (0, 9), (1, 1), (2, 1), (3, 40), (300, 5), (31, 1)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_size", [1, 3, 16, 24, 256])
-@pytest.mark.parametrize("heads", [(3, 3, 16), (5, 1, 8), (4, 2, 24), (2, 2, 64), (4, 2, 12)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "block_size"),
+    [((3, 3, 16), 16), ((5, 1, 8), 3), ((4, 2, 24), 24), ((2, 2, 64), 256), ((4, 2, 12), 1)],
+    ids=str,
+)
 @pytest.mark.parametrize("is_plain", [False, True], ids=["normed", "plain"])
+@pytest.mark.parametrize("name", [name for name in EVERY_NAME if name != "reference"])
 def test_rope_and_cache_equals_the_reference(
-    is_plain: bool, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+    name: str, is_plain: bool, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
-    inputs, num_blocks = ragged_input(PIECES, block_size)
+    inputs, num_blocks = ragged_input(PIECES[2::2] if name == "cuda" else PIECES, block_size)
     gates = num_heads if is_plain else 0  # columns behind the values, which are not read
     qkv = normal(inputs.num_tokens, (num_heads + 2 * num_kv_heads) * head_dim + gates, seed=1, dtype=dtype)
     weights = [None if is_plain else 1 + normal(head_dim, seed=s, dtype=dtype) for s in (2, 3)]
     shape = Heads(num_heads, head_dim, weights[0], weights[1], 1e-5)
-    rotary = rotary_table(400, head_dim)
-    results = {}
-    for name, kernels in BACK_ENDS.items():
+    results = []
+    for kernels in (EVERY_BACK_END[name](), ReferenceKernels()):
         cache = empty_cache(inputs, num_blocks, block_size, num_kv_heads, head_dim, dtype)
-        q = kernels().rope_and_cache(qkv, shape, rotary, inputs, cache)
+        q = kernels.rope_and_cache(qkv, shape, rotary_table(400, head_dim), inputs, cache)
         assert q.dtype == torch.float32
-        results[name] = (q, cache.keys, cache.values)
+        assert not q[..., head_dim:].any(), "what pads a head is zero"
+        results.append((q, cache.keys, cache.values))
     tolerance = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    for fast, slow in zip(results["cpu"], results["reference"], strict=True):
+    for fast, slow in zip(*results, strict=True):
         torch.testing.assert_close(fast, slow, **tolerance)
         assert torch.equal(fast == 77.0, slow == 77.0), "only the tokens' own slots are written"
-    assert torch.equal(results["cpu"][2], results["reference"][2]), "values are copied as they are"
+    assert torch.equal(results[0][2], results[1][2]), "values are copied as they are"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -230,26 +234,29 @@ def whole_convolution(bcx: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 CONV_CUTS = {
+    "chunks": [[1, 2, 1, 30], [3, 1, 5, 1], [17, 1, 1, 1], [2, 2, 2, 2]],
     "whole": [[150], [1], [2], [33]],
     "one by one": [[1] * 20, [1] * 20],
-    "chunks": [[1, 2, 1, 70], [3, 1, 5, 1], [30, 1, 1, 1], [2, 2, 2, 2]],
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cuts", CONV_CUTS)
-@pytest.mark.parametrize(("width", "taps"), [(16, 3), (40, 4), (24, 7), (100, 3), (300, 3), (5, 5)])
-@pytest.mark.parametrize("name", BACK_ENDS)
-def test_chunks_of_a_convolution_equal_the_whole(
-    name: str, width: int, taps: int, cuts: str, dtype: torch.dtype
-) -> None:
-    weight, bias = normal(taps, width, seed=1), normal(width, seed=2)
-    columns = [normal(sum(c), 3 * width, seed=3 + i, dtype=dtype) for i, c in enumerate(CONV_CUTS[cuts])]
-    state = torch.full((len(columns), taps - 1, width), torch.nan, dtype=dtype)  # what an earlier sequence left
-    got = convolve(BACK_ENDS[name](), columns, CONV_CUTS[cuts], weight, bias, state)
+@pytest.mark.parametrize("name", EVERY_NAME)
+def test_chunks_of_a_convolution_equal_the_whole(name: str, cuts: str, dtype: torch.dtype) -> None:
     tolerance = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    for column, out in zip(columns, got, strict=True):
-        torch.testing.assert_close(out, whole_convolution(column, weight, bias), **tolerance)
+    shapes = (
+        [(300, 3) if cuts == "whole" else (7, 7)]
+        if name == "cuda"
+        else [(16, 3), (40, 4), (24, 7), (100, 3), (300, 3), (5, 5)]
+    )
+    for width, taps in shapes:
+        weight, bias = normal(taps, width, seed=1), normal(width, seed=2)
+        columns = [normal(sum(c), 3 * width, seed=3 + i, dtype=dtype) for i, c in enumerate(CONV_CUTS[cuts])]
+        state = torch.full((len(columns), taps - 1, width), torch.nan, dtype=dtype)  # what an earlier sequence left
+        got = convolve(EVERY_BACK_END[name](), columns, CONV_CUTS[cuts], weight, bias, state)
+        for column, out in zip(columns, got, strict=True):
+            torch.testing.assert_close(out, whole_convolution(column, weight, bias), **tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -285,20 +292,19 @@ def test_convolution_touches_only_the_slots_of_its_sequences(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("taps", [2, 3, 5])
-@pytest.mark.parametrize("block_size", [1, 3, 16, 40])
-@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize(("block_size", "taps"), [(3, 5), (1, 2), (16, 3), (40, 5)])
+@pytest.mark.parametrize("name", EVERY_NAME)
 def test_a_block_that_is_filled_keeps_the_state_at_its_end(
     name: str, block_size: int, taps: int, dtype: torch.dtype
 ) -> None:
-    pieces, width = [(0, 100), (7, 1), (block_size - 1, 1), (50, 49)], 24
+    pieces, width = [(0, 60), (7, 1), (block_size - 1, 1), (50, 31)], 24
     inputs, num_blocks = ragged_input(pieces, block_size)
-    bcx = normal(151, 3 * width, seed=1, dtype=dtype)
+    bcx = normal(93, 3 * width, seed=1, dtype=dtype)
     before = normal(len(pieces), taps - 1, width, seed=2, dtype=dtype)
     for row, (past, _) in enumerate(pieces):
         before[row, : max(0, taps - 1 - past)] = 0  # before the start
     conv = conv_state(before.clone(), num_blocks, block_size)
-    BACK_ENDS[name]().short_conv(bcx, normal(taps, width, seed=3), torch.zeros(width), conv, inputs)
+    EVERY_BACK_END[name]().short_conv(bcx, normal(taps, width, seed=3), torch.zeros(width), conv, inputs)
     u = (bcx[:, :width] * bcx[:, 2 * width :]).split([count for _, count in pieces])
     written = set()
     for row, (past, count) in enumerate(pieces):

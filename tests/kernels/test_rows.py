@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import EVERY_BACK_END, EVERY_NAME
 from torch import Tensor
 
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.reference import ReferenceKernels
 
 FAST, SLOW = CpuKernels(), ReferenceKernels()
-BOTH = {"cpu": FAST, "reference": SLOW}
 DTYPES = [torch.float32, torch.bfloat16]
 WIDTHS = [1, 2, 8, 15, 16, 17, 24, 31, 33, 60, 64, 100, 1024]
 ROWS = [1, 2, 7, 8, 9, 33]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_name = pytest.mark.parametrize("name", EVERY_NAME)
+every_fast_name = pytest.mark.parametrize("name", [name for name in EVERY_NAME if name != "reference"])
+
+
+def sizes(name: str) -> list[tuple[int, int]]:
+    """Widths and numbers of rows for one back end; few for Triton's interpreter."""
+    return [(1, 3), (7, 3), (100, 3), (1030, 2)] if name == "cuda" else [*product(WIDTHS, ROWS)]
 
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
@@ -23,20 +33,20 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -
     return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
 
-def assert_close(fast: Tensor, slow: Tensor) -> None:
+def assert_close(fast: Tensor, slow: Tensor, least: float = 1e-12) -> None:
     """Equal to a few last places of the dtype (``exp`` has more of them far from 0, where its result is tiny)."""
-    tolerance = {"rtol": 2**-6, "atol": 1e-12} if fast.dtype == torch.bfloat16 else {"rtol": 2e-6, "atol": 1e-12}
-    torch.testing.assert_close(fast, slow, equal_nan=True, **tolerance)
+    rtol = 2**-6 if fast.dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(fast, slow, equal_nan=True, rtol=rtol, atol=least)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_rms_norm_equals_the_reference(width: int, dtype: torch.dtype) -> None:
-    weight = 1 + random(width, dtype=dtype, scale=0.2)
-    for rows in ROWS:
-        for scale in (1e-4, 1.0, 1e4):
-            x = random(rows, width, dtype=dtype, scale=scale)
-            assert_close(FAST.rms_norm(x, weight, 1e-5), SLOW.rms_norm(x, weight, 1e-5))
+@every_dtype
+@every_fast_name
+def test_rms_norm_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+    kernels = EVERY_BACK_END[name]()
+    for (width, rows), scale in product(sizes(name), (1e-4, 1.0, 1e4)):
+        weight = 1 + random(width, dtype=dtype, scale=0.2)
+        x = random(rows, width, dtype=dtype, scale=scale)
+        assert_close(kernels.rms_norm(x, weight, 1e-5), SLOW.rms_norm(x, weight, 1e-5))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 64, 131])
@@ -53,35 +63,35 @@ def test_rows_of_a_tied_table_are_the_table_s(
     assert torch.equal(head(x), CpuKernels(dtype).linear(table)(x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_rms_norm_rounds_before_it_adds_the_residual(width: int, dtype: torch.dtype) -> None:
-    weight = 1 + random(width, dtype=dtype, scale=0.2)
-    for rows in ROWS:
+@every_dtype
+@every_fast_name
+def test_rms_norm_rounds_before_it_adds_the_residual(name: str, dtype: torch.dtype) -> None:
+    kernels, most = EVERY_BACK_END[name](), 2**-6 if dtype == torch.bfloat16 else 2e-6
+    for width, rows in sizes(name):
+        weight = 1 + random(width, dtype=dtype, scale=0.2)
         x, residual = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype, seed=1)
-        expected = FAST.rms_norm(x, weight, 1e-5) + residual
-        assert torch.equal(FAST.rms_norm(x, weight, 1e-5, residual), expected)
-        near = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 2e-6, "atol": 2e-6}
-        torch.testing.assert_close(SLOW.rms_norm(x, weight, 1e-5, residual), expected, **near)
+        expected = kernels.rms_norm(x, weight, 1e-5) + residual
+        assert torch.equal(kernels.rms_norm(x, weight, 1e-5, residual), expected)
+        assert_close(SLOW.rms_norm(x, weight, 1e-5, residual), expected, most)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_swiglu_equals_the_reference(width: int, dtype: torch.dtype) -> None:
-    for rows in ROWS:
-        for scale in (0.01, 1.0, 20.0):
-            x = random(rows, 2 * width, dtype=dtype, scale=scale)
-            assert_close(FAST.swiglu(x), SLOW.swiglu(x))
+@every_dtype
+@every_fast_name
+def test_swiglu_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+    kernels = EVERY_BACK_END[name]()
+    for (width, rows), scale in product(sizes(name), (0.01, 1.0, 20.0)):
+        x = random(rows, 2 * width, dtype=dtype, scale=scale)
+        assert_close(kernels.swiglu(x), SLOW.swiglu(x), 2e-6 if name == "cuda" else 1e-12)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_swiglu_is_finite_at_the_ends_of_the_range(dtype: torch.dtype) -> None:
     gate = torch.tensor([[-1e10, -1e4, -90.0, -88.0, 0.0, 88.0, 90.0, 1e4]], dtype=dtype)
     fast = FAST.swiglu(torch.cat((gate, torch.ones_like(gate)), 1))
     torch.testing.assert_close(fast, gate.clamp(min=0), rtol=0, atol=1e-20)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("width", [16, 33, 100])
 def test_a_row_has_the_same_bits_in_any_batch(width: int, dtype: torch.dtype) -> None:
     weight = random(width, dtype=dtype)
@@ -96,7 +106,7 @@ def test_a_row_has_the_same_bits_in_any_batch(width: int, dtype: torch.dtype) ->
             assert torch.equal(FAST.swiglu(gate_up[first:end].contiguous()), gated[first:end])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
 def test_a_row_of_nan_stays_alone(dtype: torch.dtype) -> None:
     weight, x = random(24, dtype=dtype), random(9, 24, dtype=dtype)
     clean, dirty = FAST.rms_norm(x, weight, 1e-5), x.clone()
@@ -112,36 +122,36 @@ def test_kernels_take_no_rows() -> None:
     assert FAST.argmax(none).shape == (0,)
 
 
-@pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 2, 15, 16, 17, 40, 333])
-def test_argmax_takes_the_first_of_equals(width: int, dtype: torch.dtype, name: str) -> None:
-    kernels = BOTH[name]
-    x = random(50, width, dtype=dtype).round()  # few values: many ties
-    expected = [row.index(max(row)) for row in x.tolist()]
-    assert kernels.argmax(x).tolist() == expected
+@every_dtype
+@every_name
+def test_argmax_takes_the_first_of_equals(name: str, dtype: torch.dtype) -> None:
+    kernels = EVERY_BACK_END[name]()
+    for width in (1, 2, 15, 16, 17, 40, 333, 9001):
+        x = random(9 if name == "cuda" else 50, width, dtype=dtype).round()  # few values: many ties
+        assert kernels.argmax(x).tolist() == [row.index(max(row)) for row in x.tolist()]
 
 
-@pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 16, 33])
-def test_argmax_of_a_row_with_a_nan_is_minus_one(width: int, dtype: torch.dtype, name: str) -> None:
-    kernels, x = BOTH[name], random(width + 4, width, dtype=dtype)
-    x[range(width), range(width)] = torch.nan
-    x[width] = torch.nan
-    x[width + 1] = -torch.inf
-    x[width + 1, width - 1] = torch.nan
-    for best in (kernels.argmax(x), kernels.argmax_or_none(x)):
-        assert best[: width + 2].tolist() == [-1] * (width + 2)
-        assert min(best[width + 2 :]) >= 0
+@every_dtype
+@every_name
+def test_argmax_of_a_row_with_a_nan_is_minus_one(name: str, dtype: torch.dtype) -> None:
+    kernels = EVERY_BACK_END[name]()
+    for width in (1, 16, 33):
+        x = random(width + 4, width, dtype=dtype)
+        x[range(width), range(width)] = torch.nan
+        x[width] = torch.nan
+        x[width + 1] = -torch.inf
+        x[width + 1, width - 1] = torch.nan
+        for best in (kernels.argmax(x), kernels.argmax_or_none(x)):
+            assert best[: width + 2].tolist() == [-1] * (width + 2)
+            assert min(best[width + 2 :]) >= 0
 
 
-@pytest.mark.parametrize("name", BOTH)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_dtype
+@every_name
 def test_argmax_of_infinities(dtype: torch.dtype, name: str) -> None:
     inf, largest = torch.inf, torch.finfo(dtype).max
     rows = [[-inf, -inf, -inf], [-inf, -3e38, -inf], [3e38, inf, inf], [0.0, -inf, -0.0], [largest, inf, 0.0]]
-    assert BOTH[name].argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 1, 1, 0, 1]
+    assert EVERY_BACK_END[name]().argmax(torch.tensor(rows, dtype=dtype)).tolist() == [0, 1, 1, 0, 1]
 
 
 @settings(max_examples=60, deadline=None)
