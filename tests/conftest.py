@@ -1,7 +1,7 @@
 """Fixtures shared by all tests, and their map: these files prove the promise, the others are breadth.
 
-1. The same tokens: equivalence/; against transformers, model/: families, lfm3, mixtures, parity; kernels/: attention,
-   experts, linear, mask, parallel, quantize, rope_conv, rows, sampling_kernel, shared_prefixes, windows.
+1. The same tokens: equivalence/; against transformers, model/: families, lfm3, mixtures; kernels/: attention,
+   experts, linear, mask, parallel, quantize, rope_conv, rows, sampling_kernel, shared_prefixes.
 2. No row lost, none twice: output/: durability, journal, rundir, writer; input/: changed_input; run/: backend,
    crashes, growing_input, identity, merge, resume, retry, run, signals, stdin, stop.
 3. The scheduler: engine/: admission, block_pool, build_input, engine, scheduler, scheduler_sharing, sequence, sizes.

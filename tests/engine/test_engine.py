@@ -73,64 +73,47 @@ def test_a_full_context_ends_with_length(undisturbed: tuple[int, ...]) -> None:
     assert (result.token_ids, result.finish_reason) == (undisturbed[:4], FinishReason.LENGTH)
 
 
-def test_a_prompt_that_fills_the_context_is_an_error_row_with_both_numbers() -> None:
+@pytest.mark.parametrize(
+    ("request_", "code", "words"),
+    [
+        (Request(1, (9,) * 10, GREEDY), RowErrorCode.TOO_LONG, ["10", "8"]),
+        (Request(1, (9,) * 9, GREEDY), RowErrorCode.TOO_LONG, ["9", "8"]),
+        (Request(1, (), GREEDY), RowErrorCode.EMPTY_PROMPT, []),
+        *((Request(1, (9, token), GREEDY), RowErrorCode.BAD_PARAM, [str(token)]) for token in (-1, 128, 2**40)),
+        *((Request(1, (9,), GREEDY, (token,)), RowErrorCode.BAD_PARAM, [str(token)]) for token in (-1, 128)),
+        (Request(1, (9,), replace(GREEDY, stop=("x",))), RowErrorCode.BAD_PARAM, ["tokenizer"]),
+        (
+            Request(1, (9,), SamplingParams(choices=("a", ""), normalize="tokens"), choices=((9,), ())),
+            RowErrorCode.BAD_PARAM,
+            ["choices: one of them has no tokens"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_row_that_can_never_run_is_an_error_row_and_harms_no_other(
+    request_: Request, code: RowErrorCode, words: list[str], undisturbed: tuple[int, ...]
+) -> None:
     engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20, max_model_len=9))
-    requests = [Request(0, PROMPT * 2, GREEDY), Request(1, PROMPT, GREEDY), Request(2, (9,) * 9, GREEDY)]
-    results = {r.key: r for r in engine.run(requests)}
-    for key, length in ((0, "10"), (2, "9")):
-        error = results[key].error
-        assert error is not None
-        assert error.code == RowErrorCode.TOO_LONG
-        assert length in error.message
-        assert "8" in error.message
-        assert results[key].timings == Timings()
-    assert len(results[1].token_ids) == 4
+    results = {r.key: r for r in engine.run([Request(0, PROMPT, GREEDY), request_])}
+    error = results[1].error
+    assert error is not None and error.code == code
+    assert all(word in error.message for word in words)
+    assert results[1].timings == Timings()
+    assert results[0].token_ids == undisturbed[:4]
 
 
 def test_what_the_pool_can_never_hold_is_an_error_row_before_it_starts() -> None:
     engine = engine_for(MODEL, num_blocks=3, block_size=4)
-    results = {
-        r.key: r for r in engine.run([Request(0, PROMPT, GREEDY), Request(1, PROMPT, replace(GREEDY, max_tokens=8))])
-    }
-    assert results[0].error is not None
-    assert results[0].error.code == RowErrorCode.TOO_LONG
-    assert "16" in results[0].error.message
-    assert "12" in results[0].error.message
-    assert len(results[1].token_ids) == 8
-
-
-def test_an_empty_prompt_is_an_error_row_and_harms_no_other(undisturbed: tuple[int, ...]) -> None:
-    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20))
-    results = {r.key: r for r in engine.run([Request(0, PROMPT, GREEDY), Request(1, (), GREEDY)])}
-    assert results[1].error is not None
-    assert results[1].error.code == RowErrorCode.EMPTY_PROMPT
-    assert results[0].token_ids == undisturbed
-
-
-@pytest.mark.parametrize("token", [-1, 128, 2**40])
-def test_a_token_the_model_does_not_know_is_an_error_row(token: int, undisturbed: tuple[int, ...]) -> None:
-    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20))
-    requests = [Request(0, PROMPT, GREEDY), Request(1, (9, token), GREEDY), Request(2, PROMPT, GREEDY, (token,))]
+    requests = [Request(0, PROMPT, GREEDY), Request(1, PROMPT, replace(GREEDY, max_tokens=8))]
     results = {r.key: r for r in engine.run(requests)}
-    for key in (1, 2):
-        error = results[key].error
-        assert error is not None
-        assert error.code == RowErrorCode.BAD_PARAM
-        assert str(token) in error.message
-    assert results[0].token_ids == undisturbed
+    error = results[0].error
+    assert error is not None and error.code == RowErrorCode.TOO_LONG
+    assert "16" in error.message and "12" in error.message
+    assert len(results[1].token_ids) == 8
 
 
 def test_no_requests_make_no_results() -> None:
     assert list(Engine(MODEL, EngineConfig(kv_memory=1 << 20)).run([])) == []
-
-
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("had", [1, 5, 11])
-def test_a_resumed_request_continues_as_if_undisturbed(params: SamplingParams, had: int) -> None:
-    whole = run_one(Request(7, PROMPT, params)).token_ids
-    result = run_one(Request(7, PROMPT, params, whole[:had]))
-    assert result.token_ids == whole
-    assert result.num_prompt_tokens == 5
 
 
 def test_a_request_that_was_done_already_is_answered_at_once(undisturbed: tuple[int, ...]) -> None:
@@ -433,24 +416,6 @@ def test_an_engine_with_a_tokenizer_looks_for_stop_strings() -> None:
     assert engine.eos_token_ids >= {structured.EOS}
 
 
-def test_a_choice_without_tokens_is_an_error_row() -> None:
-    params = SamplingParams(choices=("a", ""), normalize="tokens")
-    answer = Engine(MODEL, EngineConfig(kv_memory=1 << 20)).submit(Request(0, PROMPT, params, choices=((9,), ())))
-    assert answer is not None
-    assert answer.error == RowError(RowErrorCode.BAD_PARAM, "choices: one of them has no tokens")
-
-
-def test_stop_strings_without_a_tokenizer_are_an_error_row(undisturbed: tuple[int, ...]) -> None:
-    engine = Engine(MODEL, EngineConfig(kv_memory=1 << 20))
-    asked = [Request(0, PROMPT, replace(GREEDY, stop=("x",))), Request(1, PROMPT, GREEDY)]
-    results = {r.key: r for r in engine.run(asked)}
-    error = results[0].error
-    assert error is not None
-    assert error.code == RowErrorCode.BAD_PARAM
-    assert "tokenizer" in error.message
-    assert results[1].token_ids == undisturbed
-
-
 KINDS = {
     "greedy": GREEDY,
     "sampled": SAMPLED,
@@ -549,9 +514,3 @@ def test_samples_begin_anew_whatever_tokens_a_request_brings() -> None:
     asked = [Request(5, PROMPT, params), Request(5, PROMPT, params, (3, 4, 5, 6))]
     results = [next(iter(engine_for(MODEL, num_blocks=20, block_size=4).run([request]))) for request in asked]
     assert results[0].samples == results[1].samples
-
-
-def test_requests_answered_with_anothers_result_are_all_counted() -> None:
-    engine = engine_for(MODEL, num_blocks=100, block_size=4)
-    assert len(list(engine.run(Request(key, PROMPT, GREEDY) for key in range(10)))) == 10
-    assert engine.stats.num_shared_requests == 9

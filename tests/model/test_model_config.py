@@ -198,47 +198,6 @@ def test_a_missing_key_is_named(key: str) -> None:
     assert f"'{key}'" in refusal(**{key: ...})
 
 
-ODD_VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-5, 200),
-    st.floats(),
-    st.text(max_size=4),
-    st.lists(st.one_of(st.integers(-2, 8), st.text(max_size=3), st.lists(st.integers(), max_size=1)), max_size=4),
-    st.dictionaries(
-        st.sampled_from(["rope_type", "type", "rope_theta"]), st.one_of(st.integers(), st.text(), st.none())
-    ),
-)
-KEYS = [
-    *RAW,
-    "intermediate_size",
-    "layer_types",
-    "head_dim",
-    "conv_bias",
-    "norm_eps",
-    "rope_theta",
-    "rope_parameters",
-    "rope_scaling",
-    "tie_embedding",
-    "bos_token_id",
-    "torch_dtype",
-    "block_ffn_dim_multiplier",
-    "block_auto_adjust_ff_dim",
-]
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.dictionaries(st.sampled_from(KEYS), ODD_VALUES, max_size=3))
-def test_any_json_in_a_config_is_either_understood_or_refused_in_one_line(changes: dict[str, Any]) -> None:
-    try:
-        config = parsed(**changes)
-    except ModelError as error:
-        assert "\n" not in str(error)
-    else:
-        assert len(config.layer_types) == config.num_layers
-        assert config.ff_dim > 0
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     width=st.integers(4, 20_000),
