@@ -49,11 +49,12 @@ def plan(job: Path | None, as_json: bool, **values: Any) -> int:
     if job is None and not flags:
         raise click.UsageError("give a job file, or --model and --input", click.get_current_context())
     from batchgen.config.load import load_job
-    from batchgen.plan.dry_run import PlanOptions, check_time, make_plan
+    from batchgen.plan.dry_run import check_time, make_plan
     from batchgen.plan.text import render_plan
 
     spec = load_job(job, flags, needs=("model", "input"))
-    found = make_plan(spec, PlanOptions(values["calibrate"], values["expect_output"], values["shard"]))
+    expected, shard = values["expect_output"], values["shard"]
+    found = make_plan(spec, calibrates=values["calibrate"], output_tokens=expected, shard=shard)
     show(json.dumps(found, indent=2) if as_json else render_plan(found))
     if values["fail_if_over"] is not None:
         check_time(found, values["fail_if_over"])

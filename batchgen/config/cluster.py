@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from batchgen.core.keys import Kind, integer_or_auto, key
+from batchgen.core.keys import Kind, integer_or_auto, key, number
 from batchgen.core.units import parse_duration
 
 _MAX_WORKERS = 1 << 16
+_AMOUNT = number(0, 1e12, above_low=True)
 
 
 def _workers(value: object) -> str:
@@ -44,15 +46,10 @@ def _duration(value: object) -> str:
 
 def _resources(value: object) -> Mapping[str, float]:
     try:
-        found = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not all(
-        isinstance(amount, int | float) and not isinstance(amount, bool) and 0 < amount < 1e12
-        for amount in found.values()
-    ):
-        raise ValueError('must be an object of names and amounts above 0, such as {"spot": 0.01}')
-    return {name: float(amount) for name, amount in found.items()}
+        found: Any = json.loads(value) if isinstance(value, str) else value
+        return {name: _AMOUNT.parse(amount) for name, amount in found.items()}
+    except (ValueError, AttributeError):
+        raise ValueError('must be an object of names and amounts above 0, such as {"spot": 0.01}') from None
 
 
 @dataclass(frozen=True)

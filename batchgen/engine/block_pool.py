@@ -21,7 +21,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is warm in the cache
-        self._unused: OrderedDict[int, None] = OrderedDict()  # full, labelled and free; oldest first
+        self._unused: OrderedDict[int, None] = OrderedDict()  # full, registered and free; oldest first
         self.num_holders = array("i", bytes(4 * num_blocks))
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -59,7 +59,7 @@ class BlockPool:
                     self._empty.append(block)
 
     def unregister(self, blocks: Iterable[int]) -> None:
-        """Remove the labels of ``blocks`` with one holder: once free, these are the first to be used again."""
+        """Make the content of ``blocks`` with one holder unknown: once free, these are the first to be used again."""
         for block in blocks:
             if block in self._hash_of and self.num_holders[block] == 1:
                 del self._block_of[self._hash_of.pop(block)]

@@ -137,7 +137,9 @@ class CudaGraphs:
 
     @torch.inference_mode()
     def run(self, inputs: ModelInput, pending: PendingTokens | None = None) -> StepOutput:
-        """See ``Replays``.
+        """The output of a step for CPU inputs with ``is_decode``, valid until the next call.
+
+        ``pending`` has the token ids that only the device knows.
 
         Raises:
             CaptureFailed: see ``CudaRecorder``; nothing is computed.

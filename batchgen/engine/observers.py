@@ -33,7 +33,7 @@ class Observer(Protocol):
     """Takes the generated tokens of one sequence."""
 
     def push(self, token_id: int) -> Stop | None:
-        """Take in the next token; an ``Stop`` if the sequence should end with it. May raise TokenizerError."""
+        """Take in the next token; a ``Stop`` if the sequence should end with it. May raise TokenizerError."""
 
 
 class StopMatcher(Protocol):

@@ -9,7 +9,6 @@ the recorder repeats nothing but kernels of its own. A GPU's are in ``graphs``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -49,19 +48,6 @@ def fetch_ids(token_ids: Tensor) -> Fetched:
     return wait
 
 
-class Replays(Protocol):
-    """Runs decode steps of one model, from recordings as far as it has them."""
-
-    def record_all(self) -> None:
-        """Record what will be met, before the first step. May raise CaptureFailed."""
-
-    def run(self, inputs: ModelInput, pending: PendingTokens | None = None) -> StepOutput:
-        """The output of a step for CPU inputs with ``is_decode``, valid until the next call.
-
-        ``pending`` has the token ids that only the device knows. May raise CaptureFailed.
-        """
-
-
 def is_decode(inputs: ModelInput) -> bool:
     """Whether each sequence has one token in this step, and all logits are wanted."""
     is_single = inputs.num_tokens == inputs.num_seqs
@@ -82,7 +68,7 @@ class CpuRecordings:
 
     @torch.inference_mode()
     def run(self, inputs: ModelInput, pending: PendingTokens | None = None) -> StepOutput:
-        """See ``Replays``."""
+        """The output of a step for CPU inputs with ``is_decode``, valid until the next call; see ``CudaGraphs.run``."""
         last = int(inputs.positions.max())
         if (table := self.model.rotary.upto(last + 1)) is not self.rotary:
             self.recorded.clear()
@@ -121,7 +107,7 @@ def has_graphs(model: Decoder) -> bool:
     return model.device.type == "cuda" and model.kernels.name == "cuda"
 
 
-def allocated(model: Decoder, config: SchedulerConfig) -> tuple[StateCache, Replays | None]:
+def allocated(model: Decoder, config: SchedulerConfig) -> tuple[StateCache, CpuRecordings | CudaGraphs | None]:
     """The state of a scheduler of these sizes, and recordings of decode steps that work on it, none made yet.
 
     CUDA graphs have a block and a slot more, for rows that pad a step.

@@ -83,11 +83,11 @@ class Costs:
     flops_per_attended: int
     bytes_per_step: int
     bytes_per_kv_read: int
-    flops_per_kv_read: int = 0  # unknown to older reports, as are "num_logits" and windows
-    flops_per_window_attended: int = 0
-    flops_per_window_read: int = 0
-    bytes_per_window_read: int = 0
-    bytes_of_experts: int = 0  # and "sum_experts"
+    flops_per_kv_read: int
+    flops_per_window_attended: int
+    flops_per_window_read: int
+    bytes_per_window_read: int
+    bytes_of_experts: int
 
     @classmethod
     def of(cls, config: ModelConfig, itemsize: int, weight_bytes: float, kv_dtype: str = "auto") -> Costs:
@@ -117,20 +117,19 @@ class Costs:
     def work(self, counts: Mapping[str, Any]) -> Work:
         """The work behind the counts of ``EngineStats``."""
         tokens = counts["num_prefill_tokens"] + counts["num_decode_tokens"]
-        attended, read = counts.get("num_window_attended", 0), counts.get("num_window_read", 0)
         flops = (
             self.flops_per_token * tokens
-            + self.flops_per_logits * counts.get("num_logits", counts["num_output_tokens"])
+            + self.flops_per_logits * counts["num_logits"]
             + self.flops_per_attended * counts["num_attended"]
             + self.flops_per_kv_read * counts["num_kv_read"]
-            + self.flops_per_window_attended * attended
-            + self.flops_per_window_read * read
+            + self.flops_per_window_attended * counts["num_window_attended"]
+            + self.flops_per_window_read * counts["num_window_read"]
         )
         num_bytes = (
             self.bytes_per_step * counts["num_steps"]
-            + self.bytes_of_experts * counts.get("sum_experts", 0.0)
+            + self.bytes_of_experts * counts["sum_experts"]
             + self.bytes_per_kv_read * counts["num_kv_read"]
-            + self.bytes_per_window_read * read
+            + self.bytes_per_window_read * counts["num_window_read"]
         )
         return Work(float(flops), float(num_bytes))
 

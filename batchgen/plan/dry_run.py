@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,34 +42,29 @@ _NO_RATE = "this model has no finished run on this machine in the output folder;
 _NO_WORKERS = "how many workers the Ray cluster has room for is known when it is asked: give --workers"
 
 
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """Options of a plan: ``output_tokens`` is the expected mean length of an answer."""
-
-    calibrate: bool = False
-    output_tokens: int | None = None
-    shard: Shard = WHOLE
-
-
-def make_plan(spec: JobSpec, options: PlanOptions) -> dict[str, Any]:
+def make_plan(
+    spec: JobSpec, *, calibrates: bool = False, output_tokens: int | None = None, shard: Shard = WHOLE
+) -> dict[str, Any]:
     """Survey the job's input and estimate a run; the plan as plain data for ``--json`` and ``render_plan``.
 
-    Raises UsageError for a job that ``run`` would refuse too, ModelError for unusable weights when calibrating.
+    ``output_tokens`` is the expected mean length of an answer. Raises UsageError for a job that ``run`` would refuse
+    too, ModelError for unusable weights when calibrating.
     """
     with stdin_as_file(spec.input) as where:
         model = read_model(spec)
         spec = model.with_preset(spec)
         source = open_source(where, RunDir(Path(spec.output.path)).owns)
-        rows = RowRange(source, options.shard, has_ids=may_have_ids(where))
+        rows = RowRange(source, shard, has_ids=may_have_ids(where))
         ids = UniqueIds(None, as_text=spec.output.has_text_ids)
         builder = model.builder(where, spec.sampling, spec.sampling_columns)
         check_columns(source.read(), spec, builder.finder)
-        survey = Survey(RowValidator(where, builder, ids, options.shard), model.max_model_len)
+        survey = Survey(RowValidator(where, builder, ids, shard), model.max_model_len)
         try:
             survey.take(rows.read())
         finally:
             ids.close()
-    return _content(spec, model, survey, _forecast(spec, options, model, survey))
+    given = OutputLengths.around("as given", output_tokens) if output_tokens else None
+    return _content(spec, model, survey, _forecast(spec, model, survey, given, calibrates=calibrates))
 
 
 def check_time(plan: dict[str, Any], limit_s: float) -> None:
@@ -82,9 +77,10 @@ def check_time(plan: dict[str, Any], limit_s: float) -> None:
         raise GateFailed(f"the job would take about {found} ({estimate['basis']}), more than the {limit} allowed")
 
 
-def _forecast(spec: JobSpec, options: PlanOptions, model: ModelInfo, survey: Survey) -> Forecast:
-    given = OutputLengths.around("as given", options.output_tokens) if options.output_tokens else None
-    if options.calibrate and survey.num_good:
+def _forecast(
+    spec: JobSpec, model: ModelInfo, survey: Survey, given: OutputLengths | None, *, calibrates: bool
+) -> Forecast:
+    if calibrates and survey.num_good:
         began = time.monotonic()
         from batchgen.plan.calibrate import calibrate
 

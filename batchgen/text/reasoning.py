@@ -40,18 +40,15 @@ class Reasoning:
 
         ``text`` is that of ``token_ids``, up to a stop string. Reasoning without an end leaves no text.
         """
-        begin, end = self._find(self.opening, token_ids, text, 0)
+        begin, end = find_marker(self._tokenizer, self.opening, token_ids, text)
         if begin < 0 or text[:begin].strip():
             if not is_open:
                 return None, text
             end = 0
-        close, rest = self._find(self.closing, token_ids, text, end)
+        close, rest = find_marker(self._tokenizer, self.closing, token_ids, text, end)
         if close < 0:
             return text[end:].strip("\n"), ""
         return text[end:close].strip("\n"), text[rest:].lstrip("\n")
-
-    def _find(self, marker: str, token_ids: Sequence[int], text: str, start: int) -> tuple[int, int]:
-        return find_marker(self._tokenizer, marker, token_ids, text, start)
 
 
 def find_marker(

@@ -41,7 +41,7 @@ class StopStrings:
         """Add the next token; the stop string that it completes, or None.
 
         Of several it is the one that begins first, of those the longest. A stop string that an earlier token completed
-        does not count again. ``rest`` is the text that follows it in that token.
+        does not count again. ``remainder`` is the text that follows it in that token.
         """
         if token_id in self._tokenizer.silent_token_ids or token_id >= self._tokenizer.vocab_size:
             return None  # special tokens, and rows of the model beyond the vocabulary, have no text

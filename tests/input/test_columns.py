@@ -18,7 +18,7 @@ from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.shard import Shard
 from batchgen.input.columns import HEAD_ROWS
-from batchgen.plan.dry_run import PlanOptions, make_plan
+from batchgen.plan.dry_run import make_plan
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
@@ -50,7 +50,7 @@ def refusal(job: JobMaker, **sections: Mapping[str, Any]) -> str:
     with pytest.raises(UsageError) as run_refused:
         run_job(spec, quiet(), engine_factory=loading)
     with pytest.raises(UsageError) as plan_refused:
-        make_plan(spec, PlanOptions())
+        make_plan(spec)
     assert not job.output.exists()
     assert str(run_refused.value) == str(plan_refused.value)
     return str(run_refused.value)

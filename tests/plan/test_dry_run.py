@@ -19,7 +19,7 @@ from batchgen.cli.main import call
 from batchgen.core.errors import GateFailed, UsageError
 from batchgen.core.shard import Shard
 from batchgen.plan import estimate
-from batchgen.plan.dry_run import PlanOptions, check_time, make_plan
+from batchgen.plan.dry_run import check_time, make_plan
 from batchgen.plan.survey import RepeatCounter, Reservoir
 from batchgen.plan.text import render_plan
 from batchgen.run.invocation import RunOptions
@@ -29,14 +29,14 @@ MAX_TOKENS_COLUMN = {"columns": ["max_tokens"]}
 
 
 def plan_of(job: JobMaker, **sections: Any) -> dict[str, Any]:
-    return make_plan(job.spec(**sections), PlanOptions())
+    return make_plan(job.spec(**sections))
 
 
 def plan_of_ids(job: JobMaker, **sections: Any) -> dict[str, Any]:
     """The plan of rows that bring their token ids."""
     spec = job.spec(**sections)
     where = replace(spec.input, prompt=None, prompt_token_ids="prompt_token_ids")
-    return make_plan(replace(spec, input=where), PlanOptions())
+    return make_plan(replace(spec, input=where))
 
 
 def long_text(words: int) -> str:
@@ -127,7 +127,7 @@ def test_the_kv_plan_is_what_the_engine_then_takes(job: JobMaker, kv_dtype: str)
     job.write(rows_of(5))
     sizes = {"kv_memory": "1MiB", "block_size": 16, "max_num_seqs": 4, "threads": 1, "kv_dtype": kv_dtype}
     spec = job.spec(engine=sizes, model={"device": "cpu"})
-    kv = make_plan(spec, PlanOptions())["kv"]
+    kv = make_plan(spec)["kv"]
     outcome = run_job(spec, quiet())
     assert outcome.report is not None
     taken = outcome.report["sizes"]
@@ -195,7 +195,7 @@ def test_rows_that_ignore_end_tokens_but_may_end_at_a_stop_have_no_fixed_output(
 
 def test_an_expected_output_is_taken_but_not_beyond_each_rows_limit(job: JobMaker) -> None:
     job.write([{"id": 1, "question": "a"}, {"id": 2, "question": "b", "max_tokens": 3}])
-    plan = make_plan(job.spec(sampling=MAX_TOKENS_COLUMN), PlanOptions(output_tokens=5))
+    plan = make_plan(job.spec(sampling=MAX_TOKENS_COLUMN), output_tokens=5)
     assert plan["output_tokens"]["expected"] == 8
 
 
@@ -291,7 +291,7 @@ def test_the_time_gate_lets_pass_what_is_within_it_and_exits_4_beyond(job: JobMa
 
 def test_a_shard_plans_its_own_rows(job: JobMaker) -> None:
     job.write(rows_of(10))
-    plan = make_plan(job.spec(), PlanOptions(shard=Shard(1, 3)))
+    plan = make_plan(job.spec(), shard=Shard(1, 3))
     assert plan["rows"]["total"] == 4
 
 
@@ -338,10 +338,10 @@ def test_a_plan_writes_nothing_and_loads_neither_torch_nor_numba(job: JobMaker) 
 
 PROGRAM = """
 import json, resource, sys
-from batchgen.plan.dry_run import PlanOptions, make_plan
+from batchgen.plan.dry_run import make_plan
 from batchgen.config.load import load_job
 flags = {"model": {"path": sys.argv[1]}, "input": {"path": [sys.argv[2]]}, "output": {"path": "."}}
-plan = make_plan(load_job(None, flags), PlanOptions())
+plan = make_plan(load_job(None, flags))
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps({"peak_bytes": peak, "rows": plan["rows"], "bad": [row["line"] for row in plan["bad_rows"]]}))
 """
@@ -384,7 +384,7 @@ def rows(job: JobMaker) -> list[dict[str, Any]]:
 
 
 def test_a_plan_counts_rows_with_a_schema_and_names_the_refused_ones(job: JobMaker, rows: list[dict[str, Any]]) -> None:
-    plan = make_plan(job.spec(), PlanOptions())
+    plan = make_plan(job.spec())
     assert plan["structured"] == {"rows": 3, "distinct": 2}
     bad = plan["bad_rows"]
     assert [(row["line"], row["code"]) for row in bad] == [(index + 1, "bad_param") for index in REFUSED]
@@ -398,12 +398,12 @@ def test_a_plan_counts_rows_with_a_schema_and_names_the_refused_ones(job: JobMak
 
 def test_a_plan_counts_the_jobs_schema_for_every_row_but_those_without(job: JobMaker) -> None:
     job.write([*rows_of(6), {"id": "free", "question": "a", "sampling": {"structured_outputs": {}}}])
-    plan = make_plan(job.spec(sampling={"structured_outputs": {"choice": ["a", "b"]}}), PlanOptions())
+    plan = make_plan(job.spec(sampling={"structured_outputs": {"choice": ["a", "b"]}}))
     assert (plan["structured"], plan["rows"]["bad"]) == ({"rows": 6, "distinct": 1}, 0)
-    free = make_plan(job.spec(), PlanOptions())
+    free = make_plan(job.spec())
     assert free["structured"] == {"rows": 0, "distinct": 0} and "structured" not in render_plan(free)
     with pytest.raises(UsageError, match=r"^sampling\.structured_outputs: .*uniqueItems"):
-        make_plan(job.spec(sampling={"structured_outputs": {"json": {"uniqueItems": True}}}), PlanOptions())
+        make_plan(job.spec(sampling={"structured_outputs": {"json": {"uniqueItems": True}}}))
 
 
 def test_strict_refuses_them_before_anything_runs(job: JobMaker, rows: list[dict[str, Any]]) -> None:
@@ -415,7 +415,7 @@ def test_strict_refuses_them_before_anything_runs(job: JobMaker, rows: list[dict
 
 
 def test_the_plan_of_a_run_is_that_of_its_errors(job: JobMaker, rows: list[dict[str, Any]]) -> None:
-    plan = make_plan(job.spec(), PlanOptions())
+    plan = make_plan(job.spec())
     assert job.run().exit_code == 3
     assert [(row["line"], row["message"]) for row in plan["bad_rows"]] == [
         (row["line"], row["message"]) for row in job.errors()

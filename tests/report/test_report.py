@@ -11,6 +11,7 @@ from report_samples import ABOUT, engine, made, record
 from run_helpers import MODEL, JobMaker, quiet, rows_of
 
 from batchgen.core.errors import UsageError
+from batchgen.engine.stats import EngineStats
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import advice, bound_by
 from batchgen.report.build import KEYS, build_report
@@ -151,7 +152,7 @@ def test_the_roofline_is_told_with_its_source_or_with_the_way_to_one(real: dict[
     known = {"costs": costs, "flops_per_s": 1e9, "memory_bytes_per_s": 1e9}
     known |= {"source": "measured by batchgen bench", "measured_at": "2026-01-02T03:04:05+00:00"}
     known |= {"product": "", "peaks": {}}
-    counts = engine(num_output_tokens=100, num_logits=100, num_attended=100, num_kv_read=100)
+    counts = {**EngineStats().to_dict(), **engine(num_logits=100, num_attended=100, num_kv_read=100)}
     totals = RowTotals()
     report = build_report(totals, {"engine": counts, "seconds": {"generate": 9.0}}, ABOUT | {"roofline": known})
     assert "measured by batchgen bench, 2026-01-02" in " ".join(render_report(report).split())

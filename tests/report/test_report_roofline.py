@@ -14,6 +14,7 @@ from report_samples import made
 from tiny_model import engine_for, tiny_model
 
 from batchgen.engine import facts
+from batchgen.engine.stats import EngineStats
 from batchgen.model import rates, roofline
 from batchgen.model.config import LayerShape
 from batchgen.model.registry import dummy_config
@@ -34,8 +35,7 @@ MEASURED = Ceilings(1e12, 1e10, "measured by hand", "2026-01-01T00:00:00+00:00")
 
 
 def counts(**more: int) -> dict[str, Any]:
-    names = ("num_steps", "num_prefill_tokens", "num_decode_tokens", "num_output_tokens", "num_logits", "num_attended")
-    return dict.fromkeys((*names, "num_kv_read"), 0) | more
+    return EngineStats().to_dict() | more
 
 
 def test_flop_of_the_published_350m_shape_are_those_of_its_description() -> None:
@@ -80,16 +80,6 @@ def test_of_experts_a_step_reads_those_that_its_tokens_are_expected_to_meet() ->
         assert costs.work(found).num_bytes == pytest.approx(2 * (others + of_experts * met / 32))
     assert costs.work(counts(num_decode_tokens=1)).flops < 2 * 1.6e9  # of the experts only those that a token meets
     assert CONFIG.expected_experts(100) == 0.0
-
-
-def test_counts_of_older_reports_are_still_understood() -> None:
-    known = describe_costs(Costs.of(CONFIG, itemsize=2, weight_bytes=2), MEASURED)
-    for name in ("flops_per_kv_read", "flops_per_window_attended", "flops_per_window_read", "bytes_per_window_read"):
-        del known["costs"][name]
-    del known["costs"]["bytes_of_experts"]
-    old = counts(num_decode_tokens=10, num_output_tokens=10, num_kv_read=50)
-    del old["num_logits"]
-    assert roofline_section(known, old, 1.0)["flops"] == pytest.approx(2 * (287.4e6 + 67.1e6) * 10, rel=1e-3)
 
 
 def test_a_model_without_attention_computes_every_token_to_the_end() -> None:

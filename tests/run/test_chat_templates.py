@@ -19,7 +19,7 @@ from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.core.shard import Shard
 from batchgen.output.rundir import RunDir
-from batchgen.plan.dry_run import PlanOptions, make_plan
+from batchgen.plan.dry_run import make_plan
 from batchgen.run import job as job_module
 from batchgen.run.invocation import RunOptions
 from batchgen.run.retry import retry_job
@@ -151,9 +151,9 @@ def test_other_variables_are_another_job(job: JobMaker) -> None:
 
 def test_the_variables_of_a_run_are_those_of_its_retry_and_its_plan(job: JobMaker) -> None:
     job.write(rows_of(20))
-    plain = make_plan(spec_with(job, THINKING), PlanOptions())
+    plain = make_plan(spec_with(job, THINKING))
     spec = spec_with(job, THINKING, "whole", chat_template_kwargs=OFF)
-    assert make_plan(spec, PlanOptions())["prompt_tokens"]["total"] > plain["prompt_tokens"]["total"]
+    assert make_plan(spec)["prompt_tokens"]["total"] > plain["prompt_tokens"]["total"]
     job.run(spec)
     expected = job.outputs()
     job.run(spec_with(job, THINKING, chat_template_kwargs=OFF), fails=frozenset({3}))

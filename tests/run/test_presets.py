@@ -19,7 +19,7 @@ from batchgen.core.errors import ModelError, ResumeMismatch, UsageError
 from batchgen.core.records import BadRow, Request
 from batchgen.input.source import open_source
 from batchgen.output.rundir import RunDir
-from batchgen.plan.dry_run import PlanOptions, make_plan
+from batchgen.plan.dry_run import make_plan
 from batchgen.run.invocation import RunOptions
 from batchgen.run.loader import read_model
 
@@ -177,7 +177,7 @@ def test_a_preset_that_a_model_does_not_have_is_refused(job: JobMaker) -> None:
     with pytest.raises(UsageError, match=r'^--preset: preset = "card": only the cards of LFM2 .* "model" takes'):
         spec_with(job, QWEN3, preset="card")
     with pytest.raises(UsageError, match=r"has no generation_config"):
-        make_plan(job.spec(model={"path": "dummy:LFM2-350M"}, sampling={"preset": "model"}), PlanOptions())
+        make_plan(job.spec(model={"path": "dummy:LFM2-350M"}, sampling={"preset": "model"}))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from batchgen.input.ids import UniqueIds
 from batchgen.input.validator import RowValidator
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import RECORD_VERSION
-from batchgen.plan.dry_run import PlanOptions, make_plan
+from batchgen.plan.dry_run import make_plan
 from batchgen.run import job as job_module
 from batchgen.run.backend import Backend
 from batchgen.run.invocation import RunOptions
@@ -306,7 +306,7 @@ def test_a_run_in_the_folder_of_its_inputs_does_not_take_its_own_files_for_them(
     assert job.run(spec).exit_code == 3
     assert rows_in(job) == [f"q-{i}" for i in range(60)]
     assert "already done" in job.run(spec).lines[0]
-    assert make_plan(spec, PlanOptions())["rows"] == {"total": 61, "good": 60, "bad": 1}
+    assert make_plan(spec)["rows"] == {"total": 61, "good": 60, "bad": 1}
     assert job.run(spec, RunOptions(overwrite=True, progress="quiet")).exit_code == 3
     assert rows_in(job) == [f"q-{i}" for i in range(60)]
 
