@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repeats import slow
 from run_helpers import REPOSITORY
 
 from batchgen.cli.main import call, cli
@@ -29,7 +30,7 @@ def run(commands: str, capfd: pytest.CaptureFixture[str]) -> str:
     """What commands print; the lines of batchgen's run in this process, others in a shell."""
     for part in re.split(r"^(?=batchgen )", commands, flags=re.MULTILINE):
         if part.startswith("batchgen "):
-            assert call(shlex.split(part)[1:]) in (0, 3)
+            assert call(shlex.split(part.replace("\\\n", " "))[1:]) in (0, 3)
         elif part:
             subprocess.run(part, shell=True, check=True)
     return "".join(capfd.readouterr())
@@ -46,13 +47,14 @@ def without_times(record: str) -> dict[str, Any]:
     return {name: sorted(value) if name in ("timings", "source") else value for name, value in found.items()}
 
 
-def test_the_tutorial_runs_word_for_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", ["tutorial", slow("exactness")])
+def test_the_commands_of_a_page_run_word_for_word_and_print_what_it_shows(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sample_data").symlink_to(REPOSITORY / "sample_data")
     monkeypatch.chdir(tmp_path)
     said = ""
-    for language, text in blocks("tutorial.md"):
+    for language, text in blocks(f"{page}.md"):
         if language == "sh":
             said = run(text, capfd)
         elif language == "json":
