@@ -9,8 +9,9 @@ from __future__ import annotations
 import base64
 import json
 import math
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
+_MAX_COUNT = 2**62
 MAX_DEPTH = 100  # of nesting: more could not be written out again within Python's recursion limit
 
 
@@ -56,6 +57,11 @@ def is_too_deep(value: object, text: str, max_depth: int = MAX_DEPTH) -> bool:
         depth += 1
         level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
     return depth > max_depth
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a JSON value is a number of things, of a size that can be."""
+    return type(value) is int and 0 <= value < _MAX_COUNT
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

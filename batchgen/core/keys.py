@@ -188,9 +188,8 @@ def _template_kwargs(value: object) -> dict[str, Any] | None:
 BOOL = Kind(_bool)
 TEMPLATE_KWARGS = Kind(_template_kwargs, "JSON")
 STRINGS = Kind(_strings, "TEXT", repeats=True)  # a list of strings that are not empty, or one such string
-
-
 _up_to_max_logprobs = integer(0, MAX_LOGPROBS).parse
+_bias = number(-100, 100).parse
 _token_id = integer(0, INT32_MAX, "a list of token ids, each").parse
 
 
@@ -239,9 +238,6 @@ def _token_ids(value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError("must be a list of token ids")
     return tuple(map(_token_id, value))
-
-
-_bias = number(-100, 100).parse
 
 
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:

@@ -24,6 +24,9 @@ _SIGNS = re.compile(r"allocate memory|unable to allocate|out of memory|bad_alloc
 _SIGNS_UNDER_A_LIMIT = re.compile(r"failed to map segment from shared object$|can't start new thread")
 _REMEDIES = "end other processes, or raise the limit"
 _AMOUNT = re.compile(r"(?:allocate|mmap) (?:memory: you tried to allocate )?([\d.]+ [kKMGTPE]?i?B(?:ytes)?\b)", re.I)
+_CGROUP_V2 = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
+_CGROUP_V1 = ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+_FALLBACK_BYTES = 4 << 30  # where the system does not tell (not Linux)
 
 
 def physical_bytes() -> int:
@@ -95,15 +98,6 @@ def processor_name() -> str:
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
     except OSError:
         return platform.processor()
-
-
-_CGROUP_V2 = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current")
-
-
-_CGROUP_V1 = ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
-
-
-_FALLBACK_BYTES = 4 << 30  # where the system does not tell (not Linux)
 
 
 class _Limit:

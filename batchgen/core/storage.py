@@ -20,6 +20,8 @@ from typing import BinaryIO
 from batchgen.core.errors import StorageError, UsageError
 
 _HEAD_BYTES = 4096
+_FILE = "file://"
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})  # file systems that cannot sync a folder
 
@@ -173,12 +175,6 @@ def remove_folder(folder: Path) -> None:
             folder.replace(trash)
             sync_folder(folder.parent)
             shutil.rmtree(trash, ignore_errors=True)
-
-
-_FILE = "file://"
-
-
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 def check_path(text: str) -> None:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import RowError, RowErrorCode, StorageError, UsageError
-from batchgen.core.json_line import MAX_DEPTH
+from batchgen.core.json_line import MAX_DEPTH, is_count
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.input.formats.jsonl import parse_jsonl
@@ -90,7 +90,7 @@ class DeadLetters:
         """The row of one dead letter, to be run again if it could be read at all."""
         columns = letter.columns
         index, source, line = (columns.get(name) for name in ("index", "source", "line"))
-        if not _is_count(index) or not _is_count(line) or not isinstance(source, str) or "row" not in columns:
+        if not is_count(index) or not is_count(line) or not isinstance(source, str) or "row" not in columns:
             wrong = 'it must hold numbers "index" and "line", a text "source", and the "row"'
             raise self._error(letter, f"not a line as written: {wrong}; {_ADVICE}")
         after = Cursor(0, 0, 0, index + 1)
@@ -137,7 +137,3 @@ def _error_of(letter: Record) -> dict[str, Any]:
     """The object that holds a letter's code and message: an OpenAI error file nests them."""
     nested = letter.columns.get("error") or letter.columns
     return nested if isinstance(nested, dict) else {}
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

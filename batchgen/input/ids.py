@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 
 from batchgen.config.job import InputSpec
@@ -19,6 +20,7 @@ from batchgen.core.errors import StorageError
 
 _CACHE_KIB = 32 << 10
 _MAX_KEY_BYTES = 64
+_CLAIMED_AT_ONCE = 4096  # in one transaction
 _DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _PRIMARY_CODE = 0xFF  # the bits of an extended code that say what kind of error it is
 Claim = tuple[int, str | int]
@@ -71,30 +73,23 @@ class UniqueIds:
         with self._storage():
             self._db.execute(f"PRAGMA user_version = {self._complete}")
 
-    def claim(self, rows: Sequence[Claim]) -> dict[int, int]:
-        """Claim ids for rows ``(index, id)`` in input order; repeating a claim is harmless.
+    def claim(self, rows: Iterable[Claim]) -> dict[int, int]:
+        """Claim ids for rows ``(index, id)``, the first one first; repeating a claim is harmless.
 
         Returns the duplicates: index -> index of the row that had the id first.
         """
-        keyed = [(self._key(row_id), index) for index, row_id in rows]
         duplicates = {}
-        with self._storage():
-            self._db.execute("BEGIN")
-            num_new = self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", keyed).rowcount
-            for key, index in keyed if num_new < len(keyed) else ():
-                (owner,) = self._db.execute("SELECT row FROM ids WHERE id = ?", (key,)).fetchone()
-                if owner != index:
-                    duplicates[index] = owner
-            self._db.execute("COMMIT")
+        keys = ((self._key(row_id), index) for index, row_id in rows)
+        while keyed := list(islice(keys, _CLAIMED_AT_ONCE)):
+            with self._storage():
+                self._db.execute("BEGIN")
+                num_new = self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", keyed).rowcount
+                for key, index in keyed if num_new < len(keyed) else ():
+                    (owner,) = self._db.execute("SELECT row FROM ids WHERE id = ?", (key,)).fetchone()
+                    if owner != index:
+                        duplicates[index] = owner
+                self._db.execute("COMMIT")
         return duplicates
-
-    def restore(self, rows: Iterable[Claim]) -> None:
-        """Claim ids of finished rows, any number of them, in whatever order."""
-        with self._storage():
-            self._db.execute("BEGIN")
-            pairs = ((self._key(row_id), index) for index, row_id in rows)
-            self._db.executemany("INSERT OR IGNORE INTO ids VALUES (?, ?)", pairs)
-            self._db.execute("COMMIT")
 
     def close(self) -> None:
         self._db.close()

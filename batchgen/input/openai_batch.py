@@ -17,13 +17,11 @@ from batchgen.core.records import CHAT_URL, COMPLETION_URL, url_of
 from batchgen.input.rows import RowProblem, type_name, wrong_type
 
 _LINE_FIELDS = (("custom_id", str), ("body", dict), ("method", str), ("url", str))
-
 _IGNORED = frozenset(
     {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "verbosity"}
     | {"reasoning_effort"}
     | {"prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
 )
-
 # Fields that ask for something other than plain text, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -35,8 +33,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
-
-
 _OF_CHATS = ("top_logprobs", "tools", "chat_template_kwargs")
 
 

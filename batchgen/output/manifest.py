@@ -15,13 +15,12 @@ from datetime import datetime
 from typing import Any
 
 from batchgen.config.job import OutputSpec
-from batchgen.core.json_line import encode_json
+from batchgen.core.json_line import encode_json, is_count
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import shortened
 
 KERNELS = "kernels"  # key of fingerprints["numerics"]
 RECORD_VERSION = 2  # of job.json, a job's keys, the fields of a record and the journal's lines
-_MAX_COUNT = 2**62
 _MISSING = "(not there)"
 _UNSET = "(not set)"
 _SHOWN_CHARS = 60
@@ -94,13 +93,13 @@ class Manifest:
         files = self.fingerprints.get("input", {}).get("files", [])
         if not isinstance(files, list) or not all(isinstance(file, dict) for file in files):
             raise ValueError("fingerprints.input.files is no list of objects")
-        if not all(_is_count(file.get("bytes", 0)) for file in files):
+        if not all(is_count(file.get("bytes", 0)) for file in files):
             raise ValueError("fingerprints.input.files has a file whose bytes are no number")
         output = self.job.get("output", {})
         for item in fields(OutputSpec):
             if item.name in ("format", "order") and output.get(item.name) not in item.metadata["kind"].choices:
                 raise ValueError(f"job.output.{item.name} must be one of {item.metadata['kind'].metavar}")
-        if not all(number is None or _is_count(number) for number in (self.num_rows, self.num_kept)):
+        if not all(number is None or is_count(number) for number in (self.num_rows, self.num_kept)):
             raise ValueError("num_rows or num_kept is no number of rows")
         try:
             datetime.fromisoformat(self.created_at or "2026-01-01")
@@ -114,13 +113,9 @@ def _check_object(key: str, value: object) -> None:
 
 
 def _is_shard(value: object) -> bool:
-    if not isinstance(value, list) or len(value) != 2 or not all(map(_is_count, value)):
+    if not isinstance(value, list) or len(value) != 2 or not all(map(is_count, value)):
         return False
     return bool(1 <= value[0] <= value[1])
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_COUNT
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class _Retry(Invocation):
                 if record["id"] is not None and not is_duplicate:  # a duplicate's id may be that of a row still to come
                     yield index, record["id"]
 
-        ids.restore(known_ids())
+        ids.claim(known_ids())
         return letters
 
     def _find_model(self) -> None:
