@@ -55,7 +55,7 @@ ROOM_LINES = {
     "model": 3152,
     "text": 1589,
     "run": 2975,
-    "executors": 2730,
+    "executors": 2722,
     "output": 3062,
     "core": 2200,
     "input": 2839,

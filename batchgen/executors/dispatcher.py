@@ -125,10 +125,11 @@ class RowDispatcher:
             worker.moved_at = self._clock()  # until now its silence meant nothing
         self._to_stop.append(name)
 
-    def on_lost(self, name: str) -> list[Task]:
+    def on_lost(self, name: str, *, has_hung: bool = False) -> list[Task]:
         """Give the rows of a worker that is gone to others; returns those that are taken to have ended it.
 
-        These count as answered. A row is poison if its workers were lost while it ran there alone, again and again.
+        These count as answered. A row is poison if its workers were lost while it ran there alone, again and again. One
+        that they ``has_hung`` with is so only where others finish, or no other is left.
         """
         worker = self.workers.get(name)
         if worker is None:
@@ -136,15 +137,20 @@ class RowDispatcher:
         if worker.state == "leaving":
             self._end(worker, "left")
             return []
-        self._poison.add(worker.tasks, is_alone=worker.state == "isolated")
+        is_alone = worker.state == "isolated"
+        self._poison.add(worker.tasks, is_alone=is_alone)
         shared = any(self._holders[key] > 1 for key in worker.tasks)
         for other in self.workers.values() if shared else [worker]:
             other.num_retried = len(other.tasks.keys() & self._poison.keys)
-        poison = [task for key, task in worker.tasks.items() if self._poison.is_poison(key)]
+        is_only_row = self._has_ended and len(self._chars) == 1
+        is_unproven = has_hung and not is_only_row and not any(map(self._poison.others_go_on, worker.tasks))
+        poison = [task for key, task in worker.tasks.items() if not is_unproven and self._poison.is_poison(key)]
         for task in poison:
             self._poison.blame(task.key)
             self._answered(worker, task.key)
         self._end(worker, "lost")
+        if is_alone and is_unproven:
+            self._to_isolate.rotate(-1)  # others first: one that finishes is the proof
         return poison
 
     @property
@@ -169,6 +175,7 @@ class RowDispatcher:
         if update.progress != worker.progress or update.finished:
             worker.progress, worker.moved_at = update.progress, now
         first = [answer for answer in update.finished if self._answered(worker, answer.key)]
+        self._poison.num_finished += len(first)
         for key, tokens in (update.partials or {}).items():
             if key in worker.tasks and len(tokens) > len(self._tokens.get(key, ())):
                 self._tokens[key] = tuple(tokens)

@@ -34,7 +34,10 @@ _MOST_PULLED = 256  # tasks read from the input before workers are seen to again
 _SETTLE_S = 4.0  # for the last answers of workers at a stop, of the 10 s that are promised
 _POISON = "the workers that ran this row died, each time; batchgen retry runs it again"
 _MOST_FALSE_STARTS = 2  # in a row, of workers that did not say why
-_MOST_IN_VAIN = 12  # workers lost in a row, or twice as many as there are, before any row was finished
+# Workers lost in a row, without a row that was finished in between, after which no other is started: those that hung,
+# each of which took all of its patience, and any. A run of many workers takes twice as many as it has.
+_MOST_HUNG = 6
+_MOST_IN_VAIN = 12
 
 
 class NoWorkers(BatchgenError):
@@ -67,7 +70,7 @@ class WorkersEngine:
         self._handles: dict[str, WorkerHandle] = {}
         self._ready: dict[str, WorkerReady] = {}
         self._num_given_up = 0  # of the workers wanted
-        self._num_false_starts = self._num_in_vain = 0
+        self._num_false_starts = self._num_in_vain = self._num_hung = 0
         self._error: Exception | None = None
         self._stopping = False
         self._enough_at = 0.0  # when as many workers as are wanted at least were ready for the last time
@@ -126,10 +129,7 @@ class WorkersEngine:
 
     def _launch(self) -> None:
         """Start as many workers as there are rows for. Raises what the last one ended with where none is left."""
-        while (
-            not (self._handles and self._dispatcher.is_winding_up)
-            and len(self._handles) < self._launcher.num_wanted[1] - self._num_given_up
-        ):
+        while not (self._handles and self._dispatcher.is_winding_up) and len(self._handles) < self._num_useful:
             handle = self._launcher.launch()
             if handle is None:
                 break
@@ -137,13 +137,20 @@ class WorkersEngine:
         if not self._handles:
             raise self._error or NoWorkers("no worker is left and no other can be had; run again to resume")
 
+    @property
+    def _num_useful(self) -> int:
+        """The most workers that are of use."""
+        most = self._launcher.num_wanted[1]
+        is_in_vain = self._num_in_vain > max(_MOST_IN_VAIN, 2 * most) or self._num_hung >= max(_MOST_HUNG, 2 * most + 2)
+        return 0 if is_in_vain else most - self._num_given_up
+
     def _require_enough(self) -> None:
         """Raises NoWorkers where fewer workers than wanted are ready for as long as one may load, or can be had."""
-        least, most = self._launcher.num_wanted
+        least = self._launcher.num_wanted[0]
         if len(self._ready) >= least or self._dispatcher.is_winding_up:
             self._enough_at = time.monotonic()
         too_long = time.monotonic() - self._enough_at > self._liveness.load_patience_s
-        if least > 1 and (too_long or most - self._num_given_up < least):
+        if least > 1 and (too_long or self._num_useful < least):
             why = f" ({self._error})" if self._error else ""
             raise NoWorkers(
                 f"{counted(len(self._ready), 'worker')} left of at least {least}{why}; run again to resume, or with "
@@ -166,7 +173,7 @@ class WorkersEngine:
         for name, reason in self._liveness.unresponsive(self._dispatcher.workers.values()).items():
             # One that cannot load here would not in another's place.
             error = None if name in self._ready else NoWorkers(f"no worker is left ({reason}); run again to resume")
-            yield from self._on_lost(name, self._handles[name].give_up(WorkerLost(reason, error)))
+            yield from self._on_lost(name, self._handles[name].give_up(WorkerLost(reason, error)), has_hung=True)
 
     def _answers(self, name: str, event: WorkerEvent) -> Iterator[Answer]:
         if name not in self._handles:  # it was let go by an event before this one
@@ -180,7 +187,7 @@ class WorkersEngine:
                 self.stats.tell(name, event.stats)
             self.facts = event.facts or self.facts
             if event.finished:
-                self._num_in_vain, self._error = 0, None
+                self._num_in_vain, self._num_hung, self._error = 0, 0, None
             yield from self._dispatcher.on_update(name, event)
             if event.stopped:
                 del self._ready[name]
@@ -204,21 +211,23 @@ class WorkersEngine:
         self.stats.join(self._dispatcher.workers[name], ready.place)
         self._notes.joined(name, ready.place)
 
-    def _on_lost(self, name: str, lost: WorkerLost) -> Iterator[Answer]:
+    def _on_lost(self, name: str, lost: WorkerLost, *, has_hung: bool = False) -> Iterator[Answer]:
         """Give the rows of a lost worker to others."""
         del self._handles[name]
         self._liveness.ends_loading(name)
         ready = self._ready.pop(name, None)
-        if self._is_given_up(lost, was_ready=ready is not None):
-            self._num_given_up += 1
-            self._error = (
-                lost.error or self._error or NoWorkers(f"no worker is left ({lost.reason}); run again to resume")
-            )
+        if ready:
+            self._num_in_vain += 1
+            self._num_hung += has_hung
+        self._num_given_up += self._is_given_up(lost, was_ready=ready is not None)
+        if self._num_useful < self._launcher.num_wanted[1]:
+            unknown = NoWorkers(f"no worker is left ({lost.reason}); run again to resume")
+            self._error = lost.error or self._error or unknown
         if not self._stopping:
             self._notes.lost(name, ready.place if ready else "", lost.reason)
         if isinstance(lost.error, OutOfMemory):
             self._dispatcher.drain(name)  # no row is to blame
-        poison = self._dispatcher.on_lost(name)
+        poison = self._dispatcher.on_lost(name, has_hung=has_hung)
         if ready:
             self._drop(name)
         for task in poison:
@@ -231,15 +240,13 @@ class WorkersEngine:
 
     def _is_given_up(self, lost: WorkerLost, *, was_ready: bool) -> bool:
         """Whether another worker in its place would end likewise; where memory is short, fewer may have enough."""
-        if not was_ready:
-            self._num_false_starts += 1
-            if not self._launcher.is_local:
-                self._error = lost.error or self._error
-                return False
-            return lost.error is not None or self._num_false_starts > _MOST_FALSE_STARTS
-        self._num_in_vain += 1
-        is_in_vain = self._num_in_vain > max(_MOST_IN_VAIN, 2 * self._launcher.num_wanted[1])
-        return is_in_vain or isinstance(lost.error, OutOfMemory)
+        if was_ready:
+            return isinstance(lost.error, OutOfMemory)
+        self._num_false_starts += 1
+        if not self._launcher.is_local:
+            self._error = lost.error or self._error
+            return False
+        return lost.error is not None or self._num_false_starts > _MOST_FALSE_STARTS
 
     def _settle(self) -> Iterator[Answer]:
         """End the workers' part: their last answers, the tokens of half-done rows, counts and facts."""

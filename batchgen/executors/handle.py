@@ -9,18 +9,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from batchgen.executors.messages import Assignment, WorkerEvent, WorkerLost, WorkerPlaced, WorkerReady, WorkerUpdate
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a process runs: its machine, "" where that is of no account, and its id there."""
-
-    node_id: str
-    pid: int
 
 
 class Remote(Protocol):
@@ -36,12 +27,13 @@ class Remote(Protocol):
 class WorkerHandle:
     """One worker: it gets a place, loads the model, and then takes assignments and tells of them.
 
-    No method blocks or raises. ``place`` is None until it has one.
+    No method blocks or raises. ``place`` is the id of its machine, empty where that is of no account, and None until it
+    has one.
     """
 
     def __init__(self, name: str, launcher: WorkerLauncher) -> None:
         self.name = name
-        self.place: Place | None = None
+        self.place: str | None = None
         self._launcher = launcher
         self._assignments: list[Assignment] = []
         self._is_ready = self._is_over = False
@@ -77,7 +69,7 @@ class WorkerHandle:
         if self._call is None or not self._call.done():
             return []
         told, self._call = self._result(self._call), None
-        if isinstance(told, Place):
+        if isinstance(told, str):
             self.place = told
             self._wait_for(self._launcher.begin(self))
             return [WorkerPlaced()]
@@ -156,7 +148,7 @@ class WorkerLauncher(ABC):
         """Whether another worker can be started now."""
 
     @abstractmethod
-    def place(self) -> tuple[Remote, Future[Place]]:
+    def place(self) -> tuple[Remote, Future[str]]:
         """A new process, and where it will be."""
 
     @abstractmethod

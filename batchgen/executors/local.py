@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from batchgen.core.errors import BatchgenError
 from batchgen.core.units import shortened
-from batchgen.executors.handle import Place, WorkerHandle, WorkerLauncher
+from batchgen.executors.handle import WorkerHandle, WorkerLauncher
 from batchgen.executors.messages import WorkerLost, WorkerUpdate
 from batchgen.executors.slices import MachineSlice
 from batchgen.executors.worker import Start
@@ -132,11 +132,11 @@ class LocalLauncher(WorkerLauncher):
                 f"cannot start a worker: {error.strerror}; raise the limit on processes or files"
             ) from error
 
-    def place(self) -> tuple[LocalWorker, Future[Place]]:
+    def place(self) -> tuple[LocalWorker, Future[str]]:
         number = self._free()[0]
         worker = self._workers[number] = LocalWorker(self._slices[number])
-        placed = Future[Place]()
-        placed.set_result(Place("", worker.process.pid))
+        placed = Future[str]()
+        placed.set_result("")
         return worker, placed
 
     def begin(self, handle: WorkerHandle) -> Future[Any]:

@@ -179,11 +179,10 @@ class EngineLoop:
             for made in self._maker.build(cast(Sequence[Pending], tasks)):
                 with self._changed:
                     self._progress += 1
-                    if isinstance(made, Request):
-                        self._ready.append(made)
-                    else:
-                        self._answers.append(made)
-                    self._changed.notify_all()
+                    waiting: list[Any] = self._ready if isinstance(made, Request) else self._answers
+                    waiting.append(made)
+                    if len(waiting) == 1:  # else who waits for it is on its way
+                        self._changed.notify_all()
             most = min(2 * most, _MOST_BUILT) if self._clock() - began_at < _SLOW_BUILD_S else 1
 
     def _steps(self) -> None:

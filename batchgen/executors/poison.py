@@ -1,7 +1,8 @@
 """Poison rows: which rows were in flight when workers were lost, which must run alone, and which ended them.
 
 A row that ends its worker each time would end them all. Only one that was alone at losses is poison, as workers also
-go by chance. Where they go often, more losses are asked for.
+go by chance. Where they go often, more losses are asked for. A row that hangs its workers is poison only if other rows
+finish meanwhile: where none does, the machine hangs.
 """
 
 from __future__ import annotations
@@ -18,18 +19,25 @@ _MAX_MORE_POISON = 6
 
 @dataclass(slots=True)
 class RowLosses:
-    """Losses at which a row was in flight, those at which it was ``alone``, and the number of the first."""
+    """Losses at which a row was in flight, those at which it was ``alone``, and the number of the first.
+
+    ``num_finished`` rows had been finished by then.
+    """
 
     first: int
+    num_finished: int
     num_losses: int = 0
     num_alone: int = 0
 
 
 class PoisonRows:
-    """Open rows that were in flight at a loss; ``num_losses`` are those that no poison row explains."""
+    """Open rows that were in flight at a loss; ``num_losses`` are those that no poison row explains.
+
+    ``num_finished`` counts the answers of workers, to any row.
+    """
 
     def __init__(self) -> None:
-        self.num_losses = 0
+        self.num_losses = self.num_finished = 0
         self._by_key: dict[int, RowLosses] = {}
 
     def __contains__(self, key: int) -> bool:
@@ -44,7 +52,7 @@ class PoisonRows:
         """Book the loss of a worker with these rows in flight; ``is_alone``: its one row was isolated."""
         self.num_losses += bool(keys)
         for key in keys:
-            losses = self._by_key.setdefault(key, RowLosses(self.num_losses))
+            losses = self._by_key.setdefault(key, RowLosses(self.num_losses, self.num_finished))
             losses.num_losses += 1
             losses.num_alone += is_alone
 
@@ -65,6 +73,10 @@ class PoisonRows:
         """Whether the row is taken to be what ended its workers."""
         losses = self._by_key[key]
         return losses.num_alone >= _POISON_AFTER + min(_MAX_MORE_POISON, self._num_others(losses))
+
+    def others_go_on(self, key: int) -> bool:
+        """Whether other rows were finished since the first loss with the row."""
+        return self.num_finished > self._by_key[key].num_finished
 
     def _num_others(self, losses: RowLosses) -> int:
         """Losses after the row's first one at which it was not there."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from batchgen.core.errors import BatchgenError, ExitCode, UsageError
 from batchgen.core.machine import total_bytes
-from batchgen.executors.handle import Place, WorkerHandle, WorkerLauncher
+from batchgen.executors.handle import WorkerHandle, WorkerLauncher
 from batchgen.executors.messages import WorkerLost, WorkerReady, WorkerUpdate
 from batchgen.executors.ray_cluster import Cluster, WorkerResources, reason_of
 from batchgen.executors.slices import MachineSlice, useful_workers
@@ -40,9 +40,9 @@ class NoRoom(BatchgenError):
 class RayWorker(Worker):
     """What runs on the cluster, in the main thread of a process of its own."""
 
-    def place(self) -> Place:
+    def place(self) -> str:
         """The machine, as soon as the process has started."""
-        return Place(Cluster.own_node(), os.getpid())
+        return Cluster.own_node()
 
     def begin_in(self, folder: str, start: Start, num_neighbours: int) -> WorkerReady | WorkerLost:
         """Load the model on a machine with room for so many workers, of which each has its share of the memory.
@@ -118,20 +118,20 @@ class RayLauncher(WorkerLauncher):
         super().close()
         self._cluster.close()
 
-    def place(self) -> tuple[_Actor, Future[Place]]:
+    def place(self) -> tuple[_Actor, Future[str]]:
         actor = _Actor(self._cluster.start(RayWorker, self._resources, self._excluded))
         return actor, actor.call("place")
 
     def begin(self, handle: WorkerHandle) -> Future[Any]:
         self._losses.pop("", None)
-        neighbours = [self._resources.most_on(node) for node in self._cluster.nodes if node.node_id == _node_of(handle)]
+        neighbours = [self._resources.most_on(node) for node in self._cluster.nodes if node.node_id == handle.place]
         return handle.remote.call("begin_in", self._folder, self._start, max([1, *neighbours]))
 
     def reason_of(self, error: Exception) -> str:
         return reason_of(error)
 
     def note(self, handle: WorkerHandle, told: WorkerUpdate | WorkerLost) -> None:
-        node_id = _node_of(handle)
+        node_id = handle.place or ""
         if isinstance(told, WorkerUpdate):
             if told.finished:
                 self._losses.pop(node_id, None)
@@ -160,7 +160,3 @@ class RayLauncher(WorkerLauncher):
             reason = _NO_ROOM.format(needs=self._resources)
             return WorkerLost(reason, NoRoom(f"{reason}; run again to resume"))
         return None
-
-
-def _node_of(handle: WorkerHandle) -> str:
-    return handle.place.node_id if handle.place else ""

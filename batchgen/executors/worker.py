@@ -68,11 +68,6 @@ class Worker:
         except Exception as error:
             return lost_to(error)
 
-    def close(self) -> None:
-        """End the threads after the step and the row under way."""
-        if hasattr(self, "_loop"):
-            self._loop.close()
-
     def _load(self, start: Start) -> WorkerReady:
         spec, digests = start.spec, Digests(start.digests)
         model = read_model(spec, start.begun_at)

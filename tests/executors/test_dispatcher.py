@@ -89,14 +89,16 @@ def test_the_first_answer_wins_and_the_dead_are_not_heard() -> None:
     dispatcher.check()
 
 
-def turn(dispatcher: RowDispatcher, clock: Clock, poison: frozenset[int], *, slots: int = 4) -> list[int]:
+def turn(
+    dispatcher: RowDispatcher, clock: Clock, poison: frozenset[int], *, slots: int = 4, has_hung: bool = False
+) -> list[int]:
     """Workers run what they were given, all at once, and those with a poison row die; the keys of what is answered."""
     clock.now += HEARTBEAT_S
     answered = []
     for name in dispatcher.assignments():
         in_flight = set(dispatcher.workers[name].tasks)
         if in_flight & poison:
-            answered += [task.key for task in dispatcher.on_lost(name)]
+            answered += [task.key for task in dispatcher.on_lost(name, has_hung=has_hung)]
             dispatcher.join(f"{name}'", slots)
         else:
             answered += [answer.key for answer in dispatcher.on_update(name, done(*sorted(in_flight)))]
@@ -106,7 +108,10 @@ def turn(dispatcher: RowDispatcher, clock: Clock, poison: frozenset[int], *, slo
 
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
 @pytest.mark.parametrize("poison", [frozenset({0}), frozenset({37}), frozenset({99})])
-def test_a_row_that_ends_each_worker_is_convicted_after_four(num_workers: int, poison: frozenset[int]) -> None:
+@pytest.mark.parametrize("has_hung", [False, True])
+def test_a_row_that_ends_each_worker_is_convicted_after_four(
+    num_workers: int, poison: frozenset[int], *, has_hung: bool
+) -> None:
     clock = Clock()
     dispatcher = RowDispatcher(clock=clock)
     for number in range(num_workers):
@@ -115,7 +120,7 @@ def test_a_row_that_ends_each_worker_is_convicted_after_four(num_workers: int, p
     dispatcher.end_of_source()
     answered: list[int] = []
     while not dispatcher.is_done:
-        answered += turn(dispatcher, clock, poison)
+        answered += turn(dispatcher, clock, poison, has_hung=has_hung)
     assert sorted(answered) == list(range(100))
     assert sum(name.count("'") for name in dispatcher.workers) == 4, "losses"
 
@@ -136,6 +141,38 @@ def test_rows_that_end_their_workers_are_judged_one_after_the_other() -> None:
         dispatcher.check()
     assert alone == [0, 0, 1, 1] and poison == [0, 1]
     assert dispatcher.is_done
+
+
+@pytest.mark.parametrize("poison", [frozenset({0}), frozenset({0, 1}), frozenset({1, 2, 3})])
+def test_rows_that_hang_their_workers_are_told_from_others_that_wait_for_them(poison: frozenset[int]) -> None:
+    clock = Clock()
+    dispatcher = RowDispatcher(clock=clock)
+    dispatcher.join("w", 64)
+    put(dispatcher, rows(*range(5)))
+    dispatcher.end_of_source()
+    in_vain = [0]
+    while not dispatcher.is_done:
+        num_waiting = 5 - len(dispatcher._chars)
+        turn(dispatcher, clock, poison, slots=64, has_hung=True)
+        in_vain.append(in_vain[-1] + 1 if 5 - len(dispatcher._chars) == num_waiting else 0)
+    assert max(in_vain) < 6, "the driver starts no other worker after six"
+
+
+def test_where_all_workers_hang_no_row_is_poison_but_one_that_none_is_left_beside() -> None:
+    clock = Clock()
+    dispatcher = RowDispatcher(clock=clock)
+    for name in "ab":
+        dispatcher.join(name, 4)
+    put(dispatcher, rows(*range(3)))
+    dispatcher.end_of_source()
+    for _ in range(100):
+        assert not turn(dispatcher, clock, frozenset(range(3)), has_hung=True)
+    assert dispatcher.num_in_flight or not dispatcher.is_done
+    only = RowDispatcher(clock=clock)
+    only.join("a", 4)
+    put(only, rows(7))
+    only.end_of_source()
+    assert [key for _ in range(4) for key in turn(only, clock, frozenset({7}), has_hung=True)] == [7]
 
 
 def test_where_workers_go_by_chance_more_losses_are_asked_for() -> None:

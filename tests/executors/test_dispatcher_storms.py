@@ -155,15 +155,15 @@ class Storm(RuleBasedStateMachine):
     @rule()
     def give_up_the_silent(self) -> None:
         for name in self.liveness.unresponsive(self.dispatcher.workers.values()):
-            self.on_lost(name)
+            self.on_lost(name, has_hung=True)
 
-    def on_lost(self, name: str) -> None:
+    def on_lost(self, name: str, *, has_hung: bool = False) -> None:
         worker = self.workers.pop(name)
         in_flight = list(self.dispatcher.workers[name].tasks)
         if self.dispatcher.workers[name].state != "leaving":
             self.losses.update(in_flight)
             self.lonely.update(in_flight if len(in_flight) == 1 else ())
-        for task in self.dispatcher.on_lost(name):
+        for task in self.dispatcher.on_lost(name, has_hung=has_hung):
             assert self.lonely[task.key] >= 2, "poison in company"
             self.answered[task.key] += 1
         self.late += [(name, answers) for answers in worker.from_it]

@@ -12,7 +12,7 @@ from batchgen.core.errors import OutOfMemory
 from batchgen.core.records import Request, Result
 from batchgen.executors.dispatcher import RowDispatcher
 from batchgen.executors.driver import NoWorkers, WorkersEngine
-from batchgen.executors.handle import Place, WorkerHandle, WorkerLauncher
+from batchgen.executors.handle import WorkerHandle, WorkerLauncher
 from batchgen.executors.liveness import Liveness
 from batchgen.executors.messages import Identity, WorkerLost, WorkerReady, WorkerUpdate
 
@@ -53,9 +53,9 @@ class PlayedLauncher(WorkerLauncher):
     def has_room(self) -> bool:
         return bool(self._workers)
 
-    def place(self) -> tuple[PlayedWorker, Future[Place]]:
-        placed = Future[Place]()
-        placed.set_result(Place("", 0))
+    def place(self) -> tuple[PlayedWorker, Future[str]]:
+        placed = Future[str]()
+        placed.set_result("")
         return self._workers.pop(0), placed
 
     def begin(self, handle: WorkerHandle) -> Future[Any]:

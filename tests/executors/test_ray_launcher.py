@@ -17,7 +17,7 @@ from batchgen.config.load import load_job
 from batchgen.core.errors import ExitCode, ModelError, UsageError
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.executors import ray_launcher
-from batchgen.executors.handle import Place, WorkerHandle
+from batchgen.executors.handle import WorkerHandle
 from batchgen.executors.messages import (
     Assignment,
     Identity,
@@ -102,7 +102,7 @@ class Bench:
     def placed(self, node: str) -> WorkerHandle:
         """A handle on a machine, whose model is being loaded."""
         handle = self.launch()
-        actor_of(handle).tell(Place(node, 7))
+        actor_of(handle).tell(node)
         assert handle.poll() == [WorkerPlaced()]
         return handle
 

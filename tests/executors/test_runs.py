@@ -159,10 +159,11 @@ def test_where_all_workers_hang_the_run_stops_and_keeps_their_tokens(
         NoWorkers, match=r"no worker is left \(no step of it has ended in 0\.3 s \(--patience\)\); run again"
     ):
         run_job(jobs.spec(**sections), quiet(), engine_factory=factory)
-    assert len(jobs.errors()) <= 2, "rows are innocent of most of it"
+    assert not jobs.errors()
     journal = Journal.open(jobs.output / "journal")
     journal.close()
-    assert len(journal.partials) > 8
+    assert not journal.counts.errors, "rows are innocent of it"
+    assert len(journal.partials) >= 4
     engines: list[StubEngine] = []
     run_job(jobs.spec(**sections), quiet(), engine_factory=stub_factory(engines))
     assert jobs.outputs() == alone

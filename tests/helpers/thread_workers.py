@@ -10,7 +10,7 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from batchgen.executors.handle import Place, WorkerHandle, WorkerLauncher
+from batchgen.executors.handle import WorkerHandle, WorkerLauncher
 from batchgen.executors.messages import WorkerLost, WorkerUpdate
 from batchgen.executors.slices import MachineSlice
 from batchgen.executors.worker import Start, Worker
@@ -45,8 +45,11 @@ class ThreadWorker:
         self._is_dead = True
         with suppress(InvalidStateError):
             self._told.set_exception(RuntimeError("killed"))
-        self._caller.submit(self._worker.close)
+        self._caller.submit(self._end_loop)
         self._caller.shutdown(wait=False)
+
+    def _end_loop(self) -> None:
+        self._worker._loop.close()  # an AttributeError where it has not begun
 
 
 class ThreadLauncher(WorkerLauncher):
@@ -74,9 +77,9 @@ class ThreadLauncher(WorkerLauncher):
     def has_room(self) -> bool:
         return True
 
-    def place(self) -> tuple[ThreadWorker, Future[Place]]:
-        placed = Future[Place]()
-        placed.set_result(Place("", 0))
+    def place(self) -> tuple[ThreadWorker, Future[str]]:
+        placed = Future[str]()
+        placed.set_result("")
         return ThreadWorker(), placed
 
     def begin(self, handle: WorkerHandle) -> Future[Any]:

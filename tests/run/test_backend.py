@@ -14,7 +14,7 @@ from tiny_model import engine_for, tiny_model, tokens_of
 from batchgen.core.records import Request, SamplingParams
 from batchgen.executors.dispatcher import RowDispatcher
 from batchgen.executors.driver import WorkersEngine
-from batchgen.executors.handle import Place, WorkerHandle, WorkerLauncher
+from batchgen.executors.handle import WorkerHandle, WorkerLauncher
 from batchgen.executors.liveness import Liveness
 from batchgen.executors.loop import SteppedEngine
 from batchgen.executors.messages import Identity, WorkerLost, WorkerReady, WorkerUpdate
@@ -54,9 +54,9 @@ class StubLauncher(WorkerLauncher):
     def has_room(self) -> bool:
         return not self.handles
 
-    def place(self) -> tuple[StubWorker, Future[Place]]:
-        placed = Future[Place]()
-        placed.set_result(Place("", 0))
+    def place(self) -> tuple[StubWorker, Future[str]]:
+        placed = Future[str]()
+        placed.set_result("")
         return StubWorker(), placed
 
     def begin(self, handle: WorkerHandle) -> Future[Any]:
