@@ -26,12 +26,14 @@ from batchgen.output.journal import Journal
 from batchgen.output.manifest import KERNELS, Manifest, mix_kernels, without_kernels
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import warnings
+from batchgen.report.build import write_report
 from batchgen.report.facts import numerics_text
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
 from batchgen.run.progress import GENERATING, Progress
 from batchgen.run.remote_copies import RemoteCopies
+from batchgen.run.reports import following_report, job_facts
 from batchgen.run.requests import RequestStream
 from batchgen.run.results import ResultSink
 from batchgen.run.stop import Limits, Stopper, StopRequested
@@ -218,6 +220,14 @@ class Invocation(ABC):
     def set_numerics(self, numerics: dict[str, str]) -> None:
         """Put the numerics that rows are computed with into the manifest."""
         self.manifest = replace(self.manifest, fingerprints={**self.manifest.fingerprints, "numerics": numerics})
+
+    def follow_report(self, journal: Path, new_counts: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """Write the report of outputs that the rows of a journal, in that folder, have joined; ``following_report``."""
+        facts, note = job_facts(self.spec, self.manifest, self.backend), self.progress.display.note
+        report = following_report(self.run_dir, journal, self.spec, self.progress.usage(), facts, note)
+        report["rows"] |= new_counts or {}
+        write_report(self.run_dir.report, report)
+        return report
 
     def finished(self, journal: Journal, report: Mapping[str, Any]) -> Outcome:
         """Remove the journal, which outputs and report have replaced. The outcome of a finished run."""

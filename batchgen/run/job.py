@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec
-from batchgen.core.errors import ExitCode, ResumeMismatch, StorageError, UsageError
+from batchgen.core.errors import ExitCode, StorageError, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.shard import WHOLE
 from batchgen.core.units import counted
@@ -23,15 +23,15 @@ from batchgen.input.ids import UniqueIds, may_have_ids
 from batchgen.input.requests import RequestBuilder
 from batchgen.input.source import Growth, RowRange, Source, open_source
 from batchgen.input.validator import RowValidator, rebuild_ids, refuse_bad_rows
-from batchgen.output.finalize import finalize, write_errors
+from batchgen.output.finalize import finalize, finalize_grown, write_errors
 from batchgen.output.journal import Journal
-from batchgen.output.manifest import Manifest, compare
+from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import IDS_NAME, RunDir
 from batchgen.report.build import build_report, write_report
-from batchgen.run.growth import finish_grown, how_to_grow, reopen
 from batchgen.run.invocation import Invocation, Outcome, RunOptions, short
 from batchgen.run.loader import EngineFactory, read_model
-from batchgen.run.reports import has_failed_rows, job_facts, journal_totals
+from batchgen.run.reports import has_failed_rows, job_facts, journal_totals, result_ids
+from batchgen.run.resume import continued, reopen
 from batchgen.run.stdin import StdinCopy
 
 _SHARDS_DATE = (
@@ -164,49 +164,13 @@ class _Job(Invocation):
     def _agree_with(self, begun: Manifest) -> None:
         """Go on with the run that was begun. Raises ResumeMismatch if its outputs would differ from this job's."""
         is_complete = self.run_dir.has_outputs() or self.remotes.is_finished
-        if is_complete:
-            self._refuse_other_form(begun)
-        now, numerics = self.manifest, begun.fingerprints.get("numerics")
         if self.growth is not None:
-            begun = replace(begun, fingerprints={**begun.fingerprints, "input": now.fingerprints["input"]})
+            begun = replace(begun, fingerprints={**begun.fingerprints, "input": self.manifest.fingerprints["input"]})
+        self.manifest, changes = continued(self.run_dir, self.spec, begun, self.manifest, is_complete=is_complete)
+        if self.growth is not None:
             self.progress.display.note("the input has grown: going on with what came behind")
-        if numerics is not None:  # the values of "auto" are known, and compared, once the weights are loaded
-            named = {"dtype": self.spec.model.dtype, "device": self.spec.model.device.partition(":")[0]}
-            if self.spec.engine.kv_dtype != numerics.get("dtype"):  # the dtype itself is what "auto" comes to
-                named["kv_dtype"] = self.spec.engine.kv_dtype
-            others = {name: value for name, value in numerics.items() if name != "kv_dtype"}  # there only if not "auto"
-            numerics = others | {name: value for name, value in named.items() if value != "auto"}
-            now = replace(now, fingerprints={**now.fingerprints, "numerics": numerics})
-        found = compare(begun, now)
-        refused = (*found.refused, *self._other_ids(begun))
-        if refused:
-            raise ResumeMismatch(
-                f"{self.run_dir.path} was begun with another job; what changes its outputs:\n"
-                + "".join(f"  {line}\n" for line in refused)
-                + how_to_grow(refused)
-                + "put back what changed, or run with --overwrite to start anew, or choose another output.path"
-            )
-        for line in found.allowed if not is_complete else ():
+        for line in changes if not is_complete else ():
             self.progress.display.note(f"resuming with {line}")
-        num_kept = begun.num_kept if self.run_dir.has_outputs() else 0  # outputs that were taken away keep no row
-        self.manifest = replace(now, created_at=begun.created_at, num_rows=begun.num_rows, num_kept=num_kept)
-
-    def _refuse_other_form(self, begun: Manifest) -> None:
-        """Raises ResumeMismatch: the journal of a finished run is gone, so its outputs cannot be written again."""
-        for key in ("format", "order"):
-            was, now = begun.job["output"][key], getattr(self.spec.output, key)
-            if was != now:
-                raise ResumeMismatch(
-                    f"{self.run_dir.path} is finished with output.{key} = {was!r}, and now {now!r} is asked for; "
-                    "--overwrite runs it anew"
-                )
-
-    def _other_ids(self, begun: Manifest) -> tuple[str, ...]:
-        """The change of output format, if it decides which of the rows' ids are equal."""
-        was, now = begun.job["output"]["format"], self.spec.output
-        if not may_have_ids(self.spec.input) or replace(now, format=was).has_text_ids == now.has_text_ids:
-            return ()
-        return (f'output.format: was "{was}", now "{now.format}" (only openai-batch has 5 and "5" for one id)',)
 
     def _already_done(self, begun: Manifest) -> Outcome:
         """Complete what a kill just after the outputs appeared has left undone."""
@@ -296,11 +260,13 @@ class _Job(Invocation):
                 self.progress.rows_total = rows.count()
 
     def _restore_ids(self, source: Source, journal: Journal, validator: RowValidator) -> None:
-        """Make all rows read so far claim their ids again: the file of ids was lost."""
+        """Make all rows read so far claim their ids again: the file of ids was lost, or the run was finished."""
         last = max(journal.done, default=journal.done.first - 1)
         if last >= 0 and may_have_ids(self.spec.input):
             with self.progress.phase("reading ids again", "read"):
                 rebuild_ids(source.read(), last, validator)
+                if self.run_dir.has_outputs():  # a retry may have given a row another id than it has in the input
+                    validator.ids.restore(result_ids(self.run_dir, self.spec))
 
     def _keep_file_states(self, manifest: Manifest) -> None:
         """Save in the manifest what is known of the files by now, so that the next start need not read them."""
@@ -319,15 +285,19 @@ class _Job(Invocation):
         return self.finished(journal, report)
 
     def _finish_grown(self, journal: Journal, num_rows: int) -> Outcome:
-        """Add the rows that came behind to the outputs and the report."""
-        progress, facts = self.progress, job_facts(self.spec, self.manifest, self.backend)
-        self.manifest = replace(self.manifest, num_rows=num_rows)
-        with progress.phase("writing the outputs", "write"):
-            report = finish_grown(
-                self.run_dir, self.spec, journal, self.manifest, progress.usage(), facts, progress.display.note
-            )
+        """Add the rows that came behind to the outputs and the report; then ``job.json`` gets the number of rows.
+
+        A kill in between leaves a run that does the same when run again.
+        """
+        num_new = len(journal.done)
+        with self.progress.phase("writing the outputs", "write"):
+            finalize_grown(self.run_dir, self.spec, journal, num_rows=num_rows)
+            report = self.follow_report(self.run_dir.journal, {"new": num_new})
+            self.run_dir.remove_spool()
+            self.manifest = replace(self.manifest, num_rows=num_rows)
+            self.run_dir.write_manifest(self.manifest)
         outcome = self.finished(journal, report)
-        return replace(outcome, lines=(f"{counted(len(journal.done), 'new row')}; in all:", *outcome.lines))
+        return replace(outcome, lines=(f"{counted(num_new, 'new row')}; in all:", *outcome.lines))
 
     def _rows(self, source: Source, journal: Journal | None) -> RowRange:
         rows = RowRange(source, self.options.shard, has_ids=may_have_ids(self.spec.input))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,13 @@ from batchgen.core.errors import UsageError
 from batchgen.core.shard import WHOLE
 from batchgen.core.storage import absolute, commit_staged
 from batchgen.core.units import shown
-from batchgen.input.ids import Claim, UniqueIds, may_have_ids
+from batchgen.input.ids import UniqueIds, may_have_ids
 from batchgen.output.finalize import (
     IndexedRow,
     Rows,
     commit_errors,
     join,
     read_errors,
-    read_records,
     stage,
 )
 from batchgen.output.formats import output_format
@@ -38,7 +37,7 @@ from batchgen.output.rundir import RunDir
 from batchgen.report.build import build_report, write_report
 from batchgen.report.usage import follow, usage_of
 from batchgen.run.invocation import tidy_on_refusal
-from batchgen.run.reports import output_totals, read_report
+from batchgen.run.reports import output_totals, read_report, result_ids
 
 _NAMED_ROWS = 5  # of many missing rows
 _CLAIMED_AT_ONCE = 4096  # ids
@@ -178,7 +177,7 @@ def _refuse_repeated_ids(shards: Sequence[_Shard], job: JobSpec) -> None:
     if not may_have_ids(job.input):
         return
     with closing(UniqueIds(None, as_text=job.output.has_text_ids)) as ids:
-        claims = _claims(shards, job)
+        claims = chain.from_iterable(result_ids(shard.run_dir, job) for shard in shards)
         while chunk := list(islice(claims, _CLAIMED_AT_ONCE)):
             for row, first in ids.claim(chunk).items():
                 known = shown(dict(chunk)[row], 60)
@@ -191,16 +190,6 @@ def _refuse_repeated_ids(shards: Sequence[_Shard], job: JobSpec) -> None:
 def _owner(shards: Sequence[_Shard], index: int) -> _Shard:
     """The shard that a row of the input belongs to."""
     return next(shard for shard in shards if shard.manifest.shard.owns(index))
-
-
-def _claims(shards: Sequence[_Shard], job: JobSpec) -> Iterator[Claim]:
-    """The ids of all results; an index in place of a missing id counts only where it could be taken for an id."""
-    is_named = job.input.id is not None or job.output.has_text_ids
-    for shard in shards:
-        for index, record in read_records(shard.run_dir, job):
-            known = record.get("id", index)
-            if is_named or known != index:
-                yield index, known
 
 
 def _load(folders: Sequence[Path], allow_mixed_kernels: bool) -> list[_Shard]:

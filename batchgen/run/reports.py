@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -60,15 +60,37 @@ def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dic
     }
 
 
-def following_report(
-    run_dir: RunDir, spec: JobSpec, usage: Mapping[str, Any], facts: Mapping[str, Any], note: Callable[[str], None]
-) -> dict[str, Any]:
-    """The report of outputs that were replaced since their last one; it adds up the times of both.
+def result_ids(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, str | int]]:
+    """Indexes and ids of the results of a finished run.
 
-    ``note`` takes a line where that report is not there, so that these times alone count.
+    An index in place of a missing id counts only where it could be taken for an id. Raises as ``read_records``.
     """
+    is_named = spec.input.id is not None or spec.output.has_text_ids
+    for index, record in read_records(run_dir, spec):
+        known = record.get("id", index)
+        if is_named or known != index:
+            yield index, known
+
+
+def following_report(
+    run_dir: RunDir,
+    journal: Path,
+    spec: JobSpec,
+    usage: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    """The report of outputs that the rows of a journal have joined; it adds up the times of both.
+
+    The report before is kept in the journal's folder until that is removed, so that after a kill behind the new one no
+    time counts twice. ``note`` takes a line where there is none, so that these times alone count.
+    """
+    before = journal / run_dir.report.name
     try:
-        usage = follow(usage_of(read_report(run_dir)), usage)
+        if not before.exists():
+            read_report(run_dir)
+            write_atomic(before, run_dir.report.read_bytes())
+        usage = follow(usage_of(read_report_file(before)), usage)
     except UsageError as error:  # merged without reports, or written by another version
         note(f"the new report counts the time of this invocation only: {error}")
     return build_report(output_totals(run_dir, spec), usage, facts)

@@ -27,10 +27,8 @@ from batchgen.output.finalize import finalize_retry, read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import differences
 from batchgen.output.rundir import RunDir
-from batchgen.report.build import write_report
 from batchgen.run.invocation import Invocation, Outcome, RunOptions
 from batchgen.run.loader import EngineFactory, read_model
-from batchgen.run.reports import following_report, job_facts
 
 
 def retry_job(
@@ -122,12 +120,10 @@ class _Retry(Invocation):
             )
 
     def _replace_outputs(self, journal: Journal) -> Outcome:
-        spec, num_fixed = self.spec, journal.counts.results
+        num_fixed = journal.counts.results
         with self.progress.phase("writing the outputs", "write"):
-            finalize_retry(self.run_dir, spec, journal)
-            facts = job_facts(self.spec, self.manifest, self.backend)
-            report = following_report(self.run_dir, spec, self.progress.usage(), facts, self.progress.display.note)
-            write_report(self.run_dir.report, report)
+            finalize_retry(self.run_dir, self.spec, journal)
+            report = self.follow_report(self.run_dir.retry)
         outcome = self.finished(journal, report)
         return self.published(replace(outcome, lines=(f"{counted(num_fixed, 'failed row')} fixed", *outcome.lines)))
 

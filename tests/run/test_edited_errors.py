@@ -16,6 +16,7 @@ from batchgen.cli.main import call
 from batchgen.core.errors import StorageError, UsageError
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.output import finalize
+from batchgen.run import invocation
 from batchgen.run import retry as retry_module
 from batchgen.run.invocation import RunOptions
 from batchgen.run.retry import retry_job
@@ -178,7 +179,7 @@ def interrupted(job: JobMaker, monkeypatch: pytest.MonkeyPatch, where: Any, name
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("where", "name"), [(retry_module, "finalize_retry"), (finalize, "commit_errors"), (retry_module, "write_report")]
+    ("where", "name"), [(retry_module, "finalize_retry"), (finalize, "commit_errors"), (invocation, "write_report")]
 )
 def test_a_retry_interrupted_between_its_files_goes_on(
     job: JobMaker, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, form: str

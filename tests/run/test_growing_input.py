@@ -185,6 +185,22 @@ def test_ids_are_unique_across_nights(job: JobMaker) -> None:
     assert len(job.outputs()) == 11
 
 
+@pytest.mark.parametrize("form", ["jsonl", "openai-batch"])
+def test_an_id_that_a_retry_gave_a_row_is_unique_across_nights_too(job: JobMaker, form: str) -> None:
+    spec = job.spec(output={"format": form})
+    job.input.write_bytes(b"".join([*LINES[:9], LINES[3]]))
+    job.run(spec)
+    (letter,) = job.errors()
+    letter["row"]["id"] = "q-10"
+    (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
+    assert retried(job).exit_code == ExitCode.OK
+    job.input.write_bytes(b"".join([*LINES[:9], LINES[3], LINES[10], LINES[11]]))
+    assert job.run(spec).exit_code == ExitCode.ROWS_FAILED
+    assert ["duplicate_id" in json.dumps(letter) for letter in job.errors()] == [True]
+    names = [record.get("custom_id", record["id"]) for record in job.outputs()]
+    assert len(set(names)) == len(names) == 11
+
+
 @pytest.mark.parametrize("limits", [{}, {"max_total_tokens": 100}], ids=["finished", "stopped"])
 def test_files_that_a_pattern_gained_come_behind_wherever_they_are_sorted(
     job: JobMaker, limits: dict[str, Any]
@@ -391,7 +407,9 @@ def test_time_counts_once_where_a_kill_comes_behind_the_report_of_what_is_new(
         patch.setattr(RunDir, "remove_spool", killed)
         with pytest.raises(KeyboardInterrupt):
             job.run()
-    report = (job.output / "report.json").read_bytes()
-    assert job.run().exit_code == ExitCode.OK
-    assert (job.output / "report.json").read_bytes() == report
-    assert json.loads(report)["rows"]["new"] == 40
+    report = json.loads((job.output / "report.json").read_bytes())
+    again = job.run().report
+    assert again is not None
+    assert again["rows"] == report["rows"] == {"total": 60, "done": 60, "failed": 0, "new": 40}
+    assert (report["sessions"], again["sessions"]) == (2, 3)
+    assert again["engine"]["num_steps"] == report["engine"]["num_steps"]

@@ -16,7 +16,7 @@ from batchgen.cli.main import call
 from batchgen.core.errors import ResumeMismatch, StorageError, UsageError
 from batchgen.core.shard import Shard
 from batchgen.output.journal import Journal
-from batchgen.run import retry as retry_module
+from batchgen.run import invocation
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.retry import retry_job
 from batchgen.run.stop import Limits
@@ -159,7 +159,7 @@ def test_a_kill_before_the_report_is_made_good_by_the_next_retry(
         raise StorageError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(retry_module, "write_report", failing)
+        patch.setattr(invocation, "write_report", failing)
         with pytest.raises(StorageError):
             retried(job)
     outcome = retried(job)
@@ -167,6 +167,25 @@ def test_a_kill_before_the_report_is_made_good_by_the_next_retry(
     assert outcome.report["rows"] == {"total": 4, "done": 4, "failed": 0}
     assert job.engines == []
     assert len(job.outputs()) == 4
+
+
+def test_time_counts_once_where_a_kill_comes_behind_the_report(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.write(rows_of(4))
+    job.run(fails=frozenset({1}))
+
+    def killed(_: Journal) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "remove", killed)
+        with pytest.raises(KeyboardInterrupt):
+            retried(job)
+    report = json.loads((job.output / "report.json").read_bytes())
+    again = retried(job).report
+    assert again is not None
+    assert (report["sessions"], again["sessions"]) == (2, 3)
+    assert again["engine"]["num_steps"] == report["engine"]["num_steps"]
+    assert not (job.output / "retry").exists()
 
 
 def test_the_command_says_what_it_did(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
