@@ -91,8 +91,7 @@ class Invocation(ABC):
         self.backend: Backend | None = None
         self.stopper = Stopper(options.limits)
         self.progress = Progress(run_dir.path, make_display(options.progress, options.heartbeat_s), self.stopper)
-        phase, note = self.progress.phase, self.progress.display.note
-        self.remotes = RemoteCopies(spec.output, run_dir, phase, note, self.stopper, overwrite=options.overwrite)
+        self.remotes = RemoteCopies(spec.output, run_dir, self.progress, overwrite=options.overwrite)
 
     def execute(self) -> Outcome:
         """Do the work of the subclass under the lock, up to its end or a request to stop."""

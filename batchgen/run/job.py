@@ -169,7 +169,7 @@ class _Job(Invocation):
         self.manifest, changes = continued(self.run_dir, self.spec, begun, self.manifest, is_complete=is_complete)
         if self.growth is not None:
             self.progress.display.note("the input has grown: going on with what came behind")
-        for line in changes if not is_complete else ():
+        for line in changes:
             self.progress.display.note(f"resuming with {line}")
 
     def _already_done(self, begun: Manifest) -> Outcome:

@@ -6,8 +6,6 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import TracebackType
 
 from batchgen.config.job import OutputSpec
@@ -17,33 +15,18 @@ from batchgen.output.manifest import Manifest
 from batchgen.output.mirror import Mirror
 from batchgen.output.publish import Publication, open_destination
 from batchgen.output.rundir import RunDir
-from batchgen.run.stop import Stopper
+from batchgen.run.progress import Progress
 
 _EXIT_S = 0.5  # between the last copy and the end of the process
 
 
 class RemoteCopies:
-    """The destinations of one run.
+    """The destinations of one run, which is asked to stop when another machine has taken it over."""
 
-    ``phase`` shows what is being done, as ``Progress.phase``; ``note`` takes a line for the user; the stopper is asked
-    to stop when another machine has taken the run over.
-    """
-
-    def __init__(
-        self,
-        output: OutputSpec,
-        run_dir: RunDir,
-        phase: Callable[[str, str], AbstractContextManager[None]],
-        note: Callable[[str], None],
-        stopper: Stopper,
-        *,
-        overwrite: bool,
-    ) -> None:
+    def __init__(self, output: OutputSpec, run_dir: RunDir, progress: Progress, *, overwrite: bool) -> None:
         self._output = output
         self._run_dir = run_dir
-        self._phase = phase
-        self._note = note
-        self._stopper = stopper
+        self._progress = progress
         self._overwrite = overwrite
         self._mirror: Mirror | None = None
 
@@ -53,8 +36,10 @@ class RemoteCopies:
     def open(self) -> None:
         """Take the lock of the mirror. Raises LockedError, UsageError, RemoteError."""
         if self._output.mirror:
-            with self._phase("opening output.mirror", "read"), refusals_as_usage():
-                mirror = Mirror(self._output.mirror, self._run_dir, self._note, self._stopper.request)
+            with self._progress.phase("opening output.mirror", "read"), refusals_as_usage():
+                mirror = Mirror(
+                    self._output.mirror, self._run_dir, self._progress.display.note, self._progress.stopper.request
+                )
                 mirror.open(None if self._overwrite else self._run_dir.read_manifest(), overwrite=self._overwrite)
                 self._mirror = mirror
 
@@ -62,7 +47,7 @@ class RemoteCopies:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._mirror is not None:
-            self._mirror.close(self._stopper.left_s - _EXIT_S)
+            self._mirror.close(self._progress.stopper.left_s - _EXIT_S)
 
     def begun(self, local: Manifest | None) -> Manifest | None:
         """The manifest of the run to go on with: that of the run directory, or else of the mirror."""
@@ -77,7 +62,7 @@ class RemoteCopies:
         """Fetch from the mirror what the run directory lacks. Returns its ``progress.json`` if that was empty."""
         if self._mirror is None:
             return b""
-        with self._phase("restoring from output.mirror", "read"):
+        with self._progress.phase("restoring from output.mirror", "read"):
             progress = b"" if self._run_dir.manifest.exists() else self._mirror.progress()
             self._mirror.restore()
         return progress
@@ -85,7 +70,7 @@ class RemoteCopies:
     def claim(self, manifest: Manifest) -> None:
         """See that the finished files can be published, before anything is computed. Raises UsageError, RemoteError."""
         if self._output.publish:
-            with self._phase("checking output.publish", "read"), refusals_as_usage():
+            with self._progress.phase("checking output.publish", "read"), refusals_as_usage():
                 self._publication(manifest).claim(overwrite=self._overwrite)
 
     def clear(self) -> None:
@@ -104,7 +89,7 @@ class RemoteCopies:
         Raises BatchgenError: the run stays finished, and the next invocation tries again.
         """
         try:
-            with self._phase("publishing", "write"):
+            with self._progress.phase("publishing", "write"):
                 lines = [self._publication(manifest).publish()] if self._output.publish else []
                 if self._mirror is not None:
                     self._mirror.finish(manifest)

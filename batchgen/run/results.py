@@ -70,17 +70,18 @@ class ResultSink:
 
     def finish(self, row: Pending, answer: Result | JournalEntry) -> None:
         """Record what came of a row, which may be an error. Raises StorageError."""
-        done = answer if isinstance(answer, JournalEntry) else entry_of(row, answer, self._record_builder)
-        with self._charge("write"), self._lock:
-            self.journal.append(done)
-        self.num_prompt_tokens += done.num_prompt_tokens
-        self.num_generated_tokens += done.num_generated_tokens
-        self.num_computed_tokens += done.num_computed_tokens
+        self._append(answer if isinstance(answer, JournalEntry) else entry_of(row, answer, self._record_builder))
 
     def fail(self, row: BadRow) -> None:
         """Record a row that cannot run. Raises StorageError."""
+        self._append(failed_entry(row, self._record_builder))
+
+    def _append(self, entry: JournalEntry) -> None:
         with self._charge("write"), self._lock:
-            self.journal.append(failed_entry(row, self._record_builder))
+            self.journal.append(entry)
+        self.num_prompt_tokens += entry.num_prompt_tokens
+        self.num_generated_tokens += entry.num_generated_tokens
+        self.num_computed_tokens += entry.num_computed_tokens
 
     def tick(self) -> None:
         """Let the journal sync what is due, from another thread: the next row may be long in coming.

@@ -32,18 +32,17 @@ def continued(
     found = compare(begun, now)
     refused = (*found.refused, *_other_ids(spec, begun))
     if refused:
+        is_of_files = any(line.startswith("input.files[") for line in refused)
         raise ResumeMismatch(
             f"{run_dir.path} was begun with another job; what changes its outputs:\n"
             + "".join(f"  {line}\n" for line in refused)
-            + (
-                "  (an input may gain files, and the last of its text files lines at its end)\n"
-                if any(line.startswith("input.files[") for line in refused)
-                else ""
-            )
+            + is_of_files * "  (an input may gain files, and the last of its text files lines at its end)\n"
             + "put back what changed, or run with --overwrite to start anew, or choose another output.path"
         )
     num_kept = begun.num_kept if run_dir.has_outputs() else 0  # outputs that were taken away keep no row
-    return replace(now, created_at=begun.created_at, num_rows=begun.num_rows, num_kept=num_kept), found.allowed
+    return replace(
+        now, created_at=begun.created_at, num_rows=begun.num_rows, num_kept=num_kept
+    ), () if is_complete else found.allowed
 
 
 def _expected(numerics: Mapping[str, str], spec: JobSpec) -> dict[str, str]:

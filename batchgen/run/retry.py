@@ -80,7 +80,12 @@ class _Retry(Invocation):
             validator = RowValidator(self.spec.input, builder, ids)  # failed rows are this run's, whatever its shard
             if not self.generate(todo, validator, journal):
                 return self.stopped()
-        return self._replace_outputs(journal)
+        num_fixed = journal.counts.results
+        with self.progress.phase("writing the outputs", "write"):
+            finalize_retry(self.run_dir, self.spec, journal)
+            report = self.follow_report(self.run_dir.retry)
+        outcome = self.finished(journal, report)
+        return self.published(replace(outcome, lines=(f"{counted(num_fixed, 'failed row')} fixed", *outcome.lines)))
 
     def _letters(self, journal: Journal, ids: UniqueIds) -> DeadLetters:
         """The failed rows. They may not take the ids of rows with results, which ``ids`` holds afterwards."""
@@ -118,14 +123,6 @@ class _Retry(Invocation):
                 f"{self.spec.model.path} is not the model that {self.run_dir.path} was run with; a run has one model:"
                 + "".join(f"\n  {line}" for line in found)
             )
-
-    def _replace_outputs(self, journal: Journal) -> Outcome:
-        num_fixed = journal.counts.results
-        with self.progress.phase("writing the outputs", "write"):
-            finalize_retry(self.run_dir, self.spec, journal)
-            report = self.follow_report(self.run_dir.retry)
-        outcome = self.finished(journal, report)
-        return self.published(replace(outcome, lines=(f"{counted(num_fixed, 'failed row')} fixed", *outcome.lines)))
 
 
 def _is_run(row: Record | BadRow, journal: Journal) -> bool:
