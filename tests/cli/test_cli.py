@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 import pytest
-from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, finish, quiet, rows_of, start
+from repeats import slow
+from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, quiet, rows_of, start
 from stub_engine import stub_factory
 
 import batchgen
@@ -48,12 +49,13 @@ def test_help_fits_in_80_columns_and_has_an_example(
     assert " ".join(["batchgen", *command]) in examples.partition("\n\n")[0]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_list_of_commands_shows_whole_sentences(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_the_commands_are_listed_in_whole_sentences_in_the_order_of_use(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = said(capsys, "--help")
-    (line,) = [line for line in out.splitlines() if line.strip().startswith(command)]
-    assert line.endswith(".")
-    assert not line.endswith("...")
+    lines = re.findall(r"^  ([a-z]+)  +(.*)", out.partition("Commands:")[2], re.MULTILINE)
+    assert [name for name, _ in lines][:3] == ["run", "plan", "status"]
+    assert sorted(name for name, _ in lines) == COMMANDS
+    assert all(text.endswith(".") and not text.endswith("...") for _, text in lines)
+    assert said(capsys)[:2] == (2, out), "no command at all shows the same"
 
 
 def shown_options(text: str) -> list[str]:
@@ -64,6 +66,7 @@ def test_the_help_of_run_shows_what_people_need_and_help_all_the_rest(capsys: py
     _, brief, _ = said(capsys, "run", "--help")
     code, whole, _ = said(capsys, "run", "--help-all")
     assert code == 0
+    assert all({*names.split()} <= KEYS[section].keys() for section, names in options._EXPERT_KEYS.items())
     hidden = {*shown_options(whole)} - {*shown_options(brief)}
     assert len(shown_options(brief)) <= 52
     assert len(brief.splitlines()) <= 110
@@ -74,11 +77,6 @@ def test_the_help_of_run_shows_what_people_need_and_help_all_the_rest(capsys: py
     assert max(map(len, whole.splitlines())) <= 80
 
 
-def test_the_keys_for_experts_are_keys() -> None:
-    for section, names in options._EXPERT_KEYS.items():
-        assert {*names.split()} <= KEYS[section].keys()
-
-
 def test_help_says_what_a_switch_is_without_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     _, whole, _ = said(capsys, "run", "--help-all")
     text = " ".join(whole.split())
@@ -86,11 +84,6 @@ def test_help_says_what_a_switch_is_without_a_flag(capsys: pytest.CaptureFixture
         for item in keys.values():
             if item.kind is BOOL:
                 assert f"{item.help} [{'on' if item.default else 'off'}]" in text, section
-
-
-def test_the_commands_come_in_the_order_of_use(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = said(capsys, "--help")
-    assert re.findall(r"^  ([a-z]+)  ", out.partition("Commands:")[2], re.MULTILINE)[:3] == ["run", "plan", "status"]
 
 
 def test_plan_can_be_written_where_run_stood(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,39 +115,24 @@ def test_an_outcome_is_shown_briefly(job: JobMaker) -> None:
     assert len(repr(job.run())) < 1000
 
 
-def test_help_loads_nothing_heavy() -> None:
-    code = (
-        "import sys; from batchgen.cli.main import call; call(['run', '--help']);"
-        "heavy = {'torch', 'pyarrow', 'datasets', 'numpy', 'tokenizers', 'numba', 'llvmlite'};"
-        "print(sorted(heavy & sys.modules.keys()))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    assert result.stdout.splitlines()[-1] == "[]"
+HEAVY = ["torch", "pyarrow", "datasets", "numpy", "tokenizers", "numba", "llvmlite"]
 
 
-@pytest.mark.parametrize("command", ["status", "report"])
-def test_looking_at_a_run_loads_no_torch(job: JobMaker, command: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "heavy"), [("run --help", HEAVY), ("status {}", ["torch"]), slow("report {}", ["torch"])]
+)
+def test_what_computes_nothing_loads_nothing_heavy(job: JobMaker, arguments: str, heavy: list[str]) -> None:
     job.write(rows_of(2))
     job.run()
-    arguments = [command, str(job.output)]
-    code = f"import sys; from batchgen.cli.main import call; call({arguments!r}); print('torch' in sys.modules)"
+    command = arguments.format(job.output).split()
+    code = f"import sys; from batchgen.cli.main import call; call({command}); print({{*{heavy}}} & {{*sys.modules}})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    assert result.stdout.splitlines()[-1] == "False"
+    assert result.stdout.splitlines()[-1] == "set()"
 
 
 def test_every_key_of_the_job_file_has_a_flag() -> None:
     flags = {option for parameter in cli.commands["run"].params for option in parameter.opts + parameter.secondary_opts}
     assert {f"--{item.flag}" for keys in KEYS.values() for item in keys.values()} <= flags
-
-
-def test_the_flags_of_the_contract_are_there() -> None:
-    contract = (
-        "model input output max-tokens temperature seed ignore-eos dtype device tokenizer threads prompt system "
-        "no-chat keep-columns limit order max-num-batched-tokens max-num-seqs block-size kv-memory max-model-len "
-        "token-ids overwrite strict max-error-rate deadline max-runtime max-total-tokens shard"
-    )
-    flags = {option for parameter in cli.commands["run"].params for option in parameter.opts + parameter.secondary_opts}
-    assert {f"--{name}" for name in contract.split()} <= flags
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,9 +202,9 @@ def test_nothing_but_errors_is_said_when_quiet(job: JobMaker, capsys: pytest.Cap
     assert said(capsys, "run", job.toml(), "--quiet") == (0, "", "")
 
 
-def test_json_progress_is_one_object_a_line(job: JobMaker) -> None:
+def test_json_progress_is_one_object_a_line(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(60))
-    _, err = finish(start(["run", job.toml(), "--json-progress", "--heartbeat", "0.1s"], step_s=0.02))
+    _, _, err = said(capsys, "run", job.toml(), "--json-progress", "--heartbeat", "0.1s", step_s=0.02)
     lines = [json.loads(line) for line in err.splitlines()]
     assert {line["event"] for line in lines} == {"progress", "note", "end"}
     assert (lines[-1]["phase"], lines[-1]["advice"]) == ("done", None)
@@ -234,9 +212,9 @@ def test_json_progress_is_one_object_a_line(job: JobMaker) -> None:
     assert any(line["phase"] == "generating" and line["tokens_per_s"] > 0 for line in lines if "phase" in line)
 
 
-def test_heartbeat_lines_come_by_time_when_not_on_a_terminal(job: JobMaker) -> None:
+def test_heartbeat_lines_come_by_time_when_not_on_a_terminal(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(60))
-    code, err = finish(start(["run", job.toml(), "--heartbeat", "0.1s"], step_s=0.02))
+    code, _, err = said(capsys, "run", job.toml(), "--heartbeat", "0.1s", step_s=0.02)
     assert code == 0
     assert re.search(r"batchgen: \d+/60 rows, [\d,]+ tok/s computed, about .* left", err)
     assert "\r" not in err
@@ -327,7 +305,9 @@ def broken(spec: JobSpec, model: ModelInfo) -> Backend:
     raise ZeroDivisionError("a bug")
 
 
-def test_a_bug_is_a_line_with_the_place_of_its_traceback(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_is_a_line_with_the_place_of_its_traceback_or_shows_it(
+    job: JobMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     job.write(rows_of(2))
     assert call(["run", str(job.toml()), "--quiet"], engine_factory=broken) == 1
     err = capsys.readouterr().err
@@ -337,13 +317,7 @@ def test_a_bug_is_a_line_with_the_place_of_its_traceback(job: JobMaker, capsys: 
     path = Path(match[1])
     assert "ZeroDivisionError: a bug" in path.read_text(encoding="utf-8")
     path.unlink()
-
-
-def test_debug_shows_the_traceback(
-    job: JobMaker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("BATCHGEN_DEBUG", "1")
-    job.write(rows_of(2))
     assert call(["run", str(job.toml()), "--quiet"], engine_factory=broken) == 1
     assert "Traceback" in capsys.readouterr().err
 
@@ -381,35 +355,3 @@ def test_a_report_says_that_rows_which_came_behind_are_not_in_it(
     code, out, err = said(capsys, "report", job.output)
     assert (code, "3 done, 0 failed" in out) == (0, True)
     assert err.startswith(f"batchgen: the input of {job.output} has grown") and err.count("\n") == 1
-
-
-def test_shards_are_merged(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
-    job.write(rows_of(5))
-    parts = [job.folder / "part1", job.folder / "part2"]
-    for number, part in enumerate(parts, 1):
-        assert said(capsys, "run", job.toml(), "--shard", f"{number}/2", "--output", part, "--quiet")[0] == 0
-    code, _, err = said(capsys, "merge", *parts, "-o", job.output)
-    assert code == 0
-    assert "5 rows done" in err
-    assert len(job.outputs()) == 5
-    code, out, _ = said(capsys, "report", job.output, "--json")
-    merged = json.loads(out)
-    parts_reports = [json.loads((part / "report.json").read_bytes()) for part in parts]
-    assert merged["rows"] == {"total": 5, "done": 5, "failed": 0}
-    assert merged["tokens"]["total"] == sum(report["tokens"]["total"] for report in parts_reports)
-    assert merged["wall_s"] == pytest.approx(sum(report["wall_s"] for report in parts_reports), abs=0.01)
-
-
-def test_a_reader_that_goes_away_is_no_traceback(job: JobMaker) -> None:
-    job.write(rows_of(3))
-    job.run()
-    script = f"{sys.executable} -m batchgen report {job.output} --json | true"
-    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, cwd=REPOSITORY)
-    assert "Traceback" not in result.stderr
-
-
-def test_no_command_at_all_shows_the_help_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert call([]) == 2
-    bare = capsys.readouterr().out
-    assert call(["--help"]) == 0
-    assert bare == capsys.readouterr().out

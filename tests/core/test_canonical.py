@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import date
 from typing import Any
 
@@ -41,10 +40,7 @@ def test_the_schema_of_each_form() -> None:
     assert schema_of(canonical({"json": False})) is False
     assert schema_of(canonical({"json_object": True})) == {"type": "object"}
     assert schema_of(canonical({"choice": ["a"]})) is None
-
-
-def test_choices_lose_their_repetitions_only() -> None:
-    assert parsed(canonical({"choice": ("b", "a", "b", "é")})) == {"choice": ["b", "a", "é"]}
+    assert parsed(canonical({"choice": ("b", "a", "b", "é")})) == {"choice": ["b", "a", "é"]}, "repetitions go"
 
 
 DEEP: Any = 1
@@ -72,7 +68,7 @@ for _ in range(3000):
         ({"json": {"const": date(2020, 1, 1)}}, "no JSON value: a date"),
         ({"json": {"const": float("nan")}}, "NaN"),
         ({"choice": ["\ud800"]}, "lone surrogate"),
-        ({"json": {"description": "x" * MAX_BYTES}}, "at most 65,536 are taken"),
+        ({"json": {"description": "x" * MAX_BYTES}}, "bytes of JSON text; at most 65,536 are taken"),
         ({"regex": ""}, "not empty as its regex"),
         ({"grammar": ["a"]}, "not empty as its grammar"),
         ({"choice": []}, "list of strings"),
@@ -95,19 +91,7 @@ def test_openai_asks_by_response_format() -> None:
     assert from_response_format(strict) == {"json": schema}
     assert from_response_format({"type": "json_object"}) == {"json_object": True}
     assert from_response_format({"type": "text"}) == {}
-    wrong: list[Any] = [
-        3,
-        {"type": "xml"},
-        {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {"name": "n"}},
-    ]
-    for value in wrong:
+    nameless = {"type": "json_schema", "json_schema": {"name": "n"}}
+    for value in (3, {"type": "xml"}, {"type": "json_schema"}, nameless):
         with pytest.raises(ValueError, match="must"):
             from_response_format(value)
-
-
-def test_a_megabyte_of_schema_is_refused_by_its_size() -> None:
-    schema = {"enum": [f"{i:040}" for i in range(25_000)]}
-    assert len(json.dumps(schema)) > 1_000_000
-    with pytest.raises(ValueError, match="bytes of JSON text; at most"):
-        canonical({"json": schema})

@@ -8,12 +8,14 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
+from repeats import slow
 from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of, without_timings
 
 from batchgen.cli import main
@@ -25,12 +27,7 @@ from batchgen.run.job import run_job
 GB = 10**9
 
 
-def of_torch() -> object:
-    return torch.empty(1 << 50, dtype=torch.uint8)
-
-
-def of_numpy() -> object:
-    return np.zeros(1 << 50, dtype=np.uint8)
+of_numpy = partial(np.zeros, 1 << 50, dtype=np.uint8)
 
 
 def of_the_loader() -> NoReturn:
@@ -51,7 +48,7 @@ def of_cublas() -> NoReturn:
 @pytest.mark.parametrize(
     ("fail", "amount"),
     [
-        (of_torch, "1125899906842624 bytes"),
+        (partial(torch.empty, 1 << 50, dtype=torch.uint8), "1125899906842624 bytes"),
         (of_numpy, "1.00 PiB"),
         (of_the_loader, ""),
         (of_a_gpu, "2.00 GiB"),
@@ -94,17 +91,11 @@ AMBIGUOUS = [RuntimeError("can't start new thread"), ImportError("libx.so: faile
 NOT_PERMITTED = ImportError("libx.so: failed to map segment from shared object: Operation not permitted")
 
 
-@pytest.mark.parametrize("error", [*AMBIGUOUS, NOT_PERMITTED], ids=repr)
-def test_what_may_have_another_cause_is_no_lack_of_memory_where_none_is_limited(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert not is_out_of_memory(error)
-
-
-def test_what_may_have_another_cause_is_a_lack_of_memory_where_the_address_space_is_limited(
+def test_what_may_have_another_cause_is_a_lack_of_memory_only_where_the_address_space_is_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    assert not any(map(is_out_of_memory, [*AMBIGUOUS, NOT_PERMITTED]))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (5 * GB, 5 * GB))
     assert all(map(is_out_of_memory, AMBIGUOUS))
     assert not is_out_of_memory(NOT_PERMITTED)
@@ -113,7 +104,7 @@ def test_what_may_have_another_cause_is_a_lack_of_memory_where_the_address_space
 def test_weights_for_which_there_is_no_memory_are_one_line(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     from batchgen.model import load
 
-    monkeypatch.setattr(load, "Decoder", lambda *_: of_torch())
+    monkeypatch.setattr(load, "Decoder", lambda *_: of_numpy())
     job.write(rows_of(1))
     with pytest.raises(OutOfMemory, match=r"out of memory while loading the weights.*--kv-memory"):
         run_job(job.spec(), quiet())
@@ -163,7 +154,8 @@ def in_address_space(num_bytes: int, *arguments: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.parametrize(
-    ("command", "num_bytes"), [("run", 7 * GB // 10), ("run", GB), ("run", 2 * GB), ("check", GB), ("bench", GB)]
+    ("command", "num_bytes"),
+    [("run", GB), *(slow("run", size) for size in (7 * GB // 10, 2 * GB)), slow("check", GB), slow("bench", GB)],
 )
 def test_a_small_address_space_is_refused_before_anything_large_is_loaded(
     job: JobMaker, command: str, num_bytes: int

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repeats import slow
 from run_helpers import JobMaker, quiet, rows_of, without_timings
 from stub_engine import stub_factory
 
@@ -23,7 +24,6 @@ from batchgen.run import stop as stop_module
 from batchgen.run.reports import read_report
 
 DAY_S = 86_400
-JUMPS = [-DAY_S, DAY_S, -365 * DAY_S, 365 * DAY_S]
 
 
 class JumpingClock:
@@ -59,7 +59,7 @@ def jumping(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     return clock
 
 
-@pytest.mark.parametrize("jumping", JUMPS, indirect=True)
+@pytest.mark.parametrize("jumping", [-DAY_S, slow(DAY_S), slow(-365 * DAY_S), slow(365 * DAY_S)], indirect=True)
 def test_a_wall_clock_that_jumps_changes_no_byte_and_no_time_of_the_report(
     job: JobMaker, tmp_path: Path, jumping: JumpingClock
 ) -> None:
@@ -73,7 +73,7 @@ def test_a_wall_clock_that_jumps_changes_no_byte_and_no_time_of_the_report(
     assert all(0 <= seconds < 600 for seconds in report["seconds"].values())
 
 
-@pytest.mark.parametrize("jumping", [-DAY_S, -365 * DAY_S], indirect=True)
+@pytest.mark.parametrize("jumping", [-DAY_S, slow(-365 * DAY_S)], indirect=True)
 def test_a_deadline_after_the_clock_went_back_is_later_and_the_run_ends(
     job: JobMaker, tmp_path: Path, jumping: JumpingClock
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_deadline_after_the_clock_went_back_is_later_and_the_run_ends(
     assert job.outputs() == wanted
 
 
-@pytest.mark.parametrize("jumping", [DAY_S, 365 * DAY_S], indirect=True)
+@pytest.mark.parametrize("jumping", [DAY_S, slow(365 * DAY_S)], indirect=True)
 def test_a_clock_that_jumps_over_the_deadline_stops_the_run_and_a_resume_ends_it(
     job: JobMaker, tmp_path: Path, jumping: JumpingClock
 ) -> None:

@@ -61,44 +61,38 @@ class Page(HTMLParser):
             self._in_heading = False
 
 
-def test_the_page_loads_nothing_and_runs_nothing() -> None:
-    text = render_html(with_series())
+def test_the_page_loads_and_runs_nothing_has_every_picture_and_follows_the_readers_colours() -> None:
+    report = with_series()
+    report["series"]["steps"][3] = report["series"]["tokens"][3] = 0  # a second in which no step ended
+    text = render_html(report)
     page = Page(text)
     assert "script" not in page.tags
     assert all(link.startswith(("#", "data:")) for link in page.links)
     assert not re.search(r"url\((?!#)|@import", text)
     assert "default-src 'none'" in text
-
-
-def test_every_picture_and_table_is_there() -> None:
-    page = Page(render_html(with_series()))
     assert page.tags.count("svg") == 8
     for title in ("Tokens per second", "How full the batch was", "Prompt length", "Failed rows", "Slowest rows"):
         assert title in page.titles
+    assert "prefers-color-scheme: dark" in text and "stroke: var(--decode)" in text and "#0a000" not in text
+    assert ">seconds<" in text and ">milliseconds<" in text  # of a token
+    assert render_html(report) == text, "the same report gives the same page"
 
 
-def test_the_page_names_the_run_and_shows_its_first_answers(job: JobMaker) -> None:
+def test_the_page_names_the_run_and_shows_its_first_answers_where_there_are_outputs(job: JobMaker) -> None:
     job.write(rows_of(7))
     job.run(job.spec(output={"expected": "answer"}))
     page = job.folder / "report.html"
     assert call(["report", str(job.output), "--html", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
-    assert str(job.output) in text
-    titles = Page(text).titles
-    assert "The first answers" in titles
+    assert text.startswith("<!doctype html>") and str(job.output) in text
+    assert "The first answers" in Page(text).titles
     assert all(f"<td>q-{index}</td>" in text for index in range(5))
-
-
-def test_a_page_without_the_outputs_shows_all_but_the_answers(job: JobMaker) -> None:
-    job.write(rows_of(3))
-    job.run()
     (job.output / "outputs.jsonl").write_text("{}\n")
-    page = job.folder / "report.html"
     assert call(["report", str(job.output), "--html", str(page)]) == 0
     assert "The first answers" not in page.read_text(encoding="utf-8")
 
 
-def test_answers_are_cut_escaped_and_have_the_probability_of_a_choice() -> None:
+def test_texts_of_the_job_are_escaped_and_answers_cut_with_the_probability_of_a_choice() -> None:
     records = [
         {"id": "a", "text": "<b>" + "x" * 900, "answer": "y"},
         {"id": "b", "text": "yes", "choices": [{"text": "yes", "prob": 0.75}, {"text": "no", "prob": 0.25}]},
@@ -107,8 +101,10 @@ def test_answers_are_cut_escaped_and_have_the_probability_of_a_choice() -> None:
     table = answers(records, "answer")
     assert [row[1] for row in table.rows[1:]] == ["yes (75%)", "[1, 2]"]
     assert len(table.rows[0][1]) == 400
-    text = render_page(with_series(), "runs/a", table)
-    assert "<b>x" not in text
+    report = with_series(model="<script>alert(1)</script>", input=["<img src=x>"])
+    report["slowest"][0]["id"] = "<b>id</b>"
+    text = render_page(report, "runs/a", table)
+    assert not any(tag in text for tag in ("<b>x", "<script", "<img", "<b>id"))
     assert 'class="text">yes (75%)' in text
 
 
@@ -130,55 +126,15 @@ def test_lengths_that_are_all_alike_have_no_histogram() -> None:
     assert "Total time of a row" in titles
 
 
-def test_times_are_in_units_that_read_well() -> None:
-    short, long = with_series(), with_series(wall_s=4000.0)
+def test_times_of_a_long_run_are_in_minutes() -> None:
+    long = with_series(wall_s=4000.0)
     long["series"] = {**long["series"], "at_s": [10.0 * i for i in range(400)], "span_s": [10.0] * 400}
-    assert ">seconds<" in render_html(short)
-    assert ">milliseconds<" in render_html(short)  # of a token
     assert render_html(long).count(">minutes") == 3
-
-
-def test_texts_of_the_job_are_escaped() -> None:
-    report = with_series(model="<script>alert(1)</script>", input=["<img src=x>"])
-    report["slowest"][0]["id"] = "<b>id</b>"
-    text = render_html(report)
-    assert "<script" not in text
-    assert "<img" not in text
-    assert "<b>id" not in text
-
-
-def test_colours_follow_the_readers_light_or_dark_setting() -> None:
-    text = render_html(with_series())
-    assert "prefers-color-scheme: dark" in text
-    assert "stroke: var(--decode)" in text
-    assert "#0a000" not in text
-
-
-def test_the_same_report_gives_the_same_page() -> None:
-    report = with_series()
-    assert render_html(report) == render_html(report)
 
 
 def test_a_report_without_rows_or_series_still_gives_a_page() -> None:
     report = made(rows=0, seconds={}, wall_s=0.0)
     assert "nothing was run" in render_html(report)
-
-
-def test_the_command_writes_the_file(job: JobMaker) -> None:
-    job.write(rows_of(5))
-    job.run()
-    page = job.folder / "report.html"
-    assert call(["report", str(job.output), "--html", str(page)]) == 0
-    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_a_file_that_cannot_be_written_is_one_clear_line(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
-    job.write(rows_of(1))
-    job.run()
-    capsys.readouterr()
-    missing = Path(job.folder / "nowhere" / "report.html")
-    assert call(["report", str(job.output), "--html", str(missing)]) != 0
-    assert "nowhere" in capsys.readouterr().err
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -207,10 +163,5 @@ def test_a_page_replaces_a_page_and_nothing_else(job: JobMaker, capsys: pytest.C
     assert call(["report", str(job.output), "--html", str(outputs)]) == 2
     assert "not a report page that batchgen wrote" in capsys.readouterr().err
     assert outputs.read_bytes() == before
-
-
-def test_seconds_in_which_no_step_ended_are_drawn_too() -> None:
-    report = with_series()
-    report["series"]["steps"][3] = report["series"]["tokens"][3] = 0
-    report["series"] = {name: column[:50] for name, column in report["series"].items()}
-    assert "<svg" in render_html(report)
+    assert call(["report", str(job.output), "--html", str(job.folder / "nowhere" / "report.html")]) != 0
+    assert "nowhere" in capsys.readouterr().err
