@@ -32,6 +32,17 @@ def put(dispatcher: RowDispatcher, tasks: Iterable[Request]) -> None:
         dispatcher.put(task)
 
 
+def begun(names: str, slots: int, num_rows: int, clock: Clock | None = None) -> RowDispatcher:
+    """One whose workers have been given the rows of a source that has ended."""
+    dispatcher = RowDispatcher(clock=clock or Clock())
+    for name in names:
+        dispatcher.join(name, slots)
+    put(dispatcher, rows(*range(num_rows)))
+    dispatcher.end_of_source()
+    dispatcher.assignments()
+    return dispatcher
+
+
 def done(*keys: int) -> WorkerUpdate:
     return WorkerUpdate(finished=tuple(Result(key, 2) for key in keys))
 
@@ -70,11 +81,7 @@ def test_the_rows_of_a_lost_worker_come_first_with_the_tokens_last_told() -> Non
 
 
 def test_the_first_answer_wins_and_the_dead_are_not_heard() -> None:
-    dispatcher = RowDispatcher(clock=Clock())
-    dispatcher.join("a", 2)
-    put(dispatcher, rows(0, 1))
-    dispatcher.end_of_source()
-    dispatcher.assignments()
+    dispatcher = begun("a", 2, 2)
     assert [answer.key for answer in dispatcher.on_update("a", done(0))] == [0]
     assert dispatcher.on_update("a", done(0)) == []
     dispatcher.on_update("a", WorkerUpdate(partials={0: (1,), 1: ()}))
@@ -230,11 +237,7 @@ def test_few_rows_of_a_lost_worker_run_beside_each_other_and_fresh_ones_fill_up(
 
 
 def test_a_leaving_worker_is_told_to_stop_and_its_rows_go_on_from_their_tokens() -> None:
-    dispatcher = RowDispatcher(clock=Clock())
-    dispatcher.join("a", 4)
-    put(dispatcher, rows(*range(3)))
-    dispatcher.end_of_source()
-    dispatcher.assignments()
+    dispatcher = begun("a", 4, 3)
     dispatcher.drain("a")
     dispatcher.join("b", 4)
     assert dispatcher.assignments() == {"a": Assignment(stop=True)}, "and is told so once"
@@ -248,21 +251,13 @@ def test_a_leaving_worker_is_told_to_stop_and_its_rows_go_on_from_their_tokens()
 
 
 def test_idle_workers_get_copies_of_the_last_rows_of_slow_ones_and_the_first_answer_counts() -> None:
-    clock = Clock()
-    dispatcher = RowDispatcher(clock=clock)
-    for name in "ab":
-        dispatcher.join(name, 4)
-    put(dispatcher, rows(*range(16)))
-    dispatcher.end_of_source()
-    dispatcher.assignments()
+    dispatcher = begun("ab", 4, 16, clock := Clock())
     clock.now += 10
     dispatcher.on_update("a", WorkerUpdate((Result(0, 2),), {1: (5, 6)}, {"num_output_tokens": 10}))
     dispatcher.on_update("b", WorkerUpdate(done(*range(8, 16)).finished, stats={"num_output_tokens": 60}))
     assert dispatcher.idle() == []
-    given = dispatcher.assignments()
-    assert {name: keys_of(assignment) for name, assignment in given.items()} == {"b": [4, 5, 6, 7]}, (
-        "as many as it has slots for"
-    )
+    given = {name: keys_of(assignment) for name, assignment in dispatcher.assignments().items()}
+    assert given == {"b": [4, 5, 6, 7]}, "as many as it has slots for"
     dispatcher.check()
     assert [answer.key for answer in dispatcher.on_update("b", done(4, 5))] == [4, 5]
     assert dispatcher.on_update("a", done(4)) == [] and 4 not in dispatcher.workers["a"].tasks
@@ -280,13 +275,7 @@ def test_idle_workers_get_copies_of_the_last_rows_of_slow_ones_and_the_first_ans
 
 
 def test_of_a_worker_as_fast_a_last_row_is_not_copied_and_an_idle_one_is_given_back() -> None:
-    clock = Clock()
-    dispatcher = RowDispatcher(clock=clock)
-    for name in "ab":
-        dispatcher.join(name, 4)
-    put(dispatcher, rows(0, 1))
-    dispatcher.end_of_source()
-    dispatcher.assignments()
+    dispatcher = begun("ab", 4, 2, clock := Clock())
     clock.now += 1
     dispatcher.on_update("a", done(0))
     assert dispatcher.idle() == [] and not dispatcher.assignments()
@@ -294,12 +283,7 @@ def test_of_a_worker_as_fast_a_last_row_is_not_copied_and_an_idle_one_is_given_b
 
 
 def test_rows_with_a_strike_are_never_copied() -> None:
-    clock = Clock()
-    dispatcher = RowDispatcher(clock=clock)
-    dispatcher.join("a", 4)
-    put(dispatcher, rows(0))
-    dispatcher.end_of_source()
-    dispatcher.assignments()
+    dispatcher = begun("a", 4, 1, clock := Clock())
     dispatcher.on_lost("a")
     dispatcher.join("b", 4)
     dispatcher.assignments()
@@ -355,11 +339,8 @@ def test_silence_counts_for_workers_with_rows_and_not_while_the_driver_stands_st
 
 
 def test_a_worker_that_tells_of_no_step_for_too_long_is_silent_however_often_it_speaks() -> None:
-    clock = Clock()
-    dispatcher, liveness = RowDispatcher(clock=clock), Liveness(10, clock=clock)
-    dispatcher.join("a", 2)
-    put(dispatcher, rows(*range(8)))
-    dispatcher.assignments()
+    dispatcher = begun("a", 2, 8, clock := Clock())
+    liveness = Liveness(10, clock=clock)
     for second in range(30):
         clock.now += 1
         dispatcher.on_update("a", WorkerUpdate(progress=min(second, 18), stats={"num_output_tokens": 1}))

@@ -93,13 +93,13 @@ def test_rows_are_given_again_where_a_worker_leaves_and_not_where_the_run_stops(
 
 def steps(number: int, *, sequences: float = 8.0, idle_s: float = 0.0) -> dict[str, Any]:
     """The counts of an engine after so many steps of eight sequences."""
+    counts = {"num_steps": number, "num_prefill_tokens": 3 * number, "num_decode_tokens": 5 * number}
+    seconds = 0.1 * number
     return {
-        "num_steps": number,
-        "num_prefill_tokens": 3 * number,
-        "num_decode_tokens": 5 * number,
-        "steps_s": 0.1 * number,
-        "sequences_s": sequences * 0.1 * number,
-        "kv_use_s": 0.5 * 0.1 * number,
+        **counts,
+        "steps_s": seconds,
+        "sequences_s": sequences * seconds,
+        "kv_use_s": 0.5 * seconds,
         "idle_s": idle_s,
     }
 
@@ -136,10 +136,7 @@ def test_a_worker_that_runs_alone_at_the_end_is_a_tail() -> None:
     assert series["sequences"][1] == pytest.approx(8)
     assert series["sequences"][-2] == pytest.approx(8 / 3, abs=0.001)
     assert tail_s(series) == pytest.approx(40, abs=2)
-
-
-def test_a_run_without_steps_has_no_series() -> None:
-    assert WorkersStats().to_dict() == {"workers": {}, "mean_workers": 1.0}
+    assert WorkersStats().to_dict() == {"workers": {}, "mean_workers": 1.0}, "without steps there is no series"
 
 
 def test_workers_that_are_gone_are_one_sum_however_many_they_were() -> None:
@@ -187,10 +184,7 @@ def test_two_devices_cost_and_reach_twice_as_much() -> None:
     one, two = (made(engine=engine(), device_s=seconds) for seconds in (10.0, 20.0))
     hours = "device_hours_per_million_output_tokens"
     assert two[hours]["hours"] == pytest.approx(2 * one[hours]["hours"])
-
-
-def test_a_report_of_one_process_names_no_workers() -> None:
-    assert "workers" not in made(engine=engine())
+    assert "workers" not in made(engine=engine()), "a report of one process names none"
     assert usage_of(made(engine=engine()))["device_s"] == 10
 
 

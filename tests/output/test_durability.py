@@ -3,11 +3,12 @@
 import errno
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
+from records import dead_letter, record
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import StorageError
@@ -17,34 +18,6 @@ from batchgen.output import journal as journal_module
 from batchgen.output.finalize import finalize
 from batchgen.output.journal import Journal, JournalEntry
 from batchgen.output.rundir import RunDir
-from batchgen.report.rows import LATENCIES
-
-
-def record(index: int) -> dict[str, Any]:
-    usage = {"prompt_tokens": 3, "completion_tokens": index}
-    text = "naïve\n" * (index % 5)
-    timings = dict.fromkeys((*LATENCIES, "cached_tokens", "preemptions"), 0)
-    head = {"id": f"q{index}", "index": index, "text": text, "finish_reason": "stop"}
-    return {**head, "usage": usage, "timings": timings}
-
-
-def dead_letter(index: int) -> dict[str, Any]:
-    where = {"id": None, "index": index, "source": "in.jsonl", "line": index + 1}
-    return {**where, "code": "bad_json", "message": "not JSON", "row": "{"}
-
-
-def is_bad(index: int) -> bool:
-    return index % 9 == 4
-
-
-def append(journal: Journal, index: int, *, failed: bool) -> None:
-    after = Cursor(0, 10 * (index + 1), 0, index + 1)
-    payload = dead_letter(index) if failed else record(index)
-    journal.append(JournalEntry(index, after, "error" if failed else "result", encode_json(payload)))
-
-
-def job_of(output_format: str) -> JobSpec:
-    return JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("", format=output_format))
 
 
 def disk_with(space: int, call: Callable[[int, bytes], int]) -> Callable[[int, bytes], int]:
@@ -62,14 +35,30 @@ def disk_with(space: int, call: Callable[[int, bytes], int]) -> Callable[[int, b
     return write
 
 
+def append(journal: Journal, index: int) -> None:
+    row, kind = (dead_letter(index), "error") if index % 9 == 4 else (record(index), "result")
+    journal.append(JournalEntry(index, Cursor(0, 10 * (index + 1), 0, index + 1), kind, encode_json(row)))
+
+
 def fill(journal: Journal, num_rows: int) -> None:
     """Append what is missing of ``num_rows`` rows, in two commits."""
     for index in range(num_rows):
         if index not in journal.done:
-            append(journal, index, failed=is_bad(index))
+            append(journal, index)
         if index == num_rows // 2:
             journal.commit()
     journal.commit()
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """No file may be larger, by the system's limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_fills_at_any_byte_loses_no_committed_row(
@@ -84,9 +73,8 @@ def test_a_disk_that_fills_at_any_byte_loses_no_committed_row(
         journal = Journal.open(folder)
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", disk_with(space, os.write))
-            with pytest.raises(
-                StorageError, match="No space left on device; free some space, then run again"
-            ) as caught:
+            said = "No space left on device; free some space, then run again"
+            with pytest.raises(StorageError, match=said) as caught:
                 fill(journal, 6)
             assert str(folder) in str(caught.value)
             journal.close()  # must neither raise nor write
@@ -111,7 +99,7 @@ def test_a_journal_that_failed_takes_no_more(tmp_path: Path, monkeypatch: pytest
         patch.setattr(os, "fsync", broken)
         with pytest.raises(StorageError, match="Input/output error"):
             fill(journal, 6)
-    for act in (journal.commit, lambda: append(journal, 5, failed=False)):
+    for act in (journal.commit, lambda: append(journal, 5)):
         with pytest.raises(StorageError, match="Input/output error"):
             act()
     journal.close()
@@ -119,13 +107,8 @@ def test_a_journal_that_failed_takes_no_more(tmp_path: Path, monkeypatch: pytest
 
 def test_a_file_size_limit_of_the_system_is_one_clear_line(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
-    try:
-        with pytest.raises(StorageError, match="File too large; free some space"):
-            fill(journal, 6)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with largest_file(500), pytest.raises(StorageError, match="File too large; free some space"):
+        fill(journal, 6)
     journal.close()
     again = Journal.open(tmp_path)
     assert again.done.first_gap > 0
@@ -139,16 +122,11 @@ def test_a_disk_that_fills_while_outputs_are_written_leaves_the_journal_to_run_a
     tmp_path: Path, output_format: str
 ) -> None:
     run_dir = RunDir(tmp_path)
-    spec = job_of(output_format)
+    spec = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("", format=output_format))
     journal = Journal.open(run_dir.journal)
     fill(journal, 40)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (700, hard))
-    try:
-        with pytest.raises(StorageError, match=r"cannot write .*outputs.*File too large"):
-            finalize(run_dir, spec, journal, num_rows=40)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with largest_file(700), pytest.raises(StorageError, match=r"cannot write .*outputs.*File too large"):
+        finalize(run_dir, spec, journal, num_rows=40)
     assert [path.name for path in tmp_path.iterdir()] == ["journal"]
     finalize(run_dir, spec, journal, num_rows=40)
     journal.remove()
@@ -168,7 +146,7 @@ def test_syncing_takes_a_small_share_of_a_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(os, "fsync", slow_fsync)
     for index in range(600 * 20):
         now_s += 0.05
-        append(journal, index, failed=False)
+        append(journal, index)
     assert synced_s / now_s < 0.02
     monkeypatch.undo()
     journal.close()

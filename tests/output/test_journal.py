@@ -98,17 +98,18 @@ def test_a_flip_of_any_bit_is_noticed_and_costs_only_the_lines_it_touches() -> N
             assert kept == [i for i in range(len(lines)) if i not in lost]
 
 
-def test_a_torn_tail_of_every_length_is_cut_and_its_row_appended_again(tmp_path: Path) -> None:
-    (segment,) = filled(tmp_path / "whole", range(3))
+def test_a_torn_tail_of_every_length_is_cut_reported_and_its_row_appended_again(fast_folder: Path) -> None:
+    (segment,) = filled(fast_folder / "whole", range(3))
     content = segment.read_bytes()
     for size in range(len(content) + 1):
-        folder = tmp_path / str(size)
+        folder = fast_folder / str(size)
         folder.mkdir()
         (folder / segment.name).write_bytes(content[:size])
         journal = Journal.open(folder)
-        num_whole = content[:size].count(b"\n")
+        num_whole, end = content[:size].count(b"\n"), content.rfind(b"\n", 0, size) + 1
         assert list(journal.done) == list(range(num_whole))
-        assert (folder / segment.name).read_bytes() == content[: content.rfind(b"\n", 0, size) + 1]
+        assert (folder / segment.name).read_bytes() == content[:end]
+        assert ["unfinished record" in message for message in journal.recovery] == [True] * (end < size)
         for index in range(num_whole, 3):
             journal.append(entry(index))
         journal.close()
@@ -116,15 +117,6 @@ def test_a_torn_tail_of_every_length_is_cut_and_its_row_appended_again(tmp_path:
         assert payloads(again) == {index: {"index": index} for index in range(3)}
         assert again.recovery == []
         again.close()
-
-
-def test_a_cut_tail_is_reported(tmp_path: Path) -> None:
-    (segment,) = filled(tmp_path, range(3))
-    os.truncate(segment, segment.stat().st_size - 5)
-    journal = Journal.open(tmp_path)
-    (message,) = journal.recovery
-    assert "unfinished record" in message
-    journal.close()
 
 
 def test_a_damaged_record_is_reported_with_its_place_and_the_rest_kept(tmp_path: Path) -> None:
@@ -153,15 +145,26 @@ def test_damage_that_appears_after_opening_is_never_read_as_a_row(tmp_path: Path
     journal.close()
 
 
-def test_a_row_ends_once(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path)
-    journal.append(entry(3))
-    with pytest.raises(ValueError, match="row 3 is in the journal already"):
-        journal.append(entry(3, "error"))
+def test_a_row_ends_once_and_in_its_own_shard(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path, shard=Shard(2, 3))
+    with pytest.raises(ValueError, match="row 3 is not in this shard"):
+        journal.append(entry(3))
+    assert 3 not in journal.done and not list(tmp_path.glob("*.seg"))
+    journal.append(entry(1))
+    with pytest.raises(ValueError, match="row 1 is in the journal already"):
+        journal.append(entry(1, "error"))
     journal.close()
+    (segment,) = tmp_path.glob("*.seg")
+    with pytest.raises(StorageError, match=rf"{segment.name}: row 1 is not of this shard"):
+        Journal.open(tmp_path, shard=Shard(1, 3))
 
 
 def test_reading_resumes_before_the_first_gap(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "empty")
+    assert journal.resume_cursor is None
+    journal.append(entry(1))
+    assert journal.resume_cursor is None, "the first row is missing"
+    journal.close()
     filled(tmp_path, [0, 1, 2, 4, 7])
     journal = Journal.open(tmp_path)
     assert journal.done.first_gap == 3
@@ -169,31 +172,10 @@ def test_reading_resumes_before_the_first_gap(tmp_path: Path) -> None:
     journal.append(entry(3))
     assert journal.resume_cursor == cursor(4)
     journal.close()
-
-
-def test_an_empty_journal_reads_from_the_start(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "journal")
-    assert journal.resume_cursor is None
-    journal.append(entry(1))
-    assert journal.resume_cursor is None
+    filled(tmp_path / "shard", [1, 4, 7, 13], shard=Shard(2, 3))
+    journal = Journal.open(tmp_path / "shard", shard=Shard(2, 3))
+    assert (journal.done.first_gap, journal.resume_cursor) == (10, cursor(7))
     journal.close()
-
-
-def test_a_shard_resumes_after_its_own_last_row_before_the_gap(tmp_path: Path) -> None:
-    filled(tmp_path, [1, 4, 7, 13], shard=Shard(2, 3))
-    journal = Journal.open(tmp_path, shard=Shard(2, 3))
-    assert journal.done.first_gap == 10
-    assert journal.resume_cursor == cursor(7)
-    journal.close()
-
-
-def test_a_row_of_another_shard_is_refused(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path, shard=Shard(2, 3))
-    with pytest.raises(ValueError, match="row 3 is not in this shard"):
-        journal.append(entry(3))
-    assert 3 not in journal.done
-    journal.close()
-    assert not list(tmp_path.glob("*.seg"))
 
 
 def test_journals_that_go_on_from_one_state_never_name_two_segments_alike(tmp_path: Path) -> None:
@@ -204,12 +186,6 @@ def test_journals_that_go_on_from_one_state_never_name_two_segments_alike(tmp_pa
     assert {path.name for path in here} & {path.name for path in there} == {here[0].name}
     shutil.copy(there[1], tmp_path / "here")
     assert [*Journal.open(tmp_path / "here").done] == [0, 1, 2, 3, 4]
-
-
-def test_a_journal_of_another_shard_is_refused_by_name(tmp_path: Path) -> None:
-    (segment,) = filled(tmp_path, [1, 4], shard=Shard(2, 3))
-    with pytest.raises(StorageError, match=rf"{segment.name}: row 1 is not of this shard"):
-        Journal.open(tmp_path, shard=Shard(1, 3))
 
 
 @given(st.lists(st.integers(0, 60), max_size=80), st.integers(1, 4), st.data())
@@ -235,12 +211,12 @@ def test_segments_rotate_and_all_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     journal.close()
 
 
-def test_rows_are_readable_before_they_are_committed(tmp_path: Path) -> None:
+def test_rows_are_readable_before_they_are_committed_and_outlive_their_process(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path)
-    journal.append(entry(0, text="a"))
-    assert json.loads(journal.payload(0)) == {"index": 0, "text": "a"}
-    journal.append(entry(1, text="b"))
-    assert json.loads(journal.payload(1)) == {"index": 1, "text": "b"}
+    for index, text in enumerate("ab"):
+        journal.append(entry(index, text=text))
+        assert json.loads(journal.payload(index)) == {"index": index, "text": text}
+    assert read_counts(tmp_path) == Counts(results=2)
     journal.close()
 
 
@@ -267,6 +243,7 @@ def test_partials_survive_and_go_when_their_row_finishes(tmp_path: Path) -> None
 
 
 def test_the_counts_of_a_running_journal_are_read_without_touching_it(tmp_path: Path) -> None:
+    assert read_counts(tmp_path / "journal") == Counts() and not (tmp_path / "journal").exists()
     journal = Journal.open(tmp_path)
     journal.append(entry(0))
     journal.append(entry(1, "error"))
@@ -280,23 +257,11 @@ def test_the_counts_of_a_running_journal_are_read_without_touching_it(tmp_path: 
     journal.close()
 
 
-def test_the_counts_of_no_journal_are_zero(tmp_path: Path) -> None:
-    assert read_counts(tmp_path / "journal") == Counts()
-    assert not (tmp_path / "journal").exists()
-
-
 def test_a_removed_journal_leaves_nothing_behind(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal")
     journal.append(entry(0))
     journal.remove()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_was_appended_outlives_its_process_without_a_commit(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path)
-    journal.append(entry(0))
-    assert read_counts(tmp_path) == Counts(results=1)
-    journal.close()
 
 
 def test_commits_come_by_themselves_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import records
 
 from batchgen.config.job import RECORD_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.output.formats.parquet import FIXED_TYPES, ParquetFormat
-
-TIMINGS = dict.fromkeys(("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s"), 0.25) | {
-    "cached_tokens": 3,
-    "preemptions": 0,
-}
 
 
 def token(token_id: int, text: str | None, logprob: float, *top: tuple[int, str | None, float]) -> dict[str, Any]:
@@ -52,15 +48,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 def record(index: int, **asked: Any) -> dict[str, Any]:
-    return {
-        "id": f"q-{index}",
-        "index": index,
-        "text": " é",
-        "finish_reason": "stop",
-        "usage": {"prompt_tokens": 5, "completion_tokens": 2},
-        "timings": TIMINGS,
-        **asked,
-    }
+    return records.record(index, text=" é", **asked)
 
 
 def written(form: Any, rows: list[dict[str, Any]]) -> bytes:
@@ -80,19 +68,15 @@ def test_parquet_holds_what_the_record_held_in_fixed_types(asked: dict[str, Any]
     assert {name: table.schema.field(name).type for name in asked} == {name: FIXED_TYPES[name] for name in asked}
 
 
-def test_parquet_has_columns_only_for_what_some_row_asked_for() -> None:
+def test_parquet_has_columns_only_for_what_some_row_asked_for_and_fills_in_what_samples_lack() -> None:
     rows = [record(0), record(1, **ASKED["choices"]), record(2)]
     table = pq.read_table(io.BytesIO(written(ParquetFormat(), rows)))
     assert table.column_names == [*record(0), "choices"]
     assert table["choices"].to_pylist() == [None, ASKED["choices"]["choices"], None]
-
-
-def test_parquet_fills_in_what_some_samples_lack() -> None:
     samples = [{"text": "a", "finish_reason": "stop"}, {"text": "b", "finish_reason": "length"}]
     (row,) = pq.read_table(io.BytesIO(written(ParquetFormat(), [record(0, samples=samples)]))).to_pylist()
-    assert row["samples"] == [
-        {**sample, "reasoning": None, "complete": None, "token_ids": None, "logprobs": None} for sample in samples
-    ]
+    lacking = dict.fromkeys(("reasoning", "complete", "token_ids", "logprobs"))
+    assert row["samples"] == [{**sample, **lacking} for sample in samples]
 
 
 def test_every_field_of_the_record_but_the_id_and_the_parsed_value_has_a_fixed_type() -> None:
@@ -119,18 +103,15 @@ def test_openai_rows_validate_whatever_was_asked_for(asked: dict[str, Any], chat
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_samples_become_openais_choices(chat: bool) -> None:
-    choices = body(record(0, **ASKED["samples"]), chat=chat)["choices"]
+def test_samples_become_openais_choices_and_usage_is_that_of_all(chat: bool) -> None:
+    found = body(record(30, **ASKED["samples"]), chat=chat)
+    choices = found["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2]
     assert [choice["finish_reason"] for choice in choices] == ["stop", "stop", "length"]
     texts = [choice["message"]["content"] if chat else choice["text"] for choice in choices]
     assert texts == [sample["text"] for sample in SAMPLES]
     assert [choice["token_ids"] for choice in choices] == [[5, 9], [], [11]]
-
-
-def test_openais_usage_is_that_of_all_samples() -> None:
-    row = record(0, **ASKED["samples"]) | {"usage": {"prompt_tokens": 5, "completion_tokens": 30}}
-    assert body(row, chat=True)["usage"] == {"prompt_tokens": 5, "completion_tokens": 30, "total_tokens": 35}
+    assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 30, "total_tokens": 35}
 
 
 def test_a_chats_log_probabilities_are_in_openais_shape() -> None:
@@ -153,9 +134,11 @@ def test_a_completions_log_probabilities_are_in_openais_shape() -> None:
     assert choice["logprobs"]["top_logprobs"] is None
 
 
-@pytest.mark.parametrize("chat", [True, False])
-def test_a_row_without_log_probabilities_says_null(chat: bool) -> None:
-    assert body(record(0), chat=chat)["choices"][0]["logprobs"] is None
+def test_a_row_without_log_probabilities_says_null_and_an_empty_one_has_empty_lists() -> None:
+    for chat in (True, False):
+        assert body(record(0), chat=chat)["choices"][0]["logprobs"] is None
+    (choice,) = body(record(0, logprobs=[]), chat=False)["choices"]
+    assert choice["logprobs"] == {"tokens": [], "token_logprobs": [], "top_logprobs": None, "text_offset": []}
 
 
 def test_tokens_without_a_tokenizer_are_known_by_their_ids() -> None:
@@ -172,8 +155,3 @@ def test_scores_of_choices_and_of_the_prompt_are_kept_under_names_of_their_own()
     assert found["choices"][0]["message"]["content"] == " é"
     found = body(record(0, **ASKED["scoring"]), chat=True)
     assert {name: found[name] for name in ASKED["scoring"]} == ASKED["scoring"]
-
-
-def test_an_empty_completion_with_log_probabilities_has_empty_lists() -> None:
-    (choice,) = body(record(0, logprobs=[]), chat=False)["choices"]
-    assert choice["logprobs"] == {"tokens": [], "token_logprobs": [], "top_logprobs": None, "text_offset": []}

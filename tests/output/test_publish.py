@@ -6,7 +6,6 @@ import json
 import socket
 from collections.abc import Iterator
 from datetime import datetime, tzinfo
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +13,7 @@ from typing import Any, Self
 import pytest
 import s3fs
 from object_store import CREDENTIALS, Answer, ObjectStore, bucket_of, object_store
+from repeats import slow
 from run_helpers import JobMaker, quiet, rows_of
 from stub_engine import stub_factory
 
@@ -29,7 +29,6 @@ from batchgen.run.merge import merge
 from batchgen.run.retry import retry_job
 
 _numbers = count()
-slow = partial(pytest.param, marks=pytest.mark.slow)
 BAD = {"id": "bad", "question": ""}  # a row that fails until it is fixed
 
 
@@ -54,12 +53,6 @@ def published(job: JobMaker, bucket: str) -> JobSpec:
 
 def local(job: JobMaker, *names: str) -> dict[str, bytes]:
     return {f"out/{name}": (job.output / name).read_bytes() for name in names}
-
-
-def fix_bad_row(job: JobMaker) -> None:
-    errors = job.output / "errors.jsonl"
-    line = json.loads(errors.read_bytes())
-    errors.write_text(json.dumps({**line, "row": {"id": "bad", "question": "Now?"}}) + "\n", encoding="utf-8")
 
 
 def written(store: ObjectStore, bucket: str) -> list[str]:
@@ -185,7 +178,7 @@ def test_a_bucket_that_is_not_there_ends_the_run_before_the_model_is_loaded(job:
 
 @pytest.mark.parametrize(
     ("name", "fault"),
-    [slow("report.json", "break"), ("outputs.jsonl", 403), ("outputs.jsonl", "lose"), slow("batchgen.json", 503)],
+    [slow("report.json", "break"), slow("outputs.jsonl", 403), ("outputs.jsonl", "lose"), slow("batchgen.json", 503)],
 )
 def test_a_publication_that_fails_leaves_a_finished_run_which_publishes_when_run_again(
     job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec, name: str, fault: Answer
@@ -223,14 +216,23 @@ def test_what_passes_is_tried_again(
     assert store.content(bucket).items() >= local(job, "report.json", "outputs.jsonl").items()
 
 
-def test_a_retry_publishes_and_removes_errors_that_are_gone(
-    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
+def test_a_retry_publishes_and_removes_errors_that_are_gone_though_the_clock_was_set_back(
+    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Self:
+            return cls(2020, 1, 1, tzinfo=tz)
+
     job.write([*rows_of(2), BAD])
     job.run(published)
     assert "out/errors.jsonl" in store.content(bucket)
-    fix_bad_row(job)
+    monkeypatch.setattr(build, "datetime", Earlier)
+    errors = job.output / "errors.jsonl"
+    line = json.loads(errors.read_bytes())
+    errors.write_text(json.dumps({**line, "row": {"id": "bad", "question": "Now?"}}) + "\n", encoding="utf-8")
     outcome = retry_job(job.output, RunOptions(progress="quiet"), {}, engine_factory=stub_factory())
+    assert json.loads((job.output / "report.json").read_bytes())["finished_at"].startswith("2020")
     assert (outcome.exit_code, outcome.lines[-1]) == (0, f"published to s3://{bucket}/out")
     content = store.content(bucket)
     del content["out/batchgen.json"]
@@ -261,26 +263,8 @@ def test_a_row_read_half_written_that_fails_once_it_is_whole_makes_no_earlier_st
     assert store.content(bucket).items() >= local(job, "report.json", "outputs.jsonl", "errors.jsonl").items()
 
 
-def test_a_retry_publishes_though_the_clock_was_set_back(
-    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Earlier(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> Self:
-            return cls(2020, 1, 1, tzinfo=tz)
-
-    job.write([*rows_of(2), BAD])
-    job.run(published)
-    monkeypatch.setattr(build, "datetime", Earlier)
-    fix_bad_row(job)
-    outcome = retry_job(job.output, RunOptions(progress="quiet"), {}, engine_factory=stub_factory())
-    assert json.loads((job.output / "report.json").read_bytes())["finished_at"].startswith("2020")
-    assert outcome.lines[-1] == f"published to s3://{bucket}/out"
-    assert store.content(bucket).items() >= local(job, "report.json", "outputs.jsonl").items()
-
-
 @pytest.mark.parametrize(
-    "content", ["[]", '{"rows": 5, "tokens": {}}', '{"rows": {"done": "3"}, "tokens": {}}', "[" * 9999]
+    "content", [*map(slow, ("[]", '{"rows": 5, "tokens": {}}', "[" * 9999)), '{"rows": {"done": "3"}, "tokens": {}}']
 )
 def test_a_report_that_no_run_wrote_is_published_as_it_is(
     job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec, content: str
@@ -362,13 +346,10 @@ def test_what_cannot_be_written_to_is_refused(job: JobMaker, key: str, value: st
     assert value in str(caught.value)
 
 
-def test_a_secret_in_an_address_is_refused_and_not_shown(job: JobMaker) -> None:
+def test_secrets_in_addresses_and_destinations_that_overwrite_each_other_are_refused(job: JobMaker) -> None:
     with pytest.raises(UsageError, match="holds a secret") as caught:
         job.spec(output={"publish": "s3://AKIA:topsecret@bucket/out"})
     assert "topsecret" not in str(caught.value) and "AKIA" not in str(caught.value)
-
-
-def test_destinations_that_overwrite_each_other_are_refused(job: JobMaker) -> None:
     with pytest.raises(UsageError, match="a folder of its own"):
         job.spec(output={"publish": "s3://bucket/out/", "mirror": "s3://bucket/out"})
 

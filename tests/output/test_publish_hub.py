@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import yaml
 from loopback_hub import READ_TOKEN, Hub, loopback_hub
+from repeats import slow
 from run_helpers import JobMaker, quiet, rows_of
 
 from batchgen.config.job import JobSpec
@@ -75,7 +76,7 @@ def test_values_cannot_forge_the_card(job: JobMaker, hub: Hub, published: JobSpe
     assert "<b>" not in card.replace("\\<b", "") and "\n# <b" not in card
 
 
-@pytest.mark.parametrize("is_ours", [False, True])
+@pytest.mark.parametrize("is_ours", [False, slow(True)])
 def test_a_card_that_a_person_wrote_stays(job: JobMaker, hub: Hub, published: JobSpec, is_ours: bool) -> None:
     job.run(published)
     files = hub.repos["ann/answers"]
@@ -107,7 +108,7 @@ def test_files_of_others_are_replaced_only_with_overwrite(job: JobMaker, hub: Hu
     assert {*hub.repos["ann/answers"]} == {"README.md", "batchgen.json", "outputs.jsonl", "report.json", "data.csv"}
 
 
-@pytest.mark.parametrize("token", ["", READ_TOKEN])
+@pytest.mark.parametrize("token", ["", slow(READ_TOKEN)])
 def test_a_token_that_may_not_write_ends_the_run_before_the_model_is_loaded(
     job: JobMaker, hub: Hub, published: JobSpec, token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,24 +66,14 @@ def test_the_stop_string_and_what_follows_it_are_cut_off_but_their_tokens_stay()
     record = payload(result("a.b.\n", stop="\n", finish_reason=FinishReason.STOP), token_ids=True)
     assert (record["text"], record["finish_reason"]) == ("a.b.", "stop")
     assert record["token_ids"] == list(ids_of("a.b.\n")) and record["usage"]["completion_tokens"] == 5
-
-
-def test_a_stop_string_that_min_tokens_let_pass_stays() -> None:
-    assert payload(result("a.b.", stop="."))["text"] == "a.b"
+    assert payload(result("a.b.", stop="."))["text"] == "a.b", "one that min_tokens let pass stays"
 
 
 def test_log_probabilities_name_the_token_and_the_likeliest_ones() -> None:
     tokens = (TokenLogprob(0, -0.12345678, ((0, -0.12345678), (END, -2.0))), TokenLogprob(END, -1e-9))
+    first = {"token_id": 0, "token": "a", "logprob": -0.123457}
     logprobs = [
-        {
-            "token_id": 0,
-            "token": "a",
-            "logprob": -0.123457,
-            "top_logprobs": [
-                {"token_id": 0, "token": "a", "logprob": -0.123457},
-                {"token_id": END, "token": "<end>", "logprob": -2.0},
-            ],
-        },
+        first | {"top_logprobs": [first, {"token_id": END, "token": "<end>", "logprob": -2.0}]},
         {"token_id": END, "token": "<end>", "logprob": 0.0, "top_logprobs": []},
     ]
     record = payload(result(token_ids=(0, END), logprobs=tokens))
@@ -230,13 +220,7 @@ def parsed(text: str, **fields: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        (' {"a": [1, 1.0, null]}', {"a": [1, 1.0, None]}),
-        ("12", 12),
-        ("9" * 40, int("9" * 40)),
-        ('"a"', "a"),
-        ("{", None),
-    ]
+    [(' {"a": [1, 1.0, null]}', {"a": [1, 1.0, None]}), ("12", 12), ("9" * 40, int("9" * 40)), ('"a"', "a")]
     + [(text, None) for text in ("", "{", "NaN", "1e999", '{"a": 1, "a": 1}', "9" * 5000, "[" * 101 + "]" * 101)]
     + [("[" * 10**5, None), ("[" * 100 + "]" * 100, eval("[" * 100 + "]" * 100))],
 )

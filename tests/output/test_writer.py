@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import dead_letter, record
 
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
 from batchgen.core.errors import BatchgenError, StorageError
@@ -25,35 +26,6 @@ from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 
 Rows = Sequence[dict[str, Any]]
-
-TIMINGS = dict.fromkeys(("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s"), 0.25) | {
-    "cached_tokens": 3,
-    "preemptions": 0,
-}
-
-
-def record(index: int, **kept: Any) -> dict[str, Any]:
-    return {
-        "id": f"q-{index}",
-        "index": index,
-        "text": f"ответ {index}\n",
-        "finish_reason": "stop",
-        "usage": {"prompt_tokens": 5, "completion_tokens": index},
-        "timings": TIMINGS,
-        **kept,
-    }
-
-
-def dead_letter(index: int) -> dict[str, Any]:
-    return {
-        "id": None,
-        "index": index,
-        "source": "in.jsonl",
-        "line": index + 1,
-        "code": "bad_json",
-        "message": "no JSON",
-        "row": "{",
-    }
 
 
 def journal_of(folder: Path, results: Rows, errors: Rows = ()) -> Journal:
@@ -94,10 +66,7 @@ def test_rows_come_out_in_input_order_whatever_order_they_finished_in(run_dir: R
 
 def test_completion_order_is_the_order_of_the_journal(run_dir: RunDir) -> None:
     rows = random.Random(0).sample([record(index) for index in range(50)], 50)
-    journal = journal_of(run_dir.journal, rows)
-    finalize(run_dir, spec(order="completion"), journal, num_rows=50)
-    journal.close()
-    assert [json.loads(line) for line in run_dir.outputs("jsonl").read_bytes().splitlines()] == rows
+    assert written(run_dir, rows, order="completion") == rows
 
 
 def test_the_output_line_is_the_record_as_a_person_would_write_it(run_dir: RunDir) -> None:
@@ -107,15 +76,11 @@ def test_the_output_line_is_the_record_as_a_person_would_write_it(run_dir: RunDi
     assert line.endswith('"preemptions": 0}, "answer": "é"}\n')
 
 
-def test_dead_letters_are_in_input_order(run_dir: RunDir) -> None:
+def test_dead_letters_are_in_input_order_and_none_where_no_row_failed(run_dir: RunDir) -> None:
     written(run_dir, [record(1)], [dead_letter(2), dead_letter(0)])
     assert [json.loads(line) for line in run_dir.errors.read_bytes().splitlines()] == [dead_letter(0), dead_letter(2)]
-
-
-def test_without_failed_rows_there_are_no_dead_letters(run_dir: RunDir) -> None:
-    run_dir.errors.write_text("of an earlier run")
     written(run_dir, [record(0)])
-    assert not run_dir.errors.exists()
+    assert not run_dir.errors.exists(), "those of an earlier run"
 
 
 def test_dead_letters_of_no_row_are_put_in_place_at_no_moment(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,12 +164,9 @@ def test_parquet_is_compressed_and_cut_into_row_groups(run_dir: RunDir, monkeypa
     metadata = pq.read_metadata(run_dir.outputs("parquet"))
     assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [10, 10, 5]
     assert metadata.row_group(0).column(1).compression == "ZSTD"
-
-
-def test_a_group_of_long_rows_ends_early(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "GROUP_BYTES", 1000)
     written(run_dir, [record(index) for index in range(9)], output_format="parquet")
-    assert pq.read_metadata(run_dir.outputs("parquet")).num_row_groups > 2
+    assert pq.read_metadata(run_dir.outputs("parquet")).num_row_groups > 2, "a group of long rows ends early"
 
 
 @pytest.mark.parametrize("group_rows", [1, 2, 100])
@@ -216,11 +178,7 @@ def test_a_group_of_long_rows_ends_early(run_dir: RunDir, monkeypatch: pytest.Mo
         ([1, 2.5, None], "double", [1.0, 2.5, None]),
         ([None, None, None], "string", [None, None, None]),
         ([[1], [], [2.5]], "list<element: double>", [[1.0], [], [2.5]]),
-        (
-            [{"a": 1}, {"b": "x"}, None],
-            "struct<a: int64, b: string>",
-            [{"a": 1, "b": None}, {"a": None, "b": "x"}, None],
-        ),
+        ([{"a": 1}, {"b": "x"}], "struct<a: int64, b: string>", [{"a": 1, "b": None}, {"a": None, "b": "x"}]),
         ([1, "a", None], "string", ["1", '"a"', None]),
         ([True, 1.5, 2], "string", ["true", "1.5", "2"]),
         ([1.5, True, 2], "string", ["1.5", "true", "2"]),
@@ -236,12 +194,7 @@ def test_a_group_of_long_rows_ends_early(run_dir: RunDir, monkeypatch: pytest.Mo
     ],
 )
 def test_a_kept_column_takes_the_type_its_values_share(
-    run_dir: RunDir,
-    monkeypatch: pytest.MonkeyPatch,
-    values: list[Any],
-    kind: str,
-    read_back: list[Any],
-    group_rows: int,
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, values: list[Any], kind: str, read_back: Any, group_rows: int
 ) -> None:
     monkeypatch.setattr(parquet, "GROUP_ROWS", group_rows)
     rows = written(run_dir, [record(i, kept=value) for i, value in enumerate(values)], output_format="parquet")
@@ -318,15 +271,11 @@ def test_a_kept_url_decides_the_shape_of_an_openai_row(run_dir: RunDir) -> None:
 
 def test_a_failed_openai_row_has_openais_shape_and_what_a_dead_letter_holds(run_dir: RunDir) -> None:
     written(run_dir, [], [{**dead_letter(0), "id": "r-1"}], output_format="openai-batch")
+    answer = {"id": "batch_req_000000000000", "custom_id": "r-1", "response": None}
+    answer["error"] = {"code": "bad_json", "message": "no JSON"}
     assert json.loads(run_dir.errors.read_bytes()) == {
-        "id": "batch_req_000000000000",
-        "custom_id": "r-1",
-        "response": None,
-        "error": {"code": "bad_json", "message": "no JSON"},
-        "index": 0,
-        "source": "in.jsonl",
-        "line": 1,
-        "row": "{",
+        **answer,
+        **{name: dead_letter(0)[name] for name in ("index", "source", "line", "row")},
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -159,7 +160,9 @@ def test_a_page_replaces_a_page_and_nothing_else(job: JobMaker, capsys: pytest.C
     page, outputs = job.folder / "report.html", job.output / "outputs.jsonl"
     before = outputs.read_bytes()
     for _ in range(2):
-        assert call(["report", str(job.output), "--html", str(page)]) == 0
+        capsys.readouterr()
+        assert call(["report", str(job.output), "--html", str(page), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]["done"] == 3, "a page and JSON at once"
     assert call(["report", str(job.output), "--html", str(outputs)]) == 2
     assert "not a report page that batchgen wrote" in capsys.readouterr().err
     assert outputs.read_bytes() == before

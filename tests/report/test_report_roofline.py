@@ -95,32 +95,17 @@ def test_the_floor_is_set_by_the_scarcer_resource() -> None:
 
 
 def test_the_share_is_the_larger_of_both_and_follows_from_the_counts() -> None:
-    known = describe_costs(Costs.of(CONFIG, itemsize=2, weight_bytes=2), MEASURED)
+    costs = Costs.of(CONFIG, itemsize=2, weight_bytes=2)
+    known = describe_costs(costs, MEASURED)
     found = roofline_section(known, counts(num_prefill_tokens=10_000, num_steps=20), generate_s=10.0)
     assert found["flops_share"] == pytest.approx(found["flops"] / 1e12 / 10, abs=1e-4)
     assert found["bytes_share"] == pytest.approx(found["bytes"] / 1e10 / 10, abs=1e-4)
     assert found["share"] == max(found["flops_share"], found["bytes_share"])
-
-
-def test_of_a_report_it_can_be_made_again_with_more_counted() -> None:
-    known = describe_costs(Costs.of(CONFIG, itemsize=2, weight_bytes=2), MEASURED)
-    once = roofline_section(known, counts(num_prefill_tokens=10_000, num_steps=20), generate_s=10.0)
-    both = roofline_section(once, counts(num_prefill_tokens=20_000, num_steps=40), generate_s=20.0)
-    assert (both["flops"], both["share"]) == (2 * once["flops"], once["share"])
-
-
-def test_where_nothing_was_measured_the_work_is_told_and_no_share() -> None:
-    known = describe_costs(Costs.of(CONFIG, itemsize=2, weight_bytes=2), None)
-    found = roofline_section(known, counts(num_prefill_tokens=10), generate_s=1.0)
-    assert found["flops"] > 0
-    assert found["share"] is None
-
-
-def test_an_engine_that_counts_no_work_has_no_roofline() -> None:
-    assert (
-        roofline_section(describe_costs(Costs.of(CONFIG, itemsize=2, weight_bytes=2), MEASURED), {"num_steps": 3}, 1.0)
-        is None
-    )
+    again = roofline_section(found, counts(num_prefill_tokens=20_000, num_steps=40), generate_s=20.0)
+    assert (again["flops"], again["share"]) == (2 * found["flops"], found["share"]), "of a report, with more counted"
+    unknown = roofline_section(describe_costs(costs, None), counts(num_prefill_tokens=10), generate_s=1.0)
+    assert unknown["flops"] > 0 and unknown["share"] is None
+    assert roofline_section(known, {"num_steps": 3}, 1.0) is None, "an engine that counts no work"
     assert roofline_section(None, counts(), 1.0) is None
 
 
@@ -131,8 +116,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("kept")
-def test_ceilings_hold_for_one_machine_shape_dtype_and_number_of_threads() -> None:
+def test_ceilings_are_kept_by_machine_shape_dtype_and_number_of_threads(kept: Path) -> None:
     numerics = {"dtype": "bfloat16", "device": "cpu"}
     key = machine_key("a processor", CONFIG, numerics, 2)
     others = [
@@ -144,13 +128,9 @@ def test_ceilings_hold_for_one_machine_shape_dtype_and_number_of_threads() -> No
     remember(key, MEASURED)
     assert recall(key) == MEASURED
     assert [recall(other) for other in others] == [None] * 4
-
-
-def test_ceilings_of_several_machines_are_kept_side_by_side(kept: Path) -> None:
-    remember("one", MEASURED)
     two = Ceilings(2.0, 3.0, "s", "t", "int8", {"int8": 9.0}, read_bytes_per_s=4.0, copy_bytes_per_s=3.0)
-    remember("two", two)
-    assert (recall("one"), recall("two")) == (MEASURED, two)
+    remember(others[0], two)
+    assert (recall(key), recall(others[0])) == (MEASURED, two), "side by side"
     assert kept.is_file()
 
 

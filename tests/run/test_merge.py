@@ -1,13 +1,14 @@
 """Shards of one job become one run; anything that would lose or repeat a row is refused by shard and row."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import records
 
 from batchgen.cli.main import call
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
@@ -16,7 +17,6 @@ from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.output.finalize import finalize, finalize_retry
-from batchgen.output.formats.parquet import FIXED_TYPES
 from batchgen.output.journal import Counts, Journal, JournalEntry
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
@@ -24,7 +24,6 @@ from batchgen.run.merge import merge
 
 NUM_ROWS = 11
 BAD = (4, 5, 9)
-TIMINGS = dict.fromkeys(FIXED_TYPES["timings"].names, 0)
 
 
 def job(path: Path, output_format: str = "jsonl", order: str = "input", **where: Any) -> JobSpec:
@@ -32,14 +31,8 @@ def job(path: Path, output_format: str = "jsonl", order: str = "input", **where:
 
 
 def record(index: int) -> dict[str, Any]:
-    usage = {"prompt_tokens": 1, "completion_tokens": 2}
     kept = {"kept": index if index % 2 else str(index)}  # shard 1 of 2 keeps texts, shard 2 numbers
-    plain = {"id": index, "index": index, "text": "t", "finish_reason": "stop"}
-    return {**plain, "usage": usage, "timings": TIMINGS, **kept}
-
-
-def dead_letter(index: int) -> dict[str, Any]:
-    return {"id": index, "index": index, "source": "in", "line": 1, "code": "bad_json", "message": "m", "row": None}
+    return records.record(index, id=index, text="t", **kept)
 
 
 def run(
@@ -53,10 +46,10 @@ def run(
     journal = Journal.open(run_dir.journal, shard)
     for index in reversed(shard.rows(num_rows)):
         after = Cursor(0, 0, 0, index + 1)
-        if index in BAD:
-            journal.append(JournalEntry(index, after, "error", encode_json(dead_letter(index))))
-        else:
-            journal.append(JournalEntry(index, after, "result", encode_json(record(index))))
+        letter = encode_json(records.dead_letter(index, id=index)) if index in BAD else None
+        journal.append(
+            JournalEntry(index, after, "error" if letter else "result", letter or encode_json(record(index)))
+        )
     finalize(run_dir, spec, journal, num_rows=num_rows)
     journal.remove()
     return run_dir.path
@@ -81,30 +74,22 @@ def test_merged_shards_are_the_bytes_of_the_unsharded_run(tmp_path: Path, output
     assert merged.errors.read_bytes() == whole.errors.read_bytes()
 
 
-def test_the_order_of_the_arguments_does_not_matter(tmp_path: Path) -> None:
-    folders = shards(tmp_path, 3)
-    merge(folders, tmp_path / "a")
-    merge(folders[::-1], tmp_path / "b")
-    assert (tmp_path / "a" / "outputs.jsonl").read_bytes() == (tmp_path / "b" / "outputs.jsonl").read_bytes()
-
-
 def test_shards_in_completion_order_follow_one_another(tmp_path: Path) -> None:
     merge(shards(tmp_path, order="completion"), tmp_path / "merged")
     indexes = [row["index"] for row in lines(tmp_path / "merged" / "outputs.jsonl")]
     assert indexes == [10, 8, 6, 2, 0, 7, 3, 1]
 
 
-def test_a_merged_run_is_a_whole_run(tmp_path: Path) -> None:
-    merge(shards(tmp_path), tmp_path / "merged")
+def test_a_merged_run_is_a_whole_run_whatever_the_order_of_the_arguments(tmp_path: Path) -> None:
+    folders = shards(tmp_path, 3)
+    merge(folders, tmp_path / "merged")
     manifest = RunDir(tmp_path / "merged").read_manifest()
     assert manifest is not None
     assert (manifest.shard, manifest.num_rows) == (WHOLE, NUM_ROWS)
     assert manifest.job["output"]["path"] == str(tmp_path / "merged")
-    assert sorted(path.name for path in (tmp_path / "merged").iterdir()) == [
-        "errors.jsonl",
-        "job.json",
-        "outputs.jsonl",
-    ]
+    assert {path.name for path in (tmp_path / "merged").iterdir()} == {"errors.jsonl", "job.json", "outputs.jsonl"}
+    merge(folders[::-1], tmp_path / "b")
+    assert (tmp_path / "merged" / "outputs.jsonl").read_bytes() == (tmp_path / "b" / "outputs.jsonl").read_bytes()
 
 
 def test_parquet_columns_that_differ_between_shards_are_brought_together(tmp_path: Path) -> None:
@@ -116,37 +101,6 @@ def test_parquet_columns_that_differ_between_shards_are_brought_together(tmp_pat
     assert merged.column("kept").to_pylist() == ['"0"', "1", '"2"', "3", '"6"', "7", '"8"', '"10"']
 
 
-def test_nothing_to_merge_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nothing to merge"):
-        merge([], tmp_path / "merged")
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    folders = shards(tmp_path, 4)
-    with pytest.raises(UsageError, match="shard 2/4, 4/4 is missing"):
-        merge([folders[0], folders[2]], tmp_path / "merged")
-
-
-def test_a_shard_given_twice_is_named(tmp_path: Path) -> None:
-    folders = shards(tmp_path)
-    with pytest.raises(UsageError, match=r"shard 2/2 \(.*shard-2\) is given twice"):
-        merge([*folders, folders[1]], tmp_path / "merged")
-
-
-def test_shards_of_different_jobs_are_told_apart(tmp_path: Path) -> None:
-    one, two = (job(tmp_path / name, prompt=prompt) for name, prompt in (("a", "{x}"), ("b", "{y}")))
-    folders = [run(one, Shard(1, 2)), run(two, Shard(2, 2))]
-    with pytest.raises(UsageError, match=r'not of one job: input\.prompt: was "{x}", now "{y}"'):
-        merge(folders, tmp_path / "merged")
-
-
-def test_shards_that_were_run_in_different_numerics_are_told_apart(tmp_path: Path) -> None:
-    other = {"dtype": "bfloat16", "device": "cpu"}
-    folders = [run(job(tmp_path / "a"), Shard(1, 2)), run(job(tmp_path / "b"), Shard(2, 2), numerics=other)]
-    with pytest.raises(UsageError, match=r'not of one job: numerics\.dtype: was "float32", now "bfloat16"'):
-        merge(folders, tmp_path / "merged")
-
-
 KERNELS = {"dtype": "float32", "device": "cpu", "kernels": "avx2"}
 
 
@@ -156,9 +110,8 @@ def shards_of_two_kernels(folder: Path, other: Mapping[str, str]) -> list[Path]:
 
 def test_shards_of_different_kernels_are_refused_unless_allowed(tmp_path: Path) -> None:
     folders = shards_of_two_kernels(tmp_path, {**KERNELS, "kernels": "avx512"})
-    with pytest.raises(
-        UsageError, match=r"with the kernels avx2, shard 2/2 \(.*\) with avx512, .*--allow-mixed-kernels"
-    ):
+    said = r"with the kernels avx2, shard 2/2 \(.*\) with avx512, .*--allow-mixed-kernels"
+    with pytest.raises(UsageError, match=said):
         merge(folders, tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
     assert call(["merge", *map(str, folders), "-o", str(tmp_path / "whole"), "--allow-mixed-kernels"]) == 3
@@ -168,11 +121,9 @@ def test_shards_of_different_kernels_are_refused_unless_allowed(tmp_path: Path) 
 
 def test_the_kernels_of_all_shards_are_compared(tmp_path: Path) -> None:
     made = shards(tmp_path, 3)
-    for folder, kernels in zip(
-        made, ({"kernels": "avx512-bf16"}, {"kernels": "avx512-bf16"}, {"kernels": "avx2"}), strict=True
-    ):
+    for folder, kernels in zip(made, ("avx512-bf16", "avx512-bf16", "avx2"), strict=True):
         manifest = RunDir(folder).read_manifest()
-        numerics = {"dtype": "float32", "device": "cpu", **kernels}
+        numerics = {"dtype": "float32", "device": "cpu", "kernels": kernels}
         RunDir(folder).write_manifest(replace(manifest, fingerprints={**manifest.fingerprints, "numerics": numerics}))
     with pytest.raises(UsageError, match=r"kernels avx512-bf16.*avx2"):
         merge(made, tmp_path / "whole")
@@ -187,33 +138,36 @@ def test_shards_whose_files_were_looked_at_at_other_times_are_of_one_job(tmp_pat
     assert RunDir(tmp_path / "whole").read_manifest().file_states == {}
 
 
-def test_shards_of_different_counts_are_told_apart(tmp_path: Path) -> None:
-    folders = [run(job(tmp_path / "a"), Shard(1, 2)), run(job(tmp_path / "b"), Shard(2, 3))]
-    with pytest.raises(UsageError, match="shards: was 2, now 3"):
-        merge(folders, tmp_path / "merged")
+def beside(folder: Path, spec: JobSpec, shard: Shard = Shard(2, 2), **options: Any) -> list[Path]:  # noqa: B008
+    """Shard 1 of 2, and another run."""
+    return [run(job(folder / "a"), Shard(1, 2)), run(spec, shard, **options)]
 
 
-def test_shards_of_inputs_that_grew_are_told_apart(tmp_path: Path) -> None:
-    folders = [run(job(tmp_path / "a"), Shard(1, 2)), run(job(tmp_path / "b"), Shard(2, 2), num_rows=13)]
-    with pytest.raises(UsageError, match="input rows: was 11, now 13"):
-        merge(folders, tmp_path / "merged")
+def unfinished(folder: Path) -> list[Path]:
+    (shards(folder)[1] / "outputs.jsonl").unlink()
+    return [folder / "shard-1", folder / "shard-2"]
 
 
-def test_shards_of_different_formats_are_told_apart(tmp_path: Path) -> None:
-    folders = [run(job(tmp_path / "a"), Shard(1, 2)), run(job(tmp_path / "b", "parquet"), Shard(2, 2))]
-    with pytest.raises(UsageError, match=r"output\.format: was jsonl, now parquet"):
-        merge(folders, tmp_path / "merged")
+REFUSED: dict[str, Callable[[Path], list[Path]]] = {
+    "nothing to merge": lambda _: [],
+    "shard 2/4, 4/4 is missing": lambda folder: shards(folder, 4)[::2],
+    r"shard 2/2 \(.*shard-2\) is given twice": lambda folder: [*shards(folder), folder / "shard-2"],
+    r'job: input\.prompt: was \(not set\), now "{y}"': lambda folder: beside(folder, job(folder / "b", prompt="{y}")),
+    r'not of one job: numerics\.dtype: was "float32", now "bfloat16"': lambda folder: beside(
+        folder, job(folder / "b"), numerics={"dtype": "bfloat16", "device": "cpu"}
+    ),
+    "shards: was 2, now 3": lambda folder: beside(folder, job(folder / "b"), Shard(2, 3)),
+    "input rows: was 11, now 13": lambda folder: beside(folder, job(folder / "b"), num_rows=13),
+    r"output\.format: was jsonl, now parquet": lambda folder: beside(folder, job(folder / "b", "parquet")),
+    r"other is not a run directory: it has no job\.json": lambda folder: [folder / "other"],
+    "shard-2 is not finished": unfinished,
+}
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"other is not a run directory: it has no job\.json"):
-        merge([tmp_path / "other"], tmp_path / "merged")
-
-
-def test_an_unfinished_shard_is_named(tmp_path: Path) -> None:
-    folders = shards(tmp_path)
-    (folders[1] / "outputs.jsonl").unlink()
-    with pytest.raises(UsageError, match="shard-2 is not finished"):
+@pytest.mark.parametrize("words", REFUSED)
+def test_folders_that_are_not_all_shards_of_one_job_are_refused(tmp_path: Path, words: str) -> None:
+    folders = REFUSED[words](tmp_path)
+    with pytest.raises(UsageError, match=words):
         merge(folders, tmp_path / "merged")
 
 
@@ -240,18 +194,15 @@ def test_a_shard_is_never_merged_into(tmp_path: Path, where: str, count: int) ->
     assert not (folders[-1] / "inside").exists()
 
 
-def test_a_merge_that_is_done_is_done(tmp_path: Path) -> None:
+def test_a_merge_that_is_done_is_done_though_moved_or_retried(tmp_path: Path) -> None:
     folders = shards(tmp_path)
     merge(folders, tmp_path / "merged")
     before = content(tmp_path)
     assert merge(folders[::-1], tmp_path / "merged") is None
     assert content(tmp_path) == before
-
-
-def test_a_merged_run_that_was_moved_is_known(tmp_path: Path) -> None:
-    folders = shards(tmp_path)
-    merge(folders, tmp_path / "merged")
     (tmp_path / "merged").rename(tmp_path / "moved")
+    assert merge(folders, tmp_path / "moved") is None
+    (tmp_path / "moved" / "errors.jsonl").unlink()  # as after a retry
     assert merge(folders, tmp_path / "moved") is None
 
 
@@ -279,31 +230,20 @@ def test_a_merge_of_rows_that_were_retried_since_is_not_done(tmp_path: Path) -> 
     assert merge(folders, tmp_path / "again") == Counts(NUM_ROWS - len(BAD) + 1, len(BAD) - 1)
 
 
-def test_a_merged_run_that_was_retried_stays_done(tmp_path: Path) -> None:
-    folders = shards(tmp_path)
-    merge(folders, tmp_path / "merged")
-    (tmp_path / "merged" / "errors.jsonl").unlink()
-    assert merge(folders, tmp_path / "merged") is None
-
-
-def test_a_begun_run_of_the_whole_job_is_not_merged_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_another_runs_folder_is_not_merged_over(tmp_path: Path, is_begun: bool) -> None:
     folders = shards(tmp_path)
     target = RunDir(tmp_path / "merged")
     manifest = RunDir(folders[0]).read_manifest()
     assert manifest is not None
     target.create()
-    target.write_manifest(replace(manifest, shard=WHOLE))
-    Journal.open(target.journal).close()
-    with pytest.raises(UsageError, match="holds a run already, not finished"):
+    if is_begun:
+        target.write_manifest(replace(manifest, shard=WHOLE))
+        Journal.open(target.journal).close()
+    else:
+        target.write_manifest(replace(manifest, created_at="2026-01-01"))
+    with pytest.raises(UsageError, match=f"holds a run already{', not finished' if is_begun else ''}"):
         merge(folders, target.path)
-
-
-def test_a_refused_merge_leaves_no_folder(tmp_path: Path) -> None:
-    folders = shards(tmp_path)
-    (folders[1] / "outputs.jsonl").write_text("")
-    with pytest.raises(UsageError, match="rows are missing"):
-        merge(folders, tmp_path / "new" / "merged")
-    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -342,25 +282,15 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         merge(folders, tmp_path / "merged")
 
 
-def test_a_merge_that_was_refused_can_be_repeated(tmp_path: Path) -> None:
+def test_a_merge_that_was_refused_leaves_no_folder_and_can_be_repeated(tmp_path: Path) -> None:
     folders = shards(tmp_path)
     good = (folders[1] / "outputs.jsonl").read_bytes()
     (folders[1] / "outputs.jsonl").write_text("")
-    with pytest.raises(UsageError):
-        merge(folders, tmp_path / "merged")
+    with pytest.raises(UsageError, match="rows are missing"):
+        merge(folders, tmp_path / "new" / "merged")
+    assert not (tmp_path / "new").exists()
     (folders[1] / "outputs.jsonl").write_bytes(good)
-    assert merge(folders, tmp_path / "merged") == Counts(NUM_ROWS - len(BAD), len(BAD))
-
-
-def test_another_runs_folder_is_not_taken(tmp_path: Path) -> None:
-    folders = shards(tmp_path)
-    target = RunDir(tmp_path / "merged")
-    target.create()
-    manifest = RunDir(folders[0]).read_manifest()
-    assert manifest is not None
-    target.write_manifest(replace(manifest, created_at="2026-01-01"))
-    with pytest.raises(UsageError, match="holds a run already"):
-        merge(folders, target.path)
+    assert merge(folders, tmp_path / "new" / "merged") == Counts(NUM_ROWS - len(BAD), len(BAD))
 
 
 @pytest.fixture

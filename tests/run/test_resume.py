@@ -56,11 +56,17 @@ def names(folder: Path) -> set[str]:
 # ---------------------------------------------------------------- ids
 
 
-def test_ids_are_lost_too_where_a_kill_left_an_empty_file_of_them(job: JobMaker) -> None:
+@pytest.mark.parametrize("harm", ["none", "lost", "empty", "damaged"])
+def test_duplicates_are_found_across_a_resume_whatever_became_of_the_file_of_ids(job: JobMaker, harm: str) -> None:
     job.write([*rows_of(300), *rows_of(20)])
     interrupted(job, 2000)
-    lose_ids(job)
-    UniqueIds(job.output / "journal" / "ids.sqlite").close()
+    path = job.output / "journal" / "ids.sqlite"
+    if harm == "damaged":
+        path.write_bytes(b"no database" * 1000)
+    elif harm != "none":
+        lose_ids(job)
+    if harm == "empty":  # as a kill leaves it
+        UniqueIds(path).close()
     job.run()
     assert codes(job) == [(index, "duplicate_id") for index in range(300, 320)]
 
@@ -160,9 +166,8 @@ def test_strict_lets_good_rows_resume(job: JobMaker) -> None:
 # ---------------------------------------------------------------- litter
 
 
-@pytest.mark.parametrize("moment", ["while it is removed", "later"])
 def test_what_a_kill_leaves_of_the_journal_goes_with_the_next_run(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch, moment: str
+    job: JobMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.write(rows_of(5))
     with monkeypatch.context() as patch:
@@ -210,12 +215,11 @@ def test_other_weights_are_refused_before_they_are_loaded(job: JobMaker, is_done
 def test_the_advice_on_other_numerics_names_the_flags_that_go_on(job: JobMaker) -> None:
     job.write(rows_of(60))
     interrupted(job)
-
-    def other(spec: JobSpec, model: ModelInfo) -> Backend:
-        return dataclasses.replace(stub_factory()(spec, model), numerics={"dtype": "bfloat16", "device": "stub"})
-
-    with pytest.raises(ResumeMismatch, match="go on with --dtype float32, or start anew with --overwrite") as caught:
-        run_job(job.spec(), quiet(), engine_factory=other)
+    said = (
+        "begun in float32 on stub, here the model runs in bfloat16.*go on with --dtype float32, or start anew with --ov"
+    )
+    with pytest.raises(ResumeMismatch, match=said) as caught:
+        run_job(job.spec(), quiet(), engine_factory=in_bfloat16())
     assert "\n" not in str(caught.value)
 
 
@@ -255,11 +259,8 @@ def test_a_run_with_keys_in_8_bits_is_not_continued_or_reported_done_as_one_with
 
 
 def test_a_run_goes_on_on_another_device_of_the_same_kind(job: JobMaker) -> None:
-    def on_cuda(spec: JobSpec, model: ModelInfo) -> Backend:
-        numerics = {"dtype": "bfloat16", "device": "cuda"}
-        return dataclasses.replace(stub_factory(fails=frozenset())(spec, model), numerics=numerics)
-
     job.write(rows_of(5))
+    on_cuda = in_bfloat16(device="cuda")
     first = run_job(job.spec(model={"device": "cuda:0"}), quiet(max_total_tokens=1), engine_factory=on_cuda)
     assert first.exit_code == ExitCode.STOPPED
     done = run_job(job.spec(model={"device": "cuda:1"}), quiet(), engine_factory=on_cuda)
@@ -332,14 +333,6 @@ def test_an_own_file_that_is_named_stays_refused(job: JobMaker) -> None:
             job.run(spec)
 
 
-def test_a_damaged_file_of_ids_is_made_anew_from_the_input(job: JobMaker) -> None:
-    job.write([*rows_of(300), *rows_of(20)])
-    interrupted(job, 2000)
-    (job.output / "journal" / "ids.sqlite").write_bytes(b"no database" * 1000)
-    job.run()
-    assert codes(job) == [(index, "duplicate_id") for index in range(300, 320)]
-
-
 def test_ids_that_turn_out_to_be_damaged_later_are_one_clear_line_and_the_next_run_reads_them_anew(
     tmp_path: Path,
 ) -> None:
@@ -385,9 +378,8 @@ def test_a_run_of_another_record_version_is_refused_in_one_line_and_stays(job: J
         lambda: read_status(job.output),
     ]
     for command in refused:
-        with pytest.raises(
-            UsageError, match=rf"job\.json: its run was begun with record version {RECORD_VERSION - 1}"
-        ) as caught:
+        said = rf"job\.json: its run was begun with record version {RECORD_VERSION - 1}"
+        with pytest.raises(UsageError, match=said) as caught:
             command()
         assert str(caught.value).count("\n") == 0
     assert {file: file.read_bytes() for file in (job.output / "journal").glob("*.seg")} == before
