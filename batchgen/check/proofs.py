@@ -20,7 +20,7 @@ from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.load import load_weights
-from batchgen.engine.sizes import kept_kv_dtype
+from batchgen.engine.sizes import kv_cache_dtype
 from batchgen.input.columns import check_columns
 from batchgen.input.source import open_source
 from batchgen.kernels.reference import ReferenceKernels
@@ -145,7 +145,7 @@ class Check:
 
     def __init__(self, where: ModelSpec, prompts: list[Prompt], kv_dtype: str = "auto") -> None:
         self.model = load_weights(where)
-        self.kv_dtype = kept_kv_dtype(kv_dtype, self.model)
+        self.kv_dtype = kv_cache_dtype(kv_dtype, self.model)
         self.requests = requests_for(prompts)
         self.solo = Trace()
         self._where = where

@@ -61,13 +61,13 @@ def resolve(config: EngineConfig, model: Decoder) -> SchedulerConfig:
     """
     is_cuda = model.device.type == "cuda"
     free, total = _memory(model)
-    config = replace(config, kv_dtype=kept_kv_dtype(config.kv_dtype, model))
+    config = replace(config, kv_dtype=kv_cache_dtype(config.kv_dtype, model))
     sizes = sizes_for(config, model.config, model.dtype.itemsize, free, is_cuda=is_cuda)
     _refuse_beyond(sizes, model.config, model.dtype.itemsize, total)
     return sizes
 
 
-def kept_kv_dtype(kv_dtype: str, model: Decoder) -> str:
+def kv_cache_dtype(kv_dtype: str, model: Decoder) -> str:
     """The type that keys and values are rounded to; "auto" where that is the type in which they are computed.
 
     Raises:

@@ -19,7 +19,7 @@ from batchgen.input.content import Chat, Content, ContentFinder, PlainText
 from batchgen.input.rows import RowProblem, bad_row, bounded, num_chars
 from batchgen.text.chat import ChatTemplateError
 from batchgen.text.grammar import Grammars
-from batchgen.text.guidance import GrammarError
+from batchgen.text.grammar_source import GrammarError
 from batchgen.text.tokenizer import Tokenizer
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each

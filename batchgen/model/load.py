@@ -19,8 +19,8 @@ from batchgen.model.adapter.settings import read_lora, resolve_adapter
 from batchgen.model.adapter.source import LoraTensors
 from batchgen.model.config import ModelConfig
 from batchgen.model.decoder import Decoder
-from batchgen.model.quantized.blocks import GgufTensors
 from batchgen.model.quantized.checkpoint import QuantizedCheckpoint
+from batchgen.model.quantized.gguf_tensors import GgufTensors
 from batchgen.model.registry import dummy_config, is_dummy, read_config
 from batchgen.model.weights import Checkpoint, RandomTensors, TensorSource
 

@@ -15,10 +15,10 @@ from batchgen.core.model_files import generation_eos_token_ids, is_gguf, read_ob
 from batchgen.core.model_location import resolve_model
 from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
+from batchgen.model.config_values import ConfigValues
 from batchgen.model.families import FAMILIES
-from batchgen.model.quantized.gguf import read_gguf_config
+from batchgen.model.quantized.gguf_header import read_gguf_config
 from batchgen.model.quantized.settings import parse_quantization
-from batchgen.model.values import ConfigValues
 
 _PREFIX = "dummy:"
 _MAX_BYTES = 1 << 20  # of a config file; published ones have 1 to 2 kB

@@ -19,7 +19,7 @@ from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sizes import SchedulerConfig
-from batchgen.plan.estimate import Estimate, Forecast, OutputLengths
+from batchgen.plan.estimate import Estimate, ExpectedLengths, Forecast
 from batchgen.plan.simulation import StepWork, simulate
 from batchgen.plan.survey import PREFIX_BLOCK, Lengths, SampledPrompt, Survey
 from batchgen.run.loader import ModelInfo, load_engine
@@ -76,7 +76,7 @@ class CostModel:
     look_ahead: int
     cost: StepCost
 
-    def engine_s(self, sample: Sequence[Lengths], num_rows: int, lengths: OutputLengths, shared: int = 0) -> float:
+    def engine_s(self, sample: Sequence[Lengths], num_rows: int, lengths: ExpectedLengths, shared: int = 0) -> float:
         """Seconds of all steps for ``num_rows`` rows like those of the sample.
 
         Rows beyond the sample cost what its second half adds, which includes neither the start nor the tail.
@@ -118,7 +118,7 @@ def calibrate(
     spec: JobSpec,
     info: ModelInfo,
     survey: Survey,
-    given: OutputLengths | None = None,
+    given: ExpectedLengths | None = None,
     *,
     began: float,
     seconds: float = CALIBRATION_S,
@@ -147,7 +147,7 @@ def calibrate(
         if time.monotonic() - start >= seconds:
             break
     measured_s = time.monotonic() - start
-    lengths = given or OutputLengths.observed(finished, unfinished) or OutputLengths.limits(survey)
+    lengths = given or ExpectedLengths.observed(finished, unfinished) or ExpectedLengths.limits(survey)
     lengths = replace(lengths, tokens_per_sample=max(1.0, tokens_per_sample))
     model = CostModel(engine.config, engine.look_ahead, StepCost.fit(probe.steps))
     engine_s = model.engine_s(survey.sample.items, survey.computed_rows, lengths, survey.shared_tokens_per_row)

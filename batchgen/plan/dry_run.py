@@ -24,8 +24,8 @@ from batchgen.input.validator import RowValidator
 from batchgen.output.rundir import RunDir
 from batchgen.plan.estimate import (
     Estimate,
+    ExpectedLengths,
     Forecast,
-    OutputLengths,
     comparable,
     forecast_from_report,
     kv_plan,
@@ -63,7 +63,7 @@ def make_plan(
             survey.take(rows.read())
         finally:
             ids.close()
-    given = OutputLengths.around("as given", output_tokens) if output_tokens else None
+    given = ExpectedLengths.around("as given", output_tokens) if output_tokens else None
     return _content(spec, model, survey, _forecast(spec, model, survey, given, calibrates=calibrates))
 
 
@@ -78,7 +78,7 @@ def check_time(plan: dict[str, Any], limit_s: float) -> None:
 
 
 def _forecast(
-    spec: JobSpec, model: ModelInfo, survey: Survey, given: OutputLengths | None, *, calibrates: bool
+    spec: JobSpec, model: ModelInfo, survey: Survey, given: ExpectedLengths | None, *, calibrates: bool
 ) -> Forecast:
     if calibrates and survey.num_good:
         began = time.monotonic()
@@ -89,7 +89,7 @@ def _forecast(
         report = read_report(RunDir(Path(spec.output.path)))
         if comparable(report, spec.model, processor_name()):
             return forecast_from_report(report, survey, given)
-    return Forecast(given or OutputLengths.limits(survey))
+    return Forecast(given or ExpectedLengths.limits(survey))
 
 
 def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
         "prompt_tokens": _prompt_tokens(survey),
         "longest": survey.longest.items(),
         "output_tokens": {
-            "at_most": OutputLengths("").total(survey),
+            "at_most": ExpectedLengths("").total(survey),
             "expected": output_tokens,
             "basis": lengths.basis,
         },

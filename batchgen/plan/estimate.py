@@ -22,7 +22,7 @@ _NUM_QUANTILES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class OutputLengths:
+class ExpectedLengths:
     """Expected output lengths of rows without a fixed length.
 
     ``values`` are equally likely lengths, before each row's own limit; empty means that only the limit is known.
@@ -34,18 +34,18 @@ class OutputLengths:
     tokens_per_sample: float = 1.0
 
     @classmethod
-    def around(cls, basis: str, mean: float) -> OutputLengths:
+    def around(cls, basis: str, mean: float) -> ExpectedLengths:
         """Every row as long as the mean."""
         return cls(basis, (max(1, round(mean)),))
 
     @classmethod
-    def limits(cls, survey: Survey) -> OutputLengths:
+    def limits(cls, survey: Survey) -> ExpectedLengths:
         """Every row at its limit, which is all that is known before any row has run."""
         is_fixed = all(is_fixed for _, is_fixed in survey.outputs)
         return cls("fixed by ignore_eos" if is_fixed else "max_tokens, an upper bound")
 
     @classmethod
-    def observed(cls, finished: list[int], unfinished: list[int]) -> OutputLengths | None:
+    def observed(cls, finished: list[int], unfinished: list[int]) -> ExpectedLengths | None:
         """Lengths of sampled rows, some of them still unfinished; None if none finished.
 
         With unfinished rows, lengths are taken as geometric, with the observed share of last tokens as the rate.
@@ -120,7 +120,7 @@ def workers_plan(spec: JobSpec, num_rows: int, max_num_seqs: int) -> WorkersPlan
 class Forecast:
     """Expected lengths and time, and the engine's numerics and sizes where an earlier run or a calibration had them."""
 
-    lengths: OutputLengths
+    lengths: ExpectedLengths
     estimate: Estimate | None = None
     numerics: Mapping[str, str] = field(default_factory=dict)
     sizes: SchedulerConfig | None = None
@@ -135,13 +135,13 @@ def comparable(report: Mapping[str, Any], model: ModelSpec, processor: str) -> b
     return bool(is_same and report["tokens"]["completion"] > 0 and report["generate_s"] > 0)
 
 
-def forecast_from_report(report: Mapping[str, Any], survey: Survey, given: OutputLengths | None) -> Forecast:
+def forecast_from_report(report: Mapping[str, Any], survey: Survey, given: ExpectedLengths | None) -> Forecast:
     """The job at an earlier run's rate: all tokens, prompt and output, per second of generating.
 
     Lengths are the mean of that run unless ``given``.
     """
     mean = report["tokens"]["completion"] / report["rows"]["done"]
-    lengths = given or OutputLengths.around(f"the mean of the last run, {mean:,.1f}", mean)
+    lengths = given or ExpectedLengths.around(f"the mean of the last run, {mean:,.1f}", mean)
     rate = report["tokens"]["total"] / report["generate_s"]
     engine_s = (survey.prompt_tokens + lengths.total(survey)) / rate
     load_s = report["seconds"].get("load", 0.0) / report["sessions"]

@@ -33,7 +33,7 @@ from batchgen.output.rundir import RunDir
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.stop import signals_afterwards
 from batchgen.text.grammar import Grammars
-from batchgen.text.guidance import library
+from batchgen.text.grammar_source import library
 from batchgen.text.reasoning import Reasoning, text_behind
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer

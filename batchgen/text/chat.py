@@ -1,7 +1,7 @@
 """The model folder's own chat template, rendered as ``transformers`` renders it, in a child process with limits.
 
 A template that exceeds a limit costs only its own chat, whatever its neighbours are and however busy the machine is:
-that chat gets an error. ``sandbox`` is the program of the child process.
+that chat gets an error. ``chat_child`` is the program of the child process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PROGRAM = f"""
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 try:
-    from batchgen.text.sandbox import main
+    from batchgen.text.chat_child import main
 except BaseException as error:
     print(json.dumps(["", " ".join(f"{{type(error).__name__}}: {{error}}".split())]))
 else:
@@ -143,7 +143,7 @@ class ChatTemplate:
 
 
 class _Process:
-    """Child process that runs ``sandbox``; whatever waits for an answer raises EOFError once it has ended.
+    """Child process that runs ``chat_child``; whatever waits for an answer raises EOFError once it has ended.
 
     It has a process group of its own, so that Ctrl-C reaches only the run.
     """

@@ -18,7 +18,7 @@ from batchgen.core.errors import ModelError, TokenizerError
 from batchgen.core.model_files import generation_eos_token_ids, read_object, read_text
 from batchgen.core.units import one_line
 from batchgen.text.chat import Chat, ChatTemplate, ChatTemplateError
-from batchgen.text.expansion import check_expansion
+from batchgen.text.tokenizer_limits import check_expansion
 
 _MAX_FILE_BYTES = 1 << 26
 

@@ -17,7 +17,7 @@ from batchgen.engine import Engine, EngineConfig
 from batchgen.engine import load as load_module
 from batchgen.engine import sizes as sizes_module
 from batchgen.engine.load import use_threads
-from batchgen.engine.sizes import kept_kv_dtype, resolve, sizes_for
+from batchgen.engine.sizes import kv_cache_dtype, resolve, sizes_for
 from batchgen.model.config import ModelConfig
 from batchgen.model.registry import dummy_config, parse_config
 from batchgen.model.state import KV_DTYPES, allocate
@@ -199,10 +199,10 @@ def test_an_unknown_type_of_keys_is_refused_with_those_there_are() -> None:
 
 def test_a_gpu_keeps_keys_as_they_are_computed_or_as_integers_and_says_so() -> None:
     gpu: Any = SimpleNamespace(numerics={"dtype": "float32"}, device=torch.device("cuda"))
-    assert kept_kv_dtype("auto", gpu) == kept_kv_dtype("float32", gpu) == "auto"
-    assert kept_kv_dtype("int8", gpu) == "int8"
+    assert kv_cache_dtype("auto", gpu) == kv_cache_dtype("float32", gpu) == "auto"
+    assert kv_cache_dtype("int8", gpu) == "int8"
     with pytest.raises(UsageError, match=r'^kv_dtype bfloat16: a GPU keeps .* "auto", or as integers, "int8"$'):
-        kept_kv_dtype("bfloat16", gpu)
+        kv_cache_dtype("bfloat16", gpu)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from quantized_folders import compressed
 from safetensors.torch import save_file
 from tiny_model import CPU
 
+from batchgen.model.config_values import ConfigValues
 from batchgen.model.quantized.checkpoint import QuantizedCheckpoint
 from batchgen.model.quantized.settings import parse_quantization
-from batchgen.model.values import ConfigValues
 
 # It imports half of transformers: a test does, not the collection.
 pytestmark = pytest.mark.skipif(

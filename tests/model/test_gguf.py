@@ -24,8 +24,8 @@ from batchgen.core.fingerprint import Digests
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import load_model
-from batchgen.model.quantized.blocks import GgufTensors
-from batchgen.model.quantized.gguf import read_header
+from batchgen.model.quantized.gguf_header import read_header
+from batchgen.model.quantized.gguf_tensors import GgufTensors
 from batchgen.model.registry import load_config, parse_config, read_config
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job

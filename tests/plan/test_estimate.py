@@ -22,7 +22,7 @@ from batchgen.input.ids import UniqueIds
 from batchgen.input.source import RowRange, open_source
 from batchgen.input.validator import RowValidator
 from batchgen.plan.calibrate import CostModel, StepCost, _Probe, calibrate
-from batchgen.plan.estimate import Forecast, OutputLengths
+from batchgen.plan.estimate import ExpectedLengths, Forecast
 from batchgen.plan.simulation import StepWork
 from batchgen.plan.survey import Lengths, Survey
 from batchgen.run.loader import read_model
@@ -56,7 +56,7 @@ def test_one_row_takes_a_step_for_its_prompt_and_one_for_each_further_token() ->
 def test_forced_tokens_take_no_step_of_their_own(tokens_per_sample: float, steps: int) -> None:
     rows = [(Lengths(10, 20, False), 12)]
     assert cost_model().simulated_s(rows, tokens_per_sample=tokens_per_sample) == steps
-    assert cost_model().engine_s([rows[0][0]], 1, OutputLengths("known", (12,), tokens_per_sample)) == steps
+    assert cost_model().engine_s([rows[0][0]], 1, ExpectedLengths("known", (12,), tokens_per_sample)) == steps
 
 
 def test_a_prompt_beyond_the_budget_takes_several_steps() -> None:
@@ -65,7 +65,7 @@ def test_a_prompt_beyond_the_budget_takes_several_steps() -> None:
 
 def test_rows_beyond_the_sample_are_charged_at_its_rate() -> None:
     sample = [Lengths(8, 32, True)] * 64
-    lengths = OutputLengths("fixed")
+    lengths = ExpectedLengths("fixed")
     whole = cost_model().engine_s(sample, 64, lengths)
     assert cost_model().engine_s(sample, 640, lengths) == pytest.approx(10 * whole, rel=0.1)
 
@@ -82,23 +82,23 @@ def test_a_row_that_can_never_run_costs_nothing() -> None:
 
 
 def test_lengths_of_rows_that_all_ended_are_taken_as_they_are() -> None:
-    found = OutputLengths.observed([3, 5, 10], [])
+    found = ExpectedLengths.observed([3, 5, 10], [])
     assert found is not None
     assert found.values == (3, 5, 10)
 
 
 def test_unfinished_rows_raise_the_expected_length() -> None:
-    found = OutputLengths.observed([10] * 10, [30] * 10)
+    found = ExpectedLengths.observed([10] * 10, [30] * 10)
     assert found is not None
     assert sum(found.values) / len(found.values) == pytest.approx(40, rel=0.05)
 
 
 def test_where_no_row_ended_nothing_is_claimed() -> None:
-    assert OutputLengths.observed([], [100]) is None
+    assert ExpectedLengths.observed([], [100]) is None
 
 
 def test_fixed_rows_are_reckoned_at_their_length_whatever_is_expected() -> None:
-    lengths = OutputLengths.around("given", 5)
+    lengths = ExpectedLengths.around("given", 5)
     assert lengths.of_row(0, 40, True) == 40
     assert lengths.of_row(0, 40, False) == 5
 

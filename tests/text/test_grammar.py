@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from batchgen.core.structured import canonical
 from batchgen.text import grammar
 from batchgen.text.grammar import Grammars, Guide
-from batchgen.text.guidance import GrammarError
+from batchgen.text.grammar_source import GrammarError
 from batchgen.text.tokenizer import Tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

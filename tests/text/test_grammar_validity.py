@@ -18,7 +18,7 @@ from batchgen.core.records import Request, SamplingParams
 from batchgen.core.structured import canonical
 from batchgen.engine.generation import TextTools
 from batchgen.text.grammar import Grammars
-from batchgen.text.guidance import GrammarError
+from batchgen.text.grammar_source import GrammarError
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])

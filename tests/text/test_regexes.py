@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchgen.core.structured import canonical
 from batchgen.text.grammar import Grammars
-from batchgen.text.guidance import GrammarError
+from batchgen.text.grammar_source import GrammarError
 from batchgen.text.regexes import portable, white_space
 
 CLASSES = [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S"]

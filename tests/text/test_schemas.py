@@ -14,7 +14,7 @@ from guides import complete_texts
 
 from batchgen.core.structured import canonical
 from batchgen.text.grammar import Grammars
-from batchgen.text.guidance import GrammarError
+from batchgen.text.grammar_source import GrammarError
 from batchgen.text.schemas import prepared
 
 Schema = dict[str, Any]

@@ -17,7 +17,7 @@ from batchgen.core.model_files import ADAPTER_CONFIG, ADAPTER_FILES, read_object
 from batchgen.core.model_location import resolve_model
 from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
-from batchgen.model.values import ConfigValues
+from batchgen.model.config_values import ConfigValues
 
 _MAX_BYTES = 1 << 20  # of the settings; with an alpha for each module they have 100 kB
 _MAX_PATTERNS = 1000  # each of which is matched with each module
@@ -34,7 +34,7 @@ _KNOWN = frozenset(
 )
 _OFF: tuple[object, ...] = (None, False, "none", "", [], {})
 _PLAIN_BEGINNINGS = (True, False, "gaussian", "orthogonal", "eva")  # others change the model's own weights
-REMEDY = "only a plain LoRA is added here: merge it by what it was trained with, and give the merged model"
+USE_MERGED = "only a plain LoRA is added here: merge it by what it was trained with, and give the merged model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +105,12 @@ def read_lora(folder: Path) -> Lora:
     path = folder / ADAPTER_CONFIG
     values = ConfigValues(read_object(path, _MAX_BYTES), str(path))
     if (kind := values.get("peft_type")) != "LORA":
-        raise values.error(f"peft_type is {shown(kind)}; {REMEDY}")
+        raise values.error(f"peft_type is {shown(kind)}; {USE_MERGED}")
     for key, value in values.raw.items():
         if key not in _KNOWN and value not in _OFF:
-            raise values.error(f"{shown(key)[1:-1]} is {shown(value)}; {REMEDY}")
+            raise values.error(f"{shown(key)[1:-1]} is {shown(value)}; {USE_MERGED}")
     if (beginning := values.get("init_lora_weights", default=True)) not in _PLAIN_BEGINNINGS:
-        raise values.error(f"init_lora_weights {shown(beginning)} changes the weights of the model too; {REMEDY}")
+        raise values.error(f"init_lora_weights {shown(beginning)} changes the weights of the model too; {USE_MERGED}")
     alphas, alpha = _patterns(values, "alpha_pattern"), values.number("lora_alpha", default=8.0)
     return Lora(
         folder,

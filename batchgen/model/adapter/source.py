@@ -17,7 +17,7 @@ from torch import Tensor
 from batchgen.core.errors import ModelError
 from batchgen.core.model_files import ADAPTER_WEIGHTS
 from batchgen.core.units import shown
-from batchgen.model.adapter.settings import REMEDY, Lora
+from batchgen.model.adapter.settings import USE_MERGED, Lora
 from batchgen.model.config import ModelConfig
 from batchgen.model.weights import Init, Shape, TensorSource, fill_rows, is_finite, open_weights
 
@@ -66,7 +66,7 @@ class LoraTensors:
             match = _NAME.fullmatch(name)
             if match is None or match[2] in found.get(match[1], {}):
                 what = "is no lora_A or lora_B of a linear" if match is None else "is there twice"
-                raise self._error(f"tensor {shown(name)} {what}", REMEDY)
+                raise self._error(f"tensor {shown(name)} {what}", USE_MERGED)
             found.setdefault(match[1], {})[match[2]] = name
         for module, parts in found.items():
             if len(parts) == 1:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from batchgen.model.config import ModelConfig
+from batchgen.model.config_values import ConfigValues
 from batchgen.model.families import lfm2, lfm2_moe, lfm3, llama, mistral, qwen3, qwen3_moe
-from batchgen.model.values import ConfigValues
 
 
 class Family(Protocol):

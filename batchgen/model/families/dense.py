@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchgen.model.config import ATTENTION, LayerShape, ModelConfig
-from batchgen.model.values import MAX_LAYERS, ConfigValues
+from batchgen.model.config_values import MAX_LAYERS, ConfigValues
 
 _LAYER = "model.layers.{layer}"
 TENSOR_NAMES = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchgen.core.units import shown
 from batchgen.model.config import ATTENTION, CONV, LayerShape, ModelConfig
-from batchgen.model.values import MAX_LAYERS, ConfigValues
+from batchgen.model.config_values import MAX_LAYERS, ConfigValues
 
 TITLE = "dense LFM2"
 _LAYER = "model.layers.{layer}"

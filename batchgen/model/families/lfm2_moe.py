@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from batchgen.model.config import ModelConfig
+from batchgen.model.config_values import ConfigValues
 from batchgen.model.families.lfm2 import TENSOR_NAMES, published, read_lfm2
-from batchgen.model.values import ConfigValues
 
 TITLE = "LFM2 MoE"
 _FEED_FORWARD = "model.layers.{layer}.feed_forward"

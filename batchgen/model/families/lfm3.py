@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.model.config import ATTENTION, CONV, LayerShape, ModelConfig, Rope
+from batchgen.model.config_values import ConfigValues
 from batchgen.model.families import lfm2
-from batchgen.model.values import ConfigValues
 
 TITLE = "LFM3"
 _LAYER = "model.layers.{layer}"

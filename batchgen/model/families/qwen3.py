@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.model.config import ModelConfig
+from batchgen.model.config_values import ConfigValues
 from batchgen.model.families.dense import published, read_dense
-from batchgen.model.values import ConfigValues
 
 TITLE = "dense Qwen3"
 

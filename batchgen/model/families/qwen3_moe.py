@@ -11,8 +11,8 @@ from typing import Any
 
 from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
+from batchgen.model.config_values import ConfigValues
 from batchgen.model.families.dense import TENSOR_NAMES, published, read_dense
-from batchgen.model.values import ConfigValues
 
 TITLE = "Qwen3 MoE"
 _MLP = "model.layers.{layer}.mlp"

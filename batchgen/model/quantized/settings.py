@@ -12,7 +12,7 @@ from typing import Any
 from batchgen.core.errors import ModelError
 from batchgen.core.units import shown
 from batchgen.model.config import Quantization
-from batchgen.model.values import ConfigValues
+from batchgen.model.config_values import ConfigValues
 
 _KEYS = ("quantization_config", "compression_config", "quantization")  # transformers; the same once; MLX
 _REMEDY = "use the bfloat16 release"
