@@ -50,7 +50,7 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "arrow", "data.tokenizer", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
-    "kernels": 6800,
+    "kernels": 6750,
     "engine": 3392,
     "model": 3152,
     "text": 1589,

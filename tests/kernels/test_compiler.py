@@ -15,16 +15,15 @@ import torch
 from numba.core.codegen import JITCodeLibrary
 
 from batchgen.kernels.cpu import build, compiler, object_cache
-from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled.entry import kernel
 from batchgen.kernels.cpu.kernel_specs import ARGMAX, ATTENTION, KernelSpec
-from batchgen.kernels.cpu.layout import ARGS
 from batchgen.kernels.cpu.parallel import Kernel
 
 
-@simd.jit
-def draw(words: Any) -> None:
+@kernel(out=np.float64)
+def draw(item: Any, out: Any) -> None:
     """Calls a function of numba's own, which kernels do not."""
-    simd.pointer(words[ARGS], np.float64)[0] = 2.0 + np.random.random()
+    out[item] = 2.0 + np.random.random()
 
 
 DRAW = KernelSpec(__name__, "draw", {"any": ()})

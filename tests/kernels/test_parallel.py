@@ -19,6 +19,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu import parallel
 from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled.entry import kernel
 from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
 from batchgen.kernels.cpu.kernel_specs import KernelSpec
 from batchgen.kernels.cpu.layout import ARGS, KEY, NUM_ITEMS, NUMBERING
@@ -40,20 +41,15 @@ def count(args: Any) -> None:
         item = next_item(args, worker)
 
 
-@simd.jit
-def add_up(args: Any) -> None:
-    """Item i of a row becomes i more than the sum of the row before, after ``words[ARGS + 2]`` rounds of waiting."""
-    row, before, size = simd.pointer(args[ARGS], simd.F32), simd.pointer(args[ARGS + 1], simd.F32), args[NUM_ITEMS]
-    worker = worker_number(args)
-    item = next_item(args, worker)
-    while item < size:
-        for _ in range(args[ARGS + 2] * (item % 3)):
-            simd.pause()
-        total = 0.0
-        for i in range(size):
-            total += before[i]
-        row[item] = total % 97 + item
-        item = next_item(args, worker)
+@kernel(row=simd.F32, before=simd.F32)
+def add_up(item: int, row: Any, before: Any, rounds: int, size: int) -> None:
+    """Item i of a row becomes i more than the sum of the row before, after some rounds of waiting."""
+    for _ in range(rounds * (item % 3)):
+        simd.pause()
+    total = 0.0
+    for i in range(size):
+        total += before[i]
+    row[item] = total % 97 + item
 
 
 COUNT = Kernel(KernelSpec(__name__, "count", {"float32": ()}))
@@ -128,7 +124,7 @@ def program_of(rows: Tensor, rounds: int) -> Program:
     CAPTURE.launches = launches
     try:
         for row, before in zip(rows[1:], rows, strict=False):
-            ADD_UP.launch(torch.float32, len(row), row.data_ptr(), before.data_ptr(), rounds)
+            ADD_UP.launch(torch.float32, len(row), row.data_ptr(), before.data_ptr(), rounds, len(row))
     finally:
         CAPTURE.launches = None
     return Program(launches)

@@ -75,7 +75,7 @@ def test_every_product_is_added(name: str, threads: int) -> None:
     kind, flop = peaks.kinds_of_products()[name]
     memory, items, rounds = peaks.totals_of(threads), 5, 7
     before = memory.clone()
-    peaks.MULTIPLY.launch(kind, items, memory.data_ptr(), rounds)
+    peaks.MULTIPLY.launch(kind, items, memory.data_ptr(), peaks.OWN_BYTES, rounds)
     totals = slice(0, kernel_specs.PEAK_TOTALS)
     if name == "int8":  # of four bytes of 0.5 one is not zero, 63
         memory, before = (x.view(torch.int32) for x in (memory, before))
@@ -91,7 +91,7 @@ def test_every_product_is_added(name: str, threads: int) -> None:
 def test_all_of_a_buffer_is_read(threads: int) -> None:
     torch.set_num_threads(threads)
     buffer, sums = torch.ones(3 * peaks.ITEM_FLOATS + 100), peaks.totals_of(threads).zero_()
-    peaks.READ.launch("any", 3, sums.data_ptr(), buffer.data_ptr(), peaks.ITEM_FLOATS)
+    peaks.READ.launch("any", 3, sums.data_ptr(), peaks.OWN_BYTES, buffer.data_ptr(), peaks.ITEM_FLOATS)
     assert sums.sum() == 3 * peaks.ITEM_FLOATS
     work, num_bytes = peaks.reads(buffer)
     assert num_bytes == 3 * peaks.ITEM_FLOATS * 4

@@ -50,6 +50,12 @@ def _address_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None else address(tensor)
 
 
+def _fields(cache: KVCache) -> tuple[int, ...]:
+    """A cache as ``compiled.entry.CACHE_FIELDS`` names its parts."""
+    places = address(cache.keys), address(cache.values), _address_of(cache.scales)
+    return (*places, cache.keys.shape[1], cache.width, cache.block_size, cache.lanes, cache.keys.shape[4])
+
+
 def heads_of_an_item(num_blocks: int, num_kv_heads: int) -> int:
     """KV heads in an item of attention: as many as leave every worker a share of each query block, or a few of all."""
     workers = torch.get_num_threads()
@@ -164,14 +170,13 @@ class CpuKernels(interface.Kernels):
     def rope_and_cache(
         self, qkv: Tensor, heads: interface.Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache
     ) -> Tensor:
-        num_kv_heads, width, head_dim = cache.keys.shape[1], cache.width, heads.head_dim
+        width, head_dim = cache.width, heads.head_dim
         q = empty((len(qkv), heads.num_heads, width), torch.float32)
+        norms = _address_of(heads.q_norm), _address_of(heads.k_norm)
         arguments = (
-            *(address(qkv), _address_of(heads.q_norm), _address_of(heads.k_norm), *map(address, rotary)),
-            *map(address, (inputs.positions, inputs.slot_mapping, q, cache.keys, cache.values)),
-            scratch(2 * width * torch.get_num_threads()),
-            *(heads.num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes),
-            *(_bits(heads.eps), _bits(head_dim**-0.5), cache.keys.shape[4], _address_of(cache.scales), qkv.shape[1]),
+            *(address(qkv), qkv.shape[1], heads.num_heads, head_dim, *norms, _bits(heads.eps)),
+            *map(address, (*rotary, inputs.positions, inputs.slot_mapping, q)),
+            *(*scratch(2 * width), _bits(head_dim**-0.5), *_fields(cache)),
         )
         _ROPE_AND_CACHE.launch(_ROPE_KINDS[qkv.dtype, cache.keys.dtype], len(qkv), *arguments)
         return q
@@ -193,14 +198,13 @@ class CpuKernels(interface.Kernels):
         items = len(inputs.query_blocks) * num_kv_heads
         most_together = min(max(items // (ITEMS_PER_WORKER * torch.get_num_threads()), 1), QUERY_BLOCK)
         most_heads = heads_of_an_item(len(inputs.query_blocks), num_kv_heads)
-        floats = layout.attention_scratch_floats(width, most_rows)
         arguments = (
-            *map(address, (q, cache.keys, cache.values, inputs.block_tables, inputs.query_blocks)),
-            *map(address, (inputs.positions, out)),
-            scratch(floats * torch.get_num_threads()),
-            *(num_heads, num_kv_heads, head_dim, width, cache.block_size, cache.lanes, inputs.block_tables.shape[1]),
-            *(cache.keys.element_size(), most_rows, _address_of(cache.scales)),
-            *(window, _address_of(gates), 0 if gates is None else gates.shape[1], most_together, most_heads),
+            *(address(q), *_fields(cache), address(inputs.query_blocks), address(inputs.positions)),
+            *(address(inputs.block_tables), inputs.block_tables.shape[1]),
+            *(num_heads, num_heads // num_kv_heads, head_dim),
+            *(*scratch(layout.attention_scratch_floats(width, most_rows)), most_rows, window),
+            *(_address_of(gates), 0 if gates is None else gates.shape[1]),
+            *(most_together, most_heads, len(inputs.query_blocks), address(out)),
         )
         _ATTENTION.launch(_ATTENTION_KINDS[dtype, cache.keys.dtype], items // most_heads, *arguments)
         return out
@@ -211,8 +215,7 @@ class CpuKernels(interface.Kernels):
         arguments = (
             *map(address, (bcx, weight, bias, state.slots, inputs.cu_seqlens, inputs.conv_slots)),
             *map(address, (inputs.positions, out)),
-            *(width, taps, bcx.element_size()),
-            scratch(layout.conv_scratch_floats(taps, width) * torch.get_num_threads()),
+            *(width, taps, *scratch(layout.conv_scratch_floats(taps, width))),
             *(address(state.blocks), address(inputs.slot_mapping), state.block_size),
         )
         _SHORT_CONV.launch(bcx.dtype, inputs.num_seqs, *arguments)
@@ -235,8 +238,8 @@ class CpuKernels(interface.Kernels):
     def sample(self, logits: Tensor, rows: interface.SamplingRows) -> Tensor:
         out = torch.empty(len(logits), dtype=torch.int64)
         width = logits.shape[1]
-        memory = scratch(layout.sampling_scratch_bytes(width) // 4 * torch.get_num_threads())
+        memory = scratch(layout.sampling_scratch_bytes(width) // 4)
         columns = (rows.temperature, rows.min_p, rows.top_k, rows.top_p, rows.uniform)
-        arguments = (*map(address, (logits, out, *columns)), memory, width)
+        arguments = (*map(address, (logits, out, *columns)), *memory, width)
         _SAMPLE.launch(logits.dtype, len(logits), *arguments)
         return out

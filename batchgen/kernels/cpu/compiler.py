@@ -125,9 +125,6 @@ def compile_plainly(source: KernelSpec, kind: str) -> int:
 
 
 def _function(source: KernelSpec, kind: str) -> Callable[[Any], None]:
-    called, arguments = getattr(import_module(source.module), source.name), source.kinds[kind]
-
-    def kernel(words: Any) -> None:
-        called(words, *arguments)
-
-    return kernel
+    found = getattr(import_module(source.module), source.name)
+    of_words: Callable[[Any], None] = found.entry(source.kinds[kind]) if hasattr(found, "entry") else found.py_func
+    return of_words

@@ -29,16 +29,16 @@ class PanelRouter:
         self._panels, self._bias, self._active = plain_panels(routing.weight), routing.bias, routing.num_active
         self._num_experts, self._inputs = routing.weight.shape
         eps, scale = (int(np.float32(value).view(np.int32)) for value in (routing.normalizer_eps, routing.scale))
-        self._numbers = (int(routing.is_softmax), int(routing.is_normalized), eps, scale, self._panels.strip_size)
+        self._numbers = int(routing.is_softmax), int(routing.is_normalized), eps, scale
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
         assert width == self._inputs, f"x is {tuple(x.shape)}, the router takes {self._inputs} inputs"
         ids, weights = empty((rows, self._active), torch.int32), empty((rows, self._active), torch.float32)
         bias = 0 if self._bias is None else address(self._bias)
-        memory = scratch(routing_scratch_floats(self._num_experts) * torch.get_num_threads())
-        places = (address(x), address(self._panels.strips), bias, ids.data_ptr(), weights.data_ptr(), memory)
-        sizes = (rows, width, self._num_experts, self._active)
+        packed = address(self._panels.strips), self._panels.strip_size
+        places = (address(x), *packed, bias, ids.data_ptr(), weights.data_ptr())
+        sizes = (*scratch(routing_scratch_floats(self._num_experts)), rows, width, self._num_experts, self._active)
         _ROUTE.launch(x.dtype, -(-rows // MAX_ROWS), *places, *sizes, *self._numbers)
         return ids, weights
 
@@ -62,7 +62,7 @@ class PanelExperts:
             return out
         segments = empty((1 + SEGMENT_WORDS * num_experts,), torch.int64)
         source, place = empty((pairs,), torch.int64), empty((pairs,), torch.int64)
-        results = (segments.data_ptr(), source.data_ptr(), place.data_ptr(), scratch(2 * num_experts))
+        results = (segments.data_ptr(), source.data_ptr(), place.data_ptr(), scratch(2 * num_experts)[0])
         _SORT.launch("any", 1, address(ids), *results, rows, active, num_experts)
         taken = empty((pairs, width), x.dtype)
         _TAKE_ROWS.launch(x.dtype, pairs, address(x), source.data_ptr(), taken.data_ptr(), width)

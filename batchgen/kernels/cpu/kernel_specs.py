@@ -32,10 +32,10 @@ ELEMENTS: Kinds = {"bfloat16": (BF16,), "float32": (F32,)}
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A kernel: the function ``name`` of ``module``, called with its words and the arguments of a kind.
+    """A kernel: the function ``name`` of ``module``, an ``entry.ItemKernel`` or a function of a launch's words.
 
-    ``kinds`` holds those arguments, element types and plain numbers, by the kind's name. A kind that is named as a
-    dtype is for tensors of that dtype.
+    ``kinds`` holds the element types that it is compiled for, by the kind's name. A kind that is named as a dtype is
+    for tensors of that dtype.
     """
 
     module: str
@@ -73,7 +73,8 @@ TAKE_ROWS = KernelSpec(f"{COMPILED}.rows", "take_rows", _STORED)
 EMBEDDING_LOOKUP_PACKED = KernelSpec(f"{COMPILED}.rows", "embedding_lookup_packed", _STORED)
 _INT8: Kinds = {"bf16_of_int8": (BF16, BYTES), "f32_of_int8": (F32, BYTES)}
 MATMUL = KernelSpec(f"{COMPILED}.matmul", "matmul", {**_STORED, **_INT8})
-MATMUL_INTEGERS = KernelSpec(f"{COMPILED}.matmul", "matmul_integers")
+_BYTES: Kinds = {"bfloat16": (BF16, BYTES), "float32": (F32, BYTES)}
+MATMUL_INTEGERS = KernelSpec(f"{COMPILED}.matmul", "matmul_integers", _BYTES)
 # The element type of the model, and that in which its numbers are multiplied.
 _PAIRED: Kinds = {"bfloat16": (BF16, F32), "bf16_pairs": (BF16, BF16), "float32": (F32, F32)}
 MATMUL_UNPACKED = KernelSpec(f"{COMPILED}.matmul", "matmul_unpacked", _PAIRED)

@@ -249,21 +249,20 @@ class PanelLinear:
         if experts is not None:
             groups, weights_at, segments_at = experts.num_experts, address(experts.weights), address(experts.segments)
         kernel, key, floats = _MATMUL, _KINDS.get((_TYPES[x.dtype], kind), x.dtype), _SUMS
-        steps, more = inputs // 2, (0, 0)
+        steps, scales_at, shifts_at, number_bytes = inputs // 2, 0, 0, 0
         if kind == "integers":
             kernel, (x, scales, shifts) = _INTEGERS, quantize_rows(x)
-            inputs, more = x.shape[1], (address(scales), address(shifts))
+            inputs, scales_at, shifts_at = x.shape[1], address(scales), address(shifts)
             steps = inputs // 8
         elif unpacks:
-            kernel, key = _UNPACKED, _UNPACKED_KINDS[x.dtype]
+            kernel, key, number_bytes = _UNPACKED, _UNPACKED_KINDS[x.dtype], _NUMBER_BYTES[x.dtype]
             floats = _SUMS * UNPACKED_TILES + UNPACKED_BYTES // 4
-            more = (_NUMBER_BYTES[x.dtype], 0)
-        sizes = (rows, inputs, width, int(gated), groups, -(-threads // shares), *self._sizes)
+        sizes = (rows, inputs, width, int(gated), groups, self._num_panels, -(-threads // shares), *self._sizes)
         kernel.launch(
             key,
             self._num_panels * groups,
-            *(address(x), *addresses, weights_at, scratch(floats * threads)),
-            *(*sizes, steps, *more, segments_at),
+            *(address(x), *addresses, weights_at, *scratch(floats)),
+            *(*sizes, steps, number_bytes, scales_at, shifts_at, segments_at),
             num_ranges=shares,
         )
 

@@ -65,12 +65,16 @@ def address(tensor: torch.Tensor) -> int:
 _SCRATCH: dict[int, torch.Tensor] = {}
 
 
-def scratch(num_floats: int) -> int:
-    """Address of scratch memory for all workers, which is never freed (kernels run one at a time)."""
+def scratch(floats: int) -> tuple[int, int]:
+    """Scratch memory of so many float32 for each worker: its address, and the bytes of a worker's part (``entry.Own``).
+
+    It is never freed (kernels run one at a time).
+    """
+    num_floats = floats * torch.get_num_threads()
     found = _SCRATCH.get(num_floats)
     if found is None:  # two threads may come here at once: setdefault gives both the same
         found = _SCRATCH.setdefault(num_floats, torch.empty(num_floats))
-    return found.data_ptr()
+    return found.data_ptr(), 4 * floats
 
 
 Launched = tuple[int, "array[int]", int]  # function, words, number of workers

@@ -13,6 +13,7 @@ from batchgen.kernels.processor import byte_products, cpu_features, has_bfloat16
 
 MULTIPLY, READ = Kernel(kernel_specs.PEAK_PRODUCTS), Kernel(kernel_specs.PEAK_READS)
 _ITEMS_PER_THREAD = 16  # so that a thread that was interrupted is helped
+OWN_BYTES = 4 * PEAK_VECTORS * LANES  # of a worker's memory
 ITEM_FLOATS = 1 << 18  # read at a time: 256 KiB from each of four places
 
 Work = Callable[[], None]
@@ -37,7 +38,7 @@ def products(rounds: int = 200_000) -> dict[str, tuple[Work, float]]:
     memory, items = totals_of(threads), _ITEMS_PER_THREAD * threads
 
     def work(kind: Kind) -> Work:
-        return lambda: MULTIPLY.launch(kind, items, address(memory), rounds)
+        return lambda: MULTIPLY.launch(kind, items, address(memory), OWN_BYTES, rounds)
 
     kinds = kinds_of_products().items()
     return {name: (work(kind), float(flop * kernel_specs.PEAK_TOTALS * rounds * items)) for name, (kind, flop) in kinds}
@@ -53,4 +54,4 @@ def reads(buffer: torch.Tensor) -> tuple[Work, int]:
     items = buffer.numel() // ITEM_FLOATS
     sums = totals_of(torch.get_num_threads())
     num_bytes = items * ITEM_FLOATS * buffer.element_size()
-    return lambda: READ.launch("any", items, address(sums), address(buffer), ITEM_FLOATS), num_bytes
+    return lambda: READ.launch("any", items, address(sums), OWN_BYTES, address(buffer), ITEM_FLOATS), num_bytes

@@ -25,57 +25,54 @@ import numpy as np
 
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import query_rows, simd
-from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER, accumulate, score, score_chunks, shifted
+from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER, accumulate, score, score_chunks
+from batchgen.kernels.cpu.compiled.entry import CACHE_FIELDS, DTYPE, STORED, Group, OfKind, Own, kernel
 from batchgen.kernels.cpu.compiled.simd import F32
-from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
 
-scratch_floats = simd.jit(layout.attention_scratch_floats)
-
-
-@simd.inline
-def _pack(itemsize):
-    """Dimensions of a key that lie side by side; see ``model.state.key_pack``."""
-    return 2 if itemsize == 2 else 1
+INNER = OfKind(2)  # of queries and probabilities where they are multiplied
+CACHE = Group("Cache", CACHE_FIELDS, keys=STORED, values=STORED, scales=F32)
+HEADS = Group("Heads", "num_heads group head_dim")  # ``group`` query heads read one KV head
+QUERIES = Group("Queries", "blocks positions tables max_blocks", blocks=np.int32, positions=np.int32, tables=np.int32)
+GATES = Group("Gates", "logits columns", logits=DTYPE)  # logits whose rows end with one per head, or none
 
 
 @simd.inline
-def _place(table, position, head, sizes):
+def _place(table, position, head, cache):
     """The number of a position's block and head among all: its keys or values begin at so many times their size."""
-    num_kv_heads, _, block_size, _ = sizes
-    return table[position // block_size] * num_kv_heads + head
+    return table[position // cache.block_size] * cache.num_kv_heads + head
 
 
 @simd.inline
-def _chunk(table, position, head, cache, sizes):
+def _chunk(table, position, head, cache):
     """Where the keys of the chunk at ``position`` begin."""
-    _, width, block_size, lanes = sizes
-    return _place(table, position, head, sizes) * width * lanes + position % block_size * _pack(cache[4])
+    place = _place(table, position, head, cache)
+    return place * cache.width * cache.lanes + position % cache.block_size * cache.pack
 
 
 @simd.jit
-def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, scratch):
+def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch):
     """Scores of ``tall`` query rows of each head against the positions from ``begin`` to ``tile_end``.
 
     ``begin`` is a chunk's start. Few rows take a group of chunks at once, to read from several places of memory; for
     one outside these positions the nearest is scored, and those scores are masked.
     """
-    keys, pack = cache[0], _pack(cache[4])
-    _, width, block_size, lanes = sizes
+    keys, _, _, _, width, block_size, lanes, pack = cache
     head, num_heads = heads
     position, next_head = begin, width * lanes
     while position < tile_end:
         is_group = tall <= MOST_TOGETHER and block_size % layout.CHUNK == 0 and tile_end - position > layout.CHUNK
         group, last = position - position % query_rows.GROUP, (tile_end - 1) // layout.CHUNK * layout.CHUNK
-        a = b = c = d = _chunk(table, position, head, cache, sizes)
+        a = b = c = d = _chunk(table, position, head, cache)
         if is_group:
-            b = _chunk(table, max(group + layout.CHUNK, position), head, cache, sizes)
-            c = _chunk(table, min(max(group + 2 * layout.CHUNK, position), last), head, cache, sizes)
-            d = _chunk(table, min(max(group + 3 * layout.CHUNK, position), last), head, cache, sizes)
+            b = _chunk(table, max(group + layout.CHUNK, position), head, cache)
+            c = _chunk(table, min(max(group + 2 * layout.CHUNK, position), last), head, cache)
+            d = _chunk(table, min(max(group + 3 * layout.CHUNK, position), last), head, cache)
         count = min(tile_end - position, block_size - position % block_size)
         for number in range(num_heads):
             q, _, scores, _, _, _, _, _ = query_rows.of_head(scratch, number, apart, tall, width)
             if is_group:
-                starts = shifted((a, b, c, d), number * next_head)
+                on = number * next_head
+                starts = a + on, b + on, c + on, d + on
                 score_chunks(tall, q, width, keys, starts, lanes, scores, group - tile)
             else:
                 score(tall, count, q, width, keys, a + number * next_head, pack, lanes, scores, position - tile)
@@ -83,61 +80,57 @@ def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, 
 
 
 @simd.jit
-def _values_of(stream, group, tile_end, table, head, cache, sizes, copies):
-    """Address of the values of chunk number ``stream`` from ``group`` on; those beyond ``tile_end`` are zero.
+def _values_of(stream, group, tile_end, table, head, cache, copies):
+    """Pointer to the values of chunk number ``stream`` from ``group`` on; those beyond ``tile_end`` are zero.
 
     Where they are not contiguous, or other data follows them, they are copied first.
     """
-    _, values, _, values_at, itemsize, _ = cache
-    _, width, block_size, _ = sizes
+    values, width, block_size = cache.values, cache.width, cache.block_size
     position = group + stream * layout.CHUNK
     if block_size % layout.CHUNK == 0 and position + layout.CHUNK <= tile_end:
-        place = _place(table, position, head, sizes) * block_size + position % block_size
-        return values_at + place * width * itemsize
-    target, address = copies
-    first, zero = stream * layout.CHUNK * width, simd.splat(F32(0.0))
+        place = _place(table, position, head, cache) * block_size + position % block_size
+        return simd.shifted(values, place * width)
+    target, zero = simd.shifted(copies, stream * layout.CHUNK * width), simd.splat(F32(0.0))
     for i in range(layout.CHUNK):
         known = position + i < tile_end
         at = min(position + i, tile_end - 1)
-        source = (_place(table, at, head, sizes) * block_size + at % block_size) * width
+        source = (_place(table, at, head, cache) * block_size + at % block_size) * width
         for j in range(0, width, layout.LANES):
-            simd.store(target, first + i * width + j, simd.load(values, source + j) if known else zero)
-    return address + first * itemsize
+            simd.store(target, i * width + j, simd.load(values, source + j) if known else zero)
+    return target
 
 
 @simd.jit
-def _value_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, scratch):
+def _value_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch):
     """Add the values of the positions from ``begin`` to ``tile_end``, weighted, to the sums of each head.
 
     In place of a chunk of a group outside these positions the first inside is read again, with the zero weights of
     those positions.
     """
-    values, copies, itemsize = cache[1], scratch[4], cache[4]
-    width, (head, num_heads) = sizes[1], heads
+    copies, width, (head, num_heads) = scratch[4], cache.width, heads
     for group in range(begin - begin % query_rows.GROUP, tile_end, query_rows.GROUP):
         first = max(begin - group, 0) // layout.CHUNK
         for number in range(num_heads):
-            a = _values_of(first, group, tile_end, table, head + number, cache, sizes, copies)
+            a = _values_of(first, group, tile_end, table, head + number, cache, copies)
             b = c = d = a
             if first < 1 and group + layout.CHUNK < tile_end:
-                b = _values_of(1, group, tile_end, table, head + number, cache, sizes, copies)
+                b = _values_of(1, group, tile_end, table, head + number, cache, copies)
             if first < 2 and group + 2 * layout.CHUNK < tile_end:
-                c = _values_of(2, group, tile_end, table, head + number, cache, sizes, copies)
+                c = _values_of(2, group, tile_end, table, head + number, cache, copies)
             if first < 3 and group + 3 * layout.CHUNK < tile_end:
-                d = _values_of(3, group, tile_end, table, head + number, cache, sizes, copies)
+                d = _values_of(3, group, tile_end, table, head + number, cache, copies)
             _, sums, _, weights, _, _, _, _ = query_rows.of_head(scratch, number, apart, tall, width)
-            accumulate(tall, weights, group - tile, values, itemsize, (a, b, c, d), width, sums)
+            accumulate(tall, weights, group - tile, (a, b, c, d), width, sums)
 
 
 @simd.jit
-def _gather_scales(tile, begin, tile_end, table, head, scales_at, sizes, scales):
+def _gather_scales(tile, begin, tile_end, table, head, cache, scales):
     """Copy the scales from position ``begin`` on: those of keys, and ``TILE`` elements further those of values."""
-    _, _, block_size, lanes = sizes
-    source, position = simd.pointer(scales_at, F32), begin
+    source, block_size, lanes, position = cache.scales, cache.block_size, cache.lanes, begin
     while position < tile_end:
         offset = position % block_size
         count = min(tile_end - position, block_size - offset)
-        at, to = 2 * _place(table, position, head, sizes) * lanes + offset, position - tile
+        at, to = 2 * _place(table, position, head, cache) * lanes + offset, position - tile
         for i in range(count):
             scales[to + i] = source[at + i]
             scales[layout.TILE + to + i] = source[at + lanes + i]
@@ -150,22 +143,20 @@ def _chunk_of(position):
 
 
 @simd.jit
-def _attend(num_rows, apart, group, start, window, first, end, table, heads, cache, sizes, scratch):
+def _attend(num_rows, apart, group, start, window, first, end, table, heads, cache, scratch):
     """Query rows (see ``query_rows``) against the positions from ``first``, a tile's, to ``end`` that they see.
 
     ``heads`` are the first KV head and how many; their rows begin ``apart`` behind each other. ``start`` is the
     position of the block's first token; sums and totals are left in ``scratch``. Tiles are the outer loop, so that all
     rows meet a tile's keys and values while they are near.
     """
-    width, scales_at = sizes[1], cache[5]
-    head, num_heads = heads
+    width, has_scales, (head, num_heads) = cache.width, simd.address(cache.scales) != 0, heads
     seen = max(first, _chunk_of(query_rows.lowest(start, window)))
     for tile in range(seen - seen % layout.TILE, end, layout.TILE):
-        for number in range(num_heads if scales_at else 0):
+        tile_end = min(tile + layout.TILE, end)
+        for number in range(num_heads if has_scales else 0):
             scales = simd.shifted(scratch[5], number * 2 * layout.TILE)
-            _gather_scales(
-                tile, max(tile, seen), min(tile + layout.TILE, end), table, head + number, scales_at, sizes, scales
-            )
+            _gather_scales(tile, max(tile, seen), tile_end, table, head + number, cache, scales)
         for row in range(0, num_rows, layout.MAX_QUERIES):
             rows = min(layout.MAX_QUERIES, num_rows - row)
             tile_end = min(tile + layout.TILE, start + (row + rows - 1) // group + 1)
@@ -173,27 +164,19 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, cac
             if tile_end <= begin:
                 continue
             tall, mine = query_rows.padded(rows), query_rows.from_row(scratch, row, width)
-            _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, mine)
+            _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, mine)
             for number in range(num_heads):
                 of_one = query_rows.of_head(scratch, number, apart, tall, width)
-                query_rows.weigh_rows(
-                    row, rows, group, start, window, tile, begin, tile_end, width, of_one, scales_at != 0
-                )
-            _value_tile(tall, apart, tile, begin, tile_end, table, heads, cache, sizes, mine)
+                query_rows.weigh_rows(row, rows, group, start, window, tile, begin, tile_end, width, of_one, has_scales)
+            _value_tile(tall, apart, tile, begin, tile_end, table, heads, cache, mine)
 
 
 @simd.inline
 def _piece(queries, block):
     """The block table of a query block, its first token, the number of its tokens and the position of the first."""
-    query_blocks, positions, tables, max_blocks = queries
     at = block * layout.QUERY_BLOCK_FIELDS
-    token = query_blocks[at + 1]
-    return (
-        simd.pointer(tables + query_blocks[at] * max_blocks * 4, np.int32),
-        token,
-        query_blocks[at + 2],
-        positions[token],
-    )
+    table, token = simd.shifted(queries.tables, queries.blocks[at] * queries.max_blocks), queries.blocks[at + 1]
+    return table, token, queries.blocks[at + 2], queries.positions[token]
 
 
 @simd.inline
@@ -201,14 +184,14 @@ def _rows_of(queries, block, members, group):
     """Rows of scratch memory for one KV head of ``members`` query blocks."""
     rows = 0
     for i in range(members):
-        rows += query_rows.stride(queries[0][(block + i) * layout.QUERY_BLOCK_FIELDS + 2] * group)
+        rows += query_rows.stride(queries.blocks[(block + i) * layout.QUERY_BLOCK_FIELDS + 2] * group)
     return rows
 
 
 @simd.inline
 def _members(queries, block, most, num_blocks):
     """The number of query blocks from ``block`` on that one item attends for; 0 if that of an earlier one does."""
-    place_of = simd.shifted(queries[0], 3)
+    place_of = simd.shifted(queries.blocks, 3)
     place = place_of[block * layout.QUERY_BLOCK_FIELDS]
     if place % most:
         return 0
@@ -229,14 +212,14 @@ def _heads_together(rows, most):
 
 
 @simd.jit
-def _attend_together(block, members, kv_heads, queries, q, heads, window, cache, sizes, scratch, gates, out):
+def _attend_together(block, members, kv_heads, queries, q, heads, window, cache, scratch, gates, out):
     """All rows of ``members`` query blocks, from ``block`` on, of some KV heads: the first and how many.
 
     They meet the tiles that their sequences share side by side, then each block its own by itself.
     """
     num_heads, group, head_dim = heads
     kv_head, num_kv_heads = kv_heads
-    width, together, longest = sizes[1], _rows_of(queries, block, members, group), 0
+    width, together, longest = cache.width, _rows_of(queries, block, members, group), 0
     apart = query_rows.stride(together)
     for number in range(num_kv_heads):
         row = number * apart
@@ -247,7 +230,7 @@ def _attend_together(block, members, kv_heads, queries, q, heads, window, cache,
                 count * group, group, q, first_head, num_heads, width, query_rows.from_row(scratch, row, width)
             )
             row += query_rows.stride(count * group)
-    shared = queries[0][block * layout.QUERY_BLOCK_FIELDS + 4]
+    shared = queries.blocks[block * layout.QUERY_BLOCK_FIELDS + 4]
     shared = shared - shared % layout.TILE if members > 1 and (window == 0 or longest <= window) else 0
     row = 0
     for i in range(-1 if shared else 0, members):
@@ -255,7 +238,7 @@ def _attend_together(block, members, kv_heads, queries, q, heads, window, cache,
         at, first, end = (0, 0, shared) if i < 0 else (row, shared, start + count)
         rows, begin, seen = (together, shared, 0) if i < 0 else (count * group, start, window)
         mine = query_rows.from_row(scratch, at, width)  # all rows see all that is shared: their positions do not matter
-        _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, cache, sizes, mine)
+        _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, cache, mine)
         if i < 0:
             continue
         for number in range(num_kv_heads):
@@ -267,44 +250,18 @@ def _attend_together(block, members, kv_heads, queries, q, heads, window, cache,
         row += query_rows.stride(rows)
 
 
-@simd.jit
-def attention(args, result, dtype, inner):
-    """Arguments (addresses, then sizes) as listed in ``backend``; one item is a query block and
-    ``most_heads`` KV heads.
+@kernel(q=F32, cache=CACHE, queries=QUERIES, heads=HEADS, rows_q=Own(INNER), gates=GATES, out=DTYPE)
+def attention(item, q, cache, queries, heads, rows_q, most_rows, window, gates, most, most_heads, num_blocks, out):
+    """One item is up to ``most`` of ``num_blocks`` query blocks and ``most_heads`` KV heads.
 
-    Element types: of the ``result``, of keys and values (``dtype``), and of queries and probabilities where they are
-    multiplied (``inner``).
+    ``rows_q`` begin ``layout.attention_scratch_floats`` for ``most_rows``.
     """
-    q = simd.pointer(args[layout.ARGS], F32)
-    keys_at, values_at, itemsize = args[layout.ARGS + 1], args[layout.ARGS + 2], args[layout.ARGS + 15]
-    scales_at = args[layout.ARGS + 17]
-    cache = simd.pointer(keys_at, dtype), simd.pointer(values_at, dtype), keys_at, values_at, itemsize, scales_at
-    out = simd.pointer(args[layout.ARGS + 6], result)
-    num_heads, num_kv_heads, head_dim, width = (
-        args[layout.ARGS + 8],
-        args[layout.ARGS + 9],
-        args[layout.ARGS + 10],
-        args[layout.ARGS + 11],
-    )
-    block_size, lanes, max_blocks = args[layout.ARGS + 12], args[layout.ARGS + 13], args[layout.ARGS + 14]
-    sizes, heads = (num_kv_heads, width, block_size, lanes), (num_heads, num_heads // num_kv_heads, head_dim)
-    positions = simd.pointer(args[layout.ARGS + 5], np.int32)
-    queries = simd.pointer(args[layout.ARGS + 4], np.int32), positions, args[layout.ARGS + 3], max_blocks
-    most_rows, window = args[layout.ARGS + 16], args[layout.ARGS + 18]
-    gates = args[layout.ARGS + 19], simd.pointer(args[layout.ARGS + 19], result), args[layout.ARGS + 20]
-    most, most_heads = args[layout.ARGS + 21], args[layout.ARGS + 22]
-    shares = num_kv_heads // most_heads
-    num_blocks = args[layout.NUM_ITEMS] // shares
-    worker = worker_number(args)
-    mine = args[layout.ARGS + 7] + worker * 4 * scratch_floats(width, most_rows)
-    scratch = query_rows.divide_scratch(mine, most_rows, width, dtype, inner)
-    item = next_item(args, worker)
-    while item < args[layout.NUM_ITEMS]:
-        block, first, last = item // shares, item % shares * most_heads, (item % shares + 1) * most_heads
-        members = _members(queries, block, most, num_blocks)
-        if members:
-            together = _heads_together(_rows_of(queries, block, members, heads[1]), most_heads)
-            for head in range(first, last, together):
-                some = head, min(together, last - head)
-                _attend_together(block, members, some, queries, q, heads, window, cache, sizes, scratch, gates, out)
-        item = next_item(args, worker)
+    shares = cache.num_kv_heads // most_heads
+    block, first, last = item // shares, item % shares * most_heads, (item % shares + 1) * most_heads
+    members = _members(queries, block, most, num_blocks)
+    if members:
+        scratch = query_rows.divide_scratch(rows_q, most_rows, cache.width, cache.values)
+        together = _heads_together(_rows_of(queries, block, members, heads.group), most_heads)
+        for head in range(first, last, together):
+            some = head, min(together, last - head)
+            _attend_together(block, members, some, queries, q, heads, window, cache, scratch, gates, out)

@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled import emit
-from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, inline, jit
+from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, inline, jit, shifted
 from batchgen.kernels.cpu.layout import CHUNK, LANES, MAX_QUERIES, SCORE_STRIDE
 
 MOST_TOGETHER = 4  # query rows that are scored against several chunks at once
@@ -88,10 +88,10 @@ def _scores(vectors, row_counts):
     return scores
 
 
-def _emit_values(builder, rows, vectors, weights, weight_index, values, chunks, width, out, out_index):
+def _emit_values(builder, rows, vectors, weights, weight_index, chunks, width, out, out_index):
     """Add the weighted values of ``NUM_STREAMS`` chunks to ``vectors`` vectors of ``rows`` accumulators.
 
-    ``chunks`` are the addresses of their values [CHUNK, width] from the first of these vectors on. Two neighbours of
+    ``chunks`` are pointers to their values [CHUNK, width] from the first of these vectors on. Two neighbours of
     each chunk are added in turn, then the next two of each.
     """
 
@@ -114,12 +114,11 @@ def _emit_values(builder, rows, vectors, weights, weight_index, values, chunks, 
     for where, total in zip(places, sums, strict=True):
         builder.store(builder.load(where, align=4), total)
     starts = [builder.add(weight_index, emit.number(r * SCORE_STRIDE)) for r in range(rows)]
-    bases = [builder.inttoptr(chunk, values.type) for chunk in cgutils.unpack_tuple(builder, chunks)]
     with cgutils.for_range(builder, emit.number(CHUNK // 2)) as loop:
         position = builder.mul(loop.index, emit.number(2))
         at = builder.mul(position, width)
         then = builder.add(at, width)
-        for c, base in enumerate(bases):
+        for c, base in enumerate(cgutils.unpack_tuple(builder, chunks)):
             weight_at = builder.add(position, emit.number(c * CHUNK))
             if emit.is_bf16(weights):
                 add(emit.load_pairs(builder, base, at, then, vectors), True, weight_at)
@@ -139,11 +138,11 @@ def _wide_vectors(rows):
 def _values(is_wide):
     """Function of the tiles of ``_emit_values``, as wide as their rows allow or one vector wide."""
 
-    @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, ANY, I64)
-    def values(builder, rows, weights, weight_index, values, chunks, width, out, out_index):
+    @emitted(types.void, I64, ANY, I64, ANY, I64, ANY, I64)
+    def values(builder, rows, weights, weight_index, chunks, width, out, out_index):
         def tile(count):
             vectors = _wide_vectors.py_func(count) if is_wide else 1
-            _emit_values(builder, count, vectors, weights, weight_index, values, chunks, width, out, out_index)
+            _emit_values(builder, count, vectors, weights, weight_index, chunks, width, out, out_index)
 
         emit.switch(builder, rows, ROW_COUNTS, tile)
 
@@ -183,20 +182,18 @@ def score(rows, count, q, width, keys, at, pack, stride, out, to):
 
 
 @inline
-def shifted(four, by):
-    """Four addresses or indices, each ``by`` further on."""
-    return four[0] + by, four[1] + by, four[2] + by, four[3] + by
+def _shifted(four, by):
+    """Four pointers, each ``by`` elements further on."""
+    return shifted(four[0], by), shifted(four[1], by), shifted(four[2], by), shifted(four[3], by)
 
 
 @jit
-def accumulate(rows, weights, weight_index, values, itemsize, chunks, width, out):
-    """``out[r, :width]`` plus the values at the addresses ``chunks`` times ``weights[r]``; see ``_emit_values``."""
+def accumulate(rows, weights, weight_index, chunks, width, out):
+    """``out[r, :width]`` plus the values at the pointers ``chunks`` times ``weights[r]``; see ``_emit_values``."""
     vectors = width // LANES
     step = _wide_vectors(rows)
     whole = vectors - vectors % step
     for v in range(0, whole, step):
-        parts = shifted(chunks, v * LANES * itemsize)
-        _values_wide(rows, weights, weight_index, values, parts, width, out, v * LANES)
+        _values_wide(rows, weights, weight_index, _shifted(chunks, v * LANES), width, out, v * LANES)
     for v in range(whole, vectors):
-        parts = shifted(chunks, v * LANES * itemsize)
-        _values_thin(rows, weights, weight_index, values, parts, width, out, v * LANES)
+        _values_thin(rows, weights, weight_index, _shifted(chunks, v * LANES), width, out, v * LANES)

@@ -11,11 +11,11 @@ from numba import types
 from numba.core import cgutils
 
 from batchgen.kernels.cpu.compiled import emit, simd
+from batchgen.kernels.cpu.compiled.entry import DTYPE, Own, kernel
 from batchgen.kernels.cpu.compiled.int8 import emit_dots
 from batchgen.kernels.cpu.compiled.simd import ANY, F32, I64, emitted
-from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
 from batchgen.kernels.cpu.kernel_specs import PEAK_TOTALS
-from batchgen.kernels.cpu.layout import ARGS, LANES, NUM_ITEMS, NUM_STREAMS, PEAK_VECTORS
+from batchgen.kernels.cpu.layout import LANES, NUM_STREAMS
 
 
 def emit_products(builder, place, rounds, num_totals):
@@ -47,35 +47,21 @@ def _products(builder, place, rounds):
     emit_products(builder, place, rounds, PEAK_TOTALS)
 
 
-@simd.jit
-def multiply(args, dtype):
-    """Arguments: memory of ``PEAK_VECTORS`` vectors for each worker (address), products of each total in an item."""
-    worker = worker_number(args)
-    place = simd.pointer(args[ARGS] + worker * PEAK_VECTORS * LANES * 4, dtype)
-    item = next_item(args, worker)
-    while item < args[NUM_ITEMS]:
-        _products(place, args[ARGS + 1])
-        item = next_item(args, worker)
+@kernel(totals=Own(DTYPE))
+def multiply(_, totals, rounds):
+    """``rounds`` products for each of ``totals``; with the factors behind them they are a worker's ``PEAK_VECTORS``."""
+    _products(totals, rounds)
 
 
-@simd.jit
-def read(args):
-    """Arguments: memory for the sum of each worker, what is read (addresses), float32 elements of an item.
-
-    An item is read from ``NUM_STREAMS`` places at once.
-    """
-    worker, size = worker_number(args), args[ARGS + 2]
-    part = size // NUM_STREAMS
-    a = simd.splat(F32(0.0))
-    b = c = d = a
-    item = next_item(args, worker)
-    while item < args[NUM_ITEMS]:
-        x = simd.pointer(args[ARGS + 1] + item * size * 4, F32)
-        for i in range(0, part, LANES):
-            a = simd.add(a, simd.load(x, i))
-            b = simd.add(b, simd.load(x, part + i))
-            c = simd.add(c, simd.load(x, 2 * part + i))
-            d = simd.add(d, simd.load(x, 3 * part + i))
-        item = next_item(args, worker)
-    sums = simd.pointer(args[ARGS] + worker * PEAK_VECTORS * LANES * 4, F32)
-    simd.store(sums, 0, simd.add(simd.add(a, b), simd.add(c, d)))
+@kernel(total=Own(F32), x=F32)
+def read(item, total, x, size):
+    """Add ``size`` elements of x to a worker's total of 16; they are read from ``NUM_STREAMS`` places at once."""
+    part, here = size // NUM_STREAMS, simd.shifted(x, item * size)
+    a = simd.load(total, 0)
+    b = c = d = simd.splat(F32(0.0))
+    for i in range(0, part, LANES):
+        a = simd.add(a, simd.load(here, i))
+        b = simd.add(b, simd.load(here, part + i))
+        c = simd.add(c, simd.load(here, 2 * part + i))
+        d = simd.add(d, simd.load(here, 3 * part + i))
+    simd.store(total, 0, simd.add(simd.add(a, b), simd.add(c, d)))

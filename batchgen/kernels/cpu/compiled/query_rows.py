@@ -52,25 +52,24 @@ def of_head(scratch, number, apart, tall, width):
 
 
 @simd.jit
-def divide_scratch(mine, num_rows, width, dtype, inner):
-    """The parts of one worker's scratch.
+def divide_scratch(rows_q, num_rows, width, values):
+    """The parts of one worker's scratch, which begins with ``rows_q``; ``values`` points to such.
 
-    Queries (of type ``inner``) and sums [rows, width], scores and weights (``inner``) [SCORE_ROWS,
-    SCORE_STRIDE], copied values (``dtype``) [NUM_STREAMS, CHUNK, width] with their address, scales [MOST_HEADS, 2,
-    TILE], peak and total [rows].
+    Queries and sums [rows, width], scores and weights (as queries) [SCORE_ROWS, SCORE_STRIDE], copied values
+    [NUM_STREAMS, CHUNK, width], scales [MOST_HEADS, 2, TILE], peak and total [rows].
     """
-    sums = mine + 4 * num_rows * width
+    sums = simd.address(rows_q) + 4 * num_rows * width
     scores = sums + 4 * num_rows * width
     weights = scores + 4 * layout.SCORE_ROWS * layout.SCORE_STRIDE
     copies = weights + 4 * layout.SCORE_ROWS * layout.SCORE_STRIDE
     scales = copies + 4 * layout.NUM_STREAMS * layout.CHUNK * width
     peak = scales + 4 * layout.MOST_HEADS * 2 * layout.TILE
     return (
-        simd.pointer(mine, inner),
+        rows_q,
         simd.pointer(sums, F32),
         simd.pointer(scores, F32),
-        simd.pointer(weights, inner),
-        (simd.pointer(copies, dtype), copies),
+        simd.pointer(weights, rows_q),
+        simd.pointer(copies, values),
         simd.pointer(scales, F32),
         simd.pointer(peak, F32),
         simd.pointer(peak + 4 * num_rows, F32),
@@ -182,18 +181,14 @@ def _sigmoid(scratch, logit):
 
 @simd.jit
 def write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, gates, out):
-    """Divide sums by totals, gate, round, and write the rows to ``out`` [tokens, num_heads, head_dim].
-
-    ``gates`` are (their address or 0, logits whose row ends with one per head, columns).
-    """
+    """Divide sums by totals, gate, round, and write the rows to ``out`` [tokens, num_heads, head_dim]."""
     _, sums, scores, _, _, _, _, total = scratch
-    has_gates, logits, columns = gates
     for r in range(num_rows):
         place = target + (r // group) * num_heads + r % group
         scale = F32(1.0) / total[r]
-        if has_gates:
-            token, head = place // num_heads, place % num_heads
-            scale *= _sigmoid(scores, simd.lane(simd.load_part(logits, (token + 1) * columns - num_heads + head, 1), 0))
+        if simd.address(gates.logits):
+            at = (place // num_heads + 1) * gates.columns - num_heads + place % num_heads
+            scale *= _sigmoid(scores, simd.lane(simd.load_part(gates.logits, at, 1), 0))
         by = simd.splat(scale)
         for i in range(0, head_dim, layout.LANES):
             v = simd.mul(simd.load(sums, r * width + i), by)

@@ -9,14 +9,15 @@ import math
 
 import numpy as np
 
-from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled.entry import CACHE_FIELDS, DTYPE, FLOAT, Group, OfKind, Own, kernel, last_first
 from batchgen.kernels.cpu.compiled.rows import mean_square
 from batchgen.kernels.cpu.compiled.simd import F32
-from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
-from batchgen.kernels.cpu.layout import ARGS, LANES, NUM_ITEMS, NUM_WORKERS, SEGMENT
+from batchgen.kernels.cpu.layout import LANES, SEGMENT
 
-conv_scratch_floats = simd.jit(layout.conv_scratch_floats)
+# As in ``interface`` and ``inputs``. A key's dimensions that lie side by side are an element.
+HEADS = Group("Heads", "num_heads head_dim q_norm k_norm eps", q_norm=DTYPE, k_norm=DTYPE, eps=FLOAT)
+CACHE = Group("Cache", CACHE_FIELDS, keys=OfKind(2), values=OfKind(1), scales=F32)
 
 
 @simd.inline
@@ -52,19 +53,19 @@ def _scale_of(x, count):
 
 @simd.inline
 def _keep(head, head_dim, out, start, scales, place):
-    """Round one head's float32 values to the element type of ``out``, over a scale where ``scales`` has an address.
+    """Round one head's float32 values to the element type of ``out``, over a scale where there are ``scales``.
 
     Returns whether what is kept is finite.
     """
     by, zero = simd.splat(F32(1.0)), simd.splat(F32(0.0))
     odd = zero
-    if scales:
+    if simd.address(scales):
         scale = _scale_of(head, head_dim)
-        simd.pointer(scales, F32)[place] = scale
+        scales[place] = scale
         by = odd = simd.splat(scale)
     for i in range(0, head_dim, LANES):
         v = simd.load_some(head, i, head_dim - i)
-        if scales:
+        if simd.address(scales):
             v = simd.div(v, by)
         else:
             odd = simd.fma(simd.round_like(out, v), zero, odd)
@@ -78,55 +79,42 @@ def _fill(head, head_dim, value):
         simd.store_some(head, i, simd.splat(value), head_dim - i)
 
 
-@simd.jit
-def rope_and_cache(args, dtype, cached, unit):
-    """Arguments (addresses, then sizes) as listed in ``backend``; one item is one token.
-
-    ``cached`` is the element type of keys and values; a key's dimensions are stored side by side in ``unit``s.
-    """
-    qkv = simd.pointer(args[ARGS], dtype)
-    q_weight, k_weight = simd.pointer(args[ARGS + 1], dtype), simd.pointer(args[ARGS + 2], dtype)
-    cosine, sine = simd.pointer(args[ARGS + 3], F32), simd.pointer(args[ARGS + 4], F32)
-    positions, slots = simd.pointer(args[ARGS + 5], np.int32), simd.pointer(args[ARGS + 6], np.int64)
-    q_out = simd.pointer(args[ARGS + 7], F32)
-    keys, values = simd.pointer(args[ARGS + 8], unit), simd.pointer(args[ARGS + 9], cached)
-    num_heads, num_kv_heads, head_dim, width = args[ARGS + 11], args[ARGS + 12], args[ARGS + 13], args[ARGS + 14]
-    block_size, lanes = args[ARGS + 15], args[ARGS + 16]
-    eps, scale = simd.float_of_bits(args[ARGS + 17]), simd.float_of_bits(args[ARGS + 18])
-    is_normed, columns = args[ARGS + 1] != 0, args[ARGS + 21]
-    worker = worker_number(args)
-    mine = args[ARGS + 10] + worker * 8 * width
-    head, rounded = simd.pointer(mine, F32), simd.pointer(mine + 4 * width, cached)
-    rounded_units, pack, scales = simd.pointer(mine + 4 * width, unit), args[ARGS + 19], args[ARGS + 20]
-    token = next_item(args, worker)
-    while token < args[NUM_ITEMS]:
-        angle = positions[token] * (head_dim // 2)
-        block, offset = slots[token] // block_size, slots[token] % block_size
-        row = token * columns
-        for h in range(num_heads):
-            _norm_and_rotate(qkv, row + h * head_dim, q_weight, is_normed, eps, cosine, sine, angle, head_dim, head)
-            to = (token * num_heads + h) * width
-            for i in range(head_dim):
-                q_out[to + i] = head[i] * scale
-            for i in range(head_dim, width):
-                q_out[to + i] = F32(0.0)
-        for h in range(num_kv_heads):
-            start, place = row + (num_heads + num_kv_heads + h) * head_dim, block * num_kv_heads + h
-            scale_at, value_at = 2 * place * lanes + offset, (place * block_size + offset) * width
-            for i in range(0, head_dim, LANES):
-                simd.store_some(head, i, simd.load_some(qkv, start + i, head_dim - i), head_dim - i)
-            is_finite = _keep(head, head_dim, values, value_at, scales, scale_at + lanes)
-            start -= num_kv_heads * head_dim
-            _norm_and_rotate(qkv, start, k_weight, is_normed, eps, cosine, sine, angle, head_dim, head)
-            if not is_finite:
-                _fill(head, head_dim, F32(0.0))
-                _keep(head, head_dim, values, value_at, scales, scale_at + lanes)
-                _fill(head, head_dim, F32(np.nan))
-            _keep(head, head_dim, rounded, 0, scales, scale_at)
-            to = place * (width // pack) * lanes + offset
-            for i in range(head_dim // pack):
-                keys[to + i * lanes] = rounded_units[i]
-        token = next_item(args, worker)
+@kernel(
+    **{"qkv": DTYPE, "heads": HEADS, "cosine": F32, "sine": F32, "positions": np.int32, "slots": np.int64},
+    **{"q_out": F32, "head": Own(F32), "scale": FLOAT, "cache": CACHE},
+)
+def rope_and_cache(token, qkv, columns, heads, cosine, sine, positions, slots, q_out, head, scale, cache):
+    """Queries, keys and values of a token, as in ``Kernels.rope_and_cache``; ``columns`` is how wide ``qkv`` is."""
+    _, values, scales, num_kv_heads, width, block_size, lanes, pack = cache
+    num_heads, head_dim, q_weight, k_weight, eps = heads
+    is_normed, rounded_at = simd.address(q_weight) != 0, simd.address(head) + 4 * width
+    rounded, rounded_units = simd.pointer(rounded_at, values), simd.pointer(rounded_at, cache.keys)
+    angle = positions[token] * (head_dim // 2)
+    block, offset = slots[token] // block_size, slots[token] % block_size
+    row = token * columns
+    for h in range(num_heads):
+        _norm_and_rotate(qkv, row + h * head_dim, q_weight, is_normed, eps, cosine, sine, angle, head_dim, head)
+        to = (token * num_heads + h) * width
+        for i in range(head_dim):
+            q_out[to + i] = head[i] * scale
+        for i in range(head_dim, width):
+            q_out[to + i] = F32(0.0)
+    for h in range(num_kv_heads):
+        start, place = row + (num_heads + num_kv_heads + h) * head_dim, block * num_kv_heads + h
+        scale_at, value_at = 2 * place * lanes + offset, (place * block_size + offset) * width
+        for i in range(0, head_dim, LANES):
+            simd.store_some(head, i, simd.load_some(qkv, start + i, head_dim - i), head_dim - i)
+        is_finite = _keep(head, head_dim, values, value_at, scales, scale_at + lanes)
+        start -= num_kv_heads * head_dim
+        _norm_and_rotate(qkv, start, k_weight, is_normed, eps, cosine, sine, angle, head_dim, head)
+        if not is_finite:
+            _fill(head, head_dim, F32(0.0))
+            _keep(head, head_dim, values, value_at, scales, scale_at + lanes)
+            _fill(head, head_dim, F32(np.nan))
+        _keep(head, head_dim, rounded, 0, scales, scale_at)
+        to = place * (width // pack) * lanes + offset
+        for i in range(head_dim // pack):
+            cache.keys[to + i * lanes] = rounded_units[i]
 
 
 @simd.inline
@@ -168,37 +156,43 @@ def _store_conv_state(past, first, num_rows, width, state):
         simd.store_some(state, i, simd.load_some(past, first * width + i, left), left)
 
 
-@simd.jit
-def short_conv(args, dtype):
-    """Arguments (addresses, then sizes) as listed in ``backend``; one item is a sequence.
+@last_first  # prompts stand last in a step, and long items come first for the threads' balance
+@kernel(
+    **{"bcx": DTYPE, "weight": F32, "bias": F32, "states": DTYPE, "cu_seqlens": np.int32, "conv_slots": np.int32},
+    **{"positions": np.int32, "out": DTYPE, "past": Own(F32), "blocks": DTYPE, "slots": np.int64},
+)
+def short_conv(
+    item,
+    bcx,
+    weight,
+    bias,
+    states,
+    cu_seqlens,
+    conv_slots,
+    positions,
+    out,
+    width,
+    taps,
+    past,
+    blocks,
+    slots,
+    block_size,
+):
+    """The convolution of a sequence, as in ``Kernels.short_conv``; ``states`` [slots] and ``blocks`` [KV blocks] hold
+    ``taps - 1`` rows each.
 
     A row is processed from end to end, not in strips of channels: memory is read in its order, twice as fast.
     """
-    bcx = simd.pointer(args[ARGS], dtype)
-    weight, bias = simd.pointer(args[ARGS + 1], F32), simd.pointer(args[ARGS + 2], F32)
-    cu_seqlens, conv_slots = simd.pointer(args[ARGS + 4], np.int32), simd.pointer(args[ARGS + 5], np.int32)
-    positions = simd.pointer(args[ARGS + 6], np.int32)
-    out = simd.pointer(args[ARGS + 7], dtype)
-    width, taps = args[ARGS + 8], args[ARGS + 9]
-    worker = worker_number(args)
-    past = simd.pointer(args[ARGS + 11] + worker * 4 * conv_scratch_floats(taps, width), F32)
-    slots, block_size = simd.pointer(args[ARGS + 13], np.int64), args[ARGS + 14]
-    row_bytes = width * args[ARGS + 10]
-    # Prompts stand last in a step, and long items come first for the threads' balance: all is counted from the end.
-    mirrored = args[NUM_WORKERS] - 1 - worker
-    item = next_item(args, mirrored)
-    while item < args[NUM_ITEMS]:
-        sequence = args[NUM_ITEMS] - 1 - item
-        first, end = cu_seqlens[sequence], cu_seqlens[sequence + 1]
-        state = simd.pointer(args[ARGS + 3] + conv_slots[sequence] * (taps - 1) * row_bytes, dtype)
-        _load_conv_state(state, positions[first], width, taps, past)
-        for token in range(first, end, SEGMENT):
-            count = min(SEGMENT, end - token)
-            _convolve(bcx, weight, bias, out, token, count, width, taps, past)
-            for t in range(count):
-                if (positions[token + t] + 1) % block_size == 0:  # the end of a KV block
-                    block = args[ARGS + 12] + slots[token + t] // block_size * (taps - 1) * row_bytes
-                    _store_conv_state(past, t + 1, taps - 1, width, simd.pointer(block, dtype))
-            _store_conv_state(past, count, taps - 1, width, past)  # the newest inputs are the past of what follows
-        _store_conv_state(past, 0, taps - 1, width, state)
-        item = next_item(args, mirrored)
+    first, end = cu_seqlens[item], cu_seqlens[item + 1]
+    state_size = (taps - 1) * width
+    state = simd.shifted(states, conv_slots[item] * state_size)
+    _load_conv_state(state, positions[first], width, taps, past)
+    for token in range(first, end, SEGMENT):
+        count = min(SEGMENT, end - token)
+        _convolve(bcx, weight, bias, out, token, count, width, taps, past)
+        for t in range(count):
+            if (positions[token + t] + 1) % block_size == 0:  # the end of a KV block
+                block = simd.shifted(blocks, slots[token + t] // block_size * state_size)
+                _store_conv_state(past, t + 1, taps - 1, width, block)
+        _store_conv_state(past, count, taps - 1, width, past)  # the newest inputs are the past of what follows
+    _store_conv_state(past, 0, taps - 1, width, state)

@@ -11,14 +11,13 @@ import math
 
 import numpy as np
 
-from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import simd
+from batchgen.kernels.cpu.compiled.entry import DTYPE, Own, kernel
 from batchgen.kernels.cpu.compiled.rows import row_max
 from batchgen.kernels.cpu.compiled.simd import F32
-from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
-from batchgen.kernels.cpu.layout import ARGS, BINS, LANES, NUM_ITEMS
+from batchgen.kernels.cpu.layout import BINS, LANES
 
-scratch_bytes = simd.jit(layout.sampling_scratch_bytes)
+F64 = np.float64
 LEAST = np.int64(2 << 23)  # bits of 2**-125: exp ends at 2**-126, so a smaller probability counts as zero
 
 
@@ -38,7 +37,7 @@ def _threshold(bits, p, width, floor, target, by_mass, bins):
         for i in range(width):
             x = np.int64(bits[i])
             if x >= floor and x >> known == prefix:
-                bins[(x >> shift) & ((1 << digit) - 1)] += np.float64(p[i]) if by_mass else 1.0
+                bins[(x >> shift) & ((1 << digit) - 1)] += F64(p[i]) if by_mass else 1.0
         b = (1 << digit) - 1
         while b >= 0 and above + bins[b] < target:
             above += bins[b]
@@ -74,7 +73,7 @@ def _mass(bits, p, width, floor):
     total = 0.0
     for i in range(width):
         if bits[i] >= floor:
-            total += np.float64(p[i])
+            total += F64(p[i])
     return total
 
 
@@ -84,55 +83,40 @@ def _draw(bits, p, width, floor, u):
     target, reached, last = u * _mass(bits, p, width, floor), 0.0, -1
     for i in range(width):
         if bits[i] >= floor:
-            reached += np.float64(p[i])
+            reached += F64(p[i])
             last = i
             if reached > target:
                 break
     return last
 
 
-@simd.jit
-def sample(args, dtype):
-    """Arguments (addresses, then sizes) as listed in ``backend``; one item is one row."""
-    x, out = simd.pointer(args[ARGS], dtype), simd.pointer(args[ARGS + 1], np.int64)
-    temperature, min_p = simd.pointer(args[ARGS + 2], F32), simd.pointer(args[ARGS + 3], F32)
-    top_k, top_p = simd.pointer(args[ARGS + 4], np.int64), simd.pointer(args[ARGS + 5], np.float64)
-    uniform = simd.pointer(args[ARGS + 6], np.float64)
-    width = args[ARGS + 8]
-    worker = worker_number(args)
-    mine = args[ARGS + 7] + worker * scratch_bytes(width)
-    bins, p = simd.pointer(mine, np.float64), simd.pointer(mine + 8 * BINS, F32)
-    bits = simd.pointer(mine + 8 * BINS, np.int32)
-    row = next_item(args, worker)
-    while row < args[NUM_ITEMS]:
-        if not _probabilities(x, row * width, width, temperature[row], p) > 0.0:
-            out[row] = -1
-            row = next_item(args, worker)
-            continue
-        floor = max(np.int64(simd.bits_of_float(min_p[row])), LEAST)
-        if 0 < top_k[row] < width:
-            floor = max(floor, _threshold(bits, p, width, floor, np.float64(top_k[row]), False, bins))
-        if top_p[row] < 1.0:
-            target = top_p[row] * _mass(bits, p, width, floor)
-            floor = max(floor, _threshold(bits, p, width, floor, target, True, bins))
-        out[row] = _draw(bits, p, width, floor, uniform[row])
-        row = next_item(args, worker)
+@kernel(x=DTYPE, out=np.int64, temperature=F32, min_p=F32, top_k=np.int64, top_p=F64, uniform=F64, bins=Own(F64))
+def sample(row, x, out, temperature, min_p, top_k, top_p, uniform, bins, width):
+    """``out`` [rows] of x [rows, width] and of parameters and numbers from 0 to 1 [rows]; one item is one row.
+
+    ``bins`` begin ``layout.sampling_scratch_bytes``.
+    """
+    behind = simd.address(bins) + 8 * BINS
+    p, bits = simd.pointer(behind, F32), simd.pointer(behind, np.int32)
+    if not _probabilities(x, row * width, width, temperature[row], p) > 0.0:
+        out[row] = -1
+        return
+    floor = max(np.int64(simd.bits_of_float(min_p[row])), LEAST)
+    if 0 < top_k[row] < width:
+        floor = max(floor, _threshold(bits, p, width, floor, F64(top_k[row]), False, bins))
+    if top_p[row] < 1.0:
+        target = top_p[row] * _mass(bits, p, width, floor)
+        floor = max(floor, _threshold(bits, p, width, floor, target, True, bins))
+    out[row] = _draw(bits, p, width, floor, uniform[row])
 
 
-@simd.jit
-def logsumexp(args, dtype):
-    """Arguments: x [rows, width], out float32 [rows] (addresses), width."""
-    x, out = simd.pointer(args[ARGS], dtype), simd.pointer(args[ARGS + 1], F32)
-    width = args[ARGS + 2]
-    lowest = simd.splat(F32(-np.inf))
-    worker = worker_number(args)
-    row = next_item(args, worker)
-    while row < args[NUM_ITEMS]:
-        start, peak = row * width, row_max(x, row * width, width)
-        by, total = simd.splat(peak), simd.splat(F32(0.0))
-        for i in range(0, width, LANES):
-            count = width - i
-            v = simd.load_some(x, start + i, count)
-            total = simd.add(total, simd.exp(out, simd.keep_lanes(simd.sub(v, by), lowest, count)))
-        out[row] = peak + F32(math.log(simd.sum_lanes(total)))
-        row = next_item(args, worker)
+@kernel(x=DTYPE, out=F32)
+def logsumexp(row, x, out, width):
+    """``out`` [rows] of x [rows, width]."""
+    start, peak, lowest = row * width, row_max(x, row * width, width), simd.splat(F32(-np.inf))
+    by, total = simd.splat(peak), simd.splat(F32(0.0))
+    for i in range(0, width, LANES):
+        count = width - i
+        v = simd.load_some(x, start + i, count)
+        total = simd.add(total, simd.exp(out, simd.keep_lanes(simd.sub(v, by), lowest, count)))
+    out[row] = peak + F32(math.log(simd.sum_lanes(total)))

@@ -25,7 +25,8 @@ from batchgen.kernels.cpu.layout import LANES
 
 # A kernel cannot raise: an exception inside the worker threads would leave its items undone, unseen.
 jit: Any = njit(error_model="numpy")
-inline: Any = njit(error_model="numpy", forceinline=True)  # a call would pass vectors through memory
+# A call would pass vectors through memory. What such a function calls is inlined too: no tile of accumulators may be.
+inline: Any = njit(error_model="numpy", forceinline=True)
 intrinsic: Any = numba_intrinsic  # numba's own annotation describes the function before it is decorated
 BF16 = np.uint16  # element type of a pointer to bfloat16 bits
 F32 = np.float32
@@ -102,13 +103,19 @@ silu_mul = emitted(vec, ANY, vec, vec)(emit.silu_mul)
 
 @intrinsic
 def pointer(_context: Any, address: Any, dtype: Any) -> Any:
-    """Typed pointer to the element at an integer address."""
-    kind = types.CPointer(dtype.dtype)
+    """Typed pointer to the element at an integer address; ``dtype`` is its type, or a pointer to others of its type."""
+    kind = dtype if isinstance(dtype, types.CPointer) else types.CPointer(dtype.dtype)
 
     def generate(context: Any, builder: ir.IRBuilder, _signature: Any, arguments: Any) -> ir.Value:
         return builder.inttoptr(arguments[0], context.get_value_type(kind))
 
     return kind(I64, dtype), generate
+
+
+@emitted(I64, ANY)
+def address(builder: ir.IRBuilder, base: ir.Value) -> ir.Value:
+    """The address that a pointer holds."""
+    return builder.ptrtoint(base, ir.IntType(64))
 
 
 @emitted(ANY, ANY, I64)
@@ -157,12 +164,6 @@ def pause(builder: ir.IRBuilder) -> None:
     """Tell the processor that this is a loop that waits."""
     if platform.machine() in ("x86_64", "AMD64"):
         emit.call(builder, "llvm.x86.sse2.pause", [], ir.VoidType())
-
-
-@emitted(types.float32, I64)
-def float_of_bits(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """The float32 whose bits are the low half of an int64 (how a kernel gets a float argument)."""
-    return builder.bitcast(builder.trunc(bits, emit.INT), emit.FLOAT)
 
 
 @emitted(I64, types.float32)

@@ -1,0 +1,130 @@
+"""The C function that a launch calls: it takes items, and calls a kernel's function with each and the launch's words.
+
+A kernel is a function of an item and of its own arguments by name; ``kernel`` declares which of them are no integers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.np.numpy_support import from_dtype
+
+from batchgen.kernels.cpu.compiled import emit, simd
+from batchgen.kernels.cpu.compiled.thread_pool import next_item, worker_number
+from batchgen.kernels.cpu.layout import ARGS, NUM_ITEMS, NUM_WORKERS
+
+# Types of arguments: an element type for a pointer to such (of address 0 if there is none), ``FLOAT``, or one of these.
+FLOAT = types.float32  # given by its bits
+
+
+@dataclass(frozen=True)
+class OfKind:
+    """A pointer to elements of the type that comes at ``index`` among those of the kind."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Own:
+    """A pointer to the worker's own part of scratch memory: an address, then the bytes of a part."""
+
+    element: Any
+
+
+class Group:
+    """Several arguments as one named tuple; ``pointers`` are the types of those that are no integers."""
+
+    def __init__(self, name: str, fields: str, **pointers: Any) -> None:
+        self.made: Any = namedtuple(name, fields)  # type: ignore[misc]  # mypy knows none that is made at run time
+        self.fields = [pointers.get(field, simd.I64) for field in fields.split()]
+
+
+CACHE_FIELDS = "keys values scales num_kv_heads width block_size lanes pack"  # of a ``Group``; see ``inputs.KVCache``
+DTYPE, STORED = OfKind(0), OfKind(1)  # the model's, and that of what it reads, if the kind has one
+
+
+@dataclass(frozen=True)
+class ItemKernel:
+    """A function of an item and arguments of these types; ``is_last_first``: items are taken from the last on."""
+
+    function: Any
+    parameters: list[Any]
+    is_last_first: bool = False
+
+    def entry(self, element_types: tuple[Any, ...]) -> Callable[[Any], None]:
+        """The function of a launch's words, for a kind with these element types."""
+        called, is_last_first, unpack = self.function, self.is_last_first, _unpacking(self.parameters, element_types)
+
+        def kernel(args: Any) -> None:
+            worker, num_items = worker_number(args), args[NUM_ITEMS]
+            arguments = unpack(args, worker)
+            turn = args[NUM_WORKERS] - 1 - worker if is_last_first else worker
+            item = next_item(args, turn)
+            while item < num_items:
+                called(num_items - 1 - item if is_last_first else item, *arguments)
+                item = next_item(args, turn)
+
+        return kernel
+
+
+def kernel(**pointers: Any) -> Callable[[Callable[..., None]], ItemKernel]:
+    """Decorator of a kernel; ``pointers`` are the types of those of its arguments that are no integers."""
+
+    def decorate(function: Callable[..., None]) -> ItemKernel:
+        _, *names = inspect.signature(function).parameters
+        assert pointers.keys() <= set(names), "each type is that of a parameter"
+        return ItemKernel(simd.jit(function), [pointers.get(name, simd.I64) for name in names])
+
+    return decorate
+
+
+def last_first(found: ItemKernel) -> ItemKernel:
+    """Decorator of a kernel whose items are taken from the last on."""
+    return replace(found, is_last_first=True)
+
+
+def _unpacking(parameters: list[Any], element_types: tuple[Any, ...]) -> Any:
+    """Function of a launch's words and a worker's number that returns a kernel's arguments, a tuple."""
+
+    def typed(parameter: Any) -> Any:
+        if isinstance(parameter, Group):
+            return types.NamedTuple([typed(field) for field in parameter.fields], parameter.made)
+        if parameter in (simd.I64, FLOAT):
+            return parameter
+        element = parameter.element if isinstance(parameter, Own) else parameter
+        element = element_types[element.index] if isinstance(element, OfKind) else element
+        return types.CPointer(from_dtype(np.dtype(element)))
+
+    answer = types.Tuple([typed(parameter) for parameter in parameters])
+
+    @simd.intrinsic
+    def unpack(_context: Any, args: Any, worker: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, _signature: Any, values: Any) -> ir.Value:
+            words, number = values
+            places = iter(range(ARGS, 1 << 10))
+
+            def word() -> ir.Value:
+                return builder.load(builder.gep(words, [emit.number(next(places))]))
+
+            def value(parameter: Any, kind: Any) -> ir.Value:
+                if isinstance(parameter, Group):
+                    return context.make_tuple(builder, kind, list(map(value, parameter.fields, kind)))
+                found = word()
+                if isinstance(parameter, Own):
+                    found = builder.add(found, builder.mul(number, word()))
+                if kind is FLOAT:
+                    return builder.bitcast(builder.trunc(found, emit.INT), emit.FLOAT)
+                return found if kind is simd.I64 else builder.inttoptr(found, context.get_value_type(kind))
+
+            return context.make_tuple(builder, answer, list(map(value, parameters, answer)))
+
+        return answer(args, worker), generate
+
+    return unpack
