@@ -53,7 +53,7 @@ ROOM_LINES = {
     "kernels": 6750,
     "engine": 3392,
     "model": 3152,
-    "text": 1589,
+    "text": 1590,
     "run": 2962,
     "executors": 2722,
     "output": 3062,

@@ -1,9 +1,10 @@
 """Grammars: keeps generated text inside a JSON schema, a regex, a list of choices or a Lark grammar, with llguidance.
 
-The library is an extra; only this module and ``grammar_source`` know it. A ``Guide`` follows one text. Which tokens may come
-next, and which one must, depends on the grammar and on the text so far alone, so guided tokens are as independent of
-the batch as free ones. Copies of one compiled grammar share its lexer, which makes masks cheap, but also share its
-limits: a guide that meets one goes on with a compiled grammar of its own, so that its limits are met by its own text.
+The library is an extra, which only this module and ``grammar_source`` know. A ``Guide`` follows one text. Which tokens
+may come next, and which one must, depends on the grammar and on the text so far alone, so guided tokens are as
+independent of the batch as free ones. Copies of one compiled grammar share its lexer, which makes masks cheap, but also
+share its limits: a guide that meets one goes on with a compiled grammar of its own, so that its limits are met by its
+own text.
 """
 
 from __future__ import annotations
