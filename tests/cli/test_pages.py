@@ -15,6 +15,8 @@ from repeats import slow
 from run_helpers import REPOSITORY
 
 from batchgen.cli.main import call, cli
+from batchgen.output.rundir import RunDir
+from batchgen.report import advice
 
 DOCS = REPOSITORY / "batchgen" / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), *sorted((REPOSITORY / "jobs").iterdir())]
@@ -71,6 +73,18 @@ def test_a_table_of_commas_becomes_lines_of_json(
     Path("tickets.csv").write_text('id,message\n1,"a, b"\n')
     run(next(text for _, text in blocks("recipes.md") if "read_csv" in text), capfd)
     assert json.loads(Path("tickets.jsonl").read_text()) == {"id": 1, "message": "a, b"}
+
+
+def test_the_tree_of_a_run_directory_has_all_its_files() -> None:
+    tree = next(text for _, text in blocks("operations.md") if "job.json" in text)
+    known = {path.name for path in vars(RunDir(Path("out"))).values() if isinstance(path, Path)} - {"out"}
+    assert known <= {*re.findall(r"^ +([\w.]+)/? ", tree, re.MULTILINE)}
+
+
+def test_each_thing_that_bounds_a_run_has_a_remedy() -> None:
+    page = (DOCS / "slow.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| ([^|]+) \|", page, re.MULTILINE)) - {"bound by"}
+    assert listed == {*advice._WORK.values(), "KV memory", "too few rows at a time"}
 
 
 def test_every_recipe_is_on_the_page() -> None:

@@ -19,6 +19,7 @@ from ray_machines import Machines
 from run_helpers import (
     ENVIRONMENT,
     MODEL,
+    REPOSITORY,
     JobMaker,
     finish,
     quiet,
@@ -30,6 +31,7 @@ from run_helpers import (
 )
 from stub_engine import stub_factory
 
+from batchgen.cli.main import call
 from batchgen.config.cluster import ClusterSpec
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode
@@ -275,3 +277,9 @@ def test_random_kills_of_workers_and_machines_lose_no_row_and_double_none(machin
     assert outputs(jobs, "dispatcher", factory, sampling={"temperature": 0.8, "logprobs": 1}) == alone
     assert read_lines(jobs.folder / "dispatcher" / "errors.jsonl") == read_lines(jobs.folder / "alone" / "errors.jsonl")
     assert len(num_killed) > 8
+
+
+def test_the_recipe_for_a_cluster_runs(machines: Any, jobs: JobMaker) -> None:
+    flags = ["--ray", machines.address, "--output", str(jobs.output), "--limit", "8", "--quiet"]
+    assert call(["run", str(REPOSITORY / "jobs" / "ray.toml"), *flags]) == 0
+    assert len(read_lines(jobs.output / "outputs.jsonl")) == 8
