@@ -266,7 +266,7 @@ class _Job(Invocation):
             with self.progress.phase("reading ids again", "read"):
                 rebuild_ids(source.read(), last, validator)
                 if self.run_dir.has_outputs():  # a retry may have given a row another id than it has in the input
-                    validator.ids.restore(result_ids(self.run_dir, self.spec))
+                    validator.ids.claim(result_ids(self.run_dir, self.spec))
 
     def _keep_file_states(self, manifest: Manifest) -> None:
         """Save in the manifest what is known of the files by now, so that the next start need not read them."""
