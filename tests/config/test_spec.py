@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -164,6 +165,11 @@ def test_an_undefined_environment_variable_is_named(tmp_path: Path, monkeypatch:
         ("[sampling]\nn = 2\nchoices = ['a', 'b']\n", r"job\.toml:8: sampling\.n: n = 2 does not go with choices"),
         ('[sampling]\nstop = ""\n', r"job\.toml:8: sampling\.stop: stop = '' holds an empty string"),
         ("[sampling\n", r"job\.toml: not valid TOML: .*line 7"),
+        ('[sampling]\ncolumns = ["max_token"]\n', r"sampling\.columns = .*'max_token' is not a .*\"max_tokens\""),
+        *(
+            (f"[engine]\n{key} = 1_000_000_000\n", rf'engine\.{key} = 1000000000: must be "auto" or an integer from 1')
+            for key in ("max_num_batched_tokens", "max_num_seqs", "block_size")
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_name_and_line(tmp_path: Path, extra: str, words: str) -> None:
@@ -171,24 +177,66 @@ def test_what_cannot_work_is_refused_by_name_and_line(tmp_path: Path, extra: str
         from_text(tmp_path, minimal(extra))
 
 
-def test_a_flag_is_refused_by_its_own_name() -> None:
-    with pytest.raises(UsageError, match=r"--input-format = 'json'"):
-        load_job(None, with_flags("input", "format", "json"))
+REFUSED_FLAGS: list[tuple[str, object, str]] = [
+    ("input.format", "json", r"^--input-format = 'json'"),
+    ("output.format", "xml", "must be one of jsonl, parquet, openai-batch$"),  # each is listed once
+    ("sampling.columns", ["question"], "^--sampling-columns = .*'question' is not a sampling key"),
+    *(
+        (f"{section}.path", f"{scheme}://bucket/x", f"{scheme}:// is no local path: copy the file")
+        for section in ("model", "output")
+        for scheme in ("s3", "gs", "http", "https", "hdfs")
+    ),
+    ("input.path", ["hdfs://a/b"], "hdfs:// is not among the kinds of storage that can be used here: s3://"),
+    *(("input.path", [f"{file}:///x"], "is an address: write the path without file://") for file in ("file", "FILE")),
+    ("input.path", ["-", "a.jsonl"], "cannot be combined"),
+    *(("model.weights", form, r"^--weights = .*: must be one of auto, int8") for form in ("int4", "bfloat16", 8)),
+    ("model.activations", "int8", r'^model\.activations = "int8" needs model\.weights = "int8"'),
+    *(
+        ("model.device", device, r"^--device = '.*': must be one of auto, cpu, cuda or cuda:N")
+        for device in ("cuda:", "gpu", "cuda:-1", "cuda:x", "cpu:0", "cuda:0\n", "cuda:99999", "cuda:\u0661")
+    ),
+    *(
+        ("cluster.workers", value, "^--workers = .*must be a number of workers")
+        for value in (0, -1, "2:1", "0:2", "2:", ":2", "x", True, 1.5, "\u0663")
+    ),
+    ("cluster.workers", "70000", "^--workers = .*up to 65536"),
+    *(("cluster.ray", value, "^--ray = .*must be auto or HOST:PORT") for value in ("head", "head:", "a b:1", 5)),
+    ("cluster.ray", "ray://head:10001", "^--ray = .*the driver must be on a node of the cluster"),
+    ("cluster.load_patience", "0s", "^--load-patience = .*must be a duration"),
+    *(
+        ("cluster.patience", value, "^--patience = .*must be a duration")
+        for value in ("0s", "", "soon", True, 0, -1, [])
+    ),
+    *(
+        ("cluster.resources", value, "^--resources = .*must be an object")
+        for value in ("{", "[1]", {"spot": 0}, {"spot": True}, {"a": "b"})
+    ),
+    ("cluster.worker_cpus", 0, "^--worker-cpus = .*must be"),
+    ("cluster.worker_gpus", -1, "^--worker-gpus = .*must be"),
+]
+
+
+def test_a_flag_of_an_impossible_value_is_refused_by_its_own_name_in_one_line() -> None:
+    wrong = []
+    for name, value, words in REFUSED_FLAGS:
+        try:
+            load_job(None, with_flags(*name.split("."), value))
+            said = "taken"
+        except UsageError as error:
+            said = str(error)
+        if not re.search(words, said) or "\n" in said:
+            wrong.append((name, value, said))
+    assert not wrong
 
 
 @pytest.mark.parametrize("section", ["model", "input", "output"])
-def test_what_is_missing_is_said_with_its_flag(section: str) -> None:
+def test_what_is_missing_is_said_with_its_section_and_flag(section: str, tmp_path: Path) -> None:
     flags = {name: values for name, values in NEEDED.items() if name != section}
     with pytest.raises(UsageError, match=rf"^--{section} is missing \("):
         load_job(None, flags)
-
-
-@pytest.mark.parametrize("section", ["model", "input", "output"])
-def test_what_a_job_file_lacks_is_said_with_its_section_and_flag(section: str, tmp_path: Path) -> None:
     text = minimal().replace(f"[{section}]\npath", f"[{section}]\n#")
-    with pytest.raises(
-        UsageError, match=rf"job\.toml: {section}\.path is missing: set it in \[{section}\] or .*--{section}"
-    ):
+    said = rf"job\.toml: {section}\.path is missing: set it in \[{section}\] or .*--{section}"
+    with pytest.raises(UsageError, match=said):
         from_text(tmp_path, text)
 
 
@@ -199,25 +247,16 @@ def test_a_command_without_input_and_output_needs_the_model_alone() -> None:
         load_job(None, {"engine": {"threads": 2}}, needs=("model",))
 
 
-@pytest.mark.parametrize("key", ["max_num_batched_tokens", "max_num_seqs", "block_size"])
-def test_an_engine_size_beyond_any_use_is_refused_by_its_line(key: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=rf'job\.toml:8: engine\.{key} = 1000000000: must be "auto" or an integer from 1'
-    ):
-        from_text(tmp_path, minimal(f"[engine]\n{key} = 1_000_000_000\n"))
-
-
 def test_a_job_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    for name, words in (("no.toml", "cannot read the job file"), ("binary.toml", "not a text file in UTF-8")):
+    for name, words in (
+        ("no.toml", "cannot read the job file"),
+        ("binary.toml", "not a text file in UTF-8"),
+        ("/dev/null", "/dev/null is a device"),
+    ):
         with pytest.raises(UsageError, match=words) as refusal:
             load_job(tmp_path / name)
         assert "\n" not in str(refusal.value)
-
-
-def test_a_device_is_no_job_file() -> None:
-    with pytest.raises(UsageError, match="/dev/null is a device"):
-        load_job(Path("/dev/null"))
 
 
 def test_a_job_file_of_endless_size_is_refused_even_through_a_pipe(tmp_path: Path) -> None:
@@ -292,13 +331,6 @@ def test_values_that_break_parsers_or_file_systems_are_refused_in_one_line(
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300 + len(str(tmp_path))
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs", "http", "https", "hdfs"])
-@pytest.mark.parametrize("section", ["model", "output"])
-def test_remote_paths_are_refused_with_what_to_do(section: str, scheme: str) -> None:
-    with pytest.raises(UsageError, match=f"{scheme}:// is no local path: copy the file"):
-        load_job(None, with_flags(section, "path", f"{scheme}://bucket/x"))
-
-
 def test_rows_may_come_from_addresses_which_stay_as_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,26 +370,10 @@ def test_other_variables_may_be_in_a_job(tmp_path: Path, monkeypatch: pytest.Mon
     assert from_text(tmp_path, minimal(f'prompt = "${{{name}}} {{x}}"\n')).input.prompt == "shown {x}"
 
 
-def test_rows_come_from_no_other_kind_of_storage() -> None:
-    with pytest.raises(UsageError, match="hdfs:// is not among the kinds of storage that can be used here: s3://"):
-        load_job(None, with_flags("input", "path", ["hdfs://a/b"]))
-
-
-@pytest.mark.parametrize("scheme", ["file", "FILE"])
-def test_the_address_of_a_local_file_is_refused_with_how_to_write_it(scheme: str) -> None:
-    with pytest.raises(UsageError, match="is an address: write the path without file://"):
-        load_job(None, with_flags("input", "path", [f"{scheme}:///tmp/x"]))
-
-
 def test_an_output_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     with pytest.raises(UsageError, match="is a file"):
         from_text(tmp_path, minimal())
-
-
-def test_stdin_stands_alone() -> None:
-    with pytest.raises(UsageError, match="cannot be combined"):
-        load_job(None, with_flags("input", "path", ["-", "a.jsonl"]))
 
 
 def test_a_spec_survives_json(tmp_path: Path) -> None:
@@ -375,16 +391,6 @@ def test_sampling_columns_are_checked_and_survive_json(tmp_path: Path) -> None:
     assert spec.sampling_columns == ("max_tokens", "seed")
     assert spec.output_keys()["sampling.columns"] == ("max_tokens", "seed")
     assert job_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
-    with pytest.raises(UsageError, match=r"sampling\.columns = .*'max_token' is not a sampling key.*\"max_tokens\""):
-        from_text(tmp_path, minimal('[sampling]\ncolumns = ["max_token"]\n'))
-    with pytest.raises(UsageError, match=r"^--sampling-columns = .*'question' is not a sampling key"):
-        load_job(None, with_flags("sampling", "columns", ["question"]))
-
-
-def test_the_choices_of_a_key_are_listed_once() -> None:
-    with pytest.raises(UsageError) as caught:
-        load_job(None, with_flags("output", "format", "xml"))
-    assert str(caught.value).endswith("must be one of jsonl, parquet, openai-batch")
 
 
 @pytest.mark.parametrize(
@@ -454,17 +460,6 @@ def test_engine_sizes_and_output_order_do_not_count_as_changing_outputs() -> Non
     )
 
 
-@pytest.mark.parametrize("value", ["int4", "bfloat16", 8])
-def test_weights_of_another_form_are_refused_with_those_that_there_are(value: object) -> None:
-    with pytest.raises(UsageError, match=r"^--weights = .*: must be one of auto, int8"):
-        load_job(None, with_flags("model", "weights", value))
-
-
-def test_integer_activations_need_integer_weights() -> None:
-    with pytest.raises(UsageError, match=r'^model\.activations = "int8" needs model\.weights = "int8"'):
-        load_job(None, with_flags("model", "activations", "int8"))
-
-
 def test_integers_come_back_from_a_manifest_and_change_outputs() -> None:
     model = {**NEEDED["model"], "weights": "int8", "activations": "int8"}
     spec = load_job(None, {**NEEDED, "model": model})
@@ -483,19 +478,52 @@ def test_a_device_may_carry_a_number(device: str) -> None:
     assert load_job(None, with_flags("model", "device", device)).model.device == device
 
 
-@pytest.mark.parametrize(
-    "device", ["cuda:", "gpu", "cuda:-1", "cuda:x", "cpu:0", "cuda:0\n", "cuda:99999", "cuda:\u0661"]
-)
-def test_a_device_that_is_none_is_refused_in_one_line(device: str) -> None:
-    with pytest.raises(UsageError, match=r"^--device = '.*': must be one of auto, cpu, cuda or cuda:N") as caught:
-        load_job(None, with_flags("model", "device", device))
-    assert "\n" not in str(caught.value)
-
-
 def test_every_key_says_what_it_is_for() -> None:
     for keys in KEYS.values():
         for item in keys.values():
             assert item.help and not item.help.endswith("."), item.name
+
+
+# ---------------------------------------------------------------- [cluster]
+
+
+def spec_of(**cluster: Any) -> JobSpec:
+    return load_job(None, {**NEEDED, "cluster": cluster})
+
+
+@pytest.mark.parametrize(
+    ("workers", "bounds"), [(8, (1, 8)), ("8", (1, 8)), ("2:8", (2, 8)), ("3:3", (3, 3)), ("auto", None), ("", None)]
+)
+def test_workers_are_a_number_a_range_or_chosen(workers: object, bounds: tuple[int, int] | None) -> None:
+    cluster = spec_of(workers=workers).cluster
+    assert (cluster.bounds, cluster.is_used) == (bounds, workers != "")
+
+
+def test_a_ray_cluster_is_used_without_a_number_of_workers() -> None:
+    cluster = spec_of(ray="10.0.0.1:6379").cluster
+    assert cluster.is_used
+    assert cluster.bounds is None
+
+
+def test_no_key_of_the_cluster_changes_outputs() -> None:
+    assert not any(key.outputs for key in KEYS["cluster"].values())
+    given = {"workers": "2:4", "ray": "auto", "worker_cpus": 2, "worker_gpus": 0, "resources": {"spot": 0.01}}
+    spec = spec_of(**given, patience="3s", load_patience="9m")
+    assert spec.output_keys() == spec_of().output_keys()
+    assert job_from_dict(spec.to_dict()) == spec, "job.json holds it whole"
+
+
+def test_a_job_file_and_flags_say_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    text = '[cluster]\nworkers = "2:4"\npatience = "1m30s"\nresources = { spot = 0.5 }\n'
+    file.write_text(text, encoding="utf-8")
+    spec = load_job(file, {**NEEDED, "cluster": {"workers": "3", "resources": '{"gpu_a": 1}'}})
+    assert (spec.cluster.bounds, spec.cluster.patience_s) == ((1, 3), 90.0)
+    assert spec.cluster.resources == {"gpu_a": 1.0}
+    assert override(spec, {"cluster": {"workers": "5"}}).cluster.bounds == (1, 5)
+
+
+# ---------------------------------------------------------------- units
 
 
 @given(st.integers(0, 10**15))
@@ -520,22 +548,11 @@ def test_durations_add_up(days: int, hours: int, minutes: int, seconds: int) -> 
 @pytest.mark.parametrize(
     ("parse", "text"),
     [
-        (parse_size, "4XB"),
-        (parse_size, "9" * 400),
-        (parse_size, "8388608TiB"),
-        (parse_duration, "soon"),
-        (parse_duration, ""),
-        (parse_share, "5"),
-        (parse_share, "-1%"),
-        (parse_share, "5%x"),
-        (Shard.parse, "0/3"),
-        (Shard.parse, "4/3"),
-        (Shard.parse, "1"),
-        (Shard.parse, "1/" + "9" * 5000),
-        (parse_count, "0"),
-        (parse_count, "9" * 5000),
-        (parse_count, "-4"),
-        (parse_count, "1.5"),
+        *((parse_size, text) for text in ("4XB", "9" * 400, "8388608TiB")),
+        *((parse_duration, text) for text in ("soon", "")),
+        *((parse_share, text) for text in ("5", "-1%", "5%x")),
+        *((Shard.parse, text) for text in ("0/3", "4/3", "1", "1/" + "9" * 5000)),
+        *((parse_count, text) for text in ("0", "9" * 5000, "-4", "1.5")),
     ],
 )
 def test_values_without_sense_are_refused(parse: Any, text: str) -> None:
@@ -544,12 +561,8 @@ def test_values_without_sense_are_refused(parse: Any, text: str) -> None:
 
 
 def test_shares_and_shards_are_understood() -> None:
-    assert (parse_share("5%"), parse_share("0.25"), Shard.parse("2/8"), parse_count("7")) == (
-        0.05,
-        0.25,
-        Shard(2, 8),
-        7,
-    )
+    assert (parse_share("5%"), parse_share("0.25")) == (0.05, 0.25)
+    assert (Shard.parse("2/8"), parse_count("7")) == (Shard(2, 8), 7)
 
 
 def test_a_clock_time_is_the_next_of_its_kind() -> None:
