@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from late_device import Device, SomeTokens
 from structured import Lists, listed
 from tiny_model import checked_run, engine_for, random_requests, tiny_model
@@ -199,22 +198,6 @@ def test_a_prompt_is_scored_though_the_text_is_all_forced(given: int) -> None:
     result = run(engine(), [asked])[0]
     assert result.token_ids == (40, 41, 42, 44, 46, 48)
     assert result.prompt_logprobs == run(engine(), [free])[0].prompt_logprobs
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sampled_and_forced_tokens_have_the_log_probabilities_that_scoring_gives_them(dtype: torch.dtype) -> None:
-    """Those of the logits as they are, without the mask."""
-    model, allowed = tiny_model(dtype), [[60, 61], *RUN, [70, 71, 72], *RUN]
-    sizes = {"num_blocks": 100, "block_size": 4}
-    generated = run(
-        engine_for(model, parts={"text": TextTools(None, Lists())}, **sizes),
-        [request(allowed, logprobs=3, temperature=1.0)],
-    )[0]
-    text = PROMPT + generated.token_ids
-    scored = run(engine_for(model, **sizes), [Request(0, text, SamplingParams(max_tokens=1, prompt_logprobs=3))])[0]
-    assert scored.prompt_logprobs is not None
-    assert generated.logprobs == scored.prompt_logprobs[len(PROMPT) - 1 :]
-    assert generated.is_complete
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 4}, {"frequency_penalty": 0.5}])

@@ -58,7 +58,7 @@ def needed(inputs: ModelInput, block_size: int, taps: int, convolutions: int) ->
     return wanted | {end - 1 for end in bounds[1:]}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(steps(), st.sampled_from([2, 3, 4, 7]), st.integers(0, 3))
 def test_what_is_kept_is_what_something_depends_on(
     step: tuple[ModelInput, int, int], taps: int, convolutions: int

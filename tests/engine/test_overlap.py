@@ -101,7 +101,7 @@ def sizes_of_an_engine(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sizes=sizes_of_an_engine(),
     order=st.lists(st.integers(0, 4 * len(KINDS) + 1), unique=True, min_size=1, max_size=20),

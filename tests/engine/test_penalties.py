@@ -62,7 +62,7 @@ CASES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases=CASES, seed=st.integers(0, 1000))
 def test_every_row_is_what_vllm_defines(cases: list[tuple[list[int], list[int], SamplingParams]], seed: int) -> None:
     logits = logits_of(len(cases), 31, seed)
@@ -71,7 +71,7 @@ def test_every_row_is_what_vllm_defines(cases: list[tuple[list[int], list[int], 
         assert torch.equal(row, defined(before, *case))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 30), min_size=1, max_size=40),
     output=TOKENS,
@@ -111,7 +111,7 @@ def test_only_the_rows_named_are_touched() -> None:
     assert len(changed) >= 2
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases=CASES, seed=st.integers(0, 1000), data=st.data())
 def test_counts_on_the_device_give_the_same_bits_from_step_to_step(
     cases: list[tuple[list[int], list[int], SamplingParams]], seed: int, data: st.DataObject

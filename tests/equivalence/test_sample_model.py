@@ -84,7 +84,7 @@ def test_the_sample_model_knows_its_answers() -> None:
     assert accuracy(plain()) >= 0.95
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 def test_integers_answer_as_well(dtype: str) -> None:
     """Of 300 rows 287 are right in either dtype. In bfloat16 any change of the last bits flips some near ties."""
     if dtype == "bfloat16" and not multiplies_bfloat16():
@@ -98,7 +98,9 @@ def test_integers_answer_as_well(dtype: str) -> None:
         assert different <= most_different + (4 if dtype == "bfloat16" else 0)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("auto", "int8"), ("float32", "int8"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("auto", "int8"), slow("float32", "int8"), slow("float32", "bfloat16")]
+)
 def test_keys_and_values_of_fewer_bits_answer_as_well(dtype: str, kv_dtype: str) -> None:
     found = [text(result) for result in answers(SamplingParams(max_tokens=64), model(dtype), kv_dtype=kv_dtype)]
     assert accuracy(found) >= 285 / 300

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from families import RAW
+from repeats import slow
 from row_kinds import KINDS, TYPES, alone, engine_of, run
 from tiny_model import DTYPES
 
@@ -18,6 +19,8 @@ from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine
 
 PROMPT = tuple(range(20, 60))
+# The preempted and batched rows of ``test_equivalence`` take over what they share in every family.
+every_family = pytest.mark.parametrize("family", [f if f in ("lfm2", "lfm3", "qwen3_moe") else slow(f) for f in RAW])
 
 
 def roomy(dtype: str = "float32", **sizes: Any) -> Engine:
@@ -28,7 +31,7 @@ def result_of(engine: Engine, prompt: tuple[int, ...], **params: Any) -> Result:
     return run(engine, [Request(3, prompt, SamplingParams(**params))])[3]
 
 
-@pytest.mark.parametrize("family", RAW)
+@every_family
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), TYPES)
 def test_cached_equals_cold(family: str, block_size: int, dtype: str, kv_dtype: str) -> None:
@@ -41,7 +44,7 @@ def test_cached_equals_cold(family: str, block_size: int, dtype: str, kv_dtype: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", RAW)
+@every_family
 def test_a_preempted_sequence_finds_its_blocks_again_and_goes_on_undisturbed(dtype: str, family: str) -> None:
     sizes: dict[str, Any] = {"block_size": 4, "room": 1.34, "max_num_seqs": 8, "max_num_batched_tokens": 13}
     engine, cold = (

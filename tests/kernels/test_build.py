@@ -74,8 +74,8 @@ def wait_for(what: Any) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system does not list its processes")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM], ids=str)
-@pytest.mark.parametrize("is_compiling", [False, True], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGKILL, slow(signal.SIGINT), slow(signal.SIGTERM)])
+@pytest.mark.parametrize("is_compiling", [False, slow(True)])
 def test_no_process_outlives_a_run_that_is_killed(number: int, is_compiling: bool, empty_cache: Path) -> None:
     command = [sys.executable, "-c", STARTED]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

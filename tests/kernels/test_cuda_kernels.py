@@ -21,6 +21,7 @@ from kernel_cases import (
     normal,
     rotary_table,
 )
+from launches import decode_launches
 from tiny_model import packed_keys, ragged_input, random_requests, solo, tiny_model, tokens_of
 from torch import Tensor
 from torch.nn import functional
@@ -38,6 +39,8 @@ from batchgen.kernels.quantize import quantize
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model import load, state
+from batchgen.model.config import CONV
+from batchgen.model.registry import dummy_config
 
 REFERENCE = ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -389,3 +392,19 @@ def test_a_model_generates_what_the_reference_generates(
     got = tokens_of(Engine(model, EngineConfig(kv_dtype=kv_dtype, **sizes)).run(requests))
     monkeypatch.undo()
     assert got == solo(tiny_model(kernels=REFERENCE, **shape), requests, kv_dtype)
+
+
+# A launch costs microseconds on a GPU, whatever it computes.
+@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize("num_seqs", [1, 100, 256])
+def test_a_decode_step_launches_no_more_than_its_layers_need(num_seqs: int, batch_invariant: bool) -> None:
+    config = dummy_config("dummy:LFM2-350M")
+    around = {"embedding": 1, "first norm": 1, "rows with logits": 2, "head": 1}
+    found = decode_launches(config, num_seqs, OnDevice(batch_invariant=batch_invariant).kernels)
+    half_layers = 2 * len(config.layers)
+    num_conv = sum(layer.mixer == CONV for layer in config.layers)
+    num_attention = len(config.layers) - num_conv
+    assert found["matmul_in_parts"] == (half_layers if batch_invariant else 0)
+    assert found["add_and_norm"] == half_layers, "each norm but the first belongs to a sum"
+    assert found["rms_norm"] == 1
+    assert found.total() == 8 * num_conv + 9 * num_attention + sum(around.values()), found

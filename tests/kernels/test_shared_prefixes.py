@@ -96,7 +96,7 @@ lives = st.lists(
     st.sampled_from([0, 0, 600, 100]),
     st.sampled_from([1, 2]),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @pytest.mark.usefixtures("threads_as_before")
 def test_bits_are_those_of_each_sequence_by_itself(
     lives: list[Life],

@@ -17,6 +17,7 @@ import torch
 from families import RAW, raw_config, saved_by_transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repeats import slow
 from safetensors.torch import load_file, save_file
 from tiny_model import BACK_ENDS, CPU, DTYPES, prefix_logits
 from torch import Tensor
@@ -33,7 +34,7 @@ from batchgen.model.rope import frequencies
 from batchgen.model.weights import Checkpoint, Init, RandomTensors
 
 LENGTHS = (1, 2, 5, 33, 300)  # 300 crosses the CPU kernel's tile of 256 positions
-# Other shapes of LFM2, whose convolutions and feed-forward widths no other family has.
+# Other shapes, most of LFM2, whose convolutions and feed-forward widths no other family has.
 VARIANTS: dict[str, dict[str, Any]] = {
     "3 heads of 16": {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3},
     "5 heads of 8, width 40": {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5},
@@ -66,6 +67,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "conv_L_cache": 2,
     },
+    "lfm3 without norms behind a layer": {"model_type": "lfm3", "use_sandwich_norm": False},
+    "lfm3 without gates": {"model_type": "lfm3", "use_attention_gate": False},
 }
 
 
@@ -156,7 +159,10 @@ def test_greedy_tokens_of_ragged_chunks_behind_cached_prefixes_equal_those_of_tr
         assert list(result.token_ids) == greedy.tolist()
 
 
-@pytest.mark.parametrize("name", SHAPES)
+FIRST = {next(iter(family.SHAPES)) for family in FAMILIES.values()}
+
+
+@pytest.mark.parametrize("name", [name if name in FIRST else slow(name) for name in SHAPES])
 def test_published_shapes_have_the_parameters_that_transformers_gives_them(name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -216,6 +222,10 @@ def test_rotary_frequencies_have_the_bits_of_transformers(values: dict[str, Any]
     assert torch.equal(frequencies(rope, head_dim), expected)
 
 
+def full_attention(**rope: Any) -> dict[str, Any]:
+    return {"rope_parameters": {**RAW["lfm3"]["rope_parameters"], "full_attention": rope}}
+
+
 def scaled(**changes: Any) -> dict[str, Any]:
     return {"rope_scaling": {**RAW["llama"]["rope_scaling"], **changes}}
 
@@ -232,6 +242,13 @@ def scaled(**changes: Any) -> dict[str, Any]:
         ("llama", scaled(high_freq_factor=1.0), ["low_freq_factor", "high_freq_factor"]),
         ("llama", scaled(original_max_position_embeddings=None), ["original_max_position_embeddings"]),
         ("llama", scaled(rope_type="yarn"), ["rope", "'yarn'", "llama3"]),
+        ("lfm3", {"attention_bias": True}, ["attention_bias"]),
+        ("lfm3", {"sliding_window": None}, ["sliding_window"]),
+        ("lfm3", {"layer_types": ["conv"] * 5 + ["linear_attention"]}, ["layer_types"]),
+        ("lfm3", {"layer_types": ["conv"] * 5}, ["layer_types"]),
+        ("lfm3", {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, ["full_attention"]),
+        ("lfm3", full_attention(rope_type="yarn"), ["yarn"]),
+        ("lfm3", full_attention(partial_rotary_factor=2), ["partial_rotary_factor"]),
         ("mistral", {"sliding_window": 4096}, ["sliding_window"]),
         ("qwen3", {"use_sliding_window": True}, ["use_sliding_window"]),
     ],

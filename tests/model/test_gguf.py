@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from quantized_folders import tensor
+from repeats import slow
 from run_helpers import MODEL, JobMaker, rows_of
 from safetensors.torch import load_file, save_file
 from tiny_model import CPU, DTYPES, prefix_logits, raw_config, write_checkpoint
@@ -287,13 +288,14 @@ def test_a_type_of_no_name_is_refused(tmp_path: Path) -> None:
         GgufTensors(tmp_path / "x.gguf", torch.float32, CPU).take("x", (2, 32))
 
 
-def test_a_file_that_is_cut_or_changed_anywhere_is_refused_or_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [5, slow(6), slow(7), slow(8)])
+def test_a_file_that_is_cut_or_changed_anywhere_is_refused_or_runs(tmp_path: Path, seed: int) -> None:
     whole = write_both(tmp_path, Kind.Q8_0).read_bytes()
     end = whole.index(b"blk.3.ffn_norm.weight") + 100  # of the header, roughly
-    rng = random.Random(5)
+    rng = random.Random(seed)
     path, num_refused = tmp_path / "x.gguf", 0
-    cut = [whole[: rng.randrange(len(whole))] for _ in range(40)]
-    for _ in range(160):
+    cut = [whole[: rng.randrange(len(whole))] for _ in range(10)]
+    for _ in range(40):
         broken = bytearray(whole)
         for _ in range(rng.randint(1, 3)):
             broken[rng.randrange(min(end, len(whole)))] = rng.randrange(256)
@@ -305,7 +307,7 @@ def test_a_file_that_is_cut_or_changed_anywhere_is_refused_or_runs(tmp_path: Pat
         except ModelError as error:
             num_refused += 1
             assert "\n" not in str(error) and len(str(error)) < 500
-    assert 40 <= num_refused < len(cut)
+    assert 10 <= num_refused < len(cut)
 
 
 def write_sample(folder: Path, kind: Any) -> Path:
