@@ -50,9 +50,9 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "arrow", "data.tokenizer", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
-    "kernels": 6750,
+    "kernels": 6728,
     "engine": 3392,
-    "model": 3152,
+    "model": 3155,
     "text": 1590,
     "run": 2962,
     "executors": 2722,

@@ -186,11 +186,6 @@ class Kernels(Protocol):
         """The logarithm of the sum of each row's exponentials, float32 [rows]; NaN or inf for a row not finite."""
 
 
-def pad_rows(x: Tensor, least: int) -> Tensor:
-    """X with rows of zeros added where it has fewer than ``least``."""
-    return x if len(x) >= least else functional.pad(x, (0, 0, 0, least - len(x)))
-
-
 class TableEmbedding:
     """``Embedding`` of a table as it is."""
 
@@ -204,17 +199,16 @@ class TableEmbedding:
 
 
 class PlainLinear:
-    """``Linear`` by torch, as a product of at least ``least_rows`` rows."""
+    """``Linear`` by torch."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, least_rows: int = 0) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight.clone()  # the original may be a view of a mapped file, and would hold on to all of it
         self.bias = bias
-        self.least_rows = least_rows
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self.weight.dtype is not x.dtype:  # as a checkpoint stores it: see ``model.weights.stored_dtype``
             self.weight = self.weight.to(x.dtype)
-        y = functional.linear(pad_rows(x, self.least_rows), self.weight, self.bias)[: len(x)]
+        y = functional.linear(x, self.weight, self.bias)
         return y if residual is None else y + residual
 
 

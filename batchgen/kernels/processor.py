@@ -73,9 +73,18 @@ def has_wide_registers() -> bool:
     return "avx512f" in cpu_features()
 
 
-def has_fused_multiply_add() -> bool:
-    """Whether a vector instruction multiplies and adds with one rounding, as every Arm processor does."""
-    return bool({"fma", "avx512f", "neon"} & cpu_features())
+def cpu_obstacle(activations: str = "auto") -> str:
+    """Why no kernels can be compiled for this processor, and what would help; empty if they can."""
+    is_arm = platform.machine().lower() in ("aarch64", "arm64")  # LLVM does not list its features on every system
+    if not is_arm and not {"fma", "avx512f", "neon"} & cpu_features():
+        why = "this processor has no instruction that multiplies and adds (FMA), which every x86 since 2013 has"
+        narrowed = [name for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES") if name in os.environ]
+        return f"{why}; " + (f"unset {' and '.join(narrowed)}" if narrowed else "use another machine, or a GPU")
+    if activations == "int8" and byte_products() is None:
+        return (
+            "this processor multiplies no bytes (AVX2 or Arm's dot products), which --activations int8 needs; omit it"
+        )
+    return ""
 
 
 def byte_products() -> tuple[int, int] | None:

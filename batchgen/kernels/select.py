@@ -25,7 +25,7 @@ def select(
 
     Without it, or where ``triton_obstacle`` finds one, CUDA multiplies with cuBLAS, which ``Kernels.variant`` then
     names; on the CPU both are the same. ``weights`` and ``activations`` are those of ``Kernels``; CUDA ignores the
-    latter.
+    latter. On the CPU ``processor.cpu_obstacle`` must find none.
     """
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float32):
         from batchgen.kernels.cpu.backend import CpuKernels

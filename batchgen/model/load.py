@@ -14,6 +14,7 @@ from batchgen.core.model_location import resolve_model
 from batchgen.core.units import shown
 from batchgen.kernels.cpu import build
 from batchgen.kernels.interface import Kernels
+from batchgen.kernels.processor import cpu_obstacle
 from batchgen.kernels.select import select, triton_obstacle
 from batchgen.model.adapter.settings import read_lora, resolve_adapter
 from batchgen.model.adapter.source import LoraTensors
@@ -63,6 +64,8 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
             f"device {str(where)!r}: {obstacle}; --no-batch-invariant runs without these kernels, slower, and tokens "
             "may depend on the batch; --device cpu runs on the CPU"
         )
+    if where.type == "cpu" and kind != torch.float16 and kernels is None and (why := cpu_obstacle(activations)):
+        raise ModelError(f"device 'cpu': {why}")
     source: TensorSource
     if model is None:
         source = RandomTensors(kind, where, saved=DTYPES.get(config.dtype))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,19 +14,21 @@ import torch
 from llvmlite import binding
 from repeats import slow
 
+from batchgen.core.errors import ModelError
 from batchgen.kernels import processor
 from batchgen.kernels.processor import processor_variant
 from batchgen.kernels.reference import ReferenceKernels
+from batchgen.model import load as loading
+from batchgen.model.load import load_model
 
 ASK = """
 import torch
 from batchgen.kernels.cpu.compiled.emit import HAS_BF16
-from batchgen.kernels.cpu.linear import can_multiply
 from batchgen.model import load
 from batchgen.model.registry import load_config
 
 config = load_config("dummy:LFM2-350M")
-print(HAS_BF16, can_multiply(torch.ones(2, 2, dtype=torch.bfloat16), torch.bfloat16))
+print(HAS_BF16)
 print(str(load.resolve_dtype("auto", config, torch.device("cpu"))).removeprefix("torch."))
 print(config.auto_dtype(is_cpu=True))
 """
@@ -66,6 +70,28 @@ def test_what_numba_is_told_to_compile_for_counts(
     assert processor.has_bfloat16_pairs() is pairs
     assert processor.has_matrix_unit() is matrix
     assert processor.multiplies_bfloat16() is products
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "activations", "why"),
+    [
+        ("x86_64", "+sse2,+avx", "auto", r"\(FMA\).*; unset NUMBA_CPU_FEATURES$"),
+        ("x86_64", "+fma", "int8", "multiplies no bytes.*omit it"),
+        ("aarch64", "", "int8", "multiplies no bytes"),
+        ("x86_64", "+fma", "auto", ""),
+        ("arm64", "", "auto", ""),
+    ],
+)
+def test_a_processor_that_kernels_cannot_run_on_is_refused_in_a_line(
+    machine: str, features: str, activations: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "Decoder", lambda *_: None)
+    monkeypatch.setattr(loading.build, "start", lambda *_: None)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setenv("NUMBA_CPU_FEATURES", features)
+    weights = "int8" if activations == "int8" else "auto"
+    with pytest.raises(ModelError, match=why) if why else nullcontext():
+        load_model("dummy:LFM2-350M", dtype="float32", weights=weights, activations=activations)
 
 
 def test_vectors_that_numba_is_told_to_leave_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +165,9 @@ def test_the_variant_of_the_reference_names_gpu_and_cublas_only_where_the_model_
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"NUMBA_CPU_FEATURES": "+avx2,+fma"}, "False True float32 float32"),
-        slow({"NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16"}, "True True bfloat16 bfloat16"),
-        slow({"NUMBA_CPU_NAME": "generic"}, "False False float32 float32"),
+        ({"NUMBA_CPU_FEATURES": "+avx2,+fma"}, "False float32 float32"),
+        slow({"NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16"}, "True bfloat16 bfloat16"),
+        slow({"NUMBA_CPU_NAME": "generic"}, "False float32 float32"),
     ],
 )
 def test_kernels_loader_and_plan_agree_on_the_cpu(settings: dict[str, str], found: str) -> None:
@@ -150,7 +176,7 @@ def test_kernels_loader_and_plan_agree_on_the_cpu(settings: dict[str, str], foun
     assert " ".join(done.stdout.split()) == found
 
 
-@pytest.mark.parametrize("setting", ["NUMBA_CPU_NAME=generic", slow("NUMBA_ENABLE_AVX=0")])
+@pytest.mark.parametrize("setting", ["NUMBA_CPU_FEATURES=+avx2,+fma", slow("NUMBA_ENABLE_AVX=0")])
 def test_kernels_compile_for_less_than_the_cpu_can_do(setting: str, tmp_path: Path) -> None:
     name, _, value = setting.partition("=")
     environment = {**os.environ, name: value, "XDG_CACHE_HOME": str(tmp_path)}

@@ -12,7 +12,7 @@ from kernel_cases import EVERY_BACK_END, EVERY_NAME, normal
 from tiny_model import DTYPES
 from torch import Tensor
 
-from batchgen.kernels.cpu import linear
+from batchgen.kernels.cpu import backend
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.experts import PanelExperts
 from batchgen.kernels.interface import Kernels, Routing, SparseFeedForward
@@ -117,8 +117,6 @@ def test_experts_equal_the_reference(name: str, dtype: str) -> None:
 def test_one_launch_has_the_bits_of_each_experts_own_linears(dtype: str, form: str) -> None:
     kernels, width = CpuKernels(DTYPES[dtype], **FORMS[form]), 128
     weights = weights_of(5, width, 160, DTYPES[dtype])
-    if not linear.can_multiply(weights[0][0], DTYPES[dtype], kernels.weights, kernels.activations):
-        pytest.skip("own panels do not suit this machine")
     together = kernels.experts(weights)
     assert isinstance(together, PanelExperts)
     assert kernels.variant == CpuKernels(DTYPES[dtype], **FORMS[form]).variant
@@ -208,8 +206,8 @@ def test_a_replay_reads_anew_which_experts_are_met(form: str) -> None:
         assert torch.equal(replay(), expected)
 
 
-def test_without_panels_experts_take_turns_and_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "can_multiply", lambda *_: False)
+def test_experts_of_onednn_take_turns_and_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "leaves_products_to_onednn", lambda *_: True)
     kernels, routing, weights = CpuKernels(torch.float32), routing_of(5, 32, 2), weights_of(5, 32, 48, torch.float32)
     experts, x = kernels.experts(weights), normal(20, 32, seed=1)
     assert isinstance(experts, ExpertLoop)

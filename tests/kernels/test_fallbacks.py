@@ -10,10 +10,9 @@ import torch
 from tiny_model import DTYPES, engine_for, random_requests, solo, tiny_model, tokens_of
 
 from batchgen.core.records import Request
-from batchgen.kernels.cpu import linear, parallel
+from batchgen.kernels.cpu import backend, parallel
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.cpu.linear import OneDnnLinear, can_pack
-from batchgen.kernels.interface import PlainLinear
+from batchgen.kernels.cpu.linear import OneDnnLinear
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 
@@ -48,17 +47,11 @@ def test_an_error_free_run_without_openmp_gives_the_same_tokens() -> None:
     assert tokens_of(engine.run(requests)) == solo(model, requests)
 
 
-@pytest.mark.parametrize("kind", [OneDnnLinear, PlainLinear])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linears_of_torch_batch_as_they_run_alone(
-    kind: type[OneDnnLinear | PlainLinear], dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind is OneDnnLinear and not can_pack(DTYPES[dtype]):
-        pytest.skip(f"this torch packs no {dtype} linear")
-    monkeypatch.setattr(linear, "can_multiply", lambda *_: False)
-    monkeypatch.setattr(linear, "can_pack", lambda dtype: kind is OneDnnLinear)
+def test_linears_of_onednn_batch_as_they_run_alone(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "leaves_products_to_onednn", lambda *_: True)
     model, requests = tiny_model(DTYPES[dtype]), random_requests(8, seed=1)
-    assert isinstance(model.lm_head, kind)
+    assert isinstance(model.lm_head, OneDnnLinear)
     engine = engine_for(model, num_blocks=30, block_size=5, max_num_batched_tokens=23, max_num_seqs=6)
     assert tokens_of(engine.run(requests)) == solo(model, requests)
 

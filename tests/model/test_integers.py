@@ -19,7 +19,7 @@ from batchgen.engine.facts import weight_bytes
 from batchgen.kernels import processor
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.kernel_specs import MATMUL, needed
-from batchgen.kernels.cpu.linear import PanelLinear, can_multiply
+from batchgen.kernels.cpu.linear import OneDnnLinear, PanelLinear
 from batchgen.kernels.quantize import quantize
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
@@ -131,7 +131,7 @@ def test_a_processor_with_a_matrix_unit_keeps_integers_too(monkeypatch: pytest.M
     assert isinstance(linear, PanelLinear)
     assert linear.panels.strips.nbytes == 1.0625 * 64 * 64
     assert (MATMUL, "bf16_of_int8") in needed("bfloat16", "bfloat16", "int8")
-    assert not can_multiply(weight, torch.bfloat16)
+    assert isinstance(CpuKernels(torch.bfloat16).linear(weight), OneDnnLinear)
     assert not {MATMUL} & {source for source, _ in needed("bfloat16", "bfloat16")}
 
 

@@ -17,13 +17,12 @@ from batchgen.kernels import interface
 from batchgen.kernels.cpu import kernel_specs, layout
 from batchgen.kernels.cpu import linear as linears
 from batchgen.kernels.cpu.experts import PanelRouter, in_panels
-from batchgen.kernels.cpu.layout import DOT_GROUP, ITEMS_PER_WORKER, MOST_HEADS, ROWS_PER_ITEM
+from batchgen.kernels.cpu.layout import ITEMS_PER_WORKER, MOST_HEADS, ROWS_PER_ITEM
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch, use_openmp_threads
 from batchgen.kernels.cpu.recording import Recorder
 from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
-from batchgen.kernels.processor import processor_variant
-from batchgen.kernels.quantize import quantize, stored
-from batchgen.kernels.reference import ExpertLoop, Int8Linear, TorchRouter
+from batchgen.kernels.processor import leaves_products_to_onednn, processor_variant
+from batchgen.kernels.reference import ExpertLoop
 
 _TAKE_ROWS, _TAKE_PANEL_ROWS = Kernel(kernel_specs.TAKE_ROWS), Kernel(kernel_specs.EMBEDDING_LOOKUP_PACKED)
 _RMS_NORM, _SWIGLU = Kernel(kernel_specs.RMS_NORM), Kernel(kernel_specs.SWIGLU)
@@ -106,25 +105,24 @@ class CpuKernels(interface.Kernels):
         self._library = name
         use_openmp_threads()
 
+    def _leaves_products(self, weight: Tensor) -> bool:
+        """Whether oneDNN multiplies with a weight, which is noted."""
+        dtype = str(self._dtype or weight.dtype).removeprefix("torch.")
+        if not leaves_products_to_onednn(dtype, self.weights, self.activations):
+            return False
+        self._note_library("onednn")
+        return True
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> interface.Linear:
         dtype = self._dtype or weight.dtype
-        if linears.can_multiply(weight, dtype, self.weights, self.activations):
-            return linears.PanelLinear(weight, bias, self.weights, self.activations, dtype)
-        if self.activations == "int8":
-            self._note_library("exact")
-            return Int8Linear(quantize(weight, DOT_GROUP), bias)
-        weight = stored(weight, self.weights, dtype)
-        if linears.can_pack(dtype):
-            self._note_library("onednn")
-            return linears.OneDnnLinear(weight, bias)
-        self._note_library("blas")
-        return interface.PlainLinear(weight, bias, linears.MIN_PLAIN_ROWS)
+        if self._leaves_products(weight):
+            return linears.OneDnnLinear(weight.to(dtype), bias)
+        return linears.PanelLinear(weight, bias, self.weights, self.activations, dtype)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> interface.GatedLinear:
-        dtype = self._dtype or gate.dtype
-        if linears.can_multiply(gate, dtype, self.weights, self.activations):
-            return linears.PanelGatedLinear(gate, up, self.weights, self.activations, dtype)
-        return interface.TwoStepGatedLinear(self, gate, up)
+        if self._leaves_products(gate):
+            return interface.TwoStepGatedLinear(self, gate, up)
+        return linears.PanelGatedLinear(gate, up, self.weights, self.activations, self._dtype or gate.dtype)
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[interface.Embedding, interface.Linear]:
         head = self.linear(table)
@@ -133,10 +131,7 @@ class CpuKernels(interface.Kernels):
         return interface.TableEmbedding(self, table, dtype), head
 
     def router(self, routing: interface.Routing) -> interface.Router:
-        if linears.can_multiply(routing.weight, torch.float32):
-            return PanelRouter(routing)
-        self._note_library(self._library or "blas")
-        return TorchRouter(routing, interface.PlainLinear(routing.weight, None, linears.MIN_PLAIN_ROWS))
+        return PanelRouter(routing)
 
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> interface.SparseFeedForward:
         laid_out = [(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights]

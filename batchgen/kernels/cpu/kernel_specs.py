@@ -17,9 +17,7 @@ from numpy import uint16 as BF16  # noqa: N812
 from numpy import uint32 as WORDS  # noqa: N812
 
 from batchgen.kernels.processor import (
-    byte_products,
     has_bfloat16_pairs,
-    has_fused_multiply_add,
     has_wide_registers,
     leaves_products_to_onednn,
 )
@@ -117,7 +115,7 @@ def needed(
     linears = _linears(dtype, reading, weights, activations)
     found = [(ATTENTION, attention_kind(dtype, kv_dtype)), *linears]
     if feed_forward == "experts":
-        found += [(ROUTE, dtype)] if has_fused_multiply_add() else []
+        found.append((ROUTE, dtype))
         found += [] if (SWIGLU, dtype) in linears else [(SORT, "any"), (ADD_UP, dtype)]
     found += [(source, dtype) for source in (SHORT_CONV, ARGMAX, RMS_NORM)]
     found.append((ROPE_AND_CACHE, cached_kind(dtype, kv_dtype)))
@@ -128,11 +126,10 @@ def needed(
 
 
 def _linears(dtype: str, reading: str, weights: str, activations: str) -> list[tuple[KernelSpec, str]]:
-    if activations == "int8" and byte_products() is not None:
+    if activations == "int8":
         return [(MATMUL_INTEGERS, dtype), (QUANTIZE, dtype)]
-    is_left = leaves_products_to_onednn(dtype, weights, activations)
-    if not has_fused_multiply_add() or is_left or activations == "int8":
-        return [(SWIGLU, dtype)]  # torch's own products, or the exact ones
+    if leaves_products_to_onednn(dtype, weights, activations):
+        return [(SWIGLU, dtype)]
     if weights == "int8":
         return [
             (MATMUL_UNPACKED, paired_kind(dtype)),

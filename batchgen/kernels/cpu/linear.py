@@ -1,24 +1,22 @@
 """Linears of the CPU: panels of our own, or oneDNN with the weight packed in the order in which its kernels read it.
 
-``PanelLinear`` is for every machine that multiplies and adds at once, but for plain bfloat16 on a matrix unit. It
-reads weights as they are stored (float32, bfloat16 under either dtype, 8 bits), from four places at once, which a
-single core needs to fill its share of the memory's bandwidth, and fetches the next panel while it multiplies one.
-SwiGLU's two products are one, and its gate is applied before anything is written. Beside oneDNN in bfloat16 on
-AVX512-BF16 it takes two thirds of the time for one row, and 2 to 5 % less for many; beside oneDNN in float32 a third
-for one row of bfloat16 weights, and 8 to 12 % less for 128 (AVX-512, AVX2).
+``PanelLinear`` is for all but plain bfloat16 on a matrix unit. It reads weights as they are stored (float32, bfloat16
+under either dtype, 8 bits), from four places at once, which a single core needs to fill its share of the memory's
+bandwidth, and fetches the next panel while it multiplies one. SwiGLU's two products are one, and its gate is applied
+before anything is written. Beside oneDNN in bfloat16 on AVX512-BF16 it takes two thirds of the time for one row, and 2
+to 5 % less for many; beside oneDNN in float32 a third for one row of bfloat16 weights, and 8 to 12 % less for 128
+(AVX-512, AVX2).
 
 ``OneDnnLinear`` calls the pair of torch operators that ``torch.compile``'s freezing emits. A row's result must not
 depend on how many rows share the product: oneDNN's blocked kernels gave bit-equal rows for every count from 2 up, while
 a single row takes another path. So no fewer than ``MIN_PACKED_ROWS`` are computed: four take no longer than two, the
-time goes into reading the weights. Where the operators are missing, a plain linear over at least ``MIN_PLAIN_ROWS``
-rows replaces them: smaller products take other code paths in the usual BLAS.
+time goes into reading the weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -37,17 +35,14 @@ from batchgen.kernels.cpu.layout import (
     UNPACKED_TILES,
 )
 from batchgen.kernels.cpu.parallel import Kernel, Kind, address, empty, scratch
-from batchgen.kernels.interface import Linear, pad_rows
+from batchgen.kernels.interface import Linear
 from batchgen.kernels.processor import (
     byte_products,
     has_bfloat16_pairs,
-    has_fused_multiply_add,
-    leaves_products_to_onednn,
 )
 from batchgen.kernels.quantize import quantize
 
 MIN_PACKED_ROWS = 4
-MIN_PLAIN_ROWS = 16
 _SUMS = MAX_ROWS * TILE_COLUMNS  # float32 words of scratch a worker needs
 _HALF = TILE_COLUMNS // 2
 _FEWEST_TILES = 8  # in each share of the rows: its every panel is read anew
@@ -96,7 +91,9 @@ class PackedWeight:
 
 
 def plain_panels(weight: Tensor) -> PackedWeight:
-    """A weight [outputs, inputs] of bfloat16 or float32."""
+    """A weight [outputs, inputs] of bfloat16 or float32. Raises ValueError for an odd number of inputs."""
+    if weight.shape[1] % 2:
+        raise ValueError(f"a weight of {weight.shape[1]} inputs: the CPU multiplies them in pairs; try --dtype float16")
 
     def laid_out(rows: Tensor) -> Tensor:
         wide = rows.view(torch.int32)  # of bfloat16, two neighbouring inputs stay together
@@ -150,21 +147,13 @@ def _in_slices(weight: Tensor, laid_out: Callable[[Tensor], Tensor]) -> Tensor:
     return strips
 
 
-def can_multiply(weight: Tensor, dtype: torch.dtype, weights: str = "auto", activations: str = "auto") -> bool:
-    """Whether ``PanelLinear`` suits this machine and a product of this weight in ``dtype``."""
-    if activations == "int8":
-        return _BYTE_PRODUCTS is not None and weight.numel() > 0
-    is_left = leaves_products_to_onednn(str(dtype).removeprefix("torch."), weights, activations)
-    has_pairs = weight.numel() > 0 and weight.shape[1] % 2 == 0
-    return not is_left and has_fused_multiply_add() and has_pairs and dtype in _TYPES
-
-
 def panels_of(weight: Tensor, weights: str, activations: str, dtype: torch.dtype) -> PackedWeight:
     """A weight in panels for products in ``dtype``, in 8 bits where ``weights`` or ``activations`` are "int8".
 
     Where the last group of inputs is not whole, panels hold the numbers that the integers stand for.
     """
-    if activations == "int8" and _BYTE_PRODUCTS is not None:
+    if activations == "int8":
+        assert _BYTE_PRODUCTS is not None, "``processor.cpu_obstacle`` names it"
         return integer_panels(weight, *_BYTE_PRODUCTS)
     if weights == "int8" and weight.shape[1] % GROUP == 0:
         return int8_panels(weight)
@@ -303,6 +292,11 @@ class PanelGatedLinear:
         return self.product.multiply(x, self.out_features, gated=True, experts=experts)
 
 
+def pad_rows(x: Tensor, least: int) -> Tensor:
+    """X with rows of zeros added where it has fewer than ``least``."""
+    return x if len(x) >= least else functional.pad(x, (0, 0, 0, least - len(x)))
+
+
 class OneDnnLinear:
     """``Linear`` by oneDNN; only oneDNN can read ``packed``."""
 
@@ -320,14 +314,3 @@ class OneDnnLinear:
             residual = pad_rows(residual.contiguous(), MIN_PACKED_ROWS)
             y = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
         return y[:rows]
-
-
-@lru_cache(maxsize=2)
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch has oneDNN's prepacked linear for ``dtype`` on this machine."""
-    try:
-        probe = OneDnnLinear(torch.zeros(16, 16, dtype=dtype), None)
-        probe(torch.zeros(2, 16, dtype=dtype))
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return False
-    return True
