@@ -116,7 +116,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
             for row in survey.bad_rows
         ],
         "prompt_tokens": _prompt_tokens(survey),
-        "longest": survey.longest.items(),
+        "longest": survey.longest,
         "output_tokens": {
             "at_most": ExpectedLengths("").total(survey),
             "expected": output_tokens,

@@ -12,12 +12,12 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.input.rows import chunked
 from batchgen.input.validator import Pending, RowValidator
-from batchgen.report.distribution import Largest
 
 MAX_LISTED_BAD_ROWS = 10_000
 PREFIX_BLOCK = 32  # tokens: prefixes are compared in whole blocks, as a paged cache shares them
@@ -113,7 +113,7 @@ class Survey:
         self.blocks = RepeatCounter()
         self.num_structured = 0
         self.grammars = RepeatCounter()
-        self.longest: Largest[dict[str, Any]] = Largest(_NUM_LONGEST)
+        self.longest: list[dict[str, Any]] = []  # prompts, most tokens first
         self.sample: Reservoir[Lengths] = Reservoir(_NUM_SAMPLED)
         self.sampled_prompts: Reservoir[SampledPrompt] = Reservoir(_NUM_PROMPTS)
         self.read_s = 0.0
@@ -169,10 +169,11 @@ class Survey:
         if params.structured_outputs:
             self.num_structured += 1
             self.grammars.add(hash(params.structured_outputs))
-        if self.longest.has_room(length):
+        if len(self.longest) < _NUM_LONGEST or length > self.longest[-1]["tokens"]:
             record = pending.record
             row_id = record.index if pending.id is None else pending.id
-            self.longest.add(length, {"id": row_id, "tokens": length, "source": record.source, "line": record.line})
+            row = {"id": row_id, "tokens": length, "source": record.source, "line": record.line}
+            self.longest = sorted([*self.longest, row], key=itemgetter("tokens"), reverse=True)[:_NUM_LONGEST]
         self.sample.add(Lengths(length + sum(map(len, request.choices)), max_output, is_fixed))
         if not is_scored:
             self.sampled_prompts.add(SampledPrompt(array("i", token_ids), replace(params, max_tokens=max_output)))

@@ -1,19 +1,16 @@
-"""Percentiles, histograms and the largest items of a stream of values, in memory that does not grow with the stream."""
+"""Percentiles and histograms of a stream of values, in memory that does not grow with the stream."""
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable
-from itertools import count
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 PERCENTS = (50, 90, 99)
 _BUCKETS_PER_E = 100  # buckets one percent wide
 _HISTOGRAM_BINS = 30
 
-Item = TypeVar("Item")
 Value = TypeVar("Value", int, float)
 
 
@@ -54,26 +51,3 @@ class Distribution:
             counts[(bucket - low) // width] += number
         edges = [math.exp((low + i * width - 0.5) / _BUCKETS_PER_E) for i in range(len(counts) + 1)]
         return {"edges": [float(f"{edge:.4g}") for edge in edges], "counts": counts}
-
-
-class Largest(Generic[Item]):
-    """The items with the ``limit`` largest keys; of equal keys the earliest."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._order = count(0, -1)
-        self._heap: list[tuple[float, int, Item]] = []
-
-    def has_room(self, key: float) -> bool:
-        """Whether an item with this key would be kept: ask before an item that is costly to make."""
-        return len(self._heap) < self._limit or key > self._heap[0][0]
-
-    def add(self, key: float, item: Item) -> None:
-        if self.has_room(key):
-            heapq.heappush(self._heap, (key, next(self._order), item))
-            if len(self._heap) > self._limit:
-                heapq.heappop(self._heap)
-
-    def items(self) -> list[Item]:
-        """Largest key first."""
-        return [item for _, _, item in sorted(self._heap, key=lambda entry: entry[:2], reverse=True)]

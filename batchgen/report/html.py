@@ -19,7 +19,7 @@ from batchgen.report.plots import draw
 _BAD = ("rows failed", "not complete")  # figures that are bad where they are not 0
 
 
-def write_html(report: Report, path: Path, folder: str, answers: Table | None = None) -> None:
+def write_html(report: Report, path: Path, folder: str, answers: Table | None) -> None:
     """Write the page of the run in ``folder``, with a few of its ``answers``.
 
     Raises UsageError without matplotlib or where ``path`` is a file of another kind, StorageError where it cannot be
@@ -29,7 +29,7 @@ def write_html(report: Report, path: Path, folder: str, answers: Table | None = 
     write_atomic(path, render_html(report, folder, answers).encode())
 
 
-def render_html(report: Report, folder: str, answers: Table | None = None) -> str:
+def render_html(report: Report, folder: str, answers: Table | None) -> str:
     """The page as text; ``report`` is the content of ``report.json``. Raises UsageError without matplotlib."""
     source = files("batchgen.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)

@@ -49,7 +49,7 @@ def check_available() -> None:
         raise UsageError("Prometheus metrics need prometheus_client: pip install 'batchgen[metrics]'") from None
 
 
-def render_metrics(run: str, model: str, report: Mapping[str, Any] | None, exit_code: int | None = None) -> str:
+def render_metrics(run: str, model: str, report: Mapping[str, Any] | None, exit_code: int) -> str:
     """The metrics in Prometheus' text format. Raises UsageError where prometheus_client is missing."""
     check_available()
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -64,8 +64,7 @@ def render_metrics(run: str, model: str, report: Mapping[str, Any] | None, exit_
             if value is not None and not (name in _WITHOUT_TOTAL and keys == ("total",)):
                 gauge.labels(run, model, *keys).set(value)
 
-    if exit_code is not None:
-        add("exit_code", "How the last invocation ended: 0 done, 3 rows failed, 75 stopped", exit_code)
+    add("exit_code", "How the last invocation ended: 0 done, 3 rows failed, 75 stopped", exit_code)
     if report is not None:
         finished_at = datetime.fromisoformat(report["finished_at"]).timestamp()
         add("finished_timestamp_seconds", "When the run was finished", finished_at)

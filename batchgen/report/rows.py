@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
-from batchgen.report.distribution import Distribution, Largest
+from batchgen.report.distribution import Distribution
 
 LATENCIES = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
 _LENGTHS = ("prompt_tokens", "completion_tokens")
@@ -42,7 +43,7 @@ class RowTotals:
     distributions: dict[str, Distribution] = field(
         default_factory=lambda: {name: Distribution() for name in (*_LENGTHS, *LATENCIES)}
     )
-    _slowest: Largest[dict[str, Any]] = field(default_factory=lambda: Largest(_NUM_SLOWEST))
+    slowest: list[dict[str, Any]] = field(default_factory=list)  # longest total_s first
 
     def add_result(self, record: Mapping[str, Any]) -> None:
         """Take in an output record.
@@ -67,10 +68,11 @@ class RowTotals:
                 distribution.add(lengths[name])
             elif is_computed and lengths["completion_tokens"] >= _LEAST_TOKENS.get(name, 0):
                 distribution.add(timings[name])
-        if is_computed and self._slowest.has_room(timings["total_s"]):
+        is_slow = len(self.slowest) < _NUM_SLOWEST or timings["total_s"] > self.slowest[-1]["total_s"]
+        if is_computed and is_slow:
             row = {name: record.get(name) for name in ("id", "index")}
             row |= lengths | {name: timings[name] for name in _SLOW_TIMINGS}
-            self._slowest.add(timings["total_s"], row)
+            self.slowest = sorted([*self.slowest, row], key=itemgetter("total_s"), reverse=True)[:_NUM_SLOWEST]
         samples = record.get("samples") or [record]
         self.finish_reasons.update(sample["finish_reason"] for sample in samples)
         complete = [sample["complete"] for sample in samples if sample.get("complete") is not None]
@@ -97,7 +99,7 @@ class RowTotals:
             "finish_reasons": dict(sorted(self.finish_reasons.items())),
             "latency_s": {name: self.distributions[name].percentiles() for name in LATENCIES},
             "histograms": {name: self.distributions[name].histogram() for name in _HISTOGRAMS},
-            "slowest": self._slowest.items(),
+            "slowest": self.slowest,
             "preemptions": self.preemptions,
         }
         if self.expected is not None:

@@ -20,7 +20,7 @@ from batchgen.output.finalize import read_records
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import bound_by
 from batchgen.report.build import build_report
-from batchgen.report.distribution import Distribution, Largest, percentile
+from batchgen.report.distribution import Distribution, percentile
 from batchgen.report.rows import LATENCIES, RowTotals
 from batchgen.report.text import render_report
 from batchgen.report.usage import add_up, follow, since, split, tail_s, thin, usage_of
@@ -218,12 +218,12 @@ def test_a_histogram_counts_every_value_once() -> None:
     assert histogram["edges"][-1] >= 1999
 
 
-@given(st.lists(st.integers(0, 9)), st.integers(1, 5))
-def test_the_largest_are_kept_and_of_equal_ones_the_first(keys: list[int], limit: int) -> None:
-    largest: Largest[int] = Largest(limit)
-    for place, key in enumerate(keys):
-        largest.add(key, place)
-    assert largest.items() == sorted(range(len(keys)), key=lambda place: -keys[place])[:limit]
+@given(st.lists(st.integers(0, 9), max_size=30))
+def test_the_slowest_rows_are_kept_and_of_equal_ones_the_first(times: list[int]) -> None:
+    totals = RowTotals()
+    for index, total_s in enumerate(times):
+        totals.add_result(record(index, timings={"total_s": float(total_s)}))
+    assert [row["index"] for row in totals.slowest] == sorted(range(len(times)), key=lambda i: -times[i])[:10]
 
 
 # ---------------------------------------------------------------- usage over invocations

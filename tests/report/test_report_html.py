@@ -26,7 +26,7 @@ pytest.importorskip("matplotlib", reason="the extra batchgen[report] is not inst
 
 
 def render_html(report: dict[str, Any]) -> str:
-    return render_page(report, "runs/a")
+    return render_page(report, "runs/a", None)
 
 
 def with_series(**more: Any) -> dict[str, Any]:
