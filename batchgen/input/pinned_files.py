@@ -30,13 +30,19 @@ _LEFT_AS_THEY_ARE = "%/:=&?~#+!$,;'@()*[]"
 
 
 class PinnedFile(Protocol):
-    """One version of one file; both methods raise the errors of the store's library."""
+    """One version of one file; both methods raise the errors of the store's library (see ``core.remote.attempt``)."""
 
     def look(self) -> tuple[int, str]:
-        """Size in bytes and version now; the last look settles which version ``fetch`` gives."""
+        """Size in bytes and version now; the last look settles which version ``fetch`` gives.
+
+        Raises FileNotFoundError where there is none, or a folder.
+        """
 
     def fetch(self, start: int, end: int) -> bytes:
-        """The bytes from ``start`` up to ``end``; fewer where the connection breaks off."""
+        """The bytes of that version from ``start`` up to ``end``; fewer where the connection breaks off.
+
+        Raises RemoteError of kind "changed", or an error with status 412, where the store has another version by now.
+        """
 
 
 class _StoreFile:

@@ -61,7 +61,6 @@ class LinesFile(StoredFile):
         self._parse = parse
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
-        """See ``InputFile.read``."""
         index = at.index
         if stop is not None and index >= stop:
             return index
@@ -85,7 +84,6 @@ class LinesFile(StoredFile):
             return bool(digest_of(stream, begun["bytes"]) == begun["sha256"])
 
     def is_cut_at(self, num_bytes: int) -> bool:
-        """See ``InputFile.is_cut_at``."""
         with self.content.open() as stream:
             if not num_bytes or is_compressed(stream):
                 return bool(num_bytes)

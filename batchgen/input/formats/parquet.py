@@ -42,7 +42,6 @@ class ParquetFile(StoredFile):
             raise UsageError(f"cannot read {self.content.name} as Parquet: {reason}") from error
 
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
-        """See ``InputFile.read``."""
         index = at.index
         with self._open() as file:
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]

@@ -68,14 +68,6 @@ _HOLD_PARSED = ("parsed", "samples")
 _UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarrow raises for values without a type
 
 
-class _UnfitColumnError(Exception):
-    """A column holds a value that its inferred type cannot take."""
-
-    def __init__(self, column: str) -> None:
-        super().__init__(column)
-        self.column = column
-
-
 def fixed_types(spec: JobSpec) -> dict[str, Any]:
     """The Arrow type of each field that a job's records may have, None for JSON text."""
     found = dict(FIXED_TYPES)
@@ -94,12 +86,8 @@ class ParquetFormat(OutputFormat):
     def write(self, file: BinaryIO, rows: Iterable[bytes]) -> None:
         """Iterate ``rows`` twice, and once more for each column whose type proves unfit while it is written."""
         fields = infer_fields(rows, self._fixed)
-        while True:
-            try:
-                self._write_groups(file, rows, fields)
-                return
-            except _UnfitColumnError as unfit:
-                fields[unfit.column] = None
+        while (unfit := self._write_groups(file, rows, fields)) is not None:
+            fields[unfit] = None
 
     def read(self, path: Path) -> Iterator[tuple[int, bytes]]:
         try:
@@ -112,27 +100,32 @@ class ParquetFormat(OutputFormat):
         except (pa.ArrowException, KeyError) as error:
             raise StorageError(f"{path}: not an outputs file of ours ({error})") from error
 
-    def _write_groups(self, file: BinaryIO, rows: Iterable[bytes], fields: dict[str, Any]) -> None:
+    def _write_groups(self, file: BinaryIO, rows: Iterable[bytes], fields: dict[str, Any]) -> str | None:
+        """Write all rows; it ends early with the name of a column that holds a value which its type cannot take."""
         schema = pa.schema([field_of(name, kind) for name, kind in fields.items()])
         file.seek(0)
         file.truncate()
         with pq.ParquetWriter(file, schema, compression="zstd") as writer:
             for group in _groups(rows):
-                columns = [self._column(name, kind, group) for name, kind in fields.items()]
+                columns = []
+                for field in schema:
+                    column = self._column(field, [row.get(field.name) for row in group])
+                    if column is None:
+                        return str(field.name)
+                    columns.append(column)
                 writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+        return None
 
-    def _column(self, name: str, kind: Any, group: list[dict[str, Any]]) -> Any:
-        values = [row.get(name) for row in group]
-        field = field_of(name, kind)
-        if name not in self._fixed and not all(map(check_of(field), values)):
-            raise _UnfitColumnError(name)
+    def _column(self, field: Any, values: list[Any]) -> Any:
+        """The values as a column, None where the field does not take them as they are."""
+        if field.name not in self._fixed and not all(map(check_of(field), values)):
+            return None
         if holds_json(field):
             values = [encode(field, value) for value in values]
         try:
-            column = pa.array(values, field.type)
+            return pa.array(values, field.type)
         except _UNFIT:
-            raise _UnfitColumnError(name) from None
-        return column
+            return None
 
 
 def infer_fields(rows: Iterable[bytes], fixed: Mapping[str, Any] = FIXED_TYPES) -> dict[str, Any]:
