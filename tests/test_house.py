@@ -58,7 +58,7 @@ ROOM_LINES = {
     "executors": 2722,
     "output": 3055,
     "core": 2200,
-    "input": 2839,
+    "input": 2836,
     "report": 1399,
     "config": 999,
     "plan": 976,

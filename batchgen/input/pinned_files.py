@@ -33,10 +33,7 @@ class PinnedFile(Protocol):
     """One version of one file; both methods raise the errors of the store's library (see ``core.remote.attempt``)."""
 
     def look(self) -> tuple[int, str]:
-        """Size in bytes and version now; the last look settles which version ``fetch`` gives.
-
-        Raises FileNotFoundError where there is none, or a folder.
-        """
+        """Size in bytes and version now, of which ``fetch`` gives bytes from here on. Raises FileNotFoundError."""
 
     def fetch(self, start: int, end: int) -> bytes:
         """The bytes of that version from ``start`` up to ``end``; fewer where the connection breaks off.

@@ -141,12 +141,9 @@ class Source:
 
 def _sum(numbers: Iterable[int | None]) -> int | None:
     """The sum; None if one of them is unknown."""
-    total = 0
-    for number in numbers:
-        if number is None:
-            return None
-        total += number
-    return total
+    found = [*numbers]
+    known = [number for number in found if number is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,9 +170,8 @@ class Survey:
             self.num_structured += 1
             self.grammars.add(hash(params.structured_outputs))
         if len(self.longest) < _NUM_LONGEST or length > self.longest[-1]["tokens"]:
-            record = pending.record
-            row_id = record.index if pending.id is None else pending.id
-            row = {"id": row_id, "tokens": length, "source": record.source, "line": record.line}
+            row = {"id": pending.index if pending.id is None else pending.id, "tokens": length}
+            row |= {"source": pending.record.source, "line": pending.record.line}
             self.longest = sorted([*self.longest, row], key=itemgetter("tokens"), reverse=True)[:_NUM_LONGEST]
         self.sample.add(Lengths(length + sum(map(len, request.choices)), max_output, is_fixed))
         if not is_scored:
