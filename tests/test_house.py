@@ -51,8 +51,8 @@ FACES = {"", "__main__", "arrow", "data.tokenizer", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
     "kernels": 6728,
-    "engine": 3392,
-    "model": 3155,
+    "engine": 3386,
+    "model": 3152,
     "text": 1590,
     "run": 2962,
     "executors": 2722,
@@ -64,7 +64,7 @@ ROOM_LINES = {
     "plan": 976,
     "cli": 880,
     "check": 590,
-    "bench": 410,
+    "bench": 378,
 }
 MAX_LINES = 34_520
 MAX_TEST_LINES = 43_531

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from batchgen.kernels.interface import (
-    Embedding,
-    GatedLinear,
-    Kernels,
-    Linear,
-    Recorder,
-    Router,
-    Routing,
-    SparseFeedForward,
-)
+from batchgen.kernels.interface import Embedding, Kernels, Linear, Recorder
+
+_MAKERS = ("linear", "gated_linear", "router", "experts")  # what they make is timed
 
 
 class TimedKernels:
@@ -40,55 +32,31 @@ class TimedKernels:
     def recorder(self) -> Recorder | None:
         return None if self.is_timing else self._kernels.recorder()
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return self._timed("linear", self._kernels.linear(weight, bias))
-
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         embedding, head = self._kernels.tied_embedding(table, dtype)
         return self._timed("take_rows", embedding), self._timed("linear", head)
 
-    def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        gated = self._kernels.gated_linear(gate, up)
-        return _TimedGatedLinear(gated.linear, self._timed("gated_linear", gated))
-
-    def router(self, routing: Routing) -> Router:
-        return self._timed("router", self._kernels.router(routing))
-
-    def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> SparseFeedForward:
-        experts = self._kernels.experts(weights)
-        return _TimedExperts(experts.linears, self._timed("experts", experts))
-
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._kernels, name)
+        if name in _MAKERS:
+            return lambda *arguments: self._timed(name, value(*arguments))
         return self._timed(name, value) if callable(value) else value
 
-    def _timed(self, kind: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            start = time.perf_counter()
-            result = work(*arguments)
-            self.seconds[kind] += time.perf_counter() - start
-            return result
-
-        return call
+    def _timed(self, kind: str, work: Callable[..., Any]) -> Any:
+        return _Timed(kind, work, self.seconds)
 
 
-@dataclass(slots=True)
-class _TimedGatedLinear:
-    """A ``GatedLinear`` whose calls are timed; its plain ``linear`` is not."""
+class _Timed:
+    """An operation whose calls are timed; its attributes are its own, as the ``linear`` of a ``GatedLinear``."""
 
-    linear: Linear
-    call: Callable[..., Tensor]
+    def __init__(self, kind: str, work: Callable[..., Any], seconds: dict[str, float]) -> None:
+        self._kind, self._work, self._seconds = kind, work, seconds
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.call(x)
+    def __call__(self, *arguments: Any) -> Any:
+        start = time.perf_counter()
+        result = self._work(*arguments)
+        self._seconds[self._kind] += time.perf_counter() - start
+        return result
 
-
-@dataclass(slots=True)
-class _TimedExperts:
-    """A ``SparseFeedForward`` whose calls are timed; its plain ``linears`` are not."""
-
-    linears: list[tuple[Linear, Linear]]
-    call: Callable[..., Tensor]
-
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
-        return self.call(x, ids, weights, residual)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

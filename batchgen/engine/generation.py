@@ -39,11 +39,9 @@ class TextTools(NamedTuple):
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Iterable[int]) -> TextTools:
         """Those of a tokenizer, none without one."""
-        return (
-            cls()
-            if tokenizer is None
-            else cls(partial(StopStrings, tokenizer), Grammars(tokenizer, vocab_size, sorted(eos_token_ids)))
-        )
+        if tokenizer is None:
+            return cls()
+        return cls(partial(StopStrings, tokenizer), Grammars(tokenizer, vocab_size, sorted(eos_token_ids)))
 
 
 def _observers_for(params: SamplingParams, text: TextTools) -> list[Observer]:

@@ -90,7 +90,7 @@ def sizes_for(
     Raises:
         UsageError: a value that cannot work, or memory for not even one block.
     """
-    defaults = _defaults(model, is_cuda=is_cuda)
+    defaults = default_sizes(model, is_cuda=is_cuda)
     max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"]
     block_size = config.block_size or defaults["block_size"]
     trained = model.max_position_embeddings
@@ -122,12 +122,8 @@ def sizes_for(
     )
 
 
-def default_num_seqs(model: ModelConfig, *, is_cuda: bool) -> int:
-    """``max_num_seqs`` where it is "auto"."""
-    return _defaults(model, is_cuda=is_cuda)["max_num_seqs"]
-
-
-def _defaults(model: ModelConfig, *, is_cuda: bool) -> dict[str, int]:
+def default_sizes(model: ModelConfig, *, is_cuda: bool) -> dict[str, int]:
+    """The sizes that "auto" stands for, but those of memory."""
     return _CUDA if is_cuda else {"dense": _CPU, "experts": _CPU_EXPERTS}[model.feed_forward]
 
 

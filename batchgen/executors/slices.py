@@ -11,7 +11,7 @@ from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.machine import available_bytes, cpus_by_node, limit_memory, visible_gpus
 from batchgen.core.units import counted
-from batchgen.engine.sizes import default_num_seqs
+from batchgen.engine.sizes import default_sizes
 from batchgen.model.config import ModelConfig
 
 _ROWS_PER_SEQ = 4  # with fewer, start and end of a worker take too large a part of its time
@@ -71,7 +71,7 @@ def split_machine(spec: JobSpec, model: ModelConfig, num_rows: int | None) -> li
 
 def useful_workers(places: int, spec: JobSpec, model: ModelConfig, num_rows: int | None, *, is_cuda: bool) -> int:
     """How many of some places for workers to use by default: each with rows for some full batches."""
-    rows_each = _ROWS_PER_SEQ * (spec.engine.max_num_seqs or default_num_seqs(model, is_cuda=is_cuda))
+    rows_each = _ROWS_PER_SEQ * (spec.engine.max_num_seqs or default_sizes(model, is_cuda=is_cuda)["max_num_seqs"])
     return max(1, places if num_rows is None else min(places, num_rows // rows_each))
 
 

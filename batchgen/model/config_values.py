@@ -110,8 +110,7 @@ class ConfigValues:
     def experts(self, scores: str, *, is_normalized: bool, **more: Any) -> Experts:
         """Experts whose scores are ``scores``; ``is_normalized`` where the config says nothing; ``more`` are fields."""
         for name in ("num_shared_experts", "n_shared_experts", "shared_expert_intermediate_size"):
-            if (found := self.get(name, default=0)) != 0:
-                raise self.error(f"{name} is {shown(found)}; experts that every token meets are not supported")
+            self.expect(name, 0, "experts that every token meets are not supported")
         num_experts = self.integer("num_experts", "num_local_experts")
         num_active = self.integer("num_experts_per_tok", most=num_experts)
         is_normalized = self.flag("norm_topk_prob", default=is_normalized)
@@ -132,10 +131,10 @@ class ConfigValues:
             self.get(name)
         return ConfigValues(self._typed("an object", (name,), empty), f"{self.where}: {shown(name)[1:-1]}")
 
-    def expect(self, name: str, value: str) -> None:
-        """Refuse any other value than the one that is computed here, which is the default."""
+    def expect(self, name: str, value: object, why: str) -> None:
+        """Refuse any other value than the one that is computed here, which is the default; ``why`` says so."""
         if (found := self.get(name, default=value)) != value:
-            raise self.error(f"{name} is {shown(found)}; only {value!r} is supported")
+            raise self.error(f"{name} is {shown(found)}; {why}")
 
     def refuse(self, *names: str) -> None:
         """Refuse what a flag switches on."""

@@ -286,6 +286,6 @@ def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
 
 
 def test_reading_a_config_imports_no_torch() -> None:
-    code = "import sys, batchgen.model as m; m.load_config('dummy:LFM2-350M'); print('torch' in sys.modules)"
+    code = "import sys, batchgen.model.registry as m; m.load_config('dummy:LFM2-350M'); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

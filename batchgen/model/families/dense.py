@@ -48,7 +48,7 @@ def read_dense(values: ConfigValues, default_theta: float, *, has_qk_norm: bool 
     Raises ModelError, for biases, sliding windows and other activations too: no release has them.
     """
     values.refuse("attention_bias", "mlp_bias", "use_sliding_window")
-    values.expect("hidden_act", "silu")
+    values.expect("hidden_act", "silu", "only 'silu' is supported")
     layer = LayerShape(ATTENTION, values.integer("intermediate_size"), values.rope(default_theta))
     layers = (layer,) * values.integer("num_hidden_layers", most=MAX_LAYERS)
     return values.model(layers, TENSOR_NAMES, norm_eps=1e-6, is_tied=False, has_qk_norm=has_qk_norm)

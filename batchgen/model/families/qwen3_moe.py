@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
 from batchgen.model.config_values import ConfigValues
 from batchgen.model.families.dense import TENSOR_NAMES, published, read_dense
@@ -44,9 +43,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 def read_config(values: ConfigValues) -> ModelConfig:
     """The shape of the model that has this ``config.json``. Raises ModelError."""
-    for name, everywhere in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
-        if (found := values.get(name, default=everywhere)) != everywhere:
-            raise values.error(f"{name} is {shown(found)}; only models with experts in every layer are supported")
+    values.expect("decoder_sparse_step", 1, "only models with experts in every layer are supported")
+    values.expect("mlp_only_layers", [], "only models with experts in every layer are supported")
     dense, experts = read_dense(values, default_theta=1e6), values.experts("softmax", is_normalized=False)
     layers = tuple(replace(layer, ff_dim=0, experts=experts) for layer in dense.layers)
     return replace(dense, layers=layers, tensor_names=_TENSOR_NAMES)
