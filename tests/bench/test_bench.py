@@ -63,7 +63,7 @@ def test_a_workload_line_without_tokens_is_named(tmp_path: Path) -> None:
         from_file(path, ignore_eos=True)
 
 
-def test_bench_prints_one_object_with_figures_and_roofline(
+def test_bench_prints_an_object_of_figures_and_roofline(
     ceilings_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lengths = ["--num-requests", "3", "--input-len", "5:9", "--output-len", "4"]
@@ -202,9 +202,7 @@ def test_hidden_lengths_that_the_memory_cannot_hold_are_named_in_the_error(
 
 
 @pytest.mark.usefixtures("ceilings_file")
-def test_a_model_too_small_to_share_runs_in_one_thread_unless_told_otherwise(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_too_small_to_share_runs_in_one_thread_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--num-requests", "1", "--input-len", "5", "--output-len", "2", "--repeats", "1", "--json"]
     found = []
     for threads in ([], ["--threads", "2"]):
@@ -270,7 +268,7 @@ def test_a_long_run_of_few_tokens_does_not_pay_for_measuring() -> None:
     assert facts.engine_facts(engine_after(100.0, 10**4))["roofline"]["flops_per_s"] is None
 
 
-def test_a_measurement_that_fails_costs_a_finished_run_nothing(
+def test_a_failed_measurement_costs_a_finished_run_nothing(
     ceilings_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(model: object, effort: MeasureConfig) -> Ceilings:
@@ -281,9 +279,7 @@ def test_a_measurement_that_fails_costs_a_finished_run_nothing(
     assert not ceilings_file.exists()
 
 
-def test_ceilings_that_cannot_be_kept_are_reported_all_the_same(
-    ceilings_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ceilings_that_cannot_be_kept_are_reported_too(ceilings_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ceilings_file.write_text("no folder")
     monkeypatch.setattr(roofline, "cache_file", lambda: ceilings_file / "below" / "roofline.json")
     assert facts.engine_facts(engine_after(100.0, 10**6))["roofline"]["flops_per_s"] > 0

@@ -94,7 +94,7 @@ def test_made_up_prompts_fit_any_model(vocab_size: int, max_model_len: int) -> N
         assert all(0 <= token < vocab_size for token in request.prompt_token_ids)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", slow("int8")])
 def test_every_proof_holds_with_keys_and_values_of_fewer_bits(check: Callable[..., Found], kv_dtype: str) -> None:
     code, found, _ = check("--kv-dtype", kv_dtype)
     assert (code, found["kv_dtype"], failed(found)) == (ExitCode.OK, kv_dtype, [])
@@ -108,9 +108,7 @@ def test_every_proof_holds_with_keys_and_values_of_fewer_bits(check: Callable[..
         *(slow("float32", INTEGERS), ("bfloat16", INTEGERS)),
     ],
 )
-def test_every_proof_holds_on_the_sample_model(
-    dtype: str, form: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_proofs_hold_on_the_sample(dtype: str, form: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     code = call(["check", "--model", SAMPLE, "--dtype", dtype, *form])
     captured = capsys.readouterr()
     assert code == ExitCode.OK, captured.out
@@ -143,7 +141,7 @@ def test_the_digest_is_that_of_every_logit(check: Callable[..., Found]) -> None:
     assert one.digest != other.digest
 
 
-def test_overlapping_steps_are_proved_as_single_ones_are(
+def test_overlapping_steps_are_proved_as_single_ones(
     check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where the engine of ``run`` launches a step before it knows the tokens of the last."""
@@ -230,7 +228,7 @@ def test_a_model_whose_logits_are_not_finite_fails_the_check_with_one_line(
     assert "not finite" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_one_model_is_let_go_of_before_the_next_is_loaded(
+def test_a_model_is_let_go_before_the_next_is_loaded(
     check: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[weakref.ref[Any]] = []
@@ -265,7 +263,7 @@ def test_where_nothing_is_faster_than_the_reference_it_is_not_compared_with_itse
         (["--model", SAMPLE, "--dtype", "int3"], "dtype"),
     ],
 )
-def test_what_cannot_be_checked_is_a_usage_error(
+def test_what_is_not_checkable_is_a_usage_error(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert call(["check", *flags]) == ExitCode.USAGE

@@ -39,9 +39,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path, **stub: Any
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
-def test_help_fits_in_80_columns_and_has_an_example(
-    capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
-) -> None:
+def test_help_fits_80_columns_and_has_an_example(capsys: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
     code, out, _ = said(capsys, *command, "--help")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
@@ -171,9 +169,7 @@ def test_sampling_flags_come_to_what_a_job_file_would_say(job: JobMaker, capsys:
     assert "preset" not in sampling
 
 
-def test_columns_that_hold_sampling_values_are_named_by_a_flag(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_of_sampling_values_are_named_by_a_flag(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write([{**row, "max_tokens": 1, "choices": ["a", "b"]} for row in rows_of(3)])
     assert said(capsys, "run", job.toml(), "--sampling-columns", "max_tokens,", "--token-ids")[0] == 0
     assert [len(row["token_ids"]) for row in job.outputs()] == [1, 1, 1]
@@ -345,9 +341,7 @@ def test_a_report_is_text_or_json(job: JobMaker, capsys: pytest.CaptureFixture[s
     assert json.loads(out) == json.loads((job.output / "report.json").read_bytes())
 
 
-def test_a_report_says_that_rows_which_came_behind_are_not_in_it(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_says_that_rows_behind_are_not_in_it(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(3))
     job.run()
     job.write(rows_of(30))

@@ -39,9 +39,7 @@ def test_the_row_shown_is_one_of_the_sample_data() -> None:
     }
 
 
-def test_the_python_shown_prints_what_it_says(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_python_prints_what_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shown = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert shown is not None
     monkeypatch.chdir(REPOSITORY)

@@ -121,9 +121,7 @@ def test_state_for_which_there_is_no_memory_is_one_line(job: JobMaker, monkeypat
         run_job(job.spec(), quiet())
 
 
-def test_a_run_whose_step_has_no_memory_says_what_to_lower_and_resumes(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_without_memory_says_what_to_lower_and_resumes(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     from batchgen.engine import Engine
     from batchgen.engine.model_runner import ModelRunner
 
@@ -157,9 +155,7 @@ def in_address_space(num_bytes: int, *arguments: str) -> subprocess.CompletedPro
     ("command", "num_bytes"),
     [("run", GB), *(slow("run", size) for size in (7 * GB // 10, 2 * GB)), slow("check", GB), slow("bench", GB)],
 )
-def test_a_small_address_space_is_refused_before_anything_large_is_loaded(
-    job: JobMaker, command: str, num_bytes: int
-) -> None:
+def test_a_small_address_space_is_refused_before_all_is_loaded(job: JobMaker, command: str, num_bytes: int) -> None:
     job.write(rows_of(1))
     arguments = [str(job.toml())] if command == "run" else ["--model", str(MODEL)]
     done = in_address_space(num_bytes, command, *arguments)

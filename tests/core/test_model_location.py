@@ -115,7 +115,7 @@ def test_a_file_in_place_of_a_folder_is_one_line(tmp_path: Path) -> None:
         resolve_model(str(tmp_path / "config.json"), "main", PATTERNS)
 
 
-def test_a_hub_model_is_downloaded_once_without_pickles_or_code_and_then_found_offline(
+def test_a_hub_model_is_downloaded_once_without_pickles_or_code_then_found_offline(
     endpoint: str, tmp_path: Path
 ) -> None:
     folder = Path(resolve("org/tiny", tmp_path, HF_ENDPOINT=endpoint))

@@ -60,9 +60,7 @@ def jumping(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 
 
 @pytest.mark.parametrize("jumping", [-DAY_S, slow(DAY_S), slow(-365 * DAY_S), slow(365 * DAY_S)], indirect=True)
-def test_a_wall_clock_that_jumps_changes_no_byte_and_no_time_of_the_report(
-    job: JobMaker, tmp_path: Path, jumping: JumpingClock
-) -> None:
+def test_a_clock_that_jumps_changes_no_byte_and_no_time(job: JobMaker, tmp_path: Path, jumping: JumpingClock) -> None:
     job.write(rows_of(30))
     wanted = reference(job, tmp_path / "reference")
     jumping._left = 5
@@ -74,9 +72,7 @@ def test_a_wall_clock_that_jumps_changes_no_byte_and_no_time_of_the_report(
 
 
 @pytest.mark.parametrize("jumping", [-DAY_S, slow(-365 * DAY_S)], indirect=True)
-def test_a_deadline_after_the_clock_went_back_is_later_and_the_run_ends(
-    job: JobMaker, tmp_path: Path, jumping: JumpingClock
-) -> None:
+def test_a_deadline_after_the_clock_went_back_is_later(job: JobMaker, tmp_path: Path, jumping: JumpingClock) -> None:
     job.write(rows_of(30))
     wanted = reference(job, tmp_path / "reference")
     deadline = datetime.now().astimezone() + timedelta(hours=1)

@@ -116,7 +116,7 @@ def turn(
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
 @pytest.mark.parametrize("poison", [frozenset({0}), frozenset({37}), frozenset({99})])
 @pytest.mark.parametrize("has_hung", [False, True])
-def test_a_row_that_ends_each_worker_is_convicted_after_four(
+def test_a_row_that_ends_workers_is_convicted_after_four(
     num_workers: int, poison: frozenset[int], *, has_hung: bool
 ) -> None:
     clock = Clock()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import storm_runs
 from local_workers import local_workers, process_of, signalled, still_there, workers_of
+from repeats import slow
 from run_helpers import ENVIRONMENT, JobMaker, finish, quiet, rows_of, start, survived, until_phase, until_rows_are_done
 from stub_engine import stub_factory
 
@@ -66,7 +67,7 @@ def test_rows_behind_bad_ones_at_the_beginning_go_to_workers_as_any_others(jobs:
     ("number", "said"),
     [
         (signal.SIGKILL, "is lost: it was ended by SIGKILL"),
-        (signal.SIGRTMIN + 1, f"is lost: it was ended by signal {signal.SIGRTMIN + 1}"),
+        slow(signal.SIGRTMIN + 1, f"is lost: it was ended by signal {signal.SIGRTMIN + 1}"),
     ],
 )
 def test_rows_of_a_worker_that_dies_go_to_others(
@@ -97,14 +98,15 @@ def test_rows_of_a_worker_that_is_stopped_for_a_while_are_run_by_the_other(jobs:
         handles.append(handle)
         if len(handles) == 1:
             signalled(handle, signal.SIGSTOP)
-            threading.Timer(6.0, process_of(handle).send_signal, [signal.SIGCONT]).start()
+            threading.Timer(4.0, process_of(handle).send_signal, [signal.SIGCONT]).start()
 
-    factory = local_workers(2, stub_factory(step_s=0.02), on_launch=on_launch, patience_s=1.5)
+    factory = local_workers(2, stub_factory(step_s=0.02), on_launch=on_launch, patience_s=1.0)
     assert job.run_job(jobs.spec(), quiet(), engine_factory=factory).exit_code == ExitCode.OK
     assert jobs.outputs() == alone(jobs)
     assert not still_there([process_of(handle).pid for handle in handles])
 
 
+@pytest.mark.slow  # by default threads show it, in test_runs
 def test_where_the_only_worker_hangs_another_takes_its_place(jobs: JobMaker) -> None:
     jobs.write(rows_of(40))
     handles: list[WorkerHandle] = []
@@ -167,7 +169,7 @@ def test_sigterm_saves_the_tokens_of_all_workers(jobs: JobMaker) -> None:
 
 def test_a_second_sigint_ends_all_at_once(jobs: JobMaker) -> None:
     jobs.write(rows_of(30))
-    process = start(["run", jobs.toml(), "--workers", "2"], step_s=3)
+    process = start(["run", jobs.toml(), "--workers", "2"], step_s=1.5)
     until_phase(process, jobs.output, "generating")
     pids = workers_of(process.pid)
     process.send_signal(signal.SIGINT)
@@ -191,11 +193,9 @@ class Failing:
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(ModelError("there is no such model"), "no such model"), (MemoryError(), "out of memory while running this")],
+    [slow(ModelError("there is no such model"), "no such model"), (MemoryError(), "out of memory while running this")],
 )
-def test_what_no_worker_can_begin_with_ends_the_job_as_in_one_process(
-    jobs: JobMaker, error: Exception, said: str
-) -> None:
+def test_what_no_worker_can_begin_with_ends_the_job_as_in_one(jobs: JobMaker, error: Exception, said: str) -> None:
     jobs.write(rows_of(3))
     wanted = type(error) if isinstance(error, BatchgenError) else OutOfMemory
     with pytest.raises(wanted, match=said):
@@ -257,9 +257,7 @@ class Exiting:
         os._exit(3)
 
 
-def test_workers_import_nothing_from_the_folder_that_they_are_started_in(
-    jobs: JobMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_import_nothing_of_the_folder_they_start_in(jobs: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs.write(rows_of(3))
     (jobs.folder / "json.py").write_text("raise SystemExit('executed')")  # as one beside a data set may be
     monkeypatch.chdir(jobs.folder)
@@ -286,9 +284,7 @@ NUM_KILLS = 2 * int(os.environ.get("BATCHGEN_STORM_KILLS", "100"))
 
 
 @pytest.mark.slow
-def test_a_storm_of_kills_of_workers_and_drivers_changes_no_byte(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_storm_of_kills_of_workers_changes_no_byte(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     counts = Counter(survived(storm_runs.__file__, tmp_path, NUM_KILLS, SEED, 40, "workers")["counts"])
     with capsys.disabled():
         print(f"\nsignals survived: {dict(counts)}", end=" ")

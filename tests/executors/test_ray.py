@@ -164,9 +164,7 @@ def test_a_machine_that_comes_late_gets_a_worker(machines: Any, jobs: JobMaker) 
 
 
 @pytest.mark.parametrize("ends_on_cluster", [True, False])
-def test_a_killed_driver_takes_its_workers_along_and_is_resumed(
-    machines: Any, jobs: JobMaker, ends_on_cluster: bool
-) -> None:
+def test_a_killed_driver_takes_workers_along_and_resumes(machines: Any, jobs: JobMaker, ends_on_cluster: bool) -> None:
     jobs.write(rows_of(600))
     alone = outputs(jobs, "alone", stub_factory())
     jobs.output = jobs.folder / "dispatcher"
@@ -197,9 +195,7 @@ def test_a_stopped_driver_saves_what_its_workers_have(machines: Any, jobs: JobMa
     assert jobs.outputs() == alone
 
 
-def test_actors_import_nothing_from_the_drivers_folder(
-    machines: Any, jobs: JobMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actors_import_nothing_of_the_drivers(machines: Any, jobs: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs.write(rows_of(20))
     for name in ("tokenizers", "huggingface_hub", "jinja2"):  # which an actor imports, and a data set may contain
         (jobs.folder / f"{name}.py").write_text(f"open({str(jobs.folder / 'ran')!r}, 'w').close()\n")

@@ -68,7 +68,7 @@ def outputs(jobs: JobMaker, name: str, engine_factory: EngineFactory, **sections
     return without_timings(jobs.output / "outputs.jsonl")
 
 
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_workers_give_the_rows_of_one_process(jobs: JobMaker, number: int) -> None:
     jobs.write([*rows_of(100), {"id": "q-3", "question": "again"}, "{", {"id": "x", "question": ""}])
     spec = {"sampling": {"temperature": 0.8, "n": 2, "logprobs": 1}}

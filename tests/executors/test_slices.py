@@ -48,9 +48,7 @@ def cpus(found: list[MachineSlice]) -> list[tuple[int, ...]]:
         ({"workers": 1, "worker_cpus": 99}, [(0, 1, 2, 3, 4, 5, 6, 7)]),
     ],
 )
-def test_processors_are_shared_out_with_those_of_a_node_together(
-    given: dict[str, Any], wanted: list[tuple[int, ...]]
-) -> None:
+def test_processors_are_shared_out_by_whole_nodes(given: dict[str, Any], wanted: list[tuple[int, ...]]) -> None:
     assert cpus(split_machine(spec_of(**given), MODEL, None)) == wanted
 
 

@@ -61,7 +61,7 @@ def batch_line(**body: Any) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("shape", ["prompt", "messages", "batch", "template"])
-def test_a_row_wins_key_by_key_over_the_job(
+def test_a_row_wins_over_the_job_by_key(
     tokenizer: Tokenizer, shape: str, job: Any, row: Any, has_thoughts: bool
 ) -> None:
     shapes = {
@@ -275,9 +275,7 @@ def test_a_field_about_openais_models_and_service_costs_no_row(field: str) -> No
         (COMPLETION_URL, {"n": 0}, "n = 0 must be an integer from 1 to 128"),
     ],
 )
-def test_an_openai_body_that_cannot_be_honoured_is_refused_by_its_field(
-    url: str, body: dict[str, Any], message: str
-) -> None:
+def test_an_openai_body_that_cannot_be_honoured_is_refused_by_key(url: str, body: dict[str, Any], message: str) -> None:
     with pytest.raises((RowProblem, ParamError)) as caught:
         merge_params(SamplingParams(), asked(url, **body))
     assert str(caught.value) == message

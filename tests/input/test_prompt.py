@@ -132,9 +132,7 @@ def test_answers_come_in_the_order_of_the_rows_with_their_index_as_key(tokenizer
     assert [a.index if isinstance(a, BadRow) else a.key for a in answers] == [0, 1, 2, 3]
 
 
-def test_rows_are_tokenized_alike_whatever_is_tokenized_with_them(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_tokenized_alike_whatever_is_with_them(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": "x" * n} for n in (1, 50, 3, 200, 7)]
     together = build(tokenizer, *rows)
     monkeypatch.setattr(prompt_module, "_MAX_ENCODED_CHARS", 60)

@@ -209,9 +209,7 @@ def with_grammars(tokenizer: Tokenizer, sampling: SamplingParams = FREE) -> Requ
         ({"structured_outputs": None, "response_format": None, "sampling": {"guided_choice": None}}, CHOICE),
     ],
 )
-def test_a_column_or_the_sampling_object_replaces_the_jobs(
-    tokenizer: Tokenizer, row: dict[str, Any], expected: str
-) -> None:
+def test_a_column_or_sampling_object_replaces_the_job(tokenizer: Tokenizer, row: dict[str, Any], expected: str) -> None:
     answer = one(with_grammars(tokenizer, SamplingParams(structured_outputs=CHOICE)), prompt="p", **row)
     assert isinstance(answer, Request) and answer.params.structured_outputs == expected
 

@@ -253,9 +253,7 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
 
 @served
 @pytest.mark.parametrize("fault", [503, "reset"])
-def test_a_fault_that_lasts_is_one_line_and_no_bad_row(
-    place: Remote, fault: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lasting_fault_is_one_line_and_no_bad_row(place: Remote, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     quicken(monkeypatch)
     for name in ("rows.jsonl", "rows.jsonl.gz", "rows.parquet"):
         server_of(place).lasting = None
@@ -270,9 +268,7 @@ def test_a_fault_that_lasts_is_one_line_and_no_bad_row(
 
 
 @served
-def test_refusals_are_of_usage_before_the_run_and_resume_within_it(
-    place: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_are_of_usage_before_a_run_and_resume_in_it(place: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     quicken(monkeypatch)
     address = place.put("rows.jsonl", jsonl(sample_rows(8)))
     source = fingerprinted(address)

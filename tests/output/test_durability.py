@@ -61,9 +61,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_fills_at_any_byte_loses_no_committed_row(
-    fast_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_full_at_any_byte_loses_no_committed_row(fast_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Journal.open(fast_folder / "whole")
     fill(whole, 6)
     whole.close()
@@ -118,9 +116,7 @@ def test_a_file_size_limit_of_the_system_is_one_clear_line(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("output_format", ["jsonl", "parquet", "openai-batch"])
-def test_a_disk_that_fills_while_outputs_are_written_leaves_the_journal_to_run_again(
-    tmp_path: Path, output_format: str
-) -> None:
+def test_a_disk_that_fills_while_outputs_are_written_leaves_the_journal(tmp_path: Path, output_format: str) -> None:
     run_dir = RunDir(tmp_path)
     spec = JobSpec(ModelSpec("m"), InputSpec(("in.jsonl",)), OutputSpec("", format=output_format))
     journal = Journal.open(run_dir.journal)

@@ -74,9 +74,7 @@ def test_the_files_of_a_finished_run_appear_the_outputs_last(
     assert written(store, bucket) == ["batchgen.json"] * 2 + ["report.json", "outputs.jsonl", "batchgen.json"]
 
 
-def test_a_finished_run_publishes_nothing_twice(
-    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
-) -> None:
+def test_a_finished_run_publishes_once(job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec) -> None:
     job.run(published)
     written(store, bucket)
     outcome = job.run(published)
@@ -121,9 +119,7 @@ def test_files_of_others_are_not_replaced_and_that_is_known_before_the_model_is_
     assert store.content(bucket) == {f"out/{name}": b"[]"}
 
 
-def test_the_files_of_another_run_are_not_replaced(
-    job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec
-) -> None:
+def test_files_of_another_run_are_kept(job: JobMaker, store: ObjectStore, bucket: str, published: JobSpec) -> None:
     job.run(published)
     before = store.content(bucket)
     other = job.spec(output={"publish": f"s3://{bucket}/out", "path": str(job.folder / "other"), "token_ids": True})

@@ -278,9 +278,7 @@ def test_a_journal_on_another_disk_by_a_link_is_refused_and_named(tmp_path: Path
         run_dir.create()
 
 
-def test_a_run_folder_and_the_parents_made_for_it_have_durable_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_folder_and_parents_made_for_it_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(storage, "sync_folder", synced.append)
     RunDir(tmp_path / "a" / "b" / "c").create()
@@ -350,9 +348,7 @@ def test_a_run_that_is_just_beginning_is_locked_not_foreign(tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_a_manifest_of_another_shape_is_refused_by_its_key(
-    run_dir: RunDir, damage: dict[str, object], words: str
-) -> None:
+def test_a_manifest_of_another_shape_is_refused_by_key(run_dir: RunDir, damage: dict[str, object], words: str) -> None:
     run_dir.manifest.write_text(json.dumps(json.loads(MANIFEST.to_bytes()) | damage))
     with pytest.raises(UsageError, match=rf"cannot read .*job\.json: .*{words}"):
         run_dir.read_manifest()

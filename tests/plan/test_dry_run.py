@@ -237,7 +237,7 @@ def test_workers_elsewhere_share_the_engines_time_while_rows_last(job: JobMaker)
     assert planned(workers=2)[0] == pytest.approx(alone_s), "they share the processors of this machine"
 
 
-def test_by_default_every_gpu_computes_and_a_ray_cluster_is_not_counted(
+def test_by_default_every_gpu_computes_and_no_ray_cluster_counts(
     job: JobMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.write(rows_of(400))

@@ -119,9 +119,7 @@ def test_memory_is_in_the_unit_of_the_report() -> None:
     assert line.split()[-3:-1] == ["365", "365"]
 
 
-def test_the_command_exits_4_on_a_regression_and_0_without_a_gate(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_exits_4_on_a_regression_0_without_gate(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(8))
     job.run()
     kept = job.folder / "baseline.json"  # a report by itself
@@ -141,9 +139,7 @@ def test_the_command_exits_4_on_a_regression_and_0_without_a_gate(
     assert [figure["name"] for figure in figures if figure["is_regression"]] == ["output tokens/s"]
 
 
-def test_the_command_exits_2_for_a_gate_over_nothing_after_the_figures(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_exits_2_for_a_gate_over_nothing(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(8))
     job.run(job.spec(output={"expected": "answer"}))
     capsys.readouterr()

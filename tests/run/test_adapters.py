@@ -253,7 +253,7 @@ def test_a_killed_job_goes_on_with_its_adapter(job: JobMaker, lora: Path) -> Non
 
 
 @pytest.mark.slow
-def test_check_and_bench_take_an_adapter_and_name_it(
+def test_check_and_bench_take_and_name_an_adapter(
     job: JobMaker, lora: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = job.folder / "prompts.jsonl"

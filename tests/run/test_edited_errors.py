@@ -121,9 +121,7 @@ def test_once_put_right_the_retry_goes_on(job: JobMaker) -> None:
     assert [row["index"] for row in job.outputs()] == list(range(8))
 
 
-def test_the_rows_of_other_shards_are_neither_missed_nor_taken(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_other_shards_are_neither_missed_nor_taken(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     letters = letters_of(job, shard=Shard(2, 2))
     rewrite(job, [letters[0] | {"index": 2}, *letters[1:]])
     assert retry(job) == 2
@@ -203,9 +201,7 @@ def test_lines_deleted_while_a_retry_is_interrupted_are_missed(job: JobMaker, mo
     assert retry(job) == 3
 
 
-def test_a_row_mended_while_a_retry_is_interrupted_is_run_as_mended(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_mended_in_an_interrupted_retry_is_run_as_mended(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     letters = letters_of(job)
     interrupted(job, monkeypatch, retry_module, "finalize_retry")
     letters[1]["row"]["question"] = "Mended?"

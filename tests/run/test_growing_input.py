@@ -55,9 +55,7 @@ def computed(job: JobMaker) -> int:
     return sum(engine.num_started for engine in job.engines)
 
 
-def test_nights_of_a_growing_file_with_stops_and_nights_without_news_end_as_one_run(
-    job: JobMaker, whole: JobMaker
-) -> None:
+def test_nights_of_a_growing_file_with_stops_and_without_news_end_as_one_run(job: JobMaker, whole: JobMaker) -> None:
     codes = []
     for num_rows, limits in [(20, {}), (20, {}), (35, {"max_total_tokens": STOP}), (35, {}), (45, {})]:
         job.input.write_bytes(b"".join(LINES[:num_rows]))
@@ -202,9 +200,7 @@ def test_an_id_that_a_retry_gave_a_row_is_unique_across_nights_too(job: JobMaker
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_total_tokens": 100}], ids=["finished", "stopped"])
-def test_files_that_a_pattern_gained_come_behind_wherever_they_are_sorted(
-    job: JobMaker, limits: dict[str, Any]
-) -> None:
+def test_files_that_a_pattern_gained_come_behind_wherever_sorted(job: JobMaker, limits: dict[str, Any]) -> None:
     spec = job.spec(input={"path": [str(job.folder / "part-*.jsonl")]})
     for name, rows in [("b", ROWS[:8]), ("c", ROWS[8:12])]:
         (job.folder / f"part-{name}.jsonl").write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
@@ -393,9 +389,7 @@ def test_of_files_of_one_name_the_one_that_goes_on_has_grown(job: JobMaker, whol
     assert job.outputs() == whole.outputs()
 
 
-def test_time_counts_once_where_a_kill_comes_behind_the_report_of_what_is_new(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_counts_once_where_a_kill_comes_behind_the_report(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     job.input.write_bytes(b"".join(LINES[:20]))
     job.run()
     job.input.write_bytes(b"".join(LINES))

@@ -100,9 +100,7 @@ def test_only_a_touched_file_is_hashed_again_and_only_once(job: JobMaker, hashed
         assert hashed == expected
 
 
-def test_a_file_too_fresh_to_tell_is_hashed_again(
-    job: JobMaker, hashed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_too_fresh_is_hashed_again(job: JobMaker, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "SETTLED_NS", 3600 * 10**9)
     job.write(rows_of(20))
     job.run()
@@ -175,9 +173,7 @@ def change(model: Path, name: str) -> None:
 
 @every_model_file
 @pytest.mark.parametrize("is_done", [True, False])
-def test_a_model_that_changed_between_runs_is_refused_by_file(
-    job: JobMaker, model: Path, name: str, is_done: bool
-) -> None:
+def test_a_model_changed_between_runs_is_refused_by_file(job: JobMaker, model: Path, name: str, is_done: bool) -> None:
     job.write(rows_of(60))
     run_with(job, model, quiet() if is_done else quiet(max_total_tokens=200))
     content = (model / name).read_bytes()
@@ -301,9 +297,7 @@ def test_a_resume_on_other_kernels_is_refused_and_says_the_way_out(job: JobMaker
     assert outcome.report["numerics"]["kernels"] == kernels_in(read_manifest(job)) == "avx512-bf16"
 
 
-def test_a_resume_on_other_kernels_that_is_allowed_is_written_down(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_allowed_resume_on_other_kernels_is_written_down(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(rows_of(60))
     run_on(job, "avx512-bf16", quiet(max_total_tokens=200))
     command = ["run", str(job.toml()), "--allow-mixed-kernels", "--max-total-tokens", "200"]

@@ -68,9 +68,7 @@ def test_a_finished_merge_says_so_and_exits_as_it_ended(
     assert {path.name: path.read_bytes() for path in job.output.iterdir()} == before
 
 
-def test_a_merge_killed_before_its_report_writes_it_when_run_again(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_killed_before_its_report_writes_it_next_time(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = run_shards(job)
 
     def failing(*args: object) -> None:

@@ -136,9 +136,7 @@ def test_the_report_of_a_restored_run_adds_up_both_machines(
     assert (job.run(mirrored).report or {})["sessions"] == 2
 
 
-def test_a_finished_run_is_restored_whole_and_is_done(
-    job: JobMaker, store: ObjectStore, bucket: str, mirrored: JobSpec
-) -> None:
+def test_a_finished_run_is_restored_as_done(job: JobMaker, store: ObjectStore, bucket: str, mirrored: JobSpec) -> None:
     job.run(mirrored)
     files = {path.name: path.read_bytes() for path in job.output.iterdir() if path.name != "job.json"}
     assert not [name for name in store.content(bucket) if "journal" in name or "progress" in name]
@@ -225,9 +223,7 @@ def test_the_mirror_of_a_stopped_run_holds_all_of_it(
 
 
 @pytest.mark.slow
-def test_the_manifest_is_there_before_any_row(
-    job: JobMaker, store: ObjectStore, bucket: str, mirrored: JobSpec
-) -> None:
+def test_the_manifest_is_there_before_rows(job: JobMaker, store: ObjectStore, bucket: str, mirrored: JobSpec) -> None:
     job.run(mirrored, step_s=0.05)
     written = [name.removeprefix(f"PUT {bucket}/run/") for name in store.requests if name.startswith("PUT ")]
     assert next(name for name in written if name != "progress.json") == "job.json"
@@ -547,7 +543,7 @@ def test_overwrite_begins_a_mirror_anew(job: JobMaker, store: ObjectStore, bucke
 
 
 @pytest.mark.slow
-def test_a_mirror_may_be_added_to_a_run_that_has_begun(
+def test_a_mirror_may_be_added_to_a_begun_run(
     job: JobMaker, store: ObjectStore, bucket: str, mirrored: JobSpec
 ) -> None:
     job.run(job.spec(), quiet(max_total_tokens=500))

@@ -14,6 +14,7 @@ import pytest
 import stub_engine
 from chat_templates import THINKING
 from input_helpers import write_tokenizer
+from repeats import slow
 from run_helpers import REPOSITORY, JobMaker, quiet, rows_of, without_timings
 from stub_engine import stub_factory
 
@@ -96,7 +97,7 @@ def test_a_table_has_the_types_of_the_schema_and_rows_cut_off_have_no_value(job:
     assert table["complete"].to_pylist() == [not i % 2 for i in range(6)]
 
 
-@pytest.mark.parametrize("form", ["parquet", "openai-batch"])
+@pytest.mark.parametrize("form", ["parquet", slow("openai-batch")])
 def test_a_resumed_and_a_retried_run_have_the_values_of_an_undisturbed_one(job: JobMaker, form: str) -> None:
     job.write(rows_of(30))
     spec = spec_of(job, output={"format": form})
@@ -112,7 +113,7 @@ def test_a_resumed_and_a_retried_run_have_the_values_of_an_undisturbed_one(job: 
     assert parsed_of(job, form) == [value(i) for i in range(30)]
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", [slow("jsonl"), "parquet", slow("openai-batch")])
 def test_merged_shards_have_the_values_and_types_of_the_whole_run(job: JobMaker, form: str) -> None:
     job.write(rows_of(12))
     folders = []

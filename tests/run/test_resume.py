@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repeats import slow
 from run_helpers import JobMaker, quiet, rows_of, without_timings
 from stub_engine import stub_factory
 
@@ -109,9 +110,7 @@ def job_length(job: JobMaker, index: int) -> int:
     return int(alone.outputs()[0]["usage"]["completion_tokens"])
 
 
-def test_ids_of_other_shards_are_learnt_again_though_a_kill_interrupts_that(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ids_of_other_shards_are_learnt_again_over_a_kill(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(1200)
     job.write([*rows, *(rows[1] for _ in range(40))])  # row 1 is the other shard's, rows 1200, 1202, ... are ours
     interrupted(job, 500, shard=Shard(1, 2))
@@ -166,9 +165,7 @@ def test_strict_lets_good_rows_resume(job: JobMaker) -> None:
 # ---------------------------------------------------------------- litter
 
 
-def test_what_a_kill_leaves_of_the_journal_goes_with_the_next_run(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_kill_leaves_of_a_journal_goes_with_the_next_run(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     job.write(rows_of(5))
     with monkeypatch.context() as patch:
         patch.setattr(storage.shutil, "rmtree", lambda *args, **kwargs: None)
@@ -282,6 +279,7 @@ def test_cuda_without_a_gpu_is_one_line_and_leaves_no_trace(job: JobMaker, monke
 # ---------------------------------------------------------------- the input
 
 
+@pytest.mark.slow  # by default input/test_reader sees that no edit goes unnoticed
 def test_an_edit_in_the_middle_of_a_large_input_is_refused(job: JobMaker) -> None:
     filler = {"id": "filler", "question": "x", "pad": "y" * (70 << 20)}
     job.write([*rows_of(30), filler, *rows_of(60)[30:]])
@@ -297,7 +295,7 @@ def rows_in(job: JobMaker) -> list[Any]:
     return [row["id"] for row in job.outputs()]
 
 
-@pytest.mark.parametrize("pattern", ["*.jsonl", "**/*.jsonl", "*"])
+@pytest.mark.parametrize("pattern", [slow("*.jsonl"), "**/*.jsonl", slow("*")])
 def test_a_run_in_the_folder_of_its_inputs_does_not_take_its_own_files_for_them(job: JobMaker, pattern: str) -> None:
     job.output.mkdir()
     job.input = job.output / "questions.jsonl"
@@ -333,12 +331,10 @@ def test_an_own_file_that_is_named_stays_refused(job: JobMaker) -> None:
             job.run(spec)
 
 
-def test_ids_that_turn_out_to_be_damaged_later_are_one_clear_line_and_the_next_run_reads_them_anew(
-    tmp_path: Path,
-) -> None:
+def test_ids_found_damaged_later_are_one_clear_line_and_read_anew_by_the_next_run(tmp_path: Path) -> None:
     path = tmp_path / "ids.sqlite"
     with closing(UniqueIds(path)) as ids:
-        ids.restore((row, f"row {row}") for row in range(5000))
+        ids.claim((row, f"row {row}") for row in range(5000))
         ids.mark_complete()
     size = path.stat().st_size
     with path.open("r+b") as file:  # all pages but the first, which opening looks at

@@ -149,9 +149,7 @@ def test_a_killed_retry_resumes(job: JobMaker, tmp_path: Path) -> None:
     assert {path.name for path in job.output.iterdir()} == {"outputs.jsonl", "report.json", "job.json"}
 
 
-def test_a_kill_before_the_report_is_made_good_by_the_next_retry(
-    job: JobMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_before_the_report_is_made_good_by_a_retry(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     job.write(rows_of(4))
     job.run(fails=frozenset({1}))
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from repeats import slow
 from run_helpers import MODEL, JobMaker, quiet, read_lines, rows_of, without_timings
 from stub_engine import StubEngine
 
@@ -234,9 +235,7 @@ def test_a_stop_by_errors_and_status_say_the_same(job: JobMaker) -> None:
 
 
 @pytest.mark.parametrize(("num_good", "num_bad"), [(0, 6), (3, 1)])
-def test_few_errors_are_no_rate_and_a_run_whose_last_rows_fail_is_over(
-    job: JobMaker, num_good: int, num_bad: int
-) -> None:
+def test_few_errors_are_no_rate_and_a_run_of_failed_rows_is_over(job: JobMaker, num_good: int, num_bad: int) -> None:
     job.write([*rows_of(num_good), *["{"] * num_bad])
     assert job.run(options=RunOptions(max_error_rate=0.05, progress="quiet")).exit_code == 3
     assert len(job.outputs()) == num_good
@@ -397,9 +396,7 @@ def test_a_kill_after_all_was_written_leaves_no_progress_file(job: JobMaker) -> 
     assert not (job.output / "progress.json").exists()
 
 
-def test_a_user_sees_what_the_first_run_on_a_machine_waits_for(
-    job: JobMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_user_sees_what_a_first_run_on_a_machine_waits_for(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     said = ""
 
     def prepare() -> None:
@@ -580,7 +577,7 @@ def test_accuracy_counts_exact_matches(job: JobMaker, tmp_path: Path) -> None:
     assert any("75.00%" in line for line in outcome.lines)
 
 
-@pytest.mark.parametrize("count", [1, 3, 7])
+@pytest.mark.parametrize("count", [slow(1), 3, slow(7)])
 def test_shards_together_are_the_whole(job: JobMaker, tmp_path: Path, count: int) -> None:
     rows = rows_of(40)
     job.write([*rows, *rows[:5], "{"])
@@ -697,9 +694,7 @@ def test_requests_carry_the_tokens_of_an_earlier_run(job: JobMaker) -> None:
     assert {key: seen[key] for key in half_done} == half_done
 
 
-def test_a_run_ends_well_where_the_working_directory_has_gone(
-    job: JobMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_needs_no_working_directory(job: JobMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job.write(rows_of(3))
     gone = made(tmp_path / "gone")
     monkeypatch.chdir(gone)

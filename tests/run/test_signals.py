@@ -31,7 +31,7 @@ def test_the_limit_of_a_graceful_shutdown_leaves_time_for_the_exit() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT), slow(signal.SIGHUP)])
-def test_a_signal_drains_and_a_second_run_finishes_to_the_byte(
+def test_a_signal_drains_and_a_second_run_ends_to_the_byte(
     job: JobMaker, tmp_path: Path, number: signal.Signals
 ) -> None:
     job.write(rows_of(200))

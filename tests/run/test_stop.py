@@ -56,9 +56,7 @@ def test_a_signal_interrupts_interruptible_work_once(stopper: Stopper) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_while_torch_is_imported_interrupts_once_that_has_ended(
-    stopper: Stopper, number: signal.Signals
-) -> None:
+def test_a_signal_while_torch_is_imported_interrupts_once_it_is(stopper: Stopper, number: signal.Signals) -> None:
     """Raised in the middle, it would end the process by SIGABRT."""
     has_ended = False
     with stopper.listening(), pytest.raises(StopRequested), stopper.interruptible():

@@ -171,9 +171,7 @@ def test_without_the_marker_nothing_is_restricted_and_the_row_is_not_complete(
     assert (result.is_complete, result.finish_reason, len(result.token_ids)) == (False, FinishReason.STOP, 4)
 
 
-def test_a_stop_string_ends_the_row_before_and_behind_the_marker(
-    grammars: Grammars, said: dict[int, list[int]]
-) -> None:
+def test_a_stop_string_ends_a_row_before_and_behind_the_marker(grammars: Grammars, said: dict[int, list[int]]) -> None:
     said[0] = ids_of(grammars.tokenizer, "halt! and so on")
     result = answer(grammars, stop=("halt!",))
     assert (result.is_complete, result.stop, len(result.token_ids)) == (False, "halt!", 5)
@@ -219,9 +217,7 @@ def test_a_row_goes_on_from_any_of_its_tokens(grammars: Grammars, said: dict[int
 
 
 @pytest.mark.usefixtures("threads_as_before")
-def test_a_run_that_is_stopped_in_the_thoughts_or_in_the_answer_goes_on(
-    job: JobMaker, said: dict[int, list[int]]
-) -> None:
+def test_a_run_stopped_in_the_thoughts_or_in_the_answer_goes_on(job: JobMaker, said: dict[int, list[int]]) -> None:
     folder = write_merged(job.folder / "tokenizer")
     tokenizer = Tokenizer.load(folder)
     for key in range(6):

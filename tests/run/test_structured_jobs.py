@@ -180,7 +180,7 @@ def test_a_stop_waits_for_one_grammar_only_and_no_row_is_lost(job: JobMaker, mon
     assert [row["index"] for row in job.outputs()] == [*range(200)]
 
 
-def test_without_the_package_nothing_is_run_but_what_is_done_stays_so(
+def test_without_the_package_nothing_runs_but_what_is_done_is_so(
     job: JobMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.write(rows_of(3))

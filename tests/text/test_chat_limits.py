@@ -40,46 +40,24 @@ HOSTILE = [
     "{% for i in range(99999) %}{% set a = range(99999)|list %}{% endfor %}",
     "{% set a = range(99999)|list %}{% for i in a %}{% set b = a|sort %}{% endfor %}",
     "{% for i in range(9999) %}{% set b = range(99999)|map('string')|sort(reverse=true)|join %}{% endfor %}",
-    "{{ (messages|length + 7)|round(-10**9) }}",
-    "{{ 1|round(-10**9) }}",
-    "{{ 1.5|round(10**9) }}",
-    "{{ ('www.a.bc/ ' * 10**6)|urlize }}",
-    "{{ ('<a ' * 10**6)|striptags }}",
-    "{{ ('a ' * 4 * 10**6)|wordwrap(1) }}",
-    "{{ ('ab' * 10**6)|wordwrap(1, wrapstring='x' * 1000) }}",
+    *("{{ (messages|length + 7)|round(-10**9) }}", "{{ 1|round(-10**9) }}", "{{ 1.5|round(10**9) }}"),
+    *("{{ ('www.a.bc/ ' * 10**6)|urlize }}", "{{ ('<a ' * 10**6)|striptags }}"),
+    *("{{ ('a ' * 4 * 10**6)|wordwrap(1) }}", "{{ ('ab' * 10**6)|wordwrap(1, wrapstring='x' * 1000) }}"),
     "{{ range(99999)|map('string')|map('center', 10**6)|join }}",
     "{{ ''.join(range(99999)|map('string')|map('center', 10**6)) }}",
     "{{ ('a' * 10**7)|list|unique|list|length }}{{ ('ab' * 10**7)|list|groupby(0)|length }}",
-    "{{ range(99999)|list|tojson(indent=10**4) }}",
-    "{{ [range(99999)|list] * 10**4 | tojson }}",
-    "{{ 9**9**9 }}{{ 9**(9**9) }}",
-    "{{ (10**10**6)|string }}",
-    "{{ (10**7 * '9')|int }}",
-    "{{ 'a' * 10**12 }}",
-    "{{ 10**12 * [0] }}",
-    "{{ '%1000000000d' % 1 }}",
-    "{{ '%.*f' % (10**9, 1) }}",
-    "{{ '%(a)1000000000d' % {'a': 1} }}",
-    "{{ '%1000000000d'|format(1) }}",
-    "{{ ('%s' * 10000) % (('a' * 10**6),) * 3 }}",
-    "{{ '{:1000000000}'.format(1) }}",
-    "{{ '{:{w}}'.format(1, w=10**9) }}",
-    "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
-    "{{ 'a'.ljust(10**9) }}",
-    "{{ 'a'.zfill(10**9) }}",
-    "{{ '\t'.expandtabs(10**9) }}",
-    "{{ (1).to_bytes(10**9, 'big') }}",
-    "{{ 'a'|center(10**9) }}",
-    "{{ 'a\nb'|indent(10**9) }}",
-    "{{ ['a']|batch(10**9, 'b')|list }}",
-    "{{ range(9)|slice(10**9)|list }}",
-    "{{ {'a': 1}|tojson(indent=10**9) }}",
-    "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
-    "{{ ('a' * 10**6)|replace('a', 'b' * 10**6) }}",
-    "{{ ''.join(['a' * 10**6] * 10**4) }}",
-    "{{ (['a' * 10**6] * 10**4)|join }}",
-    "{% for i in range(100) %}{{ 'a' * 10**6 }}{% endfor %}",
-    "{{ lipsum(n=10**6) }}",
+    *("{{ range(99999)|list|tojson(indent=10**4) }}", "{{ [range(99999)|list] * 10**4 | tojson }}"),
+    *("{{ 9**9**9 }}{{ 9**(9**9) }}", "{{ (10**10**6)|string }}", "{{ (10**7 * '9')|int }}", "{{ 'a' * 10**12 }}"),
+    *("{{ 10**12 * [0] }}", "{{ '%1000000000d' % 1 }}", "{{ '%.*f' % (10**9, 1) }}"),
+    *("{{ '%(a)1000000000d' % {'a': 1} }}", "{{ '%1000000000d'|format(1) }}"),
+    *("{{ ('%s' * 10000) % (('a' * 10**6),) * 3 }}", "{{ '{:1000000000}'.format(1) }}"),
+    *("{{ '{:{w}}'.format(1, w=10**9) }}", "{{ '{a:1000000000}'.format_map({'a': 1}) }}", "{{ 'a'.ljust(10**9) }}"),
+    *("{{ 'a'.zfill(10**9) }}", "{{ '\t'.expandtabs(10**9) }}", "{{ (1).to_bytes(10**9, 'big') }}"),
+    *("{{ 'a'|center(10**9) }}", "{{ 'a\nb'|indent(10**9) }}", "{{ ['a']|batch(10**9, 'b')|list }}"),
+    *("{{ range(9)|slice(10**9)|list }}", "{{ {'a': 1}|tojson(indent=10**9) }}"),
+    *("{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}", "{{ ('a' * 10**6)|replace('a', 'b' * 10**6) }}"),
+    *("{{ ''.join(['a' * 10**6] * 10**4) }}", "{{ (['a' * 10**6] * 10**4)|join }}"),
+    *("{% for i in range(100) %}{{ 'a' * 10**6 }}{% endfor %}", "{{ lipsum(n=10**6) }}"),
     "{% macro m(n) %}{{ m(n + 1) }}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
     "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
     "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
@@ -122,7 +100,7 @@ def folder_with(template: str, folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("tight")
-@pytest.mark.parametrize("source", [slow(source) if at % 3 else source for at, source in enumerate(HOSTILE)])
+@pytest.mark.parametrize("source", [slow(source) if at % 6 else source for at, source in enumerate(HOSTILE)])
 def test_a_hostile_template_ends_in_a_prompt_or_in_one_line(source: str) -> None:
     try:
         [answer] = answers_of(source, "hi")
@@ -148,7 +126,7 @@ def test_the_message_says_which_limit_was_passed(source: str, reason: str) -> No
 
 
 @pytest.mark.usefixtures("tight")
-@pytest.mark.parametrize("source", [HANGS, FILLS, "{{ 1 / 0 }}", "{{ '%c' % 55357 }}"])
+@pytest.mark.parametrize("source", [slow(HANGS), FILLS, "{{ 1 / 0 }}", "{{ '%c' % 55357 }}"])
 def test_a_hostile_chat_costs_no_neighbour(source: str) -> None:
     answers = answers_of(only_if("bad", source), "a", "bad", "b", "bad", "bad", "c")
     texts = [answer if isinstance(answer, str) else "error" for answer in answers]
@@ -171,7 +149,7 @@ def test_the_processes_of_templates_stay_within_the_memory_limit() -> None:
     assert int(peak_kib) << 10 < chat.MAX_BYTES + (64 << 20)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, slow(signal.SIGTERM), slow(signal.SIGHUP)])
 def test_a_signal_to_the_process_costs_no_prompt(number: int) -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     answers = template.render([user(n) for n in range(600)])
@@ -213,7 +191,7 @@ def _num_unread(fd: int) -> int:
     return num_bytes[0]
 
 
-@pytest.mark.parametrize("letter", ["a", "é", "🙂"])
+@pytest.mark.parametrize("letter", [slow("a"), slow("é"), "🙂"])
 def test_an_answer_cut_off_by_the_end_of_the_process_is_asked_for_again(letter: str) -> None:
     contents = ["hi", letter * 200_000, "last"]
     template = ChatTemplate("{{ messages[0].content }}", {})

@@ -61,7 +61,7 @@ def test_masks_depend_on_the_text_alone_not_on_how_tokens_came(grammars: Grammar
         assert not stepwise.error
 
 
-def test_waiting_guides_and_unused_grammars_hold_no_matchers(
+def test_waiting_guides_and_unused_grammars_hold_no_matcher(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar, "_MAX_CHARS", 500)

@@ -102,9 +102,7 @@ def test_a_marker_that_a_text_quotes_splits_nothing(tmp_path: Path) -> None:
         ("<think> is a tag", False),
     ],
 )
-def test_whether_a_prompt_opens_the_reasoning_is_read_from_its_end(
-    tokenizer: Tokenizer, prompt: str, is_open: bool
-) -> None:
+def test_whether_a_prompt_opens_reasoning_is_read_at_its_end(tokenizer: Tokenizer, prompt: str, is_open: bool) -> None:
     [ids] = tokenizer.encode_batch(["x" * 99 + prompt], False)
     assert not isinstance(ids, Exception)
     assert Reasoning(tokenizer).is_open(ids) == Reasoning(tokenizer).is_open(ids[-50:]) == is_open
@@ -124,9 +122,7 @@ def test_whether_a_prompt_opens_the_reasoning_is_read_from_its_end(
         ("</" + "a" * 100_000 + "{{ x }}" + "</" * 100_000, *MARKERS),
     ],
 )
-def test_the_markers_are_those_that_the_template_names(
-    tmp_path: Path, template: str, opening: str, closing: str
-) -> None:
+def test_the_markers_are_those_the_template_names(tmp_path: Path, template: str, opening: str, closing: str) -> None:
     found = Reasoning(tokenizer_with(tmp_path, template=template))
     assert (found.opening, found.closing) == (opening, closing)
 
@@ -134,7 +130,7 @@ def test_the_markers_are_those_that_the_template_names(
 @given(
     st.text(st.characters(codec="utf-8"), max_size=8), st.text(st.characters(codec="utf-8"), max_size=8), st.booleans()
 )
-def test_both_parts_come_back_whatever_they_hold(
+def test_both_parts_come_back_whatever_is_in_them(
     tokenizer: Tokenizer, reasoning: str, text: str, is_open: bool
 ) -> None:
     opening = "" if is_open else "<think>"
@@ -158,9 +154,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
         ("Hi<think></think>\n\n", "{}</think>{}", "{}</think>{}"),
     ],
 )
-def test_what_follows_a_marker_follows_its_first_mention(
-    tokenizer: Tokenizer, prompt: str, answer: str, rest: str
-) -> None:
+def test_what_follows_a_marker_is_behind_its_first(tokenizer: Tokenizer, prompt: str, answer: str, rest: str) -> None:
     prompt_ids, ids = ids_of(tokenizer, prompt), ids_of(tokenizer, answer)
     found = text_behind(tokenizer, "</think>", prompt_ids, ids, tokenizer.decode(ids))
     assert found == tokenizer.decode(ids_of(tokenizer, rest))

@@ -67,9 +67,7 @@ def looked_up(tokenizer: Tokenizer, token_ids: Sequence[int], stop: tuple[str, .
 @example(encoded("🙂")[:1] * 30 + encoded("🙂a"), ("🙂a",))
 @example(encoded("🙂")[:1] * 6 + encoded("🙂a"), ("🙂a",))
 @example([*encoded("東")[:1], *[END, UNKNOWN] * 20, *encoded("東")[1:]], ("東",))
-def test_a_text_stops_at_the_first_token_whose_prefix_holds_a_stop_string(
-    token_ids: list[int], stop: tuple[str, ...]
-) -> None:
+def test_a_text_stops_at_the_first_token_that_completes_a_string(token_ids: list[int], stop: tuple[str, ...]) -> None:
     found = stops_at(TOKENIZER, token_ids, stop)
     assert found == looked_up(TOKENIZER, token_ids, stop)
     if found is not None:
@@ -88,9 +86,7 @@ def test_a_text_stops_at_the_first_token_whose_prefix_holds_a_stop_string(
         ("a b", ("b a",), None),
     ],
 )
-def test_the_stop_string_that_begins_first_is_the_one(
-    text: str, stop: tuple[str, ...], expected: tuple[int, str] | None
-) -> None:
+def test_the_first_stop_string_is_the_one(text: str, stop: tuple[str, ...], expected: tuple[int, str] | None) -> None:
     assert stops_at(TOKENIZER, encoded(text), stop) == expected
 
 
