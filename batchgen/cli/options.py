@@ -58,7 +58,7 @@ def _points(text: str) -> float:
     return points
 
 
-CLOCK = Parsed("HH:MM", lambda text: parse_clock(text, datetime.now().astimezone()))
+CLOCK = Parsed("TIME", lambda text: parse_clock(text, datetime.now().astimezone()))
 COUNT = Parsed("N", parse_count)
 DURATION = Parsed("DURATION", parse_duration)
 PATH = Parsed("FILE", _local_path)
@@ -122,7 +122,9 @@ class GroupedCommand(click.Command):
                 option.hidden = _ALL not in ctx.meta
             record = option.get_help_record(ctx)
             if record is not None:
-                section, is_key, _ = (option.name or "").partition("__")
+                section, is_key, name = (option.name or "").partition("__")
+                if option.secondary_opts:  # --x / --no-x: the flag that is not the default
+                    record = record[0].split(" / ")[KEYS[section][name].default], record[1]
                 other = "This run" if isinstance(option, RunOption) else "Other"
                 blocks.setdefault(section.capitalize() if is_key else other, []).append(record)
         for heading, records in sorted(blocks.items(), key=lambda block: block[0] == "Other"):
@@ -168,7 +170,7 @@ def job_options(*sections: str, without: tuple[str, ...] = ()) -> Callable[[F], 
 
 def _job_option(section: str, item: Key) -> Callable[[F], F]:
     default = item.written(item.default)
-    shown = ("off", "on")[default] if isinstance(default, bool) else default
+    shown = f"{default:g}" if isinstance(default, float) else "" if item.kind is BOOL else default
     return click.option(
         f"--{item.flag}/--no-{item.flag}" if item.kind is BOOL else f"--{item.flag}",
         f"{section}__{item.name}",

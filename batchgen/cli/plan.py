@@ -26,8 +26,8 @@ from batchgen.core.errors import ExitCode
 @click.argument("job", required=False, metavar="[JOB.toml]", type=PATH)
 @click.option("--calibrate", is_flag=True, help="Time real steps of the model for about 10 s.")
 @click.option("--fail-if-over", type=DURATION, help="Exit 4 if the job would take longer.")
-@click.option("--expect-output", type=COUNT, help="Expected tokens per answer.")
-@click.option("--shard", type=SHARD, default="1/1", help="Plan the I-th of N parts of the rows.")
+@click.option("--expect-output", type=COUNT, help="Expected tokens per answer [as in the last run].")
+@click.option("--shard", type=SHARD, default="1/1", help="Plan the I-th of N parts of the rows [1/1].")
 @json_option()
 @job_options("model", "input", "sampling", "engine", "output", "cluster")
 def plan(job: Path | None, as_json: bool, **values: Any) -> int:

@@ -41,10 +41,10 @@ _MIXED_HELP = "Go on with a run begun on another kind of processor."
 @run_option("--overwrite", is_flag=True, help="Start anew: drop what the run directory holds.")
 @run_option("--strict", is_flag=True, help="Refuse to start if any row is bad.")
 @run_option("--max-error-rate", type=SHARE, help="Stop when more of the rows read fail, such as 5%.")
-@run_option("--deadline", type=CLOCK, help="Stop at this time of day, or at an ISO date and time.")
+@run_option("--deadline", type=CLOCK, help="Stop at this time: 05:55 or 2026-01-31T05:55.")
 @run_option("--max-runtime", type=DURATION, help="Stop after this long, such as 55m.")
 @run_option("--max-total-tokens", type=COUNT, help="Stop after computing N tokens.")
-@run_option("--shard", type=SHARD, default="1/1", help="Run the I-th of N parts of the rows.")
+@run_option("--shard", type=SHARD, default="1/1", help="Run the I-th of N parts of the rows [1/1].")
 @run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
 @run_option("--metrics-file", type=PATH, help="Write Prometheus metrics at the end.")
 @progress_options

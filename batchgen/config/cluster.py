@@ -60,24 +60,21 @@ class ClusterSpec:
     """
 
     workers: str = key(
-        Kind(_workers, "N|MIN:MAX|auto"),
-        "Worker processes; auto: one per GPU or NUMA node",
-        "",
-        outputs=False,
+        Kind(_workers, "N|MIN:MAX|auto"), "Worker processes; auto: one per GPU or NUMA node", "", resume="free"
     )
     ray: str = key(
-        Kind(_address, "auto|HOST:PORT"), "Run on a Ray cluster: auto, or the address of its head", "", outputs=False
+        Kind(_address, "auto|HOST:PORT"), "Run on a Ray cluster: auto, or its head as HOST:PORT", "", resume="free"
     )
-    worker_cpus: int | None = key(integer_or_auto(1, 1 << 16), "CPUs of a worker", None, outputs=False)
-    worker_gpus: int | None = key(integer_or_auto(0, 1 << 10), "GPUs of a worker", None, outputs=False)
+    worker_cpus: int | None = key(integer_or_auto(1, 1 << 16), "CPUs of a worker", None, resume="free")
+    worker_gpus: int | None = key(integer_or_auto(0, 1 << 10), "GPUs of a worker", None, resume="free")
     resources: Mapping[str, float] | None = key(
-        Kind(_resources, "JSON"), "Ray resources of a worker, such as '{\"spot\": 0.01}'", None, outputs=False
+        Kind(_resources, "JSON"), "Per worker, such as '{\"spot\": 0.01}'", None, flag="ray-resources", resume="free"
     )
     patience: str = key(
-        Kind(_duration, "DURATION"), "Give a worker up when no step of it has ended for so long", "60s", outputs=False
+        Kind(_duration, "DURATION"), "Give up a worker that has ended no step for this long", "60s", resume="free"
     )
     load_patience: str = key(
-        Kind(_duration, "DURATION"), "Give a worker up that has not loaded the model in so long", "30m", outputs=False
+        Kind(_duration, "DURATION"), "Give up a worker that takes longer to load the model", "30m", resume="free"
     )
 
     @property

@@ -64,7 +64,7 @@ def _destination(*schemes: str) -> Kind:
             raise ValueError("names a revision: files are published to the main branch")
         return text.rstrip("/")
 
-    return string("ADDRESS", empty=True).then(parse)
+    return string("URL", empty=True).then(parse)
 
 
 _DEVICES = ("auto", "cpu", "cuda")
@@ -84,17 +84,17 @@ class ModelSpec:
     really runs with, not these values; ``weights`` and ``activations`` are compared as they are written here.
     """
 
-    path: str = key(string("MODEL"), "Folder, .gguf file, Hub id or dummy:NAME", "", flag="model", outputs=False)
-    revision: str = key(string(), "Branch, tag or commit on the Hub", "main", outputs=False)
+    path: str = key(string("MODEL"), "Folder, .gguf file, Hub id or dummy:NAME", "", flag="model", resume="compared")
+    revision: str = key(string(), "Branch, tag or commit on the Hub", "main", resume="compared")
     dtype: str = key(
-        one_of("auto", "bfloat16", "float16", "float32"), "Number format to compute in", "auto", outputs=False
+        one_of("auto", "bfloat16", "float16", "float32"), "Number format to compute in", "auto", resume="compared"
     )
-    weights: str = key(_AS_IT_IS_OR_INT8, "Keep weights as stored, or as integers", "auto")
-    activations: str = key(_AS_IT_IS_OR_INT8, "int8: round the inputs of products too", "auto")
-    adapter: str = key(string(empty=True), "LoRA folder or Hub id, added to the weights", "", outputs=False)
-    device: str = key(_DEVICE, "Where the model runs", "auto", outputs=False)
-    tokenizer: str = key(string(empty=True), "Folder or Hub id [the model's own]", "", outputs=False)
-    batch_invariant: bool = key(BOOL, "On a GPU: no row depends on its batch; off: cuBLAS", True, outputs=False)
+    weights: str = key(_AS_IT_IS_OR_INT8, "Keep weights as stored, or as 8-bit integers", "auto")
+    activations: str = key(_AS_IT_IS_OR_INT8, "int8: round inputs of products too; needs --weights int8", "auto")
+    adapter: str = key(string(empty=True), "LoRA folder or Hub id, added to the weights", "", resume="compared")
+    device: str = key(_DEVICE, "Where the model runs", "auto", resume="compared")
+    tokenizer: str = key(string(empty=True), "Folder or Hub id [the model's own]", "", resume="compared")
+    batch_invariant: bool = key(BOOL, "On a GPU: use cuBLAS; tokens may depend on the batch", True, resume="compared")
 
     @property
     def named(self) -> dict[str, str]:
@@ -111,21 +111,21 @@ class InputSpec:
     """
 
     path: tuple[str, ...] = key(
-        _PATHS, "File, pattern, folder, URL, - (stdin), hf:NAME; may be repeated", (), flag="input", outputs=False
+        _PATHS, "File, pattern, folder, URL, hf:NAME or - (stdin); may be repeated", (), flag="input", resume="compared"
     )
     format: str = key(
         one_of("auto", "jsonl", "parquet", "hf", "openai-batch", "text"), "Input format", "auto", flag="input-format"
     )
-    id: str | None = key(_COLUMN, "Column that identifies a row", None)
+    id: str | None = key(_COLUMN, "Column that identifies a row [its number]", None)
     prompt: str | None = key(string(), "Column name, or template such as '{question}'", None)
     messages: str | None = key(_COLUMN, "Column with a chat, a list of messages", None)
     prompt_token_ids: str | None = key(_COLUMN, "Column with token ids, used unchanged", None)
     system: str | None = key(string(empty=True), "System prompt", None)
-    chat: bool = key(BOOL, "Wrap prompts in the model's chat template", True)
+    chat: bool = key(BOOL, "Send prompts without the chat template", True)
     chat_template_kwargs: Mapping[str, Any] | None = key(
         keys.TEMPLATE_KWARGS, "Variables of the chat template, such as '{\"enable_thinking\": false}'", None
     )
-    keep_columns: tuple[str, ...] = key(COLUMNS, "Columns copied to the output", ())
+    keep_columns: tuple[str, ...] = key(COLUMNS, "Columns copied to the output; *: all", ())
     limit: int | None = key(integer(1), "Take the first N rows only", None)
 
     @property
@@ -150,19 +150,19 @@ class EngineConfig:
     Raises UsageError naming an unknown type, or a size below 1 or above what the host has memory to keep track of.
     """
 
-    max_num_batched_tokens: int | None = key(integer_or_auto(1, 1 << 20), "Most tokens per step", None, outputs=False)
-    max_num_seqs: int | None = key(integer_or_auto(1, 1 << 16), "Most sequences running at once", None, outputs=False)
-    block_size: int | None = key(integer_or_auto(1, 1 << 16), "Tokens per KV block", None, outputs=False)
-    kv_memory: int | None = key(_SIZE_OR_AUTO, "Memory for KV blocks, such as 4GiB", None, outputs=False)
-    kv_dtype: str = key(one_of("auto", "bfloat16", "int8"), "Type of cached keys and values", "auto", outputs=False)
+    max_num_batched_tokens: int | None = key(integer_or_auto(1, 1 << 20), "Most tokens per step", None, resume="free")
+    max_num_seqs: int | None = key(integer_or_auto(1, 1 << 16), "Most sequences running at once", None, resume="free")
+    block_size: int | None = key(integer_or_auto(1, 1 << 16), "Tokens per KV block", None, resume="free")
+    kv_memory: int | None = key(_SIZE_OR_AUTO, "Memory for KV blocks, such as 4GiB", None, resume="free")
+    kv_dtype: str = key(one_of("auto", "bfloat16", "int8"), "Type of cached keys and values", "auto", resume="compared")
     max_model_len: int | None = key(_POSITIVE_OR_AUTO, "Longest prompt plus output, in tokens", None)
     look_ahead: int | None = None
-    threads: int | None = key(_POSITIVE_OR_AUTO, "CPU threads", None, outputs=False)
-    prefix_caching: bool = key(BOOL, "Compute shared beginnings of prompts once", True, outputs=False)
-    speculate: str = key(one_of("auto", "off"), "Without effect: no tokens are drafted", "auto", outputs=False)
-    share_duplicates: bool = key(BOOL, "Compute identical greedy rows once", True, outputs=False)
-    longest_first: bool = key(BOOL, "Start the rows first that may become longest", True, outputs=False)
-    forecast_memory: bool = key(BOOL, "Start a row only if its memory is expected to last", True, outputs=False)
+    threads: int | None = key(_POSITIVE_OR_AUTO, "CPU threads", None, resume="free")
+    prefix_caching: bool = key(BOOL, "Compute shared beginnings of prompts for each row anew", True, resume="free")
+    speculate: str = key(one_of("auto", "off"), "Without effect: no tokens are drafted", "auto", resume="free")
+    share_duplicates: bool = key(BOOL, "Compute identical greedy rows one by one", True, resume="free")
+    longest_first: bool = key(BOOL, "Start rows in the order of the input", True, resume="free")
+    forecast_memory: bool = key(BOOL, "Start rows without a forecast of their memory", True, resume="free")
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -184,20 +184,20 @@ class OutputSpec:
     go on; "" is none.
     """
 
-    path: str = key(string("DIR"), "The run directory", "", flag="output", outputs=False)
+    path: str = key(string("DIR"), "The run directory", "", flag="output", resume="free")
     format: str = key(
-        one_of("jsonl", "parquet", "openai-batch"), "Output format", "jsonl", flag="output-format", outputs=False
+        one_of("jsonl", "parquet", "openai-batch"), "Output format", "jsonl", flag="output-format", resume="free"
     )
-    order: str = key(one_of("input", "completion"), "Order of the output rows", "input", outputs=False)
+    order: str = key(one_of("input", "completion"), "Order of the output rows", "input", resume="free")
     token_ids: bool = key(BOOL, "Add the generated token ids", False)
-    split_reasoning: bool = key(BOOL, "Write the thinking part of an answer into a field `reasoning`", False)
-    parse_json: bool = key(BOOL, "Add the JSON answer parsed; typed columns in Parquet", False)
+    split_reasoning: bool = key(BOOL, "Write the thinking part of an answer into `reasoning`", False)
+    parse_json: bool = key(BOOL, "Add the answer's JSON as `parsed`; typed columns in Parquet", False)
     expected: str | None = key(_COLUMN, "Column with the right answer, to compare", None)
     publish: str = key(
-        _destination(*WRITABLE), "Copy the finished files to s3://, gs://, hf://datasets/", "", outputs=False
+        _destination(*WRITABLE), "Copy the finished files to s3://, gs://, hf://datasets/", "", resume="free"
     )
     mirror: str = key(
-        _destination("s3", "gs"), "Keep a copy of the unfinished run in s3:// or gs://", "", outputs=False
+        _destination("s3", "gs"), "Keep a copy of the unfinished run in s3:// or gs://", "", resume="free"
     )
 
     @property
@@ -266,5 +266,5 @@ class JobSpec:
             f"{section}.{name}": json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
             for section, values in self.to_dict().items()
             for name, value in values.items()
-            if KEYS[section][name].outputs
+            if KEYS[section][name].resume == "same"
         }

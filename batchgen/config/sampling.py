@@ -53,13 +53,13 @@ def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-_PRESET_HELP = "Values recommended in generation_config.json (model) or by LFM2's card"
+_PRESET_HELP = "model: values of generation_config.json; card: of LFM2's model card"
 _COLUMNS_HELP = "Columns with a row's own sampling values; *: all named like a key"
 COLUMNS = STRINGS.then(_column_names, metavar="A,B|*", from_text=_listed, repeats=False)
 SAMPLING_KEYS = {
     **keys_of(SamplingParams),
-    "preset": Key("preset", None, one_of(*_UNKNOWN), _PRESET_HELP, "preset", True),
-    "columns": Key("columns", (), COLUMNS.then(_sampling_columns), _COLUMNS_HELP, "sampling-columns", True),
+    "preset": Key("preset", None, one_of(*_UNKNOWN), _PRESET_HELP, "preset", "same"),
+    "columns": Key("columns", (), COLUMNS.then(_sampling_columns), _COLUMNS_HELP, "sampling-columns", "same"),
 }
 PARAM_KEYS: tuple[str, ...] = tuple(name for name in SAMPLING_KEYS if name != "columns")
 # What asks for structured outputs in a row, under whatever name, and how it says so in the words of the first.

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from batchgen.core.structured import canonical
 from batchgen.core.units import shown
@@ -51,24 +51,31 @@ class Kind(NamedTuple):
         return self._replace(parse=lambda value: convert(parse(value)), **changes)
 
 
+Resume = Literal["same", "compared", "free"]
+
+
 class Key(NamedTuple):
-    """A declared key; ``outputs`` is whether its value changes outputs."""
+    """A declared key. ``help`` says what a value does, of a switch that which is not its default.
+
+    ``resume`` says what a resume may change: nothing, as outputs depend on the value ("same"); the value, if what it
+    leads to is the same, such as the content of a file ("compared"); or all of it ("free").
+    """
 
     name: str
     default: Any
     kind: Kind
     help: str
     flag: str
-    outputs: bool
+    resume: Resume
 
     def written(self, value: Any) -> Any:
         """A value of the field as a job file and ``job.json`` hold it."""
         return self.kind.none if value is None else value
 
 
-def key(kind: Kind, text: str, default: Any, *, flag: str = "", outputs: bool = True) -> Any:
-    """Declare a key: its kind, help line, default, flag when not ``--name``, and whether it changes outputs."""
-    return field(default=default, metadata={"kind": kind, "help": text, "flag": flag, "outputs": outputs})
+def key(kind: Kind, text: str, default: Any, *, flag: str = "", resume: Resume = "same") -> Any:
+    """Declare a key: its kind, help line, default, flag when not ``--name``, and what a resume may change of it."""
+    return field(default=default, metadata={"kind": kind, "help": text, "flag": flag, "resume": resume})
 
 
 def keys_of(*classes: type[Any]) -> dict[str, Key]:

@@ -99,18 +99,16 @@ class SamplingParams:
 
     max_tokens: int = key(integer(0, INT32_MAX), "Most tokens to generate", 256)
     min_tokens: int = key(integer(0, INT32_MAX), "Generate at least N tokens", 0)
-    temperature: float = key(keys.TEMPERATURE, "0 always takes the likeliest token", 0.0)
+    temperature: float = key(keys.TEMPERATURE, "0: likeliest token; higher: more random", 0.0)
     top_p: float = key(number(0, 1, above_low=True), "Keep the likeliest tokens up to this total probability", 1.0)
-    top_k: int = key(keys.TOP_K, "Keep the K likeliest tokens; 0 keeps all", 0)
+    top_k: int = key(keys.TOP_K, "Keep the K likeliest tokens; 0: all", 0)
     min_p: float = key(number(0, 1), "Drop tokens less likely than this share of the likeliest one", 0.0)
     # vLLM: above 0; beyond these bounds float32 logits overflow
-    repetition_penalty: float = key(
-        number(0.01, 100), "Above 1, tokens of the prompt and the output become less likely", 1.0
-    )
-    presence_penalty: float = key(number(-2, 2), "Subtracted from the logits of tokens in the output", 0.0)
-    frequency_penalty: float = key(number(-2, 2), "Subtracted from a logit per time its token was generated", 0.0)
-    seed: int = key(integer(-INT64_MAX - 1), "Seed of the job's random draws", 0)
-    stop: tuple[str, ...] = key(keys.STOP, "Text that ends the output and is cut from it; may be repeated", ())
+    repetition_penalty: float = key(number(0.01, 100), "Above 1, tokens of prompt and output become less likely", 1.0)
+    presence_penalty: float = key(number(-2, 2), "Above 0, tokens of the output become less likely", 0.0)
+    frequency_penalty: float = key(number(-2, 2), "Above 0, tokens become less likely with each use", 0.0)
+    seed: int = key(integer(-INT64_MAX - 1), "Seed of all random choices", 0)
+    stop: tuple[str, ...] = key(keys.STOP, "Text that ends the output; may be repeated", ())
     stop_token_ids: tuple[int, ...] = key(keys.TOKEN_IDS, "Token ids that end the output too, such as 2,7", ())
     ignore_eos: bool = key(keys.BOOL, "Continue after an end token, for benchmarks", False)
     n: int = key(integer(1, MAX_SAMPLES), "Samples per row", 1)
@@ -124,7 +122,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = key(keys.BAD_WORDS, "Text that may not be generated; may be repeated", ())
     structured_outputs: str = key(keys.STRUCTURED, "JSON schema, regex, choice or grammar that the text must fit", "")
     choices: tuple[str, ...] = key(keys.CHOICES, "Text to score instead of generating; repeat it per choice", ())
-    normalize: str = key(one_of("none", "tokens"), "Choose by total log-probability, or by its mean per token", "none")
+    normalize: str = key(one_of("none", "tokens"), "tokens: choose by the mean log-probability per token", "none")
 
     @property
     def is_greedy(self) -> bool:

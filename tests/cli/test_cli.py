@@ -71,17 +71,17 @@ def test_the_help_of_run_shows_what_people_need_and_help_all_the_rest(capsys: py
     assert f"{len(hidden)} more options, for experts: batchgen run --help-all" in brief
     assert "for experts" not in whole
     named = {option for parameter in cli.commands["run"].params for option in parameter.opts if option[:2] == "--"}
-    assert {*shown_options(whole)} == {*named, "--help"}
+    assert {flag.replace("--no-", "--") for flag in shown_options(whole)} == {*named, "--help"}
     assert max(map(len, whole.splitlines())) <= 80
 
 
-def test_help_says_what_a_switch_is_without_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_of_a_switch_the_flag_that_is_not_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     _, whole, _ = said(capsys, "run", "--help-all")
     text = " ".join(whole.split())
-    for section, keys in KEYS.items():
-        for item in keys.values():
-            if item.kind is BOOL:
-                assert f"{item.help} [{'on' if item.default else 'off'}]" in text, section
+    switches = [item for keys in KEYS.values() for item in keys.values() if item.kind is BOOL]
+    assert {item.default for item in switches} == {True, False}
+    for item in switches:
+        assert f"--{'no-' if item.default else ''}{item.flag} {item.help}." in text
 
 
 def test_plan_can_be_written_where_run_stood(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,7 +211,7 @@ def test_without_a_worker_the_job_waits_for_a_machine(machines: Any, jobs: JobMa
     jobs.output = jobs.folder / "dispatcher"
     only = {"batchgen-test": 1.0}
     node = machines.add(resources=only)
-    where = ["--ray", machines.address, "--workers", "1", "--resources", '{"batchgen-test": 1}']
+    where = ["--ray", machines.address, "--workers", "1", "--ray-resources", '{"batchgen-test": 1}']
     driver = start(["run", jobs.toml(), *where], step_s=0.05)
     try:
         until_rows_are_done(driver, jobs.output, 50)
