@@ -17,6 +17,7 @@ import click
 
 from batchgen.cli.bench import bench
 from batchgen.cli.check import check
+from batchgen.cli.help import help_command
 from batchgen.cli.options import RunOption
 from batchgen.cli.plan import plan
 from batchgen.cli.report import report
@@ -36,6 +37,13 @@ class _Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands]
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the exit codes, and where to read on."""
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(int(code)), code.meaning) for code in ExitCode])
+        formatter.write_paragraph()
+        formatter.write_text("Documents: batchgen help")
+
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
 @click.version_option(__version__, message="batchgen %(version)s")
@@ -45,13 +53,10 @@ def cli() -> None:
     \b
     Example:
       batchgen run jobs/quickstart.toml
-
-    Exit codes: 0 all rows done, 1 crash, 2 usage or resume mismatch, 3 finished with failed rows, 4 a gate failed,
-    5 locked by another run, 75 stopped early: run again to resume.
     """
 
 
-for command in (run, plan, status, report, retry, merge, check, bench):
+for command in (run, plan, status, report, retry, merge, check, bench, help_command):
     cli.add_command(command)
 for option in run.params:  # those of the run itself: where a command line says "run", "plan" can be written
     if isinstance(option, RunOption) and option.name not in {own.name for own in plan.params}:

@@ -19,19 +19,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Literal
+from typing import Literal, Self
 
 
 class ExitCode(IntEnum):
-    """Process exit codes; scripts depend on them."""
+    """Process exit codes; scripts depend on them. ``todo`` is what such a script should do."""
 
-    OK = 0
-    CRASH = 1
-    USAGE = 2
-    ROWS_FAILED = 3
-    GATE_FAILED = 4
-    LOCKED = 5
-    STOPPED = 75
+    meaning: str
+    todo: str
+
+    OK = 0, "All rows are done.", "Use the outputs."
+    CRASH = 1, "batchgen or the machine failed, such as a full disk.", "Mend the cause, then run it again."
+    USAGE = 2, "The job or command cannot work, or the folder is another job's.", "Stop: it would fail again."
+    ROWS_FAILED = 3, "Finished with failed rows, or stopped as too many failed.", "Use the outputs; see errors.jsonl."
+    GATE_FAILED = 4, "A gate of plan, report or check did not pass.", "Fail the pipeline."
+    LOCKED = 5, "Another process runs in this folder.", "Leave it to that process, or wait for its end."
+    STOPPED = 75, "Stopped early by a signal, a deadline or a limit.", "Run the same command again: it resumes."
+
+    def __new__(cls, value: int, meaning: str = "", todo: str = "") -> Self:
+        member = int.__new__(cls, value)
+        member._value_, member.meaning, member.todo = value, meaning, todo
+        return member
 
 
 class BatchgenError(Exception):
@@ -100,18 +108,30 @@ class TokenizerError(Exception):
 
 
 class RowErrorCode(StrEnum):
-    """Stable codes of ``errors.jsonl``."""
+    """Stable codes of ``errors.jsonl``; ``remedy`` is what to change before ``batchgen retry``."""
 
-    BAD_JSON = "bad_json"
-    MISSING_COLUMN = "missing_column"
-    BAD_TYPE = "bad_type"
-    EMPTY_PROMPT = "empty_prompt"
-    BAD_PARAM = "bad_param"
-    DUPLICATE_ID = "duplicate_id"
-    TOO_LONG = "too_long"
-    BAD_ENCODING = "bad_encoding"
-    TEMPLATE_ERROR = "template_error"
-    INTERNAL = "internal"
+    meaning: str
+    remedy: str
+
+    BAD_JSON = "bad_json", "The line is not valid JSON.", "Put the correct JSON object into `row`."
+    MISSING_COLUMN = "missing_column", "The row lacks a column that it needs.", "Add the column to `row`."
+    BAD_TYPE = "bad_type", "A value has the wrong type, such as null for a text.", "Correct the value in `row`."
+    EMPTY_PROMPT = "empty_prompt", "The prompt has no text or no tokens.", "Fill in the column of the prompt."
+    BAD_PARAM = "bad_param", "A sampling value is unknown or impossible.", "Correct or remove the value in `row`."
+    DUPLICATE_ID = "duplicate_id", "An earlier row has the same id.", "Give `row` an id of its own."
+    TOO_LONG = (
+        "too_long",
+        "The prompt exceeds the context or the KV memory.",
+        "Shorten it, or retry with larger limits.",
+    )
+    BAD_ENCODING = "bad_encoding", "The line is not valid UTF-8.", "Put the correct JSON object into `row`."
+    TEMPLATE_ERROR = "template_error", "A template cannot take the row.", "Change what the message names in `row`."
+    INTERNAL = "internal", "batchgen or the machine failed at the row.", "Retry it; if it fails again, report a bug."
+
+    def __new__(cls, value: str, meaning: str = "", remedy: str = "") -> Self:
+        member = str.__new__(cls, value)
+        member._value_, member.meaning, member.remedy = value, meaning, remedy
+        return member
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from batchgen.core.errors import RowErrorCode
 from batchgen.core.units import counted, format_duration, shortened
 
 Report = Mapping[str, Any]
@@ -85,7 +86,7 @@ def outcome(report: Report) -> Facts:
     if "tokens/s out" in figure:
         speed = f"{figure['tokens/s out']} tokens/s out, {figure['tokens/s in and out']} in and out"
     yield "speed", f"{speed}, without copies" if report["duplicates"] else speed
-    codes = ", ".join(f"{code} {count}" for code, count, _ in failures(report).rows[:_NUM_CODES])
+    codes = ", ".join(f"{code} {count}" for code, count, *_ in failures(report).rows[:_NUM_CODES])
     yield "failed", f"{figure['rows failed']} rows: {codes}" if codes else "no row"
     if accuracy := report.get("accuracy"):
         share = "no row was compared"
@@ -197,8 +198,9 @@ def _resources(report: Report) -> Facts:
 def failures(report: Report) -> Table:
     """Failed rows by code, most frequent first."""
     errors = sorted(report["errors"].items(), key=lambda item: -item[1])
-    rows = [(code, f"{count:,}", f"{count / report['rows']['total']:.2%}") for code, count in errors]
-    return Table("Failed rows", ("code", "rows", "share"), rows)
+    shares = [(code, f"{count:,}", f"{count / report['rows']['total']:.2%}") for code, count in errors]
+    rows = [(code, *share, RowErrorCode(code).remedy) for code, *share in shares]
+    return Table("Failed rows", ("code", "rows", "share", "what to do"), rows)
 
 
 def answers(records: Sequence[Mapping[str, Any]], expected: str | None) -> Table:

@@ -27,7 +27,7 @@ def test_the_commands_shown_are_those_of_the_help() -> None:
     shown = re.search(r"<!-- help: the commands of batchgen --help -->\n```\n(.*?)```", README, re.DOTALL)
     assert shown is not None
     result = CliRunner().invoke(cli, ["--help"], prog_name="batchgen", terminal_width=80)
-    assert shown[1] == result.output[result.output.index("Commands:") :]
+    assert shown[1] == result.output[result.output.index("Commands:") : result.output.index("\nExit codes:")]
 
 
 def test_the_row_shown_is_one_of_the_sample_data() -> None:

@@ -208,7 +208,7 @@ REFUSED_FLAGS: list[tuple[str, object, str]] = [
         for value in ("0s", "", "soon", True, 0, -1, [])
     ),
     *(
-        ("cluster.resources", value, "^--resources = .*must be an object")
+        ("cluster.resources", value, "^--ray-resources = .*must be an object")
         for value in ("{", "[1]", {"spot": 0}, {"spot": True}, {"a": "b"})
     ),
     ("cluster.worker_cpus", 0, "^--worker-cpus = .*must be"),
@@ -506,7 +506,7 @@ def test_a_ray_cluster_is_used_without_a_number_of_workers() -> None:
 
 
 def test_no_key_of_the_cluster_changes_outputs() -> None:
-    assert not any(key.outputs for key in KEYS["cluster"].values())
+    assert all(key.resume == "free" for key in KEYS["cluster"].values())
     given = {"workers": "2:4", "ray": "auto", "worker_cpus": 2, "worker_gpus": 0, "resources": {"spot": 0.01}}
     spec = spec_of(**given, patience="3s", load_patience="9m")
     assert spec.output_keys() == spec_of().output_keys()

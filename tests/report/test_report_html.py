@@ -17,6 +17,7 @@ from report_samples import engine, made
 from run_helpers import JobMaker, rows_of
 
 from batchgen.cli.main import call
+from batchgen.core.errors import RowErrorCode
 from batchgen.report.distribution import Distribution
 from batchgen.report.facts import answers
 from batchgen.report.html import render_html as render_page
@@ -77,6 +78,12 @@ def test_the_page_loads_and_runs_nothing_has_every_picture_and_follows_the_reade
     assert "prefers-color-scheme: dark" in text and "stroke: var(--decode)" in text and "#0a000" not in text
     assert ">seconds<" in text and ">milliseconds<" in text  # of a token
     assert render_html(report) == text, "the same report gives the same page"
+
+
+def test_the_page_says_what_to_do_about_failed_rows() -> None:
+    report = with_series()
+    report["errors"] = {"duplicate_id": 2}
+    assert RowErrorCode.DUPLICATE_ID.remedy in render_html(report)
 
 
 def test_the_page_names_the_run_and_shows_its_first_answers_where_there_are_outputs(job: JobMaker) -> None:

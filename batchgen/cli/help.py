@@ -1,0 +1,171 @@
+"""The ``help`` command: pages of ``batchgen/docs``, sections of them, and the help of other commands.
+
+The pages are Markdown files of the package, so that a machine without internet has them too. Only what they use is
+understood: headings, paragraphs, lists, tables, code blocks and links.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from batchgen.core.errors import UsageError
+from batchgen.core.keys import resembling
+
+DOCS = Path(__file__).parents[1] / "docs"
+INDEX = "README"  # the page that lists all others
+_MAX_WIDTH = 80
+_HEADING = re.compile(r"(#+) (.+)")
+_ITEM = re.compile(r" *(?:[*-]|\d+\.) ")
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
+_FENCE = "```"
+
+
+class Section(NamedTuple):
+    """A heading of a page and the lines from it to the next of its level; a whole page is named after its file."""
+
+    name: str
+    level: int
+    lines: Sequence[str]
+
+
+@click.command("help", context_settings={"ignore_unknown_options": True})
+@click.argument("topic", nargs=-1, metavar="[TOPIC]")
+@click.pass_context
+def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
+    """Show a page of the documents, or a command's help.
+
+    Without TOPIC, lists the pages. TOPIC is a page, a command, or words of a heading: keys of the job file and codes
+    of errors.jsonl are headings too.
+
+    \b
+    Examples:
+      batchgen help tutorial
+      batchgen help run
+      batchgen help exit codes
+      batchgen help max_tokens
+    """
+    group = ctx.find_root().command
+    commands = group.commands if isinstance(group, click.Group) else {}
+    name = " ".join(topic)
+    if name in commands:
+        click.echo(commands[name].get_help(click.Context(commands[name], info_name=name, parent=ctx.parent)))
+        return
+    columns, rows = shutil.get_terminal_size()
+    text = render(find_section(name, commands), min(columns, _MAX_WIDTH))
+    is_long = sys.stdout.isatty() and text.count("\n") >= rows
+    (click.echo_via_pager if is_long else click.echo)(text)
+
+
+def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
+    """The page or section whose name fits best, the index for none. Raises UsageError with the nearest name."""
+    pages = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+    index = next(sections(INDEX, pages.pop(INDEX)))
+    wanted = _words(topic)
+    if not wanted:
+        return index
+    known = [section for page, text in pages.items() for section in sections(page, text)]
+
+    def distance(section: Section) -> int:
+        words = _words(section.name)
+        is_end = wanted in (words[: len(wanted)], words[-len(wanted) :])
+        return 0 if words == wanted else 1 if is_end else 2 if set(wanted) <= set(words) else 3
+
+    best = min(known, key=lambda section: (distance(section), section.level))
+    if distance(best) < 3:
+        return best
+    hint = resembling(topic, [*pages, *commands, *(section.name for section in known)])
+    raise UsageError(f'no page, section or command is named "{topic}"' + (hint or f" (pages: {', '.join(pages)})"))
+
+
+def sections(page: str, text: str) -> Iterator[Section]:
+    """All sections of a page, itself first."""
+    lines = text.splitlines()
+    heads: list[tuple[int, int]] = []  # line, level
+    is_code = False
+    for number, line in enumerate(lines):
+        is_code ^= line.startswith(_FENCE)
+        if not is_code and (match := _HEADING.fullmatch(line)):
+            heads.append((number, len(match[1])))
+    for place, (start, level) in enumerate(heads):
+        end = next((number for number, other in heads[place + 1 :] if other <= level), len(lines))
+        yield Section(_plain(lines[start].lstrip("# ")) if level > 1 else page, level, lines[start:end])
+
+
+def _words(text: str) -> list[str]:
+    """The words of a name: "max_tokens", "--max-tokens" and "Max tokens" are the same."""
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def render(section: Section, width: int) -> str:
+    """A section as text of ``width`` columns: headings in bold, paragraphs filled, tables aligned, code as it is."""
+    found: list[str] = []
+    indent = "  "
+    for block in _blocks(section.lines):
+        if heading := _HEADING.fullmatch(block[0]):
+            indent = "  " * max(len(heading[1]) - section.level + (section.level > 1), 1)
+            found.append(indent[2:] + click.style(_plain(heading[2]), bold=True))
+        else:
+            found += [(indent + line).rstrip() for line in _block(block, width - len(indent))]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(found).strip("\n"))
+
+
+def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:
+    """Headings, paragraphs, items of lists, tables and code blocks, each as its lines; a blank line is a block too."""
+    block: list[str] = []
+    for line in (*lines, ""):
+        is_code = bool(block) and block[0].startswith(_FENCE)
+        if not is_code and block and (not line.strip() or line.startswith((_FENCE, "#")) or _ITEM.match(line)):
+            yield block
+            block = []
+        if is_code or (line.strip() and not line.startswith("<!--")):
+            block.append(line)
+        elif not line.strip():
+            yield [""]
+        if is_code and line == _FENCE:
+            yield block
+            block = []
+
+
+def _block(block: Sequence[str], width: int) -> list[str]:
+    if block[0].startswith(_FENCE):
+        indent = " " * max(0, min(2, width - max(map(len, block))))
+        return [indent + line for line in block[1:-1]]
+    if block[0].startswith("|"):
+        return _table(block, width)
+    match = _ITEM.match(block[0])
+    mark = match[0] if match else ""
+    lines = _wrapped(" ".join(line.strip() for line in block).removeprefix(mark.strip()), width - len(mark))
+    return [mark + lines[0], *(" " * len(mark) + line for line in lines[1:])]
+
+
+def _table(lines: Sequence[str], width: int) -> list[str]:
+    """Columns two blanks apart; where that is too wide, the widest are narrowed and their cells wrapped."""
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines if not line.startswith("|---")]
+    widths = [max(len(_plain(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    while sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+    found = []
+    for row in rows:
+        cells = [_wrapped(cell, size) for cell, size in zip(row, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            found.append("  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True)))
+    return [found[0], "  ".join("-" * size for size in widths), *found[1:]]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(_plain(text), max(width, 10), break_on_hyphens=False) or [""]
+
+
+def _plain(text: str) -> str:
+    """Text without Markdown's marks: a link to another page is its words, one to elsewhere has its URL behind it."""
+    text = _LINK.sub(lambda link: f"{link[1]} ({link[2]})" if "://" in link[2] else link[1], text)
+    return text.replace("**", "").replace("\\|", "|").strip()

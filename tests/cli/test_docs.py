@@ -1,0 +1,172 @@
+"""The documents of the package: ``batchgen help`` shows them, the generated ones are current, the others name what is.
+
+Spelling is held by a list of words that these pages do not use; no dictionary is at hand.
+"""
+
+from __future__ import annotations
+
+import re
+
+import docs
+import pytest
+
+from batchgen.cli.help import DOCS, INDEX, find_section, render, sections
+from batchgen.cli.main import call, cli
+from batchgen.config.job import KEYS
+from batchgen.core.errors import ExitCode, RowErrorCode, UsageError
+
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
+# British spellings where American ones are used, words of another language for a standard term, words that say nothing.
+FORBIDDEN = (
+    "behaviour|colour|favour|honour|neighbour|licence|centre|analyse|catalogue|cancelled|grey|"
+    "(?:initial|normal|optim|organ|recogn|serial|summar|token|util)is(?:e|ed|ing|ation)|"
+    "simply|obviously|easily|just|please|whoever|nobody|TODO|FIXME"
+)
+CODE = r"^```.*?^```|`[^`]*`"
+SAMPLE = """\
+# A page
+
+Words in `code`, [a page](records.md) and [a site](https://example.org), **strongly** wrapped at the width.
+
+## On `resume`
+
+* an item that is as long as two lines of this width are
+  - one below
+
+```sh
+# no heading
+batchgen run job.toml
+```
+
+### A table
+
+| key | meaning |
+|---|---|
+| `a` | one \\| two and then so many words that the cell is wrapped |
+"""
+SHOWN = """\
+A page
+
+  Words in `code`, a page and a site
+  (https://example.org), strongly
+  wrapped at the width.
+
+On `resume`
+
+  * an item that is as long as two
+    lines of this width are
+    - one below
+
+    # no heading
+    batchgen run job.toml
+
+  A table
+
+    key  meaning
+    ---  -----------------------------
+    `a`  one | two and then so many
+         words that the cell is
+         wrapped"""
+
+
+def shown(capsys: pytest.CaptureFixture[str], *topic: str) -> str:
+    assert call(["help", *topic]) == 0
+    return capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- batchgen help
+
+
+def test_help_without_a_topic_lists_every_page_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys)
+    for name in PAGES.keys() - {INDEX}:
+        assert re.search(rf"^  {name} +[A-Z]", text, re.MULTILINE), name
+
+
+def test_markdown_becomes_text_of_a_width() -> None:
+    plain = re.sub(r"\x1b\[\d+m", "", render(next(sections("page", SAMPLE)), 38))
+    assert plain == SHOWN
+    assert [(section.name, section.level) for section in sections("page", SAMPLE)] == [
+        ("page", 1),
+        ("On `resume`", 2),
+        ("A table", 3),
+    ]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_fits_into_80_columns_but_for_its_code(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    text = shown(capsys, *([] if name == INDEX else [name]))
+    code = {line.strip() for line in PAGES[name].splitlines()}
+    assert "\x1b" not in text
+    assert [line for line in text.splitlines() if len(line) > 80 and line.strip() not in code] == []
+
+
+@pytest.mark.parametrize(
+    ("topic", "first"),
+    [
+        ("job-file", "The job file"),
+        ("Job File", "The job file"),
+        ("max_tokens", "sampling.max_tokens"),
+        ("--max-tokens", "sampling.max_tokens"),
+        ("engine.kv_memory", "engine.kv_memory"),
+        ("too_long", "too_long"),
+        ("exit codes", "Exit codes"),
+        ("status", "Usage: batchgen status [OPTIONS] DIR"),
+    ],
+)
+def test_a_topic_is_a_page_a_heading_or_a_command(capsys: pytest.CaptureFixture[str], topic: str, first: str) -> None:
+    assert shown(capsys, *topic.split()).splitlines()[0] == first
+
+
+@pytest.mark.parametrize("topic", ["resume", "retry", "errors", "seed", "expected", "report.json", "workers"])
+def test_what_people_look_for_leads_somewhere(capsys: pytest.CaptureFixture[str], topic: str) -> None:
+    assert len(shown(capsys, topic)) > 100
+
+
+def test_an_unknown_topic_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["help", "operatoins"]) == ExitCode.USAGE
+    assert 'no page, section or command is named "operatoins" (did you mean "operations"?)' in capsys.readouterr().err
+    with pytest.raises(UsageError, match=r"\(pages: .*exactness.*tutorial\)"):
+        find_section("zzzz")
+
+
+# ---------------------------------------------------------------- the pages
+
+
+@pytest.mark.parametrize("name", docs.PAGES)
+def test_a_generated_page_is_current(name: str) -> None:
+    assert PAGES[name] == docs.page(name), "python tests/helpers/docs.py writes it"
+
+
+def test_every_key_code_and_command_has_a_section() -> None:
+    names = {section.name for name, text in PAGES.items() for section in sections(name, text)}
+    keys = {f"{section}.{key}" for section, found in KEYS.items() for key in found}
+    assert keys | {*RowErrorCode} | cli.commands.keys() <= names
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_to_a_section_leads_there(name: str) -> None:
+    for page, anchor in re.findall(r"\]\(([\w-]*)(?:\.md)?#([^)\s]+)\)", PAGES[name]):
+        assert anchor in {slug(found.name) for found in sections(page or name, PAGES[page or name])}, anchor
+
+
+def slug(title: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_key_that_a_page_names_exists(name: str) -> None:
+    found = re.findall(rf"`({'|'.join(KEYS)})\.(\w+)`", PAGES[name])
+    unknown = {f"{section}.{key}" for section, key in found if key not in KEYS[section]}
+    assert unknown - {"input.spool"} == set(), "which is a file of a run"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_written_as_the_others(name: str) -> None:
+    prose = re.sub(CODE, "", PAGES[name], flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(rf"\b(?:{FORBIDDEN})s?\b", prose) == []
+    assert not re.search(r"^#+ [^\n]*\n[^\n]", prose, re.MULTILINE), "a heading has a blank line behind it"
+    assert re.match(r"(?:<!--[^\n]*-->\n\n)?# [^\n]+\n\n\S", PAGES[name])
+    for table in re.findall(r"(?:^\|[^\n]*\|\n)+", PAGES[name], re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table

@@ -1,0 +1,165 @@
+"""The generated pages of ``batchgen/docs``: ``python tests/helpers/docs.py`` writes them from the code's declarations.
+
+What the code does not say is in ``docs.toml`` beside this file. A name there that the code does not know, and a field
+of the code that is missing there, is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import textwrap
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from batchgen.cli.help import DOCS
+from batchgen.cli.main import cli
+from batchgen.config.job import KEYS, RECORD_KEYS, JobSpec
+from batchgen.config.load import load_job
+from batchgen.core.errors import ExitCode, RowError, RowErrorCode
+from batchgen.core.keys import BOOL, Key
+from batchgen.core.records import BadRow, Cursor, FinishReason, Record, Result, Timings
+from batchgen.executors.driver import _POISON
+from batchgen.output.record_builder import RecordBuilder
+from batchgen.plan.dry_run import make_plan
+from batchgen.report.build import KEYS as REPORT_KEYS
+
+REPOSITORY = Path(__file__).parents[2]
+MODEL = REPOSITORY / "sample_data" / "tiny-lfm2"
+TEXTS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SECTIONS = ("model", "input", "sampling", "engine", "output", "cluster")
+_TITLES = {"job-file": "The job file", "commands": "The commands", "records": "What a run writes"}
+_NOTE = "<!-- generated: change the code or tests/helpers/docs.toml, then run python tests/helpers/docs.py -->"
+
+
+def job_file() -> Iterator[str]:
+    """Every key of the job file under a heading of its own."""
+    for section in SECTIONS:
+        yield from (f"## [{section}]", TEXTS["section"][section].strip())
+        for item in KEYS[section].values():
+            yield from (f"### {section}.{item.name}", _meaning(section, item), _facts(item))
+
+
+def _meaning(section: str, item: Key) -> str:
+    text = item.help.partition(" [")[0]
+    if item.kind is BOOL:
+        text = f"`{str(not item.default).lower()}`: {text[0].lower()}{text[1:]}"
+    return " ".join([f"{text}.", *([TEXTS["more"][section][item.name]] if item.name in TEXTS["more"][section] else [])])
+
+
+def _facts(item: Key) -> str:
+    """Values, default, flag and what a resume may change; the values are told by the kind's own refusal."""
+    try:
+        item.kind.parse(object())
+    except ValueError as error:
+        values = str(error).removeprefix("must be ").replace("finite number at", "number of at")
+    for ending in (" that is not empty", " and at most 2**63 - 1", ", of at least 1 byte and below 8 EiB"):
+        values = values.removesuffix(ending)
+    default = item.written(item.default)
+    shown = "none" if default in (None, "", ()) else f"`{json.dumps(default)}`"
+    flag = f"--{'no-' if item.default is True else ''}{item.flag} {item.kind.metavar}".strip()
+    return f"Values: {values}. Default: {shown}. Flag: `{flag}`. On resume: {item.resume}."
+
+
+def commands() -> Iterator[str]:
+    """The whole help of every command."""
+    for name, command in cli.commands.items():
+        flag = "--help-all" if any("--help-all" in option.opts for option in command.params) else "--help"
+        found = CliRunner().invoke(cli, [name, flag], prog_name="batchgen", terminal_width=78)
+        yield from (f"## {name}", f"```\n{found.output.strip()}\n```")
+
+
+def records() -> Iterator[str]:
+    """Fields, codes and exit codes of all that a run writes for scripts."""
+    texts = TEXTS["section"]
+    row, bad_row = _example_records()
+    yield from ("## Output records", texts["outputs"].strip(), _json(row))
+    yield _table(("field", "meaning"), _complete("outputs", RECORD_KEYS))
+    yield texts["outputs_formats"].strip()
+    yield from ("### timings", _table(("field", "meaning"), _complete("timings", row["timings"])))
+    yield from ("## errors.jsonl", texts["errors"].strip(), _table(("field", "meaning"), _complete("errors", bad_row)))
+    yield from ("## Error codes", texts["codes"])
+    messages = example_errors()
+    for code in RowErrorCode:
+        yield from (f"### {code}", f"{code.meaning} {code.remedy}")
+        line = TEXTS["example"].get(code)
+        if line is None:
+            yield f"The message is `{messages[code]}`."
+        else:
+            yield from (f"This row fails with `{messages[code]}`:", f"```json\n{line}\n```")
+    exits = [(str(int(code)), code.meaning, code.todo) for code in ExitCode]
+    yield from ("## Exit codes", texts["exit_codes"], _table(("code", "meaning", "what a script does"), exits))
+    yield from ("## report.json", texts["report"], _table(("key", "meaning"), REPORT_KEYS.items()))
+    yield from ("## plan --json", texts["plan"], _table(("key", "meaning"), _complete("plan", example_plan())))
+
+
+def _complete(name: str, fields: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """The texts of a table in the .toml, which must be those of ``fields``."""
+    texts: Mapping[str, str] = TEXTS[name]
+    assert texts.keys() == {*fields}, sorted(texts.keys() ^ {*fields})
+    return texts.items()
+
+
+def _example_records() -> tuple[dict[str, Any], dict[str, Any]]:
+    """A record of a row, and one of a failed row."""
+    spec = _spec(Path("questions.jsonl"), {"keep_columns": ["task", "answer"]})
+    builder = RecordBuilder(spec, lambda ids, **_: "SHADOW")
+    columns = {"id": "q-004", "task": "upper", "question": 'Write "shadow" in capital letters.', "answer": "SHADOW"}
+    record = Record(4, "questions.jsonl", 5, columns, Cursor(0, 0, 0, 5))
+    timings = Timings(0.03, 1.302, 0.222, 1.332, 0.037, 1.554)
+    result = Result(4, 22, (1,) * 7, FinishReason.STOP, timings)
+    bad_row = BadRow(4, "questions.jsonl", 5, RowError(RowErrorCode.INTERNAL, ""), columns, record.after)
+    return builder.result(record, "q-004", result), builder.error(bad_row)
+
+
+def _spec(path: Path, more: Mapping[str, Any]) -> JobSpec:
+    settings = {"path": str(path), "id": "id", "prompt": "{country[name]}", **more}
+    flags = {"model": {"path": str(MODEL)}, "input": settings, "engine": {"max_model_len": 30}}
+    return load_job(None, flags, needs=("model", "input"))
+
+
+def example_plan() -> dict[str, Any]:
+    """The plan of a job with the rows of ``docs.toml``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.jsonl")
+        good = '{"id": 1, "country": {"name": "Togo"}}'
+        path.write_text("\n".join([good, *TEXTS["example"].values(), ""]), encoding="utf-8")
+        return make_plan(_spec(path, {}))
+
+
+def example_errors() -> dict[str, str]:
+    """A message of each code, as the rows of ``docs.toml`` get it."""
+    found = {row["code"]: row["message"] for row in example_plan()["bad_rows"]}
+    assert found.keys() == TEXTS["example"].keys(), found
+    return {**found, RowErrorCode.INTERNAL: _POISON}
+
+
+def _json(record: Mapping[str, Any]) -> str:
+    """An object over several lines, a field per line."""
+    fields = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in record.items()]
+    lines = ",\n".join(textwrap.fill(field, 74, subsequent_indent="   ") for field in fields)
+    return f"```json\n{{{lines[1:]}}}\n```"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    cells = [[head[0], *head[1:]], ["---"] * len(head), *([f"`{first}`", *rest] for first, *rest in rows)]
+    lines = (" | ".join(cell.replace("|", "\\|") for cell in row) for row in cells)
+    return "\n".join(f"| {line} |" for line in lines).replace("| --- | --- |", "|---|---|").replace(" --- |", "---|")
+
+
+PAGES: dict[str, Callable[[], Iterator[str]]] = {"job-file": job_file, "commands": commands, "records": records}
+
+
+def page(name: str) -> str:
+    """The text of a generated page."""
+    blocks = [_NOTE, f"# {_TITLES[name]}", TEXTS["page"][name].strip(), *PAGES[name]()]
+    return "\n\n".join(blocks) + "\n"
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        (DOCS / f"{name}.md").write_text(page(name), encoding="utf-8")
