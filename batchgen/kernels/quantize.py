@@ -37,7 +37,7 @@ class Int8Weight:
         return (self.values * scales).to(dtype)
 
 
-def quantize(weight: Tensor, group: int = GROUP, most: int = MOST) -> Int8Weight:
+def quantize_weight(weight: Tensor, group: int = GROUP, most: int = MOST) -> Int8Weight:
     """The nearest integers up to ``most`` to a weight over its scales, which are as small as bfloat16 allows.
 
     With them a value is off by at most half a scale: 0.4 % of the largest of its group.
@@ -52,7 +52,7 @@ def quantize(weight: Tensor, group: int = GROUP, most: int = MOST) -> Int8Weight
 
 def stored(weight: Tensor, weights: str, dtype: torch.dtype) -> Tensor:
     """The weight in ``dtype``, for a back end that keeps no integers; ``weights`` is "auto" or "int8"."""
-    return quantize(weight).dequantize(dtype) if weights == "int8" else weight.to(dtype)
+    return quantize_weight(weight).dequantize(dtype) if weights == "int8" else weight.to(dtype)
 
 
 def quantize_rows(x: Tensor, group: int = DOT_GROUP, most: int = MOST) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from batchgen.kernels import interface
 from batchgen.kernels.cpu.layout import DOT_GROUP
 from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
 from batchgen.kernels.processor import most_integer, processor_variant
-from batchgen.kernels.quantize import Int8Weight, quantize, quantize_rows, stored
+from batchgen.kernels.quantize import Int8Weight, quantize_rows, quantize_weight, stored
 
 
 def _sequences(inputs: ModelInput) -> Iterator[tuple[int, slice]]:
@@ -138,7 +138,7 @@ class ReferenceKernels(interface.Kernels):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> interface.Linear:
         if self.activations == "int8":
-            return Int8Linear(quantize(weight, DOT_GROUP, most_integer()), bias)
+            return Int8Linear(quantize_weight(weight, DOT_GROUP, most_integer()), bias)
         return interface.PlainLinear(stored(weight, self.weights, self._dtype or weight.dtype), bias)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> interface.GatedLinear:

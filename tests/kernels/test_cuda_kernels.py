@@ -35,7 +35,7 @@ from batchgen.kernels.cuda import attention as attention_kernels
 from batchgen.kernels.cuda import tuning
 from batchgen.kernels.cuda.tiles import SplitCounters
 from batchgen.kernels.interface import Heads
-from batchgen.kernels.quantize import quantize
+from batchgen.kernels.quantize import quantize_weight
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model import load, state
@@ -275,7 +275,7 @@ def test_weights_in_8_bits_are_multiplied_as_the_numbers_that_they_stand_for(
     dtype: torch.dtype, batch_invariant: bool
 ) -> None:
     weight, x = normal(33, 80, seed=1, dtype=dtype), normal(5, 80, seed=0, dtype=dtype)
-    numbers = quantize(weight).dequantize(dtype)
+    numbers = quantize_weight(weight).dequantize(dtype)
     expected = OnDevice(batch_invariant=batch_invariant).linear(numbers)(x)
     assert torch.equal(OnDevice(batch_invariant=batch_invariant, weights="int8").linear(weight)(x), expected)
     assert not torch.equal(numbers, weight)

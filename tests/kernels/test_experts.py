@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu import backend
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.cpu.experts import PanelExperts
+from batchgen.kernels.cpu.experts import PackedExperts
 from batchgen.kernels.interface import Kernels, Routing, SparseFeedForward
 from batchgen.kernels.reference import ExpertLoop, ReferenceKernels, choose
 
@@ -118,10 +118,10 @@ def test_one_launch_has_the_bits_of_each_experts_own_linears(dtype: str, form: s
     kernels, width = CpuKernels(DTYPES[dtype], **FORMS[form]), 128
     weights = weights_of(5, width, 160, DTYPES[dtype])
     together = kernels.experts(weights)
-    assert isinstance(together, PanelExperts)
+    assert isinstance(together, PackedExperts)
     assert kernels.variant == CpuKernels(DTYPES[dtype], **FORMS[form]).variant
     places = [
-        {linear.panels.strips.untyped_storage().data_ptr() for linear in parts}
+        {linear.packed.strips.untyped_storage().data_ptr() for linear in parts}
         for parts in zip(*together.linears, strict=True)
     ]
     assert [len(of_all) for of_all in places] == [1, 1], (

@@ -46,7 +46,7 @@ def test_what_is_compiled_for_a_model_is_what_it_launches(
     launch = Kernel.launch
 
     def noted(self: Kernel, kind: Kind, *arguments: Any, **named: Any) -> None:
-        launched.add((self._source, str(kind).removeprefix("torch.")))
+        launched.add((self._spec, str(kind).removeprefix("torch.")))
         launch(self, kind, *arguments, **named)
 
     monkeypatch.setattr(Kernel, "launch", noted)
@@ -75,5 +75,5 @@ def test_no_kernel_is_listed_twice_and_each_kind_exists() -> None:
         for stored in DTYPES:
             wanted = needed(dtype, stored)
             assert len(wanted) == len(set(wanted))
-            assert all(kind in source.kinds for source, kind in wanted + needed_by_some(dtype))
+            assert all(kind in spec.kinds for spec, kind in wanted + needed_by_some(dtype))
     assert needed("float16", "float16") == needed_by_some("float16") == []

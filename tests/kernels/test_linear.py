@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from batchgen.kernels.cpu.linear import OneDnnLinear, PanelGatedLinear, PanelLinear
+from batchgen.kernels.cpu.linear import OneDnnLinear, PackedGatedLinear, PackedLinear
 from batchgen.kernels.interface import Linear
 from batchgen.kernels.reference import ReferenceKernels
 
 LINEARS: dict[str, Callable[[Tensor, Tensor | None], Linear]] = {
-    "panels": PanelLinear,
-    "int8": partial(PanelLinear, weights="int8"),
-    "integers": partial(PanelLinear, weights="int8", activations="int8"),
-    "packed": OneDnnLinear,
+    "panels": PackedLinear,
+    "int8": partial(PackedLinear, weights="int8"),
+    "integers": partial(PackedLinear, weights="int8", activations="int8"),
+    "onednn": OneDnnLinear,
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FEW_ROWS = [*range(1, 71), 97, 127, 128, 129, 255, 256, 257, 300]
@@ -133,7 +133,7 @@ def test_float32_from_bfloat16_has_the_bits_of_float32(shape: tuple[int, int]) -
 def test_a_gated_linear_equals_the_reference_in_any_product(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     gate, up, x = (torch.randn(n, 70, generator=generator).to(torch.bfloat16) for n in (width, width, 133))
-    fast, slow = PanelGatedLinear(gate / 8, up / 8), ReferenceKernels().gated_linear(gate / 8, up / 8)
+    fast, slow = PackedGatedLinear(gate / 8, up / 8), ReferenceKernels().gated_linear(gate / 8, up / 8)
     whole = fast(x)
     torch.testing.assert_close(whole, slow(x), rtol=2**-6, atol=2**-5)
     for threads in (1, 2):
@@ -165,4 +165,4 @@ def test_a_bias_may_lie_apart_and_be_of_another_type() -> None:
 
 def test_a_weight_whose_inputs_make_no_pairs_is_refused() -> None:
     with pytest.raises(ValueError, match="33 inputs: the CPU multiplies them in pairs; try --dtype float16"):
-        PanelLinear(torch.ones(8, 33), None)
+        PackedLinear(torch.ones(8, 33), None)

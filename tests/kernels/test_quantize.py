@@ -16,7 +16,7 @@ from torch import Tensor
 from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, LEAST_QUANTIZED
 from batchgen.kernels.interface import Kernels
 from batchgen.kernels.processor import most_integer
-from batchgen.kernels.quantize import MOST, Int8Weight, quantize, quantize_rows
+from batchgen.kernels.quantize import MOST, Int8Weight, quantize_rows, quantize_weight
 from batchgen.kernels.reference import Int8Linear, ReferenceKernels
 from batchgen.kernels.select import select
 
@@ -47,7 +47,7 @@ def test_a_weight_is_off_by_at_most_half_a_scale(
     """Whatever the size of its numbers; the scale is the largest over 127, rounded up to bfloat16."""
     sizes = 2.0 ** (exponent + spread * randn(*shape, seed=seed + 1).clamp(-1, 1))
     weight = (randn(*shape, seed=seed) * sizes).to(DTYPES[dtype])
-    found = quantize(weight, group)
+    found = quantize_weight(weight, group)
     assert found.values.dtype == torch.int8
     assert found.values.abs().max() <= MOST
     assert found.scales.dtype == torch.bfloat16
@@ -61,7 +61,7 @@ def test_a_weight_is_off_by_at_most_half_a_scale(
 @pytest.mark.parametrize("size", [3.3e38, 1.0, 2.0**-119])
 def test_the_largest_numbers_of_either_sign_stay_within_127(size: float) -> None:
     weight = torch.tensor([[size, -size, 0.0, size / 3]])
-    found = quantize(weight)
+    found = quantize_weight(weight)
     assert found.values[0, 0] == -found.values[0, 1]
     assert 0 < found.values[0, 0] <= MOST
     assert torch.allclose(found.dequantize(torch.float32), weight, rtol=0, atol=size / 100)
@@ -70,7 +70,7 @@ def test_the_largest_numbers_of_either_sign_stay_within_127(size: float) -> None
 def test_a_group_of_zeros_stays_zeros() -> None:
     weight = torch.zeros(2, 70)
     weight[0, 40] = 1.0
-    found = quantize(weight)
+    found = quantize_weight(weight)
     assert found.scales.count_nonzero() == 1
     assert found.dequantize(torch.float32).count_nonzero() == 1
 
@@ -79,7 +79,7 @@ def test_a_group_of_zeros_stays_zeros() -> None:
 def test_a_number_that_is_not_finite_shows_in_the_whole_group_and_in_no_other(value: float) -> None:
     weight = randn(2, 64)
     weight[0, 40] = value
-    found = quantize(weight).dequantize(torch.bfloat16)
+    found = quantize_weight(weight).dequantize(torch.bfloat16)
     assert not found[0, 32:].isfinite().any()
     assert found[0, :32].isfinite().all()
     assert found[1].isfinite().all()
@@ -114,7 +114,7 @@ def test_a_product_of_integers_is_what_its_definition_says(dtype: str, inputs: i
     x = (randn(5, inputs) * 10 ** randn(5, inputs, seed=1)).to(kind)
     x[1] = 0
     x[2] *= 1e-38  # below what counts
-    weight, bias, residual = quantize(randn(7, inputs, seed=2), DOT_GROUP), randn(7), randn(5, 7, seed=3)
+    weight, bias, residual = quantize_weight(randn(7, inputs, seed=2), DOT_GROUP), randn(7), randn(5, 7, seed=3)
     for terms in ((None, None), (bias.to(kind), None), (None, residual.to(kind)), (bias.to(kind), residual.to(kind))):
         found = Int8Linear(weight, terms[0])(x, terms[1])
         assert found.dtype == kind
@@ -123,7 +123,7 @@ def test_a_product_of_integers_is_what_its_definition_says(dtype: str, inputs: i
 
 def test_the_largest_integers_of_one_sign_add_up_exactly() -> None:
     """Every product is 127 * 127, and a group has 128 of them: narrow accumulators would overflow."""
-    weight = quantize(torch.full((3, 1024), 127.0), DOT_GROUP)
+    weight = quantize_weight(torch.full((3, 1024), 127.0), DOT_GROUP)
     expected = torch.tensor(1024 * 127.0 * 127.0).to(torch.float32)
     assert (Int8Linear(weight, None)(torch.full((2, 1024), 127.0)) == expected).all()
     assert (Int8Linear(weight, None)(torch.full((2, 1024), -127.0)) == -expected).all()
@@ -133,7 +133,7 @@ def test_the_largest_integers_of_one_sign_add_up_exactly() -> None:
 def test_inputs_that_are_not_finite_are_told_by_their_own_row_alone(value: float) -> None:
     x = randn(3, 200)
     x[1, 150] = value
-    found = Int8Linear(quantize(randn(4, 200, seed=1), DOT_GROUP), None)(x)
+    found = Int8Linear(quantize_weight(randn(4, 200, seed=1), DOT_GROUP), None)(x)
     assert not found[1].isfinite().any()
     assert found[[0, 2]].isfinite().all()
 
@@ -153,7 +153,7 @@ def back_ends(dtype: torch.dtype, **settings: str) -> list[Kernels]:
 def test_every_back_end_multiplies_with_the_numbers_that_the_integers_stand_for(dtype: str) -> None:
     kind = DTYPES[dtype]
     weight, x = randn(48, 200).to(kind), randn(5, 200, seed=1).to(kind)
-    numbers = quantize(weight).dequantize(kind)
+    numbers = quantize_weight(weight).dequantize(kind)
     for plain, kernels in zip(back_ends(kind), back_ends(kind, weights="int8"), strict=True):
         assert torch.equal(kernels.linear(weight)(x), plain.linear(numbers)(x)), kernels.name
         gated = kernels.gated_linear(weight[:24], weight[24:])
@@ -165,7 +165,7 @@ def test_every_back_end_multiplies_with_the_numbers_that_the_integers_stand_for(
 def test_integers_of_weights_in_bfloat16_stand_for_numbers_in_float32(inputs: int) -> None:
     """A float32 model holds such weights as they are stored; their integers times scales are not rounded to that."""
     weight, x = randn(48, inputs).bfloat16(), randn(5, inputs, seed=1)
-    numbers = quantize(weight).dequantize(torch.float32)
+    numbers = quantize_weight(weight).dequantize(torch.float32)
     kernels = select(CPU, torch.float32, weights="int8")
     assert torch.equal(kernels.linear(weight)(x), select(CPU, torch.float32).linear(numbers)(x))
     expected = select(CPU, torch.float32).gated_linear(numbers[:24], numbers[24:])(x)
@@ -176,7 +176,7 @@ def test_integers_of_weights_in_bfloat16_stand_for_numbers_in_float32(inputs: in
 def test_every_back_end_computes_products_of_integers_to_the_bit(dtype: str) -> None:
     kind = DTYPES[dtype]
     weight, x, residual = randn(70, 200).to(kind), randn(19, 200, seed=1).to(kind), randn(19, 70, seed=2).to(kind)
-    expected = Int8Linear(quantize(weight, DOT_GROUP, most_integer()), None)(x, residual)
+    expected = Int8Linear(quantize_weight(weight, DOT_GROUP, most_integer()), None)(x, residual)
     for kernels in back_ends(kind, weights="int8", activations="int8"):
         linear = kernels.linear(weight)
         assert torch.equal(linear(x, residual), expected), kernels.name

@@ -19,8 +19,8 @@ from batchgen.engine.facts import weight_bytes
 from batchgen.kernels import processor
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.cpu.kernel_specs import MATMUL, needed
-from batchgen.kernels.cpu.linear import OneDnnLinear, PanelLinear
-from batchgen.kernels.quantize import quantize
+from batchgen.kernels.cpu.linear import OneDnnLinear, PackedLinear
+from batchgen.kernels.quantize import quantize_weight
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.kernels.select import select
 from batchgen.model import load as loading
@@ -40,7 +40,9 @@ def test_a_model_with_int8_weights_is_the_plain_model_with_those_numbers(
     """Linears and output projection; the embedding table, norms and convolutions stay as they are."""
     tensors = write_checkpoint(tmp_path / "original", **SHAPE)
     rounded = {
-        name: tensor if tensor.dim() != 2 or "embed_tokens" in name else quantize(tensor).dequantize(torch.float32)
+        name: tensor
+        if tensor.dim() != 2 or "embed_tokens" in name
+        else quantize_weight(tensor).dequantize(torch.float32)
         for name, tensor in tensors.items()
     }
     assert sum(not torch.equal(rounded[name], tensor) for name, tensor in tensors.items()) == 2 * 5 + 2 * 7 + 1
@@ -102,10 +104,10 @@ def test_the_bytes_of_a_weight_are_those_of_its_panels(dtype: str, settings: dic
     shape = {"hidden_size": 256, "num_attention_heads": 16, "block_ff_dim": 384, "torch_dtype": dtype}
     model = tiny_model(DTYPES[dtype], kernels, **shape)
     linears = [linear for layer in model.layers for linear, _ in layer.linears] + [model.lm_head]
-    if not all(isinstance(linear, PanelLinear) for linear in linears):
+    if not all(isinstance(linear, PackedLinear) for linear in linears):
         pytest.skip("a library computes the products of this machine")
     params = model.config.linear_params_per_token + model.config.logits_params_per_token
-    assert params * weight_bytes(model) == sum(linear.panels.strips.nbytes for linear in linears)
+    assert params * weight_bytes(model) == sum(linear.packed.strips.nbytes for linear in linears)
 
 
 def test_memory_is_that_of_the_form_in_which_weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +130,8 @@ def test_a_processor_with_a_matrix_unit_keeps_integers_too(monkeypatch: pytest.M
     monkeypatch.setattr(processor, "has_matrix_unit", lambda: True)
     weight = torch.randn(64, 64, dtype=torch.bfloat16)
     linear = CpuKernels(torch.bfloat16, weights="int8").linear(weight)
-    assert isinstance(linear, PanelLinear)
-    assert linear.panels.strips.nbytes == 1.0625 * 64 * 64
+    assert isinstance(linear, PackedLinear)
+    assert linear.packed.strips.nbytes == 1.0625 * 64 * 64
     assert (MATMUL, "bf16_of_int8") in needed("bfloat16", "bfloat16", "int8")
     assert isinstance(CpuKernels(torch.bfloat16).linear(weight), OneDnnLinear)
     assert not {MATMUL} & {source for source, _ in needed("bfloat16", "bfloat16")}

@@ -16,7 +16,7 @@ from torch import Tensor
 from batchgen.kernels import interface
 from batchgen.kernels.cpu import kernel_specs, layout
 from batchgen.kernels.cpu import linear as linears
-from batchgen.kernels.cpu.experts import PanelRouter, in_panels
+from batchgen.kernels.cpu.experts import PackedRouter, packed_experts
 from batchgen.kernels.cpu.layout import ITEMS_PER_WORKER, MOST_HEADS, ROWS_PER_ITEM
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch, use_openmp_threads
 from batchgen.kernels.cpu.recording import Recorder
@@ -24,7 +24,7 @@ from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
 from batchgen.kernels.processor import leaves_products_to_onednn, processor_variant
 from batchgen.kernels.reference import ExpertLoop
 
-_TAKE_ROWS, _TAKE_PANEL_ROWS = Kernel(kernel_specs.TAKE_ROWS), Kernel(kernel_specs.EMBEDDING_LOOKUP_PACKED)
+_TAKE_ROWS, _LOOKUP_PACKED = Kernel(kernel_specs.TAKE_ROWS), Kernel(kernel_specs.EMBEDDING_LOOKUP_PACKED)
 _RMS_NORM, _SWIGLU = Kernel(kernel_specs.RMS_NORM), Kernel(kernel_specs.SWIGLU)
 _ROPE_AND_CACHE, _SHORT_CONV = Kernel(kernel_specs.ROPE_AND_CACHE), Kernel(kernel_specs.SHORT_CONV)
 _ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(kernel_specs.ARGMAX), Kernel(kernel_specs.SAMPLE), Kernel(kernel_specs.LOGSUMEXP)
@@ -65,22 +65,22 @@ def heads_of_an_item(num_blocks: int, num_kv_heads: int) -> int:
     return 1
 
 
-class PanelEmbedding:
+class PackedEmbedding:
     """``Embedding`` of the table that is the weight of a linear, read where that has it.
 
     A row lies in as many places as there are pairs of inputs, so it takes as many cache lines: a few microseconds.
     """
 
-    def __init__(self, head: linears.PanelLinear, dtype: torch.dtype) -> None:
+    def __init__(self, head: linears.PackedLinear, dtype: torch.dtype) -> None:
         self.head = head
         self._dtype = dtype
-        self._kind = dtype if head.panels.strips.dtype is dtype else "f32_of_bf16"
+        self._kind = dtype if head.packed.strips.dtype is dtype else "f32_of_bf16"
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         out = empty((len(token_ids), self.head.inputs), self._dtype)
-        places = (address(self.head.panels.strips), address(token_ids), address(out))
-        side_by_side = 4 // self.head.panels.strips.element_size()
-        _TAKE_PANEL_ROWS.launch(self._kind, len(token_ids), *places, self.head.inputs, side_by_side)
+        places = (address(self.head.packed.strips), address(token_ids), address(out))
+        side_by_side = 4 // self.head.packed.strips.element_size()
+        _LOOKUP_PACKED.launch(self._kind, len(token_ids), *places, self.head.inputs, side_by_side)
         return out
 
 
@@ -117,25 +117,25 @@ class CpuKernels(interface.Kernels):
         dtype = self._dtype or weight.dtype
         if self._leaves_products(weight):
             return linears.OneDnnLinear(weight.to(dtype), bias)
-        return linears.PanelLinear(weight, bias, self.weights, self.activations, dtype)
+        return linears.PackedLinear(weight, bias, self.weights, self.activations, dtype)
 
     def gated_linear(self, gate: Tensor, up: Tensor) -> interface.GatedLinear:
         if self._leaves_products(gate):
             return interface.TwoStepGatedLinear(self, gate, up)
-        return linears.PanelGatedLinear(gate, up, self.weights, self.activations, self._dtype or gate.dtype)
+        return linears.PackedGatedLinear(gate, up, self.weights, self.activations, self._dtype or gate.dtype)
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[interface.Embedding, interface.Linear]:
         head = self.linear(table)
-        if isinstance(head, linears.PanelLinear) and head.panels.kind in ("bf16", "f32"):
-            return PanelEmbedding(head, dtype), head
+        if isinstance(head, linears.PackedLinear) and head.packed.kind in ("bf16", "f32"):
+            return PackedEmbedding(head, dtype), head
         return interface.TableEmbedding(self, table, dtype), head
 
     def router(self, routing: interface.Routing) -> interface.Router:
-        return PanelRouter(routing)
+        return PackedRouter(routing)
 
     def experts(self, weights: Iterable[tuple[Tensor, Tensor, Tensor]]) -> interface.SparseFeedForward:
         laid_out = [(self.gated_linear(gate, up), self.linear(down)) for gate, up, down in weights]
-        if found := in_panels(laid_out):
+        if found := packed_experts(laid_out):
             return found
         self._note_library(self._library or "loop")
         return ExpertLoop(laid_out)

@@ -75,8 +75,8 @@ def is_started() -> bool:
 
 def finish(*model: str) -> None:
     """Wait until every kernel is there that each step of a model needs."""
-    for source, kind in needed(*model):
-        address(source, kind)
+    for spec, kind in needed(*model):
+        address(spec, kind)
 
 
 def not_kept(*model: str) -> str:
@@ -94,13 +94,13 @@ def not_kept(*model: str) -> str:
     )
 
 
-def address(source: KernelSpec, kind: str) -> int:
+def address(spec: KernelSpec, kind: str) -> int:
     """The address of a kernel's function, which is compiled if need be."""
-    name = object_cache.file_name(source, kind)
+    name = object_cache.file_name(spec, kind)
     with _LOCK:
         if name not in _addresses:
-            code = _awaited(source, kind, name)
-            _addresses[name] = object_cache.load(code) if code else _compiled(source, kind, name)
+            code = _awaited(spec, kind, name)
+            _addresses[name] = object_cache.load(code) if code else _compiled(spec, kind, name)
         return _addresses[name]
 
 
@@ -109,12 +109,12 @@ def _missing(model: Numbers, others: bool = False) -> Wanted:
     return [found for found in wanted if object_cache.read(object_cache.file_name(*found)) is None]
 
 
-def _awaited(source: KernelSpec, kind: str, name: str) -> bytes | None:
+def _awaited(spec: KernelSpec, kind: str, name: str) -> bytes | None:
     """The object from a process that compiles it; None if none does or it takes too long.
 
     Then all such processes are ended: the next kernel would be waited for in vain too.
     """
-    builders = [process for process, wanted in _builders.values() if (source, kind) in wanted]
+    builders = [process for process, wanted in _builders.values() if (spec, kind) in wanted]
     give_up_at = time.monotonic() + _LONGEST_WAIT_S
     while any(process.poll() is None for process in builders):
         if code := object_cache.read(name):
@@ -126,14 +126,14 @@ def _awaited(source: KernelSpec, kind: str, name: str) -> bytes | None:
     return object_cache.read(name)
 
 
-def _compiled(source: KernelSpec, kind: str, name: str) -> int:
+def _compiled(spec: KernelSpec, kind: str, name: str) -> int:
     from batchgen.kernels.cpu import compiler  # imports numba
 
     try:
-        code = compiler.machine_code(source, kind)
+        code = compiler.machine_code(spec, kind)
     except Exception:  # whatever a numba with other insides raises; what is wrong with a kernel is raised again here
         _plainly_compiled.add(name)
-        return compiler.compile_plainly(source, kind)
+        return compiler.compile_plainly(spec, kind)
     object_cache.write(name, code)
     return object_cache.load(code)
 
@@ -160,7 +160,7 @@ def work_on(others: bool, *model: str) -> None:
     from batchgen.kernels.cpu import compiler  # imports numba
 
     missing = _missing(model, others)
-    compiler.prepare(source.module for source, _ in missing)
+    compiler.prepare(spec.module for spec, _ in missing)
     jobs, end = os.pipe()
     os.write(end, bytes(range(len(missing))))
     os.close(end)
@@ -170,8 +170,8 @@ def work_on(others: bool, *model: str) -> None:
     is_first = num_others == 0
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while job := os.read(jobs, 1):
-        source, kind = missing[job[0]]
-        if not object_cache.write(object_cache.file_name(source, kind), compiler.machine_code(source, kind)):
+        spec, kind = missing[job[0]]
+        if not object_cache.write(object_cache.file_name(spec, kind), compiler.machine_code(spec, kind)):
             break  # the others would fail likewise
     with suppress(ChildProcessError):
         while is_first:

@@ -72,7 +72,7 @@ def prepare(modules: Iterable[str]) -> None:
         import_module(module)
 
 
-def machine_code(source: KernelSpec, kind: str) -> bytes:
+def machine_code(spec: KernelSpec, kind: str) -> bytes:
     """The object of a kernel: ``ENTRY`` in it is a C function of the words.
 
     Raises any error where numba is not as this module knows it.
@@ -82,7 +82,7 @@ def machine_code(source: KernelSpec, kind: str) -> bytes:
     flags: Any = compiler.Flags()
     flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
     with global_compiler_lock, _translating(context):
-        found = compiler.compile_extra(typing, context, _function(source, kind), (_WORDS,), types.void, flags, {})
+        found = compiler.compile_extra(typing, context, _function(spec, kind), (_WORDS,), types.void, flags, {})
         _add_entry(context, found.library, found.fndesc)
         code: bytes = found.library.machine_code()
         return code
@@ -116,15 +116,15 @@ def _add_entry(context: Any, library: Any, kernel: Any) -> None:
     library.add_ir_module(module)
 
 
-def compile_plainly(source: KernelSpec, kind: str) -> int:
+def compile_plainly(spec: KernelSpec, kind: str) -> int:
     """The address of a kernel as numba compiles it by itself."""
-    kept: Any = cfunc(types.void(_WORDS))(_function(source, kind))
+    kept: Any = cfunc(types.void(_WORDS))(_function(spec, kind))
     _KEPT.append(kept)
     address: int = kept.address
     return address
 
 
-def _function(source: KernelSpec, kind: str) -> Callable[[Any], None]:
-    found = getattr(import_module(source.module), source.name)
-    of_words: Callable[[Any], None] = found.entry(source.kinds[kind]) if hasattr(found, "entry") else found.py_func
+def _function(spec: KernelSpec, kind: str) -> Callable[[Any], None]:
+    found = getattr(import_module(spec.module), spec.name)
+    of_words: Callable[[Any], None] = found.entry(spec.kinds[kind]) if hasattr(found, "entry") else found.py_func
     return of_words

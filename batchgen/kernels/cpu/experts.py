@@ -14,7 +14,7 @@ from torch import Tensor
 
 from batchgen.kernels.cpu import kernel_specs
 from batchgen.kernels.cpu.layout import MAX_ROWS, ROWS_PER_ITEM, SEGMENT_WORDS, routing_scratch_floats
-from batchgen.kernels.cpu.linear import Experts, PanelGatedLinear, PanelLinear, plain_panels
+from batchgen.kernels.cpu.linear import Experts, PackedGatedLinear, PackedLinear, pack_plain
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch
 from batchgen.kernels.interface import GatedLinear, Linear, Routing
 
@@ -22,11 +22,11 @@ _ROUTE, _SORT, _ADD_UP = Kernel(kernel_specs.ROUTE), Kernel(kernel_specs.SORT), 
 _TAKE_ROWS = Kernel(kernel_specs.TAKE_ROWS)
 
 
-class PanelRouter:
+class PackedRouter:
     """``Router`` by a kernel that multiplies in float32 whatever the type of x."""
 
     def __init__(self, routing: Routing) -> None:
-        self._panels, self._bias, self._active = plain_panels(routing.weight), routing.bias, routing.num_active
+        self._packed, self._bias, self._active = pack_plain(routing.weight), routing.bias, routing.num_active
         self._num_experts, self._inputs = routing.weight.shape
         eps, scale = (int(np.float32(value).view(np.int32)) for value in (routing.normalizer_eps, routing.scale))
         self._numbers = int(routing.is_softmax), int(routing.is_normalized), eps, scale
@@ -36,17 +36,17 @@ class PanelRouter:
         assert width == self._inputs, f"x is {tuple(x.shape)}, the router takes {self._inputs} inputs"
         ids, weights = empty((rows, self._active), torch.int32), empty((rows, self._active), torch.float32)
         bias = 0 if self._bias is None else address(self._bias)
-        packed = address(self._panels.strips), self._panels.strip_size
+        packed = address(self._packed.strips), self._packed.strip_size
         places = (address(x), *packed, bias, ids.data_ptr(), weights.data_ptr())
         sizes = (*scratch(routing_scratch_floats(self._num_experts)), rows, width, self._num_experts, self._active)
         _ROUTE.launch(x.dtype, -(-rows // MAX_ROWS), *places, *sizes, *self._numbers)
         return ids, weights
 
 
-class PanelExperts:
+class PackedExperts:
     """``SparseFeedForward`` of experts that all have panels of one kind."""
 
-    def __init__(self, gated: list[PanelGatedLinear], down: list[PanelLinear]) -> None:
+    def __init__(self, gated: list[PackedGatedLinear], down: list[PackedLinear]) -> None:
         self._gated, self._down = gated, down
         self._weights = [_joined([part.product for part in gated]), _joined(down)]
 
@@ -73,24 +73,24 @@ class PanelExperts:
         return out
 
 
-def _joined(parts: list[PanelLinear]) -> Tensor:
+def _joined(parts: list[PackedLinear]) -> Tensor:
     """The addresses, int64 [num_experts], of panels that are moved into one tensor.
 
     Among the memory of what is freed meanwhile, pieces of their size leave holes that add up to a third of a model.
     """
-    for part, strips in zip(parts, torch.stack([part.panels.strips for part in parts]), strict=True):
+    for part, strips in zip(parts, torch.stack([part.packed.strips for part in parts]), strict=True):
         part.move_to(strips)
-    return torch.tensor([part.strips_at for part in parts])
+    return torch.tensor([part.weight_at for part in parts])
 
 
-def in_panels(experts: Iterable[tuple[GatedLinear, Linear]]) -> PanelExperts | None:
+def packed_experts(experts: Iterable[tuple[GatedLinear, Linear]]) -> PackedExperts | None:
     """The experts behind one launch; None if they do not all have panels of one kind."""
-    gated: list[PanelGatedLinear] = []
-    down: list[PanelLinear] = []
+    gated: list[PackedGatedLinear] = []
+    down: list[PackedLinear] = []
     for first, last in experts:
-        if not isinstance(first, PanelGatedLinear) or not isinstance(last, PanelLinear):
+        if not isinstance(first, PackedGatedLinear) or not isinstance(last, PackedLinear):
             return None
         gated.append(first)
         down.append(last)
-    kinds = {(first.product.panels.kind, last.panels.kind) for first, last in zip(gated, down, strict=True)}
-    return PanelExperts(gated, down) if len(kinds) == 1 else None
+    kinds = {(first.product.packed.kind, last.packed.kind) for first, last in zip(gated, down, strict=True)}
+    return PackedExperts(gated, down) if len(kinds) == 1 else None

@@ -42,7 +42,7 @@ class KernelSpec:
 
 
 RMS_NORM, SWIGLU, ARGMAX, MASK, QUANTIZE = (
-    KernelSpec(f"{COMPILED}.rows", name) for name in ("rms_norm", "swiglu", "argmax", "mask", "quantize")
+    KernelSpec(f"{COMPILED}.rows", name) for name in ("rms_norm", "swiglu", "argmax", "mask", "quantize_rows")
 )
 SHORT_CONV = KernelSpec(f"{COMPILED}.rope_conv", "short_conv")
 # The element types of the model, of the cache, and of what holds the dimensions of a key that lie side by side.
@@ -117,7 +117,7 @@ def needed(
     if feed_forward == "experts":
         found.append((ROUTE, dtype))
         found += [] if (SWIGLU, dtype) in linears else [(SORT, "any"), (ADD_UP, dtype)]
-    found += [(source, dtype) for source in (SHORT_CONV, ARGMAX, RMS_NORM)]
+    found += [(spec, dtype) for spec in (SHORT_CONV, ARGMAX, RMS_NORM)]
     found.append((ROPE_AND_CACHE, cached_kind(dtype, kv_dtype)))
     # Embeddings are read from the panels of a tied head if they hold its numbers; queries are float32 in any model.
     found.append((EMBEDDING_LOOKUP_PACKED if (MATMUL, reading) in found else TAKE_ROWS, reading))
@@ -142,5 +142,5 @@ def needed_by_some(dtype: str, *_: str) -> list[tuple[KernelSpec, str]]:
     """The kernels that only rows need which are drawn, scored, constrained or penalized (in float32)."""
     if dtype not in ELEMENTS:
         return []
-    found = [(source, dtype) for source in (SAMPLE, LOGSUMEXP, MASK)]
+    found = [(spec, dtype) for spec in (SAMPLE, LOGSUMEXP, MASK)]
     return list(dict.fromkeys([*found, (SAMPLE, "float32"), (ARGMAX, "float32")]))

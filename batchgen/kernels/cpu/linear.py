@@ -1,6 +1,6 @@
 """Linears of the CPU: panels of our own, or oneDNN with the weight packed in the order in which its kernels read it.
 
-``PanelLinear`` is for all but plain bfloat16 on a matrix unit. It reads weights as they are stored (float32, bfloat16
+``PackedLinear`` is for all but plain bfloat16 on a matrix unit. It reads weights as they are stored (float32, bfloat16
 under either dtype, 8 bits), from four places at once, which a single core needs to fill its share of the memory's
 bandwidth, and fetches the next panel while it multiplies one. SwiGLU's two products are one, and its gate is applied
 before anything is written. Beside oneDNN in bfloat16 on AVX512-BF16 it takes two thirds of the time for one row, and 2
@@ -9,7 +9,7 @@ to 5 % less for many; beside oneDNN in float32 a third for one row of bfloat16 w
 
 ``OneDnnLinear`` calls the pair of torch operators that ``torch.compile``'s freezing emits. A row's result must not
 depend on how many rows share the product: oneDNN's blocked kernels gave bit-equal rows for every count from 2 up, while
-a single row takes another path. So no fewer than ``MIN_PACKED_ROWS`` are computed: four take no longer than two, the
+a single row takes another path. So no fewer than ``MIN_ONEDNN_ROWS`` are computed: four take no longer than two, the
 time goes into reading the weights.
 """
 
@@ -40,9 +40,9 @@ from batchgen.kernels.processor import (
     byte_products,
     has_bfloat16_pairs,
 )
-from batchgen.kernels.quantize import quantize
+from batchgen.kernels.quantize import quantize_weight
 
-MIN_PACKED_ROWS = 4
+MIN_ONEDNN_ROWS = 4
 _SUMS = MAX_ROWS * TILE_COLUMNS  # float32 words of scratch a worker needs
 _HALF = TILE_COLUMNS // 2
 _FEWEST_TILES = 8  # in each share of the rows: its every panel is read anew
@@ -90,7 +90,7 @@ class PackedWeight:
         return self.strips[0].nbytes * STRIPS
 
 
-def plain_panels(weight: Tensor) -> PackedWeight:
+def pack_plain(weight: Tensor) -> PackedWeight:
     """A weight [outputs, inputs] of bfloat16 or float32. Raises ValueError for an odd number of inputs."""
     if weight.shape[1] % 2:
         raise ValueError(f"a weight of {weight.shape[1]} inputs: the CPU multiplies them in pairs; try --dtype float16")
@@ -103,22 +103,22 @@ def plain_panels(weight: Tensor) -> PackedWeight:
     return PackedWeight(_in_slices(weight, laid_out), "bf16" if weight.dtype == torch.bfloat16 else "f32")
 
 
-def int8_panels(weight: Tensor) -> PackedWeight:
+def pack_int8(weight: Tensor) -> PackedWeight:
     """A weight of a multiple of ``GROUP`` inputs, in 8 bits to be read as numbers."""
 
     def laid_out(rows: Tensor) -> Tensor:
-        packed = quantize(rows, GROUP)
+        packed = quantize_weight(rows, GROUP)
         pairs = packed.values.view(-1, LANES, rows.shape[1] // GROUP, GROUP // 2, 2).permute(0, 2, 3, 1, 4)
         return _with_scales(packed.scales, pairs)
 
     return PackedWeight(_in_slices(weight, laid_out), "int8")
 
 
-def integer_panels(weight: Tensor, most: int, shift: int) -> PackedWeight:
+def pack_integers(weight: Tensor, most: int, shift: int) -> PackedWeight:
     """A weight in integers up to ``most``, to be multiplied as such once ``shift`` is added."""
 
     def laid_out(rows: Tensor) -> Tensor:
-        packed = quantize(rows, DOT_GROUP, most)
+        packed = quantize_weight(rows, DOT_GROUP, most)
         values = functional.pad(packed.values, (0, -rows.shape[1] % DOT_GROUP)) + shift  # wraps around as bytes do
         quads = values.view(-1, LANES, packed.scales.shape[1], DOT_GROUP // 4, 4).permute(0, 2, 3, 1, 4)
         return _with_scales(packed.scales.float(), quads)
@@ -147,17 +147,17 @@ def _in_slices(weight: Tensor, laid_out: Callable[[Tensor], Tensor]) -> Tensor:
     return strips
 
 
-def panels_of(weight: Tensor, weights: str, activations: str, dtype: torch.dtype) -> PackedWeight:
+def pack(weight: Tensor, weights: str, activations: str, dtype: torch.dtype) -> PackedWeight:
     """A weight in panels for products in ``dtype``, in 8 bits where ``weights`` or ``activations`` are "int8".
 
     Where the last group of inputs is not whole, panels hold the numbers that the integers stand for.
     """
     if activations == "int8":
         assert _BYTE_PRODUCTS is not None, "``processor.cpu_obstacle`` names it"
-        return integer_panels(weight, *_BYTE_PRODUCTS)
+        return pack_integers(weight, *_BYTE_PRODUCTS)
     if weights == "int8" and weight.shape[1] % GROUP == 0:
-        return int8_panels(weight)
-    return plain_panels(quantize(weight).dequantize(dtype) if weights == "int8" else weight)
+        return pack_int8(weight)
+    return pack_plain(quantize_weight(weight).dequantize(dtype) if weights == "int8" else weight)
 
 
 class Experts(NamedTuple):
@@ -172,7 +172,7 @@ class Experts(NamedTuple):
     weights: Tensor
 
 
-class PanelLinear:
+class PackedLinear:
     """``Linear`` with the weight in panels: for inputs of bfloat16 or float32, an even number of them.
 
     ``dtype`` is that of the inputs, if not the weight's.
@@ -188,15 +188,15 @@ class PanelLinear:
     ) -> None:
         self.out_features, self.inputs = weight.shape
         self.bias = None if bias is None else bias.contiguous()
-        self.panels = panels_of(weight, weights, activations, dtype or weight.dtype)
+        self.packed = pack(weight, weights, activations, dtype or weight.dtype)
         # Asked of a tensor each time, these cost a launch microseconds.
-        self._num_panels, self.strips_at = self.panels.num_panels, self.panels.strips.data_ptr()
-        self._sizes = self.panels.strip_size, self.panels.panel_bytes
-        self._most_shares = self._num_panels if self.panels.panel_bytes <= _MOST_SHARED_BYTES else 1
+        self._num_panels, self.weight_at = self.packed.num_panels, self.packed.strips.data_ptr()
+        self._sizes = self.packed.strip_size, self.packed.panel_bytes
+        self._most_shares = self._num_panels if self.packed.panel_bytes <= _MOST_SHARED_BYTES else 1
 
     def move_to(self, strips: Tensor) -> None:
         """Read the panels from another place, where they have been copied."""
-        self.panels, self.strips_at = replace(self.panels, strips=strips), strips.data_ptr()
+        self.packed, self.weight_at = replace(self.packed, strips=strips), strips.data_ptr()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return self.multiply(x, self.out_features, residual)
@@ -228,19 +228,19 @@ class PanelLinear:
     def _launch(
         self, x: Tensor, addresses: tuple[int, int, int], width: int, gated: bool, experts: Experts | None
     ) -> None:
-        rows, inputs, kind = len(x), self.inputs, self.panels.kind
+        rows, inputs, kind = len(x), self.inputs, self.packed.kind
         threads = torch.get_num_threads()
         shares = max(1, min(-(-rows // MAX_ROWS) // _FEWEST_TILES, threads, self._most_shares))
         unpacks = kind == "int8" and (rows > 2 or experts is not None)
         if unpacks or experts is not None:
             shares = 1
-        groups, weights_at, segments_at = shares, self.strips_at, 0
+        groups, weights_at, segments_at = shares, self.weight_at, 0
         if experts is not None:
             groups, weights_at, segments_at = experts.num_experts, address(experts.weights), address(experts.segments)
         kernel, key, floats = _MATMUL, _KINDS.get((_TYPES[x.dtype], kind), x.dtype), _SUMS
         steps, scales_at, shifts_at, number_bytes = inputs // 2, 0, 0, 0
         if kind == "integers":
-            kernel, (x, scales, shifts) = _INTEGERS, quantize_rows(x)
+            kernel, (x, scales, shifts) = _INTEGERS, quantize_inputs(x)
             inputs, scales_at, shifts_at = x.shape[1], address(scales), address(shifts)
             steps = inputs // 8
         elif unpacks:
@@ -256,7 +256,7 @@ class PanelLinear:
         )
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Integers of x [rows, groups * 128] with their scales and what the shift of the weights takes off, [rows, groups].
 
     The scales are those of ``quantize.quantize_rows`` for as large integers as this machine multiplies.
@@ -271,7 +271,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values, scales, shifts
 
 
-class PanelGatedLinear:
+class PackedGatedLinear:
     """``GatedLinear`` in panels, of which each holds 32 gates and their 32 ups."""
 
     def __init__(
@@ -285,7 +285,7 @@ class PanelGatedLinear:
         self.out_features = len(gate)
         rows = (0, 0, 0, -len(gate) % _HALF)
         halves = [functional.pad(part.detach(), rows).view(-1, _HALF, part.shape[1]) for part in (gate, up)]
-        self.product = PanelLinear(torch.cat(halves, 1).flatten(0, 1), None, weights, activations, dtype)
+        self.product = PackedLinear(torch.cat(halves, 1).flatten(0, 1), None, weights, activations, dtype)
         self.linear: Linear = self.product
 
     def __call__(self, x: Tensor, experts: Experts | None = None) -> Tensor:
@@ -306,11 +306,11 @@ class OneDnnLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = len(x)
-        x = pad_rows(x, MIN_PACKED_ROWS)
+        x = pad_rows(x, MIN_ONEDNN_ROWS)
         y: Tensor
         if residual is None:
             y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         else:
-            residual = pad_rows(residual.contiguous(), MIN_PACKED_ROWS)
+            residual = pad_rows(residual.contiguous(), MIN_ONEDNN_ROWS)
             y = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
         return y[:rows]

@@ -27,11 +27,11 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _ENGINES: list[binding.ExecutionEngine] = []  # what they have loaded lives as long as they do
 
 
-def file_name(source: KernelSpec, kind: str) -> str:
+def file_name(spec: KernelSpec, kind: str) -> str:
     """The name of a kernel's file: a digest of its source, its compiler and what it is compiled for."""
     settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
-    found = (source.module, _sources(source.module), processor.target(), settings, source.kinds[kind])
-    return f"{source.name}-{kind}-{hashlib.sha256(repr(found).encode()).hexdigest()[:24]}.o"
+    found = (spec.module, _sources(spec.module), processor.target(), settings, spec.kinds[kind])
+    return f"{spec.name}-{kind}-{hashlib.sha256(repr(found).encode()).hexdigest()[:24]}.o"
 
 
 @lru_cache

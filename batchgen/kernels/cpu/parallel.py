@@ -109,14 +109,14 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 class Kernel:
     """A kernel in its kinds, each compiled before its first launch, unless an earlier process has done so."""
 
-    def __init__(self, source: KernelSpec) -> None:
-        self._source = source
+    def __init__(self, spec: KernelSpec) -> None:
+        self._spec = spec
         self._addresses: dict[Kind, int] = {}
 
     def address(self, kind: Kind) -> int:
         """The address of its function."""
         if kind not in self._addresses:
-            self._addresses[kind] = build.address(self._source, str(kind).removeprefix("torch."))
+            self._addresses[kind] = build.address(self._spec, str(kind).removeprefix("torch."))
         return self._addresses[kind]
 
     def launch(self, kind: Kind, num_items: int, *arguments: int, num_ranges: int | None = None) -> None:
@@ -193,8 +193,8 @@ class Pool:
         _function(kernel_specs.SERVE)(words.buffer_info()[0])
 
 
-def _function(source: KernelSpec) -> Callable[[int], None]:
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(build.address(source, "any"))
+def _function(spec: KernelSpec) -> Callable[[int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(build.address(spec, "any"))
 
 
 def _address(function: object) -> int:

@@ -68,7 +68,7 @@ def embedding_lookup_packed(item, packed, taken, out, width, unit):
 
 
 @kernel(x=DTYPE, out=BYTES, scales=F32, shifts=np.int32)
-def quantize(item, x, out, scales, shifts, width, groups, most, shift):
+def quantize_rows(item, x, out, scales, shifts, width, groups, most, shift):
     """``out`` [rows, groups * DOT_GROUP], scales and shifts [rows, groups] of x [rows, width]; an item is a group.
 
     ``most`` is the largest integer and ``shift`` what weights are shifted by; see ``quantize.quantize_rows``.
