@@ -171,5 +171,9 @@ class EngineStats:
 
     def to_dict(self) -> dict[str, Any]:
         """For a report; ``series`` as columns."""
-        counts = {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")}
-        return counts | {"phase_s": dict(self.phase_s), "series": self.series.to_columns()}
+        return self.counts() | {"series": self.series.to_columns()}
+
+    def counts(self) -> dict[str, Any]:
+        """The same without the series, which takes long to copy."""
+        counts = {f.name: getattr(self, f.name) for f in fields(self) if f.name[0] != "_" and f.name != "series"}
+        return counts | {"phase_s": dict(self.phase_s)}

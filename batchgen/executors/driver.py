@@ -23,7 +23,6 @@ from batchgen.executors.messages import (
     Task,
     WorkerEvent,
     WorkerLost,
-    WorkerPlaced,
     WorkerReady,
     WorkerUpdate,
 )
@@ -168,9 +167,10 @@ class WorkersEngine:
         for name, handle in list(self._handles.items()):
             for event in handle.poll():
                 yield from self._answers(name, event)
-        for name in self._liveness.late():
+        loading = {name: since for name, handle in self._handles.items() if (since := handle.loading_since) is not None}
+        for name in self._liveness.late(loading):
             self._notes.late(name, self._liveness.patience_s, self._liveness.load_patience_s)
-        for name, reason in self._liveness.unresponsive(self._dispatcher.workers.values()).items():
+        for name, reason in self._liveness.unresponsive(self._dispatcher.workers.values(), loading).items():
             # One that cannot load here would not in another's place.
             error = None if name in self._ready else NoWorkers(f"no worker is left ({reason}); run again to resume")
             yield from self._on_lost(name, self._handles[name].give_up(WorkerLost(reason, error)), has_hung=True)
@@ -178,9 +178,7 @@ class WorkersEngine:
     def _answers(self, name: str, event: WorkerEvent) -> Iterator[Answer]:
         if name not in self._handles:  # it was let go by an event before this one
             return
-        if isinstance(event, WorkerPlaced):
-            self._liveness.loads(name)
-        elif isinstance(event, WorkerReady):
+        if isinstance(event, WorkerReady):
             self._on_ready(name, event)
         elif isinstance(event, WorkerUpdate):
             if event.stats is not None:
@@ -201,11 +199,9 @@ class WorkersEngine:
             self._notes.refused(name, ready.place, reason)
             self._num_given_up += self._launcher.is_local
             self._error = UsageError(f"no worker may take part: on {ready.place} {reason}")
-            self._liveness.ends_loading(name)
             self._handles.pop(name).give_up(WorkerLost(reason, self._error))
             return
         self._num_false_starts = 0
-        self._liveness.ends_loading(name)
         self._ready[name] = ready
         self._dispatcher.join(name, ready.max_num_seqs)
         self.stats.join(self._dispatcher.workers[name], ready.place)
@@ -214,7 +210,6 @@ class WorkersEngine:
     def _on_lost(self, name: str, lost: WorkerLost, *, has_hung: bool = False) -> Iterator[Answer]:
         """Give the rows of a lost worker to others."""
         del self._handles[name]
-        self._liveness.ends_loading(name)
         ready = self._ready.pop(name, None)
         if ready:
             self._num_in_vain += 1

@@ -7,11 +7,12 @@ its launcher's business, of which each kind of workers has one.
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from batchgen.executors.messages import Assignment, WorkerEvent, WorkerLost, WorkerPlaced, WorkerReady, WorkerUpdate
+from batchgen.executors.messages import Assignment, WorkerEvent, WorkerLost, WorkerReady, WorkerUpdate
 
 
 class Remote(Protocol):
@@ -28,12 +29,13 @@ class WorkerHandle:
     """One worker: it gets a place, loads the model, and then takes assignments and tells of them.
 
     No method blocks or raises. ``place`` is the id of its machine, empty where that is of no account, and None until it
-    has one.
+    has one. ``loading_since`` is when it began to load, None before that and afterwards.
     """
 
     def __init__(self, name: str, launcher: WorkerLauncher) -> None:
         self.name = name
         self.place: str | None = None
+        self.loading_since: float | None = None
         self._launcher = launcher
         self._assignments: list[Assignment] = []
         self._is_ready = self._is_over = False
@@ -61,7 +63,7 @@ class WorkerHandle:
             self._wait_for(self.remote.call("exchange", assignments))
 
     def poll(self) -> list[WorkerEvent]:
-        """What has come since the last call: placed, ready, then updates, and nothing after a loss."""
+        """What has come since the last call: ready, then updates, and nothing after a loss."""
         if self._is_over:
             return []
         if self.place is None and (lost := self._launcher.no_place):
@@ -70,9 +72,10 @@ class WorkerHandle:
             return []
         told, self._call = self._result(self._call), None
         if isinstance(told, str):
-            self.place = told
+            self.place, self.loading_since = told, time.monotonic()
             self._wait_for(self._launcher.begin(self))
-            return [WorkerPlaced()]
+            return []
+        self.loading_since = None
         if isinstance(told, WorkerUpdate):
             self._launcher.note(self, told)
         elif isinstance(told, WorkerLost):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from batchgen.core.units import format_duration
 from batchgen.executors.worker_state import WorkerState
@@ -21,27 +21,18 @@ class Liveness:
     ) -> None:
         self.patience_s, self.load_patience_s = patience_s, load_patience_s
         self._clock = clock
-        self._loading: dict[str, float] = {}  # since when
         self._known_late: set[str] = set()
         self._asked_at = clock()
 
-    def loads(self, name: str) -> None:
-        """A worker begins to load its model."""
-        self._loading[name] = self._clock()
-
-    def ends_loading(self, name: str) -> None:
-        """It is ready, or lost."""
-        self._loading.pop(name, None)
-
-    def late(self) -> list[str]:
-        """Workers that have been loading for longer than ``patience_s``, each once."""
+    def late(self, loading: Mapping[str, float]) -> list[str]:
+        """Workers that have been loading for longer than ``patience_s``, each once; ``loading`` says since when."""
         now = self._clock()
-        late = {name for name, since in self._loading.items() if now - since > self.patience_s} - self._known_late
+        late = {name for name, since in loading.items() if now - since > self.patience_s} - self._known_late
         self._known_late |= late
         return sorted(late)
 
-    def unresponsive(self, workers: Collection[WorkerState]) -> dict[str, str]:
-        """Workers to be given up, and why; take in first what they have told.
+    def unresponsive(self, workers: Collection[WorkerState], loading: Mapping[str, float] = {}) -> dict[str, str]:
+        """Workers to be given up, and why; take in first what they have told. ``loading`` are others, as in ``late``.
 
         Of those that are ready, these have rows or are to stop.
         """
@@ -57,4 +48,4 @@ class Liveness:
             if now - worker.moved_at > self.patience_s
         }
         too_long = f"it has not loaded the model in {format_duration(self.load_patience_s)} (--load-patience)"
-        return found | {name: too_long for name, since in self._loading.items() if now - since > self.load_patience_s}
+        return found | {name: too_long for name, since in loading.items() if now - since > self.load_patience_s}

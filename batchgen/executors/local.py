@@ -6,21 +6,19 @@ for each calls it over a socket, in pickles: both ends trust each other.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, cast
 
 from batchgen.core.errors import BatchgenError
+from batchgen.core.machine import fresh_python
 from batchgen.core.units import shortened
 from batchgen.executors.handle import WorkerHandle, WorkerLauncher
 from batchgen.executors.messages import WorkerLost, WorkerUpdate
@@ -28,8 +26,6 @@ from batchgen.executors.slices import MachineSlice
 from batchgen.executors.worker import Start
 
 _PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
 from batchgen.executors.worker import main
 main(*json.loads(sys.argv[2]))
 """
@@ -48,11 +44,9 @@ class LocalWorker:
         self.part = part
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._socket, theirs = socket.socketpair()
-        folders = [str(Path(folder).absolute()) for folder in (*filter(None, sys.path), str(Path(__file__).parents[2]))]
-        arguments = folders, [theirs.fileno(), os.getpid()]
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _PROGRAM, *map(json.dumps, arguments)],  # -P: no module from here
+                fresh_python(_PROGRAM, [theirs.fileno(), os.getpid()], options=["-P"]),  # no module from here
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
                 stderr=self._said,

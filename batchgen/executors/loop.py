@@ -154,9 +154,7 @@ class EngineLoop:
         if not is_last and self._took_at - self._told_stats_at < STATS_S:
             return None
         self._told_stats_at = self._took_at
-        stats: dict[str, Any] = {**self._engine.stats.to_dict(), "idle_s": self._idle_s}
-        stats.pop("series", None)
-        return stats
+        return {**self._engine.stats.counts(), "idle_s": self._idle_s}
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

@@ -53,11 +53,6 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlaced:
-    """A worker has a place, and begins to load its model."""
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerReady:
     """A worker is ready: its model is loaded and its kernels are compiled. ``place`` is the name of its machine."""
 
@@ -74,7 +69,7 @@ class WorkerUpdate:
 
     ``progress`` counts steps, launches of kernels and rows made into requests; a worker with rows whose count stands
     still hangs. ``finished`` are answers to tasks. ``partials`` are the tokens so far of tasks that are half done, by
-    key; they replace those told before. ``stats`` is ``EngineStats.to_dict`` without the series, None where it is not
+    key; they replace those told before. ``stats`` are ``EngineStats.counts``, None where it is not
     told. With ``stopped`` all tasks but those finished are given back, and ``facts`` is that of ``Backend``.
     """
 
@@ -94,5 +89,5 @@ class WorkerLost:
     error: Exception | None = None
 
 
-WorkerEvent = WorkerPlaced | WorkerReady | WorkerUpdate | WorkerLost
+WorkerEvent = WorkerReady | WorkerUpdate | WorkerLost
 HEARTBEAT_S = 0.25

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from batchgen.core.errors import BatchgenError, ExitCode, UsageError
 from batchgen.core.machine import total_bytes
 from batchgen.executors.handle import WorkerHandle, WorkerLauncher
 from batchgen.executors.messages import WorkerLost, WorkerReady, WorkerUpdate
-from batchgen.executors.ray_cluster import Cluster, WorkerResources, reason_of
+from batchgen.executors.ray_cluster import Cluster, Node, WorkerResources, reason_of
 from batchgen.executors.slices import MachineSlice, useful_workers
 from batchgen.executors.worker import Start, Worker
 from batchgen.model.config import ModelConfig
@@ -104,6 +104,7 @@ class RayLauncher(WorkerLauncher):
             raise
         self._losses: Counter[str] = Counter()  # by machine, "" before there was one
         self._excluded: set[str] = set()
+        self._nodes, self._fit = nodes, self._fitting(nodes)
         self._unplaced_since = clock()  # when the last worker that had a place was lost
         self._error: Exception | None = None
 
@@ -150,11 +151,16 @@ class RayLauncher(WorkerLauncher):
             if handle.place is None:
                 handle.place_anew()
 
+    def _fitting(self, nodes: Iterable[Node]) -> set[str]:
+        """The ids of the machines that have room for a worker."""
+        return {node.node_id for node in nodes if self._resources.most_on(node)}
+
     def _find_no_place(self) -> WorkerLost | None:
         if self._losses[""] >= _MOST_UNPLACED:
             return WorkerLost("workers are lost before they have a place", self._error)
-        fit = {node.node_id for node in self._cluster.nodes if self._resources.most_on(node)}
-        if fit and fit <= self._excluded:
+        if self._nodes is not (nodes := self._cluster.nodes):  # which are looked at once a second
+            self._nodes, self._fit = nodes, self._fitting(nodes)
+        if self._fit and self._fit <= self._excluded:
             return WorkerLost(_NO_MACHINE, self._error)
         if not any(handle.place for handle in self.handles) and self._clock() - self._unplaced_since > _NO_ROOM_S:
             reason = _NO_ROOM.format(needs=self._resources)

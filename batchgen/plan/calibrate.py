@@ -17,6 +17,7 @@ import numpy as np
 from batchgen.config.job import JobSpec
 from batchgen.core.records import Request, Result, SamplingParams
 from batchgen.engine import Engine
+from batchgen.engine.duplicates import Duplicates
 from batchgen.engine.scheduler import Scheduler
 from batchgen.engine.sizes import SchedulerConfig
 from batchgen.plan.estimate import Estimate, ExpectedLengths, Forecast
@@ -210,7 +211,8 @@ class _Probe:
         return self.engine.stats.num_output_tokens - self.engine.stats.num_forced_tokens
 
     def _abandon(self) -> None:
-        """Drop the unfinished requests."""
+        """Drop the unfinished requests, and what later ones equal to them would wait for."""
+        self.engine.duplicates = Duplicates()
         scheduler = self.engine.scheduler
         for sequence in list(scheduler.running):
             scheduler.finish(sequence)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ from batchgen.run.invocation import tidy_on_refusal
 from batchgen.run.reports import output_totals, read_report, result_ids
 
 _NAMED_ROWS = 5  # of many missing rows
-_CLAIMED_AT_ONCE = 4096  # ids
 _SHARED_FACTS = ("input", "created_at", "numerics", "threads", "sizes", "roofline")
 
 
@@ -177,12 +175,11 @@ def _refuse_repeated_ids(shards: Sequence[_Shard], job: JobSpec) -> None:
     if not may_have_ids(job.input):
         return
     with closing(UniqueIds(None, as_text=job.output.has_text_ids)) as ids:
-        claims = chain.from_iterable(result_ids(shard.run_dir, job) for shard in shards)
-        while chunk := list(islice(claims, _CLAIMED_AT_ONCE)):
-            for row, first in ids.claim(chunk).items():
-                known = shown(dict(chunk)[row], 60)
+        for shard in shards:
+            for row, first in ids.claim(result_ids(shard.run_dir, job)).items():
+                known = shown(dict(result_ids(shard.run_dir, job))[row], 60)
                 raise UsageError(
-                    f"row {first} of {_owner(shards, first)} and row {row} of {_owner(shards, row)} both "
+                    f"row {first} of {_owner(shards, first)} and row {row} of {shard} both "
                     f"have the id {known}: run one of these shards anew with --overwrite"
                 )
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from batchgen.core.errors import BatchgenError
+from batchgen.core.machine import fresh_python
 
 MAX_CHARS = 1 << 24  # of one prompt: beyond any context
 MAX_CPU_S = 5.0  # processor time per prompt; a published template takes some microseconds
@@ -30,8 +29,6 @@ _MAX_LOST = 5  # consecutive processes that end before their first answer, but n
 _OUT_OF_MEMORY = 77  # exit status of a process that exceeds its memory
 _CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 _PROGRAM = f"""
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
 try:
     from batchgen.text.chat_child import main
 except BaseException as error:
@@ -149,10 +146,7 @@ class _Process:
     """
 
     def __init__(self) -> None:
-        folders = [*map(Path, filter(None, sys.path)), Path(__file__).parents[2]]  # it finds the modules that we find
-        path = json.dumps([str(folder.absolute()) for folder in folders])
-        command = [sys.executable, "-I", "-S", "-c", _PROGRAM, path]
-        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        command, pipe, null = fresh_python(_PROGRAM), subprocess.PIPE, subprocess.DEVNULL
         try:
             self._popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, process_group=0)
         except OSError as error:

@@ -351,20 +351,18 @@ def test_a_worker_that_tells_of_no_step_for_too_long_is_silent_however_often_it_
 def test_a_worker_may_load_for_longer_but_not_for_ever() -> None:
     clock = Clock()
     dispatcher, liveness = RowDispatcher(clock=clock), Liveness(10, 100, clock)
-    liveness.loads("a")
-    liveness.loads("b")
+    loading = dict.fromkeys("ab", clock.now)
     told = []
     for _ in range(25):
-        assert not liveness.unresponsive(dispatcher.workers.values())
-        told += liveness.late()
+        assert not liveness.unresponsive(dispatcher.workers.values(), loading)
+        told += liveness.late(loading)
         clock.now += 4
-    liveness.ends_loading("b")
+    del loading["b"]
     clock.now += 4
     assert told == ["a", "b"], "each once"
-    assert liveness.unresponsive(dispatcher.workers.values()) == {
+    assert liveness.unresponsive(dispatcher.workers.values(), loading) == {
         "a": "it has not loaded the model in 1m 40s (--load-patience)"
     }
-    liveness.ends_loading("a")
     assert not liveness.unresponsive(dispatcher.workers.values())
 
 

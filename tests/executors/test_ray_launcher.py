@@ -23,7 +23,6 @@ from batchgen.executors.messages import (
     Identity,
     WorkerEvent,
     WorkerLost,
-    WorkerPlaced,
     WorkerReady,
     WorkerUpdate,
 )
@@ -103,7 +102,7 @@ class Bench:
         """A handle on a machine, whose model is being loaded."""
         handle = self.launch()
         actor_of(handle).tell(node)
-        assert handle.poll() == [WorkerPlaced()]
+        assert handle.poll() == [] and handle.loading_since is not None
         return handle
 
     def ready(self, node: str) -> WorkerHandle:

@@ -81,6 +81,8 @@ class StubStats:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    counts = to_dict
+
 
 @dataclass
 class StubEngine:

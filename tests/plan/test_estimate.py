@@ -157,9 +157,10 @@ def test_calibration_counts_forced_tokens(job: JobMaker) -> None:
         assert found.lengths.tokens_per_sample >= tokens_per_sample
 
 
-def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker) -> None:
+@pytest.mark.parametrize("max_tokens", [2, 3])
+def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker, max_tokens: int) -> None:
     job.write(rows_of(5))
-    spec = job.spec(engine={"threads": 1}, sampling={"max_tokens": 3})
+    spec = job.spec(engine={"threads": 1}, sampling={"max_tokens": max_tokens})
     found = calibrated(spec, 0.5)
     assert found.lengths.basis == "5 sampled rows run to their end"
     assert found.estimate is not None
