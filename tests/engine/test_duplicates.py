@@ -71,21 +71,10 @@ SAMPLED = SamplingParams(max_tokens=5, temperature=0.5)
         *(
             replace(GREEDY, params=replace(GREEDY.params, **change))
             for change in (
-                {"max_tokens": 6},
-                {"min_tokens": 1},
-                {"repetition_penalty": 1.1},
-                {"presence_penalty": 0.1},
-                {"frequency_penalty": 0.1},
-                {"stop": ("x",)},
-                {"stop_token_ids": (3,)},
-                {"ignore_eos": True},
-                {"n": 2},
-                {"logprobs": 0},
-                {"prompt_logprobs": 0},
-                {"max_repeats": 3},
-                {"logit_bias": ((3, 1.0),)},
-                {"allowed_token_ids": (3,)},
-                {"bad_words": ("x",)},
+                *({"max_tokens": 6}, {"min_tokens": 1}, {"n": 2}, {"logprobs": 0}, {"prompt_logprobs": 0}),
+                *({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": 0.1}),
+                *({"stop": ("x",)}, {"stop_token_ids": (3,)}, {"ignore_eos": True}, {"max_repeats": 3}),
+                *({"logit_bias": ((3, 1.0),)}, {"allowed_token_ids": (3,)}, {"bad_words": ("x",)}),
                 {"normalize": "tokens"},
             )
         ),

@@ -1,4 +1,4 @@
-"""Penalties, number for number: transformers' repetition penalty, vLLM's presence and frequency penalties."""
+"""Penalties, number for number: as vLLM defines them; transformers' are in ``test_sampling_pipeline``."""
 
 from __future__ import annotations
 
@@ -69,23 +69,6 @@ def test_every_row_is_what_vllm_defines(cases: list[tuple[list[int], list[int], 
     got = penalized(logits, cases)
     for row, case, before in zip(got, cases, logits, strict=True):
         assert torch.equal(row, defined(before, *case))
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    prompt=st.lists(st.integers(0, 30), min_size=1, max_size=40),
-    output=TOKENS,
-    by=st.sampled_from([0.3, 1.05, 1.2, 5.0]),
-    seed=st.integers(0, 1000),
-)
-def test_the_repetition_penalty_is_that_of_transformers_over_prompt_and_output(
-    prompt: list[int], output: list[int], by: float, seed: int
-) -> None:
-    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
-
-    logits = logits_of(1, 31, seed)
-    expected = RepetitionPenaltyLogitsProcessor(by)(torch.tensor([prompt + output]), logits.clone())
-    assert torch.equal(penalized(logits, [(prompt, output, SamplingParams(repetition_penalty=by))]), expected)
 
 
 def test_the_prompt_counts_for_the_repetition_penalty_alone() -> None:

@@ -87,28 +87,17 @@ def test_memory_that_torch_keeps_on_a_gpu_counts_as_free(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("name", "values"),
     [
-        {"max_num_batched_tokens": 0},
-        {"max_num_seqs": -1},
-        {"block_size": 0},
-        {"max_model_len": 1},
-        {"max_model_len": 0},
-        {"max_model_len": -5},
-        {"kv_memory": 10},
-        {"kv_memory": 0},
-        {"kv_memory": -1},
-        {"look_ahead": 0},
-        {"look_ahead": -3},
-        {"threads": 0},
+        *((name, (0, -1)) for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", "threads")),
+        *(("max_model_len", (1, 0, -5)), ("kv_memory", (10, 0, -1)), ("look_ahead", (0, -3))),
     ],
-    ids=str,
 )
-def test_a_size_that_cannot_work_is_refused_by_name(changes: dict[str, int]) -> None:
-    (name,) = changes
-    with pytest.raises(UsageError, match=name) as caught:
-        resolve(EngineConfig(**changes), MODEL)
-    assert caught.value.exit_code == ExitCode.USAGE
+def test_a_size_that_cannot_work_is_refused_by_name(name: str, values: tuple[int, ...]) -> None:
+    for value in values:
+        with pytest.raises(UsageError, match=name) as caught:
+            resolve(EngineConfig(**{name: value}), MODEL)
+        assert caught.value.exit_code == ExitCode.USAGE
 
 
 @pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs", "block_size"])

@@ -142,19 +142,7 @@ def test_a_sequence_of_nan_spoils_no_other(dtype: torch.dtype, kv_dtype: torch.d
 # ---------------------------------------------------------------- windows and gates
 
 # (positions cached before, tokens of this step): windows end and begin in every part of a tile of 256
-WINDOWED_PIECES = [
-    (0, 1),
-    (0, 40),
-    (254, 1),
-    (255, 1),
-    (275, 1),
-    (350, 1),
-    (511, 1),
-    (250, 13),
-    (512, 40),
-    (700, 3),
-    (895, 1),
-]
+WINDOWED = [(0, 1), (0, 40), (254, 1), (255, 1), (275, 1), (350, 1), (511, 1), (250, 13), (512, 40), (700, 3), (895, 1)]
 WINDOWED_HEADS = ONE, FOUR, TWO = (3, 3, 16), (4, 1, 40), (8, 4, 128)  # query heads on each key
 every_window = pytest.mark.parametrize(
     ("window", "heads", "block_size"), [(3, ONE, 24), (20, FOUR, 32), (97, TWO, 128), (256, FOUR, 3), (256, TWO, 32)]
@@ -172,7 +160,7 @@ def test_windowed_attention_equals_dense_attention(
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None,
 ) -> None:
-    case = make_case(WINDOWED_PIECES, heads, dtype, window, kv_dtype, window, is_gated=True)
+    case = make_case(WINDOWED, heads, dtype, window, kv_dtype, window, is_gated=True)
     tolerance = {"rtol": 2**-7, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
     for got, expected in zip(attend(BACK_ENDS[name](), case, block_size), dense(case), strict=True):
         torch.testing.assert_close(got.double(), expected, **tolerance)
@@ -192,9 +180,9 @@ def test_what_lies_just_before_a_window_does_not_count_however_high_it_scores(na
 def test_bits_do_not_depend_on_blocks_or_other_sequences_or_how_a_prompt_is_cut(
     window: int, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
-    batch = make_case(WINDOWED_PIECES, heads, dtype, 1, kv_dtype, window, is_gated=True)
+    batch = make_case(WINDOWED, heads, dtype, 1, kv_dtype, window, is_gated=True)
     expected = attend(CpuKernels(), batch, block_size)
-    for row in range(len(WINDOWED_PIECES)):
+    for row in range(len(WINDOWED)):
         assert torch.equal(attend(CpuKernels(), batch.only(row), (3, 16, 64)[row % 3])[0], expected[row])
     whole = make_case([(0, 430)], heads, dtype, 2, kv_dtype, window, is_gated=True)
     expected = attend(CpuKernels(), whole, block_size)

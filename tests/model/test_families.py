@@ -69,6 +69,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "lfm3 without norms behind a layer": {"model_type": "lfm3", "use_sandwich_norm": False},
     "lfm3 without gates": {"model_type": "lfm3", "use_attention_gate": False},
+    "no bias, lfm2_moe": {"model_type": "lfm2_moe", "use_expert_bias": False},
+    "as chosen, lfm2_moe": {"model_type": "lfm2_moe", "norm_topk_prob": False, "routed_scaling_factor": 2.5},
+    "no dense layer, lfm2_moe": {"model_type": "lfm2_moe", "num_dense_layers": 0},
+    "all experts, lfm2_moe": {"model_type": "lfm2_moe", "num_experts_per_tok": 6},
+    "as chosen, qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": False},
 }
 
 
@@ -242,6 +247,15 @@ def scaled(**changes: Any) -> dict[str, Any]:
         ("llama", scaled(high_freq_factor=1.0), ["low_freq_factor", "high_freq_factor"]),
         ("llama", scaled(original_max_position_embeddings=None), ["original_max_position_embeddings"]),
         ("llama", scaled(rope_type="yarn"), ["rope", "'yarn'", "llama3"]),
+        ("lfm2_moe", {"num_experts_per_tok": 7}, ["num_experts_per_tok must be at most 6"]),
+        ("lfm2_moe", {"num_experts": 0}, ["num_experts must be a positive integer"]),
+        ("lfm2_moe", {"num_dense_layers": -1}, ["num_dense_layers must be an integer from 0 up"]),
+        ("lfm2_moe", {"num_shared_experts": 1}, ["num_shared_experts is 1; experts that every token meets"]),
+        ("lfm2_moe", {"norm_topk_prob": "yes"}, ["norm_topk_prob must be true or false"]),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 64}, ["shared_expert_intermediate_size is 64"]),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, ["decoder_sparse_step is 2; only models with experts in every"]),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, ["mlp_only_layers is [0]; only models with experts in every layer"]),
+        ("qwen3_moe", {"moe_intermediate_size": None}, ["has no 'moe_intermediate_size'"]),
         ("lfm3", {"attention_bias": True}, ["attention_bias"]),
         ("lfm3", {"sliding_window": None}, ["sliding_window"]),
         ("lfm3", {"layer_types": ["conv"] * 5 + ["linear_attention"]}, ["layer_types"]),
