@@ -101,4 +101,4 @@ def test_tokens_and_weights_are_those_of_peft(trained: tuple[Any, Path]) -> None
         assert (tensor - weight).abs().max() <= 1e-6 * weight.abs().max(), name
         num_changed += not torch.equal(tensor, tensor_before)
     found.finish()
-    assert num_changed == len(found._names) > 0
+    assert num_changed == len(found._matrices) > 0
