@@ -55,7 +55,7 @@ ROOM_LINES = {
     "model": 3152,
     "text": 1584,
     "run": 2959,
-    "executors": 2704,
+    "executors": 2701,
     "output": 3055,
     "core": 2238,
     "input": 2836,

@@ -52,6 +52,7 @@ def placed(engine_factory: EngineFactory) -> EngineFactory:
     """A factory of the engine that a job asks for, made by ``engine_factory`` here or in each worker."""
 
     def load(spec: JobSpec, model: ModelInfo) -> Backend:
+        """See ``load_engine``; a cluster that cannot be reached raises UsageError, workers that all end NoWorkers."""
         if not spec.cluster.is_used:
             return engine_factory(spec, model)
 
@@ -74,6 +75,7 @@ def on_workers(
     """An engine factory: ``make_launcher`` makes the launcher whose workers begin with a ``Start``."""
 
     def load(spec: JobSpec, model: ModelInfo) -> Backend:
+        """Returns when the first worker is ready. Raises as ``WorkersEngine.begin``."""
         context, gate = model.context, IdentityGate(model.context)
         launcher = make_launcher(Start(spec, context.at, context.digests))
         liveness = Liveness(patience_s, load_patience_s)

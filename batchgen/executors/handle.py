@@ -162,6 +162,5 @@ class WorkerLauncher(ABC):
         """Why a call has no result, in a few words."""
         return str(error)
 
-    @abstractmethod
-    def note(self, handle: WorkerHandle, told: WorkerUpdate | WorkerLost) -> None:
+    def note(self, handle: WorkerHandle, told: WorkerUpdate | WorkerLost) -> None:  # noqa: B027 - one kind learns
         """Learn from what a worker tells, or that it is lost."""

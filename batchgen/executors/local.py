@@ -21,7 +21,6 @@ from batchgen.core.errors import BatchgenError
 from batchgen.core.machine import fresh_python
 from batchgen.core.units import shortened
 from batchgen.executors.handle import WorkerHandle, WorkerLauncher
-from batchgen.executors.messages import WorkerLost, WorkerUpdate
 from batchgen.executors.slices import MachineSlice
 from batchgen.executors.worker import Start
 
@@ -136,9 +135,6 @@ class LocalLauncher(WorkerLauncher):
     def begin(self, handle: WorkerHandle) -> Future[Any]:
         worker = cast(LocalWorker, handle.remote)
         return worker.call("begin", self._start, worker.part)
-
-    def note(self, handle: WorkerHandle, told: WorkerUpdate | WorkerLost) -> None:
-        """Nothing is learnt: all are at the same place."""
 
     def _free(self) -> list[int]:
         """The slices without a process."""

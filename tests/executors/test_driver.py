@@ -61,9 +61,6 @@ class PlayedLauncher(WorkerLauncher):
     def begin(self, handle: WorkerHandle) -> Future[Any]:
         return handle.remote.call("begin")
 
-    def note(self, handle: WorkerHandle, told: WorkerUpdate | WorkerLost) -> None:
-        pass
-
     def wait(self, timeout_s: float) -> None:
         self.waits.append((timeout_s, self._dispatcher.num_in_flight))
         super().wait(0.0)

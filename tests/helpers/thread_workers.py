@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 from batchgen.executors.handle import WorkerHandle, WorkerLauncher
-from batchgen.executors.messages import WorkerLost, WorkerUpdate
 from batchgen.executors.slices import MachineSlice
 from batchgen.executors.worker import Start, Worker
 
@@ -84,6 +83,3 @@ class ThreadLauncher(WorkerLauncher):
 
     def begin(self, handle: WorkerHandle) -> Future[Any]:
         return handle.remote.call("begin", self.start, MachineSlice())
-
-    def note(self, handle: WorkerHandle, told: WorkerUpdate | WorkerLost) -> None:
-        pass

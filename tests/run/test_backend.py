@@ -17,7 +17,7 @@ from batchgen.executors.driver import WorkersEngine
 from batchgen.executors.handle import WorkerHandle, WorkerLauncher
 from batchgen.executors.liveness import Liveness
 from batchgen.executors.loop import SteppedEngine
-from batchgen.executors.messages import Identity, WorkerLost, WorkerReady, WorkerUpdate
+from batchgen.executors.messages import Identity, WorkerReady, WorkerUpdate
 from batchgen.run.backend import EngineLike
 
 SIZES: dict[str, int] = {"max_num_seqs": 4, "look_ahead": 8}
@@ -61,9 +61,6 @@ class StubLauncher(WorkerLauncher):
 
     def begin(self, handle: WorkerHandle) -> Future[Any]:
         return handle.remote.call("begin")
-
-    def note(self, handle: WorkerHandle, told: WorkerUpdate | WorkerLost) -> None:
-        pass
 
 
 def real() -> Any:
