@@ -46,15 +46,8 @@ _SIGN_IN = {
     "gs": "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS",
     "hf": "run hf auth login, or set HF_TOKEN",
 }
-_NOISY = (
-    "aiobotocore",
-    "asyncio",
-    "botocore",
-    "fsspec",
-    "gcsfs",
-    "huggingface_hub",
-    "s3fs",
-)  # they print tracebacks of what is explained
+# These print tracebacks of what is explained.
+_NOISY = ("aiobotocore", "asyncio", "botocore", "fsspec", "gcsfs", "huggingface_hub", "s3fs")
 
 
 def scheme_of(text: str) -> str | None:
