@@ -57,7 +57,7 @@ ROOM_LINES = {
     "run": 2959,
     "executors": 2701,
     "output": 3055,
-    "core": 2238,
+    "core": 2231,
     "input": 2836,
     "report": 1401,
     "config": 996,
