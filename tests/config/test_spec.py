@@ -323,17 +323,13 @@ LONG = "x" * 300
     ],
     ids=lambda value: value[:24],
 )
-def test_values_that_break_parsers_or_file_systems_are_refused_in_one_line(
-    tmp_path: Path, text: str, words: str
-) -> None:
+def test_values_that_break_parsers_or_files_are_refused_in_one_line(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words) as refusal:
         from_text(tmp_path, text)
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300 + len(str(tmp_path))
 
 
-def test_rows_may_come_from_addresses_which_stay_as_they_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_may_come_from_addresses_which_stay_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BUCKET", "rows")
     addresses = ["s3://${BUCKET}/a/*.jsonl.zst", "HTTPS://host/../x.jsonl", "hf://datasets/user/name/x.parquet"]
     spec = from_text(tmp_path, minimal().replace('"in.jsonl"', json.dumps(addresses)))
@@ -405,9 +401,7 @@ def test_sampling_columns_are_checked_and_survive_json(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_spec_that_was_edited_into_another_shape_is_refused(
-    tmp_path: Path, section: str, value: object, words: str
-) -> None:
+def test_a_spec_edited_into_another_shape_is_refused(tmp_path: Path, section: str, value: object, words: str) -> None:
     data = from_text(tmp_path, minimal()).to_dict() | {section: value}
     with pytest.raises(UsageError, match=f"cannot read job.json: .*{words}"):
         job_from_dict(data)
@@ -416,9 +410,7 @@ def test_a_spec_that_was_edited_into_another_shape_is_refused(
 @pytest.mark.parametrize(
     ("model", "top_k", "temperature"), [("LiquidAI/LFM2-350M", 0, 0.3), ("LiquidAI/LFM2.5-350M", 50, 0.1)]
 )
-def test_a_preset_becomes_the_values_of_the_models_card(
-    model: str, top_k: int, temperature: float, tmp_path: Path
-) -> None:
+def test_a_preset_is_the_values_of_the_models_card(model: str, top_k: int, temperature: float, tmp_path: Path) -> None:
     text = minimal('[sampling]\npreset = "card"\nmax_tokens = 9\n').replace("m/n", model)
     sampling = from_text(tmp_path, text).sampling
     assert (sampling.top_k, sampling.temperature, sampling.repetition_penalty) == (top_k, temperature, 1.05)

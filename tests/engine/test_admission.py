@@ -144,9 +144,7 @@ OPERATIONS = st.lists(st.tuples(ACTS, st.sampled_from("abc-")), max_size=40)
 
 
 @given(OPERATIONS, st.booleans())
-def test_what_is_known_of_families_goes_with_their_last_member(
-    operations: list[tuple[str, str]], longest_first: bool
-) -> None:
+def test_a_family_is_forgotten_with_its_last_member(operations: list[tuple[str, str]], longest_first: bool) -> None:
     """A stream of a million rows must leave nothing behind."""
     queue = WaitingQueue(longest_first)
     for key, (operation, family) in enumerate(operations):

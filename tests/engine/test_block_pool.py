@@ -230,9 +230,7 @@ def test_two_are_equal_exactly_if_all_tokens_up_to_them_are(one: list[int], othe
 
 
 @given(TOKENS, st.integers(1, 5), st.lists(st.integers(0, 30), max_size=5))
-def test_extended_bit_by_bit_they_are_those_made_at_once(
-    token_ids: list[int], block_size: int, stops: list[int]
-) -> None:
+def test_extended_bit_by_bit_they_are_as_made_at_once(token_ids: list[int], block_size: int, stops: list[int]) -> None:
     grown: list[bytes] = []
     for stop in [*sorted(stops), len(token_ids)]:
         extend_block_hashes(grown, token_ids[:stop], block_size)

@@ -296,9 +296,7 @@ def test_rows_under_other_constraints_are_no_duplicates() -> None:
 @pytest.mark.parametrize(
     ("fails", "at"), [("begin", 0), ("push", 0), ("push", 3), ("push", 7), ("fill", 0), ("fill", 7)]
 )
-def test_a_constraint_that_fails_is_an_error_row_and_harms_no_other(
-    fails: str, at: int, params: dict[str, Any]
-) -> None:
+def test_a_failing_constraint_is_an_error_row_and_harms_no_other(fails: str, at: int, params: dict[str, Any]) -> None:
     allowed = [[60, 61], *RUN, [70, 71], [72, 73]]
     others = random_requests(8, seed=3, prompt=(1, 20), params=SamplingParams(temperature=1.0))
     asked = [request(allowed, 100, fails, at, **params), *others, request(allowed, 101, fails, at, **params)]

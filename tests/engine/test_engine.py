@@ -317,9 +317,7 @@ def test_what_a_row_gone_wrong_has_computed_is_taken_over_by_no_other(budget: in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_gone_wrong_is_an_error_row_and_leaves_nothing_behind(
-    value: float, dtype: torch.dtype, temperature: float
-) -> None:
+def test_a_row_gone_wrong_is_an_error_and_leaves_nothing(value: float, dtype: torch.dtype, temperature: float) -> None:
     """Its blocks and slots, full of NaN, are used by others afterwards and beside it."""
     model = spoiled_model(value, dtype)
     params = SamplingParams(temperature=temperature, ignore_eos=True, seed=1)
@@ -386,9 +384,7 @@ def test_a_resumed_request_finds_a_stop_string_that_began_before_it_was_stopped(
 
 
 @pytest.mark.parametrize("num_resumed", [0, 4], ids=["begun", "resumed"])
-def test_a_text_that_cannot_be_had_for_stop_strings_ends_its_row_only(
-    num_resumed: int, undisturbed: tuple[int, ...]
-) -> None:
+def test_a_text_that_fails_for_stop_strings_ends_its_row_only(num_resumed: int, undisturbed: tuple[int, ...]) -> None:
     class Fails(EndsAt):
         def push(self, token_id: int) -> str | None:
             super().push(token_id)

@@ -60,9 +60,7 @@ def needed(inputs: ModelInput, block_size: int, taps: int, convolutions: int) ->
 
 @settings(max_examples=80, deadline=None)
 @given(steps(), st.sampled_from([2, 3, 4, 7]), st.integers(0, 3))
-def test_what_is_kept_is_what_something_depends_on(
-    step: tuple[ModelInput, int, int], taps: int, convolutions: int
-) -> None:
+def test_what_is_kept_is_what_others_depend_on(step: tuple[ModelInput, int, int], taps: int, convolutions: int) -> None:
     inputs, block_size, _ = step
     expected = sorted(needed(inputs, block_size, taps, convolutions))
     subset = build_subset(inputs, block_size, convolutions * (taps - 1))

@@ -31,9 +31,7 @@ def test_longest_first_takes_no_more_steps_than_order_of_arrival(kind: str, seed
 
 @pytest.mark.parametrize("max_tokens", [0, 400], ids=["lengths known", "lengths unknown"])
 @pytest.mark.parametrize("kind", ["uniform", "exponential", "GSM8K-like"])
-def test_a_job_that_wants_five_times_the_memory_recomputes_less_than_one_token_in_twenty(
-    kind: str, max_tokens: int
-) -> None:
+def test_a_job_of_five_times_the_memory_recomputes_less_than_one_token_in_twenty(kind: str, max_tokens: int) -> None:
     """64 slots would hold five times as many tokens, on the mean at half of their length, as the pool."""
     rows = [row for row in rows_of(kind, 600, seed=1, max_tokens=max_tokens) if row.output <= 400][:500]
     wanted = 64 * sum(row.prompt + row.output / 2 for row in rows) / len(rows)

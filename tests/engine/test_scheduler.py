@@ -143,9 +143,7 @@ def test_tokens_given_to_a_sequence_preempted_later_in_the_step_go_back_to_the_b
     ("prompt", "max_tokens", "numbers"),
     [(50, 1, ("50", "49")), (51, 5, ("51", "50", "49")), (30, 30, ("49", "40")), (41, 1, ("41", "40"))],
 )
-def test_what_can_never_fit_is_refused_with_both_numbers(
-    prompt: int, max_tokens: int, numbers: tuple[str, ...]
-) -> None:
+def test_what_never_fits_is_refused_with_both_numbers(prompt: int, max_tokens: int, numbers: tuple[str, ...]) -> None:
     scheduler = make(block_size=4, num_blocks=10, max_model_len=50)
     request = Request(0, (1,) * prompt, SamplingParams(max_tokens=max_tokens))
     error = scheduler.refusal(RequestState(request).sequences[0])

@@ -133,9 +133,7 @@ def ends_in_a_loop(tokens: list[int], max_repeats: int) -> bool:
     parts=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 5)), max_size=8),
     max_repeats=st.integers(2, 5),
 )
-def test_a_loop_is_noticed_exactly_where_the_definition_sees_one(
-    parts: list[tuple[list[int], int]], max_repeats: int
-) -> None:
+def test_a_loop_is_noticed_exactly_where_it_is_defined(parts: list[tuple[list[int], int]], max_repeats: int) -> None:
     watch, tokens = LoopDetector(max_repeats), []
     for run, times in parts:
         for token in run * times:

@@ -142,9 +142,7 @@ def test_more_threads_than_could_be_of_use_are_refused(threads_as_before: None) 
     assert torch.get_num_threads() == 64
 
 
-def test_no_more_threads_are_taken_than_a_container_may_run(
-    threads_as_before: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_threads_run_than_a_container_may(threads_as_before: None, monkeypatch: pytest.MonkeyPatch) -> None:
     large = dummy_config("dummy:LFM2-350M")
     torch.set_num_threads(8)
     monkeypatch.setattr(load_module, "num_usable_cpus", lambda: 3)

@@ -27,8 +27,9 @@ else:
 INTERPRETED = pytest.mark.interpreted  # see tests/kernels/conftest.py
 # Back ends of tests that are small enough for the interpreter; larger ones take ``BACK_ENDS``.
 EVERY_NAME = [pytest.param(name, marks=INTERPRETED) if name == "cuda" else name for name in EVERY_BACK_END]
-# (what is computed, what is cached of it: None for the same)
-DTYPES: list[tuple[torch.dtype, torch.dtype | None]] = [
+Shape = tuple[int, int, int]  # num_heads, num_kv_heads, head_dim
+KvDtype = torch.dtype | None  # what is cached of what is computed: None for the same
+DTYPES: list[tuple[torch.dtype, KvDtype]] = [
     (torch.float32, None),
     (torch.bfloat16, None),
     (torch.float32, torch.bfloat16),
@@ -43,11 +44,11 @@ class Case:
     """Queries of this step and the keys and values of every position, per sequence."""
 
     pieces: Sequence[tuple[int, int]]
-    heads: tuple[int, int, int]
+    heads: Shape
     queries: list[Tensor]  # [count, num_heads, head_dim], float32, as the model's dtype rounds them
     keys: list[Tensor]  # [past + count, num_kv_heads, head_dim]
     values: list[Tensor]
-    kv_dtype: torch.dtype | None = None  # of the cache, if it is not that of ``keys`` and ``values``
+    kv_dtype: KvDtype = None  # of the cache, if it is not that of ``keys`` and ``values``
     window: int = 0
     gates: list[Tensor] | None = None  # logits [count, num_heads] in the model's dtype
 
@@ -81,10 +82,10 @@ class Case:
 
 def make_case(
     pieces: Sequence[tuple[int, int]],
-    heads: tuple[int, int, int],
+    heads: Shape,
     dtype: torch.dtype,
     seed: int,
-    kv_dtype: torch.dtype | None = None,
+    kv_dtype: KvDtype = None,
     window: int = 0,
     is_gated: bool = False,
 ) -> Case:

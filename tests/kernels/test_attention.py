@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from kernel_cases import DTYPES, EVERY_BACK_END, EVERY_NAME, Case, attend, dense, every_dtype, make_case
+from kernel_cases import DTYPES, EVERY_BACK_END, EVERY_NAME, Case, KvDtype, Shape, attend, dense, every_dtype, make_case
 from tiny_model import BACK_ENDS
 from torch import Tensor
 
@@ -27,9 +27,7 @@ PIECES = [(0, 1), (0, 7), (5, 1), (15, 17), (254, 1), (255, 1), (256, 1), (250, 
 
 
 @functools.cache
-def solved_case(
-    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None, seed: int
-) -> tuple[Case, list[Tensor]]:
+def solved_case(heads: Shape, dtype: torch.dtype, kv_dtype: KvDtype, seed: int) -> tuple[Case, list[Tensor]]:
     """A case of all ``PIECES`` and its dense attention, for all tests that leave it as it is."""
     case = make_case(PIECES, heads, dtype, seed, kv_dtype)
     return case, dense(case)
@@ -39,7 +37,7 @@ def solved_case(
 @pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("name", BACK_ENDS)
 def test_paged_attention_equals_dense_attention(
-    name: str, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    name: str, block_size: int, dtype: torch.dtype, kv_dtype: KvDtype
 ) -> None:
     for seed, heads in enumerate(HEADS):
         case, solution = solved_case(heads, dtype, kv_dtype, seed)
@@ -53,9 +51,7 @@ def test_paged_attention_equals_dense_attention(
 
 @every_dtype
 @pytest.mark.parametrize("heads", [(5, 5, 8), (4, 2, 64), (12, 1, 16)], ids=str)
-def test_bits_do_not_depend_on_block_size_or_which_blocks(
-    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None
-) -> None:
+def test_bits_do_not_depend_on_block_size_or_which_blocks(heads: Shape, dtype: torch.dtype, kv_dtype: KvDtype) -> None:
     case = make_case(PIECES, heads, dtype, 1, kv_dtype)
     expected = attend(CpuKernels(), case, 32)
     for block_size in BLOCK_SIZES:
@@ -66,7 +62,7 @@ def test_bits_do_not_depend_on_block_size_or_which_blocks(
 @every_dtype
 @pytest.mark.parametrize("heads", [(3, 3, 16), (6, 2, 24), (12, 1, 16)], ids=str)
 def test_bits_do_not_depend_on_the_other_sequences_or_the_threads(
-    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None
+    heads: Shape, dtype: torch.dtype, kv_dtype: KvDtype
 ) -> None:
     case = make_case(PIECES, heads, dtype, 2, kv_dtype)
     torch.set_num_threads(1)
@@ -81,7 +77,7 @@ def test_bits_do_not_depend_on_the_other_sequences_or_the_threads(
 @pytest.mark.parametrize("heads", [(8, 8, 16), (6, 6, 24), (24, 12, 16), (32, 8, 8), (48, 6, 16)], ids=str)
 @pytest.mark.usefixtures("threads_as_before")
 def test_bits_do_not_depend_on_how_many_heads_an_item_walks(
-    heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    heads: Shape, dtype: torch.dtype, kv_dtype: KvDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
     for window, block_size in ((0, 32), (0, 24), (40, 64)):
@@ -108,7 +104,7 @@ def test_items_leave_every_worker_its_share() -> None:
     "cuts", [[1] * 270, [5, 7, 9, 1, 100, 148], [3, 267], [256, 14]], ids=["1", "odd", "3", "tile"]
 )
 def test_bits_do_not_depend_on_how_a_prompt_is_cut(
-    cuts: list[int], heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None
+    cuts: list[int], heads: Shape, dtype: torch.dtype, kv_dtype: KvDtype
 ) -> None:
     whole = make_case([(0, 270)], heads, dtype, 3, kv_dtype)
     expected = attend(CpuKernels(), whole, 32)[0]
@@ -128,7 +124,7 @@ def test_attention_follows_scores_of_any_size(name: str) -> None:
 
 
 @every_dtype
-def test_a_sequence_of_nan_spoils_no_other(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+def test_a_sequence_of_nan_spoils_no_other(dtype: torch.dtype, kv_dtype: KvDtype) -> None:
     case = make_case([(20, 3), (0, 9), (40, 1)], (4, 2, 16), dtype, 5, kv_dtype)
     clean = attend(CpuKernels(), case, 16)
     for poison in (torch.nan, torch.inf):
@@ -155,10 +151,10 @@ every_window = pytest.mark.parametrize(
 def test_windowed_attention_equals_dense_attention(
     name: str,
     window: int,
-    heads: tuple[int, int, int],
+    heads: Shape,
     block_size: int,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype | None,
+    kv_dtype: KvDtype,
 ) -> None:
     case = make_case(WINDOWED, heads, dtype, window, kv_dtype, window, is_gated=True)
     tolerance = {"rtol": 2**-7, "atol": 2**-6} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 2e-6}
@@ -178,7 +174,7 @@ def test_what_lies_just_before_a_window_does_not_count_however_high_it_scores(na
 @every_dtype
 @every_window
 def test_bits_do_not_depend_on_blocks_or_other_sequences_or_how_a_prompt_is_cut(
-    window: int, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    window: int, heads: Shape, block_size: int, dtype: torch.dtype, kv_dtype: KvDtype
 ) -> None:
     batch = make_case(WINDOWED, heads, dtype, 1, kv_dtype, window, is_gated=True)
     expected = attend(CpuKernels(), batch, block_size)
@@ -192,7 +188,7 @@ def test_bits_do_not_depend_on_blocks_or_other_sequences_or_how_a_prompt_is_cut(
 
 
 @every_dtype
-def test_a_window_that_holds_all_positions_changes_no_bit(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+def test_a_window_that_holds_all_positions_changes_no_bit(dtype: torch.dtype, kv_dtype: KvDtype) -> None:
     pieces = [(0, 20), (290, 1), (280, 20)]
     for heads in WINDOWED_HEADS:
         expected = attend(CpuKernels(), make_case(pieces, heads, dtype, 3, kv_dtype), 32)

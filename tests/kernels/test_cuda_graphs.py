@@ -204,9 +204,7 @@ class FailsAt(Again):
 
 
 @pytest.mark.parametrize("first", [0, 2, 4])
-def test_an_engine_that_cannot_record_launches_every_step_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
+def test_an_engine_that_cannot_record_launches_steps_and_says_so(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     monkeypatch.setattr(graphs_module, "_USUAL_TOKENS", 16)
     monkeypatch.setattr(replay, "has_graphs", lambda _: True)
     monkeypatch.setattr(replay, "CudaRecorder", lambda _: FailsAt(first))

@@ -11,16 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import RAW
-from kernel_cases import (
-    INTERPRETED,
-    Case,
-    attend,
-    dense,
-    empty_cache,
-    make_case,
-    normal,
-    rotary_table,
-)
+from kernel_cases import INTERPRETED, Case, KvDtype, Shape, attend, dense, empty_cache, make_case, normal, rotary_table
 from launches import decode_launches
 from tiny_model import packed_keys, ragged_input, random_requests, solo, tiny_model, tokens_of
 from torch import Tensor
@@ -96,7 +87,7 @@ def test_a_product_is_rounded_before_it_is_added_and_the_sum_before_it_is_normed
 @pytest.mark.parametrize(("heads", "block_size"), [((3, 3, 16), 16), ((5, 1, 8), 3), ((4, 3, 64), 32)])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 def test_integers_and_their_scales_are_those_of_the_reference(
-    heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+    heads: Shape, block_size: int, dtype: torch.dtype
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     inputs, num_blocks = ragged_input([(0, 1), (300, 1), (0, 5), (31, 3)], block_size)
@@ -147,7 +138,7 @@ def assert_attends(case: Case, block_size: int) -> None:
 )
 @pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS, ids=str)
 def test_attention_over_a_window_with_gates_or_over_all_equals_dense_attention(
-    heads: tuple[int, int, int], block_size: int, window: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    heads: Shape, block_size: int, window: int, dtype: torch.dtype, kv_dtype: KvDtype
 ) -> None:
     assert_attends(make_case(PIECES, heads, dtype, block_size, kv_dtype, window, is_gated=window > 0), block_size)
 
@@ -167,9 +158,7 @@ def test_attention_equals_dense_attention_over_full_spans() -> None:
 
 @pytest.mark.usefixtures("short_spans")
 @pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS, ids=str)
-def test_attention_has_the_same_bits_whatever_shares_the_batch(
-    dtype: torch.dtype, kv_dtype: torch.dtype | None
-) -> None:
+def test_attention_has_the_same_bits_whatever_shares_the_batch(dtype: torch.dtype, kv_dtype: KvDtype) -> None:
     case = make_case([(100, 1), (20, 5), (64, 2)], (4, 2, 16), dtype, 2, kv_dtype)
     together = attend(OnDevice(), case, 16)
     assert all(map(torch.equal, attend(OnDevice(), case, 64, seed=1), together)), "other blocks, other block size"
@@ -230,7 +219,7 @@ def test_counters_stay_where_recordings_found_them() -> None:
 @pytest.mark.parametrize("window", [0, 3, 50])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), KINDS, ids=str)
 def test_batch_invariant_attention_has_the_same_bits_however_a_prompt_is_cut(
-    window: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
+    window: int, dtype: torch.dtype, kv_dtype: KvDtype
 ) -> None:
     whole = make_case([(0, 140)], (2, 1, 16), dtype, 3, kv_dtype, window, is_gated=window > 0)
     expected = attend(OnDevice(), whole, 16)[0]
@@ -271,9 +260,7 @@ def test_a_gated_product_equals_the_reference(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_weights_in_8_bits_are_multiplied_as_the_numbers_that_they_stand_for(
-    dtype: torch.dtype, batch_invariant: bool
-) -> None:
+def test_weights_of_8_bits_multiply_as_the_numbers_they_stand_for(dtype: torch.dtype, batch_invariant: bool) -> None:
     weight, x = normal(33, 80, seed=1, dtype=dtype), normal(5, 80, seed=0, dtype=dtype)
     numbers = quantize_weight(weight).dequantize(dtype)
     expected = OnDevice(batch_invariant=batch_invariant).linear(numbers)(x)

@@ -67,9 +67,7 @@ def test_a_row_has_the_same_bits_in_any_product(kind: str, dtype: str, shape: tu
 @pytest.mark.parametrize("shape", MODEL_SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", LINEARS)
-def test_a_row_has_the_same_bits_in_any_product_of_a_published_shape(
-    kind: str, dtype: str, shape: tuple[int, int]
-) -> None:
+def test_a_row_has_the_same_bits_in_products_of_published_shapes(kind: str, dtype: str, shape: tuple[int, int]) -> None:
     counts = [*FEW_ROWS, 511, 512, 513]
     assert rows_that_differ(kind, DTYPES[dtype], shape, {1: counts, 2: counts}) == []
 

@@ -175,9 +175,7 @@ def test_one_process_compiles_at_a_time_and_the_next_takes_over_when_it_ends(fol
     "changed",
     ["compiled/simd.py", "layout.py", "kernel_specs.py", "compiler.py", "numba", "processor", "features", "settings"],
 )
-def test_what_decides_the_machine_code_decides_the_name(
-    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_decides_the_code_decides_the_name(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy = shutil.copytree(Path(object_cache.__file__).parent, tmp_path / "cpu")
     monkeypatch.setattr(object_cache, "__file__", str(copy / "object_cache.py"))
     name = object_cache.file_name(ARGMAX, "float32")

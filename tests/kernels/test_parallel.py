@@ -140,7 +140,7 @@ def expected(rows: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("num_threads", "rounds"), [(1, 0), (2, 0), (3, 40), (4, 0), (2, 3000)])
 @pytest.mark.usefixtures("threads_as_before")
-def test_a_launch_begins_when_all_before_it_are_done(
+def test_a_launch_begins_when_those_before_are_done(
     num_threads: int, rounds: int, fresh_pool: Callable[[], None]
 ) -> None:
     """Also on more threads than there are processors, and where they wait so long that they go to sleep."""
@@ -155,9 +155,7 @@ def test_a_launch_begins_when_all_before_it_are_done(
         assert torch.equal(rows, wanted)
 
 
-def test_no_launch_waits_for_threads_that_do_not_come(
-    fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_launch_waits_for_absent_threads(fresh_pool: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy core holds them up: here until they are let in; then they work in whatever is launched."""
     torch.set_num_threads(2)
     serve, gate, came = Pool._serve, threading.Event(), torch.zeros(2)
@@ -290,9 +288,7 @@ def test_threads_that_launch_at_once_take_turns() -> None:
     assert all(torch.equal(each, expected(each)) for each in rows)
 
 
-def test_what_is_recorded_beside_linears_of_torch_numbers_the_threads_of_the_pool(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_recorded_beside_linears_of_torch_numbers_the_pools_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings run there whatever launches run on, and threads with one number would share scratch memory."""
     monkeypatch.setattr(parallel._Torch, "multiplies", True)
     parallel._launcher.cache_clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import EVERY_BACK_END, EVERY_NAME, INTERPRETED, conv_state, empty_cache, normal, rotary_table
+from kernel_cases import EVERY_BACK_END, EVERY_NAME, INTERPRETED, Shape, conv_state, empty_cache, normal, rotary_table
 from tiny_model import BACK_ENDS, ragged_input
 from torch import Tensor
 from torch.nn import functional
@@ -31,7 +31,7 @@ PIECES = [(0, 1), (0, 2), (0, 9), (1, 1), (2, 1), (3, 40), (300, 5), (31, 1)]
 @pytest.mark.parametrize("is_plain", [False, True], ids=["normed", "plain"])
 @pytest.mark.parametrize("name", [name for name in EVERY_NAME if name != "reference"])
 def test_rope_and_cache_equals_the_reference(
-    name: str, is_plain: bool, heads: tuple[int, int, int], block_size: int, dtype: torch.dtype
+    name: str, is_plain: bool, heads: Shape, block_size: int, dtype: torch.dtype
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     inputs, num_blocks = ragged_input(PIECES[2::2] if name == "cuda" else PIECES, block_size)
@@ -294,9 +294,7 @@ def test_convolution_touches_only_the_slots_of_its_sequences(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("block_size", "taps"), [(3, 5), (1, 2), (16, 3), (40, 5)])
 @pytest.mark.parametrize("name", EVERY_NAME)
-def test_a_block_that_is_filled_keeps_the_state_at_its_end(
-    name: str, block_size: int, taps: int, dtype: torch.dtype
-) -> None:
+def test_a_filled_block_keeps_the_state_at_its_end(name: str, block_size: int, taps: int, dtype: torch.dtype) -> None:
     pieces, width = [(0, 60), (7, 1), (block_size - 1, 1), (50, 31)], 24
     inputs, num_blocks = ragged_input(pieces, block_size)
     bcx = normal(93, 3 * width, seed=1, dtype=dtype)

@@ -52,9 +52,7 @@ def test_rms_norm_equals_the_reference(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("vocab_size", [1, 15, 64, 131])
 @pytest.mark.parametrize(("stored", "dtype"), [(kind, kind) for kind in DTYPES] + [(torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("width", [1, 2, 33, 64, 1024])
-def test_rows_of_a_tied_table_are_the_table_s(
-    width: int, stored: torch.dtype, dtype: torch.dtype, vocab_size: int
-) -> None:
+def test_a_tied_table_gives_its_rows(width: int, stored: torch.dtype, dtype: torch.dtype, vocab_size: int) -> None:
     table = random(vocab_size, width, dtype=stored)
     token_ids = torch.tensor([0, vocab_size - 1, vocab_size // 2, 0])
     embedding, head = CpuKernels(dtype).tied_embedding(table.clone(), dtype)

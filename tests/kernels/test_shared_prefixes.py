@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DTYPES, Case, attend_over, every_dtype, make_case, poisoned_cache
+from kernel_cases import DTYPES, Case, KvDtype, Shape, attend_over, every_dtype, make_case, poisoned_cache
 from tiny_model import sequence_at
 
 from batchgen.engine.batch import build_input
@@ -101,7 +101,7 @@ lives = st.lists(
 def test_bits_are_those_of_each_sequence_by_itself(
     lives: list[Life],
     block_size: int,
-    heads: tuple[int, int, int],
+    heads: Shape,
     dtypes: tuple[torch.dtype, torch.dtype | None],
     window: int,
     threads: int,
@@ -145,7 +145,7 @@ def test_what_most_share_is_found_in_any_order() -> None:
 
 
 @every_dtype
-def test_shared_blocks_are_read_through_the_first_table_alone(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
+def test_shared_blocks_are_read_through_the_first_table_alone(dtype: torch.dtype, kv_dtype: KvDtype) -> None:
     """Tables of the others lead to poison there, so that a second reading would show."""
     tables, pieces, num_blocks = tables_of([(0, 0, 530, 1), *[(0, 16, own, 1) for own in (5, 270, 33, 1)]], 32)
     made = make_case(pieces, (16, 8, 16), dtype, 7, kv_dtype)

@@ -179,9 +179,7 @@ def refusal(model: Path, adapter: Path) -> str:
         ({"alpha_pattern": {"\ud800": 4}}, "\\ud800)' is not read"),
     ],
 )
-def test_settings_of_anything_but_a_plain_lora_are_refused(
-    base: Path, tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_anything_but_a_plain_lora_is_refused(base: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     write_adapter(tmp_path, MODULES, **changes)
     assert said in refusal(base, tmp_path)
 
@@ -211,9 +209,7 @@ HUGE = {f"{Q}.lora_{part}.weight": torch.full(shape, 1e30) for part, shape in {"
         (HUGE, f"gives {Q!r} values that float32 cannot hold; it is damaged: download it again"),
     ],
 )
-def test_damaged_or_other_matrices_are_refused(
-    base: Path, tmp_path: Path, changes: dict[str, Tensor | None], said: str
-) -> None:
+def test_damaged_matrices_are_refused(base: Path, tmp_path: Path, changes: dict[str, Tensor | None], said: str) -> None:
     tensors = write_adapter(tmp_path, MODULES) | {f"{PREFIX}{name}": tensor for name, tensor in changes.items()}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, tmp_path / WEIGHTS)
     assert said in refusal(base, tmp_path)

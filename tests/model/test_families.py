@@ -268,9 +268,7 @@ def scaled(**changes: Any) -> dict[str, Any]:
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_what_a_family_has_no_part_for_is_refused_by_name(
-    family: str, changes: dict[str, Any], words: list[str]
-) -> None:
+def test_what_a_family_lacks_is_refused_by_name(family: str, changes: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ModelError) as caught:
         parse_config(raw_config(family, **changes), "config.json")
     assert all(word in str(caught.value) for word in ["config.json", *words]), str(caught.value)

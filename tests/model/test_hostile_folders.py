@@ -69,9 +69,7 @@ UNREAD = ["notes.json", "consolidated.safetensors", "other.jinja"]
 
 @pytest.mark.parametrize("kind", [*ODD_FILES, "a link that leads nowhere"], ids=str)
 @pytest.mark.parametrize("name", UNREAD, ids=str)
-def test_what_no_model_is_read_from_is_neither_refused_nor_part_of_its_fingerprint(
-    tmp_path: Path, name: str, kind: str
-) -> None:
+def test_what_is_not_read_is_neither_refused_nor_part_of_the_fingerprint(tmp_path: Path, name: str, kind: str) -> None:
     spec = job_on(tmp_path)
     known = read_model(spec).fingerprint(Digests())
     (ODD_FILES | {"a link that leads nowhere": link("gone")})[kind](tmp_path / name)

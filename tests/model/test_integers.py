@@ -34,9 +34,7 @@ BOTH = {"weights": "int8", "activations": "int8"}
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_reference", [True, False])
-def test_a_model_with_int8_weights_is_the_plain_model_with_those_numbers(
-    tmp_path: Path, dtype: str, is_reference: bool
-) -> None:
+def test_int8_weights_make_the_plain_model_of_those_numbers(tmp_path: Path, dtype: str, is_reference: bool) -> None:
     """Linears and output projection; the embedding table, norms and convolutions stay as they are."""
     tensors = write_checkpoint(tmp_path / "original", **SHAPE)
     rounded = {

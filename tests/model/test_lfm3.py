@@ -79,9 +79,7 @@ def test_gates_that_are_left_out_are_noticed(saved: tuple[Tensor, Path], monkeyp
     assert gap(*saved) > 10 * TOLERANCE
 
 
-def test_norms_behind_a_layer_that_are_left_out_are_noticed(
-    saved: tuple[Tensor, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_norms_behind_a_layer_left_out_are_noticed(saved: tuple[Tensor, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     add_and_norm = CpuKernels.add_and_norm
     monkeypatch.setattr(CpuKernels, "add_and_norm", lambda *inputs: add_and_norm(*inputs[:-1], None))
     assert gap(*saved) > 10 * TOLERANCE

@@ -34,9 +34,7 @@ def load(folder: Path, dtype: str = "float32") -> Decoder:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_quantized_model_has_the_logits_of_the_values_that_it_stands_for(
-    tmp_path: Path, kind: str, dtype: str
-) -> None:
+def test_a_quantized_model_has_the_logits_of_the_values_it_stands_for(tmp_path: Path, kind: str, dtype: str) -> None:
     write_quantized(tmp_path, kind)
     found, expected = load(tmp_path, dtype), load(tmp_path / "plain", dtype)
     assert found.dtype == DTYPES[dtype]

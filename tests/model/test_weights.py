@@ -258,9 +258,7 @@ def test_rotary_angles_do_not_depend_on_how_many_positions_were_needed() -> None
     assert torch.equal(other.rotary.upto(4000)[0][:, :4000], far[:, :4000])
 
 
-def test_engines_in_several_threads_are_given_no_rotary_table_before_it_is_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_engines_in_several_threads_get_no_rotary_table_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     rotary, lengths = tiny_model().rotary, []
     make = rotary._table
 
