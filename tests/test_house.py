@@ -62,7 +62,7 @@ ROOM_LINES = {
     "report": 1401,
     "config": 996,
     "plan": 978,
-    "cli": 1057,
+    "cli": 1062,
     "check": 590,
     "bench": 378,
 }

@@ -66,7 +66,10 @@ def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
 
 
 def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
-    """The page or section whose name fits best, the index for none. Raises UsageError with the nearest name."""
+    """The page or section whose name fits best, else the shortest section with these words; the index for no topic.
+
+    Raises UsageError with the nearest name.
+    """
     pages = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))}
     index = next(sections(INDEX, pages.pop(INDEX)))
     wanted = _words(topic)
@@ -74,13 +77,15 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
         return index
     known = [section for page, text in pages.items() for section in sections(page, text)]
 
-    def distance(section: Section) -> int:
+    def distance(section: Section) -> tuple[int, int]:
         words = _words(section.name)
-        is_end = wanted in (words[: len(wanted)], words[-len(wanted) :])
-        return 0 if words == wanted else 1 if is_end else 2 if set(wanted) <= set(words) else 3
+        if set(wanted) <= set(words):
+            is_end = wanted in (words[: len(wanted)], words[-len(wanted) :])
+            return (0 if words == wanted else 1 if is_end else 2), section.level
+        return (3 if set(wanted) <= set(_words(" ".join(section.lines))) else 4), len(section.lines)
 
-    best = min(known, key=lambda section: (distance(section), section.level))
-    if distance(best) < 3:
+    best = min(known, key=distance)
+    if distance(best) < (4, 0):
         return best
     hint = resembling(topic, [*pages, *commands, *(section.name for section in known)])
     raise UsageError(f'no page, section or command is named "{topic}"' + (hint or f" (pages: {', '.join(pages)})"))
@@ -101,8 +106,8 @@ def sections(page: str, text: str) -> Iterator[Section]:
 
 
 def _words(text: str) -> list[str]:
-    """The words of a name: "max_tokens", "--max-tokens" and "Max tokens" are the same."""
-    return re.findall(r"[a-z0-9]+", text.lower())
+    """The words of a name: "max_tokens", "--max-tokens" and "Max tokens" are the same, "code" and "codes" too."""
+    return [word.removesuffix("s") for word in re.findall(r"[a-z0-9]+", text.lower())]
 
 
 def render(section: Section, width: int) -> str:

@@ -118,7 +118,7 @@ def test_a_topic_is_a_page_a_heading_or_a_command(capsys: pytest.CaptureFixture[
     assert shown(capsys, *topic.split()).splitlines()[0] == first
 
 
-@pytest.mark.parametrize("topic", ["resume", "retry", "errors", "seed", "expected", "report.json", "workers"])
+@pytest.mark.parametrize("topic", ["resume", "errors", "seed", "exit code", "deadline", "GPU", "workers"])
 def test_what_people_look_for_leads_somewhere(capsys: pytest.CaptureFixture[str], topic: str) -> None:
     assert len(shown(capsys, topic)) > 100
 
