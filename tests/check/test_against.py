@@ -158,13 +158,20 @@ def test_logits_that_are_not_finite_are_one_line(
     assert "row 0 cannot be run" in capsys.readouterr().err.splitlines()[-1]
 
 
+AGAINST, ASKED = ["--against", "float32"], ["--input", "rows.jsonl", "--prompt", "{question}"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--against needs --input FILE"),
-        (["--input", "rows.jsonl", "--activations", "int8"], 'needs model.weights = "int8"'),
-        (["--input", "rows.jsonl", "--prompt", "{question}", "--expected", "anser"], 'did you mean "answer"'),
-        (["--input", "rows.jsonl", "--prompt", "{question}", "--expected", "nothing"], "row 0 has no text"),
+        (AGAINST, "--against needs --input FILE"),
+        ([*AGAINST, "--input", "rows.jsonl", "--activations", "int8"], 'needs model.weights = "int8"'),
+        ([*AGAINST, *ASKED, "--expected", "anser"], 'did you mean "answer"'),
+        ([*AGAINST, *ASKED, "--expected", "nothing"], "row 0 has no text"),
+        # The proofs would hold, and a script take the gate for passed.
+        (["--max-different-rows", "1%"], "--max-different-rows is for a comparison: it needs --against DTYPE"),
+        (["--max-tokens", "9"], "--max-tokens is for a comparison: it needs --against DTYPE"),
+        (["--expected", "answer"], "--expected is for a comparison: it needs --against DTYPE"),
     ],
 )
 def test_what_cannot_be_compared_is_a_usage_error(
@@ -172,16 +179,7 @@ def test_what_cannot_be_compared_is_a_usage_error(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text('{"question": "?", "answer": "!", "nothing": ""}\n')
-    assert call(["check", "--model", str(SAMPLE), "--against", "float32", *flags]) == ExitCode.USAGE
+    assert call(["check", "--model", str(SAMPLE), *flags]) == ExitCode.USAGE
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
-
-
-@pytest.mark.parametrize("flags", [["--max-different-rows", "1%"], ["--max-tokens", "9"], ["--expected", "answer"]])
-def test_a_gate_on_a_comparison_that_is_not_made_is_a_usage_error(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The proofs would hold, and a script take the gate for passed."""
-    assert call(["check", "--model", str(SAMPLE), *flags]) == ExitCode.USAGE
-    assert f"{flags[0]} is for a comparison: it needs --against DTYPE" in capsys.readouterr().err

@@ -124,12 +124,8 @@ def test_a_job_may_name_only_variables_that_the_template_has(tokenizer: Tokenize
 @pytest.mark.parametrize("value", [TOOLS, json.dumps(TOOLS)], ids=["objects", "text"])
 def test_a_rows_tools_stand_in_its_prompt(tokenizer: Tokenizer, value: Any) -> None:
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in TOOLS)
-    rows = [
-        {"messages": MESSAGES, "tools": value},
-        batch_line(tools=value),
-        batch_line(tools=value, tool_choice="auto"),
-    ]
-    for row in rows:
+    lines_of_a_batch = batch_line(tools=value), batch_line(tools=value, tool_choice="auto")
+    for row in ({"messages": MESSAGES, "tools": value}, *lines_of_a_batch):
         assert f"<tools>\n{lines}\n</tools>" in answer(tokenizer, row)
 
 
@@ -155,9 +151,6 @@ def test_a_choice_of_tools_that_would_have_to_be_enforced_is_refused_by_name(tok
     for choice in ("required", {"type": "function", "function": {"name": "now"}}, 7):
         found = answer(tokenizer, batch_line(tools=TOOLS, tool_choice=choice))
         assert found == "bad_param: body field 'tool_choice' is not supported with this value"
-
-
-def test_a_model_that_may_call_no_tool_is_told_of_none(tokenizer: Tokenizer) -> None:
     assert answer(tokenizer, batch_line(tools=TOOLS, tool_choice="none")) == answer(tokenizer, batch_line())
 
 

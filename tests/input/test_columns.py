@@ -98,32 +98,38 @@ def test_the_nearest_column_is_named(job: JobMaker) -> None:
     )
 
 
-def test_a_column_that_one_of_the_first_rows_has_is_fine(job: JobMaker) -> None:
-    rows = [*rows_of(HEAD_ROWS - 1), {"id": "last", "question": "?", "rare": 1}]
-    job.write(rows)
-    outcome = job.run(job.spec(input={"keep_columns": ["rare"]}))
-    assert outcome.exit_code == 0
-
-
-def test_only_the_first_rows_are_looked_at(job: JobMaker) -> None:
-    job.write([*rows_of(HEAD_ROWS), {"id": "late", "question": "?", "rare": 1}])
+def test_only_the_first_rows_or_those_of_the_limit_are_looked_at(job: JobMaker) -> None:
+    late = {"id": "late", "question": "?", "rare": 1}
+    job.write([*rows_of(HEAD_ROWS), late])
     assert f"none of the first {HEAD_ROWS} rows" in refusal(job, input={"keep_columns": ["rare"]})
-
-
-def test_unreadable_rows_are_no_rows_to_judge_by(job: JobMaker) -> None:
-    job.write(["{", "[1]"])
-    assert job.run(job.spec(input={"prompt": "{nothing}"})).exit_code == 3
-
-
-def test_a_limit_bounds_the_rows_that_are_judged(job: JobMaker) -> None:
-    job.write([*rows_of(2), {"id": "late", "question": "?", "rare": 1}])
+    job.write([*rows_of(2), late])
     assert "none of the first 2 rows" in refusal(job, input={"keep_columns": ["rare"], "limit": 2})
 
 
-def test_a_shard_is_judged_by_the_rows_of_all(job: JobMaker) -> None:
-    job.write([{**row, "rare": 1} if i == 0 else row for i, row in enumerate(rows_of(4))])
-    options = RunOptions(shard=Shard(2, 2), progress="quiet")
-    assert job.run(job.spec(input={"keep_columns": ["rare"]}), options).exit_code == 0
+RARE = {"input": {"keep_columns": ["rare"]}}
+FINE: dict[str, tuple[list[Any], Sections, int]] = {
+    "one of the first rows has the column": ([*rows_of(HEAD_ROWS - 1), {**rows_of(1)[0], "id": 9, "rare": 1}], RARE, 0),
+    "a row of another shard has it": (
+        [{**row, "rare": 1} if i == 0 else row for i, row in enumerate(rows_of(4))],
+        RARE,
+        0,
+    ),
+    "unreadable rows are no rows to judge by": (["{", "[1]"], {"input": {"prompt": "{nothing}"}}, 3),
+    "batch lines have their prompts in the body": ([BATCH_LINE], {"input": NO_MAPPING}, 0),
+    "a template fits one of the first rows": (
+        [{**row, "meta": {"task": i} if i else {}} for i, row in enumerate(rows_of(3))],
+        {"input": {"prompt": "{question} {meta[task]}"}},
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_columns_that_are_there_are_fine(job: JobMaker, name: str) -> None:
+    rows, sections, code = FINE[name]
+    job.write(rows)
+    options = RunOptions(shard=Shard(2, 2), progress="quiet") if "shard" in name else quiet()
+    assert job.run(spec_of(job, sections), options).exit_code == code
 
 
 def test_compressed_and_parquet_inputs_are_judged(job: JobMaker, tmp_path: Path) -> None:
@@ -145,21 +151,10 @@ def test_standard_input_is_judged(job: JobMaker) -> None:
     assert "input.prompt names column 'nothing'" in said
 
 
-def test_batch_lines_have_their_prompts_in_the_body(job: JobMaker) -> None:
-    job.write([BATCH_LINE])
-    assert job.run(spec_of(job, {"input": NO_MAPPING})).exit_code == 0
-
-
 def test_batch_lines_without_a_body_are_refused(job: JobMaker) -> None:
     job.write([CHAT_LINE])
     said = refusal(job, input={**NO_MAPPING, "format": "openai-batch"})
     assert said.startswith("input.format = 'openai-batch' names column 'body', which the first row does not have")
-
-
-def test_a_run_that_was_begun_is_not_judged_again(job: JobMaker) -> None:
-    job.write(rows_of(3))
-    job.run()
-    assert job.run().exit_code == 0
 
 
 def test_an_old_run_is_not_dropped_for_a_job_that_is_refused(job: JobMaker) -> None:
@@ -171,34 +166,25 @@ def test_an_old_run_is_not_dropped_for_a_job_that_is_refused(job: JobMaker) -> N
     assert job.outputs() == before
 
 
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    [
-        ("{{question}}", "input.prompt = '{{question}}' names no column, so that every row would be the same prompt"),
-        ("{{}}", "input.prompt = '{{}}' names no column"),
-    ],
-)
-def test_a_template_without_columns_is_refused(job: JobMaker, prompt: str, words: str) -> None:
-    job.write(rows_of(3))
-    said = refusal(job, input={"prompt": prompt})
-    assert said.startswith(words)
-    assert said.endswith("; {{ is a brace, write " + ("{question}" if "question" in prompt else "{column}"))
+FAILS = "cannot be filled in from any of the first 3 rows; "
 
 
 @pytest.mark.parametrize(
-    ("prompt", "words"),
+    ("prompt", "said", "end"),
     [
-        ("{meta[tsk]}", "no 'tsk' in meta, which the prompt's template names"),
-        ("{question[0]}", "the template's {question[0]} looks for [0] in question, which is a string"),
+        (
+            "{{question}}",
+            "names no column, so that every row would be the same prompt",
+            "; {{ is a brace, write {question}",
+        ),
+        ("{{}}", "names no column", "; {{ is a brace, write {column}"),
+        ("{meta[tsk]}", FAILS, ".jsonl:1: no 'tsk' in meta, which the prompt's template names"),
+        ("{question[0]}", FAILS, ".jsonl:1: the template's {question[0]} looks for [0] in question, which is a string"),
     ],
 )
-def test_a_template_that_fails_on_all_of_the_first_rows_is_refused(job: JobMaker, prompt: str, words: str) -> None:
+def test_a_template_without_columns_or_that_fits_no_first_row_is_refused(
+    job: JobMaker, prompt: str, said: str, end: str
+) -> None:
     job.write([{**row, "meta": {"task": "add"}} for row in rows_of(3)])
-    said = refusal(job, input={"prompt": prompt})
-    assert said.startswith(f"input.prompt = {prompt!r} cannot be filled in from any of the first 3 rows; ")
-    assert said.endswith(f".jsonl:1: {words}")
-
-
-def test_a_template_that_fits_one_of_the_first_rows_is_fine(job: JobMaker) -> None:
-    job.write([{**row, "meta": {"task": i} if i else {}} for i, row in enumerate(rows_of(3))])
-    assert job.run(job.spec(input={"prompt": "{question} {meta[task]}"})).exit_code == 3
+    found = refusal(job, input={"prompt": prompt})
+    assert found.startswith(f"input.prompt = {prompt!r} {said}") and found.endswith(end)

@@ -96,6 +96,9 @@ def test_the_user_can_end_a_turn_inside_a_prompt(tokenizer: Tokenizer) -> None:
     assert isinstance(answer, Request) and answer.prompt_token_ids[-1] == 7
 
 
+CHAT_LINE = {"custom_id": "r", "method": "POST", "url": "/v1/chat/completions"}
+
+
 @pytest.mark.parametrize(
     ("row", "keys", "message"),
     [
@@ -106,16 +109,8 @@ def test_the_user_can_end_a_turn_inside_a_prompt(tokenizer: Tokenizer) -> None:
         ({"text": "\n"}, {}, "column 'text' is empty"),
         ({"prompt_token_ids": []}, {}, "column 'prompt_token_ids' has no token ids"),
         ({"messages": []}, {}, "column 'messages' has no message with any text"),
-        (
-            {"custom_id": "r", "method": "POST", "url": "/v1/completions", "body": {"prompt": ""}},
-            {},
-            "column 'body.prompt' is empty",
-        ),
-        (
-            {"custom_id": "r", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}},
-            {},
-            "column 'body.messages' has no message with any text",
-        ),
+        ({"custom_id": "r", "url": "/v1/completions", "body": {"prompt": ""}}, {}, "column 'body.prompt' is empty"),
+        ({**CHAT_LINE, "body": {"messages": []}}, {}, "column 'body.messages' has no message with any text"),
     ],
 )
 def test_an_empty_prompt_is_told_by_where_it_comes_from(
@@ -259,23 +254,10 @@ def test_an_openai_completion_is_raw_text_or_token_ids_even_in_a_chat_job(tokeni
 
 
 def test_openai_fields_that_ask_for_nothing_special_are_accepted(tokenizer: Tokenizer) -> None:
-    neutral = {
-        "max_completion_tokens": 9,
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "seed": 11,
-        "stop": None,
-        "n": 1,
-        "stream": False,
-        "presence_penalty": 0,
-        "response_format": {"type": "text"},
-        "tools": [],
-        "tool_choice": "none",
-        "user": "me",
-        "metadata": {"a": "b"},
-        "logprobs": False,
-    }
-    [answer] = build(tokenizer, {**BATCH_LINE, "body": {**BATCH_LINE["body"], **neutral}})
+    asked = {"max_completion_tokens": 9, "temperature": 0.7, "top_p": 0.9, "seed": 11}
+    neutral = {"stop": None, "n": 1, "stream": False, "presence_penalty": 0, "response_format": {"type": "text"}}
+    neutral |= {"tools": [], "tool_choice": "none", "user": "me", "metadata": {"a": "b"}, "logprobs": False}
+    [answer] = build(tokenizer, {**BATCH_LINE, "body": {**BATCH_LINE["body"], **asked, **neutral}})
     assert isinstance(answer, Request)
     assert answer.params == SamplingParams(max_tokens=9, temperature=0.7, top_p=0.9, seed=11)
 
@@ -290,18 +272,12 @@ def test_an_error_row_keeps_the_row_its_place_and_its_id(tokenizer: Tokenizer) -
     assert answer == BadRow(0, "rows.jsonl", 1, answer.error, {"key": 17, "prompt": 3}, record({}, 0).after, 17)
 
 
-@pytest.mark.parametrize(("value", "expected"), [("a", "a"), ("", ""), (7, 7), (10**40, 10**40)])
-def test_an_id_is_a_string_or_an_integer(value: Any, expected: Any) -> None:
-    assert row_id(record({"id": value}), spec(id="id")) == expected
-
-
-@pytest.mark.parametrize("value", [None, True, 1.5, ["a"], {"a": 1}])
-def test_any_other_id_is_a_problem_of_the_row(value: Any) -> None:
-    with pytest.raises(RowProblem, match="column 'id'"):
-        row_id(record({"id": value}), spec(id="id"))
-
-
-def test_a_row_has_no_id_unless_the_job_names_one() -> None:
+def test_an_id_is_a_string_or_an_integer_of_the_column_that_the_job_names() -> None:
+    for value in ("a", "", 7, 10**40):
+        assert row_id(record({"id": value}), spec(id="id")) == value
+    for value in (None, True, 1.5, ["a"], {"a": 1}):
+        with pytest.raises(RowProblem, match="column 'id'"):
+            row_id(record({"id": value}), spec(id="id"))
     assert row_id(record({"id": "a"}), spec()) is None
 
 
@@ -319,15 +295,8 @@ def test_a_row_has_no_id_unless_the_job_names_one() -> None:
     ],
 )
 def test_a_template_writes_strings_as_they_stand_and_all_else_as_json(template: str, expected: str) -> None:
-    columns = {
-        "a": "x",
-        "b": 1.5,
-        "with space": "s",
-        "dotted.name": "d",
-        "list": [1, "é"],
-        "object": {"key": "v"},
-        "yes": True,
-    }
+    columns = {"a": "x", "b": 1.5, "with space": "s", "dotted.name": "d", "list": [1, "é"], "yes": True}
+    columns["object"] = {"key": "v"}
     assert Template.parse(template).render(columns) == expected
 
 

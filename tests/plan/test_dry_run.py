@@ -320,16 +320,7 @@ def test_a_plan_writes_nothing_and_loads_neither_torch_nor_numba(job: JobMaker) 
         "assert call(sys.argv[1:]) == 0\nassert not {'torch', 'numba'} & {*sys.modules}, 'these take seconds'"
     )
     command = [
-        sys.executable,
-        "-c",
-        program,
-        "plan",
-        "--model",
-        str(MODEL),
-        "--input",
-        str(job.input),
-        "--prompt",
-        "id",
+        *(sys.executable, "-c", program, "plan", "--model", str(MODEL), "--input", str(job.input), "--prompt", "id")
     ]
     before = sorted(job.folder.iterdir())
     subprocess.run(command, env=ENVIRONMENT, cwd=job.folder, check=True, capture_output=True)

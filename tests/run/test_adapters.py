@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from adapters import ALPHA, CONFIG, RANK, WEIGHTS, merged, write_adapter
-from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of, until_rows_are_done
+from run_helpers import MODEL, JobMaker, quiet, rows_of
 from safetensors.torch import load_file, save_file
 from stub_engine import stub_factory
 from torch import Tensor
@@ -233,23 +230,6 @@ def test_a_stopped_and_resumed_job_writes_what_the_merged_model_writes(
 
 def texts_of(folder: Path) -> list[str]:
     return [json.loads(line)["text"] for line in (folder / "outputs.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_a_killed_job_goes_on_with_its_adapter(job: JobMaker, lora: Path) -> None:
-    job.write(rows_of(400))
-    arguments = command(job, "out", MODEL, "--adapter", str(lora), "--max-tokens", "60")
-    # one row at a time takes many times the two seconds after which a run says how far it is
-    program = [sys.executable, "-m", "batchgen", *arguments, "--max-num-seqs", "1"]
-    process = subprocess.Popen(program, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    until_rows_are_done(process, job.output, 2)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert not (job.output / "outputs.jsonl").exists()
-    assert call(arguments) == 0
-    assert call([item if item != str(job.output) else str(job.folder / "whole") for item in arguments]) == 0
-    assert texts_of(job.output) == texts_of(job.folder / "whole")
-    assert len(texts_of(job.output)) == 400
 
 
 @pytest.mark.slow

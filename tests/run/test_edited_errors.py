@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Callable[[Letters], list[Any]], str]] = {
     "added for a row with a result": (lambda found: [*found, found[0] | {"index": 2}], "line 4: row 2 has not failed"),
     "of no row": (lambda found: [*found, found[0] | {"index": 99}], "line 4: row 99 is no row of this run"),
     "of the row after the last": (lambda found: [*found, found[0] | {"index": 8}], "line 4: row 8 is no row of this"),
-    "a vast index": (lambda found: [found[0] | {"index": 10**30}, *found[1:]], "is no row of this run"),
+    "a vast index": (lambda found: [found[0] | {"index": 10**30}, *found[1:]], "line 1: not a line as written"),
     "a negative index": (lambda found: [found[0] | {"index": -1}, *found[1:]], "line 1: not a line as written"),
     "a boolean index": (lambda found: [found[0] | {"index": True}, *found[1:]], "line 1: not a line as written"),
     "a text as index": (lambda found: [found[0] | {"index": "1"}, *found[1:]], "line 1: not a line as written"),
@@ -105,17 +105,13 @@ def test_an_edit_that_would_lose_or_repeat_a_row_is_refused_before_anything_is_r
     assert not (job.output / "retry").exists()
 
 
-def test_a_deleted_file_is_refused_too(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
-    letters_of(job)
+def test_a_deleted_file_is_refused_too_and_once_put_right_the_retry_goes_on(
+    job: JobMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letters = letters_of(job)
     (job.output / "errors.jsonl").unlink()
     assert retry(job) == 2
     assert "lacks the line of failed row 1, 3, 5: put it back" in capsys.readouterr().err
-
-
-def test_once_put_right_the_retry_goes_on(job: JobMaker) -> None:
-    letters = letters_of(job)
-    rewrite(job, letters[1:])
-    assert retry(job) == 2
     rewrite(job, letters)
     assert retry(job) == 0
     assert [row["index"] for row in job.outputs()] == list(range(8))
@@ -238,18 +234,16 @@ def kept_ids(job: JobMaker, custom_ids: list[str]) -> Letters:
     return job.errors()
 
 
-def test_a_kept_column_custom_id_is_not_taken_for_the_id(job: JobMaker) -> None:
-    kept_ids(job, ["q-2", "b", "c"])
-    assert retry(job) == 0
-    assert [row["id"] for row in job.outputs()] == ["q-0", "q-1", "q-2"]
-
-
-def test_a_kept_column_custom_id_does_not_hide_a_duplicate(job: JobMaker) -> None:
-    (letter,) = kept_ids(job, ["a", "b", "c"])
+def test_a_kept_column_custom_id_is_not_taken_for_the_id_and_hides_no_duplicate(job: JobMaker) -> None:
+    (letter,) = kept_ids(job, ["q-2", "b", "c"])
     letter["row"]["id"] = "q-0"
     rewrite(job, [letter])
     assert retry(job) == 3
     assert [letter["code"] for letter in job.errors()] == ["duplicate_id"]
+    letter["row"]["id"] = "q-2"
+    rewrite(job, [letter])
+    assert retry(job) == 0
+    assert [row["id"] for row in job.outputs()] == ["q-0", "q-1", "q-2"]
 
 
 def test_ids_of_one_text_are_one_custom_id(job: JobMaker) -> None:

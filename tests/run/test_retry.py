@@ -40,6 +40,7 @@ def test_rows_that_succeed_now_are_merged_in_order(job: JobMaker, tmp_path: Path
     job.run(job.spec(output={"path": str(tmp_path / "reference"), "format": form}))
     job.run(job.spec(output={"format": form}), fails=frozenset({0, 7, 29}))
     assert len(outputs_of(job.output)) == 27
+    job.input.unlink()  # which is not needed
     outcome = retried(job)
     assert outcome.exit_code == 0
     assert job.engines[0].num_pulled == 3
@@ -76,13 +77,6 @@ def test_a_duplicate_stays_one_until_it_gets_an_id_of_its_own(job: JobMaker) -> 
     (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
     assert retried(job).exit_code == 0
     assert [row["id"] for row in job.outputs()] == ["q-0", "q-1", "q-new"]
-
-
-def test_the_input_is_not_needed(job: JobMaker) -> None:
-    job.write(rows_of(3))
-    job.run(fails=frozenset({1}))
-    job.input.unlink()
-    assert retried(job).exit_code == 0
 
 
 def test_engine_sizes_may_be_others(job: JobMaker) -> None:

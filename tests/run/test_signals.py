@@ -89,7 +89,7 @@ def test_a_step_that_does_not_end_cannot_hold_up_the_exit(job: JobMaker) -> None
     assert len(job.outputs()) == 200
 
 
-@pytest.mark.parametrize("phase_s", [{"step_s": 0.02}, {"load_s": 600}])
+@pytest.mark.parametrize("phase_s", [slow({"step_s": 0.02}), {"load_s": 600}])
 def test_max_runtime_stops_whatever_the_run_is_doing(job: JobMaker, phase_s: dict[str, float]) -> None:
     job.write(rows_of(400))
     code, said = finish(start(["run", job.toml(), "--max-runtime", "1.5s"], **phase_s))
@@ -97,6 +97,7 @@ def test_max_runtime_stops_whatever_the_run_is_doing(job: JobMaker, phase_s: dic
     assert "max runtime of 1.5 s" in said
 
 
+@pytest.mark.slow  # in this process, every interrupted run of the tests shows it
 def test_max_total_tokens_stops_and_the_next_run_goes_on(job: JobMaker) -> None:
     job.write(rows_of(60))
     codes = []

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import ENVIRONMENT, MODEL, JobMaker, finish, quiet, read_lines, rows_of, without_timings
+from run_helpers import JobMaker, quiet, read_lines, rows_of, without_timings
 from structured import GRAMMARS, LIST
 from stub_engine import stub_factory
 
@@ -97,32 +94,6 @@ def test_a_row_whose_schema_was_mended_joins_the_outputs(job: JobMaker, whole: l
     mended = records.pop(REFUSED[0])
     assert (mended["text"], mended["finish_reason"]) == ("ab", "stop")
     assert records == whole
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("threads_as_before")
-def test_processes_that_are_killed_or_told_to_stop_lose_no_token(job: JobMaker, whole: list[dict[str, Any]]) -> None:
-    rng = random.Random(5)
-    command = [sys.executable, "-m", "batchgen", "run", "--model", str(MODEL), "--input", str(job.input), "--id", "id"]
-    command += ["--prompt", "{question}", "--max-tokens", "30", "--temperature", "1", "--threads", "1"]
-    command += ["--structured-outputs", json.dumps(JOB_WIDE), "--max-num-seqs", "2", "--output"]
-
-    def start(folder: Path) -> subprocess.Popen[str]:
-        words = [*command, str(folder)]
-        return subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    started_at = time.monotonic()
-    code, said = finish(start(job.folder / "alone"), timeout=300)
-    assert code == 3, said
-    whole_s = time.monotonic() - started_at
-    for number in range(10):
-        process = start(job.output)
-        time.sleep(rng.uniform(0.4, 1) * whole_s)
-        process.send_signal((signal.SIGKILL, signal.SIGTERM)[number % 2])
-        process.communicate()
-    code, said = finish(start(job.output), timeout=300)
-    assert code == 3, said
-    assert without_timings(job.output / "outputs.jsonl") == whole
 
 
 # ---------------------------------------------------------------- stops and resumes with a changed schema or library
