@@ -180,11 +180,8 @@ def test_the_scheduler_finds_nothing_longer_than_another_where_lengths_are_unkno
         load_model(SAMPLE, dtype="float32"), EngineConfig(threads=1, max_num_seqs=1), text=TextTools(EndAfter)
     )
     assert [result.key for result in engine.run(requests)] == list(range(len(LENGTHS)))
-
-
-def test_a_request_that_generates_nothing_does_so_where_lengths_are_unknown() -> None:
     requests = [Request(key, (5, 6), SamplingParams(max_tokens=n)) for key, n in enumerate([0, 2])]
-    assert [request.params.max_tokens for request in hide_lengths(requests)] == [0, 2]
+    assert [request.params.max_tokens for request in hide_lengths(requests)] == [0, 2], "nothing stays nothing"
 
 
 @pytest.mark.usefixtures("ceilings_file")
@@ -249,6 +246,9 @@ def engine_after(seconds: float, num_tokens: int) -> Engine:
 def test_a_short_run_does_not_measure_and_takes_what_is_known(ceilings_file: Path) -> None:
     engine = engine_after(5.0, 10**6)
     assert facts.engine_facts(engine)["roofline"]["flops_per_s"] is None
+    assert facts.engine_facts(engine_after(100.0, 10**4))["roofline"]["flops_per_s"] is None, (
+        "nor a long one of few tokens"
+    )
     assert not ceilings_file.exists()
     known = Ceilings(1e12, 1e10, "measured by batchgen bench", "2026-01-01T00:00:00+00:00")
     roofline.remember(facts.model_key(engine.runner.model), known)
@@ -263,26 +263,21 @@ def test_a_long_run_measures_and_keeps_it_for_short_ones(ceilings_file: Path) ->
     assert facts.engine_facts(engine_after(1.0, 10))["roofline"] == found
 
 
-@pytest.mark.usefixtures("ceilings_file")
-def test_a_long_run_of_few_tokens_does_not_pay_for_measuring() -> None:
-    assert facts.engine_facts(engine_after(100.0, 10**4))["roofline"]["flops_per_s"] is None
-
-
 def test_a_failed_measurement_costs_a_finished_run_nothing(
     ceilings_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(model: object, effort: MeasureConfig) -> Ceilings:
         raise RuntimeError("not enough memory: you tried to allocate 134217728 bytes")
 
-    monkeypatch.setattr(facts, "measure", fail)
-    assert facts.engine_facts(engine_after(100.0, 10**6))["roofline"]["flops_per_s"] is None
+    with monkeypatch.context() as patch:
+        patch.setattr(facts, "measure", fail)
+        assert facts.engine_facts(engine_after(100.0, 10**6))["roofline"]["flops_per_s"] is None
     assert not ceilings_file.exists()
-
-
-def test_ceilings_that_cannot_be_kept_are_reported_too(ceilings_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ceilings_file.write_text("no folder")
     monkeypatch.setattr(roofline, "cache_file", lambda: ceilings_file / "below" / "roofline.json")
-    assert facts.engine_facts(engine_after(100.0, 10**6))["roofline"]["flops_per_s"] > 0
+    assert facts.engine_facts(engine_after(100.0, 10**6))["roofline"]["flops_per_s"] > 0, (
+        "what cannot be kept is reported"
+    )
 
 
 def test_a_benchmark_leaves_its_ceilings_for_runs_of_the_same_model(ceilings_file: Path) -> None:

@@ -155,9 +155,8 @@ def test_where_all_workers_hang_the_run_stops_and_keeps_their_tokens(
     alone = outputs(jobs, "alone", stub_factory(), **sections)
     jobs.output = jobs.folder / "dispatcher"
     factory = workers(2, engine=hanging(math.inf), patience_s=0.3)
-    with pytest.raises(
-        NoWorkers, match=r"no worker is left \(no step of it has ended in 0\.3 s \(--patience\)\); run again"
-    ):
+    said = r"no worker is left \(no step of it has ended in 0\.3 s \(--patience\)\); run again"
+    with pytest.raises(NoWorkers, match=said):
         run_job(jobs.spec(**sections), quiet(), engine_factory=factory)
     assert not jobs.errors()
     journal = Journal.open(jobs.output / "journal")

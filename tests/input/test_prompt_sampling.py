@@ -237,9 +237,8 @@ def test_without_the_package_jobs_are_refused_and_rows_fail_with_what_to_install
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)  # importing it raises ImportError
-    with pytest.raises(
-        UsageError, match=r"^sampling\.structured_outputs: needs .*pip install 'batchgen\[structured\]'"
-    ):
+    said = r"^sampling\.structured_outputs: needs .*pip install 'batchgen\[structured\]'"
+    with pytest.raises(UsageError, match=said):
         with_grammars(tokenizer, SamplingParams(structured_outputs=CHOICE))
     builder = with_grammars(tokenizer)
     assert isinstance(one(builder, prompt="p"), Request)

@@ -74,9 +74,8 @@ def test_a_server_without_ranges_will_do_for_small_files(place: Remote, monkeypa
     assert len(rows) == 8
     assert [*source.read(rows[4].after)] == rows[5:]
     monkeypatch.setattr(pinned_files, "_WHOLE_BYTES", 100)
-    with pytest.raises(
-        RemoteError, match=r"the server gives no parts of files .*: fetch the file to this machine first"
-    ):
+    said = r"the server gives no parts of files .*: fetch the file to this machine first"
+    with pytest.raises(RemoteError, match=said):
         [*source.read()]
 
 

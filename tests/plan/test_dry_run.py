@@ -54,15 +54,8 @@ def test_every_bad_row_is_named_by_line_and_code(job: JobMaker) -> None:
     assert plan["rows"] == {"total": 600, "good": 596, "bad": 4}
     found = [(row["line"], row["code"]) for row in plan["bad_rows"]]
     assert found == [(11, "bad_json"), (300, "missing_column"), (512, "duplicate_id"), (600, "bad_param")]
-
-
-def test_bad_rows_are_those_of_the_run_itself(job: JobMaker) -> None:
-    job.write([*rows_of(5), "{", {"id": "q-1", "question": "twice"}, {"id": "x", "question": ""}])
-    plan = plan_of(job)
     job.run()
-    assert [(row["line"], row["code"]) for row in plan["bad_rows"]] == [
-        (row["line"], row["code"]) for row in job.errors()
-    ]
+    assert [(letter["line"], letter["code"]) for letter in job.errors()] == found, "those of the run itself"
 
 
 def test_rows_that_are_too_long_are_bad_rows(job: JobMaker) -> None:
@@ -94,19 +87,15 @@ def test_the_longest_rows_are_named_by_id_longest_first(job: JobMaker) -> None:
     assert [row["tokens"] for row in longest] == sorted((row["tokens"] for row in longest), reverse=True)
 
 
-def test_duplicate_prompts_are_counted_with_their_tokens(job: JobMaker) -> None:
+def test_duplicate_prompts_and_shared_prefixes_are_counted_with_their_tokens(job: JobMaker) -> None:
     rows = [{"id": i, "prompt_token_ids": [1, 5, 9 + i % 4]} for i in range(12)]
     job.write(rows)
     repeats = plan_of_ids(job)["repeats"]
     assert (repeats["duplicate_prompts"], repeats["duplicate_prompt_tokens"]) == (8, 24)
     assert repeats["is_exact"]
-
-
-def test_shared_prefixes_count_whole_blocks_seen_before(job: JobMaker) -> None:
     shared = list(range(100, 164))  # two blocks of 32
     job.write([{"id": i, "prompt_token_ids": [*shared, 200 + i]} for i in range(5)])
-    repeats = plan_of_ids(job)["repeats"]
-    assert repeats["shared_prefix_tokens"] == 4 * 64
+    assert plan_of_ids(job)["repeats"]["shared_prefix_tokens"] == 4 * 64, "whole blocks seen before"
 
 
 def test_without_weights_the_plan_says_how_many_tokens_and_rows_fit(job: JobMaker) -> None:
@@ -155,9 +144,8 @@ def test_weights_that_do_not_fit_are_named_unless_another_machine_is_planned_for
     job.write([{"id": 1, "prompt_token_ids": [5] * 50}])
     monkeypatch.setattr(estimate, "available_bytes", lambda: 2 << 30)
     model = {"path": "dummy:Qwen3-8B", "dtype": "bfloat16", "device": "cpu"}
-    with pytest.raises(
-        UsageError, match=r"dummy:Qwen3-8B: the weights take 1[56]\.\d GB, this machine has 2.1 GB free"
-    ):
+    said = r"dummy:Qwen3-8B: the weights take 1[56]\.\d GB, this machine has 2.1 GB free"
+    with pytest.raises(UsageError, match=said):
         plan_of_ids(job, model=model)
     assert plan_of_ids(job, model=model, engine={"kv_memory": "1GiB"})["kv"]["rows_that_fit"] > 0
 
@@ -185,12 +173,8 @@ def test_rows_that_ignore_end_tokens_have_a_fixed_output(job: JobMaker) -> None:
     job.write(rows_of(3))
     outputs = plan_of(job, sampling={"max_tokens": 7, "ignore_eos": True})["output_tokens"]
     assert (outputs["expected"], outputs["basis"]) == (21, "fixed by ignore_eos")
-
-
-def test_rows_that_ignore_end_tokens_but_may_end_at_a_stop_have_no_fixed_output(job: JobMaker) -> None:
-    job.write(rows_of(3))
     outputs = plan_of(job, sampling={"max_tokens": 7, "ignore_eos": True, "max_repeats": 4})["output_tokens"]
-    assert outputs["basis"] != "fixed by ignore_eos"
+    assert outputs["basis"] != "fixed by ignore_eos", "where they may end at a stop"
 
 
 def test_an_expected_output_is_taken_but_not_beyond_each_rows_limit(job: JobMaker) -> None:
@@ -398,9 +382,8 @@ def test_a_plan_counts_the_jobs_schema_for_every_row_but_those_without(job: JobM
 
 
 def test_strict_refuses_them_before_anything_runs(job: JobMaker, rows: list[dict[str, Any]]) -> None:
-    with pytest.raises(
-        UsageError, match=r"--strict: 4 bad rows, nothing was run:\n .*:5: bad_param: structured_outputs"
-    ):
+    said = r"--strict: 4 bad rows, nothing was run:\n .*:5: bad_param: structured_outputs"
+    with pytest.raises(UsageError, match=said):
         job.run(options=RunOptions(strict=True, progress="quiet"))
     assert not job.engines and not job.output.exists()
 

@@ -170,9 +170,8 @@ def test_a_row_may_ask_for_what_the_model_recommends(job: JobMaker) -> None:
 
 def test_a_preset_that_a_model_does_not_have_is_refused(job: JobMaker) -> None:
     job.write(rows_of(1))
-    with pytest.raises(
-        UsageError, match=r'^sampling\.preset = "model": the model has no generation_config\.json with '
-    ):
+    said = r'^sampling\.preset = "model": the model has no generation_config\.json with '
+    with pytest.raises(UsageError, match=said):
         job.run(spec_with(job, None, preset="model"))
     with pytest.raises(UsageError, match=r'^--preset: preset = "card": only the cards of LFM2 .* "model" takes'):
         spec_with(job, QWEN3, preset="card")

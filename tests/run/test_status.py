@@ -41,13 +41,16 @@ def test_a_running_run_is_seen_from_outside_and_not_disturbed(job: JobMaker) -> 
     assert finish(process)[0] == 0
 
 
-def test_a_finished_run_shows_what_its_report_says(job: JobMaker) -> None:
+def test_a_finished_run_shows_what_its_report_says(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
     job.write([*rows_of(5), "{"])
     job.run()
     status = read_status(job.output)
     assert status["state"] == "finished"
     assert status["rows"] == {"total": 6, "done": 5, "failed": 1, "left": 0}
     assert "finished" in render_status(status).splitlines()[0]
+    assert call(["status", str(job.output), "--json"]) == 0
+    keys = {"state", "rows", "tokens", "tokens_per_s", "eta_s", "holder", "updated_at"}
+    assert json.loads(capsys.readouterr().out).keys() >= keys
 
 
 def test_watching_a_stopped_run_waits_until_it_goes_on_and_ends(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,14 +129,6 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(UsageError, match=r"questions\.jsonl is not a run directory"):
         read_status(file)
-
-
-def test_json_is_what_a_script_reads(job: JobMaker, capsys: pytest.CaptureFixture[str]) -> None:
-    job.write(rows_of(3))
-    job.run()
-    assert call(["status", str(job.output), "--json"]) == 0
-    status = json.loads(capsys.readouterr().out)
-    assert status.keys() >= {"state", "rows", "tokens", "tokens_per_s", "eta_s", "holder", "updated_at"}
 
 
 def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
