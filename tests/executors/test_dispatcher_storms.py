@@ -329,19 +329,22 @@ def test_a_heavy_tail_costs_no_more_than_its_longest_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "mtbf_h", "least"),
+    ("num_workers", "mtbf_h", "num_seeds", "least"),
     [
-        (8, 0.15, 0.7),
-        pytest.param(64, 8.0, 0.975, marks=pytest.mark.slow),  # as of spot machines
-        pytest.param(64, 0.8, 0.95, marks=pytest.mark.slow),
+        (8, 0.15, 1, 0.7),
+        pytest.param(64, 8.0, 1, 0.975, marks=pytest.mark.slow),  # as of spot machines
+        pytest.param(64, 0.8, 6, 0.94, marks=pytest.mark.slow),
     ],
 )
-def test_losses_cost_little_and_no_row(num_workers: int, mtbf_h: float, least: float) -> None:
-    scene = Scene(CPU, num_workers, num_workers * 2048, mtbf_s=3600 * mtbf_h)
-    played = simulate(scene)
-    assert played.num_losses > 0
-    assert played.num_answers == scene.num_rows
-    assert played.efficiency > least
+def test_losses_cost_little_and_no_row(num_workers: int, mtbf_h: float, num_seeds: int, least: float) -> None:
+    total = 0.0
+    for seed in range(num_seeds):
+        scene = Scene(CPU, num_workers, num_workers * 2048, mtbf_s=3600 * mtbf_h, seed=seed)
+        played = simulate(scene)
+        assert played.num_losses > 0
+        assert played.num_answers == scene.num_rows
+        total += played.efficiency
+    assert total / num_seeds > least
 
 
 def test_when_workers_go_all_the_time_the_job_ends_all_the_same() -> None:
