@@ -16,7 +16,6 @@ import batchgen.engine
 from batchgen.cli.main import call, cli
 from batchgen.config.job import KEYS
 from batchgen.config.load import load_job
-from batchgen.core.errors import ExitCode, RowErrorCode
 from batchgen.core.keys import BOOL
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,13 +38,15 @@ def test_the_row_shown_is_one_of_the_sample_data() -> None:
     }
 
 
-def test_the_python_prints_what_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+def test_the_quickstart_prints_what_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown = re.search(r"It prints:\n\n```\n(.*?)```", README, re.DOTALL)
     assert shown is not None
-    monkeypatch.chdir(REPOSITORY)
-    exec(shown[1], {})
-    said = capsys.readouterr().out.splitlines()
-    assert sorted(said) == re.findall(r"\d \w+", shown[1].rpartition("#")[2]) != []
+    assert call(["run", str(REPOSITORY / "jobs" / "quickstart.toml"), "--output", str(tmp_path / "quickstart")]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "tok/s computed" not in line]
+    speed = r"in [\d.]+ s \([\d,]+ tokens/s out\)"
+    assert [re.sub(speed, "", re.sub(r"\S+/quickstart", "quickstart", line)) for line in said] == [
+        re.sub(speed, "", line.replace("runs/quickstart", "quickstart")) for line in shown[1].splitlines()
+    ]
 
 
 def test_the_job_file_shown_loads(tmp_path: Path) -> None:
@@ -56,13 +57,6 @@ def test_the_job_file_shown_loads(tmp_path: Path) -> None:
     spec = load_job(path)
     assert spec.output.expected == "answer"
     assert tomllib.loads(shown[1])["model"]["path"] == spec.model.path
-
-
-def test_every_exit_code_and_row_error_code_is_listed() -> None:
-    listed = re.search(r"Exit codes: (.*?): run\s+again", README, re.DOTALL)
-    assert listed is not None
-    assert [int(code) for code in re.findall(r"(?:^|,\s)(\d+)\s", listed[1])] == sorted(ExitCode)
-    assert all(f"`{code}`" in README for code in RowErrorCode)
 
 
 # ---------------------------------------------------------------- switches

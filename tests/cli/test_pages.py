@@ -106,3 +106,13 @@ def test_a_page_fits_a_terminal_and_its_links_lead_somewhere(path: Path) -> None
     assert [line for _, text in blocks(path.name) for line in text.splitlines() if len(line) > WIDTH] == []
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (DOCS / link).exists()] == []
+
+
+def test_the_python_shown_prints_what_the_page_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [text] = [text for language, text in blocks("recipes.md") if language == "python"]
+    monkeypatch.chdir(REPOSITORY)
+    exec(text, {})
+    page = (DOCS / "recipes.md").read_text(encoding="utf-8")
+    assert sorted(capsys.readouterr().out.splitlines()) == re.findall(r"`(\d [A-Z]+)`", page) != []
