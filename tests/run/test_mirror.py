@@ -422,8 +422,15 @@ def test_rows_of_a_run_that_was_overwritten_come_into_no_other(
 
 
 def test_a_mirror_whose_files_are_removed_in_mid_run_is_copied_again(
-    job: JobMaker, store: ObjectStore, bucket: str, mirrored: JobSpec, capsys: pytest.CaptureFixture[str]
+    job: JobMaker,
+    store: ObjectStore,
+    bucket: str,
+    mirrored: JobSpec,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(mirror_module, "LOOK_AGAIN_S", 1.0)  # for a heartbeat that is written while they are removed
+
     def before_step(step: int) -> None:
         if step == 14:
             for name in store.content(bucket):
