@@ -50,9 +50,9 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "arrow", "data.tokenizer", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
-    "kernels": 6728,
+    "kernels": 6727,
     "engine": 3390,
-    "model": 3152,
+    "model": 3156,
     "text": 1584,
     "run": 2959,
     "executors": 2701,
@@ -66,8 +66,8 @@ ROOM_LINES = {
     "check": 586,
     "bench": 378,
 }
-MAX_LINES = 34_402
-MAX_TEST_LINES = 42_086
+MAX_LINES = 34_405
+MAX_TEST_LINES = 42_083
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),

@@ -40,6 +40,10 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
         raise values.error(f"num_attention_heads {config.num_heads} is not a multiple of {config.num_kv_heads}")
     if config.head_dim % 2:
         raise values.error(f"head_dim {config.head_dim} is odd; rotary embedding needs pairs")
+    widths = [layer.experts.ff_dim if layer.experts else layer.ff_dim for layer in config.layers]
+    for name, width in (("hidden_size", config.hidden_size), *(("a feed-forward's width", width) for width in widths)):
+        if width % 2:
+            raise values.error(f"{name} {width} is odd; the CPU multiplies inputs in pairs")
     return config
 
 

@@ -159,8 +159,3 @@ def test_a_bias_may_lie_apart_and_be_of_another_type() -> None:
     bias = torch.arange(128.0).view(64, 2)[:, 0]
     x = torch.zeros(3, 64, dtype=torch.bfloat16)
     assert torch.equal(make("panels", x.new_zeros(64, 64), bias)(x), bias.to(x).expand(3, 64))
-
-
-def test_a_weight_whose_inputs_make_no_pairs_is_refused() -> None:
-    with pytest.raises(ValueError, match="33 inputs: the CPU multiplies them in pairs; try --dtype float16"):
-        PackedLinear(torch.ones(8, 33), None)

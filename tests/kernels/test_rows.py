@@ -51,7 +51,7 @@ def test_rms_norm_equals_the_reference(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 64, 131])
 @pytest.mark.parametrize(("stored", "dtype"), [(kind, kind) for kind in DTYPES] + [(torch.bfloat16, torch.float32)])
-@pytest.mark.parametrize("width", [1, 2, 33, 64, 1024])
+@pytest.mark.parametrize("width", [2, 34, 64, 1024])
 def test_a_tied_table_gives_its_rows(width: int, stored: torch.dtype, dtype: torch.dtype, vocab_size: int) -> None:
     table = random(vocab_size, width, dtype=stored)
     token_ids = torch.tensor([0, vocab_size - 1, vocab_size // 2, 0])
