@@ -7,7 +7,7 @@ import sys
 
 import pandas as pd
 
-rows = pd.read_json(sys.argv[1], lines=True)
+rows = pd.read_json(sys.argv[1], lines=True, dtype=False, convert_dates=False)
 samples = rows[["id", "answer", "samples"]].explode("samples", ignore_index=True)
 table = samples[["id", "answer"]].join(pd.json_normalize(samples["samples"].to_list()))
 print(table)

@@ -66,7 +66,7 @@ def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
 
 
 def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
-    """The page or section whose name fits best, else the shortest section with these words; the index for no topic.
+    """The page or section whose name fits best, else a list of the sections with these words; the index for no topic.
 
     Raises UsageError with the nearest name.
     """
@@ -82,11 +82,14 @@ def find_section(topic: str, commands: Iterable[str] = ()) -> Section:
         if set(wanted) <= set(words):
             is_end = wanted in (words[: len(wanted)], words[-len(wanted) :])
             return (0 if words == wanted else 1 if is_end else 2), section.level
-        return (3 if set(wanted) <= set(_words(" ".join(section.lines))) else 4), len(section.lines)
+        return 3, 0
 
     best = min(known, key=distance)
-    if distance(best) < (4, 0):
+    if distance(best) < (3, 0):
         return best
+    places = [s.name for s in known if s.level == 2 and set(wanted) <= set(_words(" ".join(s.lines)))]
+    if places:
+        return Section(topic, 1, [f"# {topic} is found in", "", *(f"* `batchgen help {name}`" for name in places)])
     hint = resembling(topic, [*pages, *commands, *(section.name for section in known)])
     raise UsageError(f'no page, section or command is named "{topic}"' + (hint or f" (pages: {', '.join(pages)})"))
 

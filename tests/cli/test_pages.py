@@ -72,7 +72,7 @@ def test_a_table_of_commas_becomes_lines_of_json(
     monkeypatch.chdir(tmp_path)
     Path("tickets.csv").write_text('id,message\n1,"a, b"\n')
     run(next(text for _, text in blocks("recipes.md") if "read_csv" in text), capfd)
-    assert json.loads(Path("tickets.jsonl").read_text()) == {"id": 1, "message": "a, b"}
+    assert json.loads(Path("tickets.jsonl").read_text()) == {"id": "1", "message": "a, b"}
 
 
 def test_the_tree_of_a_run_directory_has_all_its_files() -> None:
