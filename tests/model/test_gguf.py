@@ -177,7 +177,7 @@ def test_without_the_package_plain_numbers_are_read_and_blocks_are_refused(
         ({"lfm2.block_count": 5}, "layer_types must name 5 layers"),
         ({"lfm2.block_count": 2**31}, "num_hidden_layers must be at most"),
         ({"lfm2.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported"),
-        ({"lfm2.feed_forward_length": 2**31 - 1}, "take"),
+        ({"lfm2.feed_forward_length": 2**31 - 2}, "take"),
         ({"general.alignment": 0}, "general.alignment is 0"),
         ({"general.alignment": "x"}, "general.alignment is 'x'"),
     ],
