@@ -54,11 +54,11 @@ ROOM_LINES = {
     "engine": 3390,
     "model": 3156,
     "text": 1584,
-    "run": 2959,
+    "run": 2962,
     "executors": 2701,
     "output": 3055,
-    "core": 2231,
-    "input": 2836,
+    "core": 2232,
+    "input": 2843,
     "report": 1401,
     "config": 996,
     "plan": 978,
@@ -66,8 +66,8 @@ ROOM_LINES = {
     "check": 586,
     "bench": 378,
 }
-MAX_LINES = 34_408
-MAX_TEST_LINES = 42_083
+MAX_LINES = 34_419
+MAX_TEST_LINES = 42_106
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),

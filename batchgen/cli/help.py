@@ -61,7 +61,7 @@ def help_command(ctx: click.Context, topic: Sequence[str]) -> None:
         return
     columns, rows = shutil.get_terminal_size()
     text = render(find_section(name, commands), min(columns, _MAX_WIDTH))
-    is_long = sys.stdout.isatty() and text.count("\n") >= rows
+    is_long = sys.stdout is not None and sys.stdout.isatty() and text.count("\n") >= rows
     (click.echo_via_pager if is_long else click.echo)(text)
 
 

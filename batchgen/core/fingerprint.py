@@ -179,5 +179,6 @@ def input_changed(name: object, how: str) -> InputChanged:
     """The error for a file that is another one than the run has read so far."""
     return InputChanged(
         f"{name} has changed while it was in use: {how}. Nothing was published and finished rows are kept: "
-        "put it back as it was and run again to resume, or start anew with --overwrite"
+        "if rows were only added at its end, run the same command again; else put it back as it was and run again to "
+        "resume, or start anew with --overwrite"
     )

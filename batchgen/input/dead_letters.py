@@ -9,6 +9,7 @@ recorded nowhere else; they locate the row and decide nothing, so they are not c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -94,9 +95,13 @@ class DeadLetters:
             wrong = 'it must hold numbers "index" and "line", a text "source", and the "row"'
             raise self._error(letter, f"not a line as written: {wrong}; {_ADVICE}")
         after = Cursor(0, 0, 0, index + 1)
-        if not isinstance(columns["row"], dict):
-            return BadRow(index, source, line, self._known_error(letter), columns["row"], after)
-        row = Record(index, source, line, columns["row"], after)
+        content = columns["row"]
+        if isinstance(content, str):  # of a line that was no JSON: a person may have mended it as text
+            with suppress(RowProblem):
+                content = parse_jsonl(content.encode())
+        if not isinstance(content, dict):
+            return BadRow(index, source, line, self._known_error(letter), content, after)
+        row = Record(index, source, line, content, after)
         is_duplicate = self.shard != WHOLE and self._keeps_duplicate_id(letter, row)
         return bad_row(row, self._known_error(letter), self.where) if is_duplicate else row
 

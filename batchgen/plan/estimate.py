@@ -42,7 +42,7 @@ class ExpectedLengths:
     def limits(cls, survey: Survey) -> ExpectedLengths:
         """Every row at its limit, which is all that is known before any row has run."""
         is_fixed = all(is_fixed for _, is_fixed in survey.outputs)
-        return cls("fixed by ignore_eos" if is_fixed else "max_tokens, an upper bound")
+        return cls("fixed by the job" if is_fixed else "max_tokens, an upper bound")
 
     @classmethod
     def observed(cls, finished: list[int], unfinished: list[int]) -> ExpectedLengths | None:

@@ -236,8 +236,10 @@ class Invocation(ABC):
         rows, tokens = report["rows"], report["tokens"]
         num_copies = report["duplicates"]
         copies, without = (f" ({num_copies:,} as copies)", ", without copies") if num_copies else ("", "")
-        way, kind = ("out", "completion") if tokens["completion"] else ("in", "prompt")
-        speed = f"{tokens[kind]:,} tokens {way} in {format_duration(report['wall_s'])}"
+        what, way, kind = (
+            ("tokens out", "out", "completion") if tokens["completion"] else ("prompt tokens", "in", "prompt")
+        )
+        speed = f"{tokens[kind]:,} {what} in {format_duration(report['wall_s'])}"
         rate = f"{report['tokens_per_s'][kind]:,.0f} tokens/s {way}{without}"
         lines = [f"{counted(rows['done'], 'row')} done{copies}, {speed} ({rate})"]
         if rows["failed"]:

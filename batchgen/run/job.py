@@ -266,7 +266,8 @@ class _Job(Invocation):
             with self.progress.phase("reading ids again", "read"):
                 rebuild_ids(source.read(), last, validator)
                 if self.run_dir.has_outputs():  # a retry may have given a row another id than it has in the input
-                    validator.ids.claim(result_ids(self.run_dir, self.spec))
+                    kept = journal.done.first  # the rows from there on run anew
+                    validator.ids.claim(known for known in result_ids(self.run_dir, self.spec) if known[0] < kept)
 
     def _keep_file_states(self, manifest: Manifest) -> None:
         """Save in the manifest what is known of the files by now, so that the next start need not read them."""

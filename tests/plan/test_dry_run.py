@@ -172,9 +172,9 @@ def test_output_tokens_are_bounded_by_max_tokens_and_the_context(job: JobMaker) 
 def test_rows_that_ignore_end_tokens_have_a_fixed_output(job: JobMaker) -> None:
     job.write(rows_of(3))
     outputs = plan_of(job, sampling={"max_tokens": 7, "ignore_eos": True})["output_tokens"]
-    assert (outputs["expected"], outputs["basis"]) == (21, "fixed by ignore_eos")
+    assert (outputs["expected"], outputs["basis"]) == (21, "fixed by the job")
     outputs = plan_of(job, sampling={"max_tokens": 7, "ignore_eos": True, "max_repeats": 4})["output_tokens"]
-    assert outputs["basis"] != "fixed by ignore_eos", "where they may end at a stop"
+    assert outputs["basis"] != "fixed by the job", "where they may end at a stop"
 
 
 def test_an_expected_output_is_taken_but_not_beyond_each_rows_limit(job: JobMaker) -> None:

@@ -142,6 +142,16 @@ def test_only_the_row_counts_for_what_is_run(job: JobMaker) -> None:
     assert [row["id"] for row in job.outputs()] == [f"q-{index}" for index in range(8)]
 
 
+def test_a_line_that_was_no_json_may_be_mended_as_text(job: JobMaker) -> None:
+    job.write([*rows_of(3), '{"id": 3, "question": "Who'])
+    assert job.run().exit_code == 3
+    [letter] = job.errors()
+    assert letter["message"] == "not valid JSON: Invalid control character at character 27"
+    rewrite(job, [letter | {"row": letter["row"] + '?"}'}])
+    assert retry(job) == 0
+    assert [row["index"] for row in job.outputs()] == [0, 1, 2, 3]
+
+
 def test_a_row_of_a_hundred_levels_can_be_retried(job: JobMaker) -> None:
     deep: Any = "end"
     for _ in range(99):

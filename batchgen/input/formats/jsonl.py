@@ -30,7 +30,9 @@ def parse_jsonl(line: bytes, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     try:
         value = _decode(text)
     except json.JSONDecodeError as error:
-        raise RowProblem(RowErrorCode.BAD_JSON, f"not valid JSON: {error.msg} at character {error.pos + 1}") from error
+        raise RowProblem(
+            RowErrorCode.BAD_JSON, f"not valid JSON: {error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        ) from error
     except RecursionError as error:
         raise _too_deep(max_depth) from error
     except ValueError as error:
