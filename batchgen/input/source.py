@@ -125,7 +125,7 @@ class Source:
         if was.get("file") != now[num_whole].get("file"):
             return None
         try:
-            return Growth(file.is_cut_at(was["bytes"])) if file.begins_with(was) else None
+            return Growth(*file.is_cut_at(was["bytes"])) if file.begins_with(was) else None
         except OSError as error:
             raise UsageError(f"cannot read {file.path}: {error.strerror or error}") from error
 
@@ -148,9 +148,10 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """That rows came behind those of an input. Where ``is_cut``, the last of these may have been read in part."""
+    """That rows came behind those of an input, which ended in mid line where ``is_cut``, and in mid row likewise."""
 
     is_cut: bool = False
+    is_row_cut: bool = False
 
 
 def _begun_first(

@@ -79,7 +79,7 @@ def reopen(run_dir: RunDir, manifest: Manifest, growth: Growth) -> Manifest:
     if run_dir.retry.is_dir():
         what = f"{run_dir.path} has a retry that was interrupted, and its input has grown"
         raise UsageError(f"{what}: batchgen retry {run_dir.path}, then run the job again")
-    num_kept = max(manifest.num_rows - growth.is_cut, 0)
+    num_kept = max(manifest.num_rows - growth.is_row_cut, 0)
     manifest = replace(manifest, num_rows=None, num_kept=num_kept)
     run_dir.write_manifest(manifest)
     return manifest

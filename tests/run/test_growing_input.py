@@ -199,14 +199,28 @@ def test_an_id_that_a_retry_gave_a_row_is_unique_across_nights_too(job: JobMaker
     assert len(set(names)) == len(names) == 11
 
 
+def test_what_a_retry_gave_the_last_row_stays_where_only_its_newline_was_missing(job: JobMaker) -> None:
+    job.input.write_bytes(b"".join([*LINES[:4], LINES[2].rstrip()]))
+    job.run()
+    (letter,) = job.errors()
+    letter["row"]["id"] = "mended"
+    (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
+    assert retried(job).exit_code == ExitCode.OK
+    before = job.outputs()
+    job.input.write_bytes(b"".join([*LINES[:4], LINES[2], LINES[5], LINES[6]]))
+    assert job.run().exit_code == ExitCode.OK
+    assert job.outputs()[:5] == before
+    assert [record["index"] for record in job.outputs()] == [*range(7)]
+
+
 def test_an_id_that_a_row_loses_as_it_runs_again_is_free(job: JobMaker) -> None:
-    job.input.write_bytes(b"".join([*LINES[:4], LINES[2].rstrip()]))  # it may go on, so it runs again
+    job.input.write_bytes(b"".join([*LINES[:4], LINES[2].rstrip()]))  # it goes on, so it runs again
     job.run()
     (letter,) = job.errors()
     letter["row"]["id"] = ROWS[5]["id"]
     (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
     assert retried(job).exit_code == ExitCode.OK
-    job.input.write_bytes(b"".join([*LINES[:4], LINES[2], LINES[5]]))
+    job.input.write_bytes(b"".join([*LINES[:4], LINES[2].rstrip(), b"  \n", LINES[5]]))
     assert job.run().exit_code == ExitCode.ROWS_FAILED
     assert [(letter["index"], letter["code"]) for letter in job.errors()] == [(4, "duplicate_id")]
     assert [record["index"] for record in job.outputs()] == [0, 1, 2, 3, 5]

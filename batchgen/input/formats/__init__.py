@@ -60,9 +60,9 @@ class InputFile(ABC):
         """
         return False
 
-    def is_cut_at(self, num_bytes: int) -> bool:
-        """Whether a row of a file that has grown may reach from its first ``num_bytes`` into the rest."""
-        return False
+    def is_cut_at(self, num_bytes: int) -> tuple[bool, bool]:
+        """Of a file that has grown: whether its first ``num_bytes`` end in mid line, and whether in mid row."""
+        return False, False
 
     def num_rows(self) -> int | None:
         """Rows in the file, None where that takes reading it."""

@@ -83,12 +83,14 @@ class LinesFile(StoredFile):
         with self.content.open() as stream:
             return bool(digest_of(stream, begun["bytes"]) == begun["sha256"])
 
-    def is_cut_at(self, num_bytes: int) -> bool:
+    def is_cut_at(self, num_bytes: int) -> tuple[bool, bool]:
         with self.content.open() as stream:
             if not num_bytes or is_compressed(stream):
-                return bool(num_bytes)
+                return bool(num_bytes), bool(num_bytes)
             stream.seek(num_bytes - 1)
-            return stream.read(1) != b"\n"
+            around = stream.read(2)
+        is_cut = not around.startswith(b"\n")
+        return is_cut, is_cut and (around[1:] != b"\n" or around.startswith(b"\r"))
 
     def _row(self, line: _Line, index: int, file: int) -> Record | BadRow:
         source = self.content.name
