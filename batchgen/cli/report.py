@@ -35,7 +35,7 @@ def report(
 
     With --compare the figures of OTHER appear beside it. Each gate counts only where it is given; with either, a
     larger share of failed rows is a regression too. A gate that finds nothing to judge is an error (exit 2). --html
-    writes one file that loads nothing else (needs the extra batchgen[report]).
+    writes one file that loads nothing else (needs matplotlib).
 
     \b
     Examples:

@@ -159,7 +159,7 @@ def status(folder: Path, as_json: bool, watch: bool) -> int:
 @click.option(
     "-o", "--output", metavar="DIR", required=True, type=PATH, help="Folder for the joined run; must not exist."
 )
-@click.option("--allow-mixed-kernels", is_flag=True, help=_MIXED_HELP)
+@click.option("--allow-mixed-kernels", is_flag=True, help="Join shards that ran on different kinds of processor.")
 def merge(folders: tuple[Path, ...], output: Path, allow_mixed_kernels: bool) -> int:
     """Join the shards of one job into one run.
 

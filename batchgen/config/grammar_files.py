@@ -76,5 +76,5 @@ def _read_schema(path: Path) -> Any:
     if found is None:
         raise ValueError(f"{path} holds null, which asks for nothing")
     if found and isinstance(found, dict) and found.keys() <= {*FORMS, *OPTIONS}:  # a schema that restricts nothing
-        raise ValueError(f"{path} is no JSON schema but what structured_outputs holds; write it in place of the path")
+        raise ValueError(f"{path} is a whole structured_outputs, not a JSON schema: give it as structured_outputs")
     return found

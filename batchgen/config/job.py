@@ -55,7 +55,7 @@ def _destination(*schemes: str) -> Kind:
         scheme = scheme_of(text)
         if text and scheme is None:
             known = ", ".join(f"{name}://" for name in schemes)
-            raise ValueError(f"is no address ({known}); on this machine the files are in output.path")
+            raise ValueError(f"is not a URL ({known}); leave it out to keep files on this machine only")
         if text:
             check_address(text, schemes)
         if any(mark in text for mark in "*?[]"):

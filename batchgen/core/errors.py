@@ -29,11 +29,11 @@ class ExitCode(IntEnum):
     todo: str
 
     OK = 0, "All rows are done.", "Use the outputs."
-    CRASH = 1, "batchgen or the machine failed, such as a full disk.", "Mend the cause, then run it again."
+    CRASH = 1, "batchgen or the machine failed, such as a full disk.", "Fix the cause, then run it again."
     USAGE = 2, "The job or command cannot work, or the folder is another job's.", "Stop: it would fail again."
-    ROWS_FAILED = 3, "Finished with failed rows, or stopped as too many failed.", "Use the outputs; see errors.jsonl."
+    ROWS_FAILED = 3, "Finished with failed rows, or stopped by --max-error-rate.", "See errors.jsonl; use any outputs."
     GATE_FAILED = 4, "A gate of plan, report or check did not pass.", "Fail the pipeline."
-    LOCKED = 5, "Another process runs in this folder.", "Leave it to that process, or wait for its end."
+    LOCKED = 5, "Another process runs in this folder.", "Wait until that process ends."
     STOPPED = 75, "Stopped early by a signal, a deadline or a limit.", "Run the same command again: it resumes."
 
     def __new__(cls, value: int, meaning: str = "", todo: str = "") -> Self:
@@ -125,7 +125,7 @@ class RowErrorCode(StrEnum):
         "Shorten it, or retry with larger limits.",
     )
     BAD_ENCODING = "bad_encoding", "The line is not valid UTF-8.", "Put the correct JSON object into `row`."
-    TEMPLATE_ERROR = "template_error", "A template cannot take the row.", "Change what the message names in `row`."
+    TEMPLATE_ERROR = "template_error", "The template fails on this row.", "Change what the message names in `row`."
     INTERNAL = "internal", "batchgen or the machine failed at the row.", "Retry it; if it fails again, report a bug."
 
     def __new__(cls, value: str, meaning: str = "", remedy: str = "") -> Self:

@@ -130,14 +130,15 @@ def integer_or_auto(low: int, high: int = INT64_MAX) -> Kind:
 
 def number(low: float, high: float = math.inf, *, above_low: bool = False) -> Kind:
     """Finite numbers from ``low`` to ``high``; with ``above_low`` greater than ``low``."""
-    bounds = f"{'above' if above_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+    least = "above" if above_low else "of at least"
+    most = f" and at most {high:g}" if high < math.inf else ""
 
     def parse(value: object) -> float:
         if not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 1e300:
             found = float(value) + 0.0  # never -0.0, whose bits are those of a huge number
             if low <= found <= high and not (above_low and found == low):
                 return found
-        raise ValueError(f"must be a finite number {bounds}")
+        raise ValueError(f"must be a finite number {least} {low:g}{most}")
 
     return Kind(parse, "NUMBER", _number_in)
 
@@ -188,7 +189,7 @@ def _template_kwargs(value: object) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise ValueError('must be an object of JSON values, such as {"enable_thinking": false}')
     if taken := [name for name in found if name in _SET_ELSEWHERE or name.endswith("_token")]:
-        raise ValueError(f"sets {shown(taken[0])}, which is not for it to set")
+        raise ValueError(f"sets {shown(taken[0])}, which batchgen sets itself")
     return found or None
 
 

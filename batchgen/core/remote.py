@@ -64,7 +64,7 @@ def check_address(text: str, schemes: Collection[str]) -> None:
     scheme = scheme_of(text)
     known = ", ".join(f"{name}://" for name in schemes)
     if scheme not in schemes:
-        raise ValueError(f"{scheme}:// is not among the kinds of storage that can be used here: {known}")
+        raise ValueError(f"{scheme}:// is not supported here; supported: {known}")
     if _has_secret(text):
         raise ValueError(f"holds a secret, which would be written to job.json: leave it out and {_sign_in(scheme)}")
     rest = text.partition("://")[2]
@@ -119,8 +119,7 @@ def open_store(address: str) -> tuple[Any, str]:
             store = _make_store(scheme)
         except ImportError:
             package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme, "huggingface_hub")
-            advice = f"pip install 'batchgen[{scheme}]'" if scheme in ("s3", "gs") else f"pip install {package}"
-            raise UsageError(f"{address}: {scheme}:// needs {package}, which is not installed: {advice}") from None
+            raise UsageError(f"{address}: {package} is not installed: pip install {package}") from None
         return store, str(store._strip_protocol(address)).rstrip("/")
 
 

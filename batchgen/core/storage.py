@@ -183,11 +183,11 @@ def check_path(text: str) -> None:
     Refused are addresses of remote files, NUL characters, and names that are too long for a file system.
     """
     if text.lower().startswith(_FILE):
-        raise ValueError(f"is an address: write the path without {_FILE}")
+        raise ValueError(f"is a URL: write the path without {_FILE}")
     if scheme := _SCHEME.match(text):
         raise ValueError(
-            f"{scheme[0]} is no local path: copy the file to or from this machine; addresses are for input.path, "
-            "output.publish and output.mirror (a model on the Hub is ORGANIZATION/NAME)"
+            f"{scheme[0]} is not a local path: copy the file; URLs work only in input.path, output.publish and "
+            "output.mirror (a model on the Hub is ORGANIZATION/NAME)"
         )
     try:
         os.lstat(text)

@@ -107,7 +107,7 @@ def _schema(value: object) -> object:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise ValueError("has a json that is a string, but no JSON text") from None
+            raise ValueError("has a string as json that is not valid JSON") from None
     if not isinstance(value, Mapping | bool):
         raise ValueError("must have a JSON schema as its json: an object, or the JSON text of one")
     return value

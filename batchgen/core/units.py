@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
     base = 1000 if byte and not binary else 1024
     size = float(number) * base ** _POWER[prefix.lower()]
     if size >= 2**63:
-        raise ValueError("must be a size that an address can reach, below 8 EiB")
+        raise ValueError("must be a size below 8 EiB")
     return int(size)
 
 

@@ -61,7 +61,7 @@ def unusable(request: Request, vocab_size: int, text: TextTools) -> RowError | N
             if not 0 <= token < vocab_size:
                 return RowError(RowErrorCode.BAD_PARAM, f"token id {token} is not among the model's {vocab_size}")
     if () in request.choices:
-        return RowError(RowErrorCode.BAD_PARAM, "choices: one of them has no tokens")
+        return RowError(RowErrorCode.BAD_PARAM, "choices: one of the texts has no tokens")
     for name, maker in {"stop": text.stop_matcher, "structured_outputs": text.constraints}.items():
         if getattr(request.params, name) and maker is None:
             return RowError(RowErrorCode.BAD_PARAM, f"{name} needs a tokenizer, and this engine has none: give it one")

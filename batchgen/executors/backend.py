@@ -114,7 +114,7 @@ class IdentityGate:
         """Why a worker may not take part; empty if it may."""
         identity = ready.identity
         if identity.version != __version__:
-            return f"it has batchgen {identity.version}, here it is {__version__}"
+            return f"it runs batchgen {identity.version}, this process {__version__}"
         if found := differences(self._context.weights, identity.weights):
             return f"its model is another one: {found[0]}"
         self.numerics = self.numerics or dict(identity.numerics)

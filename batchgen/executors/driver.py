@@ -134,7 +134,7 @@ class WorkersEngine:
                 break
             self._handles[handle.name] = handle
         if not self._handles:
-            raise self._error or NoWorkers("no worker is left and no other can be had; run again to resume")
+            raise self._error or NoWorkers("all workers are lost and no new one can start; run again to resume")
 
     @property
     def _num_useful(self) -> int:
@@ -198,7 +198,7 @@ class WorkersEngine:
         if reason := self._refuse(ready):
             self._notes.refused(name, ready.place, reason)
             self._num_given_up += self._launcher.is_local
-            self._error = UsageError(f"no worker may take part: on {ready.place} {reason}")
+            self._error = UsageError(f"no worker can be used: on {ready.place} {reason}")
             self._handles.pop(name).give_up(WorkerLost(reason, self._error))
             return
         self._num_false_starts = 0

@@ -20,7 +20,7 @@ from typing import Any
 from batchgen.config.cluster import ClusterSpec
 from batchgen.core.errors import UsageError
 
-_WITHOUT_RAY = "ray is not installed: pip install 'batchgen[ray]', here and on every machine of the cluster"
+_WITHOUT_RAY = "ray is not installed: pip install 'ray>=2.52', here and on every machine of the cluster"
 _REMEDIES = (
     "give auto on a machine of the cluster, or the address that ray start printed; where it was started with "
     "RAY_AUTH_MODE=token, set that here too and have its token in ~/.ray/auth_token"

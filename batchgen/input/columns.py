@@ -58,7 +58,7 @@ def _check_template(prompt: str, template: Template, rows: Sequence[Record]) -> 
     if not template.columns:
         meant = _FIELD.search(template.render({}))
         raise UsageError(
-            f"{said} names no column, so that every row would be the same prompt; {{{{ is a brace, write "
+            f"{said} has no column, so every row would get the same prompt; {{{{ is a literal brace: write "
             f"{shortened(meant[0], _SHOWN_CHARS) if meant else '{column}'}"
         )
     problems = []

@@ -104,11 +104,11 @@ class UniqueIds:
         try:
             yield
         except sqlite3.Error as error:
-            place, advice = self._path or "a temporary file", "put that right, then run again"
+            place, advice = self._path or "a temporary file", "fix that, then run again"
             if self._path is not None and getattr(error, "sqlite_errorcode", 0) & _PRIMARY_CODE in _DAMAGED:
                 self._db.close()
                 for path in self._path.parent.glob(f"{self._path.name}*"):
                     with suppress(OSError):
                         path.unlink()
-                advice = "the file is removed: run again, which reads the ids again"
-            raise StorageError(f"cannot keep track of ids in {place}: {error}; {advice}") from error
+                advice = "the damaged file was removed: run again to rebuild it"
+            raise StorageError(f"cannot record ids in {place}: {error}; {advice}") from error

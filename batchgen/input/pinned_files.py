@@ -25,7 +25,7 @@ TIMEOUT_S = 30.0  # without a byte
 _BLOCK_BYTES = 4 << 20  # read ahead
 _WHOLE_BYTES = 8 << 20  # of a file that is fetched whole for a part of it, where the server knows no ranges
 _RANGE = re.compile(r"bytes (?:(\d{1,18})-\d{1,18}|\*)/(\d{1,18})")
-_LOST = "it redirects in a circle, to what is no web server, or to one without encryption: that is not followed"
+_LOST = "its redirects loop, leave HTTP, or drop encryption; batchgen does not follow them"
 _LEFT_AS_THEY_ARE = "%/:=&?~#+!$,;'@()*[]"
 
 
@@ -136,8 +136,8 @@ class WebFile:
         size, version = _total(headers), _version(headers)
         if size is None or not version:
             raise UsageError(
-                f"{self._address}: the server tells {'no size' if version else 'neither ETag nor Last-Modified'}, so "
-                "that a change of the file could not be noticed: fetch the file to this machine first"
+                f"{self._address}: the server sends no {'size' if version else 'ETag or Last-Modified'}, so a changed "
+                "file cannot be detected: download it to this machine first"
             )
         self._size, self._version = size, version
         return size, version
@@ -156,8 +156,8 @@ class WebFile:
                 return answer.read(end - start)
             if self._size > _WHOLE_BYTES:
                 raise RemoteError(
-                    f"cannot read {self._address}: the server gives no parts of files (byte ranges): "
-                    "fetch the file to this machine first"
+                    f"cannot read {self._address}: the server does not support byte ranges: "
+                    "download the file to this machine first"
                 )
             return answer.read(end)[start:]
 

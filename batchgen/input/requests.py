@@ -189,7 +189,7 @@ class RequestBuilder:
             raise RowProblem(RowErrorCode.EMPTY_PROMPT, "the prompt has no tokens")
         for key, lists in (("choices", choices), ("bad_words", bad_words)):
             if () in lists:
-                raise RowProblem(RowErrorCode.BAD_PARAM, f"{key}: one of them has no tokens")
+                raise RowProblem(RowErrorCode.BAD_PARAM, f"{key}: one of the texts has no tokens")
         try:
             self._check_grammar(draft.params)
         except GrammarError as error:
@@ -205,9 +205,9 @@ class RequestBuilder:
             return
         about = "at least " if is_estimate else ""
         given = f"{about if isinstance(draft.prompt, PlainText) else ''}{num_tokens}"  # the row's own ids are counted
-        limits = f"the context of {self._max_model_len} takes prompts of at most {max(limit, 0)}"
+        limits = f"the context of {self._max_model_len} allows at most {max(limit, 0)}"
         with_choices = f" before a choice of {about}{longest_choice}" if longest_choice else ""
-        raise RowProblem(RowErrorCode.TOO_LONG, f"prompt of {given} tokens; {limits}{with_choices}")
+        raise RowProblem(RowErrorCode.TOO_LONG, f"the prompt has {given} tokens; {limits}{with_choices}")
 
 
 def _apart(text: str) -> PlainText:

@@ -88,7 +88,7 @@ class RowValidator:
         return self.ids.claim(claims) if claims else {}
 
     def _duplicate(self, row: Pending, first: int) -> BadRow:
-        message = f"id {self._known_by(row)!r} is that of row {first} already"
+        message = f"row {first} already has the id {self._known_by(row)!r}"
         return bad_row(row.record, RowError(RowErrorCode.DUPLICATE_ID, message), self.spec)
 
     def _known_by(self, row: Pending) -> str | int | None:

@@ -169,8 +169,8 @@ class Checkpoint(StoredTensors[str]):
         tensor = self.read(name, shape)
         if tensor.dtype not in WEIGHT_DTYPES:
             raise ModelError(
-                f"{self.path}: tensor {name!r} is {tensor.dtype}, which means nothing without the scales and the "
-                "quantization_config of a format that is read; use the bfloat16 release"
+                f"{self.path}: tensor {name!r} is {tensor.dtype}: quantized weights need their scales and a "
+                "supported quantization_config; use the bfloat16 release"
             )
         return tensor.to(self.device, dtype or stored_dtype(tensor.dtype, self.dtype, self.device))
 

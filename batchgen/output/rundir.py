@@ -99,7 +99,7 @@ class RunDir:
         """Raises UsageError if the folder holds files of a run but no ``job.json``: another program wrote them."""
         if (foreign := self._foreign_files()) and not self.manifest.exists():
             raise UsageError(
-                f"{self.path} holds {foreign[0].relative_to(self.path)} but no job.json, so it is not one of our runs; "
+                f"{self.path} holds {foreign[0].relative_to(self.path)} but no job.json: batchgen did not write it; "
                 "choose another output.path"
             )
 

@@ -38,8 +38,8 @@ from batchgen.run.reports import read_report
 from batchgen.run.stdin import stdin_as_file
 
 PLAN_VERSION = 1
-_NO_RATE = "this model has no finished run on this machine in the output folder; --calibrate measures for 10 s"
-_NO_WORKERS = "how many workers the Ray cluster has room for is known when it is asked: give --workers"
+_NO_RATE = "the output folder has no finished run of this model on this machine: --calibrate measures for about 10 s"
+_NO_WORKERS = "the plan does not ask the Ray cluster how many workers fit: give --workers"
 
 
 def make_plan(

@@ -36,9 +36,9 @@ BARE_ANSWERS = (
 )
 _BATCH_LIMITS = {"sequences_share": "max_num_seqs", "tokens_share": "the token budget"}
 _ERROR_ADVICE = {
-    "too_long": "too long for the context or KV memory: shorten, or raise --max-model-len or --kv-memory",
-    "duplicate_id": "with an id that was there before: make input.id unique",
-    "internal": "without a finite answer from the model: please report this",
+    "too_long": "exceeded the context or KV memory: shorten, or raise --max-model-len or --kv-memory",
+    "duplicate_id": "repeated the id of an earlier row: make input.id unique",
+    "internal": "failed because of batchgen or the machine: run batchgen retry; if they fail again, report a bug",
 }
 
 
@@ -94,10 +94,10 @@ def _settings_advice(report: Mapping[str, Any]) -> Iterator[str]:
         yield "KV memory bound: raise --kv-memory, or lower --max-num-seqs"
     elif limit == "max_num_seqs" and share > _FULL_SHARE and occupancy["kv_use"] < _HALF:
         most = occupancy["max_num_seqs"]
-        yield f"all {most:,} places were taken and KV memory was left: try a higher --max-num-seqs"
+        yield f"max_num_seqs = {most:,} rows ran at once and KV memory was left: raise --max-num-seqs"
     if tail_s > max(_TAIL_SHARE * report["wall_s"], _LEAST_TAIL_S):
-        why = "waiting for the longest answers: give a run more rows, or lower max_tokens"
-        yield f"the last {format_duration(tail_s)} ran less than half full, {why}"
+        why = "because a few answers were long: give a run more rows, or lower max_tokens"
+        yield f"for the last {format_duration(tail_s)} less than half of the rows were running, {why}"
     workers = report.get("workers", ())
     hours = sum(worker["worker_hours"] for worker in workers)
     idle = sum((1 - worker["busy_share"]) * worker["worker_hours"] for worker in workers) / (hours or 1.0)
@@ -106,7 +106,7 @@ def _settings_advice(report: Mapping[str, Any]) -> Iterator[str]:
     if bound_by(report) == _WORK["load"]:
         yield "loading the model took most of the time: give a run more rows"
     if "cublas" in report["numerics"].get("kernels", ""):
-        yield "with cuBLAS a row's tokens may depend on its batch; with Triton --batch-invariant rules that out"
+        yield "with cuBLAS a row's tokens may depend on its batch: with Triton, leave out --no-batch-invariant"
 
 
 def _rows_advice(report: Mapping[str, Any]) -> Iterator[str]:
@@ -124,7 +124,7 @@ def _rows_advice(report: Mapping[str, Any]) -> Iterator[str]:
         else:
             others += count
     if others:
-        yield f"{counted(others, 'row')} that could not run as written: errors.jsonl says why, by line"
+        yield f"{counted(others, 'row')} could not run: see errors.jsonl"
 
 
 def _lacks_kv_memory(report: Mapping[str, Any]) -> bool:

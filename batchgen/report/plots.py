@@ -64,7 +64,7 @@ def _picture(name: str, plot: Callable[[Any, Report], None], report: Report) -> 
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
-        raise UsageError("--html needs matplotlib: pip install 'batchgen[report]'") from None
+        raise UsageError("--html needs matplotlib: pip install matplotlib") from None
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):  # ids differ between pictures and not between runs
         figure = Figure(figsize=_SIZE, layout="constrained")
         plot(figure.subplots(), report)

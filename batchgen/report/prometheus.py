@@ -46,7 +46,7 @@ def check_available() -> None:
     try:
         import prometheus_client  # noqa: F401 - only whether it can be imported matters
     except ImportError:
-        raise UsageError("Prometheus metrics need prometheus_client: pip install 'batchgen[metrics]'") from None
+        raise UsageError("Prometheus metrics need prometheus_client: pip install prometheus_client") from None
 
 
 def render_metrics(run: str, model: str, report: Mapping[str, Any] | None, exit_code: int) -> str:

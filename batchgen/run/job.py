@@ -125,7 +125,7 @@ class _Job(Invocation):
         with self.progress.phase("reading standard input", "read"):
             found = self.stdin.read(is_resumed=is_resumed)
         if is_resumed and found in (None, self.run_dir.spool):
-            self.progress.display.note("nothing on standard input: going by the rows that this run was begun with")
+            self.progress.display.note("stdin is empty: using the rows saved at the first start")
         return None if found is None else self._open_source(found)
 
     def _open_source(self, path: Path | None = None) -> Source:
@@ -168,7 +168,7 @@ class _Job(Invocation):
             begun = replace(begun, fingerprints={**begun.fingerprints, "input": self.manifest.fingerprints["input"]})
         self.manifest, changes = continued(self.run_dir, self.spec, begun, self.manifest, is_complete=is_complete)
         if self.growth is not None:
-            self.progress.display.note("the input has grown: going on with what came behind")
+            self.progress.display.note("the input has grown: running the new rows")
         for line in changes:
             self.progress.display.note(f"resuming with {line}")
 

@@ -134,7 +134,7 @@ class Progress:
         """Go on from the ``progress.json`` of earlier invocations; other content has no effect but a note."""
         before = parse_progress(content)
         if before is None and content.strip(b"\0"):
-            self.display.note(f"{self._path} is not as it was written: what earlier invocations took is not counted")
+            self.display.note(f"{self._path} is damaged: the report leaves out the time of earlier invocations")
         if before is not None:
             self._before = before
             self.keeps_file = True

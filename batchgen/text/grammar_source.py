@@ -47,7 +47,7 @@ def library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise GrammarError("needs the package llguidance: pip install 'batchgen[structured]'") from error
+        raise GrammarError("needs the package llguidance: pip install 'llguidance>=1.9'") from error
     return llguidance
 
 

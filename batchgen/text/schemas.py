@@ -248,7 +248,7 @@ def _spell_out(schema: dict[str, Any]) -> None:
     if len(_mapping(schema.get("patternProperties"))) > _MAX_PATTERNS:
         raise ValueError(f"an object has more than {_MAX_PATTERNS} patternProperties")
     if isinstance(schema.get("required"), bool):
-        raise ValueError("required must be a list of names, beside properties; true within one of them says nothing")
+        raise ValueError("required must be a list of names next to properties; true inside a property has no effect")
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
     least = schema.get("minProperties")

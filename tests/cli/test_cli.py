@@ -264,7 +264,7 @@ def test_what_cannot_work_is_one_line_and_exit_code_2(
     ],
 )
 @pytest.mark.parametrize(
-    ("path", "words"), [("x" * 300, "is too long for a path"), ("s3://a/b", "s3:// is no local path")]
+    ("path", "words"), [("x" * 300, "is too long for a path"), ("s3://a/b", "s3:// is not a local path")]
 )
 def test_what_can_be_no_path_here_exits_2_in_every_command(
     job: JobMaker, capsys: pytest.CaptureFixture[str], arguments: str, path: str, words: str

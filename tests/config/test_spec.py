@@ -182,12 +182,12 @@ REFUSED_FLAGS: list[tuple[str, object, str]] = [
     ("output.format", "xml", "must be one of jsonl, parquet, openai-batch$"),  # each is listed once
     ("sampling.columns", ["question"], "^--sampling-columns = .*'question' is not a sampling key"),
     *(
-        (f"{section}.path", f"{scheme}://bucket/x", f"{scheme}:// is no local path: copy the file")
+        (f"{section}.path", f"{scheme}://bucket/x", f"{scheme}:// is not a local path: copy the file")
         for section in ("model", "output")
         for scheme in ("s3", "gs", "http", "https", "hdfs")
     ),
-    ("input.path", ["hdfs://a/b"], "hdfs:// is not among the kinds of storage that can be used here: s3://"),
-    *(("input.path", [f"{file}:///x"], "is an address: write the path without file://") for file in ("file", "FILE")),
+    ("input.path", ["hdfs://a/b"], "hdfs:// is not supported here; supported: s3://"),
+    *(("input.path", [f"{file}:///x"], "is a URL: write the path without file://") for file in ("file", "FILE")),
     ("input.path", ["-", "a.jsonl"], "cannot be combined"),
     *(("model.weights", form, r"^--weights = .*: must be one of auto, int8") for form in ("int4", "bfloat16", 8)),
     ("model.activations", "int8", r'^model\.activations = "int8" needs model\.weights = "int8"'),

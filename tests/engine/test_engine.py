@@ -85,7 +85,7 @@ def test_a_full_context_ends_with_length(undisturbed: tuple[int, ...]) -> None:
         (
             Request(1, (9,), SamplingParams(choices=("a", ""), normalize="tokens"), choices=((9,), ())),
             RowErrorCode.BAD_PARAM,
-            ["choices: one of them has no tokens"],
+            ["choices: one of the texts has no tokens"],
         ),
     ],
     ids=str,

@@ -43,7 +43,7 @@ def hello(**changes: Any) -> WorkerReady:
     [
         ({"weights": {"model.safetensors": "cd" * 32}}, "its model is another one: model.safetensors"),
         ({"weights": {**WEIGHTS, "adapter": {"adapter.safetensors": "00"}}}, "its model is another one: adapter"),
-        ({"version": "0.0.9"}, "it has batchgen 0.0.9, here it is"),
+        ({"version": "0.0.9"}, "it runs batchgen 0.0.9, this process"),
         ({"numerics": {**NUMERICS, "dtype": "float32"}}, 'dtype: was "bfloat16", now "float32"'),
         ({"numerics": {**NUMERICS, "device": "cuda"}}, "device: was"),
         ({"numerics": {**NUMERICS, "llguidance": "1.8.0"}}, "llguidance"),
@@ -133,7 +133,7 @@ def test_a_resume_lets_no_stranger_in(jobs: JobMaker) -> None:
     jobs.write(rows_of(50))
     stopped = run_job(jobs.spec(), quiet(max_total_tokens=100), engine_factory=with_kernels("avx512"))
     assert stopped.exit_code == ExitCode.STOPPED
-    with pytest.raises(UsageError, match=r"no worker may take part.* its kernels are avx2, the run's avx512"):
+    with pytest.raises(UsageError, match=r"no worker can be used.* its kernels are avx2, the run's avx512"):
         run_job(jobs.spec(), quiet(), engine_factory=mixed("avx2", "avx2"))
     assert run_job(jobs.spec(), quiet(), engine_factory=mixed("avx2", "avx512")).exit_code == ExitCode.OK
     assert kernels_of(jobs.output) == "avx512"
@@ -141,7 +141,7 @@ def test_a_resume_lets_no_stranger_in(jobs: JobMaker) -> None:
 
 def test_where_all_are_turned_away_the_reason_is_told(jobs: JobMaker) -> None:
     launcher = ThreadLauncher(Start(jobs.spec(), None, {}, stub_factory()), 1)
-    with pytest.raises(UsageError, match=r"^no worker may take part: on \S+ it is odd$"):
+    with pytest.raises(UsageError, match=r"^no worker can be used: on \S+ it is odd$"):
         WorkersEngine(launcher, RowDispatcher(), Liveness(), lambda hello: "it is odd").begin()
 
 

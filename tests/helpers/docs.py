@@ -56,7 +56,7 @@ def _facts(item: Key) -> str:
     try:
         item.kind.parse(object())
     except ValueError as error:
-        values = str(error).removeprefix("must be ").replace("finite number at", "number of at")
+        values = str(error).removeprefix("must be ").replace("finite number of", "number of")
     for ending in (" that is not empty", " and at most 2**63 - 1", ", of at least 1 byte and below 8 EiB"):
         values = values.removesuffix(ending)
     default = item.written(item.default)

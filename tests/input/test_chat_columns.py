@@ -78,7 +78,7 @@ def test_a_row_wins_over_the_job_by_key(
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"messages": []}, "sets 'messages', which is not for it to set"),
+        ({"messages": []}, "sets 'messages', which batchgen sets itself"),
         ({"add_generation_prompt": False}, "sets 'add_generation_prompt'"),
         ({"bos_token": ""}, "sets 'bos_token'"),
         ({"tools": []}, "sets 'tools'"),

@@ -174,10 +174,10 @@ FAILS = "cannot be filled in from any of the first 3 rows; "
     [
         (
             "{{question}}",
-            "names no column, so that every row would be the same prompt",
-            "; {{ is a brace, write {question}",
+            "has no column, so every row would get the same prompt",
+            "; {{ is a literal brace: write {question}",
         ),
-        ("{{}}", "names no column", "; {{ is a brace, write {column}"),
+        ("{{}}", "has no column", "; {{ is a literal brace: write {column}"),
         ("{meta[tsk]}", FAILS, ".jsonl:1: no 'tsk' in meta, which the prompt's template names"),
         ("{question[0]}", FAILS, ".jsonl:1: the template's {question[0]} looks for [0] in question, which is a string"),
     ],

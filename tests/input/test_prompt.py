@@ -170,14 +170,14 @@ def test_a_prompt_leaves_room_for_one_token(tokenizer: Tokenizer) -> None:
     rows = [{"prompt_token_ids": [8] * n} for n in (9, 10)]
     fits, too_long = build(tokenizer, *rows, max_model_len=10)
     assert isinstance(fits, Request) and isinstance(too_long, BadRow)
-    assert too_long.error.message == "prompt of 10 tokens; the context of 10 takes prompts of at most 9"
+    assert too_long.error.message == "the prompt has 10 tokens; the context of 10 allows at most 9"
 
 
 def test_a_huge_prompt_is_refused_without_tokenizing_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "encode_batch", None)
     [answer] = build(tokenizer, {"prompt": "x" * 1000}, max_model_len=10, chat=False)
     assert isinstance(answer, BadRow)
-    assert answer.error.message.startswith("prompt of at least 67 tokens; the context of 10 takes")
+    assert answer.error.message.startswith("the prompt has at least 67 tokens; the context of 10 allows")
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids_only() -> None:

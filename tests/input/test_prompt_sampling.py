@@ -90,7 +90,7 @@ def test_a_prompt_leaves_room_for_what_is_asked_for(
     assert isinstance(one(builder, prompt_token_ids=[8] * num_tokens, sampling=sampling), Request)
     answer = one(builder, prompt_token_ids=[8] * (num_tokens + 1), sampling=sampling)
     assert isinstance(answer, BadRow) and answer.error.code == "too_long"
-    message = f"prompt of {num_tokens + 1} tokens; the context of 10 takes prompts of at most {limit}"
+    message = f"the prompt has {num_tokens + 1} tokens; the context of 10 allows at most {limit}"
     assert answer.error.message.startswith(message)
 
 
@@ -100,8 +100,8 @@ def test_a_choice_longer_than_the_context_is_refused_without_tokenizing_it(
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda *_: pytest.fail("tokenized"))
     answer = one(builder_of(tokenizer, max_model_len=10), prompt_token_ids=[8], choices=["a", "x" * 10_000])
     assert isinstance(answer, BadRow)
-    limits = "the context of 10 takes prompts of at most 0 before a choice of at least 667"
-    assert (answer.error.code, answer.error.message) == ("too_long", f"prompt of 1 tokens; {limits}")
+    limits = "the context of 10 allows at most 0 before a choice of at least 667"
+    assert (answer.error.code, answer.error.message) == ("too_long", f"the prompt has 1 tokens; {limits}")
 
 
 def test_bad_words_are_tokenized_with_and_without_a_space_before_them(tokenizer: Tokenizer) -> None:
@@ -142,7 +142,7 @@ def test_a_choice_without_tokens_is_a_bad_one(tokenizer: Tokenizer, monkeypatch:
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda _, texts, __: [[] if t == "b" else [8] for t in texts])
     answer = one(builder_of(tokenizer), prompt="p", choices=["a", "b"])
     assert isinstance(answer, BadRow)
-    assert (answer.error.code, answer.error.message) == ("bad_param", "choices: one of them has no tokens")
+    assert (answer.error.code, answer.error.message) == ("bad_param", "choices: one of the texts has no tokens")
 
 
 def test_a_preset_in_a_row_is_that_of_the_model(tokenizer: Tokenizer) -> None:
@@ -237,7 +237,7 @@ def test_without_the_package_jobs_are_refused_and_rows_fail_with_what_to_install
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)  # importing it raises ImportError
-    said = r"^sampling\.structured_outputs: needs .*pip install 'batchgen\[structured\]'"
+    said = r"^sampling\.structured_outputs: needs .*pip install 'llguidance>=1.9'"
     with pytest.raises(UsageError, match=said):
         with_grammars(tokenizer, SamplingParams(structured_outputs=CHOICE))
     builder = with_grammars(tokenizer)

@@ -101,22 +101,22 @@ def groups_of(file_format: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16}
 REFUSED: list[tuple[Any, str]] = [
-    ({"group_size": 64, "bits": 4}, "quantization_config by MLX is not read"),
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by 'bitsandbytes' is not read"),
-    ({"quant_method": "mxfp4"}, "by 'mxfp4' is not read"),
-    ({"quant_method": ["gptq"]}, "by ['gptq'] is not read"),
-    ({}, "by None is not read"),
+    ({"group_size": 64, "bits": 4}, "quantization_config by MLX is not supported"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by 'bitsandbytes' is not supported"),
+    ({"quant_method": "mxfp4"}, "by 'mxfp4' is not supported"),
+    ({"quant_method": ["gptq"]}, "by ['gptq'] is not supported"),
+    ({}, "by None is not supported"),
     ([], "quantization_config must be an object"),
     ("int8", "quantization_config must be an object"),
-    (compressed("marlin-24", INT4), "format 'marlin-24' is not read"),
-    (compressed("nvfp4-pack-quantized", INT4), "format 'nvfp4-pack-quantized' is not read"),
-    (compressed("mixed-precision", INT4), "format 'mixed-precision' is not read"),
-    (compressed("pack-quantized", INT4, transform_config={"config_groups": {}}), "transform_config is not read"),
+    (compressed("marlin-24", INT4), "format 'marlin-24' is not supported"),
+    (compressed("nvfp4-pack-quantized", INT4), "format 'nvfp4-pack-quantized' is not supported"),
+    (compressed("mixed-precision", INT4), "format 'mixed-precision' is not supported"),
+    (compressed("pack-quantized", INT4, transform_config={"config_groups": {}}), "transform_config is not supported"),
     (compressed("pack-quantized", INT4, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is not"),
     (compressed("pack-quantized", INT4, config_groups=[]), "config_groups must be an object"),
     (compressed("pack-quantized", INT4, config_groups={"group_0": 7}), "group_0 must be an object"),
     (compressed("pack-quantized", INT4, config_groups={"group_0": {"weights": []}}), "weights must be an object"),
-    (compressed("pack-quantized", INT4 | {"num_bits": 3}), "num_bits 3 is not read"),
+    (compressed("pack-quantized", INT4 | {"num_bits": 3}), "num_bits 3 is not supported"),
     (compressed("pack-quantized", INT4 | {"num_bits": "4"}), "num_bits must be a positive integer"),
     *((compressed("pack-quantized", INT4 | {"group_size": n}), "group_size must be") for n in (0, -2, "16", 1.5, True)),
     (compressed("pack-quantized", INT4 | {"group_size": 2**40}), "group_size must be at most"),
@@ -126,16 +126,16 @@ REFUSED: list[tuple[Any, str]] = [
     (compressed("naive-quantized", FLOAT8 | {"block_structure": "128x128"}), "block_structure must be two positive"),
     ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size must be two positive integers"),
     ({"quant_method": "fp8", "weight_block_size": [2**60, 2**60]}, "weight_block_size must be two positive"),
-    (GPTQ | {"bits": 3}, "bits 3 is not read"),
+    (GPTQ | {"bits": 3}, "bits 3 is not supported"),
     (GPTQ | {"bits": None}, "has no 'bits'"),
     (GPTQ | {"group_size": None}, "has no 'group_size'"),
     (GPTQ | {"group_size": 0}, "group_size must be a positive integer"),
-    (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not read"),
+    (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported"),
     (GPTQ | {"checkpoint_format": 4}, "checkpoint_format must be a string"),
-    (GPTQ | {"is_marlin_format": True}, "is not read"),
-    (GPTQ | {"dynamic": {"-:lm_head": {}}}, "dynamic is not read"),
-    (AWQ | {"version": "gemv"}, "version 'gemv' is not read"),
-    (AWQ | {"bits": 8}, "bits 8 is not read"),
+    (GPTQ | {"is_marlin_format": True}, "is not supported"),
+    (GPTQ | {"dynamic": {"-:lm_head": {}}}, "dynamic is not supported"),
+    (AWQ | {"version": "gemv"}, "version 'gemv' is not supported"),
+    (AWQ | {"bits": 8}, "bits 8 is not supported"),
 ]
 
 
@@ -149,13 +149,13 @@ def test_settings_that_cannot_be_read_are_refused_by_name(tmp_path: Path) -> Non
 def test_mlx_is_refused_by_the_key_that_it_has(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     set_quantization(tmp_path, {"group_size": 64, "bits": 4}, "quantization")
-    assert "config.json: quantization by MLX is not read" in refusal(tmp_path)
+    assert "config.json: quantization by MLX is not supported" in refusal(tmp_path)
     assert "use the bfloat16 release" in refusal(tmp_path)
 
 
 Change = Callable[[Tensor], Tensor]
 DAMAGED: list[tuple[str, str, Change | None, str]] = [
-    ("int8", "weight_scale", None, "means nothing without the scales"),
+    ("int8", "weight_scale", None, "quantized weights need their scales"),
     ("int8", "weight_scale", lambda t: t[:-1], "weight_scale' has shape [63, 1]; config.json asks for [64, 1] or [64]"),
     ("int8", "weight_scale", lambda t: t.expand(64, 4), "has shape [64, 4]"),
     ("int8", "weight_scale", lambda t: t * math.nan, "has values that float32 cannot hold"),
@@ -183,7 +183,7 @@ DAMAGED: list[tuple[str, str, Change | None, str]] = [
     ("packed int4 out of order", "weight_g_idx", lambda t: t[1:], "weight_g_idx' has shape [63]"),
     ("packed int4 out of order", "weight_g_idx", lambda t: t.float(), "weight_g_idx' is torch.float32"),
     ("float8 of blocks", "weight_scale", lambda t: t[:1], "weight_scale' has shape [1, 2]"),
-    ("fp8", "weight_scale_inv", None, "means nothing without the scales"),
+    ("fp8", "weight_scale_inv", None, "quantized weights need their scales"),
     ("gptq", "scales", None, "lack tensor 'model.layers.0.feed_forward.w1.scales'"),
     ("gptq", "qzeros", lambda t: t[:, :-1], "qzeros' has shape [4, 7]"),
     ("gptq", "qweight", lambda t: t.T.contiguous(), "qweight' has shape [64, 8]; config.json asks for [8, 64]"),

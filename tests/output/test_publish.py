@@ -325,14 +325,14 @@ def test_a_write_that_a_store_accepts_and_never_reads_ends(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("key", "value", "why"),
     [
-        ("publish", "/data/out", "is no address"),
-        ("publish", "out", "is no address"),
-        ("publish", "https://host/out", "https:// is not among"),
-        ("publish", "ftp://host/out", "ftp:// is not among"),
+        ("publish", "/data/out", "is not a URL"),
+        ("publish", "out", "is not a URL"),
+        ("publish", "https://host/out", "https:// is not supported"),
+        ("publish", "ftp://host/out", "ftp:// is not supported"),
         ("publish", "hf://datasets/user", "hf://datasets/USER/NAME"),
         ("publish", "hf://datasets/user/name@main", "names a revision"),
-        ("mirror", "hf://datasets/user/name", "hf:// is not among"),
-        ("mirror", "/data/out", "is no address"),
+        ("mirror", "hf://datasets/user/name", "hf:// is not supported"),
+        ("mirror", "/data/out", "is not a URL"),
         ("mirror", "s3://bucket/a*", "holds"),
     ],
 )

@@ -158,7 +158,7 @@ def test_a_gpus_memory_is_not_guessed(job: JobMaker, monkeypatch: pytest.MonkeyP
     found = plan_of(job)
     for plan in (named, found):
         assert (plan["kv"]["memory_bytes"], plan["kv"]["rows_that_fit"]) == (None, None)
-        assert "--calibrate asks it what is free" in render_plan(plan)
+        assert "--calibrate measures the free memory" in render_plan(plan)
     assert plan_of(job, engine={"kv_memory": "1MiB"})["kv"]["rows_that_fit"] > 0
 
 

@@ -281,7 +281,7 @@ def test_a_row_known_by_its_position_shares_no_custom_id(job: JobMaker) -> None:
     job.run(replace(spec, input=replace(spec.input, id=None, prompt=None)))
     assert [row["custom_id"] for row in job.outputs()] == ["1", "2"]
     (letter,) = job.errors()
-    assert letter["error"] == {"code": "duplicate_id", "message": "id '1' is that of row 0 already"}
+    assert letter["error"] == {"code": "duplicate_id", "message": "row 0 already has the id '1'"}
 
 
 def test_a_begun_run_with_ids_does_not_become_one_whose_ids_are_texts(job: JobMaker) -> None:

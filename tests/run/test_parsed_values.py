@@ -172,5 +172,5 @@ def test_the_sample_job_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     assert call(["run", str(REPOSITORY / "jobs" / "extract.toml"), "--output", str(tmp_path / "out")]) == 2
-    assert "pip install 'batchgen[structured]'" in capsys.readouterr().err
+    assert "pip install 'llguidance>=1.9'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

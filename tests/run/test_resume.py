@@ -342,7 +342,7 @@ def test_ids_found_damaged_later_are_one_clear_line_and_read_anew_by_the_next_ru
         file.write(b"\xff" * (size - 4096))
     with closing(UniqueIds(path)) as ids:
         assert ids.is_complete
-        with pytest.raises(StorageError, match=r"ids\.sqlite: .*malformed; the file is removed: run again"):
+        with pytest.raises(StorageError, match=r"ids\.sqlite: .*malformed; the damaged file was removed: run again"):
             ids.claim([(9, "row 9")])
     with closing(UniqueIds(path)) as ids:
         assert not ids.is_complete

@@ -172,7 +172,7 @@ def test_progress_that_no_run_wrote_is_set_aside_with_a_note(
     job.run(options=quiet(max_total_tokens=200))
     (job.output / "progress.json").write_text(content)
     assert job.run(options=RunOptions()).exit_code == ExitCode.OK
-    assert "progress.json is not as it was written" in capsys.readouterr().err
+    assert "progress.json is damaged" in capsys.readouterr().err
     assert len(job.outputs()) == 40
 
 

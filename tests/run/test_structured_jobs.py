@@ -158,7 +158,7 @@ def test_without_the_package_nothing_runs_but_what_is_done_is_so(
     spec = job.spec(sampling={"structured_outputs": {"choice": ["a"]}})
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "llguidance", None)  # importing it raises ImportError
-        with pytest.raises(UsageError, match=r"needs the package llguidance: pip install 'batchgen\[structured\]'"):
+        with pytest.raises(UsageError, match=r"needs the package llguidance: pip install 'llguidance>=1.9'"):
             job.run(spec)
         assert not job.engines and not job.output.exists()
     assert job.run(spec).exit_code == 0

@@ -73,7 +73,7 @@ class GgufTensors(StoredTensors[GgufTensor]):
         try:
             fill_rows(fill, num_blocks, _CHUNK // values_per_block)
         except NotImplementedError:
-            raise self._error(name, f"has type {kind.name}, which is not read; use another file") from None
+            raise self._error(name, f"has type {kind.name}, which is not supported; use another file") from None
         return tensor
 
     def _bytes(self, name: str, found: GgufTensor, count: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -90,5 +90,5 @@ def _package(path: Path) -> Any:
     try:
         import gguf
     except ImportError:
-        raise ModelError(f"{path}: its quantized blocks need a package more: pip install 'batchgen[gguf]'") from None
+        raise ModelError(f"{path}: its quantized blocks need the package gguf: pip install 'gguf>=0.19'") from None
     return gguf

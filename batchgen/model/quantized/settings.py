@@ -33,7 +33,7 @@ def parse_quantization(values: ConfigValues) -> Quantization | None:
     parse = _METHODS.get(method) if isinstance(method, str) else None
     if parse is None:
         kind = "MLX" if method is None and "bits" in settings.raw else shown(method)
-        raise values.error(f"{key} by {kind} is not read ({', '.join(_METHODS)} are); {_REMEDY}")
+        raise values.error(f"{key} by {kind} is not supported ({', '.join(_METHODS)} are); {_REMEDY}")
     return parse(settings)
 
 
@@ -127,4 +127,4 @@ def _block(values: ConfigValues, key: str) -> tuple[int, int]:
 
 
 def _unsupported(values: ConfigValues, what: str) -> ModelError:
-    return values.error(f"{what} is not read; {_REMEDY}")
+    return values.error(f"{what} is not supported; {_REMEDY}")

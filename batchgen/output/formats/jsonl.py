@@ -58,7 +58,7 @@ def read_lines(path: Path, key: str = "index") -> Iterator[tuple[int, bytes]]:
             try:
                 index = index_of(json.loads(line)[key])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise StorageError(f"{path}, line {number}: not a line of ours ({error!r}); was it edited?") from None
+                raise StorageError(f"{path}, line {number}: batchgen did not write this line ({error!r})") from None
             yield index, line.rstrip(b"\n")
 
 

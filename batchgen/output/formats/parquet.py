@@ -98,7 +98,7 @@ class ParquetFormat(OutputFormat):
                         row |= {field.name: decode(field, row[field.name]) for field in encoded}
                         yield int(row["index"]), encode_json(row)
         except (pa.ArrowException, KeyError) as error:
-            raise StorageError(f"{path}: not an outputs file of ours ({error})") from error
+            raise StorageError(f"{path}: batchgen did not write this file ({error})") from error
 
     def _write_groups(self, file: BinaryIO, rows: Iterable[bytes], fields: dict[str, Any]) -> str | None:
         """Write all rows; it ends early with the name of a column that holds a value which its type cannot take."""
