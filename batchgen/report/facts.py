@@ -87,7 +87,7 @@ def outcome(report: Report) -> Facts:
         speed = f"{figure['tokens/s out']} tokens/s out, {figure['tokens/s in and out']} in and out"
     yield "speed", f"{speed}, without copies" if report["duplicates"] else speed
     codes = ", ".join(f"{code} {count}" for code, count, *_ in failures(report).rows[:_NUM_CODES])
-    yield "failed", f"{figure['rows failed']} rows: {codes}" if codes else "no row"
+    yield "failed", f"{counted(report['rows']['failed'], 'row')}: {codes}" if codes else "no row"
     if accuracy := report.get("accuracy"):
         share = "no row was compared"
         if accuracy["total"]:
