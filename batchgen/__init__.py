@@ -11,9 +11,22 @@ TYPE_CHECKING = False  # typing takes a while to import, and until it is there n
 if TYPE_CHECKING:
     from typing import Any
 
+    from batchgen.api import Run, generate
     from batchgen.config.job import JobSpec
     from batchgen.config.load import load_job
-    from batchgen.core.errors import BatchgenError
+    from batchgen.core.errors import (
+        BatchgenError,
+        GateFailed,
+        InputChanged,
+        LockedError,
+        ModelError,
+        OutOfMemory,
+        RemoteError,
+        ResumeMismatch,
+        RunStopped,
+        StorageError,
+        UsageError,
+    )
     from batchgen.core.records import Request, Result, SamplingParams
     from batchgen.core.shard import Shard
     from batchgen.engine import Engine, EngineConfig
@@ -27,13 +40,25 @@ _HOME = {
     "BatchgenError": "batchgen.core.errors",
     "Engine": "batchgen.engine",
     "EngineConfig": "batchgen.engine",
+    "GateFailed": "batchgen.core.errors",
+    "InputChanged": "batchgen.core.errors",
     "JobSpec": "batchgen.config.job",
+    "LockedError": "batchgen.core.errors",
+    "ModelError": "batchgen.core.errors",
+    "OutOfMemory": "batchgen.core.errors",
+    "RemoteError": "batchgen.core.errors",
     "Request": "batchgen.core.records",
     "Result": "batchgen.core.records",
+    "ResumeMismatch": "batchgen.core.errors",
+    "Run": "batchgen.api",
     "RunOptions": "batchgen.run.invocation",
+    "RunStopped": "batchgen.core.errors",
     "SamplingParams": "batchgen.core.records",
     "Shard": "batchgen.core.shard",
+    "StorageError": "batchgen.core.errors",
     "Tokenizer": "batchgen.text.tokenizer",
+    "UsageError": "batchgen.core.errors",
+    "generate": "batchgen.api",
     "load_job": "batchgen.config.load",
     "load_model": "batchgen.model.load",
     "run_job": "batchgen.executors.backend",
@@ -43,14 +68,26 @@ __all__ = [
     "BatchgenError",
     "Engine",
     "EngineConfig",
+    "GateFailed",
+    "InputChanged",
     "JobSpec",
+    "LockedError",
+    "ModelError",
+    "OutOfMemory",
+    "RemoteError",
     "Request",
     "Result",
+    "ResumeMismatch",
+    "Run",
     "RunOptions",
+    "RunStopped",
     "SamplingParams",
     "Shard",
+    "StorageError",
     "Tokenizer",
+    "UsageError",
     "__version__",
+    "generate",
     "load_job",
     "load_model",
     "run_job",

@@ -8,7 +8,9 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,43 +20,76 @@ from batchgen.bench.workload import EndAfter, error_message
 from batchgen.config.job import ModelSpec
 from batchgen.core.errors import BatchgenError, UsageError
 from batchgen.core.machine import peak_bytes
+from batchgen.core.model_files import tokenizer_folder
+from batchgen.core.model_location import resolve_model
 from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine import Engine, EngineConfig
 from batchgen.engine.facts import engine_sizes, model_key, weight_bytes
 from batchgen.engine.generation import TextTools
 from batchgen.engine.load import load_weights, use_threads
+from batchgen.engine.pooler import Pooler
+from batchgen.engine.sampler import Sampler
 from batchgen.engine.stats import EngineStats
 from batchgen.kernels.select import select
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import resolve_device, resolve_dtype
 from batchgen.model.rates import measure
-from batchgen.model.registry import load_config
+from batchgen.model.registry import is_dummy, load_config
 from batchgen.model.roofline import Ceilings, Costs, Work, remember
+from batchgen.model.vectors import VectorHead, VectorSettings
 from batchgen.report.facts import integers_text
+from batchgen.text.tokenizer import Tokenizer
+
+_NOTE_EVERY_S = 5.0
 
 
-def load(where: ModelSpec, threads: int | None) -> Decoder:
-    """The model; on a CPU its kernels are ``TimedKernels``."""
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What is measured: a model with the engine's settings; and ``note``, which tells a person how far it is.
+
+    ``eos_token_ids`` end answers, by default those that the model's config names.
+    """
+
+    model: Decoder
+    config: EngineConfig
+    eos_token_ids: frozenset[int] | None = None
+    note: Callable[[str], None] = lambda text: None
+
+
+def load_tokenizer(where: ModelSpec) -> Tokenizer | None:
+    """The tokenizer of the model, if it has one. Raises ModelError."""
+    if is_dummy(where.path):
+        return None
+    folder = tokenizer_folder(resolve_model(where.path, where.revision, ("*.json", "*.jinja")))
+    return Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
+
+
+def load(where: ModelSpec, threads: int | None, *, has_head: bool = True) -> Decoder:
+    """The model; on a CPU its kernels are ``TimedKernels``. Without a head it gives vectors."""
     config, device = load_config(where.path, where.revision), resolve_device(where.device)
     use_threads(threads, config)
     if device.type != "cpu":
-        return load_weights(where)
+        return load_weights(where, has_head=has_head)
     dtype = resolve_dtype(where.dtype, config, device)
     kernels = select(device, dtype, weights=where.weights, activations=where.activations)
-    return load_weights(where, TimedKernels(kernels))
+    return load_weights(where, TimedKernels(kernels), has_head=has_head)
 
 
-def benchmark(model: Decoder, config: EngineConfig, requests: list[Request], times: int) -> dict[str, Any]:
+def benchmark(bench: Bench, requests: list[Request], times: int) -> dict[str, Any]:
     """Run the workload ``times`` times after a short warm-up, each time with a new engine.
 
     Returns plain data: medians under the metrics' names, the metrics of each repeat under ``runs``; as last measured,
     ``product``, ``peaks``, ``read_bytes_per_s`` and ``copy_bytes_per_s`` of ``Ceilings``. ``split_s`` is seconds by
-    kernel, from one more run, or by the engine's phases where kernels cannot be timed.
+    kernel, from one more run, or by the engine's phases where kernels cannot be timed; ``floors_s`` what each kernel
+    would take at these ceilings, if what it reads and writes came from memory.
     """
-    _run(model, config, [Request(r.key, r.prompt_token_ids[:16], SamplingParams(max_tokens=2)) for r in requests[:8]])
-    split_s = _kernel_seconds(model, config, requests)
-    runs, stats, sizes, ceilings = zip(*_repeats(model, config, requests, times), strict=True)
+    model = bench.model
+    short = SamplingParams(max_tokens=0 if requests[0].pooling else 2)
+    few = [Request(r.key, r.prompt_token_ids[:16], short, pooling=r.pooling) for r in requests[:8]]
+    _run(bench, few, "warming up")
+    split_s = _kernel_seconds(bench, requests)
+    runs, stats, sizes, ceilings = zip(*_repeats(bench, requests, times), strict=True)
     last: Ceilings = ceilings[-1]
     return {
         **model.numerics,
@@ -70,6 +105,7 @@ def benchmark(model: Decoder, config: EngineConfig, requests: list[Request], tim
         "num_steps": stats[0].num_steps,
         "num_preemptions": stats[0].num_preemptions,
         "split_s": split_s or _medians([found.phase_s for found in stats]),
+        "floors_s": model.kernels.floors_s(last) if isinstance(model.kernels, TimedKernels) else {},
         "peak_memory_bytes": peak_bytes(),
         "runs": list(runs),
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
@@ -81,12 +117,14 @@ def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _repeats(
-    model: Decoder, config: EngineConfig, requests: list[Request], times: int
+    bench: Bench, requests: list[Request], times: int
 ) -> Iterator[tuple[dict[str, float], EngineStats, dict[str, Any], Ceilings]]:
     """Metrics, counts, engine sizes and ceilings of each repeat."""
+    model = bench.model
+    bench.note("measuring the rates of this machine")
     before = measure(model)
-    for _ in range(times):
-        wall_s, stats, sizes = _run(model, config, requests)
+    for number in range(times):
+        wall_s, stats, sizes = _run(bench, requests, f"run {number + 1} of {times}")
         after = measure(model)
         costs = Costs.of(model.config, model.dtype.itemsize, weight_bytes(model), sizes["kv_dtype"])
         work = costs.work(stats.to_dict())
@@ -105,6 +143,7 @@ def _metrics(
         "wall_s": wall_s,
         "output_tokens_per_s": stats.num_output_tokens / wall_s,
         "total_tokens_per_s": (_num_prompt_tokens(requests) + stats.num_output_tokens) / wall_s,
+        "requests_per_s": len(requests) / wall_s,
         "roofline_s": roofline_s,
         "roofline_share": roofline_s / wall_s,
         "roofline_flops_per_s": ceilings.flops_per_s,
@@ -116,30 +155,42 @@ def _num_prompt_tokens(requests: list[Request]) -> int:
     return sum(len(request.prompt_token_ids) for request in requests)
 
 
-def _kernel_seconds(model: Decoder, config: EngineConfig, requests: list[Request]) -> dict[str, float]:
+def _kernel_seconds(bench: Bench, requests: list[Request]) -> dict[str, float]:
     """Seconds by kernel, and as "host" the rest of the wall time; empty where kernels cannot be timed.
 
     Timing each kernel slows a run down, so this is a run of its own.
     """
-    kernels = model.kernels
+    kernels = bench.model.kernels
     if not isinstance(kernels, TimedKernels):
         return {}
-    kernels.seconds.clear()
-    kernels.is_timing = True
+    kernels.clear()
+    kernels.is_timing, kernels.weight_bytes = True, weight_bytes(bench.model)
     try:
-        wall_s, _, _ = _run(model, config, requests)
+        wall_s, _, _ = _run(bench, requests, "a run that times each kernel")
     finally:
         kernels.is_timing = False
-    return {**kernels.seconds, "host": wall_s - sum(kernels.seconds.values())}
+    seconds = dict(kernels.seconds)
+    return {**seconds, "host": wall_s - sum(seconds.values()) - kernels.counting_s}
 
 
-def _run(model: Decoder, config: EngineConfig, requests: list[Request]) -> tuple[float, EngineStats, dict[str, Any]]:
+def _run(bench: Bench, requests: list[Request], name: str) -> tuple[float, EngineStats, dict[str, Any]]:
     """Wall time, counts and sizes of a new engine, which is gone by then: the next one takes the memory left."""
-    engine = Engine(model, config, text=TextTools(EndAfter))
-    start = time.monotonic()
+    bench.note(name)
+    model = bench.model
+    sampler: Callable[..., Sampler] = Sampler
+    if requests[0].pooling:
+        head = VectorHead(VectorSettings(normalize=True), model.kernels, model.config.hidden_size, model.dtype)
+        sampler = partial(Pooler, head)
+    text, ends = TextTools(EndAfter), bench.eos_token_ids
+    engine = Engine(model, bench.config, text=text, eos_token_ids=ends, sampler=sampler)
+    start = noted_at = time.monotonic()
     num_results = 0
     for result in engine.run(requests):
         num_results += 1
+        if (now := time.monotonic()) - noted_at > _NOTE_EVERY_S:
+            noted_at, counts = now, engine.stats
+            rate = (counts.num_prefill_tokens + counts.num_output_tokens) / (now - start)
+            bench.note(f"{name}: {num_results:,} of {len(requests):,} requests, {rate:,.0f} tokens/s in and out")
         if result.error is not None:
             raise UsageError(f"request {result.key} of the workload: {error_message(result.error, requests)}")
     wall_s = time.monotonic() - start
@@ -165,15 +216,18 @@ def render(found: dict[str, Any]) -> str:
     """The result of a benchmark, with its ``model`` and ``lengths``, as text for a person, within 80 columns."""
     integers, name = integers_text(found), " + ".join(found[key] for key in ("model", "adapter") if key in found)
     walls = [run["wall_s"] for run in found["runs"]]
+    lengths = f"{found['lengths']} to the engine" if found["ends"] == "forced" else "up to the model's own end token"
     tokens, sizes, split_s = found["num_requests_tokens"], found["engine"], found["split_s"]
     lines = [
         f"{name}  {found['dtype']} on {found['device']}, "
         f"{counted(found['threads'], 'thread')}, {found['backend']} kernels",
         *([f"  linears          {integers}"] if integers else []),
         f"  tokens           {tokens['prompt']:,} in, {tokens['output']:,} out, {found['num_steps']:,} steps",
-        f"  output lengths   {found['lengths']} to the engine",
+        *([] if found["ends"] == "none" else [f"  output lengths   {lengths}"]),
         f"  wall time        {found['wall_s']:.2f} s  ({min(walls):.2f} to {max(walls):.2f} in {len(walls)} runs)",
-        f"  output tokens/s  {found['output_tokens_per_s']:.1f}",
+        f"  texts/s          {found['requests_per_s']:.1f}"
+        if found["ends"] == "none"
+        else f"  output tokens/s  {found['output_tokens_per_s']:.1f}",
         f"  total tokens/s   {found['total_tokens_per_s']:.1f}",
         f"  roofline         {found['roofline_s']:.2f} s at {found['roofline_flops_per_s'] / 1e9:.0f} GFLOP/s, "
         f"{found['memory_bytes_per_s'] / 1e9:.0f} GB/s",
@@ -186,6 +240,10 @@ def render(found: dict[str, Any]) -> str:
         + (f", {sizes['max_device_bytes'] / 2**20:,.0f} MiB of the GPU" if "max_device_bytes" in sizes else ""),
         "  time by work" + (", in a run that timed each kernel" if "host" in split_s else ""),
     ]
+    floors, whole = found["floors_s"], sum(split_s.values())
     for kind, seconds in sorted(split_s.items(), key=lambda item: -item[1]):
-        lines.append(f"    {kind:<15}{seconds:8.2f} s  {seconds / sum(split_s.values()):6.1%}")
+        share = f"   {floors[kind] / seconds:6.1%} of its roofline" if floors.get(kind) and seconds else ""
+        lines.append(f"    {kind:<15}{seconds:8.2f} s  {seconds / whole:6.1%}{share}")
+    if any(floor > split_s[kind] for kind, floor in floors.items()):
+        lines.append("    (more than 100 %: what it reads was still in the processor's cache)")
     return "\n".join(lines)

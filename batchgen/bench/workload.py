@@ -1,18 +1,24 @@
-"""Workloads of a benchmark: requests of known lengths, from a file or made up.
+"""Workloads of a benchmark: real prompts or made-up ones, from a file, by name or by shape.
 
-A real job does not know how long its answers will be, so ``hide_lengths`` hides the lengths from the engine.
+A real job does not know how long its answers will be, so ``hide_lengths`` hides the lengths from the engine where the
+workload fixes them. Elsewhere the model's own end tokens end an answer.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from batchgen.core.errors import RowError, RowErrorCode, UsageError
+from batchgen.core.errors import RowError, RowErrorCode, TokenizerError, UsageError
 from batchgen.core.records import Request, SamplingParams
+from batchgen.text.chat import ChatTemplateError
+
+if TYPE_CHECKING:
+    from batchgen.text.tokenizer import Tokenizer
 
 _FIRST_TOKEN = 8  # below lie the special tokens
 
@@ -61,8 +67,32 @@ class Shape:
         return requests
 
 
-def from_file(path: Path, *, ignore_eos: bool, limit: int | None = None) -> list[Request]:
-    """Requests of a JSONL file: each row has ``prompt_token_ids`` and perhaps ``max_tokens``.
+def nano_vllm(vocab_size: int) -> list[Request]:
+    """The workload of nano-vllm's bench.py, draw by draw: 256 requests of 100 to 1,024 tokens in and out.
+
+    142,827 tokens in and 133,966 out. Ids beyond a smaller vocabulary begin again.
+    """
+    rng = random.Random(0)
+    lengths, prompts = LengthRange(100, 1024), []
+    for _ in range(256):
+        num_tokens = rng.randint(lengths.low, lengths.high)
+        prompts.append(tuple(rng.randint(0, 10_000) % vocab_size for _ in range(num_tokens)))
+    limits = [rng.randint(lengths.low, lengths.high) for _ in prompts]
+    return [
+        Request(key, prompt, SamplingParams(temperature=0.6, max_tokens=most, ignore_eos=True))
+        for key, (prompt, most) in enumerate(zip(prompts, limits, strict=True))
+    ]
+
+
+NAMED = {"nano-vllm": nano_vllm}
+
+
+def from_file(
+    path: Path, default: SamplingParams, *, limit: int | None = None, tokenizer: Tokenizer | None = None
+) -> list[Request]:
+    """Requests of a JSONL file: each row has ``prompt_token_ids``, ``messages`` or ``prompt``, maybe ``max_tokens``.
+
+    A prompt is one message to a model with a chat template. Rows without ``max_tokens`` have the ``default``.
 
     Raises:
         UsageError: an unreadable file, a line that is no such row, or no row.
@@ -79,14 +109,35 @@ def from_file(path: Path, *, ignore_eos: bool, limit: int | None = None) -> list
             continue
         try:
             row: dict[str, Any] = json.loads(line)
-            prompt = tuple(int(token) for token in row["prompt_token_ids"])
-            max_tokens = int(row.get("max_tokens", SamplingParams().max_tokens))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path}, line {number}: needs prompt_token_ids and max_tokens ({error!r})") from None
-        requests.append(Request(number - 1, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)))
+            prompt = tuple(int(token) for token in row["prompt_token_ids"]) if "prompt_token_ids" in row else None
+            max_tokens = int(row.get("max_tokens", default.max_tokens))
+            prompt = _token_ids(row, tokenizer) if prompt is None else prompt
+        except (ValueError, KeyError, TypeError, ChatTemplateError, TokenizerError) as error:
+            needs = "needs prompt_token_ids, or messages or a prompt and a model with a tokenizer"
+            raise UsageError(f"{path}, line {number}: {needs} ({error!r})") from None
+        requests.append(Request(number - 1, prompt, replace(default, max_tokens=max_tokens)))
     if not requests:
         raise UsageError(f"--workload {path}: holds no request")
     return requests
+
+
+def _token_ids(row: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens of a row's text or chat. Raises what a row or a tokenizer may that does not fit."""
+    messages, text = row.get("messages"), row.get("prompt")
+    if tokenizer is None or not (messages or isinstance(text, str)):
+        raise KeyError("prompt_token_ids")
+    is_chat = bool(messages) or tokenizer.chat_template is not None
+    if is_chat:
+        (text,) = tokenizer.render_chats([messages or [{"role": "user", "content": text}]])
+    found = text if isinstance(text, Exception) else tokenizer.encode_batch([str(text)], not is_chat)[0]
+    if isinstance(found, Exception):
+        raise found
+    return tuple(found)
+
+
+def as_texts(requests: list[Request]) -> list[Request]:
+    """The same prompts as texts whose vectors are asked for, the mean over their tokens."""
+    return [replace(request, params=SamplingParams(max_tokens=0), pooling="mean") for request in requests]
 
 
 def hide_lengths(requests: list[Request]) -> list[Request]:

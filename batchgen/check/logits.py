@@ -5,7 +5,7 @@ Logits are compared, not only tokens: equal tokens can hide different logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -49,6 +49,17 @@ class LogitsRecorder(Sampler):
         super().score(logits, scored)
 
 
+class StatesRecorder(LogitsRecorder):
+    """Keeps the hidden states of a model without a head: of each prompt's tokens, by the index that follows."""
+
+    def score(self, logits: Tensor, scored: Sequence[tuple[Sequence_, range]]) -> None:
+        rows = iter(logits.to("cpu", copy=True))
+        for sequence, indexes in scored:
+            sequence.generation.next_scored += len(indexes)
+            for index in indexes:
+                self.logits[sequence.request.key, index - 1] = next(rows)
+
+
 @dataclass
 class Trace:
     """Output tokens of requests by key, and the logits of each by key and index."""
@@ -64,17 +75,18 @@ class Trace:
             found.update(self.logits[place].float().contiguous().numpy().tobytes())
         return found.hexdigest()
 
-    def record(self, engine: Engine, requests: Iterable[Request]) -> Trace:
-        """Add a run of requests on an engine whose sampler is a ``LogitsRecorder``.
+    def record(self, engine: Engine, requests: Sequence[Request]) -> Trace:
+        """Add a run of requests on an engine whose sampler is a ``LogitsRecorder``; texts have their own tokens.
 
         Raises:
             GateFailed: a request ends with an error.
         """
         assert isinstance(engine.sampler, LogitsRecorder)
+        texts = {request.key: request.prompt_token_ids for request in requests if request.pooling}
         for result in engine.run(requests):
             if result.error is not None:
                 raise GateFailed(f"request {result.key} cannot be run: {result.error.message}")
-            self.tokens[result.key] = result.token_ids
+            self.tokens[result.key] = texts.get(result.key, result.token_ids)
         self.logits |= engine.sampler.logits
         return self
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchgen.check.logits import Divergence, LogitsComparison, LogitsRecorder, Trace
+from batchgen.check.logits import Divergence, LogitsComparison, LogitsRecorder, StatesRecorder, Trace
 from batchgen.config.job import JobSpec, ModelSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
@@ -71,7 +71,8 @@ def read_rows(spec: JobSpec, info: ModelInfo, params: SamplingParams) -> list[tu
         UsageError: the input is unreadable, lacks a named column, has no rows, or has one that could not run.
     """
     with stdin_as_file(spec.input) as readable:
-        builder = info.builder(readable, params)
+        asked = replace(spec, input=readable, sampling=params, sampling_columns=())
+        builder = info.builder(asked if info.config.has_head else info.resolved(asked))
         source = open_source(readable)
         check_columns(source.read(), spec, builder.finder)
         rows = []
@@ -90,6 +91,12 @@ def requests_for(prompts: list[Prompt]) -> list[Request]:
     """A request per prompt, greedy and sampled by turns, with and without penalties."""
     kinds = (GREEDY, _PENALIZED, GREEDY, _DRAWN)
     return [Request(key, prompt, kinds[key % 4]) for key, prompt in enumerate(prompts)]
+
+
+def texts_for(prompts: list[Prompt]) -> list[Request]:
+    """A request per prompt for the hidden states of all its tokens, which any vector is made of."""
+    params = SamplingParams(max_tokens=0)
+    return [Request(key, prompt, params, pooling="tokens") for key, prompt in enumerate(prompts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,8 @@ class Check:
     def __init__(self, where: ModelSpec, prompts: list[Prompt], kv_dtype: str = "auto") -> None:
         self.model = load_weights(where)
         self.kv_dtype = kv_cache_dtype(kv_dtype, self.model)
-        self.requests = requests_for(prompts)
+        self._has_head = self.model.config.has_head
+        self.requests = requests_for(prompts) if self._has_head else texts_for(prompts)
         self.solo = Trace()
         self._where = where
 
@@ -160,12 +168,13 @@ class Check:
         for request in self.requests:
             budget = len(request.prompt_token_ids)
             self.solo.record(self._engine([request], max_num_seqs=1, max_num_batched_tokens=budget), [request])
-        for variant in _VARIANTS:
+        for variant in _VARIANTS if self._has_head else _VARIANTS[:1]:
             log(f"proving {variant.name}")
             engine = self._engine(self.requests, **variant.sizes)
             yield self._prove(variant.name, engine, self.requests, note=variant.note)
-        log("proving decoded = prefilled")
-        yield self._prove_scored("decoded = prefilled")
+        if self._has_head:
+            log("proving decoded = prefilled")
+            yield self._prove_scored("decoded = prefilled")
         fast, dtype, device = self.model.kernels.name, self.model.dtype, self.model.device
         if fast != ReferenceKernels.name:
             log("proving fast kernels ~ reference")
@@ -188,10 +197,12 @@ class Check:
             sizes["block_size"], self.model.dtype.itemsize, sizes["kv_dtype"]
         )
         config = EngineConfig(kv_memory=max(num_blocks * block_bytes, 1), **sizes)
-        return Engine(self.model, config, sampler=LogitsRecorder)
+        return Engine(self.model, config, sampler=LogitsRecorder if self._has_head else StatesRecorder)
 
     def _prove_scored(self, name: str, tolerance: float = 0.0) -> Proof:
         """Prefill each prompt with its output as one text; the logits must be those that the output came from."""
+        if not self._has_head:
+            return self._prove(name, self._engine(self.requests), self.requests, tolerance)
         params = SamplingParams(choices=("what was generated",))
         texts = [replace(r, params=params, choices=(self.solo.tokens[r.key],)) for r in self.requests]
         return self._prove(name, self._engine(self.requests), texts, tolerance)

@@ -8,7 +8,7 @@ from typing import Any
 from batchgen.check.logits import Divergence
 from batchgen.check.proofs import GREEDY, Check, Proof, Write, made_up_prompts, read_rows
 from batchgen.config.job import JobSpec
-from batchgen.core.records import Request
+from batchgen.core.records import Request, SamplingParams
 from batchgen.core.units import counted
 from batchgen.engine.load import use_threads
 from batchgen.report.facts import numerics_text
@@ -29,7 +29,8 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     info = read_model(spec)
     prompts = made_up_prompts(info.config.vocab_size, info.max_model_len)
     if has_input:
-        prompts = [request.prompt_token_ids for _, request in read_rows(spec, info, GREEDY)]
+        params = GREEDY if info.config.has_head else SamplingParams()
+        prompts = [request.prompt_token_ids for _, request in read_rows(spec, info, params)]
     threads = use_threads(spec.engine.threads, info.config)
     title = " + ".join(spec.model.named.values())
     log(f"loading {title}")
@@ -46,7 +47,8 @@ def run_check(spec: JobSpec, *, has_input: bool, log: Write, show: Write) -> dic
     named = numerics_text({name: value for name, value in facts.items() if name != "kernels"})
     show(f"{title}: {named}, {counted(threads, 'thread')}")
     num_tokens = counted(facts["num_prompt_tokens"], "token")
-    show(f"{counted(len(prompts), 'prompt')} of {num_tokens}, greedy and sampled by turns")
+    kinds = "greedy and sampled by turns" if info.config.has_head else "their hidden states compared"
+    show(f"{counted(len(prompts), 'prompt')} of {num_tokens}, {kinds}")
     proofs = []
     for proof in check.proofs(log):
         show(render(proof, check.requests))

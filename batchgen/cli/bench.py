@@ -3,47 +3,60 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchgen.bench.workload import LengthRange, Shape, from_file, hide_lengths
-from batchgen.cli.options import COUNT, PATH, GroupedCommand, job_options, json_option, take_job_flags
-from batchgen.cli.say import show
+from batchgen.bench.workload import NAMED, LengthRange, Shape, as_texts, from_file, hide_lengths
+from batchgen.cli.options import COUNT, GroupedCommand, Parsed, job_options, json_option, local_path, take_job_flags
+from batchgen.cli.say import say, show
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.machine import require_address_space
+from batchgen.core.records import Request, SamplingParams
 
 if TYPE_CHECKING:
-    from batchgen.core.records import Request
+    from batchgen.text.tokenizer import Tokenizer
 
 _LENGTHS_HELP = "Whether the engine knows how long each answer will be [unknown]."
 
 
 @click.command(cls=GroupedCommand)
-@click.option("--workload", type=PATH, help="JSON Lines with prompt_token_ids, max_tokens.")
+@click.option(
+    "--workload",
+    type=Parsed("FILE", lambda text: text if text in NAMED else str(local_path(text))),
+    help="JSON Lines of prompts, or the name nano-vllm.",
+)
 @click.option("--limit", type=COUNT, help="Take the first N rows of the workload.")
 @click.option("--num-requests", type=COUNT, help="A made-up workload of N requests.")
 @click.option("--input-len", metavar="A[:B]", help="Prompt length, or a range.")
 @click.option("--output-len", metavar="C[:D]", help="Output length, or a range.")
+@click.option("--texts", "is_for_vectors", is_flag=True, help="Vectors of the prompts, no answers.")
+@click.option("--max-tokens", type=COUNT, metavar="N", help="Most tokens of an answer in FILE [256].")
 @click.option("--ignore-eos", is_flag=True, help="Generate all max_tokens, as made-up requests do.")
 @click.option("--lengths", type=click.Choice(["unknown", "known"]), default="unknown", help=_LENGTHS_HELP)
 @click.option("--repeats", type=COUNT, default=3, metavar="R", help="Runs of the workload [3].")
 @job_options("model", "engine", without=("tokenizer",))
 @json_option()
-def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
+def bench(as_json: bool, repeats: int, lengths: str, is_for_vectors: bool, **values: Any) -> int:
     """Measure throughput, beside this machine's roofline.
 
     The roofline is the least time that the processor and memory of this machine allow. It is measured in the same
     process, with the model's own matrix products. Figures are medians over the repeats. On a CPU one more run comes
     first, which times each kernel.
 
-    The workload is a file, or made up from a number of requests and their lengths. As in a real job the engine does
-    not know how long an answer will be, unless --lengths known tells it.
+    The workload is a file, or made up from a number of requests and their lengths. A row of a file has a prompt,
+    messages or prompt_token_ids, and perhaps max_tokens. The model's own end token ends an answer, or with --ignore-eos
+    its max_tokens. As in a real job the engine does not know how long an answer will be, unless --lengths known tells
+    it. nano-vllm names the workload of that engine's own benchmark: 256 requests of 100 to 1024 tokens in and out. With
+    --texts nothing is generated: each prompt becomes a vector, the mean over its tokens.
 
     \b
     Examples:
       batchgen bench --model dummy:LFM2-350M --num-requests 256 \\
           --input-len 100:1024 --output-len 100:1024
+      batchgen bench --model LiquidAI/LFM2-350M --workload chats.jsonl
       batchgen bench --model dummy:LFM2-350M --workload work.jsonl \\
           --ignore-eos --repeats 3 --json
     """
@@ -52,24 +65,50 @@ def bench(as_json: bool, repeats: int, lengths: str, **values: Any) -> int:
     spec = load_job(None, take_job_flags(values), needs=("model",))
     require_address_space()
     from batchgen.bench import measure
+    from batchgen.model.registry import load_config
 
-    config, where = spec.engine, spec.model
-    model = measure.load(where, config.threads)
-    requests = _requests(values, model.config.vocab_size)
-    if lengths == "unknown":
+    where, note = spec.model, _note if sys.stderr.isatty() else _keep_quiet
+    note("loading the model")
+    tokenizer = None if values["workload"] in (None, *NAMED) else measure.load_tokenizer(where)
+    config = load_config(where.path, where.revision)
+    if not (config.has_head or is_for_vectors):
+        raise UsageError(f"{where.path} gives vectors, no text: add --texts")
+    if is_for_vectors and values["num_requests"] is not None:
+        values["output_len"] = values["output_len"] or "1"
+    requests = _requests(values, config.vocab_size, tokenizer)
+    requests = as_texts(requests) if is_for_vectors else requests
+    model = measure.load(where, spec.engine.threads, has_head=not is_for_vectors)
+    is_forced = all(request.params.ignore_eos for request in requests)
+    if lengths == "unknown" and is_forced:
         requests = hide_lengths(requests)
-    found = {**where.named, "lengths": lengths, **measure.benchmark(model, config, requests, repeats)}
+    ends = frozenset(model.config.eos_token_ids + (tokenizer.eos_token_ids if tokenizer else ()))
+    found = measure.benchmark(measure.Bench(model, spec.engine, ends, note), requests, repeats)
+    kind = "none" if is_for_vectors else "forced" if is_forced else "model"
+    found = {**where.named, "lengths": lengths, "ends": kind, **found}
     show(json.dumps(found, indent=2) if as_json else measure.render(found))
     return ExitCode.OK
 
 
-def _requests(values: dict[str, Any], vocab_size: int) -> list[Request]:
+def _note(text: str) -> None:
+    say(f"{text} ...")
+
+
+def _keep_quiet(text: str) -> None:
+    """Where no person watches."""
+
+
+def _requests(values: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | None) -> list[Request]:
     workload, limit = values["workload"], values["limit"]
     lengths = [values[name] for name in ("num_requests", "input_len", "output_len")]
     if workload is not None:
         if any(value is not None for value in lengths):
             raise UsageError("--workload FILE is the whole workload: leave out --num-requests and the lengths")
-        return from_file(workload, ignore_eos=values["ignore_eos"], limit=limit)
+        if workload in NAMED:
+            return NAMED[workload](vocab_size)[:limit]
+        default = SamplingParams(max_tokens=values["max_tokens"] or 256, ignore_eos=values["ignore_eos"])
+        return from_file(Path(workload), default, limit=limit, tokenizer=tokenizer)
+    if values["max_tokens"] is not None:
+        raise UsageError("--max-tokens is for the answers of a file: it needs --workload FILE")
     if None in lengths:
         raise UsageError("give --workload FILE, or --num-requests with --input-len and --output-len")
     if limit is not None:

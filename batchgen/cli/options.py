@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
+from batchgen.config import cluster
 from batchgen.config.job import KEYS
 from batchgen.core.keys import BOOL, Key
 from batchgen.core.remote import redacted
@@ -41,7 +42,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
             raise click.UsageError(f"{name} {shortened(redacted(value), 60)}: {error}", ctx) from None
 
 
-def _local_path(text: str) -> Path:
+def local_path(text: str) -> Path:
     """A file or folder on this machine, which need not exist."""
     check_path(text)
     return Path(text)
@@ -58,10 +59,11 @@ def _points(text: str) -> float:
     return points
 
 
+AMOUNT = Parsed("AMOUNT", lambda text: cluster.AMOUNT.parse(cluster.AMOUNT.from_text(text)))
 CLOCK = Parsed("TIME", lambda text: parse_clock(text, datetime.now().astimezone()))
 COUNT = Parsed("N", parse_count)
 DURATION = Parsed("DURATION", parse_duration)
-PATH = Parsed("FILE", _local_path)
+PATH = Parsed("FILE", local_path)
 POINTS = Parsed("POINTS", _points)
 SHARD = Parsed("I/N", Shard.parse)
 SHARE = Parsed("SHARE", parse_share)
@@ -75,13 +77,14 @@ run_option = partial(click.option, cls=RunOption)
 
 
 _EXPERT_KEYS = {  # shown by --help-all alone
-    "model": "activations batch_invariant",
-    "input": "prompt_token_ids",
+    "model": "revision activations batch_invariant",
+    "input": "prompt_token_ids delimiter chat_template_kwargs",
     "sampling": "min_tokens min_p presence_penalty frequency_penalty repetition_penalty stop_token_ids ignore_eos "
     "logprobs prompt_logprobs max_repeats logit_bias allowed_token_ids bad_words normalize columns",
-    "engine": "max_num_batched_tokens block_size prefix_caching speculate share_duplicates longest_first "
+    "embed": "prompt_name prefix normalize dimensions truncate",
+    "engine": "max_num_batched_tokens kv_dtype block_size prefix_caching speculate share_duplicates longest_first "
     "forecast_memory",
-    "output": "order token_ids",
+    "output": "order token_ids parse_tools mirror",
     "cluster": "worker_cpus worker_gpus resources patience load_patience",
 }
 _ALL = "batchgen.all"  # in a context: whether help shows options for experts

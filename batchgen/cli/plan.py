@@ -29,7 +29,7 @@ from batchgen.core.errors import ExitCode
 @click.option("--expect-output", type=COUNT, help="Expected tokens per answer [as in the last run].")
 @click.option("--shard", type=SHARD, default="1/1", help="Plan the I-th of N parts of the rows [1/1].")
 @json_option()
-@job_options("model", "input", "sampling", "engine", "output", "cluster")
+@job_options("model", "input", "sampling", "embed", "engine", "output", "cluster")
 def plan(job: Path | None, as_json: bool, **values: Any) -> int:
     """Read a job's whole input and estimate what running it takes.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchgen.cli.options import (
+    AMOUNT,
     CLOCK,
     COUNT,
     DURATION,
@@ -25,6 +26,7 @@ from batchgen.cli.options import (
     take_job_flags,
 )
 from batchgen.cli.say import point_out_backslashes, say, show
+from batchgen.config.job import KEYS
 from batchgen.core.errors import ExitCode
 from batchgen.core.units import counted
 
@@ -32,18 +34,22 @@ if TYPE_CHECKING:
     from batchgen.run.invocation import Outcome, RunOptions
     from batchgen.run.loader import EngineFactory
 
+WHERE = ("failed", "length", "incomplete")
+_TRIED = "max_tokens temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty max_repeats"
+_NOT_TRIED = tuple(name for name in KEYS["sampling"] if name not in _TRIED.split())
 _MIXED_HELP = "Go on with a run begun on another kind of processor."
 
 
 @click.command(cls=GroupedCommand)
 @click.argument("job", required=False, metavar="[JOB.toml]", type=PATH)
-@job_options("model", "input", "sampling", "engine", "output", "cluster")
+@job_options("model", "input", "sampling", "embed", "engine", "output", "cluster")
 @run_option("--overwrite", is_flag=True, help="Start anew: drop what the run directory holds.")
 @run_option("--strict", is_flag=True, help="Refuse to start if any row is bad.")
 @run_option("--max-error-rate", type=SHARE, help="Stop when more of the rows read fail, such as 5%.")
 @run_option("--deadline", type=CLOCK, help="Stop at this time: 05:55 or 2026-01-31T05:55.")
 @run_option("--max-runtime", type=DURATION, help="Stop after this long, such as 55m.")
-@run_option("--max-total-tokens", type=COUNT, help="Stop after computing N tokens.")
+@run_option("--max-total-tokens", type=COUNT, hidden=True, help="Stop after computing N tokens.")
+@run_option("--max-cost", type=AMOUNT, help="Stop when the run has cost this much.")
 @run_option("--shard", type=SHARD, default="1/1", help="Run the I-th of N parts of the rows [1/1].")
 @run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
 @run_option("--metrics-file", type=PATH, help="Write Prometheus metrics at the end.")
@@ -81,7 +87,7 @@ def run(engine_factory: EngineFactory | None, /, job: Path | None, **values: Any
     metrics_file: Path | None = values["metrics_file"]
     if metrics_file is not None:
         check_metrics_file(metrics_file, spec.output.path)
-    limits = Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"])
+    limits = Limits(values["deadline"], values["max_runtime"], values["max_total_tokens"], values["max_cost"])
     options = replace(_run_options(values), limits=limits)
     outcome = run_job(spec, options, engine_factory=engine_factory)
     if metrics_file is not None:
@@ -105,6 +111,8 @@ def _conclude(outcome: Outcome, values: dict[str, Any]) -> int:
 
 @click.command(cls=GroupedCommand)
 @click.argument("folder", metavar="DIR", type=PATH)
+@click.option("--where", type=click.Choice(WHERE), default="failed", help="Which rows are run again [failed].")
+@job_options("sampling", without=_NOT_TRIED)
 @job_options("engine", "cluster")
 @run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
 @progress_options
@@ -115,15 +123,20 @@ def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) 
     Rows are read from errors.jsonl: fix a row's "row" field by hand, and retry runs the fixed version. An interrupted
     retry resumes when run again. Exits 3 while rows still fail.
 
+    With --where length, rows that max_tokens cut off run again with the sampling values given; with --where
+    incomplete, those whose text does not fit its schema to the end. Their records name the values (retried).
+
     \b
     Examples:
       batchgen retry runs/questions
       batchgen retry runs/questions --kv-memory 8GiB
+      batchgen retry runs/questions --where length --max-tokens 1024
     """
     from batchgen.executors.backend import retry_job
 
     flags = take_job_flags(values)
-    outcome = retry_job(folder, _run_options(values), flags, engine_factory=engine_factory)
+    where = values["where"]
+    outcome = retry_job(folder, _run_options(values), flags, engine_factory=engine_factory, where=where)
     return _conclude(outcome, values)
 
 

@@ -1,4 +1,4 @@
-"""The section [cluster] of a job: where its engines run. None of its keys changes an output."""
+"""The section [cluster] of a job: where its engines run, and what that costs. None of its keys changes an output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchgen.core.keys import Kind, integer_or_auto, key, number
 from batchgen.core.units import parse_duration
 
 _MAX_WORKERS = 1 << 16
-_AMOUNT = number(0, 1e12, above_low=True)
+AMOUNT = number(0, 1e12, above_low=True)
 
 
 def _workers(value: object) -> str:
@@ -47,7 +47,7 @@ def _duration(value: object) -> str:
 def _resources(value: object) -> Mapping[str, float]:
     try:
         found: Any = json.loads(value) if isinstance(value, str) else value
-        return {name: _AMOUNT.parse(amount) for name, amount in found.items()}
+        return {name: AMOUNT.parse(amount) for name, amount in found.items()}
     except (ValueError, AttributeError):
         raise ValueError('must be an object of names and amounts above 0, such as {"spot": 0.01}') from None
 
@@ -57,6 +57,7 @@ class ClusterSpec:
     """How many workers run the engines, and where; without ``workers`` and ``ray`` this process does.
 
     ``workers`` is a number, "MIN:MAX", "auto" or empty; ``patience`` and ``load_patience`` are durations such as "60s".
+    ``price_per_hour`` is of the hours that ``report.usage.device_s`` counts, in any currency.
     """
 
     workers: str = key(
@@ -77,6 +78,8 @@ class ClusterSpec:
         Kind(_duration, "DURATION"), "Give up a worker that takes longer to load the model", "30m", resume="free"
     )
 
+    price_per_hour: float | None = key(AMOUNT, "Price of an hour here, or of one worker", None, resume="free")
+
     @property
     def is_used(self) -> bool:
         """Whether rows go to workers."""
@@ -92,6 +95,11 @@ class ClusterSpec:
             return None
         least, colon, most = self.workers.partition(":")
         return (int(least), int(most)) if colon else (1, int(least))
+
+    @property
+    def priced(self) -> dict[str, float]:
+        """``price_per_hour``, if there is one, as reports name it."""
+        return {} if self.price_per_hour is None else {"price_per_hour": self.price_per_hour}
 
     @property
     def patience_s(self) -> float:

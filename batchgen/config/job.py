@@ -13,8 +13,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from batchgen.config.cluster import ClusterSpec
-from batchgen.config.sampling import COLUMNS, SAMPLING_KEYS
+from batchgen.config.embed import EmbedSpec
+from batchgen.config.sampling import COLUMNS, SAMPLING_KEYS, Again
 from batchgen.core import keys
+from batchgen.core.answers import PARSED, check_rule
 from batchgen.core.errors import UsageError
 from batchgen.core.keys import BOOL, Key, Kind, integer, integer_or_auto, key, keys_of, one_of, string
 from batchgen.core.records import SamplingParams, is_batch_shape
@@ -23,14 +25,22 @@ from batchgen.core.units import parse_size, shown
 
 RECORD_KEYS = frozenset(
     {"id", "index", "text", "reasoning", "finish_reason", "usage", "timings", "token_ids", "logprobs", "samples"}
-    | {"choices", "prompt_logprobs", "perplexity", "complete", "parsed"}
+    | {"choices", "prompt_logprobs", "perplexity", "complete", "parsed", "tool_calls", "retried"}
 )  # fields of an output record; a kept column of such a name is written as input_<name>
+VECTOR_KEYS = frozenset({"embedding", "embeddings", "label", "score", "scores"})  # likewise, with [embed]
+ANSWER = "answer"  # likewise, in a job with output.answer alone: many inputs have such a column
 
 
 def _paths(paths: tuple[str, ...]) -> tuple[str, ...]:
     if not paths:
         raise ValueError("must be a string or a list of strings, at least one")
     return paths
+
+
+def _delimiter(text: str) -> str:
+    if len(text) > 1 or text in '"\r\n\0':
+        raise ValueError('must be one character, such as ";", and no quote or end of a line')
+    return text
 
 
 def _size_or_auto(value: object) -> int | None:
@@ -71,6 +81,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 _DEVICE = Kind(_device, "auto|cpu|cuda|cuda:N", choices=_DEVICES)
 _AS_IT_IS_OR_INT8 = one_of("auto", "int8")
 _COLUMN = string("COLUMN")
+_FOLDERS = keys.STRINGS.then(tuple, metavar="DIR")
 _PATHS = keys.STRINGS.then(_paths, metavar="PATH")
 _SIZE_OR_AUTO = Kind(_size_or_auto, "SIZE|auto", none="auto")
 _POSITIVE_OR_AUTO = integer_or_auto(1)
@@ -114,8 +125,12 @@ class InputSpec:
         _PATHS, "File, pattern, folder, URL, hf:NAME or - (stdin); may be repeated", (), flag="input", resume="compared"
     )
     format: str = key(
-        one_of("auto", "jsonl", "parquet", "hf", "openai-batch", "text"), "Input format", "auto", flag="input-format"
+        one_of("auto", "jsonl", "csv", "parquet", "hf", "openai-batch", "text"),
+        "Input format",
+        "auto",
+        flag="input-format",
     )
+    delimiter: str | None = key(string("CHARACTER").then(_delimiter), "What separates cells [comma or tab]", None)
     id: str | None = key(_COLUMN, "Column that identifies a row [its number]", None)
     prompt: str | None = key(string(), "Column name, or template such as '{question}'", None)
     messages: str | None = key(_COLUMN, "Column with a chat, a list of messages", None)
@@ -179,7 +194,8 @@ class EngineConfig:
 class OutputSpec:
     """Where results go and in what form; ``path`` is the run directory, absolute, and "" if a command writes none.
 
-    ``expected`` names a column that is kept and compared with the text: exact match goes into the report. The finished
+    ``answer`` is a rule of ``core.answers`` that finds the answer in a text. ``expected`` names a column that is kept
+    and compared with it, or with the text: exact match goes into the report. The finished
     files are copied to ``publish``, and while it goes the run is copied to ``mirror``, from which another machine can
     go on; "" is none.
     """
@@ -192,13 +208,24 @@ class OutputSpec:
     token_ids: bool = key(BOOL, "Add the generated token ids", False)
     split_reasoning: bool = key(BOOL, "Write the thinking part of an answer into `reasoning`", False)
     parse_json: bool = key(BOOL, "Add the answer's JSON as `parsed`; typed columns in Parquet", False)
+    answer: str | None = key(
+        string("RULE").then(check_rule), "Find the answer: last_number, choice, parsed.KEY, a regex", None
+    )
+    parse_tools: bool = key(BOOL, "Write the answer's tool calls into `tool_calls`", False)
     expected: str | None = key(_COLUMN, "Column with the right answer, to compare", None)
+    reuse: tuple[str, ...] = key(
+        _FOLDERS, "Run directory whose equal rows are taken over; may be repeated", (), resume="free"
+    )
     publish: str = key(
         _destination(*WRITABLE), "Copy the finished files to s3://, gs://, hf://datasets/", "", resume="free"
     )
     mirror: str = key(
         _destination("s3", "gs"), "Keep a copy of the unfinished run in s3:// or gs://", "", resume="free"
     )
+
+    def __post_init__(self) -> None:
+        if (self.answer or "").startswith(PARSED) and not self.parse_json:
+            raise UsageError(f'output.answer = "{self.answer}" needs output.parse_json = true')
 
     @property
     def has_text_ids(self) -> bool:
@@ -212,6 +239,7 @@ SECTIONS: dict[str, type[Any]] = {
     "output": OutputSpec,
     "engine": EngineConfig,
     "cluster": ClusterSpec,
+    "embed": EmbedSpec,
 }
 KEYS: dict[str, dict[str, Key]] = {name: keys_of(cls) for name, cls in SECTIONS.items()} | {"sampling": SAMPLING_KEYS}
 
@@ -226,14 +254,29 @@ class JobSpec:
     sampling: SamplingParams = SamplingParams()
     engine: EngineConfig = EngineConfig()
     cluster: ClusterSpec = ClusterSpec()
+    embed: EmbedSpec = EmbedSpec()
     sampling_columns: tuple[str, ...] = ()  # "*": every column named like a sampling key that no prompt uses
+    again: Again | None = None  # of a retry, which is no key
     over_preset: tuple[str, ...] | None = None  # keys given over ``preset = "model"``, until the model is found
+
+    @property
+    def record_keys(self) -> frozenset[str]:
+        """The fields that an output record of this job may have beside kept columns."""
+        more = VECTOR_KEYS if self.embed.is_on else {ANSWER} if self.output.answer else frozenset[str]()
+        return RECORD_KEYS | more
 
     @property
     def expected_field(self) -> str | None:
         """The field of an output record that holds ``output.expected``."""
         name = self.output.expected
-        return f"input_{name}" if name in RECORD_KEYS else name
+        return f"input_{name}" if name in self.record_keys else name
+
+    def parses_tools(self, columns: Mapping[str, Any]) -> bool:
+        """Whether the tool calls in a row's answer are parsed: the job asks, or it is a Batch request with tools."""
+        is_line = self.input.is_batch_line(columns)
+        asked = columns["body"] if is_line else columns
+        wants = self.output.parse_tools or (is_line and bool(asked.get("tools")))
+        return wants and asked.get("tool_choice") != "none"
 
     def check_destinations(self) -> None:
         """Refuse to publish over the input or the mirror. Raises ``UsageError``."""
@@ -246,6 +289,21 @@ class JobSpec:
                     raise UsageError(
                         f"the input {item} lies in {address}, where files are replaced: choose another folder"
                     )
+
+    def check_embed(self) -> None:
+        """Refuse what only text has in a job for vectors. Raises ``UsageError``."""
+        if not self.embed.is_on:
+            return
+        if self.sampling != SamplingParams() or self.sampling_columns or self.over_preset is not None:
+            raise UsageError("[sampling] and [embed] exclude each other: a job gives text or vectors")
+        if self.embed.prompt_name is not None and self.embed.prefix is not None:
+            raise UsageError("embed.prompt_name and embed.prefix exclude each other: one text is put before each row's")
+        for name in ("messages", "system", "chat_template_kwargs"):
+            if getattr(self.input, name) is not None:
+                raise UsageError(f"input.{name} is for chats, and [embed] takes plain texts: give input.prompt")
+        for name in ("split_reasoning", "parse_json", "token_ids", "answer"):
+            if getattr(self.output, name):
+                raise UsageError(f"output.{name} is for text, and [embed] gives vectors: leave it out")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data as in the job file, every default filled in; ``load.job_from_dict`` reads it back."""

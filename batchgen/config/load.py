@@ -115,8 +115,7 @@ def job_from_dict(data: Mapping[str, Any], source: object = "job.json") -> JobSp
 
     Raises UsageError naming ``source`` on unknown keys and on impossible values.
     """
-    values: dict[str, Any] = {section: data.get(section) for section in KEYS}
-    settings = RawSettings(values, None, str(source))
+    settings = RawSettings({section: data.get(section, {}) for section in KEYS}, None, str(source))
     try:
         _check_names(settings)
         spec = _merge([settings])
@@ -266,12 +265,13 @@ def _merge(origins: Sequence[RawSettings]) -> JobSpec:
     for origin in origins:
         for section in SECTIONS:
             values = _parse_section(origin, section)
+            if section == "embed" and section in origin.values and origin.base is not None:  # job.json names it
+                values = {"pooling": "auto"} | values
             if section == "input" and any(key in values for key in _PROMPT_KEYS):
                 for key in _PROMPT_KEYS:  # a flag that says what the prompt is replaces all that the file says of it
                     merged[section].pop(key, None)
             merged[section] |= values
-    card = card_values(merged["model"].get("path", ""))
-    sampling = SamplingParams()
+    card, sampling = card_values(merged["model"].get("path", "")), SamplingParams()
     columns: tuple[str, ...] = ()
     over_preset: tuple[str, ...] | None = None
     with_preset = [origin for origin in origins if origin.values.get("sampling", {}).get("preset") is not None]
@@ -299,8 +299,8 @@ def _resolve(base: Path, section: str, key: str, value: Any) -> Any:
     """
     if (section, key) == ("input", "path"):
         return tuple(_input(base, item) for item in value)
-    if (section, key) == ("output", "path"):
-        return _absolute(base, value)
+    if section == "output" and key in ("path", "reuse"):
+        return _absolute(base, value) if key == "path" else tuple(_absolute(base, item) for item in value)
     if section == "model" and key in ("path", "adapter", "tokenizer") and value and not value.startswith("dummy:"):
         check_path(value)
         looks_like_path = value.startswith((".", "/", "~"))
@@ -342,6 +342,9 @@ def _check_together(spec: JobSpec) -> None:
             raise UsageError(f"input.{name} needs input.chat = true: a raw completion has no chat template")
     if "-" in spec.input.path and len(spec.input.path) > 1:
         raise UsageError('input.path = "-" (stdin) cannot be combined with other inputs')
+    if spec.input.delimiter and spec.input.format not in ("auto", "csv"):
+        raise UsageError(f'input.delimiter is of tables, and input.format = "{spec.input.format}"')
+    spec.check_embed()
     spec.check_destinations()
     if Path(spec.output.path).is_file():
         raise UsageError(f"output.path = {spec.output.path!r} is a file: it must be a folder for the run")

@@ -7,7 +7,8 @@ values that contradict each other. Nothing here knows a file format or the engin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,6 +127,27 @@ def merge_params(
     for keys, message in _contradictions(merged):
         raise ParamError(next((key for key in keys if key in given), keys[0]), message)
     return merged
+
+
+@dataclass(frozen=True)
+class Again:
+    """What a retry changes of each row's sampling: ``values`` by key, and the seed, by the number of the attempt.
+
+    The first run of a row is attempt 1.
+    """
+
+    attempt: int
+    values: Mapping[str, Any]
+
+    def params(self, first: SamplingParams) -> SamplingParams:
+        """The values of a row that ``first`` had these. Raises ParamError where they contradict each other."""
+        changed = merge_params(first, self.values)
+        named = blake2b(f"{first.seed} {self.attempt}".encode(), digest_size=8).digest()
+        return replace(changed, seed=int.from_bytes(named, signed=True))
+
+    def named(self, params: SamplingParams) -> dict[str, Any]:
+        """The field ``retried`` of a record."""
+        return {"attempt": self.attempt, **self.values} | ({} if params.is_greedy else {"seed": params.seed})
 
 
 def _parsed(key: str, value: Any) -> Any:

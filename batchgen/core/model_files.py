@@ -25,6 +25,7 @@ GENERATION_CONFIG = "generation_config.json"
 _DATA_NAMES = frozenset(
     (
         *(_CONFIG, GENERATION_CONFIG, INDEX),
+        *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     )
 )
@@ -45,7 +46,7 @@ _KINDS = {
 
 
 def is_gguf(model: Path) -> bool:
-    """Whether a model is a GGUF file: its own config and weights, with a tokenizer beside it or elsewhere."""
+    """Whether a model is a GGUF file: its own config and weights, with a tokenizer in it, beside it or elsewhere."""
     return model.suffix == ".gguf" and not model.is_dir()
 
 

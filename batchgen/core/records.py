@@ -15,6 +15,8 @@ from batchgen.core import keys
 from batchgen.core.errors import RowError
 from batchgen.core.keys import INT32_MAX, INT64_MAX, MAX_SAMPLES, integer, key, number, one_of
 
+POOLINGS = ("cls", "last", "mean", "tokens")  # the first token, the last, the mean of all, or each of them
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended."""
@@ -148,6 +150,8 @@ class Request:
     generated: the engine continues after them. ``choices`` holds the tokens of ``params.choices``, in their order:
     with any, the request is scored and generates nothing. ``bad_words`` holds the tokens of each way to write one of
     ``params.bad_words``. ``num_row_chars`` is about how much of its row is kept in memory until there is a result.
+    ``pooling`` names the tokens of the prompt whose hidden states make up its vector (``POOLINGS``), "" for none: such
+    a request generates nothing.
     """
 
     key: int
@@ -157,6 +161,7 @@ class Request:
     choices: tuple[tuple[int, ...], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_row_chars: int = field(default=0, compare=False)
+    pooling: str = ""
 
     @property
     def token_lists(self) -> tuple[tuple[int, ...], ...]:
@@ -218,7 +223,8 @@ class Result:
     ``token_ids``, ``finish_reason``, ``stop``, ``logprobs`` and ``is_complete`` are those of the first sample (see
     ``Sample``), ``more_samples`` holds the others. ``choice_logprobs`` sums the log-probabilities of each choice's
     tokens, ``choice_means`` are those per token; then ``token_ids`` are the best choice's.
-    ``prompt_logprobs`` has one entry per prompt token but the first.
+    ``prompt_logprobs`` has one entry per prompt token but the first. ``vector`` has the float32 numbers of a text's
+    vector, or of those of all its tokens one after the other.
     """
 
     key: int
@@ -234,6 +240,7 @@ class Result:
     choice_logprobs: tuple[float, ...] = ()
     choice_means: tuple[float, ...] = ()
     is_complete: bool | None = None
+    vector: bytes = b""
 
     def choice_scores(self, params: SamplingParams) -> tuple[float, ...]:
         """The log-probabilities that decide between the choices: means per token, or sums."""
@@ -264,6 +271,7 @@ class Result:
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETION_URL = "/v1/completions"
+EMBEDDING_URL = "/v1/embeddings"
 
 
 def is_batch_shape(columns: Mapping[str, Any]) -> bool:
@@ -272,9 +280,11 @@ def is_batch_shape(columns: Mapping[str, Any]) -> bool:
 
 
 def url_of(columns: Mapping[str, Any]) -> Any:
-    """The ``url`` of a line as given; without one, that of completions for a body with only a ``prompt``."""
+    """The ``url`` of a line as given; without one, that which fits the body: its ``input``, ``prompt`` or chat."""
     if "url" in columns:
         return columns["url"]
     body = columns.get("body")
+    if isinstance(body, dict) and "input" in body:
+        return EMBEDDING_URL
     is_completion = isinstance(body, dict) and "prompt" in body and "messages" not in body
     return COMPLETION_URL if is_completion else CHAT_URL

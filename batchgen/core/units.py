@@ -43,6 +43,11 @@ def parse_duration(text: str) -> float:
     return days * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
+def format_amount(amount: float) -> str:
+    """An amount of money, in any currency."""
+    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.4f}"
+
+
 def parse_share(text: str) -> float:
     """The share of one that ``5%`` or ``0.05`` means, between 0 and 1."""
     message = 'must be a share such as "5%" or 0.05'

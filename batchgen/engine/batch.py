@@ -36,7 +36,9 @@ def build_pending(schedule: Schedule, before: InFlight) -> PendingTokens | None:
     return PendingTokens(before.token_ids, torch.from_numpy(rows), torch.from_numpy(places))
 
 
-def build_input(schedule: Schedule, block_size: int, tail_reach: int | None = None) -> ModelInput:
+def build_input(
+    schedule: Schedule, block_size: int, tail_reach: int | None = None, *, is_causal: bool = True
+) -> ModelInput:
     """Tensors on the host for one forward pass; see ``ModelInput`` for shapes, ``build_subset`` for ``tail_reach``.
 
     The scheduled tokens of a sequence are the first ``count`` it owes; a pending token is 0, see ``PendingTokens``.
@@ -59,10 +61,12 @@ def build_input(schedule: Schedule, block_size: int, tail_reach: int | None = No
         block_tables=torch.from_numpy(tables),
         conv_slots=torch.from_numpy(np.array([s.conv_slot for s in sequences], dtype=np.int32)),
         query_blocks=query_blocks(
-            np.arange(len(sequences)), cu_seqlens[:-1], cu_seqlens[1:], positions, tables, block_size
+            *(np.arange(len(sequences)), cu_seqlens[:-1], cu_seqlens[1:], positions, tables, block_size),
+            is_causal=is_causal,
         ),
         logits_indices=torch.from_numpy(_logits_indices(schedule, cu_seqlens)),
         subset=None,
+        is_causal=is_causal,
     )
     return inputs if tail_reach is None else replace(inputs, subset=build_subset(inputs, block_size, tail_reach))
 

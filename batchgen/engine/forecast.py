@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Sequence as Sequence_
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from batchgen.engine.block_pool import BlockPool
 from batchgen.engine.sequence import Sequence
 
 _MEMORY = 512  # ended sequences remembered
+_HUGE = 1 << 40
 _ENOUGH = 32  # before so many have ended, a sequence is expected to generate the most it may
 
 
@@ -45,17 +45,15 @@ class OutputLengths:
             return most
         return min(most, int(self._expected()[bisect_right(self._sorted, output)]) - output)
 
-    def expected_more_of_all(self, sequences: Sequence_[Sequence], num_tokens: np.ndarray) -> np.ndarray:
-        """``expected_more`` of each, int64, for sequences of these ``num_tokens``."""
-        params = [s.request.params for s in sequences]
-        outputs = num_tokens - np.array([s.num_prompt_tokens for s in sequences])
-        more: np.ndarray = np.array([p.max_tokens for p in params]) - outputs
-        more[~np.array([s.generates for s in sequences])] = 0
-        if len(self._sorted) >= _ENOUGH:
-            means = self._expected()[np.array(self._sorted).searchsorted(outputs, side="right")]
-            is_open = np.array([not (p.ignore_eos and p.has_fixed_length) for p in params])
-            np.minimum(more, means - outputs, out=more, where=is_open)
-        return more.clip(min=0)
+    def expected_ends(self, num_tokens: np.ndarray, num_prompt_tokens: np.ndarray) -> np.ndarray:
+        """``num_tokens`` that sequences will come to if nothing but their own end tokens ends them, int64."""
+        if len(self._sorted) < _ENOUGH:
+            return num_prompt_tokens + INT32_MAX
+        outputs = num_tokens - num_prompt_tokens
+        ends: np.ndarray = (
+            num_prompt_tokens + self._expected()[np.array(self._sorted).searchsorted(outputs, side="right")]
+        )
+        return ends
 
     def _expected(self) -> np.ndarray:
         """The expected length of a sequence by the place of its own length; longer than all others, the most it may."""
@@ -66,54 +64,89 @@ class OutputLengths:
 
 
 class MemoryForecast:
-    """The coming peak of the blocks in use, for one admission, in which nothing else changes than who is admitted.
+    """The coming peak of the blocks in use, if nothing else changes than who is admitted.
 
-    Blocks held by several sequences outlive each of them, so they count apart from those of one holder. The last block
-    of a sequence is assumed to be half empty.
+    ``look`` begins an admission, ``add`` takes in each sequence that is admitted. Blocks held by several sequences
+    outlive each of them, so they count apart from those of one holder. The last block of a sequence is assumed to be
+    half empty.
     """
 
-    def __init__(self, running: list[Sequence], pool: BlockPool, lengths: OutputLengths, block_size: int) -> None:
-        self._running, self._pool, self._lengths, self._size = running, pool, lengths, block_size
-        # Once asked for: of each running sequence, by ascending first row, the tokens it will still add (negative) and
-        # those it holds alone; and the blocks with one holder.
+    def __init__(self, pool: BlockPool, lengths: OutputLengths, block_size: int, max_num_seqs: int) -> None:
+        self._pool, self._lengths, self._size = pool, lengths, block_size
+        self._running: list[Sequence] = []
+        # By convolution slot: ``num_tokens`` that a sequence can come to, and its prompt (huge if its length is fixed).
+        self._bounds = np.zeros((2, max_num_seqs), dtype=np.int64)
+        # Once asked for: of each running sequence, by ascending first row, the tokens it will still add (negative),
+        # those it holds alone and its slot; how many blocks have several holders; by block, the slot of a holder.
         self._rows: np.ndarray | None = None
-        self._num_sole = 0
+        self._num_shared = 0
+        self._holder: np.ndarray | None = None
+
+    def look(self, running: list[Sequence]) -> None:
+        """Begin an admission beside ``running``, a list that grows with what is admitted."""
+        self._running, self._rows, self._holder = running, None, None
 
     def peak_blocks(self, newcomer: Sequence, prefix: list[int]) -> int:
         """The most blocks held at once if ``newcomer`` runs too, behind the cached blocks ``prefix``."""
         rows = self._with(newcomer, newcomer.num_tokens - len(prefix) * self._size, self._running_rows())
-        shared = self._pool.num_blocks - self._pool.num_free + self._pool.num_unused(prefix) - self._num_sole
-        return shared - -peak_tokens(rows) // self._size
+        return self._num_shared + self._pool.num_unused(prefix) - -peak_tokens(rows) // self._size
 
     def add(self, newcomer: Sequence, prefix: list[int]) -> None:
-        """Take in a sequence that was admitted behind ``prefix`` and holds its first blocks."""
+        """Take in a sequence that was admitted behind ``prefix``, the last that runs, and holds its first blocks."""
+        slot, params = newcomer.conv_slot, newcomer.request.params
+        most = newcomer.num_prompt_tokens + params.max_tokens if newcomer.generates else 0
+        self._bounds[:, slot] = most, _HUGE if params.has_fixed_length else newcomer.num_prompt_tokens
+        if self._rows is None:
+            return
         holders = [self._pool.num_holders[block] for block in prefix]
         if 2 in holders:  # a sequence that held such a block alone does so no more
-            self._rows = None
-        if self._rows is not None:
-            num_shared = sum(count > 1 for count in holders)
-            self._rows = self._with(newcomer, newcomer.num_tokens - num_shared * self._size, self._rows)
-            self._num_sole += len(newcomer.block_table) - num_shared
+            holder = self._holders_before()
+            slots = holder[[block for block, count in zip(prefix, holders, strict=True) if count == 2]]
+            self._rows[1] -= self._size * np.bincount(slots, minlength=self._bounds.shape[1])[self._rows[2]]
+            self._num_shared += len(slots)
+        if self._holder is not None:
+            self._holder[newcomer.block_table] = slot
+        num_held = newcomer.num_tokens - sum(count > 1 for count in holders) * self._size
+        self._rows = self._with(newcomer, num_held, self._rows)
 
     def _with(self, newcomer: Sequence, num_held: int, rows: np.ndarray) -> np.ndarray:
         more = -self._lengths.expected_more(newcomer)
         place = rows[0].searchsorted(more)
-        column = np.array([[more], [num_held + self._size // 2]])
+        slot = -1 if newcomer.conv_slot is None else newcomer.conv_slot
+        column = np.array([[more], [num_held + self._size // 2], [slot]])
         return np.concatenate((rows[:, :place], column, rows[:, place:]), axis=1)
 
     def _running_rows(self) -> np.ndarray:
         if self._rows is None:
             running, size = self._running, self._size
-            num_tokens = np.array([len(s.token_ids) + s.num_in_flight for s in running])
-            widths = np.array([len(s.block_table) for s in running])
-            blocks = np.frombuffer(b"".join([s.block_table for s in running]), dtype=np.int32)
-            is_sole = np.frombuffer(self._pool.num_holders, dtype=np.int32)[blocks] == 1
-            num_sole = np.diff(np.append(0, is_sole.cumsum())[np.append(0, widths.cumsum())])
-            held = num_tokens - (widths - num_sole) * size + size // 2
-            more = self._lengths.expected_more_of_all(running, num_tokens)
-            self._rows = np.stack((-more, held))[:, more.argsort(kind="stable")[::-1]]
-            self._num_sole = int(num_sole.sum())
+            slots = np.array([s.conv_slot for s in running], dtype=np.int64)
+            num_tokens = np.array([len(s.token_ids) + s.num_in_flight for s in running], dtype=np.int64)
+            held = num_tokens + size // 2
+            widths = [len(s.block_table) for s in running]
+            self._num_shared = 0
+            if sum(widths) > self._pool.num_blocks - self._pool.num_free:
+                is_shared = np.frombuffer(self._pool.num_holders, dtype=np.int32)[_blocks(running)] > 1
+                held -= np.diff(is_shared.cumsum()[np.cumsum(widths) - 1], prepend=0) * size
+                self._num_shared = self._pool.num_blocks - self._pool.num_free - int((~is_shared).sum())
+            most, num_prompt_tokens = self._bounds[:, slots]
+            ends = np.minimum(most, self._lengths.expected_ends(num_tokens, num_prompt_tokens))
+            rows = np.stack((np.minimum(num_tokens - ends, 0), held, slots))
+            self._rows = rows[:, rows[0].argsort()]
         return self._rows
+
+    def _holders_before(self) -> np.ndarray:
+        """By block, the slot of a sequence that held it before the last one was admitted."""
+        if self._holder is None:
+            before = self._running[:-1]
+            slots, widths = [s.conv_slot or 0 for s in before], [len(s.block_table) for s in before]
+            self._holder = np.zeros(self._pool.num_blocks, dtype=np.int64)
+            self._holder[_blocks(before)] = np.repeat(slots, widths)
+        return self._holder
+
+
+def _blocks(sequences: list[Sequence]) -> np.ndarray:
+    """The blocks of all, one sequence after the other, int32."""
+    return np.frombuffer(b"".join([s.block_table for s in sequences]), dtype=np.int32)
 
 
 def peak_tokens(rows: np.ndarray) -> int:

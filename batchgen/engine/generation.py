@@ -102,6 +102,7 @@ class Generation:
     scores: list[TokenLogprob] = field(default_factory=list)
     next_scored: int = 0
     end_scored: int = 0
+    vector: bytes = b""
 
     def begin(
         self, text: TextTools, vocab_size: int, eos_token_ids: frozenset[int], max_model_len: int, *, counts: bool
@@ -249,6 +250,9 @@ class Generation:
         self.next_scored = 1 if params.prompt_logprobs is not None else prompt
         self.end_scored = prompt if params.logprobs is None else len(self.token_ids)
         self.next_scored = min(self.next_scored, self.end_scored)
+        if self.request.pooling:  # hidden states come from where the next token would be scored
+            self.next_scored = prompt if self.request.pooling == "last" else 1
+            self.end_scored = 2 if self.request.pooling == "cls" else prompt + 1
 
     def score_choice(self) -> None:
         """Score the tokens behind the prompt."""

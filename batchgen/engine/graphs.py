@@ -210,7 +210,7 @@ class StaticInput:
         n = size.num_seqs
         rows = torch.arange(n + 1, dtype=torch.int32)
         nothing = torch.zeros_like(rows[:-1])
-        self._alone = torch.stack((rows[:-1], rows[:-1], nothing + 1, nothing, nothing), dim=1)
+        self._alone = torch.stack((rows[:-1], rows[:-1], nothing + 1, nothing, nothing, nothing), dim=1)
         fields: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
             "token_ids": (torch.int64, (n,)),
             "feed": (torch.int32, (n,)),
@@ -228,7 +228,7 @@ class StaticInput:
         self.feed = views.pop("feed")
         self._all_known = torch.arange(n, dtype=torch.int32)
         fixed = {"cu_seqlens": rows.to(device), "logits_indices": torch.arange(n, device=device)}
-        self.inputs = ModelInput(**views, **fixed, subset=None)
+        self.inputs = ModelInput(**views, **fixed, subset=None, is_causal=True)
         self.padding = padding
 
     def fill(self, inputs: ModelInput | None, pending: PendingTokens | None = None) -> None:

@@ -20,8 +20,10 @@ _MAX_THREADS_PER_CPU = 8  # more only wait for each other; beyond some thousands
 _ALWAYS_ALLOWED_THREADS = 64  # so that one job file serves small and large machines
 
 
-def load_weights(where: ModelSpec, kernels: Kernels | None = None) -> Decoder:
+def load_weights(where: ModelSpec, kernels: Kernels | None = None, *, has_head: bool = True) -> Decoder:
     """The model of a job, ready to run; ``kernels`` overrides the back end. Call ``use_threads`` before.
+
+    Without a head it gives hidden states in place of logits.
 
     Raises:
         ModelError: unusable folder, config, or weights.
@@ -36,6 +38,7 @@ def load_weights(where: ModelSpec, kernels: Kernels | None = None) -> Decoder:
         adapter=where.adapter,
         device=where.device,
         batch_invariant=where.batch_invariant,
+        has_head=has_head,
         kernels=kernels,
     )
 

@@ -57,7 +57,8 @@ class ModelRunner:
 
         ``pending`` has the ids of the schedule's pending tokens, if there are any.
         """
-        inputs = build_input(schedule, self.block_size, self.model.config.tail_reach)
+        shape = self.model.config
+        inputs = build_input(schedule, self.block_size, shape.tail_reach, is_causal=shape.is_causal)
         if schedule.resumed:
             last = [s.block_table[s.num_computed_tokens // self.block_size - 1] for s in schedule.resumed]
             self.state.restore_conv(last, [s.conv_slot for s in schedule.resumed if s.conv_slot is not None])

@@ -84,7 +84,12 @@ class Schedule:
     @cached_property
     def completing(self) -> list[Sequence]:
         """The sequences that will owe nothing after the step, so that their next token can be sampled."""
-        return [s for s, n in self.entries if s.num_in_flight or s.completes(n)]  # a pending token is all that it owes
+        # A pending token is all that its sequence owes; the rest is ``Sequence.completes``, without a call for each.
+        return [
+            s
+            for s, n in self.entries
+            if s.num_in_flight or (s.generates and s.num_computed_tokens + n == len(s.token_ids))
+        ]
 
     @property
     def needs_host(self) -> bool:
@@ -100,5 +105,5 @@ class Schedule:
     @cached_property
     def scored(self) -> list[tuple[Sequence, range]]:
         """The tokens (indexes) that this step's logits score, by sequence."""
-        wanted = [(s, count) for s, count in self.entries if s.generation.is_scored]
+        wanted = [e for e in self.entries if not (own := e[0].generation).unwatched_until and own.is_scored]
         return [(s, found) for s, count in wanted if (found := s.scored_in(count))]

@@ -35,6 +35,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.longest_first)
         self.running: list[Sequence] = []  # in order of admission
         self.lengths = OutputLengths()
+        self._forecast = MemoryForecast(self.pool, self.lengths, config.block_size, config.max_num_seqs)
         self.trend = PromptTrend()
         self.num_preemptions = 0
         self.num_queried_tokens = 0  # of fresh sequences, when they were admitted
@@ -102,23 +103,25 @@ class Scheduler:
         resumed: list[Sequence] = []
         if not budget or self._waits_for_batch():
             return resumed
-        waiting, forecast = self.waiting, MemoryForecast(self.running, self.pool, self.lengths, self.config.block_size)
+        waiting = self.waiting
+        self._forecast.look(self.running)
         while budget and waiting and self._free_slots and len(waiting.deferred) < _MAX_DEFERRED:
             sequence = waiting.peek()
             prefix = self.pool.find(self._usable_hashes(sequence))
             if self._is_being_computed(sequence, len(prefix)):
                 waiting.defer()
                 continue
-            if self.running and not self._has_room(sequence, prefix, forecast):
+            is_long = self.config.whole_prompts and sequence.num_owed > budget
+            if self.running and (is_long or not self._has_room(sequence, prefix)):
                 break
             self._start(waiting.pop(), prefix)
             if prefix:
                 resumed.append(sequence)
-            count = min(sequence.num_owed, budget)
+            count = sequence.num_owed if is_long else min(sequence.num_owed, budget)
             sequence.block_table.extend(self.pool.allocate(self._blocks_missing(sequence, count)))
-            forecast.add(sequence, prefix)
+            self._forecast.add(sequence, prefix)
             counts[sequence] = count
-            budget -= count
+            budget = max(budget - count, 0)
         self._admission_blocked = budget > 0 and len(waiting) > 0 and len(waiting.deferred) < _MAX_DEFERRED
         self._num_finished_since = 0
         waiting.restore()
@@ -144,7 +147,7 @@ class Scheduler:
         usable = self._usable_hashes(sequence)
         return not sequence.num_preemptions and len(usable) > num_found and usable[num_found] in self._being_computed
 
-    def _has_room(self, sequence: Sequence, prefix: list[int], forecast: MemoryForecast) -> bool:
+    def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Whether admitting the sequence behind ``prefix`` leaves memory for those that run.
 
         All it owes must fit, not just this chunk, and each running sequence keeps the block it may need next: otherwise
@@ -155,11 +158,10 @@ class Scheduler:
         room = pool.num_free - pool.num_unused(prefix)
         if missing > room - len(self.running):
             return False
-        if not self.config.forecast_memory:
+        most = self._most_blocks_running + self._most_blocks(sequence)
+        if not self.config.forecast_memory or most <= self.config.num_blocks:
             return True
-        if self._most_blocks_running + self._most_blocks(sequence) <= self.config.num_blocks:
-            return True
-        return _CAUTION * forecast.peak_blocks(sequence, prefix) <= self.config.num_blocks
+        return _CAUTION * self._forecast.peak_blocks(sequence, prefix) <= self.config.num_blocks
 
     def _most_blocks(self, sequence: Sequence) -> int:
         return self._blocks_needed(most_tokens(sequence, self.config.max_model_len))

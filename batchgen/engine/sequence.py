@@ -144,6 +144,8 @@ class RequestState:
             scored = replace(base, finish_reason=FinishReason.STOP, choice_logprobs=sums, choice_means=means)
             scores = scored.choice_scores(params)
             return replace(scored, token_ids=self.request.choices[scores.index(max(scores))])
+        if self.request.pooling:
+            return replace(base, finish_reason=FinishReason.STOP, vector=first.generation.vector)
         samples = [s.generation.to_sample() for s in self.sequences]
         samples += samples[:1] * (params.n - len(samples))
         return replace(

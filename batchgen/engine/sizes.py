@@ -33,7 +33,8 @@ class SchedulerConfig:
     """Sizes the scheduler works with, all resolved and positive, and its policies; see ``EngineConfig``.
 
     ``kv_dtype`` is "auto" where keys and values are kept in the type in which they are computed; ``admits_in_batches``
-    is for devices that run single tokens far cheaper than steps with prompts.
+    is for devices that run single tokens far cheaper than steps with prompts. With ``whole_prompts`` each prompt is
+    computed in one step, one beyond the token budget alone.
     """
 
     max_num_batched_tokens: int
@@ -46,6 +47,7 @@ class SchedulerConfig:
     forecast_memory: bool = True
     kv_dtype: str = "auto"
     admits_in_batches: bool = False
+    whole_prompts: bool = False
 
     @property
     def max_num_tokens(self) -> int:
@@ -116,7 +118,8 @@ def sizes_for(
         max_model_len=max_model_len,
         kv_dtype=config.kv_dtype,
         admits_in_batches=is_cuda,  # its graphs hold steps of single tokens alone
-        prefix_caching=config.prefix_caching,
+        prefix_caching=config.prefix_caching and model.is_causal,
+        whole_prompts=not model.is_causal,
         longest_first=config.longest_first,
         forecast_memory=config.forecast_memory and not is_cuda,  # there a step with fewer rows takes as long
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,17 @@ from batchgen.run.loader import EngineFactory, ModelInfo, load_engine, start_ker
 
 
 def run_job(
-    spec: JobSpec, options: RunOptions | None = None, *, engine_factory: EngineFactory | None = None
+    spec: JobSpec,
+    options: RunOptions | None = None,
+    *,
+    engine_factory: EngineFactory | None = None,
+    lines: Iterable[bytes] | None = None,
 ) -> Outcome:
     """Run a job, or what is left of it, in this process or on the workers of [cluster].
 
     See ``batchgen.run.job.run_job``. Workers make their engines with ``engine_factory``, which must then be picklable.
     """
-    return job.run_job(spec, options, engine_factory=placed(engine_factory or load_engine))
+    return job.run_job(spec, options, engine_factory=placed(engine_factory or load_engine), lines=lines)
 
 
 def retry_job(
@@ -43,9 +47,10 @@ def retry_job(
     flags: Mapping[str, Mapping[str, Any]],
     *,
     engine_factory: EngineFactory | None = None,
+    where: str = "failed",
 ) -> Outcome:
     """See ``run_job`` and ``batchgen.run.retry.retry_job``."""
-    return retry.retry_job(folder, options, flags, engine_factory=placed(engine_factory or load_engine))
+    return retry.retry_job(folder, options, flags, engine_factory=placed(engine_factory or load_engine), where=where)
 
 
 def placed(engine_factory: EngineFactory) -> EngineFactory:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from batchgen.core.errors import BatchgenError, ExitCode, OutOfMemory, RowError, RowErrorCode, UsageError
+from batchgen.core.errors import OutOfMemory, RowError, RowErrorCode, RunStopped, UsageError
 from batchgen.core.records import Result
 from batchgen.core.units import counted
 from batchgen.executors.dispatcher import RowDispatcher
@@ -39,10 +39,8 @@ _MOST_HUNG = 6
 _MOST_IN_VAIN = 12
 
 
-class NoWorkers(BatchgenError):
+class NoWorkers(RunStopped):
     """No worker is left, and no other can be had; journalled rows stay, and the run resumes."""
-
-    exit_code = ExitCode.STOPPED
 
 
 class WorkersEngine:

@@ -43,7 +43,8 @@ ADDED = pa.schema(
         ("error", pa.string()),
     ]
 )
-_DETAILS = ("complete", "logprobs", "samples", "choices", "prompt_logprobs", "perplexity")  # of an output record
+# of an output record
+_DETAILS = ("tool_calls", "complete", "logprobs", "samples", "choices", "prompt_logprobs", "perplexity")
 _NOWHERE = Cursor(0, 0, 0, 0)
 _UNKEYED = "temperature: draws at random need a key: name a column of unique values as key"
 
@@ -142,8 +143,10 @@ class TableEngine:
         model = read_model(spec, job.begun_at)
         if model.tokenizer is None:
             raise UsageError("generate: the model has no tokenizer to make texts with: name one in model.tokenizer")
-        spec = model.with_preset(spec)
-        builder = model.builder(spec.input, spec.sampling, spec.sampling_columns)
+        spec = model.resolved(spec)
+        if spec.embed.is_on:
+            raise UsageError(f"generate: {spec.model.path} gives vectors, and tables take texts: use batchgen run")
+        builder = model.builder(spec)
         check = _needs_key if job.key is None else lambda request: None
         maker = RowMaker(builder, model.record_builder(spec), check)
         backend = (engine_factory or load_engine)(spec, model)

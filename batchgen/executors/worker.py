@@ -76,7 +76,7 @@ class Worker:
         model.check_unchanged(digests)
         backend.prepare()
         engine = cast(SteppedEngine, backend.engine)
-        maker = RowMaker(model.builder(spec.input, spec.sampling, spec.sampling_columns), model.record_builder(spec))
+        maker = RowMaker(model.builder(spec), model.record_builder(spec))
         self._facts = backend.facts
         self._loop = EngineLoop(engine, maker, num_launches=backend.num_launches)
         return WorkerReady(

@@ -15,8 +15,8 @@ from batchgen.config.sampling import ROW_KEYS
 from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.keys import TEMPLATE_KWARGS, resembling
 from batchgen.core.units import shortened, shown
-from batchgen.input.openai_batch import parse_batch_line
-from batchgen.input.rows import RowProblem, num_chars, type_name, wrong_type
+from batchgen.input.openai_batch import check_purpose, parse_batch_line
+from batchgen.input.rows import Embedded, RowProblem, num_chars, type_name, wrong_type
 from batchgen.input.template import Template
 from batchgen.text.chat import MAX_CHARS
 from batchgen.text.tokenizer import Tokenizer
@@ -36,9 +36,14 @@ class PlainText:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A chat yet to be rendered by the model's chat template: its variables, ``messages`` among them."""
+    """A chat yet to be rendered by the model's chat template: its variables, ``messages`` among them.
+
+    Of the tools in ``must_call`` the answer has to call one, or with ``may_repeat`` several.
+    """
 
     variables: Mapping[str, Any]
+    must_call: Sequence[Mapping[str, Any]] = ()
+    may_repeat: bool = True
 
 
 Prompt = PlainText | Chat | list[int]
@@ -61,13 +66,19 @@ class ContentFinder:
     ``prompt_columns`` are the columns a prompt may be in, the first choice first; ``template`` takes their place where
     the job has one.
     A column ``chat_template_kwargs`` is taken where a row is rendered as a chat, and wins key by key over the job's; a
-    column ``tools`` (a list of objects, or that as JSON text) where the row brings its messages. A name that the chat
-    template never mentions is refused, since it would change nothing. Raises UsageError when [input] cannot work with
-    this tokenizer (None: the model has none).
+    column ``tools`` (a list of objects, or that as JSON text) where the row brings its messages, and beside that one
+    ``tool_choice``: with "none" the tools stay out of the prompt, as a model that knows of none calls none. A name
+    that the chat template never mentions is refused, since it would change nothing. Raises UsageError when [input]
+    cannot work with this tokenizer (None: the model has none).
     """
 
     def __init__(
-        self, spec: InputSpec, tokenizer: Tokenizer | None, vocab_size: int, param_columns: Sequence[str] = ()
+        self,
+        spec: InputSpec,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        param_columns: Sequence[str] = (),
+        embedded: Embedded | None = None,
     ) -> None:
         _check_spec(spec, tokenizer)
         self._spec = spec
@@ -79,6 +90,7 @@ class ContentFinder:
         self.prompt_columns = self._column_readers()
         named = {spec.id, spec.prompt, spec.messages, spec.prompt_token_ids, *(template.columns if template else ())}
         takes_all = tuple(param_columns) == ("*",)
+        self._embedded = embedded
         self._param_columns = set(ROW_KEYS) - named if takes_all else set(param_columns)
 
     def named_columns(self) -> Iterator[tuple[str, str]]:
@@ -102,12 +114,14 @@ class ContentFinder:
         if not self._spec.is_batch_line(columns):
             return Content(self._prompt(columns), self._overrides(columns))
         request = parse_batch_line(columns)
+        check_purpose(request, self._embedded)
         if request.is_chat:
             return Content(self._from_messages("body.messages", request.content, request.variables), request.sampling)
+        name = "body.prompt" if request.embedding is None else "body.input"
         if isinstance(request.content, list):
-            return Content(self._from_ids("body.prompt", request.content), request.sampling)
+            return Content(self._from_ids(name, request.content), request.sampling)
         # A completion is raw whatever the job's ``chat`` says.
-        text = _checked_text("column 'body.prompt'", request.content)
+        text = _checked_text(f"column {name!r}", request.content)
         self._require_tokenizer()
         return Content(PlainText(text, True), request.sampling)
 
@@ -157,25 +171,33 @@ class ContentFinder:
         text = _checked_text(what, value)
         if not self._spec.chat:
             return PlainText(text, True)
-        return self._chat([{"role": "user", "content": text}], columns.get("chat_template_kwargs"), None)
+        return self._chat(
+            [{"role": "user", "content": text}], {"chat_template_kwargs": columns.get("chat_template_kwargs")}
+        )
 
     def _from_messages(self, name: str, value: object, columns: Mapping[str, Any]) -> Chat:
         if not self._spec.chat:
             raise RowProblem(RowErrorCode.TEMPLATE_ERROR, f"{name!r} is a chat, but the job says chat = false")
-        return self._chat(_checked_messages(name, value), columns.get("chat_template_kwargs"), columns.get("tools"))
+        return self._chat(_checked_messages(name, value), columns)
 
-    def _chat(self, messages: Sequence[Message], kwargs: object, tools: object) -> Chat:
+    def _chat(self, messages: Sequence[Message], columns: Mapping[str, Any]) -> Chat:
         self._require_tokenizer()
         if (size := num_chars(messages)) > MAX_CHARS:
             message = f"the messages have {size:,} characters; no context takes more than {MAX_CHARS:,}"
             raise RowProblem(RowErrorCode.TOO_LONG, message)
         if self._spec.system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._spec.system}, *messages]
-        variables = {**(self._spec.chat_template_kwargs or {}), **_checked_kwargs(kwargs), **_checked_tools(tools)}
+        tools = _checked_tools(columns.get("tools"))
+        choice = columns.get("tool_choice") if tools else None
+        must_call = _chosen_tools(choice, tools)
+        kwargs = _checked_kwargs(columns.get("chat_template_kwargs"))
+        offered = {"tools": tools} if tools and choice != "none" else {}
+        variables = {**(self._spec.chat_template_kwargs or {}), **kwargs, **offered}
         if unused := [name for name in variables if name not in self._names]:
             what = "tools" if unused[0] == "tools" else f"chat_template_kwargs: {shown(unused[0], 60)}"
             raise RowProblem(RowErrorCode.BAD_PARAM, f"{what}: the model's chat template has no such variable")
-        return Chat({**variables, "messages": messages})
+        may_repeat = choice == "required" and columns.get("parallel_tool_calls") is not False
+        return Chat({**variables, "messages": messages}, must_call, may_repeat)
 
     def _require_tokenizer(self) -> None:
         if not self._has_tokenizer:
@@ -204,17 +226,37 @@ def _checked_kwargs(value: object) -> dict[str, Any]:
     return {name: item for name, item in found.items() if item is not None}
 
 
-def _checked_tools(value: object) -> dict[str, Any]:
-    """The variable ``tools``, if there are any; datasets often hold such objects as JSON text."""
+def _checked_tools(value: object) -> list[dict[str, Any]]:
+    """The tools of a row, if there are any; datasets often hold such objects as JSON text."""
     try:
         tools = json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):
         tools = value
     if not tools and isinstance(tools, list | str | None):
-        return {}
+        return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise wrong_type("'tools'", tools, "a list of objects")
-    return {"tools": tools}
+    return tools
+
+
+def _chosen_tools(choice: object, tools: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """The tools of which one must be called: none, all, or the one that ``tool_choice`` names."""
+    if choice in (None, "none", "auto"):
+        return ()
+    name = _function_name(choice)
+    found = [tool for tool in tools if choice == "required" or (name is not None and _function_name(tool) == name)]
+    if not found:
+        what = (
+            "none, auto, required, or a function among the tools, as {'type': 'function', 'function': {'name': NAME}}"
+        )
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"tool_choice = {shown(choice, 80)} must be {what}")
+    return found
+
+
+def _function_name(value: object) -> object:
+    """The name in ``{"type": "function", "function": {"name": ...}}``."""
+    function = value.get("function") if isinstance(value, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _checked_text(what: str, value: object) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 
 from batchgen.config.sampling import ROW_KEYS
 from batchgen.core.errors import RowErrorCode
-from batchgen.core.records import CHAT_URL, COMPLETION_URL, url_of
-from batchgen.input.rows import RowProblem, type_name, wrong_type
+from batchgen.core.records import CHAT_URL, COMPLETION_URL, EMBEDDING_URL, url_of
+from batchgen.core.units import shown
+from batchgen.input.rows import Embedded, RowProblem, type_name, wrong_type
 
 _LINE_FIELDS = (("custom_id", str), ("body", dict), ("method", str), ("url", str))
 _IGNORED = frozenset(
@@ -26,28 +27,31 @@ _IGNORED = frozenset(
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "tools": ([],),  # of a completion: a chat's are read
-    "tool_choice": ("none", "auto"),  # others would have to be enforced
+    "tool_choice": ("none", "auto"),  # of a completion too
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
 }
-_OF_CHATS = ("top_logprobs", "tools", "chat_template_kwargs")
+_CONTENT_FIELDS = {CHAT_URL: "messages", COMPLETION_URL: "prompt", EMBEDDING_URL: "input"}
+_ENCODINGS = ("float", "base64")
+_OF_CHATS = ("top_logprobs", "tools", "tool_choice", "chat_template_kwargs")
+_VARIABLES = ("chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     """The parts of a request, not yet checked: its messages (a chat) or its prompt, and its sampling values.
 
-    ``variables`` are what else a chat passes to its template. With ``tool_choice`` "none" its tools stay out of the
-    prompt: a model that knows of none calls none.
+    ``variables`` are what else the content of a chat depends on, ``embedding`` the fields of a request for a vector.
     """
 
     is_chat: bool
     content: Any
     sampling: Mapping[str, Any]
     variables: Mapping[str, Any]
+    embedding: Mapping[str, Any] | None = None
 
 
 def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
@@ -65,17 +69,19 @@ def parse_batch_line(columns: Mapping[str, Any]) -> BatchRequest:
     if line["method"] != "POST":
         raise RowProblem(RowErrorCode.BAD_PARAM, f"method is {line['method']!r}, not 'POST'")
     url, body = line["url"], line["body"]
-    if url not in (CHAT_URL, COMPLETION_URL):
-        raise RowProblem(RowErrorCode.BAD_PARAM, f"url {url!r} is neither {CHAT_URL!r} nor {COMPLETION_URL!r}")
-    is_chat = url == CHAT_URL
-    content_field = "messages" if is_chat else "prompt"
+    if url not in _CONTENT_FIELDS:
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"url {url!r} is none of {', '.join(map(repr, _CONTENT_FIELDS))}")
+    is_chat, content_field = url == CHAT_URL, _CONTENT_FIELDS[url]
     if content_field not in body:
         raise RowProblem(RowErrorCode.MISSING_COLUMN, f"no {content_field!r} in the body of this request to {url}")
+    if url == EMBEDDING_URL:
+        return BatchRequest(False, _one_input(body["input"]), {}, {}, _embedding_fields(body))
     sampling = _sampling(body, {content_field, "max_completion_tokens", *(_OF_CHATS if is_chat else ())})
     if is_chat:
         sampling |= _chat_logprobs(body)
-    taken = ["chat_template_kwargs", *(["tools"] if body.get("tool_choice") != "none" else [])]
-    return BatchRequest(is_chat, body[content_field], sampling, {name: body.get(name) for name in taken})
+    if body.get("tool_choice") not in (None, "none", "auto") and not body.get("tools"):
+        raise RowProblem(RowErrorCode.BAD_PARAM, "body field 'tool_choice' needs 'tools'")
+    return BatchRequest(is_chat, body[content_field], sampling, {name: body.get(name) for name in _VARIABLES})
 
 
 def _sampling(body: Mapping[str, Any], read: Collection[str]) -> dict[str, Any]:
@@ -105,3 +111,35 @@ def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
     if num_top and not wanted:
         raise RowProblem(RowErrorCode.BAD_PARAM, "body field 'top_logprobs' needs 'logprobs': true")
     return {"logprobs": num_top} if wanted and num_top is not None else {}
+
+
+def check_purpose(request: BatchRequest, embedded: Embedded | None) -> None:
+    """Refuse a request for a vector in a job for text, and the other way round. Raises RowProblem bad_param."""
+    asked = request.embedding
+    if (asked is None) != (embedded is None):
+        what = "a text, and this job gives vectors" if asked is None else "a vector, and this job gives text"
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"the request is for {what} ([embed])")
+    if asked and embedded and asked["dimensions"] not in (None, embedded.dimensions):
+        message = (
+            f"body field 'dimensions' is {shown(asked['dimensions'])}, and the job's vectors have {embedded.dimensions}"
+        )
+        raise RowProblem(RowErrorCode.BAD_PARAM, message)
+
+
+def _one_input(value: Any) -> Any:
+    """The text or token ids of a request for one vector: a list may hold one."""
+    is_list = isinstance(value, list) and value and not isinstance(value[0], int)
+    if is_list and len(value) > 1:
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'input' holds {len(value)} texts: give each its own line")
+    return value[0] if is_list else value
+
+
+def _embedding_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request for a vector; refuses unknown ones."""
+    for name in body:
+        if name not in ("input", "encoding_format", "dimensions", *_IGNORED):
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"unknown field {name!r} in the body")
+    encoding = body.get("encoding_format") or "float"
+    if encoding not in _ENCODINGS:
+        raise RowProblem(RowErrorCode.BAD_PARAM, f"body field 'encoding_format' is none of {', '.join(_ENCODINGS)}")
+    return {"encoding_format": encoding, "dimensions": body.get("dimensions")}

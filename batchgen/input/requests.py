@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 from batchgen.config.job import InputSpec
-from batchgen.config.sampling import ParamError, merge_params
+from batchgen.config.sampling import Again, ParamError, merge_params
 from batchgen.core.errors import RowErrorCode, TokenizerError, UsageError
 from batchgen.core.records import BadRow, Record, Request, SamplingParams
 from batchgen.input.content import Chat, Content, ContentFinder, PlainText
-from batchgen.input.rows import RowProblem, bad_row, bounded, num_chars
+from batchgen.input.rows import Embedded, RowProblem, bad_row, bounded, num_chars
 from batchgen.text.chat import ChatTemplateError
 from batchgen.text.grammar import Grammars
 from batchgen.text.grammar_source import GrammarError
+from batchgen.text.reasoning import Reasoning
 from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tool_grammars import required_calls
 
 _MAX_ENCODED_CHARS = 1 << 20  # characters tokenized at once: the tokenizer needs some 50 bytes of memory for each
 _MAX_DRAFTED_CHARS = 1 << 24  # characters held at once: a chat template can make much text out of a short row
+_EMBEDDED = SamplingParams(max_tokens=0)
 _NEEDS_TOKENIZER = ("stop", "choices", "bad_words", "structured_outputs")  # sampling keys that are about text
 
 _Made = TypeVar("_Made")
@@ -51,14 +54,15 @@ class RequestBuilder:
 
     ``tokenizer`` is None for a model that has none: rows must then bring ``prompt_token_ids``. A prompt has at most
     ``max_model_len - 1`` tokens, which leaves room to generate one; the longest choice needs its own room, and a row
-    that generates nothing needs none. Ids that rows bring must be below ``vocab_size``.
-    Raises UsageError when [input] or [sampling] cannot work with this tokenizer.
+    that generates nothing needs none. Ids that rows bring must be below ``vocab_size``. Where ``asked`` is
+    ``Embedded``, rows become vectors and sampling values do not count. Raises UsageError when [input] or [sampling]
+    cannot work with this tokenizer.
     """
 
     def __init__(
         self,
         spec: InputSpec,
-        sampling: SamplingParams,
+        asked: SamplingParams | Embedded,
         tokenizer: Tokenizer | None,
         *,
         max_model_len: int,
@@ -67,9 +71,11 @@ class RequestBuilder:
         presets: Mapping[str, Mapping[str, Any] | None] | None = None,
         columns: Sequence[str] = (),
     ) -> None:
-        self.finder = ContentFinder(spec, tokenizer, vocab_size, columns)
         self._spec = spec
-        self._sampling = sampling
+        self.again: Again | None = None  # set for a retry
+        self._embedded = asked if isinstance(asked, Embedded) else None
+        self.finder = ContentFinder(spec, tokenizer, vocab_size, columns, self._embedded)
+        self._sampling = sampling = _EMBEDDED if isinstance(asked, Embedded) else asked
         self._presets = presets
         self._tokenizer = tokenizer
         self._grammars = grammars
@@ -124,13 +130,19 @@ class RequestBuilder:
 
     def _draft(self, record: Record, content: Content, rendered: Iterator[str | ChatTemplateError]) -> _Draft:
         prompt = content.prompt
+        must_call: Callable[[SamplingParams], Mapping[str, Any]] | None = None
         if isinstance(prompt, Chat):
             text = next(rendered)
             if isinstance(text, ChatTemplateError):
                 raise RowProblem(RowErrorCode.TEMPLATE_ERROR, str(text))
+            must_call = partial(self._call_of, prompt, text) if prompt.must_call else None
             prompt = PlainText(text, add_special_tokens=False)
+        if self._embedded is not None:
+            return self._embedded_draft(record, prompt, self._embedded)
         try:
             params = merge_params(self._sampling, content.overrides, self._presets)
+            params = merge_params(params, must_call(params)) if must_call else params
+            params = params if self.again is None else self.again.params(params)
         except ParamError as error:
             raise RowProblem(RowErrorCode.BAD_PARAM, str(error)) from error
         if refused := self._refusal(params):
@@ -140,6 +152,44 @@ class RequestBuilder:
         num_tokens = self._min_tokens(prompt.text) if isinstance(prompt, PlainText) else len(prompt)
         self._check_length(draft, num_tokens, longest, is_estimate=True)
         return draft
+
+    def _call_of(self, chat: Chat, text: str, params: SamplingParams) -> Mapping[str, Any]:
+        """What makes a chat call a tool, behind the thoughts that its prompt begins."""
+        assert self._tokenizer is not None
+        if params.structured_outputs not in ("", self._sampling.structured_outputs):
+            message = "tool_choice and structured_outputs both say what the text must look like: give one of them"
+            raise RowProblem(RowErrorCode.BAD_PARAM, message)
+        try:
+            found = {"grammar": required_calls(self._tokenizer, chat.must_call, is_many=chat.may_repeat)}
+        except ValueError as error:
+            raise RowProblem(RowErrorCode.BAD_PARAM, f"tool_choice: {error}") from error
+        markers = Reasoning(self._tokenizer)
+        opened = {"after": markers.closing} if text.rstrip().endswith(markers.opening) else {}
+        return {"structured_outputs": found | opened}
+
+    def _embedded_draft(self, record: Record, prompt: PlainText | list[int], embedded: Embedded) -> _Draft:
+        if isinstance(prompt, PlainText):
+            prompt = PlainText(embedded.prefix + prompt.text, add_special_tokens=True)
+        draft = _Draft(record, _EMBEDDED, prompt)
+        if not embedded.truncates:
+            num_tokens = self._min_tokens(prompt.text) if isinstance(prompt, PlainText) else len(prompt)
+            self._check_length(draft, num_tokens, 0, is_estimate=True)
+        return draft
+
+    def _cut(self, token_ids: tuple[int, ...], embedded: Embedded, *, is_text: bool) -> tuple[int, ...]:
+        """At most as many tokens as the model takes; those that the tokenizer puts behind a text stay."""
+        if len(token_ids) <= self._max_model_len or not embedded.truncates:
+            return token_ids
+        behind = min(self._num_behind, self._max_model_len - 1) if is_text else 0
+        return token_ids[: self._max_model_len - behind] + token_ids[len(token_ids) - behind :]
+
+    @cached_property
+    def _num_behind(self) -> int:
+        """The tokens that the tokenizer puts behind each text."""
+        bare, whole = (self._tokenizer.encode_batch(["a"], add)[0] if self._tokenizer else [] for add in (False, True))
+        if isinstance(bare, TokenizerError) or isinstance(whole, TokenizerError):
+            return 0
+        return next((len(whole) - i - len(bare) for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
 
     def _refusal(self, params: SamplingParams) -> str:
         """Why this model cannot work with ``params``: begins with the key; empty if it can."""
@@ -183,6 +233,8 @@ class RequestBuilder:
                 raise RowProblem(RowErrorCode.INTERNAL, str(tokens))
             encoded.append(tuple(tokens))
         token_ids, *others = encoded
+        if self._embedded is not None:
+            token_ids = self._cut(token_ids, self._embedded, is_text=isinstance(draft.prompt, PlainText))
         choices, bad_words = others[: len(draft.params.choices)], others[len(draft.params.choices) :]
         self._check_length(draft, len(token_ids), max(map(len, choices), default=0))
         if not token_ids:  # a tokenizer without bos may drop all of a text
@@ -195,7 +247,8 @@ class RequestBuilder:
         except GrammarError as error:
             raise RowProblem(RowErrorCode.BAD_PARAM, f"structured_outputs: {error}") from error
         index, size = draft.record.index, num_chars(draft.record.columns)
-        return Request(index, token_ids, draft.params, (), tuple(choices), tuple(bad_words), size)
+        pooling = self._embedded.pooling if self._embedded else ""
+        return Request(index, token_ids, draft.params, (), tuple(choices), tuple(bad_words), size, pooling)
 
     def _check_length(self, draft: _Draft, num_tokens: int, longest_choice: int, *, is_estimate: bool = False) -> None:
         """Raises RowProblem too_long for a prompt that leaves no room for the tokens to generate or to score."""

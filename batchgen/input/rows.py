@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from batchgen.config.job import InputSpec
@@ -113,3 +114,13 @@ def num_chars(value: object) -> int:
             return 8 * len(value)
         return sum(map(num_chars, value))
     return 8
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """How texts are prepared for vectors: see ``Request.pooling`` and ``config.embed.EmbedSpec``."""
+
+    pooling: str
+    prefix: str
+    truncates: bool
+    dimensions: int

@@ -31,12 +31,14 @@ class ModelInput:
         slot_mapping: int64 [num_tokens], block * block_size + offset: where a token's keys and values go.
         block_tables: int32 [num_seqs, max_blocks], the blocks of each sequence in order; 0 beyond its end.
         conv_slots: int32 [num_seqs], each sequence's row of convolution state.
-        query_blocks: int32 [num_blocks, 5] of (sequence, first token, count, place, shared): the tokens in pieces of
-            at most ``QUERY_BLOCK`` that belong to one sequence. Rows whose place counts on from 0 are those of
-            sequences that have the KV blocks of their first ``shared`` positions in common, so that a back end may
-            read them once; they hold at most ``QUERY_BLOCK`` tokens together.
+        query_blocks: int32 [num_blocks, 6] of (sequence, first token, count, place, shared, reach): the tokens in
+            pieces of at most ``QUERY_BLOCK`` that belong to one sequence. Rows whose place counts on from 0 are those
+            of sequences that have the KV blocks of their first ``shared`` positions in common, so that a back end may
+            read them once; they hold at most ``QUERY_BLOCK`` tokens together. A token attends to the positions up to
+            its own, or to the first ``reach`` if that is not 0.
         logits_indices: int64 [num_logits], the tokens whose logits are needed.
         subset: the tokens that the last layers still compute; None if that is all of them.
+        is_causal: whether a token sees those up to itself, not its whole text, of which a step then has all tokens.
     """
 
     token_ids: Tensor
@@ -48,6 +50,7 @@ class ModelInput:
     query_blocks: Tensor
     logits_indices: Tensor
     subset: LogitsSubset | None
+    is_causal: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -61,8 +64,9 @@ class ModelInput:
         if device.type == "cpu":
             return self
         subset = self.subset and LogitsSubset(upload(self.subset.rows, device), self.subset.inputs.to(device))
-        names = (name for name in self.__slots__ if name != "subset")
-        return ModelInput(**{name: upload(getattr(self, name), device) for name in names}, subset=subset)
+        names = (name for name in self.__slots__ if name not in ("subset", "is_causal"))
+        moved = {name: upload(getattr(self, name), device) for name in names}
+        return ModelInput(**moved, subset=subset, is_causal=self.is_causal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +84,20 @@ class LogitsSubset:
 
 
 def query_blocks(
-    sequences: np.ndarray, starts: np.ndarray, ends: np.ndarray, positions: np.ndarray, tables: np.ndarray, size: int
+    sequences: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    positions: np.ndarray,
+    tables: np.ndarray,
+    size: int,
+    *,
+    is_causal: bool = True,
 ) -> Tensor:
     """``ModelInput.query_blocks`` of runs of neighbouring tokens.
 
     Run i is the tokens from ``starts[i]`` to ``ends[i]``, of sequence ``sequences[i]``; ``positions`` are those of all
-    tokens, ``tables`` the block tables of all sequences, of blocks of ``size``.
+    tokens, ``tables`` the block tables of all sequences, of blocks of ``size``. Where it is not ``is_causal``, a run
+    is a whole text, of which each token attends to all.
     """
     run, first = np.arange(len(starts)), starts
     if len(positions) > len(starts):
@@ -93,9 +105,12 @@ def query_blocks(
         run = np.repeat(run, pieces)
         before = np.concatenate((np.zeros(1, np.int64), pieces.cumsum()[:-1]))
         first = starts[run] + (np.arange(len(run)) - before[run]) * QUERY_BLOCK
-    found = np.zeros((len(run), 5), dtype=np.int32)
+    found = np.zeros((len(run), 6), dtype=np.int32)
     found[:, 0], found[:, 1] = sequences[run], first
     found[:, 2] = np.minimum(ends[run] - first, QUERY_BLOCK)
+    if not is_causal:
+        found[:, 5] = positions[ends[run] - 1] + 1
+        return torch.from_numpy(found)
     return torch.from_numpy(_share_prefixes(found, positions[first], tables, size))
 
 

@@ -30,7 +30,7 @@ class GatedLinear(Protocol):
     linear: Linear  # both products side by side, their columns in an order of the back end's own
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``silu(x @ gate.T) * (x @ up.T)`` for x [rows, in_features]; [rows, out_features]."""
+        """``silu(x @ gate.T) * (x @ up.T)`` for x [rows, in_features], or gelu for silu; [rows, out_features]."""
 
 
 class Embedding(Protocol):
@@ -91,8 +91,8 @@ class Kernels(Protocol):
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """The product with a weight, laid out for this device; the original may be dropped."""
 
-    def gated_linear(self, gate: Tensor, up: Tensor) -> GatedLinear:
-        """The gated product with two weights of one shape; the originals may be dropped."""
+    def gated_linear(self, gate: Tensor, up: Tensor, is_gelu: bool = False) -> GatedLinear:
+        """The gated product with two weights of one shape, by silu or gelu; the originals may be dropped."""
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[Embedding, Linear]:
         """A table with rows in ``dtype``, and the product with it; in memory once where that is possible."""
@@ -112,6 +112,9 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
         """Rows of x [rows, width] over their root mean square, times weight [width], rounded; plus ``residual``."""
 
+    def scale(self, x: Tensor, by: float) -> None:
+        """Multiply all of x [rows, width] by a float32, in place, rounded."""
+
     def add_and_norm(
         self, linear: Linear, x: Tensor, residual: Tensor, weight: Tensor, eps: float, post: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -122,8 +125,8 @@ class Kernels(Protocol):
         h = linear(x, residual) if post is None else self.rms_norm(linear(x), post, eps, residual)
         return h, self.rms_norm(h, weight, eps)
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up for gate_up [rows, 2 * width]; [rows, width]."""
+    def swiglu(self, gate_up: Tensor, is_gelu: bool = False) -> Tensor:
+        """silu(gate) * up for gate_up [rows, 2 * width]; [rows, width]. With ``is_gelu`` gelu by its tanh formula."""
 
     def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
         """Norm and rotate queries and keys; write keys and values into ``cache`` (in place), rounded to its type.
@@ -159,7 +162,8 @@ class Kernels(Protocol):
         """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; updates ``state`` in place.
 
         weight is float32 [taps, width], bias float32 [width]. Afterwards a sequence's slot holds its last ``taps - 1``
-        inputs, and every KV block whose last position was computed those up to there.
+        inputs, and every KV block whose last position was computed those up to there. Of inputs that
+        are not causal, the taps lie around each token, ``taps // 2`` of them behind it; no state is of use then.
         """
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -215,12 +219,13 @@ class PlainLinear:
 class TwoStepGatedLinear:
     """``GatedLinear`` of back ends that multiply first and gate after."""
 
-    def __init__(self, kernels: Kernels, gate: Tensor, up: Tensor) -> None:
+    def __init__(self, kernels: Kernels, gate: Tensor, up: Tensor, is_gelu: bool) -> None:
         self.linear = kernels.linear(torch.cat((gate, up)))
         self._swiglu = kernels.swiglu
+        self._is_gelu = is_gelu
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._swiglu(self.linear(x))
+        return self._swiglu(self.linear(x), self._is_gelu)
 
 
 @dataclass(frozen=True, slots=True)

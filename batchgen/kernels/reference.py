@@ -141,8 +141,8 @@ class ReferenceKernels(interface.Kernels):
             return Int8Linear(quantize_weight(weight, DOT_GROUP, most_integer()), bias)
         return interface.PlainLinear(stored(weight, self.weights, self._dtype or weight.dtype), bias)
 
-    def gated_linear(self, gate: Tensor, up: Tensor) -> interface.GatedLinear:
-        return interface.TwoStepGatedLinear(self, gate, up)
+    def gated_linear(self, gate: Tensor, up: Tensor, is_gelu: bool = False) -> interface.GatedLinear:
+        return interface.TwoStepGatedLinear(self, gate, up, is_gelu)
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[interface.Embedding, interface.Linear]:
         return interface.TableEmbedding(self, table, dtype), self.linear(table)
@@ -165,9 +165,13 @@ class ReferenceKernels(interface.Kernels):
         normed = (wide * scale).to(x.dtype) * weight
         return normed if residual is None else normed + residual
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
+    def scale(self, x: Tensor, by: float) -> None:
+        x.mul_(by)
+
+    def swiglu(self, gate_up: Tensor, is_gelu: bool = False) -> Tensor:
         gate, up = gate_up.float().chunk(2, -1)
-        return (functional.silu(gate) * up).to(gate_up.dtype)
+        gate = functional.gelu(gate, approximate="tanh") if is_gelu else functional.silu(gate)
+        return (gate * up).to(gate_up.dtype)
 
     def rope_and_cache(
         self, qkv: Tensor, heads: interface.Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache
@@ -221,7 +225,7 @@ class ReferenceKernels(interface.Kernels):
             values = values.transpose(0, 1).flatten(1, 2)[:, first:context]
             scores = q[tokens].transpose(0, 1) @ keys.repeat_interleave(group, 0)
             distances = positions[:, None] - torch.arange(first, context, device=q.device)
-            visible = (distances >= 0) & (distances < (window or context))
+            visible = (distances >= 0) & (distances < (window or context)) | (not inputs.is_causal)
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             mixed = weights @ values.repeat_interleave(group, 0)
             mixed = mixed.transpose(0, 1)[..., :head_dim]
@@ -235,6 +239,11 @@ class ReferenceKernels(interface.Kernels):
         gated = b * x
         out = torch.empty_like(c)
         for sequence, tokens in _sequences(inputs):
+            if not inputs.is_causal:
+                column = functional.pad(gated[tokens].float(), (0, 0, len(weight) // 2, len(weight) // 2))
+                mixed = (column.unfold(0, len(weight), 1) * weight.T).sum(-1) + bias
+                out[tokens] = c[tokens] * mixed.to(bcx.dtype)
+                continue
             slot = state.slots[int(inputs.conv_slots[sequence])]
             past = torch.zeros_like(slot) if inputs.positions[tokens][0] == 0 else slot
             # A sequence shorter than the window has zeros before its start, whatever the slot held.

@@ -38,9 +38,11 @@ class Quantization:
 class Rope:
     """Rotary embedding of some layers; ``model.rope`` has the formula of each ``kind``.
 
-    ``theta`` is the base. "llama3" stretches the wavelengths of a context of ``original_positions`` by ``factor``,
-    those beyond it over ``low_freq_factor`` wholly, those below it over ``high_freq_factor`` not at all. "proportional"
-    rotates only ``rotated_share`` of the head, from its first pair on.
+    ``theta`` is the base. "linear" stretches all wavelengths by ``factor``, "llama3" the wavelengths of a context of
+    ``original_positions`` by ``factor``, those beyond it over ``low_freq_factor`` wholly, those below it over
+    ``high_freq_factor`` not at all. "proportional" rotates only ``rotated_share`` of the head, from its first pair on.
+    Queries and keys are multiplied by ``scale``, so scores by its square: where a model divides them by something else
+    than the root of ``head_dim``.
     """
 
     theta: float
@@ -50,6 +52,10 @@ class Rope:
     high_freq_factor: float = 1.0
     original_positions: int = 0
     rotated_share: float = 1.0
+    scale: float = 1.0
+
+
+NO_ROPE = Rope(1.0, "proportional", rotated_share=0.0)  # all cosines 1, all sines 0: nothing is rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +95,16 @@ class LayerShape:
 class ModelConfig:
     """Shape of one model, all derived sizes resolved.
 
-    ``eos_token_ids`` end a generation. ``has_qk_norm``: queries and keys are normed per head; ``has_attention_gate``:
-    a head's output is multiplied by the sigmoid of a gate; ``has_post_norms``: what mixers and feed-forwards give is
-    normed before it is added. ``tensor_names`` maps the role of each tensor to its name in the checkpoint, without
-    ``.weight``, with ``{layer}`` for the layer's index and ``{expert}`` for that of an expert; ``module_names`` maps
-    what transformers calls parts of a module otherwise, and so adapters. Families without convolutions leave the fields
-    ``conv_*`` as they are.
+    ``eos_token_ids`` end a generation. ``has_qk_norm``: queries and keys are normed per head; ``has_attention_gate``: a
+    head's output is multiplied by the sigmoid of a gate; ``has_post_norms``: what mixers and feed-forwards give is
+    normed before it is added; ``norm_offset``: that is added to the weights of norms; ``has_gelu``: feed-forwards are
+    gated by gelu, not silu. ``embedding_scale`` and ``logits_scale`` are what rows of the embedding and logits are
+    multiplied by, the first in the model's dtype where ``rounds_embedding_scale``. ``tensor_names`` maps the role of
+    each tensor to its name in the checkpoint, without ``.weight``, with ``{layer}`` for the layer's index and
+    ``{expert}`` for that of an expert; ``module_names`` maps what transformers calls parts of a module otherwise, and
+    so adapters. Families without convolutions leave the fields ``conv_*`` as they are. Where it is not ``is_causal``,
+    each token sees its whole text; without ``has_head`` the model gives its last hidden state in place of logits, or
+    the logits of ``labels``, of which several may hold where it ``has_many_labels``.
     """
 
     vocab_size: int
@@ -114,11 +124,20 @@ class ModelConfig:
     has_qk_norm: bool = True
     has_attention_gate: bool = False
     has_post_norms: bool = False
+    norm_offset: float = 0.0
+    has_gelu: bool = False
+    embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
+    logits_scale: float = 1.0
     conv_l_cache: int = 1  # taps of the short convolution
     conv_bias: bool = False
     quantization: Quantization | None = None
     is_gguf: bool = False
     has_adapter: bool = False
+    is_causal: bool = True
+    has_head: bool = True
+    labels: tuple[str, ...] = ()
+    has_many_labels: bool = False
 
     @property
     def saved_dtype(self) -> str:
@@ -135,6 +154,11 @@ class ModelConfig:
     def feed_forward(self) -> str:
         """The kind of the feed-forwards of all layers but the first ones: "dense" or "experts"."""
         return "experts" if any(layer.experts for layer in self.layers) else "dense"
+
+    @property
+    def parts(self) -> str:
+        """What kernels depend on: the kind of the feed-forwards, and "scales" if numbers are multiplied by one."""
+        return self.feed_forward + (" scales" if (self.embedding_scale, self.logits_scale) != (1, 1) else "")
 
     @property
     def num_layers(self) -> int:
@@ -170,8 +194,9 @@ class ModelConfig:
 
     @property
     def num_tail_layers(self) -> int | None:
-        """Layers after the last one with attention; None if no layer has any."""
-        return self.layer_types[::-1].index(ATTENTION) if ATTENTION in self.layer_types else None
+        """Layers after the last one with attention that need not compute all tokens; None if there are none such."""
+        is_known = self.is_causal and ATTENTION in self.layer_types
+        return self.layer_types[::-1].index(ATTENTION) if is_known else None
 
     @property
     def tail_reach(self) -> int | None:
@@ -215,7 +240,7 @@ class ModelConfig:
     @property
     def logits_params_per_token(self) -> int:
         """Weights of the output projection, which only tokens with logits need."""
-        return self.vocab_size * self.hidden_size
+        return (self.vocab_size if self.has_head else len(self.labels)) * self.hidden_size
 
     def _params_per_token(self, layer: LayerShape) -> int:
         """Weights of the linears of a layer that one token meets: with experts the router and the active ones."""
@@ -259,7 +284,8 @@ class ModelConfig:
     def model_bytes(self, dtype: str, weights: str = "auto", activations: str = "auto", *, is_cpu: bool) -> int:
         """Bytes of all weights in memory; an embedding table that is also the output projection counts as that."""
         params = self.linear_params + self.logits_params_per_token
-        table = 0 if self.tie_embedding else self.logits_params_per_token * item_bytes(dtype)
+        is_shared = self.tie_embedding and self.has_head
+        table = 0 if is_shared else self.vocab_size * self.hidden_size * item_bytes(dtype)
         return round(params * self.weight_bytes(dtype, weights, activations, is_cpu=is_cpu)) + table
 
     def auto_dtype(self, *, is_cpu: bool) -> str:

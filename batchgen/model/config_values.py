@@ -16,7 +16,7 @@ from batchgen.model.config import Experts, LayerShape, ModelConfig, Rope
 
 T = TypeVar("T")
 MAX_LAYERS = 128  # more than any release has; a larger number only delays the error
-ROPE_KINDS = ("default", "llama3", "proportional")
+ROPE_KINDS = ("default", "linear", "llama3", "proportional")
 _MAX_INT = 2**31 - 1  # the limit of the kernels' 32-bit indices
 _MAX_FLOAT = 3.4e38  # the limit of float32
 
@@ -100,6 +100,8 @@ class ConfigValues:
                 raise self.error(f"low_freq_factor {low:g} must be below high_freq_factor {high:g}")
             positions = self.integer("original_max_position_embeddings")
             return Rope(theta, kind, self.number("factor"), low, high, positions)
+        if kind == "linear":
+            return Rope(theta, kind, self.number("factor"))
         if kind == "proportional":
             share = self.number("partial_rotary_factor", default=1.0)
             if share > 1:

@@ -49,23 +49,28 @@ class Decoder:
     """The whole network. ``forward`` is a function of its inputs and the state that it is given."""
 
     def __init__(self, config: ModelConfig, source: TensorSource, kernels: Kernels) -> None:
-        tensors = NamedTensors(source, config.tensor_names)
+        tensors = NamedTensors(source, config.tensor_names, config.norm_offset)
         self.config = config
         self.kernels = kernels
         self.dtype = source.dtype  # of activations
         table = tensors.take("embedding", config.vocab_size, config.hidden_size)
         self.device = table.device
         self.embedding: Embedding
-        self.lm_head: Linear
-        if config.tie_embedding:
+        self.lm_head: Linear | None = None
+        if config.tie_embedding and config.has_head:
             self.embedding, self.lm_head = kernels.tied_embedding(table, self.dtype)
         else:
             self.embedding = TableEmbedding(kernels, table, self.dtype)
-            self.lm_head = kernels.linear(tensors.take("head", config.vocab_size, config.hidden_size))
+            if config.has_head:
+                self.lm_head = kernels.linear(tensors.take("head", config.vocab_size, config.hidden_size))
+            elif config.labels:
+                self.lm_head = kernels.linear(source.take("score.weight", (len(config.labels), config.hidden_size)))
         self.layers = [Layer(tensors.of(layer=i), shape, config, kernels) for i, shape in enumerate(config.layers)]
         self.last_attention = next((layer for layer in self.layers[::-1] if isinstance(layer.mixer, Attention)), None)
         final_norm = tensors.norm("final_norm", config.hidden_size)
         self.norms = [*(layer.mixer_norm for layer in self.layers), final_norm]  # of each layer's input, and the last
+        scale = torch.tensor(config.embedding_scale, dtype=self.dtype if config.rounds_embedding_scale else None)
+        self.embedding_scale = float(scale)
         self.rotary = Rotary(config, self.device)
         source.finish(tensors.name("head"))  # checkpoints may hold a copy of the tied embedding
 
@@ -84,13 +89,15 @@ class Decoder:
     def forward(self, inputs: ModelInput, state: StateCache, max_position: int) -> Tensor:
         """One step: computes the tokens of ``inputs``, extends ``state``, returns logits [num_logits, vocab_size].
 
+        Without a head these are the normed hidden states [num_logits, hidden_size], or logits of labels.
+
         ``max_position`` is the largest position in the batch. A layer computes only the tokens that something needs:
         all of them up to the last attention's keys and values, then those of ``inputs.subset``, and in the last
         feed-forward those whose logits are wanted.
         """
         tables = self.rotary.upto(max_position + 1)
         kv, conv = iter(state.kv), iter(state.conv)
-        h = self.embedding(inputs.token_ids)
+        h = self._scaled(self.embedding(inputs.token_ids), self.embedding_scale)
         x = self.kernels.rms_norm(h, self.norms[0], self.config.norm_eps)
         for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
             if isinstance(layer.mixer, Attention):
@@ -107,4 +114,11 @@ class Decoder:
                 mixed, h = (self.kernels.take_rows(part, inputs.logits_indices) for part in (mixed, h))
             h, x = layer.mixer.out_proj(mixed, h, layer.feed_forward_norm)
             h, x = layer.feed_forward(x, h, next_norm)
-        return self.lm_head(x)
+        x = x if self.lm_head is None else self.lm_head(x)
+        return self._scaled(x, self.config.logits_scale if self.config.has_head else 1.0)
+
+    def _scaled(self, x: Tensor, by: float) -> Tensor:
+        """New numbers times one, where the family has one."""
+        if by != 1:
+            self.kernels.scale(x, by)
+        return x

@@ -38,12 +38,12 @@ class AddedLinear:
 
 
 class FeedForward:
-    """SwiGLU: ``down(silu(gate x) * up x)``."""
+    """SwiGLU: ``down(silu(gate x) * up x)``, or with gelu for silu."""
 
     def __init__(self, tensors: NamedTensors, shape: LayerShape, config: ModelConfig, kernels: Kernels) -> None:
         width, inner = config.hidden_size, shape.ff_dim
         gate, up = tensors.take("gate", inner, width), tensors.take("up", inner, width)
-        self.gate_up = kernels.gated_linear(gate, up)
+        self.gate_up = kernels.gated_linear(gate, up, config.has_gelu)
         down = kernels.linear(tensors.take("down", width, inner))
         self.down = AddedLinear(down, "feed_forward_post_norm", tensors, config, kernels)
         self.linears = [(self.gate_up.linear, width), (down, inner)]

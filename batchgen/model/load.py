@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from batchgen.model.quantized.gguf_tensors import GgufTensors
 from batchgen.model.registry import dummy_config, is_dummy, read_config
 from batchgen.model.weights import Checkpoint, RandomTensors, TensorSource
 
+_TRUNK = "model."
 _PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -40,6 +42,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     adapter: str = "",
     device: str = "auto",
     batch_invariant: bool = True,
+    has_head: bool = True,
     kernels: Kernels | None = None,
 ) -> Decoder:
     """The model at ``path`` with its weights, ready to run.
@@ -50,15 +53,19 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     is the folder or Hub id of a LoRA whose matrices are added to the weights before they are rounded. ``device``
     "auto" is CUDA if there is one. ``batch_invariant`` makes matrix products on a GPU add up in one order whatever
     shares the batch, as they always do on the CPU; without it cuBLAS computes those of many rows. ``kernels`` replaces
-    the back end of the device. Raises ModelError for an unusable folder, config, or weights.
+    the back end of the device. Without ``has_head`` it gives hidden states. Raises ModelError for an unusable folder,
+    config, or weights.
     """
     where = resolve_device(device)
     model = None if is_dummy(path) else resolve_model(path, revision, _PATTERNS)
     config = dummy_config(path) if model is None else read_config(model)
     lora = read_lora(resolve_adapter(adapter)) if adapter else None
     config = lora.added_to(config) if lora else config
+    config = replace(config, has_head=config.has_head and has_head)
     kind = resolve_dtype(dtype, config, where)
     _check_integers(weights, activations, where)
+    if where.type == "cuda" and not config.is_causal:
+        raise ModelError(f"device {str(where)!r}: no kernels there let a token see its whole text; use --device cpu")
     if where.type == "cuda" and batch_invariant and kernels is None and (obstacle := triton_obstacle(where)):
         raise ModelError(
             f"device {str(where)!r}: {obstacle}; --no-batch-invariant runs without these kernels, slower, and tokens "
@@ -71,6 +78,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
         source = RandomTensors(kind, where, saved=DTYPES.get(config.dtype))
     else:
         source = _open(model, config, kind, where)
+        config = _named_as_stored(config, source)
     if lora is not None:
         source = LoraTensors(source, lora, config)
     if where.type == "cpu":
@@ -78,7 +86,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
         _require_memory(path, config, name, weights, activations)
         if not build.is_started():  # by who knows the engine's settings too
             # Beside the reading of the weights.
-            build.start(name, config.saved_dtype, weights, activations, "auto", config.feed_forward)
+            build.start(name, config.saved_dtype, weights, activations, "auto", config.parts)
     with torch.inference_mode():
         chosen = kernels or select(
             where, kind, batch_invariant=batch_invariant, weights=weights, activations=activations
@@ -86,10 +94,20 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
         return Decoder(config, source, chosen)
 
 
+def _named_as_stored(config: ModelConfig, source: TensorSource) -> ModelConfig:
+    """The shape with the tensor names of a checkpoint that was saved without the head's module around it."""
+    name = config.tensor_names["embedding"]
+    bare = name.removeprefix(_TRUNK)
+    if config.is_gguf or bare == name or source.holds(f"{name}.weight") or not source.holds(f"{bare}.weight"):
+        return config
+    names = {role: module.removeprefix(_TRUNK) for role, module in config.tensor_names.items()}
+    return replace(config, tensor_names=names)
+
+
 def _open(model: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> TensorSource:
     """The weights in a folder or GGUF file. Raises ModelError if they are unusable."""
     if is_gguf(model):
-        return GgufTensors(model, dtype, device)
+        return GgufTensors(model, dtype, device, config.head_dim)
     if config.quantization:
         return QuantizedCheckpoint(model, dtype, device, config.quantization)
     return Checkpoint(model, dtype, device)
@@ -138,9 +156,15 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype of that name; "auto" is explained at ``load_model``. Raises ModelError for an unknown name."""
+    """The dtype of that name; "auto" is explained at ``load_model``.
+
+    Raises ModelError for an unknown name, and for float16 where the embedding is scaled: what such families add up in
+    the residual stream may exceed 65504.
+    """
     if dtype == "auto":
         dtype = config.auto_dtype(is_cpu=device.type == "cpu")
     if dtype not in DTYPES:
         raise ModelError(f"dtype {shown(dtype)} is not one of {', '.join(DTYPES)}")
+    if dtype == "float16" and config.embedding_scale != 1:
+        raise ModelError("dtype 'float16': numbers of this model may exceed its range; use bfloat16 or float32")
     return DTYPES[dtype]

@@ -17,10 +17,12 @@ from batchgen.core.units import shown
 from batchgen.model.config import ModelConfig
 from batchgen.model.config_values import ConfigValues
 from batchgen.model.families import FAMILIES
-from batchgen.model.quantized.gguf_header import read_gguf_config
+from batchgen.model.quantized.gguf_config import read_gguf_config
 from batchgen.model.quantized.settings import parse_quantization
 
 _PREFIX = "dummy:"
+_TRUNKS = {"llama_bidirec": "llama"}  # the family of a model_type that only says what the model is for
+_MAX_LABELS = 10_000
 _MAX_BYTES = 1 << 20  # of a config file; published ones have 1 to 2 kB
 
 
@@ -30,21 +32,49 @@ def parse_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     Raises ModelError for an unknown family, an unknown kind of quantization, a missing or impossible value.
     """
     values = ConfigValues(raw, where)
-    model_type = raw.get("model_type")
+    model_type = _TRUNKS.get(str(raw.get("model_type")), raw.get("model_type"))
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         known = ", ".join(f"{name!r} ({family.TITLE})" for name, family in FAMILIES.items())
         raise values.error(f"model_type is {shown(model_type)}; this engine runs {known} only")
-    config = replace(family.read_config(values), quantization=parse_quantization(values))
+    config = replace(family.read_config(values), quantization=parse_quantization(values), **_purpose(values))
     if config.num_heads % config.num_kv_heads:
         raise values.error(f"num_attention_heads {config.num_heads} is not a multiple of {config.num_kv_heads}")
     if config.head_dim % 2:
         raise values.error(f"head_dim {config.head_dim} is odd; rotary embedding needs pairs")
+    if config.window and not config.is_causal:
+        raise values.error("windows of positions in a model that looks both ways are not supported")
     widths = [layer.experts.ff_dim if layer.experts else layer.ff_dim for layer in config.layers]
     for name, width in (("hidden_size", config.hidden_size), *(("a feed-forward's width", width) for width in widths)):
         if width % 2:
             raise values.error(f"{name} {width} is odd; the CPU multiplies inputs in pairs")
     return config
+
+
+def _purpose(values: ConfigValues) -> dict[str, Any]:
+    """What the model was made for beside text, by the class that its checkpoint names. Raises ModelError."""
+    names = values.raw.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    found: dict[str, Any] = {"is_causal": "Bidirec" not in name and values.raw.get("model_type") not in _TRUNKS}
+    if name.endswith("ForSequenceClassification"):
+        found |= {"labels": _labels(values), "has_head": False}
+        found["has_many_labels"] = values.text("problem_type", default="") == "multi_label_classification"
+    elif not found["is_causal"] or (name.endswith("Model") and name):
+        found["has_head"] = False
+    return found
+
+
+def _labels(values: ConfigValues) -> tuple[str, ...]:
+    """The names of a classifier's labels, in the order of its scores. Raises ModelError."""
+    named = values.get("id2label", default=None)
+    if named is None:
+        return tuple(f"LABEL_{i}" for i in range(values.integer("num_labels", default=2, most=_MAX_LABELS)))
+    places = [str(i) for i in range(len(named))] if isinstance(named, dict) else []
+    if not places or len(places) > _MAX_LABELS or not all(isinstance(named.get(place), str) for place in places):
+        raise values.error(f"id2label must name labels by their numbers from 0 on, not {shown(named)}")
+    if len(labels := tuple(named[place] for place in places)) > len(set(labels)):
+        raise values.error("id2label holds the same name twice")
+    return labels
 
 
 def read_config(model: Path) -> ModelConfig:

@@ -15,17 +15,17 @@ from batchgen.model.config import ModelConfig, Rope
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Angle per position of each pair (i, i + head_dim / 2), float32 [head_dim / 2]; in the reference's order.
 
-    default: ``theta ** (-2i / head_dim)``. "llama3" (Llama 3.1): a frequency whose wavelength 2 pi / f exceeds
-    ``original_positions / low_freq_factor`` is divided by ``factor``, one below ``original_positions /
-    high_freq_factor`` stays, those between are blended. "proportional" (LFM3): 0 from the share of pairs on that are
-    not rotated.
+    default: ``theta ** (-2i / head_dim)``. "linear": that over ``factor``. "llama3" (Llama 3.1): a frequency whose
+    wavelength 2 pi / f exceeds ``original_positions / low_freq_factor`` is divided by ``factor``, one below
+    ``original_positions / high_freq_factor`` stays, those between are blended. "proportional" (LFM3): 0 from the share
+    of pairs on that are not rotated.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "proportional":
         plain[int(rope.rotated_share * head_dim // 2) :] = 0.0
     if rope.kind != "llama3":
-        return plain
+        return plain / rope.factor
     wavelengths = 2 * math.pi / plain
     low, high = (rope.original_positions / by for by in (rope.low_freq_factor, rope.high_freq_factor))
     stretched = torch.where(wavelengths > low, plain / rope.factor, plain)
@@ -37,14 +37,14 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 class Rotary:
-    """Per rope the cosines and sines of every position needed so far, float32 [2, positions, head_dim / 2].
+    """Per rope the scaled cosines and sines of the positions needed so far, float32 [2, positions, head_dim / 2].
 
     Angles are float32 (position times frequency), as in the reference; their cosine is taken in float64, so that an
     entry never depends on how many were computed with it.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self.frequencies = [frequencies(rope, config.head_dim).numpy() for rope in config.ropes]
+        self.frequencies = [(frequencies(rope, config.head_dim).numpy(), rope.scale) for rope in config.ropes]
         self.device = device
         self.limit = config.max_position_embeddings
         self._known: tuple[int, Sequence[Tensor]] = 0, [torch.empty(2, 0, config.head_dim // 2) for _ in config.ropes]
@@ -57,10 +57,10 @@ class Rotary:
         known, tables = self._known
         if num_positions > known:
             longer = max(num_positions, min(self.limit, max(1024, 2 * num_positions)))
-            tables = [self._table(part, longer) for part in self.frequencies]
+            tables = [self._table(*part, longer) for part in self.frequencies]
             self._known = longer, tables
         return tables
 
-    def _table(self, part: np.ndarray, num_positions: int) -> Tensor:
+    def _table(self, part: np.ndarray, scale: float, num_positions: int) -> Tensor:
         wide = (np.arange(num_positions, dtype=np.float32)[:, None] * part).astype(np.float64)
-        return torch.from_numpy(np.stack((np.cos(wide), np.sin(wide))).astype(np.float32)).to(self.device)
+        return torch.from_numpy((scale * np.stack((np.cos(wide), np.sin(wide)))).astype(np.float32)).to(self.device)

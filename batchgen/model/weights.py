@@ -212,9 +212,12 @@ class RandomTensors:
 class NamedTensors:
     """The tensors of a source by role, under the names that the model's family gives them."""
 
-    def __init__(self, source: TensorSource, names: Mapping[str, str], **indices: int) -> None:
+    def __init__(
+        self, source: TensorSource, names: Mapping[str, str], norm_offset: float = 0.0, **indices: int
+    ) -> None:
         self._source = source
         self._names = names
+        self._norm_offset = norm_offset
         self._indices = indices
 
     @property
@@ -224,7 +227,7 @@ class NamedTensors:
 
     def of(self, **indices: int) -> NamedTensors:
         """Those of one layer, or of one expert of it."""
-        return NamedTensors(self._source, self._names, **self._indices, **indices)
+        return NamedTensors(self._source, self._names, self._norm_offset, **self._indices, **indices)
 
     def name(self, role: str, part: str = "weight") -> str:
         """The name of a tensor of a module, or of a module that is itself a tensor if ``part`` is empty."""
@@ -246,4 +249,5 @@ class NamedTensors:
 
     def norm(self, role: str, width: int) -> Tensor:
         """Weights [width] of a norm, in memory of their own and the model's dtype."""
-        return self.take(role, width, init=NORM).to(self.dtype, copy=True)
+        weight = self.take(role, width, init=NORM)
+        return (weight.float() + self._norm_offset).to(self.dtype, copy=True)

@@ -9,7 +9,7 @@ afterwards may the journal be removed. The disk needs room for the outputs besid
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
@@ -21,6 +21,7 @@ from batchgen.core.storage import commit_staged, remove_file, staged_file
 from batchgen.output.formats import OutputFormat, output_format
 from batchgen.output.formats.jsonl import read_lines, write_lines
 from batchgen.output.journal import Counts, Journal
+from batchgen.output.record_builder import check_record
 from batchgen.output.rundir import RunDir
 
 IndexedRow = tuple[int, bytes]
@@ -82,6 +83,15 @@ def finalize_retry(run_dir: RunDir, spec: JobSpec, journal: Journal) -> Counts:
     return _replace_outputs(run_dir, spec, journal, lambda: _errors(journal, output_format(spec)))
 
 
+def finalize_again(run_dir: RunDir, spec: JobSpec, journal: Journal) -> Counts:
+    """Put the results of a journal in the place of those that the rows had; one that failed now keeps what it had.
+
+    ``errors.jsonl`` stays as it is. Otherwise as ``finalize_retry``.
+    """
+    journal.commit()
+    return _replace_outputs(run_dir, spec, journal, lambda: read_errors(run_dir), keeps_failed=True)
+
+
 def _refuse_gaps(run_dir: RunDir, journal: Journal, num_rows: int) -> None:
     journal.commit()
     if not journal.done.covers(num_rows):
@@ -92,13 +102,24 @@ def _refuse_gaps(run_dir: RunDir, journal: Journal, num_rows: int) -> None:
 
 
 def _replace_outputs(
-    run_dir: RunDir, spec: JobSpec, journal: Journal, errors: Callable[[], Iterator[IndexedRow]]
+    run_dir: RunDir,
+    spec: JobSpec,
+    journal: Journal,
+    errors: Callable[[], Iterator[IndexedRow]],
+    *,
+    keeps_failed: bool = False,
 ) -> Counts:
-    """Replace the outputs by the same with the journal's rows in them, and ``errors.jsonl``."""
-    form, output = output_format(spec), spec.output
+    """Replace the outputs by the same with the journal's rows in them, and ``errors.jsonl``.
+
+    ``keeps_failed``: a row that is an error in the journal keeps its place in the outputs.
+    """
+    form, output, done = output_format(spec), spec.output, journal.done
+
+    def is_kept(index: int) -> bool:
+        return index not in done or (keeps_failed and done.location(index).is_error)
 
     def results() -> Iterator[IndexedRow]:
-        kept = (row for row in form.read(run_dir.outputs(output.format)) if row[0] not in journal.done)
+        kept = (row for row in form.read(run_dir.outputs(output.format)) if is_kept(row[0]))
         return join([kept, _results(journal, form, output.order)], output.order)
 
     counts = stage(run_dir, output, form, Rows(results), Rows(errors))
@@ -144,20 +165,10 @@ def read_records(run_dir: RunDir, spec: JobSpec) -> Iterator[tuple[int, dict[str
     for index, row in form.read(path):
         try:
             record = form.record(row)
-            _check_record(record)
+            check_record(record)
             yield index, record
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise StorageError(f"{path}: row {index} is not as it was written ({error!r}); was it edited?") from None
-
-
-def _check_record(record: Mapping[str, Any]) -> None:
-    """Raises KeyError, TypeError or ValueError where a record lacks what a report counts."""
-    usage, timings = record["usage"], record["timings"]
-    sum([usage["prompt_tokens"], usage["completion_tokens"], *timings.values()])
-    if not isinstance(record["finish_reason"], str) or not isinstance(record.get("text") or "", str):
-        raise ValueError("its finish_reason or text is no string")
-    if not all(isinstance(sample, dict) for sample in record.get("samples") or ()):
-        raise ValueError("its samples are no objects")
 
 
 def _results(journal: Journal, form: OutputFormat, order: str) -> Iterator[IndexedRow]:

@@ -6,13 +6,16 @@ Pure functions from a row and its result to plain data, without any file.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, Protocol
 
-from batchgen.config.job import RECORD_KEYS, JobSpec
+from batchgen.config.job import ANSWER, RECORD_KEYS, VECTOR_KEYS, JobSpec
 from batchgen.core import structured
+from batchgen.core.answers import find_answer
 from batchgen.core.json_line import json_value
 from batchgen.core.records import (
     BadRow,
@@ -25,12 +28,16 @@ from batchgen.core.records import (
     TokenLogprob,
     url_of,
 )
+from batchgen.output.vector_fields import earlier_fields, vector_fields
 from batchgen.text.reasoning import Reasoning
 from batchgen.text.stop_strings import cut_text
+from batchgen.text.tool_calls import ToolCalls
 
 RowId = str | int | None
 _TIMINGS = tuple(item.name for item in fields(Timings))
-_OF_SAMPLE = ("text", "reasoning", "parsed", "finish_reason", "complete")  # before usage and timings
+# Before usage and timings.
+_OF_SAMPLE = ("text", "reasoning", "tool_calls", "parsed", ANSWER, "finish_reason", "complete")
+_NULLABLE = ("reasoning", "parsed")  # null is a value of these
 _DIGITS = 6  # of times and log-probabilities
 _LEAST_MEAN = -700.0  # exp(709.8) is the largest float
 
@@ -45,7 +52,9 @@ class RecordBuilder:
     """Makes the records of one job. ``decode`` is None for a model without a tokenizer: ids then replace the text.
 
     ``reasoning`` splits the texts of a job that asks for it; a text without reasoning has null in that field.
-    ``text_behind`` is that of ``text.reasoning`` with the model's tokenizer.
+    ``text_behind`` is that of ``text.reasoning`` with the model's tokenizer. ``tools`` reads the calls in
+    answers of rows for which the job asks that; None where the model's format is not known. ``labels`` are a
+    classifier's.
     """
 
     def __init__(
@@ -54,11 +63,16 @@ class RecordBuilder:
         decode: Decode | None,
         reasoning: Reasoning | None = None,
         text_behind: Callable[[str, Sequence[int], Sequence[int], str], str] | None = None,
+        tools: ToolCalls | None = None,
+        labels: Sequence[str] = (),
     ) -> None:
         self._spec = spec
         self._decode = decode
         self._reasoning = reasoning
         self._text_behind = text_behind
+        self._tools = tools
+        self._reasoning_of_tools = Reasoning(tools.tokenizer) if tools else None
+        self._labels = labels
 
     def result(
         self,
@@ -70,17 +84,22 @@ class RecordBuilder:
     ) -> dict[str, Any]:
         """The output record of a row; the index is the id of a row without one.
 
-        The order is fixed and fields that were not asked for are left out: id, index, text, reasoning, parsed,
-        finish_reason, complete, usage, timings, token_ids, logprobs, samples, choices, prompt_logprobs, perplexity,
-        kept columns. What a sample has is that of the first one; ``samples`` holds all of several. ``complete`` is
-        whether the text fits its structured outputs. ``parsed`` is its JSON value, null where it has none or is not
-        complete. A row whose ``choices`` were scored has the best of them as its text; ``choices`` holds each text,
-        ``prob`` (softmax over the choices of the score that decides), ``logprob`` (the sum over its tokens) and
-        ``mean_logprob`` (per token). A kept column with the name of a field of the record is written as
-        ``input_<name>``.
+        The order is fixed and fields that were not asked for are left out: id, index, text, reasoning, tool_calls,
+        parsed, answer, finish_reason, complete, usage, timings, token_ids, logprobs, samples, choices, prompt_logprobs,
+        perplexity, retried, kept columns. What a sample has is that of the first one; ``samples`` holds all of several.
+        ``complete`` is whether the text fits its structured outputs and its tool calls are whole. ``parsed`` is its
+        JSON value, null where it has none or is not complete, and ``answer`` what ``output.answer`` finds in it. A row
+        whose ``choices`` were scored has the best of them as its text; ``choices`` holds each text, ``prob`` (softmax
+        over the choices of the score that decides), ``logprob`` (the sum over its tokens) and ``mean_logprob`` (per
+        token). With [embed] the fields of ``vector_fields`` stand in place of a text and what comes of it. A kept
+        column with the name of a field of the record is written as ``input_<name>``.
         """
-        is_open = self._reasoning is not None and self._reasoning.is_open(prompt_token_ids)
-        samples = [self._sample(sample, params, prompt_token_ids, is_open=is_open) for sample in result.samples]
+        if result.vector:
+            vector = vector_fields(result, self._spec.embed.pooling, self._labels)
+            timings = _timings(result.timings) | {"fingerprint": fingerprint(record.index, params, prompt_token_ids)}
+            return self._of_vector(record, row_id, vector, result.num_prompt_tokens, timings)
+        tools = self._tools_of(record, params)
+        samples = [self._sample(sample, params, prompt_token_ids, tools) for sample in result.samples]
         first = samples[0]
         scores = result.choice_scores(params) if params.choices else ()
         if scores:
@@ -88,13 +107,15 @@ class RecordBuilder:
             first |= {"text": best, "finish_reason": str(FinishReason.STOP)}
             first |= {"reasoning": None} if self._reasoning is not None else {}
             first |= {"parsed": _json_or_none(best)} if self._spec.output.parse_json else {}
+            first |= self._answer(first)
         payload: dict[str, Any] = {"id": record.index if row_id is None else row_id, "index": record.index}
         payload |= {name: first[name] for name in _OF_SAMPLE if name in first}
         payload["usage"] = {
             "prompt_tokens": result.num_prompt_tokens,
             "completion_tokens": result.num_completion_tokens,
         }
-        payload["timings"] = {name: round(getattr(result.timings, name), _DIGITS) for name in _TIMINGS}
+        payload["timings"] = _timings(result.timings)
+        payload["timings"]["fingerprint"] = fingerprint(record.index, params, prompt_token_ids)
         payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
         if len(samples) > 1:
             payload["samples"] = samples
@@ -107,7 +128,68 @@ class RecordBuilder:
         if result.prompt_logprobs is not None:
             payload["prompt_logprobs"] = self._logprobs(result.prompt_logprobs)
             payload["perplexity"] = _perplexity(result.prompt_logprobs)
+        if self._spec.again is not None:
+            payload["retried"] = self._spec.again.named(params)
         return payload | self._kept(record)
+
+    def reused(
+        self, record: Record, row_id: RowId, params: SamplingParams, known: str, earlier: Mapping[str, Any]
+    ) -> dict[str, Any] | None:
+        """The output record of a row as ``result`` makes it, from one of an earlier run with the fingerprint ``known``.
+
+        None where that lacks what this job asks for. Columns are kept from ``record``. Raises KeyError or TypeError
+        for an ``earlier`` that no run wrote.
+        """
+        if vector := earlier_fields(earlier) if self._spec.embed.is_on else {}:
+            timings = {**_timings(Timings()), "fingerprint": known, "reused": True}
+            return self._of_vector(record, row_id, vector, earlier["usage"]["prompt_tokens"], timings)
+        has_tools = self._tools_of(record, params) is not None
+        first, several = self._taken(earlier, params, has_tools), earlier.get("samples") or ()
+        samples = [self._taken(sample, params, has_tools) for sample in several]
+        names = (*(["choices"] if params.choices else ()),)
+        names += ("prompt_logprobs", "perplexity") if params.prompt_logprobs is not None else ()
+        is_whole = all(earlier.get(name) is not None for name in names if name != "perplexity")
+        if first is None or None in samples or not is_whole:
+            return None
+        usage = earlier["usage"]
+        payload: dict[str, Any] = {"id": record.index if row_id is None else row_id, "index": record.index}
+        payload |= {name: first[name] for name in _OF_SAMPLE if name in first}
+        payload["usage"] = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+        payload["timings"] = {**_timings(Timings()), "fingerprint": known, "reused": True}
+        payload |= {name: first[name] for name in ("token_ids", "logprobs") if name in first}
+        payload |= {"samples": samples} if samples else {}
+        return payload | {name: earlier.get(name) for name in names} | self._kept(record)
+
+    def _tools_of(self, record: Record, params: SamplingParams) -> ToolCalls | None:
+        return None if params.choices or not self._spec.parses_tools(record.columns) else self._tools
+
+    def _taken(self, sample: Mapping[str, Any], params: SamplingParams, has_tools: bool) -> dict[str, Any] | None:
+        """The fields of a sample that this job asks for; None where it lacks one."""
+        output, has_text = self._spec.output, self._decode is not None
+        wanted = {
+            "text": has_text,
+            "reasoning": has_text and self._reasoning is not None,
+            "tool_calls": has_tools,
+            "parsed": has_text and output.parse_json,
+            "finish_reason": True,
+            "complete": (bool(params.structured_outputs) and not params.choices)
+            or (has_tools and sample.get("complete") is not None),
+            "token_ids": output.token_ids or not has_text,
+            "logprobs": params.logprobs is not None and not params.choices,
+        }
+        names = [name for name, is_wanted in wanted.items() if is_wanted]
+        is_whole = all(sample.get(name) is not None or (name in _NULLABLE and name in sample) for name in names)
+        if not has_tools and sample.get("tool_calls") is not None:
+            return None  # its text lacks them
+        taken = {name: sample[name] for name in names if name in sample}
+        return taken | self._answer(taken) if is_whole else None
+
+    def _of_vector(
+        self, record: Record, row_id: RowId, vector: dict[str, Any], num_tokens: int, timings: dict[str, Any]
+    ) -> dict[str, Any]:
+        head = {"id": record.index if row_id is None else row_id, "index": record.index}
+        usage = {"prompt_tokens": num_tokens, "completion_tokens": 0}
+        return {**head, **vector, "usage": usage, "timings": timings, **self._kept(record)}
 
     def error(self, row: BadRow) -> dict[str, Any]:
         """The error record of a failed row: enough to find it, to see why it failed, and to run it again.
@@ -128,7 +210,9 @@ class RecordBuilder:
         columns, spec = record.columns, self._spec
         answers_batch = spec.output.format == "openai-batch" and spec.input.is_batch_line(columns)
         if answers_batch:
-            columns = {**columns, "url": url_of(columns)}  # which kind of completion was asked for
+            columns = {**columns, "url": url_of(columns)}  # which kind of answer was asked for
+            if encoding := columns["body"].get("encoding_format"):
+                columns = {**columns, "encoding_format": encoding}
         if spec.input.keep_columns == ("*",):
             names = [name for name in columns if name != spec.input.id or name != "id"]
         else:
@@ -136,37 +220,48 @@ class RecordBuilder:
             if spec.output.expected is not None:
                 wanted[spec.output.expected] = None
             if answers_batch:
-                wanted["url"] = None
+                wanted |= {"url": None, "encoding_format": None}
             names = [name for name in wanted if name in columns]
-        return {kept_name(name, columns): columns[name] for name in names}
+        return {kept_name(name, columns, spec.record_keys): columns[name] for name in names}
+
+    def _answer(self, sample: Mapping[str, Any]) -> dict[str, str | None]:
+        """The answer in the text of a sample, or in what is parsed of it, if the job asks for it."""
+        rule = self._spec.output.answer
+        return {ANSWER: find_answer(rule, sample["text"], sample.get("parsed"))} if rule and "text" in sample else {}
 
     def _sample(
-        self, sample: Sample, params: SamplingParams, prompt_token_ids: Sequence[int], *, is_open: bool
+        self, sample: Sample, params: SamplingParams, prompt_token_ids: Sequence[int], tools: ToolCalls | None
     ) -> dict[str, Any]:
         shaped: dict[str, Any] = {}
+        is_complete = sample.is_complete
         if self._decode is not None:
-            shaped["text"] = text = (
-                cut_text(self._decode, sample.token_ids, sample.stop)
-                if sample.stop is not None
-                else self._decode(sample.token_ids)
-            )
-            whole = text
-            if self._reasoning is not None:
-                reasoning, text = self._reasoning.split(sample.token_ids, text, is_open=is_open)
-                shaped |= {"text": text, "reasoning": reasoning}
+            decode = tools.tokenizer.decode if tools else self._decode
+            text = decode(sample.token_ids) if sample.stop is None else cut_text(decode, sample.token_ids, sample.stop)
+            whole, thoughts = text, ""
+            if splitter := self._reasoning_of_tools if tools else self._reasoning:
+                is_open = splitter.is_open(prompt_token_ids)
+                reasoning, text = splitter.split(sample.token_ids, text, is_open=is_open)
+                if self._reasoning is not None:
+                    shaped["reasoning"] = reasoning
+                else:  # it stays in the text, but its calls are none
+                    thoughts = whole.removesuffix(text)
+            if tools:
+                shaped["tool_calls"], text, is_whole = tools.read(text)
+                is_complete = is_whole if is_complete is None else is_complete and is_whole is not False
+            shaped["text"] = thoughts + text
             if self._spec.output.parse_json:
                 marker = _marker(params.structured_outputs)
-                if marker and self._text_behind:
+                if marker and self._text_behind and not tools:
                     text = self._text_behind(marker, prompt_token_ids, sample.token_ids, whole)
-                shaped["parsed"] = None if sample.is_complete is False else _json_or_none(text)
+                shaped["parsed"] = None if is_complete is False else _json_or_none(text)
         shaped["finish_reason"] = str(sample.finish_reason)
-        if sample.is_complete is not None:
-            shaped["complete"] = sample.is_complete
+        if is_complete is not None:
+            shaped["complete"] = is_complete
         if self._spec.output.token_ids or self._decode is None:
             shaped["token_ids"] = list(sample.token_ids)
         if sample.logprobs is not None:
             shaped["logprobs"] = self._logprobs(sample.logprobs)
-        return shaped
+        return shaped | self._answer(shaped)
 
     def _logprobs(self, tokens: Iterable[TokenLogprob]) -> list[dict[str, Any]]:
         """An object per token: token_id, token, logprob, and in top_logprobs the same of the likeliest tokens there."""
@@ -180,6 +275,34 @@ class RecordBuilder:
         return {"token_id": token_id, "token": text, "logprob": _rounded(logprob)}
 
 
+def check_record(record: Mapping[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError where a record lacks what a report counts."""
+    usage, timings = record["usage"], record["timings"]
+    times = (value for name, value in timings.items() if name not in ("fingerprint", "reused"))
+    sum([usage["prompt_tokens"], usage["completion_tokens"], *times])
+    if "finish_reason" not in record and record.keys() & VECTOR_KEYS:
+        return
+    if not isinstance(record["finish_reason"], str) or not isinstance(record.get("text") or "", str):
+        raise ValueError("its finish_reason or text is no string")
+    if not all(isinstance(sample, dict) for sample in record.get("samples") or ()):
+        raise ValueError("its samples are no objects")
+
+
+def fingerprint(index: int, params: SamplingParams, prompt_token_ids: Sequence[int]) -> str:
+    """A name, as 32 hex digits, of all that decides a row's result beside the model and how it computes.
+
+    Rows that are sampled draw by their index in the input; greedy ones have neither index nor seed.
+    """
+    drawn = b"" if params.is_greedy else b"%d" % index
+    asked = _params_name(params) + b"\0" + drawn + b"\0"
+    return blake2b(asked + array("i", prompt_token_ids).tobytes(), digest_size=16).hexdigest()
+
+
+@lru_cache(maxsize=256)
+def _params_name(params: SamplingParams) -> bytes:
+    return repr(replace(params, seed=0) if params.is_greedy else params).encode(errors="backslashreplace")
+
+
 @lru_cache(maxsize=64)
 def _marker(structured_outputs: str) -> str:
     return str(structured.parsed(structured_outputs).get("after", ""))
@@ -190,6 +313,10 @@ def _json_or_none(text: str) -> Any:
         return json_value(text)
     except ValueError:
         return None
+
+
+def _timings(timings: Timings) -> dict[str, Any]:
+    return {name: round(getattr(timings, name), _DIGITS) for name in _TIMINGS}
 
 
 def _rounded(logprob: float) -> float:

@@ -114,7 +114,7 @@ class SegmentReader:
         """
         path = self._paths[segment]
         with storage_errors("read", path):
-            file = self._file(segment)
+            file = self.file(segment)
             file.seek(offset)
             line = decode_line(file.readline(), offset)
         if line is None:
@@ -125,7 +125,7 @@ class SegmentReader:
         while self._open:
             self._open.popitem()[1].close()
 
-    def _file(self, segment: int) -> BinaryIO:
+    def file(self, segment: int) -> BinaryIO:
         if segment not in self._open:
             if len(self._open) >= _MAX_OPEN:
                 self._open.popitem(last=False)[1].close()

@@ -7,20 +7,23 @@ torch only to calibrate.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
-from dataclasses import asdict
+from contextlib import closing, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import GateFailed, UsageError
+from batchgen.core.fingerprint import Digests
 from batchgen.core.machine import processor_name
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import format_duration
+from batchgen.core.version import __version__
 from batchgen.input.columns import check_columns
 from batchgen.input.ids import UniqueIds, may_have_ids
 from batchgen.input.source import RowRange, open_source
 from batchgen.input.validator import RowValidator
+from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.plan.estimate import (
     Estimate,
@@ -33,8 +36,10 @@ from batchgen.plan.estimate import (
 )
 from batchgen.plan.survey import PREFIX_BLOCK, Survey
 from batchgen.report.distribution import PERCENTS, percentile
+from batchgen.report.usage import cost_of
 from batchgen.run.loader import ModelInfo, read_model
 from batchgen.run.reports import read_report
+from batchgen.run.reuse import Reuse, earlier_runs
 from batchgen.run.stdin import stdin_as_file
 
 PLAN_VERSION = 1
@@ -52,19 +57,33 @@ def make_plan(
     """
     with stdin_as_file(spec.input) as where:
         model = read_model(spec)
-        spec = model.with_preset(spec)
+        spec = model.resolved(spec)
         source = open_source(where, RunDir(Path(spec.output.path)).owns)
         rows = RowRange(source, shard, has_ids=may_have_ids(where))
         ids = UniqueIds(None, as_text=spec.output.has_text_ids)
-        builder = model.builder(where, spec.sampling, spec.sampling_columns)
+        builder = model.builder(replace(spec, input=where))
         check_columns(source.read(), spec, builder.finder)
-        survey = Survey(RowValidator(where, builder, ids, shard), model.max_model_len)
         try:
-            survey.take(rows.read())
+            with closing(_reuse(spec, model)) as reuse:
+                validator = RowValidator(where, builder, ids, shard)
+                survey = Survey(validator, model.max_model_len, lambda row: reuse.record(row) is not None)
+                survey.take(rows.read())
         finally:
             ids.close()
     given = ExpectedLengths.around("as given", output_tokens) if output_tokens else None
-    return _content(spec, model, survey, _forecast(spec, model, survey, given, calibrates=calibrates))
+    plan = _content(spec, model, survey, _forecast(spec, model, survey, given, calibrates=calibrates))
+    if spec.output.reuse:
+        plan["rows"] |= {"reused": survey.num_reused, "total": plan["rows"]["total"] + survey.num_reused}
+        plan["reuse"] = reuse.lines
+    return plan
+
+
+def _reuse(spec: JobSpec, model: ModelInfo) -> Reuse:
+    """The rows of earlier runs; that they computed as this machine does is for the run to find out."""
+    runs = earlier_runs(spec)
+    digests = Digests(runs[-1][1].file_states if runs else None)
+    known = {"model": model.fingerprint(digests) if runs else {}, "code": {"batchgen": __version__}}
+    return Reuse(spec, Manifest(spec.to_dict(), spec.output_keys(), known), model.record_builder(spec))
 
 
 def check_time(plan: dict[str, Any], limit_s: float) -> None:
@@ -99,11 +118,13 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
     output_tokens = lengths.total(survey)
     kv = kv_plan(spec, model.config, (survey.prompt_tokens + output_tokens) / max(num_good, 1), forecast)
     no_estimate = None if estimate else _NO_RATE if num_good else "no row can run"
-    workers = workers_plan(spec, num_good, kv["max_num_seqs"])
+    workers, engines = workers_plan(spec, num_good, kv["max_num_seqs"]), 1
     if estimate and workers and workers.number is None:
         estimate, no_estimate = None, _NO_WORKERS
     elif estimate and workers and workers.number:
-        estimate = estimate.on_workers(min(workers.number, workers.at_most))
+        engines = min(workers.number, workers.at_most)
+        estimate = estimate.on_workers(engines)
+    tokens = {"prompt": survey.prompt_tokens, "completion": output_tokens}
     return {
         "version": PLAN_VERSION,
         **spec.model.named,
@@ -128,6 +149,7 @@ def _content(spec: JobSpec, model: ModelInfo, survey: Survey, forecast: Forecast
         "workers": workers and asdict(workers),
         "estimate": estimate and _estimate(estimate, survey.prompt_tokens, output_tokens),
         "no_estimate": no_estimate,
+        "cost": estimate and cost_of(spec.cluster.price_per_hour, estimate.wall_s * engines, tokens),
         "read": {"wall_s": round(survey.read_s, 3), "rows_per_s": round(rows_per_s, 1)},
     }
 

@@ -10,7 +10,7 @@ import random
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
@@ -99,11 +99,15 @@ class Survey:
 
     ``prompt_lengths`` counts rows by prompt tokens, ``outputs`` by (most output tokens, whether fixed);
     ``num_structured`` counts rows whose text must fit one of ``grammars``; ``read_s`` is the time of reading and
-    tokenizing.
+    tokenizing. Rows that are taken over from an earlier run (``is_reused``) count in ``num_reused`` alone.
     """
 
-    def __init__(self, validator: RowValidator, max_model_len: int) -> None:
+    def __init__(
+        self, validator: RowValidator, max_model_len: int, is_reused: Callable[[Pending], bool] = lambda row: False
+    ) -> None:
         self._validator = validator
+        self._is_reused = is_reused
+        self.num_reused = 0
         self._max_model_len = max_model_len
         self.errors: Counter[str] = Counter()
         self.bad_rows: list[BadRow] = []
@@ -121,7 +125,7 @@ class Survey:
 
     @property
     def num_good(self) -> int:
-        """Rows that can run."""
+        """Rows that can run and are not reused."""
         return self.prompt_lengths.total()
 
     @property
@@ -147,6 +151,8 @@ class Survey:
             for answer in self._validator.validate(chunk):
                 if isinstance(answer, BadRow):
                     self._add_bad(answer)
+                elif self._is_reused(answer[0]):
+                    self.num_reused += 1
                 else:
                     self._add(*answer)
         self.read_s += time.monotonic() - start

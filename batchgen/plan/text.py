@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from batchgen.core.units import counted, format_duration, labelled, shortened
+from batchgen.report.facts import cost_text
 
 _SHOWN_BAD_ROWS = 5
 _SHOWN_LONGEST = 3
@@ -24,7 +25,10 @@ def render_plan(plan: Plan) -> str:
 
 def _rows(plan: Plan) -> Lines:
     rows, read = plan["rows"], plan["read"]
-    yield "rows", f"{rows['total']:,}, {rows['good']:,} can run, {rows['bad']:,} bad"
+    yield "rows", f"{rows['total']:,}, {rows['good'] + rows.get('reused', 0):,} can run, {rows['bad']:,} bad"
+    if "reused" in rows:
+        yield "", f"{rows['reused']:,} reused, {rows['good']:,} computed"
+        yield from (("", shortened(line, _SHOWN_CHARS)) for line in plan["reuse"])
     for code, count in plan["errors"].items():
         listed = [row for row in plan["bad_rows"] if row["code"] == code]
         places = ", ".join(f"{row['line']}" for row in listed[:_SHOWN_BAD_ROWS])
@@ -97,4 +101,6 @@ def _estimate(plan: Plan) -> Lines:
     if workers := plan["workers"]:
         pays = f"beyond {workers['at_most']:,} some are idle: fewer than 4 full batches each"
         yield "workers", f"{workers['number'] or 1:,} computing at once; {pays}"
+    if plan["cost"]:
+        yield "cost", f"about {cost_text(plan['cost'])}"
     yield "tokens/s", f"{estimate['output_tokens_per_s']:,.0f} out, {estimate['total_tokens_per_s']:,.0f} total"

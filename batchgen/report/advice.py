@@ -85,7 +85,22 @@ def warnings(report: Mapping[str, Any]) -> Iterator[str]:
     if accuracy and not accuracy["total"]:
         yield "nothing was compared: no row that is done has a value in the column that [output] expected names"
     elif accuracy and not accuracy["correct"]:
-        yield f"no text equals [output] expected (0 of {accuracy['total']:,}); {BARE_ANSWERS}"
+        yield _none_right(accuracy)
+
+
+def _none_right(accuracy: Mapping[str, Any]) -> str:
+    """Why no row may be right, and the setting that would help."""
+    of_all = f"0 of {accuracy['total']:,}"
+    if (lacking := accuracy.get("without_answer")) is not None:
+        return f"no answer equals [output] expected ({of_all}); {lacking:,} texts have none that [output] answer finds"
+    found, helped = f"no text equals [output] expected ({of_all})", accuracy.get("helped") or {}
+    holding = f", {accuracy['holding']:,} hold it" if accuracy.get("holding") else ""
+    if helped:
+        rule, count = next(iter(helped.items()))
+        return f'{found}{holding}: with [output] answer = "{rule}" {count:,} would be right'
+    if holding:
+        return f'{found}{holding}: [output] answer = "REGEX" compares what its group ( ) finds'
+    return f"{found}; {BARE_ANSWERS}"
 
 
 def _settings_advice(report: Mapping[str, Any]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from batchgen.model.roofline import roofline_section
 from batchgen.report.advice import advice, bound_by
 from batchgen.report.rows import RowTotals
 from batchgen.report.text import render_report
-from batchgen.report.usage import MALFORMED, device_s, split, tail_s, thin, usage_of, workers_section
+from batchgen.report.usage import MALFORMED, cost_of, device_s, split, tail_s, thin, usage_of, workers_section
 
 REPORT_VERSION = 4
 _PACKAGES = ("torch", "numpy", "numba", "tokenizers", "pyarrow")
@@ -51,13 +51,14 @@ KEYS = {
     "by all samples; the text of a scored choice is not); total is prompt + completion",
     "duplicates": "rows that got a copy of an identical one's answer and were not computed",
     "copied_tokens": "their part of tokens: prompt, completion",
+    "reused": "with output.reuse: rows taken over from earlier runs, and their part of tokens: prompt, completion",
     "wall_s": "seconds of all invocations, start to end",
     "device_s": "wall_s times the mean number of workers",
     "seconds": "wall_s by kind of work: load (checks, weights), read (reading, tokenizing), prefill, decode, mask (of "
     "structured outputs), sample, host (between the model's steps), write (journal, outputs, report), other; they sum "
     "to wall_s; of several workers, the times of their steps are means",
     "generate_s": "prefill + decode + mask + sample + host",
-    "tokens_per_s": "prompt, completion and total tokens of computed rows (without copied_tokens) over wall_s",
+    "tokens_per_s": "prompt, completion and total tokens of computed rows (without copied and reused ones) over wall_s",
     "latency_s": "p50, p90, p99 over computed rows of each of their timings",
     "histograms": "done rows by length, computed ones by latency: counts between logarithmic edges",
     "slowest": "the computed rows with the longest total_s",
@@ -83,6 +84,9 @@ KEYS = {
     "device_hours_per_million_output_tokens": "device_s over completion tokens of computed rows, for unit cpu times "
     "threads; null where nothing was generated",
     "device_hours_per_million_prompt_tokens": "the same over their prompt tokens",
+    "price_per_hour": "cluster.price_per_hour of the job, where it is given",
+    "cost": "with it: device_s at that price (total), the same over completion tokens of computed rows "
+    "(per_million_output_tokens) and over their prompt tokens (per_million_prompt_tokens)",
     "max_rss_bytes": "most memory the process held, without its workers",
     "workers": "where rows ran on workers, each one's name, place, rows, tokens out, busy_share (of the time that it "
     "was there), worker_hours, losses, rows_given_again to others, tokens_taken_over by these; invocations add up",
@@ -93,10 +97,12 @@ KEYS = {
     "structured": "with structured outputs: rows, their samples, those that ended before they were complete "
     "(incomplete), tokens that were not sampled since the grammar left no choice (forced_tokens), and their share of "
     "all generated ones",
-    "accuracy": "with output.expected: rows compared (total), those whose whole text is the expected one (correct), "
-    "and their share (exact_match)",
+    "accuracy": "with output.expected: rows compared (total), those whose whole text or, with output.answer, answer is "
+    "the expected one (correct), their share (exact_match) and its 95% interval; up to five wrong rows; with "
+    "output.answer the rows in whose text none was found (without_answer). Where no text is right: how many hold the "
+    "expected one (holding), and how many would be right with a rule as output.answer (helped)",
 }
-_OPTIONAL_KEYS = {"accuracy", "adapter", "device_s", "structured", "workers"}
+_OPTIONAL_KEYS = {"accuracy", "adapter", "cost", "device_s", "price_per_hour", "reused", "structured", "workers"}
 
 
 def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +119,8 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
     generate_s, devices_s = accounts.get("generate", 0.0), device_s(usage)
     num_devices = devices_s / wall_s if wall_s else 1.0
     queried, hit = engine.get("num_queried_tokens", 0), engine.get("num_cached_tokens", 0)
-    computed = {kind: rows.tokens[kind] - rows.copied_tokens[kind] for kind in ("prompt", "completion")}
+    spared = rows.copied_tokens + rows.reused_tokens
+    computed = {kind: rows.tokens[kind] - spared[kind] for kind in ("prompt", "completion")}
     computed["total"] = sum(computed.values())
     report: dict[str, Any] = {
         "version": REPORT_VERSION,
@@ -142,6 +149,8 @@ def build_report(rows: RowTotals, usage: Mapping[str, Any], job_facts: Mapping[s
     }
     if workers:
         report["workers"] = workers
+    if cost := cost_of(job_facts.get("price_per_hour"), devices_s, computed):
+        report["cost"] = cost
     if rows.completeness:
         forced, generated = (engine.get(f"num_{name}_tokens", 0) for name in ("forced", "output"))
         report["structured"] = {

@@ -112,8 +112,10 @@ class Comparison(NamedTuple):
     def check(self) -> None:
         """Raises GateFailed naming every regression, and UsageError where there is nothing that a gate could judge."""
         found = {f.name: (f.before, f.now) for f in self.figures}
-        if self.gates.speed is not None and not found["total tokens/s"][0]:
-            raise UsageError("--max-regress-speed has nothing to judge: the run compared with computed no tokens")
+        before, now = found.get("total tokens/s", (None, None))
+        if self.gates.speed is not None and (not before or now is None):
+            which = "this run has no rate of tokens" if before else "the run compared with computed no tokens"
+            raise UsageError(f"--max-regress-speed has nothing to judge: {which}")
         if self.gates.accuracy is not None:
             before, now = found.get("exact match", (None, None))
             nothing = "--max-regress-accuracy has nothing to judge:"

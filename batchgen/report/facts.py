@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from batchgen.core.errors import RowErrorCode
-from batchgen.core.units import counted, format_duration, shortened
+from batchgen.core.units import counted, format_amount, format_duration, shortened
 
 Report = Mapping[str, Any]
 Facts = Iterator[tuple[str, str]]
@@ -23,6 +23,7 @@ _NUM_WORKERS = 100  # named in a table
 _ID_WIDTH = 40
 NUM_ANSWERS = 5
 _ANSWER_WIDTH = 400
+_WRONG_WIDTH = 30
 
 
 class Table(NamedTuple):
@@ -60,9 +61,13 @@ def figures(report: Report) -> Facts:
         yield "tokens/s in and out", f"{rates['total']:,.0f}"
     else:
         yield "tokens/s in", f"{rates['prompt']:,.0f}"
+        if tokens["prompt"]:
+            yield "rows/s", f"{rates['prompt'] / tokens['prompt'] * rows['done']:,.1f}"
     yield "rows done", f"{rows['done']:,}"
     if report["duplicates"]:
         yield "of them copies", f"{report['duplicates']:,}"
+    if reused := report.get("reused"):
+        yield "of them reused", f"{reused['rows']:,}"
     yield "rows failed", f"{rows['failed']:,}"
     yield "tokens in", f"{tokens['prompt']:,}"
     if tokens["completion"]:
@@ -73,8 +78,10 @@ def figures(report: Report) -> Facts:
         yield "structured answers", f"{structured['samples']:,}"
         yield "not complete", f"{structured['incomplete']:,}"
         yield "tokens forced", f"{structured['forced_share'] or 0:.0%}"
-    if cost := _cost(report):
+    if cost := _hours(report):
         yield cost
+    if "cost" in report:
+        yield from _cost(report["cost"])
 
 
 def outcome(report: Report) -> Facts:
@@ -82,7 +89,7 @@ def outcome(report: Report) -> Facts:
     figure = dict(figures(report))
     over = f" over {report['sessions']} invocations" if report["sessions"] > 1 else ""
     yield "took", f"{figure['wall time']}{over}: {figure['rows done']} done, {figure['rows failed']} failed"
-    speed = f"{figure.get('tokens/s in')} tokens/s in"
+    speed = f"{figure.get('rows/s', 0)} rows/s, {figure.get('tokens/s in')} tokens/s in"
     if "tokens/s out" in figure:
         speed = f"{figure['tokens/s out']} tokens/s out, {figure['tokens/s in and out']} in and out"
     yield "speed", f"{speed}, without copies" if report["duplicates"] else speed
@@ -91,8 +98,11 @@ def outcome(report: Report) -> Facts:
     if accuracy := report.get("accuracy"):
         share = "no row was compared"
         if accuracy["total"]:
-            share = f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,})"
+            share = exact_match(accuracy)
         yield "exact match", share
+        for row in accuracy.get("wrong", ()):
+            words = (shortened(str(row[name]), _WRONG_WIDTH) for name in ("id", "answer", "expected"))
+            yield "wrong", "{}: {} (expected {})".format(*words)
     if "structured" in report:
         lacking = f"{figure['not complete']} not complete" if report["structured"]["incomplete"] else "all complete"
         answers = counted(report["structured"]["samples"], "answer")
@@ -100,6 +110,13 @@ def outcome(report: Report) -> Facts:
     if report.get("workers"):
         yield from _workers(report["workers"])
     yield "bound by", report["bound_by"]
+
+
+def exact_match(accuracy: Mapping[str, Any]) -> str:
+    """The share of compared rows that are right, and between what that is known."""
+    low, high = accuracy.get("interval") or (None, None)
+    known = f"; 95% interval {low:.1%} to {high:.1%}" if low is not None else ""
+    return f"{accuracy['exact_match']:.2%} ({accuracy['correct']:,} of {accuracy['total']:,}{known})"
 
 
 def _workers(found: Sequence[Mapping[str, Any]]) -> Facts:
@@ -153,6 +170,9 @@ def _work(report: Report) -> Facts:
     if report["duplicates"]:
         copied = f"{report['copied_tokens']['prompt']:,} tokens in, {report['copied_tokens']['completion']:,} out"
         yield "spared", f"{counted(report['duplicates'], 'row')} like another one, copied ({copied})"
+    if reused := report.get("reused"):
+        tokens_of = f"{reused['prompt']:,} tokens in, {reused['completion']:,} out"
+        yield "spared", f"{counted(reused['rows'], 'row')} reused from earlier runs ({tokens_of})"
     for reason, count in report["finish_reasons"].items():
         yield "finished by", f"{reason} {count:,}"
     for account, seconds in sorted(report["seconds"].items(), key=lambda item: -item[1]):
@@ -179,7 +199,9 @@ def _resources(report: Report) -> Facts:
         yield "memory", f"KV {sizes['kv_bytes'] / 2**20:,.0f} MiB{each} in blocks of {sizes['block_size']} tokens"
     if sizes and sizes.get("max_device_bytes"):
         yield "memory", f"{sizes['max_device_bytes'] / 2**20:,.0f} MiB of the GPU at most"
-    if cost := _cost(report):
+    if "cost" in report:
+        yield "cost", cost_text(report["cost"])
+    if cost := _hours(report):
         yield "cost", f"{cost[1]} {cost[0]}" + (", without copies" if report["duplicates"] else "")
     if report["machine"]["processor"]:
         yield "ran on", report["machine"]["processor"]
@@ -207,13 +229,23 @@ def answers(records: Sequence[Mapping[str, Any]], expected: str | None) -> Table
     """The beginnings of answers, with the probability of a choice, and what was expected."""
     rows = []
     for record in records:
-        text = str(record.get("text") if record.get("text") is not None else record.get("token_ids"))
+        text = _answer(record)
         probs = [choice["prob"] for choice in record.get("choices") or () if choice["text"] == text]
         more = f" ({probs[0]:.0%})" if probs else ""
         wanted = [] if expected is None else [shortened(str(record.get(expected)), _ANSWER_WIDTH)]
         rows.append((shortened(str(record["id"]), _ID_WIDTH), shortened(text, _ANSWER_WIDTH) + more, *wanted))
     head = ("id", "answer") if expected is None else ("id", "answer", "expected")
     return Table("The first answers", head, rows, is_prose=True)
+
+
+def _answer(record: Mapping[str, Any]) -> str:
+    """What a row got, in short."""
+    for name in ("embedding", "embeddings"):
+        if name in record and "text" not in record:
+            return f"{name[:9]} of {len(record[name]):,} {'numbers' if name == 'embedding' else 'tokens'}"
+    if "score" in record and "text" not in record:
+        return f"{record.get('label', '')} ({record['score']:.1%})".strip()
+    return str(record.get("text") if record.get("text") is not None else record.get("token_ids"))
 
 
 def latencies(report: Report) -> Table:
@@ -237,7 +269,20 @@ def slowest(report: Report) -> Table:
     return Table("Slowest rows", head, rows)
 
 
-def _cost(report: Report) -> tuple[str, str] | None:
+def cost_text(cost: Mapping[str, Any]) -> str:
+    """What ``report.usage.cost_of`` gave: the amount, and that per million tokens."""
+    return ", ".join(f"{amount}{label.removeprefix('cost')}" for label, amount in _cost(cost))
+
+
+def _cost(cost: Mapping[str, Any]) -> Facts:
+    yield "cost", format_amount(cost["total"])
+    for kind in ("output", "prompt"):  # the latter of a job that generates nothing
+        if (found := cost[f"per_million_{kind}_tokens"]) is not None:
+            yield f"cost per million {kind} tokens", format_amount(found)
+            return
+
+
+def _hours(report: Report) -> tuple[str, str] | None:
     """Hours by output tokens or, of a job that generates nothing, by prompt tokens."""
     tokens = "output" if report["tokens"]["completion"] else "prompt"
     found = report[f"device_hours_per_million_{tokens}_tokens"]

@@ -5,12 +5,15 @@ Output records and lines of ``errors.jsonl`` are added one by one; memory does n
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
+from batchgen.core.answers import CHOICE, LAST_NUMBER, find_answer, is_right
+from batchgen.core.units import shortened
 from batchgen.report.distribution import Distribution
 
 LATENCIES = ("queue_s", "prefill_s", "decode_s", "ttft_s", "tpot_s", "total_s")
@@ -18,6 +21,9 @@ _LENGTHS = ("prompt_tokens", "completion_tokens")
 _HISTOGRAMS = (*_LENGTHS, "ttft_s", "tpot_s", "total_s")
 _SLOW_TIMINGS = ("queue_s", "prefill_s", "decode_s", "total_s", "preemptions")
 _NUM_SLOWEST = 10
+_NUM_WRONG = 5
+_SHOWN_CHARS = 200  # of a wrong answer
+_Z = 1.959964  # of 95%
 _LEAST_TOKENS = {"decode_s": 1, "tpot_s": 2}  # of a row for which a latency has a meaning
 
 
@@ -25,17 +31,27 @@ _LEAST_TOKENS = {"decode_s": 1, "tpot_s": 2}  # of a row for which a latency has
 class RowTotals:
     """Totals of rows. ``expected`` is the field of a record that its text is compared with, if any.
 
-    ``tokens`` are those of the report, ``copied_tokens`` are theirs of the ``num_copies`` rows that got a copy.
+    ``answer`` is the rule by which its answer was found, which is then compared instead. Without it, and as long as no
+    row is right, it counts what would help: rows that hold the expected text, and those that a rule would make right.
+    ``tokens`` are those of the report, ``copied_tokens`` are theirs of the ``num_copies`` rows that got a copy,
+    ``reused_tokens`` of the ``num_reused`` rows that an earlier run has computed.
     """
 
     expected: str | None = None
+    answer: str | None = None
     num_results: int = 0
     tokens: Counter[str] = field(default_factory=Counter)
     num_copies: int = 0
     copied_tokens: Counter[str] = field(default_factory=Counter)
+    num_reused: int = 0
+    reused_tokens: Counter[str] = field(default_factory=Counter)
     preemptions: int = 0
     correct: int = 0
     compared: int = 0
+    without_answer: int = 0
+    holding: int = 0
+    helped: Counter[str] = field(default_factory=Counter)
+    wrong: list[dict[str, Any]] = field(default_factory=list)  # those of the smallest index
     num_structured: int = 0
     completeness: Counter[bool] = field(default_factory=Counter)  # of samples with structured outputs
     finish_reasons: Counter[str] = field(default_factory=Counter)
@@ -58,7 +74,10 @@ class RowTotals:
         self.num_results += 1
         self.preemptions += timings["preemptions"]
         tokens = {name.removesuffix("_tokens"): count for name, count in lengths.items()}
-        if not is_computed and cached == tokens["prompt"]:
+        if timings.get("reused"):
+            self.num_reused += 1
+            self.reused_tokens.update(tokens)
+        elif not is_computed and cached == tokens["prompt"]:
             self.num_copies += 1
             self.copied_tokens.update(tokens)
             cached = 0
@@ -74,13 +93,35 @@ class RowTotals:
             row |= lengths | {name: timings[name] for name in _SLOW_TIMINGS}
             self.slowest = sorted([*self.slowest, row], key=itemgetter("total_s"), reverse=True)[:_NUM_SLOWEST]
         samples = record.get("samples") or [record]
-        self.finish_reasons.update(sample["finish_reason"] for sample in samples)
+        self.finish_reasons.update(sample["finish_reason"] for sample in samples if "finish_reason" in sample)
         complete = [sample["complete"] for sample in samples if sample.get("complete") is not None]
         self.completeness.update(complete)
         self.num_structured += bool(complete)
         if self.expected is not None and record.get(self.expected) is not None:
-            self.compared += 1
-            self.correct += record.get("text", "").strip() == str(record[self.expected]).strip()
+            self._compare(record, record[self.expected])
+
+    def _compare(self, record: Mapping[str, Any], expected: Any) -> None:
+        text = record.get("text", record.get("label")) or ""
+        found = record.get("answer") if self.answer else text
+        self.compared += 1
+        if self.answer:
+            self.without_answer += found is None
+            is_correct = is_right(self.answer, found, expected)
+        else:
+            is_correct = text.strip() == str(expected).strip()
+        self.correct += is_correct
+        if is_correct:
+            return
+        if len(self.wrong) < _NUM_WRONG or record["index"] < self.wrong[-1]["index"]:
+            shown = {"answer": None if found is None else shortened(found, _SHOWN_CHARS)}
+            row = {"id": record["id"], "index": record["index"], **shown}
+            row["expected"] = shortened(str(expected), _SHOWN_CHARS)
+            self.wrong = sorted([*self.wrong, row], key=itemgetter("index"))[:_NUM_WRONG]
+        if not self.correct and not self.answer:
+            wanted = str(expected).strip()
+            self.holding += bool(wanted) and wanted in text
+            rules = (LAST_NUMBER, CHOICE)
+            self.helped.update(rule for rule in rules if is_right(rule, find_answer(rule, text), expected))
 
     def add_error(self, line: Mapping[str, Any]) -> None:
         """Take in a line of ``errors.jsonl``; an OpenAI error file nests the code."""
@@ -102,7 +143,27 @@ class RowTotals:
             "slowest": self.slowest,
             "preemptions": self.preemptions,
         }
+        if self.num_reused:
+            names = ("prompt", "completion")
+            found["reused"] = {"rows": self.num_reused, **{name: self.reused_tokens[name] for name in names}}
         if self.expected is not None:
-            share = round(self.correct / self.compared, 6) if self.compared else None
-            found["accuracy"] = {"correct": self.correct, "total": self.compared, "exact_match": share}
+            found["accuracy"] = self._accuracy()
         return found
+
+    def _accuracy(self) -> dict[str, Any]:
+        total = self.compared
+        found: dict[str, Any] = {"correct": self.correct, "total": total}
+        found["exact_match"] = round(self.correct / total, 6) if total else None
+        found |= {"interval": interval(self.correct, total) if total else None, "wrong": self.wrong}
+        if self.answer:
+            found["without_answer"] = self.without_answer
+        elif total and not self.correct:
+            found |= {"holding": self.holding, "helped": dict(self.helped.most_common())}
+        return found
+
+
+def interval(correct: int, total: int) -> list[float]:
+    """The 95% interval of a share (Wilson's score): it holds for few rows and where all or none are correct too."""
+    share, spread = correct / total, _Z**2 / total
+    half = _Z * math.sqrt(share * (1 - share) / total + spread / (4 * total))
+    return [round(min(max((share + spread / 2 + side) / (1 + spread), 0.0), 1.0), 6) for side in (-half, half)]

@@ -70,6 +70,18 @@ def device_s(usage: Numbers) -> float:
     return float(max(usage.get("device_s", 0.0), usage.get("wall_s", 0.0)))
 
 
+def cost_of(price_per_hour: float | None, devices_s: float, tokens: Numbers) -> dict[str, float | None] | None:
+    """What seconds of devices cost, in all and per million completion and prompt ``tokens``; None without a price."""
+    if price_per_hour is None:
+        return None
+    total = price_per_hour * devices_s / _SECONDS_PER_HOUR
+    each = {"output": tokens["completion"], "prompt": tokens["prompt"]}
+    per_million = {
+        f"per_million_{kind}_tokens": round(total / count * 1e6, 6) if count else None for kind, count in each.items()
+    }
+    return {"total": round(total, 6), **per_million}
+
+
 def workers_section(engine: Numbers) -> list[dict[str, Any]]:
     """The report's ``workers``, from the counts of an engine; empty if it ran in the driver's process."""
     section = []

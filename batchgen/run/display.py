@@ -98,10 +98,16 @@ class JsonDisplay(LineDisplay):
 
 
 class BarDisplay(Display):
-    """A tqdm bar that counts tokens; their total is estimated from the rows finished so far."""
+    """A tqdm bar that counts tokens; their total is estimated from the rows finished so far.
+
+    In a notebook it is a widget, or text where ipywidgets is not installed.
+    """
 
     def __init__(self, file: TextIO) -> None:
-        from tqdm import tqdm  # slow to import, and other displays do not need it
+        if is_notebook():
+            from tqdm.auto import tqdm
+        else:
+            from tqdm import tqdm  # slow to import, and other displays do not need it
 
         self._tqdm: Any = tqdm
         self._tqdm.monitor_interval = 0  # the progress thread redraws the bar
@@ -117,10 +123,13 @@ class BarDisplay(Display):
         if self._bar is None or is_running != self._is_running:  # a new bar counts its time and rate from now
             self.close(snapshot)
             options = {"leave": False, "dynamic_ncols": True, "mininterval": 0, "unit": "tok", "unit_scale": True}
+            options |= {"total": tokens["estimated"] or 1}  # a widget without one stays small
             self._bar = self._tqdm(file=self._file, bar_format=layout, initial=tokens["computed"], **options)
             self._is_running = is_running
         self._bar.bar_format = layout
         self._bar.total, self._bar.n = tokens["estimated"], tokens["computed"]
+        if hasattr(self._bar, "container"):  # of a widget
+            self._bar.container.children[1].max = tokens["estimated"] or 1
         self._bar.set_description_str(describe_rows(rows) if is_running else snapshot["phase"], refresh=False)
         self._bar.set_postfix_str(", ".join(_others(snapshot)), refresh=False)
         self._bar.refresh()
@@ -130,17 +139,27 @@ class BarDisplay(Display):
 
     def close(self, snapshot: Snapshot) -> None:
         if self._bar is not None:
+            self._bar.total = self._bar.n  # an estimate that was not reached would leave a red widget
             self._bar.close()
 
 
-def make_display(kind: Literal["auto", "json", "quiet"], interval_s: float) -> Display:
-    """The display of a kind; "auto" depends on whether stderr is a terminal."""
+def make_display(kind: Literal["auto", "bar", "json", "quiet"], interval_s: float) -> Display:
+    """The display of a kind; "auto" and "bar" depend on whether a person watches."""
     if kind == "quiet" or sys.stderr is None:  # None: the caller closed it
         return Display()
     file: Any = _Tolerant(sys.stderr)
     if kind == "json":
         return JsonDisplay(interval_s, file)
-    return BarDisplay(file) if sys.stderr.isatty() else LineDisplay(interval_s, file)
+    if sys.stderr.isatty() or is_notebook():
+        return BarDisplay(file)
+    return LineDisplay(interval_s, file) if kind == "auto" else Display()
+
+
+def is_notebook() -> bool:
+    """Whether this process runs the cells of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return shell is not None and "IPKernelApp" in shell.config
 
 
 def is_generating(snapshot: Snapshot) -> bool:

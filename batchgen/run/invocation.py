@@ -27,7 +27,7 @@ from batchgen.output.manifest import KERNELS, Manifest, mix_kernels, without_ker
 from batchgen.output.rundir import RunDir
 from batchgen.report.advice import warnings
 from batchgen.report.build import write_report
-from batchgen.report.facts import numerics_text
+from batchgen.report.facts import cost_text, numerics_text
 from batchgen.run.backend import Backend, RunContext
 from batchgen.run.display import make_display
 from batchgen.run.loader import EngineFactory, ModelInfo, load_engine
@@ -44,8 +44,9 @@ class RunOptions:
     """Options of one invocation, as opposed to the job: none of them changes a row's output.
 
     ``max_error_rate`` is a fraction; ``allow_mixed_kernels`` lets a run go on with kernels that round differently.
-    ``progress`` is a bar on a terminal and elsewhere a line every ``heartbeat_s`` seconds ("auto"), JSON lines
-    ("json"), or nothing ("quiet"). ``shard`` may be given as ``(i, n)``.
+    ``progress`` is a bar on a terminal or in a notebook, and elsewhere a line every ``heartbeat_s`` seconds ("auto") or
+    nothing ("bar"); or it is JSON lines ("json"), or nothing ("quiet"). ``shard`` may be given as ``(i, n)``. If it
+    ``may_exit``, a stop that takes too long and a second SIGINT end the process.
     """
 
     overwrite: bool = False
@@ -54,8 +55,9 @@ class RunOptions:
     shard: Shard = WHOLE
     allow_mixed_kernels: bool = False
     limits: Limits = field(default_factory=Limits)
-    progress: Literal["auto", "json", "quiet"] = "auto"
+    progress: Literal["auto", "bar", "json", "quiet"] = "auto"
     heartbeat_s: float = 30.0
+    may_exit: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.shard, Shard):
@@ -64,11 +66,15 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an invocation ended: the exit code of the process, lines for the user, the report of a finished run."""
+    """How an invocation ended: the exit code of the process, lines for the user, the report of a finished run.
+
+    ``stop_reason`` is why it was asked to stop, such as the name of a signal; one may come too late to have an effect.
+    """
 
     exit_code: ExitCode
     lines: tuple[str, ...]
     report: Mapping[str, Any] | None = field(default=None, repr=False)
+    stop_reason: str | None = None
 
 
 class Invocation(ABC):
@@ -89,8 +95,11 @@ class Invocation(ABC):
         self.run_dir = run_dir
         self.engine_factory = engine_factory or load_engine
         self.backend: Backend | None = None
-        self.stopper = Stopper(options.limits)
+        if options.limits.max_cost is not None and spec.cluster.price_per_hour is None:
+            raise UsageError("--max-cost needs a price: give --price-per-hour, or cluster.price_per_hour in the job")
+        self.stopper = Stopper(options.limits, may_exit=options.may_exit)
         self.progress = Progress(run_dir.path, make_display(options.progress, options.heartbeat_s), self.stopper)
+        self.progress.price_per_hour = spec.cluster.price_per_hour
         self.remotes = RemoteCopies(spec.output, run_dir, self.progress, overwrite=options.overwrite)
 
     def execute(self) -> Outcome:
@@ -103,12 +112,13 @@ class Invocation(ABC):
                     # The mirror closes last: its last copy takes the progress.json that is written at the end.
                     with self.remotes, self.progress, self.stopper.interruptible():
                         self.remotes.open()
-                        return self.work()
+                        outcome = self.work()
                 except StopRequested:
-                    return self.stopped()
+                    outcome = self.stopped()
                 finally:
                     if self.backend is not None:
                         self.backend.close()
+        return replace(outcome, stop_reason=self.stopper.reason)
 
     @abstractmethod
     def work(self) -> Outcome:
@@ -162,7 +172,7 @@ class Invocation(ABC):
                 with self.progress.phase(GENERATING, "generate"), self.stopper.drain_with(engine.stop):
                     for result in engine.run(chain([first], tasks)):
                         sink.finish(stream.pending.pop(result.key), result)
-                        self.stopper.check_limits(self.progress.computed_tokens)
+                        self.stopper.check_limits(self.progress.computed_tokens, self.progress.cost)
                         sink.check_error_rate(self.stopper)
             except BatchgenError as error:
                 if error.exit_code == ExitCode.STOPPED:  # the last worker is lost: a resume goes on from what it told
@@ -242,6 +252,8 @@ class Invocation(ABC):
         speed = f"{tokens[kind]:,} {what} in {format_duration(report['wall_s'])}"
         rate = f"{report['tokens_per_s'][kind]:,.0f} tokens/s {way}{without}"
         lines = [f"{counted(rows['done'], 'row')} done{copies}, {speed} ({rate})"]
+        if reused := report.get("reused"):
+            lines.append(f"{reused['rows']:,} reused, {rows['done'] - reused['rows']:,} computed")
         if rows["failed"]:
             codes = ", ".join(f"{code} {count:,}" for code, count in report["errors"].items())
             lines.append(f"{counted(rows['failed'], 'row')} failed: {codes}; see {short(self.run_dir.errors)}")
@@ -249,6 +261,8 @@ class Invocation(ABC):
         if accuracy and accuracy["total"]:
             share = f"{accuracy['exact_match']:.2%}"
             lines.append(f"exact match {share} ({accuracy['correct']:,} of {accuracy['total']:,})")
+        if "cost" in report:
+            lines.append(f"cost {cost_text(report['cost'])}")
         lines += warnings(report)
         if not rows["total"]:
             lines.append("warning: the input has no rows")

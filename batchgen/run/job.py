@@ -6,6 +6,7 @@ run that resumes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -31,7 +32,9 @@ from batchgen.report.build import build_report, write_report
 from batchgen.run.invocation import Invocation, Outcome, RunOptions, short
 from batchgen.run.loader import EngineFactory, read_model
 from batchgen.run.reports import has_failed_rows, job_facts, journal_totals, result_ids
+from batchgen.run.results import ResultSink
 from batchgen.run.resume import continued, reopen
+from batchgen.run.reuse import Reuse, earlier_runs, reuse_rows
 from batchgen.run.stdin import StdinCopy
 
 _SHARDS_DATE = (
@@ -41,26 +44,33 @@ _SHARDS_DATE = (
 
 
 def run_job(
-    spec: JobSpec, options: RunOptions | None = None, *, engine_factory: EngineFactory | None = None
+    spec: JobSpec,
+    options: RunOptions | None = None,
+    *,
+    engine_factory: EngineFactory | None = None,
+    lines: Iterable[bytes] | None = None,
 ) -> Outcome:
     """Run a job, or what is left of it.
 
-    ``engine_factory`` replaces the model's own engine. Handles SIGINT and SIGTERM meanwhile, if called from the main
-    thread. Raises UsageError before anything is written, LockedError if another process holds the run directory,
-    StorageError and other BatchgenErrors for what goes wrong later.
+    ``engine_factory`` replaces the model's own engine. ``lines`` are read in place of standard input. Handles SIGINT
+    and SIGTERM meanwhile, if called from the main thread. Raises UsageError before anything is written, LockedError if
+    another process holds the run directory, StorageError and other BatchgenErrors for what goes wrong later.
     """
-    return _Job(spec, options or RunOptions(), RunDir(Path(spec.output.path)), engine_factory).execute()
+    job = _Job(spec, options or RunOptions(), RunDir(Path(spec.output.path)), engine_factory)
+    job.lines = lines
+    return job.execute()
 
 
 class _Job(Invocation):
     builder: RequestBuilder
+    lines: Iterable[bytes] | None = None
     stdin: StdinCopy | None = None
     growth: Growth | None = None  # of the input, since the run was begun or last resumed
 
     def work(self) -> Outcome:
         """Run what is left of the job; see ``run_job``."""
         if self.spec.input.path == ("-",):
-            self.stdin = StdinCopy(self.run_dir.spool)
+            self.stdin = StdinCopy(self.run_dir.spool, self.lines)
         begun = self.remotes.begun(self._begun())
         self.digests = Digests(begun.file_states if begun else None)
         with ExitStack() as stack:
@@ -77,12 +87,13 @@ class _Job(Invocation):
                     return self._already_done(begun)
             if source is None:
                 raise UsageError(f"{self.run_dir.spool} has gone; pipe the same rows in again, or --overwrite")
+            earlier_runs(self.spec)
             self.remotes.claim(self.manifest)
             if begun is not None and self.run_dir.is_complete():
                 self._clear_up(begun)
                 self.progress.state = "running"
                 self.manifest = reopen(self.run_dir, self.manifest, self.growth or Growth())
-            self.builder = self.model.builder(self.spec.input, self.spec.sampling, self.spec.sampling_columns)
+            self.builder = self.model.builder(self.spec)
             if begun is None:
                 check_columns(source.read(), self.spec, self.builder.finder)
                 self._begin(source)
@@ -141,7 +152,7 @@ class _Job(Invocation):
             self.model = read_model(self.spec, begun_at)
         if begun is None and (hint := self.model.preset_hint(self.spec)):
             self.progress.display.note(hint)
-        self.spec = self.model.with_preset(self.spec)
+        self.spec = self.model.resolved(self.spec)
         with self.progress.phase("checking the input", "read"):
             rows: dict[str, Any] = begun.fingerprints["input"] if begun is not None and source is None else {}
             if source is not None:
@@ -241,6 +252,7 @@ class _Job(Invocation):
             progress.keeps_file = True
             self._count(rows)
             progress.display.note(self._announcement(journal))
+            self._reuse(rows, validator, journal)
             is_done = self.generate(rows.read(), validator, journal)
         if not is_done:
             if self.stopper.exit_code == ExitCode.ROWS_FAILED:
@@ -253,6 +265,16 @@ class _Job(Invocation):
         with progress.phase("writing the outputs", "write"):
             finalize(self.run_dir, self.spec, journal, num_rows=rows.num_rows)
         return self.published(self._finish(journal))
+
+    def _reuse(self, rows: RowRange, validator: RowValidator, journal: Journal) -> None:
+        """Take over the rows that earlier runs have results of."""
+        if self.spec.output.reuse:
+            builder = self.model.record_builder(self.spec)
+            with self.progress.phase("reading earlier runs", "read"):
+                reuse = Reuse(self.spec, self.manifest, builder, self.run_dir.journal)
+            sink = ResultSink(journal, builder, None, self.progress.clock.on)
+            with closing(reuse):
+                reuse_rows(reuse, rows, validator, sink, self.progress)
 
     def _count(self, rows: RowRange) -> None:
         if self.progress.rows_total is None:

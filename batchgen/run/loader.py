@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.job import InputSpec, JobSpec, ModelSpec
+from batchgen.config.job import JobSpec, ModelSpec
 from batchgen.config.sampling import ParamError, card_values, merge_params, recommended_values
 from batchgen.core.errors import InputChanged, ModelError, UsageError
 from batchgen.core.fingerprint import Digests, FileState
@@ -25,18 +23,23 @@ from batchgen.core.model_location import resolve_model
 from batchgen.core.records import SamplingParams
 from batchgen.core.units import shown
 from batchgen.input.requests import RequestBuilder
+from batchgen.input.rows import Embedded
 from batchgen.model.adapter.settings import Lora, read_lora, resolve_adapter
 from batchgen.model.config import ModelConfig
 from batchgen.model.registry import is_dummy, load_config
+from batchgen.model.vector_files import VectorFiles, read_vector_files
 from batchgen.output.record_builder import RecordBuilder
 from batchgen.output.rundir import RunDir
-from batchgen.run.backend import Backend, RunContext
+from batchgen.run.backend import Backend, RunContext, lasting_imports
 from batchgen.run.stop import signals_afterwards
+from batchgen.run.vectors import pooler, with_embedding
+from batchgen.text.gguf_tokenizer import read_gguf_tokenizer
 from batchgen.text.grammar import Grammars
 from batchgen.text.grammar_source import library
 from batchgen.text.reasoning import Reasoning, text_behind
 from batchgen.text.stop_strings import StopStrings
 from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tool_calls import FAMILIES, ToolCalls, tool_format
 
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja")
 _MODEL_PATTERNS = ("*.safetensors", *_TOKENIZER_PATTERNS)
@@ -47,7 +50,8 @@ class ModelInfo:
     """A model without its weights. Without a ``tokenizer``, rows must hold token ids.
 
     ``read_states`` are the states of the config, tokenizer and adapter files just before they were read.
-    ``recommended`` are the sampling values of its generation_config.json, None without one.
+    ``vectors`` is how the checkpoint makes vectors; ``recommended`` are the sampling values of its
+    generation_config.json, None without one.
     """
 
     config: ModelConfig
@@ -57,6 +61,7 @@ class ModelInfo:
     folder: Path | None  # or GGUF file; None for a dummy
     tokenizer_folder: Path | None  # if it is not the model's own
     read_states: Mapping[Path, FileState]
+    vectors: VectorFiles = VectorFiles()  # noqa: RUF009 - it is frozen
     recommended: Mapping[str, Any] | None = None
     lora: Lora | None = None
     grammars: Grammars | None = None
@@ -69,6 +74,7 @@ class ModelInfo:
             ("", self.folder, _MODEL_PATTERNS),
             ("tokenizer", self.tokenizer_folder, _TOKENIZER_PATTERNS),
             ("adapter", self.lora.folder if self.lora else None, ADAPTER_FILES),
+            *((f"dense{i}", layer.folder, _MODEL_PATTERNS) for i, layer in enumerate(self.vectors.dense)),
         ]
         return [(name, folder, patterns) for name, folder, patterns in parts if folder is not None]
 
@@ -101,7 +107,11 @@ class ModelInfo:
         """End-of-sequence token ids from the model config and the tokenizer."""
         return frozenset(self.config.eos_token_ids) | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())
 
-    def with_preset(self, spec: JobSpec) -> JobSpec:
+    def resolved(self, spec: JobSpec) -> JobSpec:
+        """The job with what its "auto" and presets mean with this model. Raises UsageError where they mean nothing."""
+        return with_embedding(self._with_preset(spec), self.config, self.vectors)
+
+    def _with_preset(self, spec: JobSpec) -> JobSpec:
         """The job with the values of ``preset = "model"``, if it asks for them. Raises UsageError without any."""
         if spec.over_preset is None:
             return spec
@@ -129,28 +139,39 @@ class ModelInfo:
             if run_dir.owns(folder):
                 raise UsageError(f"the model in {folder} would be removed by this run; choose another output.path")
 
-    def builder(self, where: InputSpec, sampling: SamplingParams, columns: Sequence[str] = ()) -> RequestBuilder:
-        """The builder of requests for this model; ``columns`` are the job's ``sampling.columns``.
-
-        Raises UsageError if [input] does not fit the model.
-        """
-        return RequestBuilder(
+    def builder(self, spec: JobSpec) -> RequestBuilder:
+        """The builder of requests of a ``resolved`` job. Raises UsageError if [input] does not fit the model."""
+        embed, where, longest = spec.embed, spec.input, self.max_model_len
+        asked: SamplingParams | Embedded = spec.sampling
+        if embed.is_on:
+            widths = [self.config.hidden_size, *(layer.outputs for layer in self.vectors.dense)]
+            kept = embed.dimensions or widths[-1]
+            asked = Embedded(embed.pooling or "", embed.prefix or "", embed.truncate, kept)
+            where = replace(where, chat=False)
+            if spec.engine.max_model_len is None:
+                longest = min(longest, self.vectors.max_tokens or longest)
+        builder = RequestBuilder(
             where,
-            sampling,
+            asked,
             self.tokenizer,
             grammars=self.grammars,
-            max_model_len=self.max_model_len,
+            max_model_len=longest,
             vocab_size=self.config.vocab_size,
             presets={"card": card_values(self.path), "model": self.recommended},
-            columns=columns,
+            columns=spec.sampling_columns,
         )
+        builder.again = spec.again
+        return builder
 
     def record_builder(self, spec: JobSpec) -> RecordBuilder:
         """What makes output records of this model's results."""
         if self.tokenizer is None:
-            return RecordBuilder(spec, None)
+            return RecordBuilder(spec, None, labels=self.config.labels)
         reasoning = Reasoning(self.tokenizer) if spec.output.split_reasoning else None
-        return RecordBuilder(spec, self.tokenizer.decode, reasoning, partial(text_behind, self.tokenizer))
+        form = tool_format(self.tokenizer)
+        tools = ToolCalls(self.tokenizer, form) if form else None
+        behind = partial(text_behind, self.tokenizer)
+        return RecordBuilder(spec, self.tokenizer.decode, reasoning, behind, tools, self.config.labels)
 
 
 EngineFactory = Callable[[JobSpec, ModelInfo], Backend]
@@ -180,21 +201,29 @@ def read_model(spec: JobSpec, now: datetime | None = None) -> ModelInfo:
         tokenizer = Tokenizer.load(own_tokenizer_folder, now)
     elif folder is not None and (tokenizer_folder(folder) / "tokenizer.json").is_file():
         tokenizer = Tokenizer.load(tokenizer_folder(folder), now)
-    elif folder is not None and is_gguf(folder) and (spec.input.prompt or spec.input.messages):
-        raise ModelError(
-            f"{folder}: there is no tokenizer.json beside it; give --tokenizer a folder or Hub id with one"
-        )
+    elif folder is not None and is_gguf(folder):
+        try:
+            tokenizer = read_gguf_tokenizer(folder, now)
+        except ModelError:
+            if spec.input.prompt_token_ids is None:
+                raise
     if tokenizer is None and spec.output.split_reasoning:
         raise UsageError(
             "output.split_reasoning needs a tokenizer and this model has none; name one in model.tokenizer"
+        )
+    if spec.output.parse_tools and (tokenizer is None or tool_format(tokenizer) is None):
+        raise UsageError(
+            f"output.parse_tools: neither tokenizer nor chat template shows how this model calls tools ({FAMILIES})"
         )
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         sizes = f"{tokenizer.vocab_size} tokens, the model {config.vocab_size}"
         raise UsageError(f"the tokenizer has {sizes}: they do not belong together")
     longest = _max_model_len(spec, config)
     recommended = None if folder is None else _recommended(spec, tokenizer_folder(folder))
+    is_folder = folder is not None and not is_gguf(folder)
+    vectors = read_vector_files(folder) if folder is not None and is_folder else VectorFiles()
     parts = (config, tokenizer, longest, model.path, folder, own_tokenizer_folder, states)
-    info = ModelInfo(*parts, recommended, lora)
+    info = ModelInfo(*parts, vectors, recommended, lora)
     if tokenizer is None:
         return info
     return replace(info, grammars=Grammars(tokenizer, config.vocab_size, sorted(info.eos_token_ids)))
@@ -224,17 +253,19 @@ def load_engine(spec: JobSpec, info: ModelInfo) -> Backend:
     num_params = info.config.linear_params + info.config.logits_params_per_token
     require_address_space(num_params * (1 if spec.model.weights == "int8" else 2))  # in the smallest dtype
     start_kernels(spec, info.config)  # beside the import of torch
-    with signals_afterwards(), _lasting_imports():
+    with signals_afterwards(), lasting_imports():
         from batchgen.engine import Engine
         from batchgen.engine.facts import engine_facts
         from batchgen.engine.generation import TextTools
         from batchgen.engine.load import load_weights, use_threads
+        from batchgen.engine.sampler import Sampler
         from batchgen.kernels.cpu.parallel import num_launches
 
     threads = use_threads(spec.engine.threads, info.config)  # before loading, which packs weights and takes threads too
-    model = load_weights(spec.model)
+    model = load_weights(spec.model, has_head=not spec.embed.is_on)
     text = TextTools(partial(StopStrings, info.tokenizer), info.grammars) if info.tokenizer else None
-    engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, text=text)
+    sampler = pooler(spec.embed, info.vectors, model) if spec.embed.is_on else Sampler
+    engine = Engine(model, spec.engine, eos_token_ids=info.eos_token_ids, text=text, sampler=sampler)
     facts = partial(engine_facts, engine)
     numerics = engine.numerics
     if spec.sampling.structured_outputs:  # other versions may force other tokens
@@ -266,7 +297,7 @@ def start_kernels(spec: JobSpec, config: ModelConfig) -> None:
 def _forms(spec: JobSpec, config: ModelConfig) -> tuple[str, ...]:
     """What kernels depend on beside the dtype that is computed in."""
     settings = (spec.model.weights, spec.model.activations, spec.engine.kv_dtype)
-    return (config.saved_dtype, *settings, config.feed_forward)
+    return (config.saved_dtype, *settings, config.parts)
 
 
 def _kernel_dtype(model: ModelSpec, config: ModelConfig) -> str:
@@ -274,24 +305,6 @@ def _kernel_dtype(model: ModelSpec, config: ModelConfig) -> str:
     is_cpu = model.device == "cpu" or (model.device == "auto" and not Path("/dev/nvidiactl").exists())
     dtype = config.auto_dtype(is_cpu=True) if model.dtype == "auto" else model.dtype
     return dtype if is_cpu else ""
-
-
-@contextmanager
-def _lasting_imports() -> Iterator[None]:
-    """Import torch without a search for garbage in its hundred thousands of objects, meanwhile or ever after.
-
-    That takes a tenth of a short run. Nothing is done where torch is imported already, by whoever calls this package.
-    """
-    is_first, was_enabled = "torch" not in sys.modules, gc.isenabled()
-    if is_first:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if is_first:
-            gc.freeze()
-        if was_enabled:
-            gc.enable()
 
 
 def _is_plain(spec: JobSpec) -> bool:

@@ -121,7 +121,7 @@ def _joined_report(run_dir: RunDir, reports: Sequence[dict[str, Any]]) -> dict[s
     facts["numerics"] = manifest.fingerprints.get("numerics", facts["numerics"])  # with the kernels of all shards
     job = job_from_dict(manifest.job, run_dir.manifest)
     totals = output_totals(run_dir, job)
-    return build_report(totals, usage, facts | job.model.named | {"shard": "1/1"})
+    return build_report(totals, usage, facts | job.model.named | job.cluster.priced | {"shard": "1/1"})
 
 
 def _refuse_inside(shards: Sequence[_Shard], target: Path) -> None:

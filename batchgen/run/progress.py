@@ -24,8 +24,9 @@ from batchgen.core.machine import peak_bytes
 from batchgen.core.storage import read_regular, temporary_name
 from batchgen.output.rundir import PROGRESS_NAME
 from batchgen.report.build import build_report
+from batchgen.report.facts import cost_text
 from batchgen.report.rows import RowTotals
-from batchgen.report.usage import MALFORMED, follow, since
+from batchgen.report.usage import MALFORMED, cost_of, device_s, follow, since
 from batchgen.run.display import Display
 from batchgen.run.stop import Stopper, StopRequested
 
@@ -91,6 +92,8 @@ class Progress:
         self.workers: Callable[[], Sequence[Mapping[str, Any]]] = tuple  # see ``Backend``
         self.state = "running"
         self.keeps_file = False  # set once there is something to resume
+        self.num_reused = 0  # rows taken over from earlier runs
+        self.price_per_hour: float | None = None
         self._before: dict[str, Any] = {}  # progress.json of earlier invocations
         self._path = folder / PROGRESS_NAME
         self.stopper = stopper
@@ -139,12 +142,14 @@ class Progress:
             self._before = before
             self.keeps_file = True
             self.rows_total = before["rows"]["total"]
+            self.num_reused = before["rows"].get("reused", 0)
 
     def begin_anew(self) -> None:
         """Forget earlier invocations: this run starts from nothing."""
         self._before = {}
         self.keeps_file = False
         self.rows_total = None
+        self.num_reused = 0
 
     @contextmanager
     def phase(self, name: str, account: str) -> Iterator[None]:
@@ -185,6 +190,16 @@ class Progress:
         """Tokens that the engine has computed in this invocation, of prompts and of unfinished rows too."""
         return self.engine.stats.num_prefill_tokens + self.engine.stats.num_output_tokens if self.engine else 0
 
+    @property
+    def cost(self) -> float:
+        """What this and earlier invocations have cost so far; 0 without a price."""
+        return (self.price_per_hour or 0.0) * self._devices_s() / 3600
+
+    def _devices_s(self) -> float:
+        before, mine = self._before.get("spent", {}), self.clock.wall_s
+        here = {"wall_s": mine, "device_s": mine * self._mean_workers}
+        return device_s({name: before.get(name, 0.0) + seconds for name, seconds in here.items()})
+
     def snapshot(self) -> dict[str, Any]:
         """State, counts and estimates for the display and ``progress.json``; tokens are those of all invocations."""
         usage_before, rows_before = self._before.get("spent", {}), self._before.get("rows", {})
@@ -192,7 +207,7 @@ class Progress:
         done, failed = rows_before.get("done", 0), rows_before.get("failed", 0)
         if self.sink is not None:
             done, failed = self.sink.num_done, self.sink.num_failed
-        rows = row_counts(self.rows_total, done, failed)
+        rows = row_counts(self.rows_total, done, failed, self.num_reused)
         rate = self._rate()
         tokens_left = None if rows["left"] is None else self._tokens_left(rows["left"])
         eta_s = tokens_left / rate if tokens_left is not None and rate > 0 else None
@@ -216,6 +231,11 @@ class Progress:
             },
             "tokens_per_s": round(rate, 1),
             "eta_s": None if eta_s is None else round(eta_s, 1),
+            "cost": cost_of(
+                self.price_per_hour,
+                self._devices_s(),
+                {kind: tokens[f"{kind}_tokens"] for kind in ("prompt", "completion")},
+            ),
             "num_workers": len(self.workers()),
         }
 
@@ -276,7 +296,7 @@ class Progress:
     def _watch(self) -> None:
         while not self._end.wait(_TICK_S):
             self._sample()
-            self.stopper.check_limits(self.computed_tokens if self._phase == GENERATING else 0)
+            self.stopper.check_limits(self.computed_tokens if self._phase == GENERATING else 0, self.cost)
             if self.sink is not None and self._phase == GENERATING:
                 self.sink.tick()
             snapshot = self.snapshot()
@@ -307,20 +327,23 @@ def _check(found: Mapping[str, Any]) -> None:
     """Raises one of ``MALFORMED`` unless what ``status`` shows and what a report counts are texts and numbers."""
     rows, tokens, spent = found["rows"], found["tokens"], found["spent"]
     counts = [rows["done"], rows["failed"], *(tokens[name] for name in ("prompt", "completion", "computed"))]
+    counts.append(rows.get("reused", 0))
     counts += [spent[f"{name}_tokens"] for name in ("prompt", "completion", "computed")]
     maybe = [rows["total"], rows["left"], tokens["estimated"]]
     for count in [*counts, *(count for count in maybe if count is not None)]:
         index(count)
     sum((found["tokens_per_s"], found["phase_s"], found["eta_s"] or 0.0))
     "".join(found[name] or "" for name in ("state", "phase", "reason", "advice", "started_at", "updated_at"))
+    if found.get("cost"):
+        cost_text(found["cost"])
     build_report(RowTotals(), follow(spent, spent), {"numerics": {}, "threads": None})
     list(zip(*spent["engine"].get("series", {}).values(), strict=True))
 
 
-def row_counts(total: int | None, done: int, failed: int) -> dict[str, Any]:
-    """Row counts as ``progress.json`` and ``batchgen status --json`` hold them."""
+def row_counts(total: int | None, done: int, failed: int, reused: int = 0) -> dict[str, Any]:
+    """Row counts as ``progress.json`` and ``batchgen status --json`` hold them; ``reused`` where rows were."""
     left = None if total is None else max(total - done - failed, 0)
-    return {"total": total, "done": done, "failed": failed, "left": left}
+    return {"total": total, "done": done, "failed": failed, "left": left} | ({"reused": reused} if reused else {})
 
 
 def _now() -> str:

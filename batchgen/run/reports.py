@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # slow to import, and ``status`` does not need it
 
 def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
     """Totals of the rows in a journal. Raises StorageError if one no longer reads back."""
-    totals = RowTotals(spec.expected_field)
+    totals = RowTotals(spec.expected_field, spec.output.answer)
     for index in journal.done.indexes(errors=False):
         totals.add_result(json.loads(journal.payload(index)))
     for index in journal.done.indexes(errors=True):
@@ -39,7 +39,7 @@ def journal_totals(journal: Journal, spec: JobSpec) -> RowTotals:
 
 def output_totals(run_dir: RunDir, spec: JobSpec) -> RowTotals:
     """Totals of the rows in a finished run's outputs and ``errors.jsonl``. Raises StorageError if one is damaged."""
-    totals = RowTotals(spec.expected_field)
+    totals = RowTotals(spec.expected_field, spec.output.answer)
     for _, record in read_records(run_dir, spec):
         totals.add_result(record)
     for _, line in read_errors(run_dir):
@@ -57,6 +57,7 @@ def job_facts(spec: JobSpec, manifest: Manifest, backend: Backend | None) -> dic
         "numerics": manifest.fingerprints.get("numerics", {}),
         "threads": backend.threads if backend else None,
         **(backend.facts() if backend else {}),
+        **spec.cluster.priced,
     }
 
 

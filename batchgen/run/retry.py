@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.load import job_from_dict, override
+from batchgen.config.load import RawSettings, job_from_dict, override
 from batchgen.core.errors import ExitCode, ResumeMismatch, RowErrorCode, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import BadRow, Record
@@ -27,6 +27,7 @@ from batchgen.output.finalize import finalize_retry, read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import differences
 from batchgen.output.rundir import RunDir
+from batchgen.run.again import RunAgain, interrupted
 from batchgen.run.invocation import Invocation, Outcome, RunOptions
 from batchgen.run.loader import EngineFactory, read_model
 
@@ -37,10 +38,13 @@ def retry_job(
     flags: Mapping[str, Mapping[str, Any]],
     *,
     engine_factory: EngineFactory | None = None,
+    where: str = "failed",
 ) -> Outcome:
     """Run the failed rows of the finished run in ``folder`` again; ``flags`` may change its engine sizes.
 
-    Raises UsageError if there is no finished run, ResumeMismatch if the model has changed, LockedError.
+    ``where`` "length" or "incomplete" takes the rows that were cut off instead, with the sampling values of ``flags``.
+    Without flags, an interrupted retry of these goes on. Raises UsageError if there is no finished run, ResumeMismatch
+    if the model has changed, LockedError.
     """
     run_dir = RunDir(absolute(folder))
     manifest = run_dir.read_manifest()
@@ -49,9 +53,25 @@ def retry_job(
     if not run_dir.is_complete():
         raise UsageError(f"{folder} is not finished: run its job again first, retry comes after")
     spec = override(job_from_dict(manifest.job, run_dir.manifest), flags)
-    retry = _Retry(spec, replace(options, max_error_rate=None), run_dir, engine_factory)
+    options, values = replace(options, max_error_rate=None), _sampling_values(flags)
+    retry: _Retry | RunAgain = _Retry(spec, options, run_dir, engine_factory)
+    begun = interrupted(run_dir)
+    if where == "failed" and not values and begun is not None and begun[1] is not None:
+        where, values = begun[0], dict(begun[1].values)
+    if where != "failed":
+        if not values:
+            raise UsageError(f"--where {where} needs a value that is tried, such as --max-tokens 1024")
+        retry = RunAgain(spec, options, run_dir, engine_factory)
+        retry.where, retry.values = where, values
+    elif values:
+        raise UsageError(f"--{next(iter(values)).replace('_', '-')} needs --where length or --where incomplete")
     retry.manifest, retry.digests = manifest, Digests(manifest.file_states)
     return retry.execute()
+
+
+def _sampling_values(flags: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    given, settings = flags.get("sampling", {}), RawSettings(flags)
+    return {name: settings.parsed("sampling", name) for name, value in given.items() if value is not None}
 
 
 class _Retry(Invocation):
@@ -74,7 +94,7 @@ class _Retry(Invocation):
                 journal.remove()
                 return self.published(Outcome(ExitCode.OK, ("no row has failed: nothing to retry",)))
             self._find_model()
-            builder = self.model.builder(self.spec.input, self.spec.sampling, self.spec.sampling_columns)
+            builder = self.model.builder(self.spec)
             self.progress.keeps_file = True
             todo = (row for row in letters.read() if not _is_run(row, journal))
             validator = RowValidator(self.spec.input, builder, ids)  # failed rows are this run's, whatever its shard

@@ -16,6 +16,7 @@ from batchgen.output.finalize import read_errors
 from batchgen.output.journal import read_counts
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
+from batchgen.report.facts import cost_text
 from batchgen.run.display import describe_rows
 from batchgen.run.progress import NO_TOKENS, read_progress, row_counts
 from batchgen.run.reports import read_report
@@ -51,6 +52,7 @@ def read_status(folder: Path) -> dict[str, Any]:
         "tokens": progress.get("tokens", NO_TOKENS),
         "tokens_per_s": live.get("tokens_per_s", 0.0),
         "eta_s": live.get("eta_s"),
+        "cost": progress.get("cost"),
         "workers": live.get("workers", []),
         "updated_at": progress.get("updated_at"),
     }
@@ -62,7 +64,8 @@ def read_status(folder: Path) -> dict[str, Any]:
         status |= _finished(run_dir, manifest)
     elif holder is None and manifest is not None and run_dir.journal.is_dir():
         counts = read_counts(run_dir.journal, manifest.shard)
-        status["rows"] = row_counts(status["rows"]["total"], counts.results, counts.errors)
+        total, reused = (status["rows"].get(name) for name in ("total", "reused"))
+        status["rows"] = row_counts(total, counts.results, counts.errors, reused or 0)
     return status
 
 
@@ -93,11 +96,14 @@ def render_status(status: Mapping[str, Any]) -> str:
     advice = f"; {status['advice']}" if status["advice"] else ""
     lines = [printable(f"{status['folder']}: {status['state']}{reason}{what}{who}{advice}")]
     left = "" if rows["left"] is None else f", {rows['left']:,} left"
-    lines.append(f"rows    {describe_rows(rows)}: {rows['done']:,} done, {rows['failed']:,} failed{left}")
+    reused = f" ({rows['reused']:,} reused)" if rows.get("reused") else ""
+    lines.append(f"rows    {describe_rows(rows)}: {rows['done']:,} done{reused}, {rows['failed']:,} failed{left}")
     lines.append(f"tokens  {tokens['prompt']:,} in, {tokens['completion']:,} out")
     if status["tokens_per_s"]:
         eta = "" if status["eta_s"] is None else f", about {format_duration(status['eta_s'])} left"
         lines.append(f"speed   {status['tokens_per_s']:,.0f} tok/s computed, of prompts and answers{eta}")
+    if status["cost"]:
+        lines.append(f"cost    {cost_text(status['cost'])}")
     return "\n".join([*lines, *_worker_lines(status["workers"])])
 
 
@@ -134,8 +140,9 @@ def _finished(run_dir: RunDir, manifest: Manifest | None) -> dict[str, Any]:
     rows, tokens = report["rows"], report["tokens"]
     computed = report["computed_tokens"]
     return {
-        "rows": row_counts(rows["total"], rows["done"], rows["failed"]),
+        "rows": row_counts(rows["total"], rows["done"], rows["failed"], report.get("reused", {}).get("rows", 0)),
         "tokens": NO_TOKENS | {key: tokens[key] for key in ("prompt", "completion")} | {"computed": computed},
         "tokens_per_s": round(computed / report["wall_s"], 1) if report["wall_s"] else 0.0,
+        "cost": report.get("cost"),
         "updated_at": report["finished_at"],
     }

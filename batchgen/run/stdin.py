@@ -1,5 +1,7 @@
 """Standard input as a file: copied into the run directory, so that a resume can read the same rows again.
 
+Rows of a Python caller come the same way.
+
 A new copy is staged beside the old one and replaces it only when the job has been accepted: a refused invocation
 costs an existing run nothing.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +23,11 @@ from batchgen.core.storage import commit_staged, staged_file, temporary_name
 
 
 class StdinCopy:
-    """The copy of standard input at ``path``; call ``keep`` or ``drop`` after ``read``."""
+    """The copy of standard input, or of ``lines`` instead, at ``path``; call ``keep`` or ``drop`` after ``read``."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lines: Iterable[bytes] | None = None) -> None:
         self._path = path
+        self._lines = lines
         self._staged: Path | None = None
 
     def read(self, *, is_resumed: bool) -> Path | None:
@@ -33,6 +36,11 @@ class StdinCopy:
         None where a resume is given no rows and the old copy is gone, as after a finished run. Raises UsageError if a
         run is to begin and standard input is a terminal or closed, StorageError.
         """
+        if self._lines is not None:
+            with staged_file(self._path) as file:
+                file.writelines(self._lines)
+            self._staged = temporary_name(self._path)
+            return self._staged
         is_piped = sys.stdin is not None and not sys.stdin.isatty()
         if is_piped or not is_resumed:
             self._staged = stage_stdin(self._path)

@@ -1,4 +1,4 @@
-"""When and why an invocation stops early: signals, a deadline, limits on its time and tokens, too many failed rows.
+"""When and why an invocation stops early: signals, a deadline, limits on time, tokens and cost, too many failed rows.
 
 All of them become one flag with one reason, which the loop that generates obeys; ``watchdog`` enforces the time limit
 of the shutdown. Rows and the journal are unknown here.
@@ -16,7 +16,7 @@ from datetime import datetime
 from types import FrameType
 
 from batchgen.core.errors import ExitCode
-from batchgen.core.units import format_duration
+from batchgen.core.units import format_amount, format_duration
 from batchgen.run.watchdog import Watchdog
 
 RESUME = "run again to resume"
@@ -29,11 +29,15 @@ class StopRequested(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one invocation: an instant of the wall clock, seconds, and computed tokens."""
+    """Limits of one invocation: an instant of the wall clock, seconds, and computed tokens.
+
+    ``max_cost`` is of all invocations of the run together.
+    """
 
     deadline: datetime | None = None
     max_runtime_s: float | None = None
     max_total_tokens: int | None = None
+    max_cost: float | None = None
 
 
 class Stopper:
@@ -41,13 +45,15 @@ class Stopper:
 
     Inside ``drain_with(stop)`` a request calls ``stop``, and work in hand may finish. Elsewhere inside
     ``interruptible()`` it raises ``StopRequested`` in the main thread. Anywhere else it only sets ``reason``.
+    Unless it ``may_exit``, the process is another program's: no watchdog ends it, however long the work in hand takes.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, *, may_exit: bool = True) -> None:
         self.reason: str | None = None
         self.advice = RESUME
         self.exit_code = ExitCode.STOPPED
         self._limits = limits
+        self._may_exit = may_exit
         self._started_at = time.monotonic()
         self._drain: Callable[[], None] | None = None
         self._watchdog: Watchdog | None = None  # set while ``listening``
@@ -90,8 +96,8 @@ class Stopper:
             self._delivered = True
             self._drain()
 
-    def check_limits(self, num_tokens: int) -> None:
-        """Ask to stop if a limit is reached; ``num_tokens`` is what this invocation has computed."""
+    def check_limits(self, num_tokens: int, cost: float = 0.0) -> None:
+        """Ask to stop if a limit is reached; this invocation has computed ``num_tokens``, the run has cost ``cost``."""
         limits = self._limits
         if limits.deadline is not None and datetime.now().astimezone() >= limits.deadline:
             self.request(f"deadline {limits.deadline:%H:%M}")
@@ -99,6 +105,8 @@ class Stopper:
             self.request(f"max runtime of {format_duration(limits.max_runtime_s)}")
         elif limits.max_total_tokens is not None and num_tokens >= limits.max_total_tokens:
             self.request(f"max total tokens of {limits.max_total_tokens}")
+        elif limits.max_cost is not None and cost >= limits.max_cost:
+            self.request(f"max cost of {format_amount(limits.max_cost)} in all")
 
     @contextmanager
     def drain_with(self, stop: Callable[[], None]) -> Iterator[None]:
@@ -132,15 +140,17 @@ class Stopper:
         signals = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
             signals.append(signal.SIGHUP)
-        self._watchdog = Watchdog(signals, DRAIN_S, lambda: self.reason)
+        if self._may_exit:
+            self._watchdog = Watchdog(signals, DRAIN_S, lambda: self.reason)
         previous = {number: signal.signal(number, self._on_signal) for number in signals}
         try:
             yield
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            self._watchdog.close()
-            self._watchdog = None
+            if self._watchdog is not None:
+                self._watchdog.close()
+                self._watchdog = None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread between any two bytecodes, so it takes no lock."""

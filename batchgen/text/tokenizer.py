@@ -6,7 +6,8 @@ It reads ``tokenizer.json``, ``tokenizer_config.json``, ``special_tokens_map.jso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from datetime import datetime
 from itertools import repeat
 from pathlib import Path
@@ -47,6 +48,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
         self.silent_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._shows = False  # special tokens, all but the silent ones
         self.max_token_bytes = _max_token_bytes(backend)
         if getattr(backend.model, "dropout", None):  # of BPE: merges left out at random, for training
             backend.model.dropout = None
@@ -61,7 +63,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"no tokenizer.json in {folder}; give model.tokenizer a folder or Hub id that has one")
-        special = _special_tokens(folder)
+        special = special_tokens(folder)
         chat_template = _load_chat_template(folder, special, now)
         eos_token_ids = set(generation_eos_token_ids(folder))
         try:
@@ -89,12 +91,21 @@ class Tokenizer:
         """The tokenizer as the text of a ``tokenizer.json``, without truncation and padding."""
         return self._backend.to_str()
 
+    def showing(self, tokens: Collection[str]) -> Tokenizer:
+        """The same tokenizer, but these special tokens are not silent: ``decode`` writes them out."""
+        shown = copy(self)
+        shown.silent_token_ids -= {self._backend.token_to_id(token) for token in tokens}
+        shown._shows = True
+        return shown
+
     def token_id(self, token: str) -> int | None:
         """The id of a token of the vocabulary; None for a text that is none."""
         return self._backend.token_to_id(token)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of generated ids; bytes that form no whole character become U+FFFD. Raises TokenizerError."""
+        if self._shows and skip_special_tokens:
+            ids, skip_special_tokens = [item for item in ids if item not in self.silent_token_ids], False
         try:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except BaseException as error:
@@ -137,7 +148,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_object(path, _MAX_FILE_BYTES) if path.exists() else {}
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
+def special_tokens(folder: Path) -> dict[str, str]:
     """Texts of bos_token, eos_token and so on, which are strings or ``AddedToken`` objects."""
     found = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second wins, as in transformers

@@ -13,7 +13,7 @@ import pytest
 from tiny_model import tiny_model, write_checkpoint
 
 from batchgen.bench import measure as bench
-from batchgen.bench.workload import EndAfter, LengthRange, Shape, from_file, hide_lengths
+from batchgen.bench.workload import NAMED, EndAfter, LengthRange, Shape, from_file, hide_lengths
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.records import Request, Result, SamplingParams
@@ -60,7 +60,33 @@ def test_a_workload_line_without_tokens_is_named(tmp_path: Path) -> None:
     path = tmp_path / "work.jsonl"
     path.write_text('{"prompt_token_ids": [1, 2], "max_tokens": 3}\n{"prompt": "no ids"}\n')
     with pytest.raises(UsageError, match="line 2"):
-        from_file(path, ignore_eos=True)
+        from_file(path, SamplingParams())
+
+
+@pytest.mark.usefixtures("ceilings_file")
+def test_real_prompts_end_with_the_models_own_end_token(
+    tmp_path: Path, runs: list[tuple[list[Request], list[Result]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "work.jsonl"
+    rows = [{"prompt": "Hello"}, {"messages": [{"role": "user", "content": "Hello"}]}, {"prompt_token_ids": [5, 6]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    call(["bench", "--model", SAMPLE, "--workload", str(path), "--max-tokens", "9", "--repeats", "1", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["ends"] == "model"
+    given, answers = runs[-1]
+    assert [(r.params.max_tokens, r.params.ignore_eos, r.params.stop) for r in given] == [(9, False, ())] * 3
+    assert given[0].prompt_token_ids == given[1].prompt_token_ids, "a prompt is one message"
+    assert found["num_requests_tokens"]["output"] == sum(len(r.token_ids) for r in answers if r.key != 1)
+    path.write_text('{"prompt": "Hello"}\n')
+    assert call(["bench", "--model", "dummy:LFM2-350M", "--workload", str(path)]) == ExitCode.USAGE
+    assert "line 1: needs prompt_token_ids" in capsys.readouterr().err
+
+
+def test_the_workload_of_nano_vllm_has_the_tokens_that_its_table_names() -> None:
+    requests = NAMED["nano-vllm"](151_936)
+    assert sum(request.params.max_tokens for request in requests) == 133_966
+    assert sum(len(request.prompt_token_ids) for request in requests) == 142_827
+    assert max(max(request.prompt_token_ids) for request in NAMED["nano-vllm"](100)) < 100
 
 
 def test_bench_prints_an_object_of_figures_and_roofline(
@@ -85,6 +111,8 @@ def test_bench_prints_an_object_of_figures_and_roofline(
     assert found["split_s"].keys() >= {"linear", "rms_norm", "attention", "short_conv", "host"}
     assert not any("_and_norm" in kind or "project" in kind for kind in found["split_s"]), "no time is counted twice"
     assert min(found["split_s"].values()) > 0
+    assert found["floors_s"].keys() == found["split_s"].keys() - {"host"}
+    assert min(found["floors_s"].values()) > 0
     assert found["engine"].keys() >= {"max_num_batched_tokens", "max_num_seqs", "block_size", "kv_bytes"}
     assert found["peak_memory_bytes"] > 0
 
@@ -102,7 +130,9 @@ def test_an_engine_is_gone_before_the_next_one_takes_the_memory_left(monkeypatch
     monkeypatch.setattr(bench, "Engine", Watched)
     gc.disable()
     try:
-        bench.benchmark(tiny_model(), EngineConfig(), [Request(0, (5, 6, 7), SamplingParams(max_tokens=3))], 3)
+        bench.benchmark(
+            bench.Bench(tiny_model(), EngineConfig()), [Request(0, (5, 6, 7), SamplingParams(max_tokens=3))], 3
+        )
     finally:
         gc.enable()
     assert len(made) >= 4
@@ -175,7 +205,7 @@ def test_answers_have_the_lengths_of_the_workload_whether_the_engine_knows_them_
 
 @pytest.mark.usefixtures("ceilings_file")
 def test_the_scheduler_finds_nothing_longer_than_another_where_lengths_are_unknown(workload: Path) -> None:
-    requests = hide_lengths(from_file(workload, ignore_eos=True))
+    requests = hide_lengths(from_file(workload, SamplingParams(ignore_eos=True)))
     engine = Engine(
         load_model(SAMPLE, dtype="float32"), EngineConfig(threads=1, max_num_seqs=1), text=TextTools(EndAfter)
     )

@@ -126,7 +126,7 @@ def test_what_people_look_for_leads_somewhere(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_topic_names_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["help", "operatoins"]) == ExitCode.USAGE
     assert 'no page, section or command is named "operatoins" (did you mean "operations"?)' in capsys.readouterr().err
-    with pytest.raises(UsageError, match=r"\(pages: .*exactness.*tutorial\)"):
+    with pytest.raises(UsageError, match=r"\(pages: .*exactness.*vectors\)"):
         find_section("zzzz")
 
 

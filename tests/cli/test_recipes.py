@@ -22,7 +22,7 @@ import pytest
 from chat_templates import THINKING
 from object_store import bucket_of, object_store
 from repeats import slow
-from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, read_lines, rows_of
+from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, JobMaker, read_lines, rows_of, smollm2
 
 from batchgen.cli.main import call
 from batchgen.config.load import load_job
@@ -81,6 +81,8 @@ def is_right(row: dict[str, Any]) -> bool:
 CASES: list[Any] = [
     ("quickstart", ["--limit", "8"], 0, 8, is_right),
     ("classify", [], 0, 12, lambda row: {c["text"] for c in row["choices"]} == {"bug", "question", "request"}),
+    ("rerank", [], 0, 12, lambda row: {c["text"] for c in row["choices"]} == {"yes", "no"}),
+    ("csv", [], 3, 4, lambda row: row["text"] == row["capitals"]),
     ("thinking", [], 0, 12, lambda row: "reasoning" in row),
     ("samples", ["--limit", "3"], 0, 3, lambda row: len(row["samples"]) == 4),
     ("openai_batch", [], 3, 3, lambda row: row["response"]["status_code"] == 200),
@@ -130,6 +132,14 @@ def test_thinking_can_be_switched_off_where_the_template_has_a_switch(here: Path
     assert silent[0]["usage"]["prompt_tokens"] > thinks[0]["usage"]["prompt_tokens"]  # of "<think></think>"
 
 
+def test_every_row_that_must_call_a_tool_does(here: Path) -> None:
+    shutil.copytree(MODEL, here / "model")
+    (here / "model" / "chat_template.jinja").write_text(THINKING)
+    code, rows = run("tools", "--model", "model", "--max-tokens", "400")
+    names = [[call["name"] for call in row["tool_calls"]] for row in rows if row["complete"]]
+    assert code == 0 and ["search_hotels"] in names and all(names)
+
+
 def test_a_folder_of_parquet_files_keeps_its_columns(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "reviews").mkdir()
     for part in range(2):
@@ -155,6 +165,14 @@ def test_the_job_file_is_valid_and_says_how_to_run_it(recipe: str, monkeypatch: 
     path = RECIPES / f"{recipe}.toml"
     assert Path(load_job(path).output.path).is_absolute()
     assert f"jobs/{recipe}.toml" in path.read_text() or f"/{recipe}.toml" in path.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+def test_a_gguf_file_writes_sentences() -> None:
+    code, records = run("gguf", "--model", str(smollm2()))
+    assert (code, len(records)) == (0, 12)
+    assert sum(f" {row['input_text']} is " in row["text"] for row in records) > 8
 
 
 @pytest.mark.usefixtures("here")
@@ -274,3 +292,17 @@ def test_an_evicted_pod_says_75_and_the_next_one_goes_on(job: JobMaker, commands
     assert evicted.wait(60) == 75
     assert pod(job, commands, 0).wait(60) == 0
     assert len(read_lines(job.folder / "part-0" / "outputs.jsonl")) == 100
+
+
+def test_a_table_that_is_edited_every_night_computes_what_is_new(here: Path, commands: dict[str, str]) -> None:
+    job = JobMaker(here)
+    job.write(rows_of(20))
+    night = ["sh", "jobs/nightly_table.sh", str(job.toml()), "runs"]
+    subprocess.run(night, env=commands, check=True)
+    (today,) = Path("runs").iterdir()
+    today.rename("runs/2020-01-01")
+    job.write([*rows_of(25)[3:], {"id": "new", "question": "Why?"}])
+    for _ in range(2):  # the second time it is done already
+        subprocess.run(night, env=commands, check=True)
+    assert sum("reused" not in row["timings"] for row in read_lines(today / "outputs.jsonl")) == 6
+    assert len(read_lines(today / "outputs.jsonl")) == 23

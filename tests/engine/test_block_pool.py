@@ -76,13 +76,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[tuple[str, list[int]]] = []  # of running sequences: text so far, blocks
         self.content: dict[int, str] = {}  # what a known block holds
         self.unused: list[int] = []  # known blocks that nobody holds, in the order in which they were let go
+        self.found_again: set[int] = set()
 
     def held(self) -> list[int]:
         return [block for _, table in self.tables for block in table]
 
     @rule(text=st.text("ab", min_size=1, max_size=6))
     def arrive(self, text: str) -> None:
-        found = self.pool.find(text[: n + 1].encode() for n in range(len(text)))
+        found = self.pool.find([text[: n + 1].encode() for n in range(len(text))])
         known = {content: block for block, content in self.content.items()}
         expected = []
         for n in range(len(text)):
@@ -96,6 +97,7 @@ class PoolMachine(RuleBasedStateMachine):
         if fresh > self.pool.num_free - self.pool.num_unused(found):
             return
         self.pool.share(found)
+        self.found_again.update(found)
         self.unused = [block for block in self.unused if block not in found]
         taken = self.pool.allocate(fresh)
         self.note_taken(taken, held + found)
@@ -106,11 +108,14 @@ class PoolMachine(RuleBasedStateMachine):
     def note_taken(self, taken: list[int], held: list[int]) -> None:
         assert not set(taken) & set(held), "a block that somebody holds was handed out"
         evicted = [block for block in taken if block in self.content]
-        assert evicted == self.unused[: len(evicted)], "the one unused longest goes first"
+        for found_again in (self.found_again.__contains__, lambda block: block not in self.found_again):
+            unused, gone = (list(filter(found_again, blocks)) for blocks in (self.unused, evicted))
+            assert gone == unused[: len(gone)], "the one unused longest goes first"
         assert not evicted or taken[-len(evicted) :] == evicted, "blocks without content go before those with"
-        self.unused = self.unused[len(evicted) :]
+        self.unused = [block for block in self.unused if block not in evicted]
         for block in evicted:
             del self.content[block]
+            self.found_again.discard(block)
 
     def label(self, table: list[int], text: str, n: int) -> None:
         self.pool.register(table[n], text[: n + 1].encode())
@@ -140,6 +145,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.unregister(forgotten)
         for block in set(forgotten) - set(self.held()):
             self.content.pop(block, None)
+            self.found_again.discard(block)
         self.pool.free(table)
         self.unused += [b for b in reversed(table) if b in self.content and b not in self.held()]
 
@@ -162,7 +168,7 @@ def labelled(pool: BlockPool, text: str) -> list[int]:
 
 
 def find(pool: BlockPool, text: str) -> list[int]:
-    return pool.find(text[: n + 1].encode() for n in range(len(text)))
+    return pool.find([text[: n + 1].encode() for n in range(len(text))])
 
 
 def test_the_tail_of_a_prefix_is_emptied_before_its_head() -> None:
@@ -205,6 +211,48 @@ def test_a_block_held_twice_is_not_free_until_both_have_let_go() -> None:
     pool.check(table)
     pool.free(table)
     assert pool.num_free == 2
+
+
+def use(pool: BlockPool, text: str) -> tuple[int, list[int]]:
+    """A sequence comes and leaves: how many blocks it found, and its table."""
+    found = find(pool, text)
+    pool.share(found)
+    table = found + pool.allocate(len(text) - len(found))
+    for n, block in enumerate(table):
+        pool.register(block, text[: n + 1].encode())
+    pool.free(table)
+    pool.check([])
+    return len(found), table
+
+
+def test_contents_used_once_are_given_up_before_new_memory_is_begun() -> None:
+    pool = BlockPool(1000)
+    touched = {block for number in range(100) for block in use(pool, f"{chr(200 + number)}abc")[1]}
+    assert len(touched) <= 4 * 4, "those held, twice as many that are kept, and what one sequence adds"
+
+
+def test_contents_found_again_outlive_many_that_are_not() -> None:
+    pool = BlockPool(1000)
+    for number in range(100):
+        use(pool, f"{chr(200 + number)}abc")
+        assert use(pool, "stem")[0] == (4 if number else 0)
+
+
+@pytest.mark.parametrize("num_prompts", [10, 50])
+def test_where_what_was_given_up_is_asked_for_again_more_is_kept(num_prompts: int) -> None:
+    pool = BlockPool(1000)
+    prompts = [f"{chr(200 + number)}abc" for number in range(num_prompts)]
+    rounds = [sum(use(pool, prompt)[0] for prompt in prompts) for _ in range(4)]
+    assert rounds[2:] == [4 * num_prompts] * 2, "all of them from the third round on"
+
+
+def test_once_no_block_is_new_the_one_unused_longest_goes_first_whoever_has_found_it() -> None:
+    pool = BlockPool(4)
+    use(pool, "ab")
+    use(pool, "ab")
+    use(pool, "xy")
+    pool.allocate(2)
+    assert (find(pool, "ab"), len(find(pool, "xy"))) == ([], 2)
 
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 1), max_size=30)

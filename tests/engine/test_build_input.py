@@ -55,7 +55,7 @@ def twin(schedule: Schedule, block_size: int) -> dict[str, list[object]]:
             block = sequence.block_table[position // block_size]
             fields["slot_mapping"].append(block * block_size + position % block_size)
             if i % QUERY_BLOCK == 0:
-                fields["query_blocks"].append([row, token, min(QUERY_BLOCK, count - i), 0, 0])
+                fields["query_blocks"].append([row, token, min(QUERY_BLOCK, count - i), 0, 0, 0])
             token += 1
         fields["cu_seqlens"].append(token)
         padding = [0] * (most_blocks - len(sequence.block_table))

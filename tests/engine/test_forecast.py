@@ -124,9 +124,10 @@ def test_the_forecast_of_an_admission_is_the_plain_formula(seed: int, monkeypatc
     assert not seed % 3 or scheduler.num_cached_tokens, "blocks are shared"
 
 
-def test_an_admission_looks_at_the_running_sequences_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_stems", [0, 3], ids=["alone", "behind blocks of one holder"])
+def test_an_admission_looks_at_the_running_sequences_once(num_stems: int, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, num_looks, num_asked = Scheduler(SchedulerConfig(64, 64, 4, 60, 1000)), [0], [0]
-    all_known, peak = OutputLengths.expected_more_of_all, MemoryForecast.peak_blocks
+    all_known, peak = OutputLengths.expected_ends, MemoryForecast.peak_blocks
 
     def counted(self: OutputLengths, *given: Any) -> np.ndarray:
         num_looks[0] += 1
@@ -136,12 +137,16 @@ def test_an_admission_looks_at_the_running_sequences_once(monkeypatch: pytest.Mo
         num_asked[0] += 1
         return peak(self, *given)
 
-    monkeypatch.setattr(OutputLengths, "expected_more_of_all", counted)
+    monkeypatch.setattr(OutputLengths, "expected_ends", counted)
     monkeypatch.setattr(MemoryForecast, "peak_blocks", asked)
     for length in [2] * 40:
         scheduler.lengths.add(length)
     for key in range(40):
-        scheduler.add(RequestState(Request(key, (key, 1, 2), SamplingParams(max_tokens=60))).sequences[0])
+        stem = (key % num_stems,) * 4 if num_stems else ()
+        scheduler.add(RequestState(Request(key, (*stem, key, 1, 2), SamplingParams(max_tokens=60))).sequences[0])
+        if key + 1 == num_stems:
+            one_step(scheduler)
+            num_looks[0] = num_asked[0] = 0
     one_step(scheduler)
     assert num_asked[0] > 10
     assert num_looks == [1]

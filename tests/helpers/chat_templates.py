@@ -106,6 +106,13 @@ DATED = r"""
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 
+# As LFM2's, which names the delimiters of its calls nowhere, and Mistral's.
+_TURNS = "{% for turn in messages %}<|im_start|>{{ turn.role }}\n{{ turn.content }}<|im_end|>\n{% endfor %}"
+SILENT = "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}" + _TURNS + "<|im_start|>assistant\n"
+LISTED = (
+    "[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{# [TOOL_CALLS] #}" + _TURNS + "<|im_start|>assistant\n"
+)
+
 TOOLS = [
     {
         "type": "function",

@@ -76,11 +76,42 @@ RAW: dict[str, dict[str, Any]] = {
         },
         "pad_token_id": 0,
     },
+    "gemma3_text": {  # windows that prompts of 50 tokens cross; scaled full attention in layers 1 and 3
+        **_COMMON,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "intermediate_size": 96,
+        "head_dim": 24,
+        "rms_norm_eps": 1e-6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 31,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "pad_token_id": 0,
+    },
+    "granite": {
+        **_DENSE,
+        "model_type": "granite",
+        **{"embedding_multiplier": 3.0, "residual_multiplier": 0.22},
+        **{"attention_multiplier": 0.1, "logits_scaling": 6.0},
+    },
     # 64 positions of old context: wavelengths on both sides of the bounds and between them
     "llama": {**_DENSE, "model_type": "llama", "rope_scaling": {**_LLAMA3, "original_max_position_embeddings": 64}},
     "mistral": {**_DENSE, "model_type": "mistral", "sliding_window": None, "head_dim": 24},
     "qwen3": {**_DENSE, "model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-6},
     "qwen3_moe": {**_DENSE, **_EXPERTS, "model_type": "qwen3_moe", "norm_topk_prob": True},
+    # layers 1 and 3 of 4 without rotary embedding
+    "smollm3": {
+        **_DENSE,
+        "model_type": "smollm3",
+        "num_hidden_layers": 4,
+        "no_rope_layer_interval": 2,
+        "pad_token_id": 0,
+    },
 }
 
 

@@ -1,4 +1,4 @@
-"""GGUF files of the tiny model, written by the ``gguf`` package as llama.cpp's converter writes those of LFM2."""
+"""GGUF files of tiny models, written by the ``gguf`` package as llama.cpp's converters write them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,51 @@ import gguf
 import numpy as np
 from torch import Tensor
 
-from batchgen.model.config import ModelConfig
+from batchgen.model.config import ModelConfig, Rope
+from batchgen.model.rope import frequencies
 
 Kinds = Callable[[str], gguf.GGMLQuantizationType]
+_ADDERS: dict[type, Callable[[gguf.GGUFWriter, str, Any], None]] = {
+    str: gguf.GGUFWriter.add_string,
+    bool: gguf.GGUFWriter.add_bool,
+    int: gguf.GGUFWriter.add_uint32,
+    float: gguf.GGUFWriter.add_float32,
+    list: gguf.GGUFWriter.add_array,
+}
 
 
-def gguf_name(name: str, layers: int) -> str:
-    """What the package calls a tensor of that name in LFM2."""
-    found = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LFM2, layers).get_name(name, (".weight", ".bias"))
+def gguf_name(name: str, layers: int, architecture: str = "lfm2") -> str:
+    """What the package calls a tensor of that name."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], layers)
+    found = names.get_name(name, (".weight", ".bias"))
     assert found is not None, name
     return found
 
 
+def architecture_of(config: ModelConfig) -> str:
+    """The architecture of a model of one of the three families."""
+    if config.num_conv_layers:
+        return "lfm2"
+    return "qwen3" if config.has_qk_norm else "llama"
+
+
+def rotated_side_by_side(weight: Tensor, head_dim: int) -> Tensor:
+    """The rows of a query or key as Llama's converter has them: of each head i, then i + head_dim / 2."""
+    return weight.view(-1, 2, head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def rope_factors(rope: Rope, head_dim: int) -> Tensor:
+    """What Llama's converter writes of Llama 3's scaling: by how much each frequency is divided."""
+    plain = frequencies(Rope(rope.theta), head_dim)
+    return plain / frequencies(rope, head_dim)
+
+
 def add_metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
-    heads = [config.num_kv_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    heads: Any = [config.num_kv_heads if kind == "full_attention" else 0 for kind in config.layer_types]
+    if not config.num_conv_layers:
+        heads = config.num_kv_heads
+        writer.add_key_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -33,12 +64,13 @@ def add_metadata(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
     writer.add_rope_freq_base(config.ropes[0].theta if config.ropes else 1e6)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_shortconv_l_cache(config.conv_l_cache)
+    if config.num_conv_layers:
+        writer.add_shortconv_l_cache(config.conv_l_cache)
     writer.add_bos_token_id(config.bos_token_id or 0)
     writer.add_eos_token_id(config.eos_token_ids[0])
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"token {n}" for n in range(3000)])
-    writer.add_token_types([1] * 3000)
+    writer.add_token_list([f"token {n}" for n in range(config.vocab_size)])
+    writer.add_token_types([1] * config.vocab_size)
 
 
 def write_gguf(
@@ -46,22 +78,29 @@ def write_gguf(
 ) -> dict[str, np.ndarray]:
     """Write the tensors of a checkpoint, each of the type that ``kind_of`` says; their values as the package has them.
 
-    ``metadata`` is added: texts, whole numbers, and None for a key that is left out.
+    ``metadata`` is added: texts, numbers, lists, and None for a key that is left out.
     """
-    writer = gguf.GGUFWriter(path, "lfm2")
+    architecture = architecture_of(config)
+    writer = gguf.GGUFWriter(path, architecture)
     add_metadata(writer, config)
     for key, value in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)
         if value is not None:
-            (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+            _ADDERS[type(value)](writer, key, value)
     values = {}
+    rope = config.ropes[0]
+    if rope.kind == "llama3":
+        factors = rope_factors(rope, config.head_dim).numpy()
+        writer.add_tensor("rope_freqs.weight", factors)
     for name, tensor in tensors.items():
         kind = kind_of(name)
         wide = tensor.float().numpy()
         data = gguf.quantize(wide.squeeze(1) if wide.ndim == 3 else wide, kind)
         values[name] = gguf.dequantize(data, kind).reshape(wide.shape)
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            data = gguf.quantize(rotated_side_by_side(tensor.float(), config.head_dim).numpy(), kind)
         raw_type = None if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16) else kind
-        writer.add_tensor(gguf_name(name, config.num_layers), data, raw_dtype=raw_type)
+        writer.add_tensor(gguf_name(name, config.num_layers, architecture), data, raw_dtype=raw_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

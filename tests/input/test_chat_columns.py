@@ -147,11 +147,13 @@ def test_tools_that_the_template_would_leave_out_are_refused(tmp_path: Path) -> 
         assert answer(plain, row) == "bad_param: tools: the model's chat template has no such variable"
 
 
-def test_a_choice_of_tools_that_would_have_to_be_enforced_is_refused_by_name(tokenizer: Tokenizer) -> None:
-    for choice in ("required", {"type": "function", "function": {"name": "now"}}, 7):
-        found = answer(tokenizer, batch_line(tools=TOOLS, tool_choice=choice))
-        assert found == "bad_param: body field 'tool_choice' is not supported with this value"
-    assert answer(tokenizer, batch_line(tools=TOOLS, tool_choice="none")) == answer(tokenizer, batch_line())
+def test_a_choice_of_tools_changes_no_prompt_but_none_hides_them(tokenizer: Tokenizer) -> None:
+    for make in (batch_line, lambda **columns: {"messages": MESSAGES, **columns}):
+        for choice in ("required", {"type": "function", "function": {"name": "now"}}):
+            assert answer(tokenizer, make(tools=TOOLS, tool_choice=choice)) == answer(tokenizer, make(tools=TOOLS))
+        assert answer(tokenizer, make(tools=TOOLS, tool_choice=7)).startswith("bad_param: tool_choice = 7 must be none")
+        assert answer(tokenizer, make(tools=TOOLS, tool_choice="none")) == answer(tokenizer, make())
+    assert answer(tokenizer, {"messages": MESSAGES, "tool_choice": 7}) == answer(tokenizer, batch_line())
 
 
 def test_a_call_without_a_text_is_a_message_and_its_arguments_may_be_json_text(tokenizer: Tokenizer) -> None:
@@ -259,7 +261,8 @@ def test_a_field_about_openais_models_and_service_costs_no_row(field: str) -> No
             "logit_bias = {'7': 101} must be an object from token ids to numbers from -100 to 100, "
             'such as {"50256": -100}',
         ),
-        (CHAT_URL, {"tool_choice": "required"}, "body field 'tool_choice' is not supported with this value"),
+        (CHAT_URL, {"tool_choice": "required"}, "body field 'tool_choice' needs 'tools'"),
+        (COMPLETION_URL, {"tool_choice": "required"}, "body field 'tool_choice' is not supported with this value"),
         (
             CHAT_URL,
             {"response_format": {"type": "json_object"}, "guided_regex": "a"},

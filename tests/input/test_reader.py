@@ -14,7 +14,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from input_helpers import FORMATS, codes, jsonl, read_bytes, sample_rows, source_of, zstd
+from input_helpers import FORMATS, as_text, codes, jsonl, read_bytes, sample_rows, source_of, zstd
 
 from batchgen.config.job import InputSpec
 from batchgen.core.errors import UsageError
@@ -31,10 +31,13 @@ every_format = pytest.mark.parametrize("form", FORMATS)
 def test_every_format_gives_the_rows_in_order_with_index_and_line(form: str, tmp_path: Path) -> None:
     rows = sample_rows(8)
     read = list(source_of(FORMATS[form](rows, tmp_path)).read())
-    expected = [{"text": row["prompt"]} for row in rows] if form == "text" else rows
+    texts = {"text": [{"text": row["prompt"]} for row in rows], "csv": as_text(rows), "tsv.gz": as_text(rows)}
+    expected = texts.get(form, rows)
     assert [row.columns for row in read if isinstance(row, Record)] == expected
     assert [row.index for row in read] == list(range(8))
-    assert [row.line for row in read] == ([1, 2, 3, 4] * 2 if form == "parts" else list(range(1, 9)))
+    assert [row.line for row in read] == (
+        [1, 2, 3, 4] * 2 if form == "parts" else [n + ("sv" in form) for n in range(1, 9)]
+    )
 
 
 @every_format

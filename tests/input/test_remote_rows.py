@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from input_helpers import jsonl, parquet, sample_rows, source_of, zstd
+from input_helpers import jsonl, parquet, sample_rows, source_of, table, zstd
 from remote_servers import FileServer, Remote, fingerprinted, server_of, settle
 from repeats import slow
 
@@ -32,6 +32,8 @@ FORMS: dict[str, Callable[[list[dict[str, Any]]], bytes]] = {
     "rows.jsonl.gz": lambda rows: gzip.compress(jsonl(rows)),
     "rows.jsonl.zst": lambda rows: zstd(jsonl(rows)),
     "rows.txt": lambda rows: "".join(f"{row['prompt']}\n" for row in rows).encode(),
+    "rows.csv": table,
+    "rows.tsv.zst": lambda rows: zstd(table(rows, "\t")),
     "rows.parquet": parquet,
 }
 

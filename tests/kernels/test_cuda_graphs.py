@@ -111,11 +111,11 @@ def test_rows_left_over_are_first_tokens_in_the_spare_state_whatever_was_there_b
     assert filled.block_tables[2:, 0].tolist() == [99, 99]
     assert not filled.block_tables[:, 2:].any() and not filled.block_tables[2:, 1].any()
     assert filled.cu_seqlens.tolist() == [0, 1, 2, 3, 4]
-    assert filled.query_blocks.tolist() == [[i, i, 1, 0, 0] for i in range(4)]
+    assert filled.query_blocks.tolist() == [[i, i, 1, 0, 0, 0] for i in range(4)]
     assert filled.logits_indices.tolist() == [0, 1, 2, 3]
     assert filled.subset is None
     for name in filled.__slots__:
-        if name != "subset":
+        if name not in ("subset", "is_causal"):
             assert getattr(filled, name).dtype == getattr(inputs, name).dtype, name
 
 

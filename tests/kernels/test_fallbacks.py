@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from kernel_cases import onednn_linear
 from tiny_model import DTYPES, engine_for, random_requests, solo, tiny_model, tokens_of
 
 from batchgen.kernels.cpu import backend, parallel
@@ -48,6 +49,7 @@ def test_an_error_free_run_without_openmp_gives_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linears_of_onednn_batch_as_they_run_alone(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    onednn_linear(torch.zeros(16, 16, dtype=DTYPES[dtype]))
     monkeypatch.setattr(backend, "leaves_products_to_onednn", lambda *_: True)
     model, requests = tiny_model(DTYPES[dtype]), random_requests(8, seed=1)
     assert isinstance(model.lm_head, OneDnnLinear)

@@ -54,7 +54,8 @@ def test_what_is_compiled_for_a_model_is_what_it_launches(
     kernels = CpuKernels(DTYPES[dtype], weights=weights, activations=activations)
     raw = raw_config(model_type, moe_intermediate_size=64)  # whole groups of 8-bit weights, as in any other width
     with torch.inference_mode():
-        model = Decoder(parse_config(raw, "tiny"), tensors, kernels)
+        config = replace(parse_config(raw, "tiny"), logits_scale=0.5 if model_type == "lfm2_moe" else 1.0)
+        model = Decoder(config, tensors, kernels)
 
     def run(params: SamplingParams) -> None:
         rows = [
@@ -63,7 +64,7 @@ def test_what_is_compiled_for_a_model_is_what_it_launches(
         tokens_of(engine_for(model, num_blocks=60, block_size=16, kv_dtype=kv_dtype).run(rows))
 
     run(SamplingParams())
-    wanted = set(needed(dtype, stored, weights, activations, kv_dtype, model.config.feed_forward))
+    wanted = set(needed(dtype, stored, weights, activations, kv_dtype, model.config.parts))
     assert launched == wanted
     for params in OTHER_ROWS:
         run(params)

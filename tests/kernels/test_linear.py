@@ -7,9 +7,10 @@ from functools import partial
 
 import pytest
 import torch
+from kernel_cases import onednn_linear
 from torch import Tensor
 
-from batchgen.kernels.cpu.linear import OneDnnLinear, PackedGatedLinear, PackedLinear
+from batchgen.kernels.cpu.linear import PackedGatedLinear, PackedLinear
 from batchgen.kernels.interface import Linear
 from batchgen.kernels.reference import ReferenceKernels
 
@@ -17,7 +18,7 @@ LINEARS: dict[str, Callable[[Tensor, Tensor | None], Linear]] = {
     "panels": PackedLinear,
     "int8": partial(PackedLinear, weights="int8"),
     "integers": partial(PackedLinear, weights="int8", activations="int8"),
-    "onednn": OneDnnLinear,
+    "onednn": onednn_linear,
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 FEW_ROWS = [*range(1, 71), 97, 127, 128, 129, 255, 256, 257, 300]
@@ -128,10 +129,12 @@ def test_float32_from_bfloat16_has_the_bits_of_float32(shape: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("width", [8, 32, 40, 100, 160])
-def test_a_gated_linear_equals_the_reference_in_any_product(width: int) -> None:
+@pytest.mark.parametrize("is_gelu", [False, True], ids=["silu", "gelu"])
+def test_a_gated_linear_equals_the_reference_in_any_product(width: int, is_gelu: bool) -> None:
     generator = torch.Generator().manual_seed(width)
     gate, up, x = (torch.randn(n, 70, generator=generator).to(torch.bfloat16) for n in (width, width, 133))
-    fast, slow = PackedGatedLinear(gate / 8, up / 8), ReferenceKernels().gated_linear(gate / 8, up / 8)
+    weights = gate / 8, up / 8
+    fast, slow = PackedGatedLinear(*weights, is_gelu=is_gelu), ReferenceKernels().gated_linear(*weights, is_gelu)
     whole = fast(x)
     torch.testing.assert_close(whole, slow(x), rtol=2**-6, atol=2**-5)
     for threads in (1, 2):

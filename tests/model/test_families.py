@@ -73,6 +73,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "as chosen, lfm2_moe": {"model_type": "lfm2_moe", "norm_topk_prob": False, "routed_scaling_factor": 2.5},
     "no dense layer, lfm2_moe": {"model_type": "lfm2_moe", "num_dense_layers": 0},
     "all experts, lfm2_moe": {"model_type": "lfm2_moe", "num_experts_per_tok": 6},
+    "gemma3_text as older files have it": {
+        "model_type": "gemma3_text",
+        "rope_parameters": None,
+        **{"rope_theta": 1e5, "rope_local_base_freq": 1e3, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        **{"layer_types": None, "sliding_window_pattern": 2, "query_pre_attn_scalar": 256, "head_dim": 16},
+    },
+    "granite, tied": {"model_type": "granite", "embedding_multiplier": 12, "tie_word_embeddings": True},
+    "listed layers without rotation, smollm3": {"model_type": "smollm3", "no_rope_layers": [0, 1, 1, 0]},
     "as chosen, qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": False},
 }
 
@@ -176,7 +184,8 @@ def test_published_shapes_have_the_parameters_that_transformers_gives_them(name:
     layers = {"layer_types": list(config.layer_types)} if config.num_conv_layers else {}
     with torch.device("meta"):
         reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**layers | dict(SHAPES[name])))
-    linears = config.linear_params + config.logits_params_per_token * (1 if config.tie_embedding else 2)
+    num_tables = 1 if config.tie_embedding or not config.has_head else 2
+    linears = config.linear_params + config.vocab_size * config.hidden_size * num_tables
     Decoder(config, source, NoKernels())
     saved = reference.state_dict().keys()
     biases = [buffer for name, buffer in reference.named_buffers() if name in saved]  # of routers
@@ -238,6 +247,17 @@ def scaled(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
+        ("gemma3_text", {"hidden_activation": "silu"}, ["hidden_activation is 'silu'; only 'gelu_pytorch_tanh' is"]),
+        (
+            "gemma3_text",
+            {"final_logit_softcapping": 30.0},
+            ["final_logit_softcapping is 30.0; no model of this family"],
+        ),
+        ("gemma3_text", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("gemma3_text", {"sliding_window": None}, ["sliding_window"]),
+        ("gemma3_text", {"layer_types": ["conv"] * 4}, ["layer_types must name 4 layers as 'sliding_attention' or"]),
+        ("granite", {"residual_multiplier": 0}, ["residual_multiplier must be a positive number"]),
+        ("granite", {"attention_multiplier": 1e-4}, ["attention_multiplier must be from 0.001 to 1000, not 0.0001"]),
         ("llama", {"attention_bias": True}, ["attention_bias"]),
         ("llama", {"mlp_bias": True}, ["mlp_bias"]),
         ("llama", {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
@@ -265,6 +285,12 @@ def scaled(**changes: Any) -> dict[str, Any]:
         ("lfm3", full_attention(partial_rotary_factor=2), ["partial_rotary_factor"]),
         ("mistral", {"sliding_window": 4096}, ["sliding_window"]),
         ("qwen3", {"use_sliding_window": True}, ["use_sliding_window"]),
+        (
+            "smollm3",
+            {"no_rope_layers": [1, 1, 0]},
+            ["no_rope_layers must have 1 or 0 for each of 4 layers"],
+        ),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 2]}, ["no_rope_layers must have 1 or 0 for each of 4 layers"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 import sys
@@ -16,26 +17,38 @@ import pytest
 import torch
 from quantized_folders import tensor
 from repeats import slow
-from run_helpers import MODEL, JobMaker, rows_of
+from run_helpers import MODEL, JobMaker, rows_of, smollm2
 from safetensors.torch import load_file, save_file
 from tiny_model import CPU, DTYPES, prefix_logits, raw_config, write_checkpoint
 
+import batchgen
 from batchgen.core.errors import ExitCode, ModelError
 from batchgen.core.fingerprint import Digests
+from batchgen.core.gguf import read_header
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
 from batchgen.model.load import load_model
-from batchgen.model.quantized.gguf_header import read_header
 from batchgen.model.quantized.gguf_tensors import GgufTensors
 from batchgen.model.registry import load_config, parse_config, read_config
 from batchgen.run.invocation import RunOptions
 from batchgen.run.job import run_job
 from batchgen.run.loader import read_model
+from batchgen.text.gguf_tokenizer import read_gguf_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed; it writes the files")
-from gguf_files import gguf_name, write_gguf  # noqa: E402 - imports the package
+from gguf_files import gguf_name, rope_factors, write_gguf  # noqa: E402 - imports the package
 
 PROMPT = [9, 30, 77, 12, 5]
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "lfm2": {},
+    "llama": {
+        "model_type": "llama",
+        "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192},  # of its longest wavelengths, and of some
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
+}
 Kind = gguf.GGMLQuantizationType
 BLOCKS = [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.BF16, Kind.F16, Kind.F32]
 NOT_READ = [Kind.Q8_1, Kind.Q8_K, Kind.I8, Kind.I16, Kind.I32, Kind.I64, Kind.Q1_0, Kind.F64]
@@ -72,15 +85,27 @@ def write_both(folder: Path, kind: Any, metadata: dict[str, Any] | None = None, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["lfm2", "llama", "qwen3"])
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
-def test_a_gguf_model_has_the_logits_of_the_values_that_it_stands_for(tmp_path: Path, kind: Any, dtype: str) -> None:
-    found, expected = load(write_both(tmp_path, kind), dtype), load(tmp_path / "plain", dtype)
+def test_a_gguf_model_has_the_logits_of_the_values_that_it_stands_for(
+    tmp_path: Path, kind: Any, family: str, dtype: str
+) -> None:
+    found, expected = load(write_both(tmp_path, kind, **FAMILIES[family]), dtype), load(tmp_path / "plain", dtype)
     assert torch.equal(prefix_logits(found, PROMPT), prefix_logits(expected, PROMPT))
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_embedding": False}, {"head_dim": 32}, {"rope_theta": 5e5}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({}, {"tie_embedding": False}, {"head_dim": 32}, {"rope_theta": 5e5}),
+        *(FAMILIES["llama"], FAMILIES["llama"] | {"head_dim": 32}, FAMILIES["llama"] | {"rope_scaling": None}),
+        *(FAMILIES["qwen3"], FAMILIES["qwen3"] | {"head_dim": 16, "rope_theta": 1e6}),
+    ],
+    ids=str,
+)
 def test_the_config_is_that_of_the_model_it_was_converted_from(tmp_path: Path, changes: dict[str, Any]) -> None:
-    path = write_both(tmp_path, Kind.F16, {"lfm2.attention.key_length": changes.get("head_dim")}, **changes)
+    metadata = {"lfm2.attention.key_length": changes.get("head_dim")} if "model_type" not in changes else {}
+    path = write_both(tmp_path, Kind.F16, metadata, **changes)
     expected_config = parse_config(raw_config(**changes, torch_dtype="bfloat16"), "tiny")
     assert load_config(str(path)) == replace(expected_config, is_gguf=True)
     found, expected = load(path), load(tmp_path / "plain")
@@ -89,24 +114,70 @@ def test_the_config_is_that_of_the_model_it_was_converted_from(tmp_path: Path, c
 
 def test_the_last_norm_may_have_its_newer_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"model.embedding_norm.weight": "output_norm.weight"}
-    monkeypatch.setattr("gguf_files.gguf_name", lambda name, layers: names.get(name) or gguf_name(name, layers))
+    monkeypatch.setattr("gguf_files.gguf_name", lambda name, *of: names.get(name) or gguf_name(name, *of))
     path = write_both(tmp_path, Kind.F32)
     assert "output_norm.weight" in read_header(path).tensors
     assert torch.equal(prefix_logits(load(path), PROMPT), prefix_logits(load(tmp_path / "plain"), PROMPT))
 
 
-def test_transformers_reads_the_same_model_from_the_same_file(tmp_path: Path) -> None:
-    from transformers import Lfm2Config, Lfm2ForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_the_same_model_from_the_same_file(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM
 
-    path = write_both(tmp_path, Kind.Q8_0)
-    reference = Lfm2ForCausalLM(Lfm2Config(**load_gguf_checkpoint(path)["config"])).eval()
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=reference)["tensors"]
-    assert not reference.load_state_dict(tensors, strict=False).unexpected_keys
-    reference.tie_weights()
+    changes = FAMILIES[family] | ({"rope_scaling": None} if family == "llama" else {})  # which it passes over
+    changes |= {"head_dim": 128} if family == "qwen3" else {}  # which it takes for granted
+    path = write_both(tmp_path, Kind.Q8_0, **changes)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).eval()
     with torch.inference_mode():
         expected = reference(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(prefix_logits(load(path), PROMPT), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 32.0, "rope_theta": 5e5, "head_dim": 64}], ids=str)
+def test_rope_factors_that_are_those_of_llama3_tell_its_scaling(tmp_path: Path, changes: dict[str, Any]) -> None:
+    scaling = FAMILIES["llama"]["rope_scaling"] | {"factor": changes.get("factor", 8.0)}
+    more = {name: value for name, value in changes.items() if name != "factor"}
+    path = write_both(tmp_path, Kind.F16, **FAMILIES["llama"] | {"rope_scaling": scaling} | more)
+    (found,) = load_config(str(path)).ropes
+    (expected,) = read_config(tmp_path / "plain").ropes
+    assert replace(found, factor=round(found.factor, 3)) == expected
+
+
+@pytest.mark.parametrize("changed", [{3: 1.5}, {-1: 9.0}, {0: float("nan")}, {-1: 0.0}, {-1: float("inf")}], ids=str)
+def test_other_rope_factors_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[int, float]
+) -> None:
+    def factors(rope: Any, head_dim: int) -> torch.Tensor:
+        found = rope_factors(rope, head_dim)
+        for index, factor in changed.items():
+            found[index] = factor
+        return found
+
+    monkeypatch.setattr("gguf_files.rope_factors", factors)
+    words = "rope_freqs.weight has not the factors of Llama 3's rotary embedding; use safetensors"
+    assert words in refusal(write_both(tmp_path, Kind.F16, **FAMILIES["llama"]))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn' is not supported"),
+        ({"llama.rope.scaling.factor": 2.0}, "rope scaling 'linear' is not supported"),
+        ({"llama.rope.scale_linear": 4.0}, "rope scaling 'linear' is not supported"),
+        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count 8 of 16 is not supported"),
+        ({"llama.rope.scaling.original_context_length": "x"}, "has not the factors of Llama 3"),
+        ({"llama.expert_count": 8}, "llama.expert_count is 8, which is not computed here"),
+        ({"llama.logit_scale": 0.5}, "llama.logit_scale is 0.5, which is not computed here"),
+        ({"llama.attention.head_count_kv": [2, 2, 1]}, "num_key_value_heads must be a positive integer"),
+        ({"llama.attention.head_count": 5}, "num_attention_heads 5 is not a multiple of 2"),
+        ({"llama.rope.freq_base": None}, "the metadata has no 'llama.rope.freq_base'"),
+    ],
+    ids=str,
+)
+def test_metadata_of_llama_that_are_not_computed_are_named(
+    tmp_path: Path, metadata: dict[str, Any], words: str
+) -> None:
+    assert words in refusal(write_both(tmp_path, Kind.F16, metadata, **FAMILIES["llama"]))
 
 
 def one_tensor(path: Path, kind: Any, data: np.ndarray) -> GgufTensors:
@@ -162,7 +233,7 @@ def test_without_the_package_plain_numbers_are_read_and_blocks_are_refused(
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({"general.architecture": "llama"}, "general.architecture is 'llama'; GGUF files of 'lfm2' are read"),
+        ({"general.architecture": "gemma3"}, "'gemma3'; GGUF files of 'lfm2', 'llama', 'qwen3' are read"),
         ({"general.architecture": None}, "general.architecture is None"),
         ({"split.count": 3}, "is one piece of several; join them"),
         ({"lfm2.attention.head_count_kv": 2}, "head_count_kv must be a list, not 2"),
@@ -220,8 +291,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a safetensors file": (struct.pack("<Q", 2) + b"{}" + bytes(50), "it does not begin with GGUF"),
     "another version": (header(0, 0, version=1), "version 1; 2 and 3 are read"),
     "the other byte order": (b"GGUF" + struct.pack(">I", 3), "version 50331648"),
-    "values without end": (header(0, HUGE), "its header is cut short"),
-    "tensors without end": (header(HUGE, 0), "its header is cut short"),
+    "values without end": (header(0, HUGE), "it claims 18,446,744,073,709,551,615 values"),
+    "tensors that are not there": (header(9, 65536), "its header is cut short"),
     "a key without end": (header(0, 1, struct.pack("<Q", HUGE)), "its header is cut short"),
     "a text without end": (header(0, 1, value(8, struct.pack("<Q", 2**62))), "its header is cut short"),
     "an array without end": (header(0, 1, value(9, struct.pack("<IQ", 0, HUGE))), "its header is cut short"),
@@ -288,10 +359,13 @@ def test_a_type_of_no_name_is_refused(tmp_path: Path) -> None:
         GgufTensors(tmp_path / "x.gguf", torch.float32, CPU).take("x", (2, 32))
 
 
-@pytest.mark.parametrize("seed", [5, slow(6), slow(7), slow(8)])
+@pytest.mark.parametrize("seed", [5, *map(slow, range(6, 15))])  # 500 files in all
 def test_a_file_that_is_cut_or_changed_anywhere_is_refused_or_runs(tmp_path: Path, seed: int) -> None:
-    whole = write_both(tmp_path, Kind.Q8_0).read_bytes()
-    end = whole.index(b"blk.3.ffn_norm.weight") + 100  # of the header, roughly
+    tokenizer = {"tokenizer.ggml.pre": "smollm", "tokenizer.ggml.merges": ["t o", "to k"]}
+    tokens = {"tokenizer.ggml.tokens": [*"token 0123456789", "to", "tok", *(f"<{n}>" for n in range(110))]}
+    family = FAMILIES[list(FAMILIES)[seed % 3]]
+    whole = write_both(tmp_path, Kind.Q8_0, tokenizer | tokens, **family).read_bytes()
+    end = whole.index(b"blk.2.ffn_norm.weight") + 100  # of the header, roughly
     rng = random.Random(seed)
     path, num_refused = tmp_path / "x.gguf", 0
     cut = [whole[: rng.randrange(len(whole))] for _ in range(10)]
@@ -304,6 +378,7 @@ def test_a_file_that_is_cut_or_changed_anywhere_is_refused_or_runs(tmp_path: Pat
         path.write_bytes(content)
         try:
             load(path)
+            read_gguf_tokenizer(path)
         except ModelError as error:
             num_refused += 1
             assert "\n" not in str(error) and len(str(error)) < 500
@@ -348,8 +423,32 @@ def test_the_fingerprint_covers_the_file_and_the_tokenizer_beside_it(job: JobMak
 def test_a_gguf_file_without_a_tokenizer_says_where_one_is_given(job: JobMaker, tmp_path: Path) -> None:
     path = write_sample(tmp_path / "model", Kind.BF16)
     (path.parent / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match=r"no tokenizer.json beside it; give --tokenizer a folder or Hub id with one"):
+    with pytest.raises(ModelError, match=r"pre is None; .* are read: give --tokenizer a folder or Hub id with a token"):
         read_model(job.spec(model={"path": str(path)}))
     assert read_model(job.spec(model={"path": str(path), "tokenizer": str(MODEL)})).tokenizer is not None
     ids = {"prompt": None, "prompt_token_ids": "ids"}
     assert read_model(job.spec(model={"path": str(path)}, input=ids)).tokenizer is None
+
+
+@pytest.mark.slow
+def test_a_real_file_answers_chats_as_transformers_reads_it() -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = smollm2()
+    lines = (MODEL.parent / "tickets.jsonl").read_text(encoding="utf-8").splitlines()
+    chats = [[{"role": "user", "content": json.loads(line)["message"]}] for line in lines[:8]]
+    where = {"path": str(path), "dtype": "float32"}
+    rows = [{"messages": chat} for chat in chats]
+    answers = batchgen.generate(rows, model=where, sampling={"max_tokens": 48}, output={"token_ids": True})
+    ours, tokenizer = load_model(str(path), dtype="float32", device="cpu"), read_gguf_tokenizer(path)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    )
+    prompts = tokenizer.encode_batch([str(prompt) for prompt in tokenizer.render_chats(chats)], False)
+    for prompt, answer in zip(prompts, answers.rows, strict=True):
+        assert not isinstance(prompt, Exception)
+        token_ids = [*prompt, *answer["token_ids"]][:-1]
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([token_ids])).logits[0]
+        torch.testing.assert_close(prefix_logits(ours, token_ids), expected, rtol=0, atol=2e-4)
+        assert expected[len(prompt) - 1 :].argmax(-1).tolist() == answer["token_ids"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import raw_config
+from kernel_cases import onednn_linear
 from safetensors.torch import save_file
 from tiny_model import CPU, DTYPES, prefix_logits, tiny_model, write_checkpoint
 
@@ -131,6 +132,7 @@ def test_a_processor_with_a_matrix_unit_keeps_integers_too(monkeypatch: pytest.M
     assert isinstance(linear, PackedLinear)
     assert linear.packed.strips.nbytes == 1.0625 * 64 * 64
     assert (MATMUL, "bf16_of_int8") in needed("bfloat16", "bfloat16", "int8")
+    onednn_linear(weight)
     assert isinstance(CpuKernels(torch.bfloat16).linear(weight), OneDnnLinear)
     assert not {MATMUL} & {source for source, _ in needed("bfloat16", "bfloat16")}
 

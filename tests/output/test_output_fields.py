@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import records
 
-from batchgen.config.job import RECORD_KEYS
+from batchgen.config.job import RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.output.formats.openai_batch import OpenAIBatchFormat
 from batchgen.output.formats.parquet import FIXED_TYPES, ParquetFormat
@@ -30,7 +30,10 @@ SAMPLES = [
     {"text": "", "reasoning": "", "finish_reason": "repetition", "token_ids": [], "logprobs": []},
     {"text": "x", "reasoning": None, "finish_reason": "length", "token_ids": [11], "logprobs": [token(11, "x", -1.0)]},
 ]
-SAMPLES = [{**sample, "complete": complete} for sample, complete in zip(SAMPLES, (True, False, None), strict=True)]
+SAMPLES = [
+    {**sample, "tool_calls": [], "complete": complete}
+    for sample, complete in zip(SAMPLES, (True, False, None), strict=True)
+]
 ASKED: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": LOGPROBS},
     "samples": {"token_ids": [5, 9], "logprobs": LOGPROBS, "samples": SAMPLES},
@@ -75,12 +78,12 @@ def test_parquet_has_columns_only_for_what_some_row_asked_for_and_fills_in_what_
     assert table["choices"].to_pylist() == [None, ASKED["choices"]["choices"], None]
     samples = [{"text": "a", "finish_reason": "stop"}, {"text": "b", "finish_reason": "length"}]
     (row,) = pq.read_table(io.BytesIO(written(ParquetFormat(), [record(0, samples=samples)]))).to_pylist()
-    lacking = dict.fromkeys(("reasoning", "complete", "token_ids", "logprobs"))
+    lacking = dict.fromkeys(("reasoning", "complete", "token_ids", "logprobs", "tool_calls"))
     assert row["samples"] == [{**sample, **lacking} for sample in samples]
 
 
 def test_every_field_of_the_record_but_the_id_and_the_parsed_value_has_a_fixed_type() -> None:
-    assert FIXED_TYPES.keys() == RECORD_KEYS - {"id", "parsed"}
+    assert FIXED_TYPES.keys() == (RECORD_KEYS | VECTOR_KEYS) - {"id", "parsed", "scores"}
 
 
 # ---------------------------------------------------------------- OpenAI

@@ -73,7 +73,7 @@ def test_the_output_line_is_the_record_as_a_person_would_write_it(run_dir: RunDi
     written(run_dir, [record(0, answer="é")])
     line = run_dir.outputs("jsonl").read_text()
     assert line.startswith('{"id": "q-0", "index": 0, "text": "ответ 0\\n", "finish_reason": "stop", "usage": {"prompt')
-    assert line.endswith('"preemptions": 0}, "answer": "é"}\n')
+    assert line.endswith('"reused": true}, "answer": "é"}\n')
 
 
 def test_dead_letters_are_in_input_order_and_none_where_no_row_failed(run_dir: RunDir) -> None:

@@ -74,6 +74,9 @@ def test_wall_time_and_latencies_do_not_count() -> None:
         (report(exact=0.5), report(exact=0.0), ACCURACY, "no text of the run compared with equals"),
         (report(exact=0.0), report(exact=0.0), ACCURACY, "structured_outputs"),
         (report(), report(rate=0.0), SPEED, "computed no tokens"),
+        (report(), report(tokens_per_s=None), SPEED, "computed no tokens"),
+        (report(tokens_per_s=None), report(), SPEED, "this run has no rate"),
+        (report(tokens_per_s=None), report(tokens_per_s=None), SPEED, "computed no tokens"),
     ],
 )
 def test_a_gate_over_nothing_is_an_error_and_no_pass(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +73,67 @@ def test_nights_of_a_growing_file_with_stops_and_without_news_end_as_one_run(job
     assert_equal(job, whole)
 
 
+def kill(job: JobMaker, path: Path) -> None:
+    """A night that ends by SIGKILL once it has journalled something, if there is something to journal."""
+    process = start(["run", path], step_s=0.05)
+
+    def size() -> int:
+        return sum(file.stat().st_size for file in job.output.glob("journal/*.seg"))
+
+    before = size()
+    while process.poll() is None and size() == before:
+        time.sleep(0.01)
+    process.kill()
+    finish(process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "num_files"), [("jsonl", 5), ("csv", 1), ("jsonl.gz", 1), ("csv.gz", 5)])
+def test_thirty_nights_of_growth_stops_and_kills_end_as_one_run(
+    job: JobMaker, whole: JobMaker, form: str, num_files: int
+) -> None:
+    rng = random.Random(f"{form} {num_files}")
+    lines = [*LINES, LINES[7], b"{\n", b"\n"]
+    if form.startswith("csv"):
+        lines = [b'q-%d,"What is\n%d, ""twice""?"\n' % (i, i) for i in range(60)] + [b"q-7,x\n", b"q-99\n", b"\r\n"]
+    rng.shuffle(lines)
+    content = b"".join(lines)
+    cuts = sorted(rng.choices(range(1, len(content)), k=21))
+    cuts += [content.index(b"\n", cut) + rng.randrange(2) for cut in cuts[::4]]
+    news = [content[at:end] for at, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(content)], strict=True)]
+    files = [job.folder / f"part-{number}.{form}" for number in range(num_files)]
+    path = {"path": [str(job.folder / f"part-*.{form}")]}
+    for night in range(30):
+        if night % 10 not in (4, 7) and news:
+            file = files[night * num_files // 30]
+            new = news.pop(0)
+            if not file.exists() and form.startswith("csv"):
+                new = b"id,question\n" + new
+            with file.open("ab") as stream:
+                stream.write(gzip.compress(new) if form.endswith("gz") else new)
+        if night % 3 == 1:
+            kill(job, job.toml(input=path))
+        else:
+            limits = {"max_total_tokens": rng.randrange(1, 90)} if night % 3 == 2 else {}
+            code = job.run(job.spec(input=path), quiet(**limits)).exit_code
+            assert code in {*(ExitCode.OK, ExitCode.ROWS_FAILED), *([ExitCode.STOPPED] if limits else [])}
+    job.run(job.spec(input=path))
+    for file in files:
+        shutil.copy(file, whole.folder)
+    whole.run(whole.spec(input={"path": [str(whole.folder / f"part-*.{form}")]}))
+    assert_equal(job, whole)
+    rows = [*job.outputs(), *job.errors()]
+    assert sorted(row["index"] for row in rows) == [*range(len(rows))]
+    before = (job.output / "outputs.jsonl").read_bytes()
+    old = rng.choice(files)
+    damaged = bytearray(old.read_bytes())
+    damaged[rng.randrange(len(damaged))] ^= 1
+    old.write_bytes(damaged)
+    with pytest.raises(ResumeMismatch, match=old.name):
+        job.run(job.spec(input=path))
+    assert (job.output / "outputs.jsonl").read_bytes() == before
+
+
 def test_a_night_computes_only_what_is_new_and_says_how_much(job: JobMaker) -> None:
     job.input.write_bytes(b"".join(LINES[:50]))
     job.run()
@@ -105,12 +169,18 @@ CUTS = {
 
 @pytest.mark.parametrize("limits", [{}, {"max_total_tokens": 500}], ids=["finished", "stopped"])
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("form", ["jsonl", "text", "gzip", "members"])
+@pytest.mark.parametrize("form", ["jsonl", "text", "csv", "gzip", "members"])
 def test_wherever_a_file_was_cut_its_run_ends_as_over_the_whole(
     job: JobMaker, whole: JobMaker, form: str, cut: str, limits: dict[str, Any]
 ) -> None:
     rows = [b"" if i % 9 == 4 else b"{" + b"\n" if i % 9 == 5 else line for i, line in enumerate(LINES)]
-    content = b"".join(rows) if form != "text" else b"".join(b"%d lines\r\n" % i * (i + 1) for i in range(12))
+    texts = {
+        "text": b"".join(b"%d lines\r\n" % i * (i + 1) for i in range(12)),
+        "csv": b"id,question\n"
+        + b"".join(b'%d,"a ""row"" of\n%d lines,\n"\n' % (i, i) for i in range(28))
+        + b"28\n29,x\n",
+    }
+    content = texts.get(form, b"".join(rows))
     first = CUTS[cut](content)
     begun, grown = {
         "gzip": lambda: (
@@ -125,7 +195,7 @@ def test_wherever_a_file_was_cut_its_run_ends_as_over_the_whole(
     assert grown.startswith(begun)
 
     def spec(made: JobMaker) -> JobSpec:
-        path = str(made.folder / ("input.txt" if form == "text" else "input.jsonl"))
+        path = str(made.folder / f"input.{({'text': 'txt', 'csv': 'csv'}).get(form, 'jsonl')}")
         prompt = {"id": None, "prompt": "text"} if form == "text" else {}
         return made.spec(input={"path": [path], **prompt})
 

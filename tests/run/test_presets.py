@@ -138,7 +138,7 @@ def test_what_stands_beside_the_preset_or_comes_later_wins(
         "output": {"path": str(job.output)},
     }
     spec = load_job(tmp_path / "job.toml", {**flags, "sampling": {"preset": "model", **beside}})
-    sampling = read_model(spec).with_preset(spec).sampling
+    sampling = read_model(spec).resolved(spec).sampling
     assert {name: getattr(sampling, name) for name in expected} == expected
 
 
@@ -161,7 +161,7 @@ def test_a_run_samples_as_its_model_recommends_and_its_manifest_holds_the_values
 def test_a_row_may_ask_for_what_the_model_recommends(job: JobMaker) -> None:
     job.write([{"question": "a", "sampling": {"preset": name, "top_k": 3}} for name in ("model", "card")])
     spec = spec_with(job, QWEN3)
-    builder = read_model(spec).builder(spec.input, spec.sampling)
+    builder = read_model(spec).builder(spec)
     first, second = builder.build([row for row in open_source(spec.input).read() if not isinstance(row, BadRow)])
     assert isinstance(first, Request) and isinstance(second, BadRow)
     assert (first.params.temperature, first.params.top_k) == (0.6, 3)

@@ -1,4 +1,5 @@
-"""Files in which a row is a line: JSON Lines and plain text, which differ only in how a line is parsed.
+"""Files in which a row is a line: JSON Lines and plain text, which differ only in how a line is parsed. Tables
+(``delimited``) add rows of several lines.
 
 A cursor's ``offset`` is the byte after a line in the decompressed text and its ``row`` the number of lines before it,
 so reading can start anywhere without parsing what precedes.
@@ -6,7 +7,7 @@ so reading can start anywhere without parsing what precedes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -19,16 +20,16 @@ from batchgen.input.input_bytes import InputBytes
 from batchgen.input.rows import RowProblem
 
 MAX_LINE_BYTES = 256 << 20  # bounds the memory a line takes; a longer one is an error row
-_BOM = b"\xef\xbb\xbf"
-_SHOWN_BYTES = 1000  # of a line too long to keep
+BOM = b"\xef\xbb\xbf"
+SHOWN_BYTES = 1000  # of a line too long to keep
 
 
-def decode_utf8(line: bytes) -> str:
-    """The text of a line. Raises RowProblem bad_encoding, naming the byte."""
+def decode_utf8(line: bytes, name: str = "the line") -> str:
+    """The text of a line. Raises RowProblem bad_encoding, naming the byte and the line."""
     try:
         return line.decode()
     except UnicodeDecodeError as error:
-        message = f"not UTF-8: {error.reason} at byte {error.start + 1} of the line"
+        message = f"not UTF-8: {error.reason} at byte {error.start + 1} of {name}"
         raise RowProblem(RowErrorCode.BAD_ENCODING, message) from error
 
 
@@ -38,14 +39,19 @@ def parse_text(line: bytes) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """A line that is a row: its bytes, its 1-based number, the offset after it, and why it cannot be parsed, if so."""
+class Line:
+    """A line that is a row: its bytes, its 1-based number, the offset after it, and why it cannot be parsed, if so.
+
+    A row of a table may take ``num_lines``; its ``cells`` are already separate.
+    """
 
     content: bytes
     number: int
     end: int
     problem: RowProblem | None = None
     is_torn: bool = False
+    num_lines: int = 1
+    cells: Sequence[str] = ()
 
 
 class LinesFile(StoredFile):
@@ -60,13 +66,21 @@ class LinesFile(StoredFile):
         super().__init__(content)
         self._parse = parse
 
+    def lines(self, stream: BinaryIO, at: Cursor) -> Iterator[Line]:
+        """The lines that are rows of a stream of ``open_text`` that begins ``at`` a cursor."""
+        return _lines(stream, at.offset, at.row)
+
+    def columns(self, line: Line) -> dict[str, Any]:
+        """What a line says. Raises RowProblem."""
+        return self._parse(line.content)
+
     def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
         index = at.index
         if stop is not None and index >= stop:
             return index
         try:
             with open_text(self.content, at.offset) as stream:
-                for line in _lines(stream, at.offset, at.row):
+                for line in self.lines(stream, at):
                     if wanted is None or wanted(index):
                         yield self._row(line, index, at.file)
                     index += 1
@@ -92,19 +106,20 @@ class LinesFile(StoredFile):
         is_cut = not around.startswith(b"\n")
         return is_cut, is_cut and (around[1:] != b"\n" or around.startswith(b"\r"))
 
-    def _row(self, line: _Line, index: int, file: int) -> Record | BadRow:
+    def _row(self, line: Line, index: int, file: int) -> Record | BadRow:
         source = self.content.name
-        after = Cursor(file + 1, 0, 0, index + 1) if line.is_torn else Cursor(file, line.end, line.number, index + 1)
+        num_lines = line.number + line.num_lines - 1
+        after = Cursor(file + 1, 0, 0, index + 1) if line.is_torn else Cursor(file, line.end, num_lines, index + 1)
         try:
             if line.problem:
                 raise line.problem
-            return Record(index, source, line.number, self._parse(line.content), after)
+            return Record(index, source, line.number, self.columns(line), after)
         except RowProblem as problem:
             raw = line.content.decode(errors="backslashreplace").rstrip("\r\n")
             return BadRow(index, source, line.number, problem.error, raw, after)
 
 
-def _lines(stream: BinaryIO, offset: int, number: int) -> Iterator[_Line]:
+def _lines(stream: BinaryIO, offset: int, number: int) -> Iterator[Line]:
     """The lines of ``stream`` that are rows; ``offset`` bytes and ``number`` lines precede it."""
     torn = b""
     while content := stream.readline(MAX_LINE_BYTES):
@@ -117,16 +132,21 @@ def _lines(stream: BinaryIO, offset: int, number: int) -> Iterator[_Line]:
         number += 1
         offset += len(content)
         if is_first:
-            content = content.removeprefix(_BOM)
+            content = content.removeprefix(BOM)
         if is_huge:
             offset += _skip_line(stream)
             problem = RowProblem(RowErrorCode.TOO_LONG, f"the line has more than {MAX_LINE_BYTES} bytes")
-            yield _Line(content[:_SHOWN_BYTES], number, offset, problem)
+            yield Line(content[:SHOWN_BYTES], number, offset, problem)
         elif content and not content.isspace():
-            yield _Line(content, number, offset)
+            yield Line(content, number, offset)
     if reason := damage(stream):
-        message = f"the compressed file is damaged here, the rest of it is unreadable: {reason}"
-        yield _Line(torn, number + 1, offset, RowProblem(RowErrorCode.BAD_ENCODING, message), is_torn=True)
+        yield torn_line(torn, number + 1, offset, reason)
+
+
+def torn_line(content: bytes, number: int, offset: int, reason: str) -> Line:
+    """The row that stands for what a damaged compressed file does not give."""
+    message = f"the compressed file is damaged here, the rest of it is unreadable: {reason}"
+    return Line(content, number, offset, RowProblem(RowErrorCode.BAD_ENCODING, message), is_torn=True)
 
 
 def _skip_line(stream: BinaryIO) -> int:

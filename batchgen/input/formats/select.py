@@ -9,6 +9,7 @@ from pathlib import Path
 from batchgen.core.errors import UsageError
 from batchgen.core.remote import scheme_of
 from batchgen.input.formats import InputFile
+from batchgen.input.formats.delimited import DelimitedFile
 from batchgen.input.formats.hf import DatasetFile
 from batchgen.input.formats.jsonl import parse_jsonl
 from batchgen.input.formats.lines import LinesFile, parse_text
@@ -19,23 +20,21 @@ from batchgen.input.input_bytes import InputBytes, LocalFile, RemoteFile
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of files: what opens one, and the suffixes of their names."""
+    """A format of files: what opens one, and the suffixes of their names. ``delimiter`` is None but in tables."""
 
-    open: Callable[[InputBytes], InputFile]
+    open: Callable[[InputBytes, str | None], InputFile]
     suffixes: tuple[str, ...]
 
 
 FORMATS = {
-    "jsonl": Format(lambda content: LinesFile(content, parse_jsonl), (".jsonl", ".ndjson")),
-    "text": Format(lambda content: LinesFile(content, parse_text), (".txt", ".text")),
-    "parquet": Format(ParquetFile, (".parquet",)),
+    "jsonl": Format(lambda content, _: LinesFile(content, parse_jsonl), (".jsonl", ".ndjson")),
+    "text": Format(lambda content, _: LinesFile(content, parse_text), (".txt", ".text")),
+    "csv": Format(DelimitedFile, (".csv", ".tsv")),
+    "parquet": Format(lambda content, _: ParquetFile(content), (".parquet",)),
 }
 
 _COMPRESSED = frozenset({".gz", ".zst", ".zstd"})
-_CSV_REMEDY = "convert it to JSON Lines, or give 'hf:FOLDER' where FOLDER holds it alone"
 _REMEDIES = {
-    ".csv": _CSV_REMEDY,
-    ".tsv": _CSV_REMEDY,
     ".bz2": "recompress it with gzip or zstd",
     ".xz": "recompress it with gzip or zstd",
     ".zip": "unpack it",
@@ -47,29 +46,30 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _HEAD_BYTES = 1 << 16
 
 
-def open_file(item: Path | str, given: str) -> InputFile:
+def open_file(item: Path | str, given: str, delimiter: str | None = None) -> InputFile:
     """Open one file, or a dataset, which is an ``hf:`` name or a folder; a string may be an address too.
 
-    ``given`` is the job's format, perhaps ``auto``. Raises UsageError with a remedy when it cannot be read, contradicts
-    ``given`` or is of no known format, RemoteError when its server cannot be reached.
+    ``given`` is the job's format, perhaps ``auto``, and ``delimiter`` what separates the cells of its tables. Raises
+    UsageError with a remedy when it cannot be read, contradicts ``given`` or is of no known format, RemoteError when
+    its server cannot be reached.
     """
     if isinstance(item, str) and scheme_of(item):
-        return _open_bytes(RemoteFile(item), given)
+        return _open_bytes(RemoteFile(item), given, delimiter)
     if isinstance(item, str) or item.is_dir():
         return DatasetFile(str(item))
     if not item.is_file():
         raise UsageError(f"input {item} is not a regular file; pipe it to standard input and name it -")
     try:
-        return _open_bytes(LocalFile(item), given)
+        return _open_bytes(LocalFile(item), given, delimiter)
     except OSError as error:
         raise UsageError(f"cannot read input {item}: {error.strerror or error}") from error
 
 
-def _open_bytes(content: InputBytes, given: str) -> InputFile:
-    return FORMATS[_resolve(content, given)].open(content)
+def _open_bytes(content: InputBytes, given: str, delimiter: str | None) -> InputFile:
+    return FORMATS[_resolve(content, given, delimiter)].open(content, delimiter)
 
 
-def _resolve(content: InputBytes, given: str) -> str:
+def _resolve(content: InputBytes, given: str, delimiter: str | None) -> str:
     with content.open() as file:
         is_parquet = file.read(4) == _PARQUET_MAGIC
     if given == "parquet" or (given == "auto" and is_parquet):
@@ -81,7 +81,7 @@ def _resolve(content: InputBytes, given: str) -> str:
     if head.startswith(_UTF16_MARKS):
         raise UsageError(f"{content.name} is UTF-16 text; convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE")
     if given == "auto":
-        return _detect(content, head)
+        return "csv" if delimiter else _detect(content, head)
     if given == "hf":
         raise UsageError(f'{content.name} is a file and input.format = "hf"; leave the format to "auto"')
     return given if given in FORMATS else "jsonl"  # OpenAI Batch lines

@@ -25,7 +25,7 @@ from batchgen.kernels.processor import leaves_products_to_onednn, processor_vari
 from batchgen.kernels.reference import ExpertLoop
 
 _TAKE_ROWS, _LOOKUP_PACKED = Kernel(kernel_specs.TAKE_ROWS), Kernel(kernel_specs.EMBEDDING_LOOKUP_PACKED)
-_RMS_NORM, _SWIGLU = Kernel(kernel_specs.RMS_NORM), Kernel(kernel_specs.SWIGLU)
+_RMS_NORM, _SCALE, _SWIGLU = (Kernel(spec) for spec in (kernel_specs.RMS_NORM, kernel_specs.SCALE, kernel_specs.SWIGLU))
 _ROPE_AND_CACHE, _SHORT_CONV = Kernel(kernel_specs.ROPE_AND_CACHE), Kernel(kernel_specs.SHORT_CONV)
 _ARGMAX, _SAMPLE, _LOGSUMEXP = Kernel(kernel_specs.ARGMAX), Kernel(kernel_specs.SAMPLE), Kernel(kernel_specs.LOGSUMEXP)
 _ATTENTION, _MASK = Kernel(kernel_specs.ATTENTION), Kernel(kernel_specs.MASK)
@@ -119,10 +119,11 @@ class CpuKernels(interface.Kernels):
             return linears.OneDnnLinear(weight.to(dtype), bias)
         return linears.PackedLinear(weight, bias, self.weights, self.activations, dtype)
 
-    def gated_linear(self, gate: Tensor, up: Tensor) -> interface.GatedLinear:
+    def gated_linear(self, gate: Tensor, up: Tensor, is_gelu: bool = False) -> interface.GatedLinear:
         if self._leaves_products(gate):
-            return interface.TwoStepGatedLinear(self, gate, up)
-        return linears.PackedGatedLinear(gate, up, self.weights, self.activations, self._dtype or gate.dtype)
+            return interface.TwoStepGatedLinear(self, gate, up, is_gelu)
+        dtype = self._dtype or gate.dtype
+        return linears.PackedGatedLinear(gate, up, self.weights, self.activations, dtype, is_gelu=is_gelu)
 
     def tied_embedding(self, table: Tensor, dtype: torch.dtype) -> tuple[interface.Embedding, interface.Linear]:
         head = self.linear(table)
@@ -155,11 +156,15 @@ class CpuKernels(interface.Kernels):
         _RMS_NORM.launch(x.dtype, items, *places, num_rows, width, _bits(eps), _address_of(residual))
         return out
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
+    def scale(self, x: Tensor, by: float) -> None:
+        num_rows, width = x.shape
+        _SCALE.launch(x.dtype, -(-num_rows // ROWS_PER_ITEM), address(x), num_rows, width, _bits(by))
+
+    def swiglu(self, gate_up: Tensor, is_gelu: bool = False) -> Tensor:
         num_rows, width = len(gate_up), gate_up.shape[1] // 2
         out = empty((num_rows, width), gate_up.dtype)
         items = -(-num_rows // ROWS_PER_ITEM)
-        _SWIGLU.launch(gate_up.dtype, items, address(gate_up), address(out), num_rows, width)
+        _SWIGLU.launch(gate_up.dtype, items, address(gate_up), address(out), num_rows, width, int(is_gelu))
         return out
 
     def rope_and_cache(
@@ -210,7 +215,7 @@ class CpuKernels(interface.Kernels):
         arguments = (
             *map(address, (bcx, weight, bias, state.slots, inputs.cu_seqlens, inputs.conv_slots)),
             *map(address, (inputs.positions, out)),
-            *(width, taps, *scratch(layout.conv_scratch_floats(taps, width))),
+            *(width, taps, 0 if inputs.is_causal else taps // 2, *scratch(layout.conv_scratch_floats(taps, width))),
             *(address(state.blocks), address(inputs.slot_mapping), state.block_size),
         )
         _SHORT_CONV.launch(bcx.dtype, inputs.num_seqs, *arguments)

@@ -41,8 +41,8 @@ class KernelSpec:
     kinds: Kinds = field(default_factory=lambda: ELEMENTS, compare=False)
 
 
-RMS_NORM, SWIGLU, ARGMAX, MASK, QUANTIZE = (
-    KernelSpec(f"{COMPILED}.rows", name) for name in ("rms_norm", "swiglu", "argmax", "mask", "quantize_rows")
+RMS_NORM, SCALE, SWIGLU, ARGMAX, MASK, QUANTIZE = (
+    KernelSpec(f"{COMPILED}.rows", name) for name in ("rms_norm", "scale", "swiglu", "argmax", "mask", "quantize_rows")
 )
 SHORT_CONV = KernelSpec(f"{COMPILED}.rope_conv", "short_conv")
 # The element types of the model, of the cache, and of what holds the dimensions of a key that lie side by side.
@@ -102,19 +102,21 @@ def needed(
     weights: str = "auto",
     activations: str = "auto",
     kv_dtype: str = "auto",
-    feed_forward: str = "dense",
+    parts: str = "dense",
 ) -> list[tuple[KernelSpec, str]]:
     """The kernels that each step of a model may need, and their kinds; the longest to compile first.
 
     ``dtype`` is the one it is computed in, ``stored`` that of its weights before ``weights`` and ``activations`` apply,
-    ``kv_dtype`` that of keys and values; ``feed_forward`` is "dense" or "experts".
+    ``kv_dtype`` that of keys and values; ``parts`` is "dense" or "experts", and "scales" behind it.
     """
     if dtype not in ELEMENTS:
         return []
     reading = "f32_of_bf16" if (dtype, stored) == ("float32", "bfloat16") else dtype
     linears = _linears(dtype, reading, weights, activations)
     found = [(ATTENTION, attention_kind(dtype, kv_dtype)), *linears]
-    if feed_forward == "experts":
+    if "scales" in parts:
+        found.append((SCALE, dtype))
+    if "experts" in parts:
         found.append((ROUTE, dtype))
         found += [] if (SWIGLU, dtype) in linears else [(SORT, "any"), (ADD_UP, dtype)]
     found += [(spec, dtype) for spec in (SHORT_CONV, ARGMAX, RMS_NORM)]

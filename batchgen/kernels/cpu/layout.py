@@ -28,6 +28,7 @@ ROWS_PER_ITEM = 8  # of kernels that treat rows: few enough to balance the threa
 STRIPS = 4
 MAX_ROWS = 6  # 24 accumulators, 4 vectors of weights and one of inputs: 29 of 32 registers
 TILE_COLUMNS = STRIPS * LANES
+GATED_BY_SILU, GATED_BY_GELU = 1, 2  # how a product of gates and ups ends
 SEGMENT_WORDS = 3  # int64 words about the rows that meet one expert; see ``linear.Experts``
 
 # Weights of 8 bits: bytes of 16 outputs and a group of inputs that share a scale, scales included.
@@ -46,7 +47,7 @@ CHUNK = 2 * LANES  # neighbouring positions that are scored side by side
 NUM_STREAMS = 4  # places in memory that are read at once: one alone does not fill a core's share of the bandwidth
 TILE = 256  # positions whose scores are held at once; a multiple of CHUNK * NUM_STREAMS
 SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
-QUERY_BLOCK_FIELDS = 5  # of a row of ``ModelInput.query_blocks``
+QUERY_BLOCK_FIELDS = 6  # of a row of ``ModelInput.query_blocks``
 ITEMS_PER_WORKER = 4  # at least, where sequences that share keys would make fewer: the last ones are waited for
 
 PEAK_VECTORS = 16  # of memory for each worker of the loops that only multiply

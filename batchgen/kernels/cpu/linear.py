@@ -26,6 +26,8 @@ from torch.nn import functional
 from batchgen.kernels.cpu import kernel_specs
 from batchgen.kernels.cpu.layout import (
     DOT_GROUP,
+    GATED_BY_GELU,
+    GATED_BY_SILU,
     GROUP,
     LANES,
     MAX_ROWS,
@@ -206,10 +208,13 @@ class PackedLinear:
         width: int,
         residual: Tensor | None = None,
         *,
-        gated: bool = False,
+        gated: int = 0,
         experts: Experts | None = None,
     ) -> Tensor:
-        """The product [rows, width] of x [rows, inputs] with all panels, or each row's with those of its expert."""
+        """The product [rows, width] of x [rows, inputs] with all panels, or each row's with those of its expert.
+
+        ``gated`` is 0 or one of the ways in ``layout``.
+        """
         assert x.shape[1:] == (self.inputs,), f"x is {tuple(x.shape)}, the weight takes {self.inputs} inputs"
         assert x.dtype in _TYPES, "kernels read bits"
         out, residual_at, bias_at = empty((len(x), width), x.dtype), 0, 0
@@ -225,7 +230,7 @@ class PackedLinear:
         return out
 
     def _launch(
-        self, x: Tensor, addresses: tuple[int, int, int], width: int, gated: bool, experts: Experts | None
+        self, x: Tensor, addresses: tuple[int, int, int], width: int, gated: int, experts: Experts | None
     ) -> None:
         rows, inputs, kind = len(x), self.inputs, self.packed.kind
         threads = torch.get_num_threads()
@@ -245,7 +250,7 @@ class PackedLinear:
         elif unpacks:
             kernel, key, number_bytes = _UNPACKED, _UNPACKED_KINDS[x.dtype], _NUMBER_BYTES[x.dtype]
             floats = _SUMS * UNPACKED_TILES + UNPACKED_BYTES // 4
-        sizes = (rows, inputs, width, int(gated), groups, self._num_panels, -(-threads // shares), *self._sizes)
+        sizes = (rows, inputs, width, gated, groups, self._num_panels, -(-threads // shares), *self._sizes)
         kernel.launch(
             key,
             self._num_panels * groups,
@@ -280,15 +285,18 @@ class PackedGatedLinear:
         weights: str = "auto",
         activations: str = "auto",
         dtype: torch.dtype | None = None,
+        *,
+        is_gelu: bool = False,
     ) -> None:
         self.out_features = len(gate)
+        self._gated = GATED_BY_GELU if is_gelu else GATED_BY_SILU
         rows = (0, 0, 0, -len(gate) % _HALF)
         halves = [functional.pad(part.detach(), rows).view(-1, _HALF, part.shape[1]) for part in (gate, up)]
         self.product = PackedLinear(torch.cat(halves, 1).flatten(0, 1), None, weights, activations, dtype)
         self.linear: Linear = self.product
 
     def __call__(self, x: Tensor, experts: Experts | None = None) -> Tensor:
-        return self.product.multiply(x, self.out_features, gated=True, experts=experts)
+        return self.product.multiply(x, self.out_features, gated=self._gated, experts=experts)
 
 
 def pad_rows(x: Tensor, least: int) -> Tensor:

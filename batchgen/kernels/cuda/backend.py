@@ -86,7 +86,9 @@ class CudaKernels(ReferenceKernels):
         rows.add_and_norm[(num_rows,)](*tensors, width, eps, BLOCK=power_of_two(width), **rows.WRITTEN_OUT)
         return sums, out
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
+    def swiglu(self, gate_up: Tensor, is_gelu: bool = False) -> Tensor:
+        if is_gelu:  # which torch computes: no kernel of its own so far
+            return super().swiglu(gate_up, is_gelu)
         num_rows, width = len(gate_up), gate_up.shape[1] // 2
         out = gate_up.new_empty(num_rows, width)
         grid = (num_rows, -(-width // rows.SWIGLU_BLOCK))

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from batchgen.model.config import ModelConfig
 from batchgen.model.config_values import ConfigValues
-from batchgen.model.families import lfm2, lfm2_moe, lfm3, llama, mistral, qwen3, qwen3_moe
+from batchgen.model.families import gemma3, granite, lfm2, lfm2_moe, lfm3, llama, mistral, qwen3, qwen3_moe, smollm3
 
 
 class Family(Protocol):
@@ -26,6 +26,8 @@ class Family(Protocol):
 
 
 FAMILIES: Mapping[str, Family] = {  # by model_type
+    "gemma3_text": gemma3,
+    "granite": granite,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
     "lfm3": lfm3,
@@ -33,4 +35,5 @@ FAMILIES: Mapping[str, Family] = {  # by model_type
     "mistral": mistral,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "smollm3": smollm3,
 }

@@ -42,7 +42,9 @@ def published(widths: tuple[int, int, int], heads: tuple[int, int], num_layers: 
     }
 
 
-def read_dense(values: ConfigValues, default_theta: float, *, has_qk_norm: bool = True) -> ModelConfig:
+def read_dense(
+    values: ConfigValues, default_theta: float, *, is_tied: bool = False, has_qk_norm: bool = True
+) -> ModelConfig:
     """The shape of the model that has this ``config.json``.
 
     Raises ModelError, for biases, sliding windows and other activations too: no release has them.
@@ -51,4 +53,4 @@ def read_dense(values: ConfigValues, default_theta: float, *, has_qk_norm: bool 
     values.expect("hidden_act", "silu", "only 'silu' is supported")
     layer = LayerShape(ATTENTION, values.integer("intermediate_size"), values.rope(default_theta))
     layers = (layer,) * values.integer("num_hidden_layers", most=MAX_LAYERS)
-    return values.model(layers, TENSOR_NAMES, norm_eps=1e-6, is_tied=False, has_qk_norm=has_qk_norm)
+    return values.model(layers, TENSOR_NAMES, norm_eps=1e-6, is_tied=is_tied, has_qk_norm=has_qk_norm)

@@ -56,6 +56,12 @@ _SIXTEEN: dict[str, Any] = {"attention": [2, 5, 8, 10, 12, 14], "num_hidden_laye
 _THIRTY: dict[str, Any] = {"attention": [2, 5, 9, 13, 17, 21, 24, 27], "num_hidden_layers": 30}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "LFM2-350M": published(1024, 16, **_SIXTEEN, block_ff_dim=6656),
+    "LFM2.5-Embedding-350M": published(
+        1024, 16, **_SIXTEEN, block_ff_dim=6656, architectures=["Lfm2BidirectionalModel"]
+    ),
+    "LFM2.5-Encoder-350M": published(
+        1024, 16, **_SIXTEEN, block_ff_dim=6656, architectures=["Lfm2BidirectionalForMaskedLM"]
+    ),
     "LFM2-700M": published(1536, 24, **_SIXTEEN, block_ff_dim=10240),
     "LFM2-1.2B": published(2048, 32, **_SIXTEEN, block_ff_dim=12288),
     "LFM2-2.6B": published(2048, 32, **_THIRTY, block_ff_dim=10752, block_auto_adjust_ff_dim=False),

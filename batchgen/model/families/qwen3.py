@@ -31,6 +31,9 @@ def _qwen(*sizes: Any, **more: Any) -> dict[str, Any]:
 _4B = ((2560, 128, 9728), (32, 8), 36)
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "Qwen3-0.6B": _qwen((1024, 128, 3072), (16, 8), 28),
+    "Qwen3-Embedding-0.6B": _qwen(
+        (1024, 128, 3072), (16, 8), 28, vocab_size=151669, max_position_embeddings=32768, architectures=["Qwen3Model"]
+    ),
     "Qwen3-1.7B": _qwen((2048, 128, 6144), (16, 8), 28),
     "Qwen3-4B": _qwen(*_4B),
     "Qwen3-4B-Instruct-2507": _qwen(*_4B, rope_theta=5e6, max_position_embeddings=262144),

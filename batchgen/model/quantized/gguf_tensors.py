@@ -14,19 +14,31 @@ import torch
 from torch import Tensor
 
 from batchgen.core.errors import ModelError
+from batchgen.core.gguf import GgufTensor, read_header
 from batchgen.core.model_files import file_bytes
-from batchgen.model.quantized.gguf_header import GgufTensor, read_header
+from batchgen.model.quantized.gguf_config import ROPE_FACTORS
 from batchgen.model.weights import Init, Shape, StoredTensors, fill_rows, is_finite
 
 _NUMBERS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}  # by type
+_ROTATED = (".attn_q.weight", ".attn_k.weight")
 _CHUNK = 1 << 18  # values turned into float32 at once: these stay in the processor's cache, all of a row's do not
 
 
 class GgufTensors(StoredTensors[GgufTensor]):
-    """Tensors of a GGUF file, each read back into ``dtype``."""
+    """Tensors of a GGUF file, each read back into ``dtype``.
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(path, dtype, device, read_header(path).tensors)
+    Converters of the architecture "llama" put the outputs of each head of ``head_dim`` that are rotated together, i and
+    i + head_dim / 2, side by side; here they get back their places.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, head_dim: int = 2) -> None:
+        metadata, tensors = read_header(path)
+        is_llama = metadata.get("general.architecture") == "llama"
+        self._rotated = _ROTATED if is_llama else ()
+        self._pairs = head_dim // 2
+        # Llama 3's factors are compared when the config is read.
+        places = {name: found for name, found in tensors.items() if not (is_llama and name == ROPE_FACTORS)}
+        super().__init__(path, dtype, device, places)
 
     def take(self, name: str, shape: Shape, init: Init | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor of that name; axes of one element may be missing in the file, as those of convolutions are.
@@ -45,6 +57,8 @@ class GgufTensors(StoredTensors[GgufTensor]):
         else:
             tensor = self._from_blocks(name, found, dtype or self.dtype)
         tensor = tensor.to(self.device, dtype or self.dtype).view(shape)
+        if name.endswith(self._rotated):
+            tensor = tensor.view(-1, self._pairs, 2, shape[1]).transpose(1, 2).reshape(shape)
         if not is_finite(tensor):
             raise self._error(name, "has values that are not finite; download the file again")
         self._taken.add(name)

@@ -5,20 +5,23 @@ run writes the same bytes: ids come from the row's index and ``created`` is 0. A
 chat or a text completion was asked for. Fields that OpenAI lacks are added beside its own, where readers of its format
 ignore them: ``timings`` and ``kept_columns`` in the line; ``prompt_logprobs`` and ``perplexity`` in the body;
 ``reasoning_content``, where vLLM has it, and ``parsed``, where OpenAI's SDK has it, in the message of a chat or the
-choice of a completion; ``complete``, ``token_ids``, scored ``choices`` (here ``scored_choices``) and, where OpenAI has
+choice of a completion, and there ``tool_calls``;
+``complete``, ``token_ids``, scored ``choices`` (here ``scored_choices``) and, where OpenAI has
 no such reason, ``stop_reason`` in a choice.
 """
 
 from __future__ import annotations
 
 import json
+import struct
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from batchgen.config.job import RECORD_KEYS
+from batchgen.config.job import RECORD_KEYS, VECTOR_KEYS
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import FinishReason
 from batchgen.output.formats.jsonl import OutputFormat, index_of, read_lines
@@ -34,11 +37,13 @@ class OpenAIBatchFormat(OutputFormat):
     def result_row(self, payload: bytes) -> bytes:
         """A batch response with status 200 and a completion as its body, followed by timings and kept columns."""
         found = json.loads(payload)
-        record = {name: value for name, value in found.items() if name in RECORD_KEYS}
-        kept = {name: value for name, value in found.items() if name not in RECORD_KEYS}
-        index, url = record["index"], found.get("url")
-        response = {"status_code": 200, "request_id": f"req_{index:012d}", "body": self._body(record, url)}
+        names = RECORD_KEYS if "finish_reason" in found else RECORD_KEYS | VECTOR_KEYS
+        record = {name: value for name, value in found.items() if name in names}
+        kept = {name: value for name, value in found.items() if name not in names}
+        index = record["index"]
+        response = {"status_code": 200, "request_id": f"req_{index:012d}", "body": self._body(record, kept)}
         line = {**_head(record), "response": response, "error": None, "timings": record["timings"]}
+        line |= {name: record[name] for name in ("retried",) if name in record}
         return encode_json(line | ({"kept_columns": kept} if kept else {}))
 
     def error_row(self, payload: bytes) -> bytes:
@@ -53,28 +58,30 @@ class OpenAIBatchFormat(OutputFormat):
         return read_lines(path, key="id")
 
     def record(self, row: bytes) -> dict[str, Any]:
-        """What a report needs of the record: id (as text), index, text, finish_reason, usage, timings, kept columns.
-
-        Also ``complete``, ``samples`` of several and scored ``choices``, as far as the record has them.
-        """
+        """The record but for its log-probabilities of generated tokens, which have lost their ids; the id is text."""
         line = json.loads(row)
         body = line["response"]["body"]
+        if body["object"] == "list":
+            return _record_of_vector(line)
         choice = body["choices"][0]
         samples = [_sample(choice) for choice in body["choices"]]
-        text = choice["message"]["content"] if "message" in choice else choice["text"]
         return {
             "id": line["custom_id"],
             "index": index_of(line["id"]),
-            "text": text or "",
             **samples[0],
             **({"samples": samples} if len(samples) > 1 else {}),
             **({"choices": choice["scored_choices"]} if "scored_choices" in choice else {}),
             "usage": {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens")},
             "timings": line["timings"],
+            **{name: line[name] for name in ("retried",) if name in line},
+            **{name: body[name] for name in ("prompt_logprobs", "perplexity") if name in body},
             **line.get("kept_columns", {}),
         }
 
-    def _body(self, record: Mapping[str, Any], url: object) -> dict[str, Any]:
+    def _body(self, record: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+        if "embedding" in record:
+            return self._embedding(record, is_base64=kept.get("encoding_format") == "base64")
+        url = kept.get("url")
         chat = self.chat if not isinstance(url, str) else url.rstrip("/").endswith("/chat/completions")
         usage = record["usage"]
         total = usage["prompt_tokens"] + usage["completion_tokens"]
@@ -84,16 +91,50 @@ class OpenAIBatchFormat(OutputFormat):
             "object": "chat.completion" if chat else "text_completion",
             "created": 0,
             "model": self.model,
-            "choices": [_choice(i, sample, chat) for i, sample in enumerate(samples)],
+            "choices": [_choice(i, sample, chat, record["index"]) for i, sample in enumerate(samples)],
             "usage": {**usage, "total_tokens": total},
         }
         return body | {name: record[name] for name in ("prompt_logprobs", "perplexity") if name in record}
 
+    def _embedding(self, record: Mapping[str, Any], *, is_base64: bool) -> dict[str, Any]:
+        """The body of a vector; base64 is of its float32 numbers, lowest byte first."""
+        vector, count = record["embedding"], record["usage"]["prompt_tokens"]
+        if is_base64:
+            vector = b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+        data = [{"object": "embedding", "index": 0, "embedding": vector}]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return {"object": "list", "data": data, "model": self.model, "usage": usage}
+
+
+def _record_of_vector(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What a report needs of the record of a vector."""
+    body = line["response"]["body"]
+    return {
+        "id": line["custom_id"],
+        "index": index_of(line["id"]),
+        "embedding": body["data"][0]["embedding"],
+        "usage": {"prompt_tokens": body["usage"]["prompt_tokens"], "completion_tokens": 0},
+        "timings": line["timings"],
+        **line.get("kept_columns", {}),
+    }
+
 
 def _sample(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a sample that a report counts, from its choice."""
-    reason = {"finish_reason": choice.get("stop_reason", choice["finish_reason"])}
-    return reason | ({"complete": choice["complete"]} if "complete" in choice else {})
+    """The sample behind a choice. One without reasoning does not tell whether it was asked for: null then."""
+    message = choice.get("message", choice)
+    text = message["content"] if "message" in choice else choice["text"]
+    sample = {"text": text or "", "reasoning": message.get("reasoning_content")}
+    sample |= {"parsed": message["parsed"]} if "parsed" in message else {}
+    if "tool_calls" in message:
+        called = [call.get("function", call) for call in message["tool_calls"]]
+        sample["tool_calls"] = [{**call, "arguments": _object_of(call["arguments"])} for call in called]
+    reason = choice.get("stop_reason", choice["finish_reason"])
+    sample |= {"finish_reason": str(FinishReason.STOP) if reason == "tool_calls" else reason}
+    return sample | {name: choice[name] for name in ("complete", "token_ids") if name in choice}
+
+
+def _object_of(arguments: Any) -> Any:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _head(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,16 +145,18 @@ def _head(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _choice(index: int, sample: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+def _choice(index: int, sample: Mapping[str, Any], chat: bool, row: int) -> dict[str, Any]:
     """A choice of the body, from a sample, or from the record of a row with a single one."""
-    text, reason = sample.get("text"), sample["finish_reason"]
+    text, reason, calls = sample.get("text"), sample["finish_reason"], sample.get("tool_calls")
     choice: dict[str, Any] = {"index": index}
     more = {} if sample.get("reasoning") is None else {"reasoning_content": sample["reasoning"]}
     more |= {"parsed": sample["parsed"]} if "parsed" in sample else {}
     if chat:
-        choice["message"] = {"role": "assistant", "content": text, **more}
+        called = {"tool_calls": _tool_calls(calls, f"call_{row:012d}_{index}")} if calls else {}
+        choice["message"] = {"role": "assistant", "content": (text or None) if calls else text, **called, **more}
+        reason = "tool_calls" if calls and reason == FinishReason.STOP else reason
     else:
-        choice |= {"text": text or "", **more}
+        choice |= {"text": text or "", **({"tool_calls": calls} if calls else {}), **more}
     logprobs = sample.get("logprobs")
     shape = _chat_logprobs if chat else _completion_logprobs
     choice |= {
@@ -126,6 +169,17 @@ def _choice(index: int, sample: Mapping[str, Any], chat: bool) -> dict[str, Any]
     if "choices" in sample:
         choice["scored_choices"] = sample["choices"]
     return choice
+
+
+def _tool_calls(calls: Sequence[Mapping[str, Any]], head: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"{head}_{number}",
+            "type": "function",
+            "function": {"name": call["name"], "arguments": encode_json(call["arguments"]).decode()},
+        }
+        for number, call in enumerate(calls)
+    ]
 
 
 def _chat_logprobs(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Outputs as a typed, zstd-compressed Parquet file, written in row groups so that memory does not grow with the rows.
 
-The record's own fields have fixed types; that of ``parsed`` follows from the job's schema. Kept columns get the type
+The record's own fields have fixed types; that of ``parsed`` follows from the job's schema, and the arguments of tool
+calls, which have no type in common, are JSON text. Kept columns get the type
 all their values share, found in a first pass over the rows. A kept column without one (mixed types, integers beyond 64
 bits, objects with ever new keys) becomes JSON text, one value per row, marked in the field's metadata; so does the part
 of ``parsed`` that a value does not fit.
@@ -9,14 +10,14 @@ of ``parsed`` that a value does not fit.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchgen.config.job import JobSpec
+from batchgen.config.job import ANSWER, VECTOR_KEYS, JobSpec
 from batchgen.core.errors import StorageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.storage import storage_errors
@@ -43,37 +44,55 @@ _SCORES = ("prob", "logprob", "mean_logprob")
 _TOP_LOGPROB = pa.struct([("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float64())])
 _LOGPROBS = pa.list_(pa.struct([*_TOP_LOGPROB, ("top_logprobs", pa.list_(_TOP_LOGPROB))]))
 _TOKEN_IDS = pa.list_(pa.int32())
+_TOOL_CALLS = pa.list_(pa.struct([("name", pa.string()), field_of("arguments", None)]))
 _SAMPLE = pa.struct(
     [(name, pa.string()) for name in ("text", "reasoning", "finish_reason")]
-    + [("complete", pa.bool_()), ("token_ids", _TOKEN_IDS), ("logprobs", _LOGPROBS)]
+    + [("complete", pa.bool_()), ("token_ids", _TOKEN_IDS), ("logprobs", _LOGPROBS), ("tool_calls", _TOOL_CALLS)]
 )
 FIXED_TYPES: dict[str, Any] = {  # of all fields but ``id`` and ``parsed``
     "index": pa.int64(),
     "text": pa.string(),
     "reasoning": pa.string(),
+    "tool_calls": _TOOL_CALLS,
     "finish_reason": pa.string(),
     "complete": pa.bool_(),
     "usage": pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())]),
-    "timings": pa.struct([(name, pa.float64()) for name in _SECONDS] + [(name, pa.int64()) for name in _COUNTS]),
+    "timings": pa.struct(
+        [(name, pa.float64()) for name in _SECONDS]
+        + [(name, pa.int64()) for name in _COUNTS]
+        + [("fingerprint", pa.string()), ("reused", pa.bool_())]
+    ),
     "token_ids": _TOKEN_IDS,
     "logprobs": _LOGPROBS,
     "samples": pa.list_(_SAMPLE),
     "choices": pa.list_(pa.struct([("text", pa.string()), *((name, pa.float64()) for name in _SCORES)])),
     "prompt_logprobs": _LOGPROBS,
     "perplexity": pa.float64(),
+    "retried": None,  # JSON text: any of the sampling keys
+    "embedding": pa.list_(pa.float32()),  # of a fixed size in each file
+    "embeddings": pa.list_(pa.list_(pa.float32())),
+    "label": pa.string(),
+    "score": pa.float64(),
 }
-# Columns of every file, in this order; ``parsed`` where the job asks for it.
-_ALWAYS = ("id", "index", "text", "parsed", "finish_reason", "usage", "timings")
+# Columns of every file, in this order; ``parsed`` and the answer where the job asks for them.
+_ALWAYS = ("id", "index", "text", "parsed", ANSWER, "finish_reason", "usage", "timings")
+_OF_TEXT = ("text", "reasoning", "finish_reason", "complete", "token_ids", "logprobs", "samples", "choices")
 _HOLD_PARSED = ("parsed", "samples")
 _UNFIT = (pa.ArrowException, ValueError, TypeError, OverflowError)  # what pyarrow raises for values without a type
 
 
 def fixed_types(spec: JobSpec) -> dict[str, Any]:
     """The Arrow type of each field that a job's records may have, None for JSON text."""
-    found = dict(FIXED_TYPES)
+    left_out = _OF_TEXT if spec.embed.is_on else VECTOR_KEYS
+    found, more = {name: kind for name, kind in FIXED_TYPES.items() if name not in left_out}, []
+    if spec.output.answer:
+        found[ANSWER] = pa.string()
+        more.append(pa.field(ANSWER, pa.string()))
     if spec.output.parse_json:
         found["parsed"] = type_of(schema_of(spec.sampling.structured_outputs))
-        found["samples"] = pa.list_(pa.struct([*_SAMPLE, field_of("parsed", found["parsed"])]))
+        more.append(field_of("parsed", found["parsed"]))
+    if more:
+        found["samples"] = pa.list_(pa.struct([*_SAMPLE, *more]))
     return found
 
 
@@ -96,6 +115,7 @@ class ParquetFormat(OutputFormat):
                 for batch in file.iter_batches(batch_size=1024):
                     for row in batch.to_pylist():
                         row |= {field.name: decode(field, row[field.name]) for field in encoded}
+                        row["timings"] = {name: value for name, value in row["timings"].items() if value is not None}
                         yield int(row["index"]), encode_json(row)
         except (pa.ArrowException, KeyError) as error:
             raise StorageError(f"{path}: batchgen did not write this file ({error})") from error
@@ -135,13 +155,23 @@ def infer_fields(rows: Iterable[bytes], fixed: Mapping[str, Any] = FIXED_TYPES) 
     for group in _groups(rows):
         for name in dict.fromkeys(name for row in group for name in row):
             if name in fixed:
-                fields.setdefault(name, fixed[name])
+                fields.setdefault(name, _sized(name, group) or fixed[name])
                 if name in _HOLD_PARSED and "parsed" in fixed:
                     field = loosened(field_of(name, fields[name]), (row.get(name) for row in group))
                     fields[name] = None if is_json(field) else field.type
             elif fields.get(name, pa.null()) is not None:
                 fields[name] = _common_type(fields.get(name, pa.null()), [row.get(name) for row in group])
     return {name: pa.string() if kind == pa.null() else kind for name, kind in fields.items()}
+
+
+def _sized(name: str, group: Sequence[Mapping[str, Any]]) -> Any:
+    """The type of vectors, which has their size; None for another column."""
+    if name not in ("embedding", "embeddings"):
+        return None
+    first = next(row[name] for row in group if name in row)
+    if name == "embedding":
+        return pa.list_(pa.float32(), len(first))
+    return pa.list_(pa.list_(pa.float32(), len(first[0])))
 
 
 def _common_type(known: Any, values: list[Any]) -> Any:

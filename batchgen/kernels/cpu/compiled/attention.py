@@ -159,7 +159,7 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, cac
             _gather_scales(tile, max(tile, seen), tile_end, table, head + number, cache, scales)
         for row in range(0, num_rows, layout.MAX_QUERIES):
             rows = min(layout.MAX_QUERIES, num_rows - row)
-            tile_end = min(tile + layout.TILE, start + (row + rows - 1) // group + 1)
+            tile_end = min(tile + layout.TILE, end, start + (row + rows - 1) // group + 1)
             begin = max(tile, _chunk_of(query_rows.lowest(start + row // group, window)))
             if tile_end <= begin:
                 continue
@@ -173,10 +173,14 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, cac
 
 @simd.inline
 def _piece(queries, block):
-    """The block table of a query block, its first token, the number of its tokens and the position of the first."""
+    """The block table of a query block, its first token and number of tokens; up to which position the first sees.
+
+    And the end of what all see. Where all see all, that is the position too.
+    """
     at = block * layout.QUERY_BLOCK_FIELDS
     table, token = simd.shifted(queries.tables, queries.blocks[at] * queries.max_blocks), queries.blocks[at + 1]
-    return table, token, queries.blocks[at + 2], queries.positions[token]
+    count, reach, start = queries.blocks[at + 2], queries.blocks[at + 5], queries.positions[token]
+    return table, token, count, reach if reach else start, reach if reach else start + count
 
 
 @simd.inline
@@ -224,8 +228,8 @@ def _attend_together(block, members, kv_heads, queries, q, heads, window, cache,
     for number in range(num_kv_heads):
         row = number * apart
         for i in range(members):
-            _, token, count, start = _piece(queries, block + i)
-            first_head, longest = token * num_heads + (kv_head + number) * group, max(longest, start + count)
+            _, token, count, start, ending = _piece(queries, block + i)
+            first_head, longest = token * num_heads + (kv_head + number) * group, max(longest, ending)
             query_rows.gather_queries(
                 count * group, group, q, first_head, num_heads, width, query_rows.from_row(scratch, row, width)
             )
@@ -234,8 +238,8 @@ def _attend_together(block, members, kv_heads, queries, q, heads, window, cache,
     shared = shared - shared % layout.TILE if members > 1 and (window == 0 or longest <= window) else 0
     row = 0
     for i in range(-1 if shared else 0, members):
-        table, token, count, start = _piece(queries, block + max(i, 0))
-        at, first, end = (0, 0, shared) if i < 0 else (row, shared, start + count)
+        table, token, count, start, ending = _piece(queries, block + max(i, 0))
+        at, first, end = (0, 0, shared) if i < 0 else (row, shared, ending)
         rows, begin, seen = (together, shared, 0) if i < 0 else (count * group, start, window)
         mine = query_rows.from_row(scratch, at, width)  # all rows see all that is shared: their positions do not matter
         _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, cache, mine)

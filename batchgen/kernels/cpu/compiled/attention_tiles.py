@@ -2,11 +2,14 @@
 
 Numba would spill them, so they are emitted as LLVM IR, one function for each number of query rows. The element type
 of the pointers to queries and probabilities decides how they multiply: ``float32`` one by one, bfloat16 in pairs.
-Keys and values that are integers count as such: the caller knows their scales.
+Keys and values that are integers count as such: the caller knows their scales. Where registers hold only some of a
+tile's sums (AVX2, NEON), parts of it take turns; each sum is added up in the same order.
 It knows blocks of memory, no sequences and no softmax.
 """
 
 from __future__ import annotations
+
+from contextlib import contextmanager
 
 import numpy as np
 from llvmlite import ir
@@ -16,7 +19,12 @@ from numba.core import cgutils
 from batchgen.kernels.cpu.compiled import emit
 from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, inline, jit, shifted
 from batchgen.kernels.cpu.layout import CHUNK, LANES, MAX_QUERIES, SCORE_STRIDE
+from batchgen.kernels.processor import has_wide_registers
 
+_MOST_SUMS = 4  # of 16 numbers, where a sum takes two of 16 registers, and factors need some
+# Where parts of a tile take turns: dimensions of keys, or positions of each chunk's values, that all of them meet
+# before the next, so that these wait in the first cache, and memory is read from several places at once.
+_DIMENSIONS, _POSITIONS = LANES, 8
 MOST_TOGETHER = 4  # query rows that are scored against several chunks at once
 ROW_COUNTS = (1, 2, 4, MAX_QUERIES)  # of query rows, for each of which there are tiles that fit 32 vector registers
 
@@ -47,32 +55,78 @@ def _factors(builder, q, keys, places, d):
     return [(evens, d), (odds, builder.add(d, emit.number(1)))]
 
 
+def _turns(rows, columns, base):
+    """A tile's rows and columns in parts whose sums fit the registers.
+
+    One or two rows wait for memory anyway, unless ``base``, what they meet, is integers: those stay together.
+    """
+    if has_wide_registers() or (rows <= 2 and not emit.is_int8(base)):
+        return [(range(rows), range(columns))]
+    tall = min(rows, 4 if rows == MAX_QUERIES else 2)  # two by two leave the least to read, four by one to compute
+    wide = _MOST_SUMS // tall
+    return [
+        (range(r, min(r + tall, rows)), range(v, min(v + wide, columns)))
+        for v in range(0, columns, wide)
+        for r in range(0, rows, tall)
+    ]
+
+
+@contextmanager
+def _part_of_tile(builder, turn, places):
+    """The sums of a part of a tile as variables, which stay in registers; they lie at ``places`` before and after."""
+    rows, columns = turn
+    sums = {(r, v): cgutils.alloca_once(builder, emit.VECTOR) for r in rows for v in columns}
+    for at, total in sums.items():
+        builder.store(builder.load(places[at], align=4), total)
+    yield sums
+    for at, total in sums.items():
+        builder.store(builder.load(total), places[at], align=4)
+
+
 def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out, out_index):
     """Scores, as base-2 logarithms, of ``rows`` queries against ``16 * vectors`` positions of each chunk.
 
     Chunks begin at ``starts`` in the keys. A score is a sum over dimensions (or pairs of them) in order; there are
-    enough of them under way to hide the latency of an addition.
+    enough of them under way to hide the latency of an addition. Parts of a tile take turns every few dimensions, so
+    that all chunks are read side by side.
     """
     unit = 2 if emit.is_bf16(keys) else 1  # dimensions that lie side by side
     starts = cgutils.unpack_tuple(builder, starts)
-    columns = range(len(starts) * vectors)
-    grid = [(r, v) for r in range(rows) for v in columns]
-    sums = {place: cgutils.alloca_once_value(builder, ir.Constant(emit.VECTOR, None)) for place in grid}
-    first = [builder.mul(width, emit.number(r)) for r in range(rows)]
     begins = [builder.add(start, emit.number(v * LANES * unit)) for start in starts for v in range(vectors)]
-    with cgutils.for_range(builder, builder.udiv(width, emit.number(unit))) as loop:
-        d = builder.mul(loop.index, emit.number(unit))
-        row = builder.mul(d, key_stride)
-        for key, place in _factors(builder, q, keys, [builder.add(begin, row) for begin in begins], d):
-            for r in range(rows):
-                spread = _spread(builder, q, builder.add(first[r], place))
-                for v in columns:
-                    total = sums[r, v]
-                    builder.store(_multiply(builder, emit.is_bf16(q), spread, key[v], builder.load(total)), total)
+    turns = _turns(rows, len(begins), keys)
+    num_turns, size = emit.number(1), width
+    if len(turns) > 1:
+        num_turns, size = builder.udiv(width, emit.number(_DIMENSIONS)), emit.number(_DIMENSIONS)
+    results = {
+        (r, v): _vector_at(builder, out, builder.add(out_index, emit.number(r * SCORE_STRIDE + v * LANES)))
+        for r in range(rows)
+        for v in range(len(begins))
+    }
+    places = results if len(turns) > 1 else {at: cgutils.alloca_once(builder, emit.VECTOR) for at in results}
+    for place in places.values():
+        builder.store(ir.Constant(emit.VECTOR, None), place, align=4)
+    first = [builder.mul(width, emit.number(r)) for r in range(rows)]
+    with cgutils.for_range(builder, num_turns) as outer:
+        for turn in turns:
+            some_rows, columns = turn
+            with (
+                _part_of_tile(builder, turn, places) as sums,
+                cgutils.for_range(builder, builder.udiv(size, emit.number(unit))) as loop,
+            ):
+                d = builder.add(builder.mul(outer.index, size), builder.mul(loop.index, emit.number(unit)))
+                row = builder.mul(d, key_stride)
+                for key, place in _factors(builder, q, keys, [builder.add(begins[v], row) for v in columns], d):
+                    for r in some_rows:
+                        spread = _spread(builder, q, builder.add(first[r], place))
+                        _add(builder, emit.is_bf16(q), spread, key, [sums[r, v] for v in columns])
     to_base_2 = emit.splat(builder, ir.Constant(emit.FLOAT, float(np.float32(emit.LOG2_E))))
-    for r, v in grid:
-        at = builder.add(out_index, emit.number(r * SCORE_STRIDE + v * LANES))
-        builder.store(builder.fmul(builder.load(sums[r, v]), to_base_2), _vector_at(builder, out, at), align=4)
+    for at, result in results.items():
+        builder.store(builder.fmul(builder.load(places[at], align=4), to_base_2), result, align=4)
+
+
+def _add(builder, paired, spread, factors, totals):
+    for factor, total in zip(factors, totals, strict=True):
+        builder.store(_multiply(builder, paired, spread, factor, builder.load(total)), total)
 
 
 def _scores(vectors, row_counts):
@@ -92,41 +146,47 @@ def _emit_values(builder, rows, vectors, weights, weight_index, chunks, width, o
     """Add the weighted values of ``NUM_STREAMS`` chunks to ``vectors`` vectors of ``rows`` accumulators.
 
     ``chunks`` are pointers to their values [CHUNK, width] from the first of these vectors on. Two neighbours of
-    each chunk are added in turn, then the next two of each.
+    each chunk are added in turn, then the next two of each. Parts of a tile take turns every few positions.
     """
+    chunks = cgutils.unpack_tuple(builder, chunks)
+    turns = _turns(rows, vectors, chunks[0])
+    size = emit.number(CHUNK if len(turns) == 1 else _POSITIONS)
+    starts = [builder.add(weight_index, emit.number(r * SCORE_STRIDE)) for r in range(rows)]
+    places: dict[tuple[int, int], ir.Value] = {}
+    for r in range(rows):
+        row = builder.add(out_index, builder.mul(width, emit.number(r)))
+        places |= {(r, v): _vector_at(builder, out, builder.add(row, emit.number(v * LANES))) for v in range(vectors)}
+    with cgutils.for_range(builder, builder.udiv(emit.number(CHUNK), size)) as outer:
+        for turn in turns:
+            with (
+                _part_of_tile(builder, turn, places) as sums,
+                cgutils.for_range(builder, builder.udiv(size, emit.number(2))) as loop,
+            ):
+                position = builder.add(builder.mul(outer.index, size), builder.mul(loop.index, emit.number(2)))
+                _emit_pairs_of_values(builder, turn, sums, position, weights, starts, chunks, width)
 
-    def place(r, v):
-        row = builder.add(builder.mul(width, emit.number(r)), emit.number(v * LANES))
-        return _vector_at(builder, out, builder.add(out_index, row))
+
+def _emit_pairs_of_values(builder, turn, sums, position, weights, starts, chunks, width):
+    """Add the weighted values at ``position`` of each chunk, and at the next."""
+    rows, columns = turn
+    at = builder.mul(position, width)
+    then = builder.add(at, width)
 
     def add(value, paired, weight_at):
-        for r, start in enumerate(starts):
-            spread = _spread(builder, weights, builder.add(start, weight_at))
-            for v in range(vectors):
-                total = sums[r * vectors + v]
-                builder.store(_multiply(builder, paired, spread, value[v], builder.load(total)), total)
+        for r in rows:
+            spread = _spread(builder, weights, builder.add(starts[r], weight_at))
+            _add(builder, paired, spread, value, [sums[r, v] for v in columns])
 
     def loaded(base, at):
-        return [emit.load(builder, base, builder.add(at, emit.number(v * LANES))) for v in range(vectors)]
+        return [emit.load(builder, base, builder.add(at, emit.number(v * LANES))) for v in columns]
 
-    places = [place(r, v) for r in range(rows) for v in range(vectors)]
-    sums = [cgutils.alloca_once(builder, emit.VECTOR) for _ in places]
-    for where, total in zip(places, sums, strict=True):
-        builder.store(builder.load(where, align=4), total)
-    starts = [builder.add(weight_index, emit.number(r * SCORE_STRIDE)) for r in range(rows)]
-    with cgutils.for_range(builder, emit.number(CHUNK // 2)) as loop:
-        position = builder.mul(loop.index, emit.number(2))
-        at = builder.mul(position, width)
-        then = builder.add(at, width)
-        for c, base in enumerate(cgutils.unpack_tuple(builder, chunks)):
-            weight_at = builder.add(position, emit.number(c * CHUNK))
-            if emit.is_bf16(weights):
-                add(emit.load_pairs(builder, base, at, then, vectors), True, weight_at)
-            else:
-                add(loaded(base, at), False, weight_at)
-                add(loaded(base, then), False, builder.add(weight_at, emit.number(1)))
-    for where, total in zip(places, sums, strict=True):
-        builder.store(builder.load(total), where, align=4)
+    for c, base in enumerate(chunks):
+        weight_at = builder.add(position, emit.number(c * CHUNK))
+        if emit.is_bf16(weights):
+            add(emit.load_pairs(builder, base, at, then, len(columns)), True, weight_at)
+        else:
+            add(loaded(base, at), False, weight_at)
+            add(loaded(base, then), False, builder.add(weight_at, emit.number(1)))
 
 
 @jit

@@ -255,8 +255,13 @@ def exp(builder: ir.IRBuilder, base: ir.Value, x: ir.Value) -> ir.Value:
 
 def silu_mul(builder: ir.IRBuilder, out: ir.Value, gate: ir.Value, up: ir.Value) -> ir.Value:
     """``gate * sigmoid(gate) * up``, as good as the element type of ``out`` can tell."""
+    return sigmoid_mul(builder, out, gate, gate, up)
+
+
+def sigmoid_mul(builder: ir.IRBuilder, out: ir.Value, gate: ir.Value, x: ir.Value, up: ir.Value) -> ir.Value:
+    """``gate * sigmoid(x) * up``."""
     zero, one = (splat(builder, ir.Constant(FLOAT, scalar)) for scalar in (0.0, 1.0))
-    sigmoid = builder.fdiv(one, builder.fadd(one, exp(builder, out, builder.fsub(zero, gate))))
+    sigmoid = builder.fdiv(one, builder.fadd(one, exp(builder, out, builder.fsub(zero, x))))
     return builder.fmul(builder.fmul(gate, sigmoid), up)
 
 

@@ -25,14 +25,20 @@ PRODUCT = Group(
 
 @simd.jit
 def _finish_gated(product, sums, rows, first, column):
-    """``silu(gate) * up`` of a panel of 32 gates and their 32 ups into ``out[first + r, column : column + 32]``."""
+    """``silu(gate) * up`` of a panel of 32 gates and their 32 ups into ``out[first + r, column : column + 32]``.
+
+    With gelu for silu where the product says so.
+    """
     out, width = product.out, product.width
     for r in range(rows):
         at = (first + r) * width + column
         for i in range(0, min(HALF, width - column), layout.LANES):
             gate = simd.load(sums, r * layout.TILE_COLUMNS + i)
             up = simd.load(sums, r * layout.TILE_COLUMNS + HALF + i)
-            simd.store_some(out, at + i, simd.silu_mul(out, gate, up), width - column - i)
+            if product.is_gated == layout.GATED_BY_GELU:
+                simd.store_some(out, at + i, simd.gelu_mul(out, gate, up), width - column - i)
+            else:
+                simd.store_some(out, at + i, simd.silu_mul(out, gate, up), width - column - i)
 
 
 @simd.jit
@@ -114,6 +120,8 @@ def _multiply_panel(item, product, x):
     num_fetching = min(num_tiles, layout.STRIPS) if num_tiles > 1 else 0
     finish = tiles.GATE if product.is_gated else (tiles.ADD if simd.address(product.residual) else tiles.STORE)
     if width - column < columns or simd.address(product.bias) or not tiles.ALL_STRIPS:
+        finish = tiles.TO_SUMS
+    if product.is_gated == layout.GATED_BY_GELU:  # which tiles do not know
         finish = tiles.TO_SUMS
     how, w = (finish, product.sums, product.residual), simd.pointer(here, product.weights)
     for tile in range(num_tiles):

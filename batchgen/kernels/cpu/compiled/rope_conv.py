@@ -23,7 +23,9 @@ CACHE = Group("Cache", CACHE_FIELDS, keys=OfKind(2), values=OfKind(1), scales=F3
 @simd.inline
 def _norm_and_rotate(x, start, weight, is_normed, eps, cosine, sine, angle, head_dim, head):
     """RMS norm of one head, if ``is_normed``, then half-split rotation, into float32 ``head`` [head_dim]."""
-    scale = simd.splat(F32(1.0) / F32(math.sqrt(mean_square(x, start, head_dim) + eps)))
+    scale = simd.splat(F32(1.0))
+    if is_normed:
+        scale = simd.splat(F32(1.0) / F32(math.sqrt(mean_square(x, start, head_dim) + eps)))
     for i in range(0, head_dim, LANES):
         count = head_dim - i
         v = simd.load_some(x, start + i, count)
@@ -128,18 +130,28 @@ def _load_conv_state(state, position, width, taps, past):
 
 
 @simd.inline
-def _convolve(bcx, weight, bias, out, token, count, width, taps, past):
-    """``count`` tokens from ``token`` on; ``past`` holds earlier inputs first, then receives these tokens' own.
+def _take_input(bcx, token, end, width, channel, past, to):
+    """A vector of the input u = B * x of a token, rounded as the model's dtype stores it; zero from ``end`` on."""
+    left, u = width - channel, simd.splat(F32(0.0))
+    if token < end:
+        row = token * 3 * width + channel
+        b, x = simd.load_some(bcx, row, left), simd.load_some(bcx, row + 2 * width, left)
+        u = simd.round_like(bcx, simd.mul(b, x))
+    simd.store_some(past, to + channel, u, left)
 
-    An input is u = B * x, rounded as the model's dtype stores it.
+
+@simd.inline
+def _convolve(bcx, weight, bias, out, token, count, end, width, taps, ahead, past):
+    """``count`` tokens from ``token`` on of a sequence up to ``end``, each with the inputs of ``ahead`` behind it.
+
+    ``past`` holds earlier inputs first, then receives those of the last tokens.
     """
     for t in range(count):
         row = (token + t) * 3 * width
         for channel in range(0, width, LANES):
             left = width - channel
-            b, x = simd.load_some(bcx, row + channel, left), simd.load_some(bcx, row + 2 * width + channel, left)
             at = t * width + channel
-            simd.store_some(past, at + (taps - 1) * width, simd.round_like(bcx, simd.mul(b, x)), left)
+            _take_input(bcx, token + t + ahead, end, width, channel, past, (t + taps - 1) * width)
             total = simd.load_some(bias, channel, left)
             for tap in range(taps):
                 u = simd.load_some(past, at + tap * width, left)
@@ -173,6 +185,7 @@ def short_conv(
     out,
     width,
     taps,
+    ahead,
     past,
     blocks,
     slots,
@@ -181,16 +194,20 @@ def short_conv(
     """The convolution of a sequence, as in ``Kernels.short_conv``; ``states`` [slots] and ``blocks`` [KV blocks] hold
     ``taps - 1`` rows each.
 
-    A row is processed from end to end, not in strips of channels: memory is read in its order, twice as fast.
+    A row is processed from end to end, not in strips of channels: memory is read in its order, twice as fast. With
+    ``ahead``, the taps reach so many tokens further, of a whole text, and blocks are left alone.
     """
     first, end = cu_seqlens[item], cu_seqlens[item + 1]
     state_size = (taps - 1) * width
     state = simd.shifted(states, conv_slots[item] * state_size)
     _load_conv_state(state, positions[first], width, taps, past)
+    for t in range(ahead):
+        for channel in range(0, width, LANES):
+            _take_input(bcx, first + t, end, width, channel, past, (taps - 1 - ahead + t) * width)
     for token in range(first, end, SEGMENT):
         count = min(SEGMENT, end - token)
-        _convolve(bcx, weight, bias, out, token, count, width, taps, past)
-        for t in range(count):
+        _convolve(bcx, weight, bias, out, token, count, end, width, taps, ahead, past)
+        for t in range(0 if ahead else count):
             if (positions[token + t] + 1) % block_size == 0:  # the end of a KV block
                 block = simd.shifted(blocks, slots[token + t] // block_size * state_size)
                 _store_conv_state(past, t + 1, taps - 1, width, block)

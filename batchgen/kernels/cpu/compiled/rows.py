@@ -46,6 +46,16 @@ def rms_norm(item, x, weight, out, rows, width, eps, residual):
             simd.store_some(out, start + i, v, rest)
 
 
+@kernel(x=DTYPE, by=FLOAT)
+def scale(item, x, rows, width, by):
+    """X [rows, width] times ``by``, in place."""
+    factor = simd.splat(by)
+    for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
+        for i in range(0, width, LANES):
+            at, rest = row * width + i, width - i
+            simd.store_some(x, at, simd.mul(simd.load_some(x, at, rest), factor), rest)
+
+
 @kernel(x=STORED, taken=np.int64, out=DTYPE)
 def take_rows(item, x, taken, out, width):
     """``out`` [taken, width] of x [rows, width] and the rows to take; one item is a row."""
@@ -94,13 +104,16 @@ def quantize_rows(item, x, out, scales, shifts, width, groups, most, shift):
 
 
 @kernel(gate_up=DTYPE, out=DTYPE)
-def swiglu(item, gate_up, out, rows, width):
-    """``out`` [rows, width] of gate_up [rows, 2 * width]."""
+def swiglu(item, gate_up, out, rows, width, is_gelu):
+    """``out`` [rows, width] of gate_up [rows, 2 * width], gated by silu or gelu."""
     for row in range(item * ROWS_PER_ITEM, min(rows, (item + 1) * ROWS_PER_ITEM)):
         for i in range(0, width, LANES):
             at, rest = 2 * row * width + i, width - i
             gate, up = simd.load_some(gate_up, at, rest), simd.load_some(gate_up, at + width, rest)
-            simd.store_some(out, row * width + i, simd.silu_mul(out, gate, up), rest)
+            if is_gelu:
+                simd.store_some(out, row * width + i, simd.gelu_mul(out, gate, up), rest)
+            else:
+                simd.store_some(out, row * width + i, simd.silu_mul(out, gate, up), rest)
 
 
 @simd.jit

@@ -8,6 +8,7 @@ typed pointer decides (``uint16`` holds bfloat16 bits, ``int8`` and ``float32`` 
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable
 from functools import wraps
@@ -99,6 +100,17 @@ keep_lanes = emitted(vec, vec, vec, I64)(lambda builder, a, b, n: builder.select
 exp2 = emitted(vec, ANY, vec)(emit.exp2)
 exp = emitted(vec, ANY, vec)(emit.exp)
 silu_mul = emitted(vec, ANY, vec, vec)(emit.silu_mul)
+
+
+@emitted(vec, ANY, vec, vec)
+def gelu_mul(builder: ir.IRBuilder, out: ir.Value, gate: ir.Value, up: ir.Value) -> ir.Value:
+    """``silu_mul`` with gelu, ``g / 2 * (1 + tanh(x)) = g * sigmoid(2 x)``, x = sqrt(2 / pi) * (g + 0.044715 g**3)."""
+    first = 2 * math.sqrt(2 / math.pi)
+    linear, cubic = (
+        emit.splat(builder, ir.Constant(emit.FLOAT, float(np.float32(c)))) for c in (first, 0.044715 * first)
+    )
+    slope = emit.fma(builder, builder.fmul(gate, gate), cubic, linear)
+    return emit.sigmoid_mul(builder, out, gate, builder.fmul(gate, slope), up)
 
 
 @intrinsic

@@ -1,0 +1,46 @@
+"""The section [embed] of a job: rows become vectors, or the scores of labels, in place of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from batchgen.core.keys import BOOL, Kind, integer, key, one_of, string
+from batchgen.core.records import POOLINGS
+
+
+def _bool_or_auto(value: object) -> bool | None:
+    if value == "auto":
+        return None
+    if not isinstance(value, bool):
+        raise ValueError('must be "auto", true or false')
+    return value
+
+
+def _from_text(text: str) -> object:
+    return {"true": True, "false": False}.get(text, text)
+
+
+_BOOL_OR_AUTO = Kind(_bool_or_auto, "true|false|auto", _from_text, none="auto")
+_DIMENSIONS = integer(1, 1 << 20)
+
+
+@dataclass(frozen=True)
+class EmbedSpec:
+    """How texts become vectors. ``pooling`` is None for a job that generates text.
+
+    "auto" is what the checkpoint says, of pooling and of ``normalize`` (None). ``prompt_name`` names one of the
+    checkpoint's prompts, which is put before each text, and so is ``prefix``; ``dimensions`` keeps the first numbers
+    of a vector. Texts beyond the longest that the model takes are cut where ``truncate`` is set, or refused.
+    """
+
+    pooling: str | None = key(one_of("auto", *POOLINGS), "Which tokens' states make a text's vector", None)
+    prompt_name: str | None = key(string(), "Prompt of the checkpoint put before each text, such as query", None)
+    prefix: str | None = key(string(), "Text put before each text, such as 'query: '", None)
+    normalize: bool | None = key(_BOOL_OR_AUTO, "Divide vectors by their length", None, flag="embed-normalize")
+    dimensions: int | None = key(_DIMENSIONS, "Keep the first N numbers of each vector", None)
+    truncate: bool = key(BOOL, "Refuse texts that are too long, in place of cutting them", True)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether rows become vectors."""
+        return self.pooling is not None

@@ -1,0 +1,83 @@
+"""The answer in a text, found by a rule and compared with the expected one as evaluators do.
+
+A rule is ``last_number``, ``choice``, ``parsed.KEY`` or a regular expression whose first group is the answer. The
+number is what lm-evaluation-harness takes from answers to GSM8K (its filter "flexible-extract"), and commas, dollar
+signs and a last full stop do not count, as in its exact match. It counts no rows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from functools import lru_cache
+from typing import Any
+
+LAST_NUMBER, CHOICE, PARSED = "last_number", "choice", "parsed."
+_RULES = {
+    LAST_NUMBER: (re.compile(r"(-?[$0-9.,]{2,}|-?[0-9]+)"),),
+    CHOICE: (  # the first of these that a text has
+        re.compile(r"(?i:\banswer)(?i: is)?\W{1,8}([A-J])(?!\w)"),
+        re.compile(r"(?<![\w'])([A-J])(?=\s*(?:$|[\n).,:;*\]]))"),
+    ),
+}
+_DECIMAL = re.compile(r"([-+]?)([0-9]*+)(?:\.([0-9]++))?")
+
+
+def check_rule(rule: str) -> str:
+    """The rule itself. Raises ValueError saying what a rule is."""
+    if rule in _RULES or (rule.startswith(PARSED) and rule != PARSED):
+        return rule
+    try:
+        num_groups = re.compile(rule).groups
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    if not num_groups:
+        raise ValueError("must be last_number, choice, parsed.KEY or a regular expression with a group ( )")
+    return rule
+
+
+def find_answer(rule: str, text: str, parsed: Any = None) -> str | None:
+    """The answer in a text by the last match of a rule, or in its ``parsed`` JSON value; None where there is none.
+
+    A number comes without commas and dollar signs, a value that is no string as JSON.
+    """
+    if rule.startswith(PARSED):
+        for name in rule.removeprefix(PARSED).split("."):
+            parsed = parsed.get(name) if isinstance(parsed, dict) else None
+        return None if parsed is None else _text(parsed)
+    for pattern in _RULES.get(rule) or (_compiled(rule),):
+        for found in deque(pattern.finditer(text), maxlen=1):
+            if found[1] is not None:
+                number = normal(found[1])
+                return number if rule == LAST_NUMBER and _DECIMAL.fullmatch(number) else found[1].strip()
+    return None
+
+
+def is_right(rule: str, answer: str | None, expected: Any) -> bool:
+    """Whether an answer equals ``expected``, of which the same is taken where the rule finds it: a whole solution has
+    its last number compared.
+    """
+    if answer is None:
+        return False
+    found = None if rule.startswith(PARSED) else find_answer(rule, _text(expected))
+    return normal(answer) == normal(_text(expected) if found is None else found)
+
+
+def normal(text: str) -> str:
+    """A text as it is compared: without white space around it, case, and the ways to write a number."""
+    text = text.strip().casefold().replace(",", "").replace("$", "").removesuffix(".").strip()
+    if (match := _DECIMAL.fullmatch(text)) and (match[2] or match[3]):
+        sign, whole, places = match.groups(default="")
+        number = f"{whole.lstrip('0') or '0'}.{places.rstrip('0')}".removesuffix(".")
+        return f"-{number}" if sign == "-" and number != "0" else number
+    return text
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+@lru_cache(maxsize=8)
+def _compiled(rule: str) -> re.Pattern[str]:
+    return re.compile(rule)

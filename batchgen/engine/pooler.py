@@ -1,0 +1,52 @@
+"""Pooler: from the hidden states of a text's tokens to its vector; takes the place of the sampler.
+
+All of it is float32 arithmetic on one text in one order, so that no bit of a vector depends on what shared its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.engine.sampler import Sampler
+from batchgen.engine.sequence import Sequence
+from batchgen.kernels.interface import Kernels
+from batchgen.model.vectors import VectorHead
+
+
+class Pooler(Sampler):
+    """Pools the hidden states that a model without logits gives for the tokens that ``Request.pooling`` names."""
+
+    def __init__(self, head: VectorHead, kernels: Kernels, eos_token_ids: frozenset[int], num_slots: int = 0) -> None:
+        super().__init__(kernels, eos_token_ids, num_slots)
+        self._head = head
+        self._sums: dict[Sequence, np.ndarray] = {}  # of texts that are computed in part: [tokens, width]
+
+    @torch.inference_mode()
+    def score(self, logits: Tensor, scored: Sequence_[tuple[Sequence, range]]) -> None:
+        """Take in hidden states [num_rows, width], a row for each in order; sets the vectors of complete texts."""
+        states, start = logits.float().cpu().numpy(), 0
+        for sequence, indexes in scored:
+            rows, start = states[start : start + len(indexes)], start + len(indexes)
+            rows = np.concatenate((self._sums.pop(sequence, rows[:0]), rows))
+            pooling, generation = sequence.request.pooling, sequence.generation
+            if pooling == "mean":
+                rows = _sum(rows)
+            generation.next_scored += len(indexes)
+            if generation.is_scored:
+                self._sums[sequence] = rows
+                continue
+            if pooling == "mean":
+                rows = rows / np.float32(sequence.num_prompt_tokens)
+            vectors = self._head(rows) if np.isfinite(rows).all() else rows  # some heads make numbers of infinity
+            if not np.isfinite(vectors).all():
+                generation.fail("the model's hidden states over this text are not finite")
+            generation.vector = vectors.tobytes()
+
+
+def _sum(rows: np.ndarray) -> np.ndarray:
+    """The sum [1, width] of ``rows``, added row by row however many came before; numpy adds one column in pairs."""
+    return np.add.reduce(rows, axis=0, keepdims=True) if rows.shape[1] > 1 else np.add.accumulate(rows)[-1:]

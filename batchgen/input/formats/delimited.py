@@ -1,0 +1,187 @@
+"""Tables as text: CSV and TSV, read by the standard library's ``csv`` with a header and strict about quotes.
+
+A cursor's ``offset`` is the byte behind a record in the decompressed text and its ``row`` the number of lines before
+it. Records are found by the reader itself, one at a time: a cell may hold newlines. It guesses no types, a cell is a
+string.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from batchgen.core.errors import RowErrorCode, UsageError
+from batchgen.core.records import Cursor
+from batchgen.core.units import counted, shown
+from batchgen.input.formats import Rows, Wanted
+from batchgen.input.formats.lines import BOM, MAX_LINE_BYTES, SHOWN_BYTES, Line, LinesFile, decode_utf8, torn_line
+from batchgen.input.formats.text_stream import damage, open_text
+from batchgen.input.input_bytes import InputBytes
+from batchgen.input.rows import RowProblem
+
+MAX_ROW_BYTES = MAX_LINE_BYTES // 4  # the reader keeps a cell in four bytes a character
+_SKIP_BYTES = 1 << 20
+
+
+class DelimitedFile(LinesFile):
+    """A table as text, plain or compressed. The first record holds the names of the columns.
+
+    ``delimiter`` None is a tab in a ``.tsv`` file and where the first line has tabs and no comma, else a comma. Empty
+    lines are no rows. A row with more or fewer cells than the header, or with a quote that the next cell does not
+    follow, is a ``bad_type`` row, one of more than ``MAX_ROW_BYTES`` a ``too_long`` row; damage is as in ``LinesFile``.
+    A column without a name is ``column_N``. Raises UsageError for a header that is no list of different names.
+    """
+
+    def __init__(self, content: InputBytes, delimiter: str | None) -> None:
+        super().__init__(content, lambda line: {})
+        self._delimiter = delimiter
+        self._read_header()
+
+    def read(self, at: Cursor, stop: int | None, wanted: Wanted | None) -> Rows:
+        header = self._read_header()
+        if not at.offset:
+            at = Cursor(at.file, header.end, header.number + header.num_lines - 1, at.index)
+        return (yield from super().read(at, stop, wanted))
+
+    def lines(self, stream: BinaryIO, at: Cursor) -> Iterator[Line]:
+        found = _records(stream, at.offset, at.row, self._dialect)
+        return (line for line in found if line.cells or line.problem)
+
+    def columns(self, line: Line) -> dict[str, Any]:
+        if len(line.cells) != len(self._names):
+            counts = f"{counted(len(line.cells), 'cell')}, and the header has {len(self._names)}"
+            raise RowProblem(RowErrorCode.BAD_TYPE, f"the row has {counts}")
+        return dict(zip(self._names, line.cells, strict=True))
+
+    def is_cut_at(self, num_bytes: int) -> tuple[bool, bool]:
+        """See ``InputFile.is_cut_at``; a newline may be one of a cell."""
+        is_cut, is_row_cut = super().is_cut_at(num_bytes)
+        if num_bytes and not is_row_cut:
+            with self.content.open() as stream:
+                end = next(row.end for row in _records(stream, 0, 0, self._dialect) if row.end >= num_bytes)
+            if end > num_bytes + is_cut:
+                return True, True
+        return is_cut, is_row_cut
+
+    def _read_header(self) -> Line:
+        """Find the delimiter and the names of the columns; returns the header's record."""
+        csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_BYTES))  # of the whole process
+        is_tsv = ".tsv" in (suffix.lower() for suffix in self.content.suffixes[-2:])
+        self._dialect = _dialect(self._delimiter or ("\t" if is_tsv else ","))
+        header = self._first_record()
+        if self._delimiter is None and b"\t" in header.content and b"," not in header.content:
+            self._dialect = _dialect("\t")
+            header = self._first_record()
+        if header.problem:
+            raise self._error(header, str(header.problem))
+        self._names = [name or f"column_{number}" for number, name in enumerate(header.cells, 1)]
+        if repeated := [name for name, count in Counter(self._names).items() if count > 1]:
+            raise self._error(header, f"two columns are named {shown(repeated[0])}: give each a name of its own")
+        if self._delimiter is None and len(self._names) == 1 and ";" in self._names[0]:
+            raise self._error(header, f'it has one column, {shown(self._names[0])}: give input.delimiter (";" or ",")')
+        return header
+
+    def _first_record(self) -> Line:
+        try:
+            with open_text(self.content) as stream:
+                return next(self.lines(stream, Cursor(0, 0, 0, 0)), Line(b"", 0, 0))
+        except OSError as error:
+            raise UsageError(f"cannot read {self.content.name}: {error.strerror or error}") from error
+
+    def _error(self, header: Line, what: str) -> UsageError:
+        return UsageError(f"{self.content.name}, line {header.number}, the header: {what}")
+
+
+def _dialect(delimiter: str) -> Any:
+    """The reader's own form of a dialect, which is checked once."""
+    return csv.reader((), delimiter=delimiter, strict=True).dialect
+
+
+class _Lines:
+    """The lines of one record: the reader asks for as many as the record has. Raises RowProblem if they are too long.
+
+    What is not UTF-8 is a ``problem`` and reaches the reader as surrogates, which no delimiter or quote is.
+    """
+
+    def __init__(self, stream: BinaryIO, number: int, is_first: bool) -> None:
+        self.content: list[bytes] = []
+        self.num_bytes = 0
+        self.problem: RowProblem | None = None
+        self.is_ended = False
+        self._stream = stream
+        self._number = number
+        self._is_first = is_first
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._stream.readline(MAX_ROW_BYTES + 1 - self.num_bytes)
+        self.is_ended = not line.endswith(b"\n")
+        if not line:
+            raise StopIteration
+        self.content.append(line)
+        self.num_bytes += len(line)
+        if self.num_bytes > MAX_ROW_BYTES:
+            raise RowProblem(RowErrorCode.TOO_LONG, f"the row has more than {MAX_ROW_BYTES} bytes")
+        if self._is_first:
+            line, self._is_first = line.removeprefix(BOM), False
+        try:
+            return decode_utf8(line, f"line {self._number + len(self.content)}")
+        except RowProblem as problem:
+            self.problem = self.problem or problem
+            return line.decode(errors="surrogateescape")
+
+
+def _records(stream: BinaryIO, offset: int, number: int, dialect: Any) -> Iterator[Line]:
+    """All records of ``stream``, empty ones too; ``offset`` bytes and ``number`` lines precede it."""
+    while True:
+        lines = _Lines(stream, number, is_first=offset == 0)
+        cells: list[str] = []
+        num_skipped = num_lines = 0
+        try:
+            cells = next(csv.reader(lines, dialect), cells)
+        except csv.Error as error:
+            lines.problem = lines.problem or _broken(str(error), number + len(lines.content))
+        except RowProblem as problem:
+            lines.problem = problem
+            num_skipped, num_lines = _skip_row(stream, lines.content)
+            lines.content = [b"".join(lines.content)[:SHOWN_BYTES]]
+        content = b"".join(lines.content)
+        if lines.is_ended and (reason := damage(stream)):
+            yield torn_line(content, number + 1, offset, reason)
+            return
+        if not content:
+            return
+        offset += lines.num_bytes + num_skipped
+        num_lines += len(lines.content)
+        yield Line(content, number + 1, offset, lines.problem, num_lines=num_lines, cells=cells)
+        number += num_lines
+
+
+def _broken(reason: str, line: int) -> RowProblem:
+    """What the reader could not take, in words of a table."""
+    words = {
+        "new-line": "a carriage return stands in a cell without quotes",
+        "unexpected end": "the quotes of a cell are never closed, and all that follows belongs to it",
+    }
+    other = "a cell goes on behind its closing quote (a quote in a cell is written twice)"
+    what = next((text for start, text in words.items() if reason.startswith(start)), other)
+    return RowProblem(RowErrorCode.BAD_TYPE, f"{what}, in line {line}")
+
+
+def _skip_row(stream: BinaryIO, content: Sequence[bytes]) -> tuple[int, int]:
+    """Read to the end of a row without keeping it: to the first line at whose end its quotes are even.
+
+    Returns the number of bytes, and of the lines that end in them or in ``content`` beside a last one.
+    """
+    size, num_lines = 0, len(content) - 1
+    line, num_quotes = content[-1], sum(part.count(b'"') for part in content)
+    while line and (num_quotes % 2 or not line.endswith(b"\n")):
+        num_lines += line.endswith(b"\n")
+        line = stream.readline(_SKIP_BYTES)
+        size += len(line)
+        num_quotes += line.count(b'"')
+    return size, num_lines

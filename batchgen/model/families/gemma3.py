@@ -1,0 +1,102 @@
+"""Gemma 3, the models that only read text: two kinds of attention with their own rotations, norms around each half.
+
+Facts of the architecture: arXiv:2503.19786, the published checkpoints' ``config.json`` and transformers' model of it.
+
+The reference adds 1 to the weights of norms in float32; here the sum is rounded once, to the model's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from batchgen.model.config import ATTENTION, LayerShape, ModelConfig, Rope
+from batchgen.model.config_values import MAX_LAYERS, ConfigValues
+from batchgen.model.families import dense
+
+TITLE = "Gemma 3, text only"
+_LAYER = "model.layers.{layer}"
+_TENSOR_NAMES = {
+    **dense.TENSOR_NAMES,
+    "mixer_post_norm": f"{_LAYER}.post_attention_layernorm",
+    "feed_forward_norm": f"{_LAYER}.pre_feedforward_layernorm",
+    "feed_forward_post_norm": f"{_LAYER}.post_feedforward_layernorm",
+}
+_SLIDING = "sliding_attention"
+
+
+def _gemma(*sizes: Any) -> dict[str, Any]:
+    return dense.published(
+        *sizes,
+        model_type="gemma3_text",
+        vocab_size=262144,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        sliding_window=512,
+        sliding_window_pattern=6,
+        query_pre_attn_scalar=256,
+        max_position_embeddings=32768,
+        bos_token_id=2,
+        eos_token_id=[1, 106],
+    )
+
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "Gemma-3-270M": _gemma((640, 256, 2048), (4, 1), 18),
+    "Gemma-3-1B": _gemma((1152, 256, 6912), (4, 1), 26),
+}
+
+
+def read_config(values: ConfigValues) -> ModelConfig:
+    """The shape of the model that has this ``config.json``. Raises ModelError."""
+    values.refuse("attention_bias", "use_bidirectional_attention")
+    values.expect("hidden_activation", "gelu_pytorch_tanh", "only 'gelu_pytorch_tanh' is supported in this family")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        values.expect(name, None, "no model of this family was published with it")
+    kinds, ff_dim = _kinds(values), values.integer("intermediate_size")
+    head_dim = values.integer("head_dim", default=256)
+    scale = (head_dim / values.number("query_pre_attn_scalar", default=256)) ** 0.25  # of queries and of keys
+    shapes = {
+        kind: LayerShape(
+            ATTENTION,
+            ff_dim,
+            replace(_rope(values, kind), scale=scale),
+            values.integer("sliding_window") if kind == _SLIDING else 0,
+        )
+        for kind in dict.fromkeys(kinds)
+    }
+    return values.model(
+        [shapes[kind] for kind in kinds],
+        _TENSOR_NAMES,
+        norm_eps=1e-6,
+        is_tied=True,
+        head_dim=head_dim,
+        has_post_norms=True,
+        norm_offset=1.0,
+        has_gelu=True,
+        embedding_scale=math.sqrt(values.integer("hidden_size")),
+        rounds_embedding_scale=True,
+    )
+
+
+def _kinds(values: ConfigValues) -> tuple[str, ...]:
+    """The kind of each layer: as listed, or each sixth with full attention."""
+    if values.get("layer_types", default=None) is not None:
+        return values.layer_types(_SLIDING, ATTENTION)
+    pattern = values.integer("sliding_window_pattern", default=6)
+    num_layers = values.integer("num_hidden_layers", most=MAX_LAYERS)
+    return tuple(_SLIDING if (i + 1) % pattern else ATTENTION for i in range(num_layers))
+
+
+def _rope(values: ConfigValues, kind: str) -> Rope:
+    """The rotary embedding of one kind of attention; older files name its base beside that of the other kind."""
+    base, default = ("rope_local_base_freq", 1e4) if kind == _SLIDING else ("rope_theta", 1e6)
+    ropes = values.section("rope_parameters", is_needed=False)
+    if ropes.raw:
+        return ConfigValues({"rope_parameters": ropes.section(kind).raw}, f"{values.where}: {kind}").rope(default)
+    scaling = {} if kind == _SLIDING else values.section("rope_scaling", is_needed=False).raw
+    part = {"rope_theta": values.number(base, default=default), "rope_scaling": scaling}
+    return ConfigValues(part, f"{values.where}: {kind}").rope(default)

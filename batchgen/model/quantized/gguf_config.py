@@ -1,0 +1,158 @@
+"""Config of the model in a GGUF file: per architecture, which metadata are which keys of ``config.json``.
+
+The keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; what converters write: llama.cpp's
+``convert_hf_to_gguf.py``. Imports no torch, so that a plan can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchgen.core.errors import ModelError
+from batchgen.core.gguf import GgufHeader, read_header
+from batchgen.core.units import shown
+
+ROPE_FACTORS = "rope_freqs.weight"  # what Llama 3 divides its frequencies by
+_LAYER = "blk.{layer}"
+_NAMES = {
+    "embedding": "token_embd",
+    "final_norm": "output_norm",
+    "head": "output",
+    "mixer_norm": f"{_LAYER}.attn_norm",
+    "feed_forward_norm": f"{_LAYER}.ffn_norm",
+    "q": f"{_LAYER}.attn_q",
+    "k": f"{_LAYER}.attn_k",
+    "v": f"{_LAYER}.attn_v",
+    "q_norm": f"{_LAYER}.attn_q_norm",
+    "k_norm": f"{_LAYER}.attn_k_norm",
+    "attention_out": f"{_LAYER}.attn_output",
+    "gate": f"{_LAYER}.ffn_gate",
+    "up": f"{_LAYER}.ffn_up",
+    "down": f"{_LAYER}.ffn_down",
+    "conv_in": f"{_LAYER}.shortconv.in_proj",
+    "conv": f"{_LAYER}.shortconv.conv",
+    "conv_out": f"{_LAYER}.shortconv.out_proj",
+}
+_OLD_FINAL_NORM = "token_embd_norm"  # of LFM2, in older files
+_KEYS = {  # key of config.json -> key of the metadata, behind the architecture
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_LFM2_KEYS = {"conv_L_cache": "shortconv.l_cache"}
+_ARCHITECTURES: Mapping[str, Mapping[str, str]] = {  # each with the keys that others lack; the name is the model_type
+    "lfm2": _KEYS | _LFM2_KEYS,
+    "llama": _KEYS,
+    "qwen3": _KEYS,
+}
+_NOT_COMPUTED = (  # what other models of these architectures add
+    *("expert_count", "attention.sliding_window", "attention.scale"),
+    *("embedding_scale", "residual_scale", "logit_scale"),
+)
+_LOW, _HIGH = 1.0, 4.0  # factors of Llama 3's scaling, in all releases
+_LLAMA3_POSITIONS = 8192
+
+
+def read_gguf_config(path: Path) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """What ``config.json`` of the model in a GGUF file would hold, and the names of its tensors by role.
+
+    Raises ModelError for an unusable file, another architecture, missing metadata, or what is not computed here.
+    """
+    header = read_header(path, [f"{name}.attention.head_count_kv" for name in _ARCHITECTURES])
+    metadata, tensors = header
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in _ARCHITECTURES:
+        known = ", ".join(map(repr, _ARCHITECTURES))
+        raise ModelError(
+            f"{path}: general.architecture is {shown(name)}; GGUF files of {known} are read: use safetensors"
+        )
+    raw: dict[str, Any] = {"model_type": name}
+    for key, behind in _ARCHITECTURES[name].items():
+        raw[key] = metadata.get(f"{name}.{behind}")
+        if raw[key] is None and key != "num_key_value_heads":  # by default as many as there are of queries
+            raise ModelError(f"{path}: the metadata has no '{name}.{behind}'; convert the model again")
+    for behind in _NOT_COMPUTED:
+        if value := metadata.get(f"{name}.{behind}"):
+            raise ModelError(f"{path}: {name}.{behind} is {shown(value)}, which is not computed here; use safetensors")
+    if name == "lfm2":
+        raw |= _lfm2_layers(path, raw)
+    head_dim, rotated = (metadata.get(f"{name}.{key}") for key in ("attention.key_length", "rope.dimension_count"))
+    if None not in (head_dim, rotated) and head_dim != rotated:
+        raise ModelError(f"{path}: {name}.rope.dimension_count {shown(rotated)} of {shown(head_dim)} is not supported")
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or not embedding.shape:
+        raise ModelError(f"{path}: has no tensor 'token_embd.weight'; convert the model again")
+    raw |= {
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "head_dim": rotated if head_dim is None else head_dim,
+        "rope_scaling": _rope_scaling(path, name, header, raw),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _end_tokens(metadata),
+    }
+    is_old = f"{_OLD_FINAL_NORM}.weight" in tensors
+    return raw, _NAMES | ({"final_norm": _OLD_FINAL_NORM} if is_old else {})
+
+
+def _lfm2_layers(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The kind of each layer, which the number of its KV heads tells: 0 for a convolution."""
+    kv_heads = raw["num_key_value_heads"]
+    if not isinstance(kv_heads, list):
+        raise ModelError(f"{path}: lfm2.attention.head_count_kv must be a list, not {shown(kv_heads)}")
+    return {
+        "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
+        "num_key_value_heads": max(kv_heads, default=0),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _rope_scaling(path: Path, name: str, header: GgufHeader, raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What ``rope_scaling`` would hold. A factor without a kind is linear, as in llama.cpp. Raises ModelError."""
+    metadata = header.metadata
+    factor = metadata.get(f"{name}.rope.scaling.factor", metadata.get(f"{name}.rope.scale_linear", 1))
+    kind = metadata.get(f"{name}.rope.scaling.type", "none" if factor in (0, 1) else "linear")
+    if kind != "none":
+        raise ModelError(f"{path}: rope scaling {shown(kind)} is not supported in GGUF files; use safetensors")
+    if name != "llama" or ROPE_FACTORS not in header.tensors:  # of others it is an unknown tensor
+        return None
+    return _llama3_scaling(path, header, raw)
+
+
+def _llama3_scaling(path: Path, header: GgufHeader, raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Llama 3's scaling whose divisors of the frequencies are those in the file. Raises ModelError if none has them.
+
+    The formula is that of ``model.rope``.
+    """
+    kind, shape, offset = header.tensors[ROPE_FACTORS]
+    problem = f"{path}: {ROPE_FACTORS} has not the factors of Llama 3's rotary embedding; use safetensors"
+    if kind != 0 or len(shape) != 1 or not 0 < shape[0] <= 1 << 12:
+        raise ModelError(problem)
+    found = np.fromfile(path, np.float32, shape[0], offset=min(offset, 2**62))
+    positions = header.metadata.get("llama.rope.scaling.original_context_length", _LLAMA3_POSITIONS)
+    theta = raw["rope_theta"]
+    is_sound = all(type(value) in (int, float) and value >= 1 for value in (positions, theta))
+    if len(found) < shape[0] or not np.isfinite(found).all() or not is_sound:
+        raise ModelError(problem)
+    factor = float(found[-1])  # of the longest wavelength
+    turns = positions * float(theta) ** -(np.arange(len(found)) / len(found)) / (2 * np.pi)
+    share = np.clip((turns - _LOW) / (_HIGH - _LOW), 0, 1)
+    if factor < 1 or not np.allclose(found, 1 / ((1 - share) / factor + share), rtol=1e-4, atol=0):
+        raise ModelError(problem)
+    if factor == 1:
+        return None
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": _LOW, "high_freq_factor": _HIGH}
+    return {**scaling, "original_max_position_embeddings": positions}
+
+
+def _end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
+    found = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(token_id for token_id in found if isinstance(token_id, int)))

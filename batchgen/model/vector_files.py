@@ -1,0 +1,136 @@
+"""How a checkpoint makes vectors of hidden states, as sentence-transformers writes it down beside the model.
+
+Read are ``modules.json`` with the configs of pooling and dense layers, ``config_sentence_transformers.json`` with the
+prompts, and ``sentence_bert_config.json`` with the longest text. No class that they name is ever imported: a module is
+known by the last part of its name, or refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.errors import ModelError
+from batchgen.core.model_files import read_object, read_text
+from batchgen.core.units import one_line, shown
+from batchgen.model.config_values import ConfigValues
+
+_MAX_BYTES = 1 << 20  # of each file; published ones have kilobytes
+_POOLINGS = {  # the keys of a pooling's config.json that are true, and what they mean
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+}
+_ACTIVATIONS = {"Identity": False, "Tanh": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A linear layer behind the model, in a folder of its own; ``has_tanh``: a hyperbolic tangent follows."""
+
+    folder: Path
+    inputs: int
+    outputs: int
+    has_bias: bool
+    has_tanh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class VectorFiles:
+    """What the files say; ``pooling`` is "" where they do not say it."""
+
+    pooling: str = ""
+    dense: tuple[Dense, ...] = ()
+    normalize: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+    max_tokens: int | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the checkpoint was published to make vectors."""
+        return bool(self.pooling or self.dense)
+
+
+def read_vector_files(folder: Path) -> VectorFiles:
+    """The settings in a model's folder; the defaults where there are none. Raises ModelError for unknown modules."""
+    path = folder / "modules.json"
+    found: dict[str, Any] = {}
+    for module in _modules(path) if path.exists() else ():
+        kind, where = str(module.get("type", "")).rpartition(".")[2], folder / _folder_of(path, module)
+        if kind == "Pooling":
+            found["pooling"] = _pooling(where / "config.json")
+        elif kind == "Dense":
+            found["dense"] = (*found.get("dense", ()), _dense(where))
+        elif kind == "Normalize":
+            found["normalize"] = True
+        elif kind not in ("Transformer", "ColBERT"):
+            known = "Transformer, Pooling, Dense, Normalize"
+            raise ModelError(f"{path}: the module {shown(module.get('type'))} is not known (known: {known})")
+    if found.get("dense") and "pooling" not in found:
+        found["pooling"] = "tokens"  # a vector for each token, as late interaction has it
+    return VectorFiles(**found, **_prompts(folder), max_tokens=_max_tokens(folder))
+
+
+def _modules(path: Path) -> list[dict[str, Any]]:
+    try:
+        listed = json.loads(read_text(path, _MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not valid JSON ({one_line(error)})") from None
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        raise ModelError(f"{path}: expected a list of modules")
+    return listed
+
+
+def _folder_of(path: Path, module: Mapping[str, Any]) -> str:
+    """The folder of a module, which lies in the model's own."""
+    name = module.get("path", "")
+    if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ModelError(f"{path}: the module's path {shown(name)} leaves the model's folder")
+    return name
+
+
+def _pooling(path: Path) -> str:
+    raw = read_object(path, _MAX_BYTES)
+    modes = [name for name, value in raw.items() if name.startswith("pooling_mode") and value is True]
+    if isinstance(raw.get("pooling_mode"), str):  # newer releases name it
+        modes = [
+            {"cls": "pooling_mode_cls_token", "lasttoken": "pooling_mode_lasttoken"}.get(
+                raw["pooling_mode"], f"pooling_mode_{raw['pooling_mode']}_tokens"
+            )
+        ]
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ModelError(f"{path}: pools by {shown(modes)}; one of {', '.join(_POOLINGS)} is supported")
+    if raw.get("include_prompt") is False:
+        raise ModelError(f"{path}: include_prompt false is not supported: the prompt's tokens are pooled too")
+    return _POOLINGS[modes[0]]
+
+
+def _dense(folder: Path) -> Dense:
+    values = ConfigValues(read_object(folder / "config.json", _MAX_BYTES), str(folder / "config.json"))
+    name = values.text("activation_function", default="Identity").rpartition(".")[2]
+    if name not in _ACTIVATIONS:
+        raise values.error(f"activation_function {shown(name)} is not supported (known: {', '.join(_ACTIVATIONS)})")
+    values.refuse("use_residual")
+    sizes = values.integer("in_features"), values.integer("out_features")
+    return Dense(folder, *sizes, values.flag("bias", default=True), _ACTIVATIONS[name])
+
+
+def _prompts(folder: Path) -> dict[str, Any]:
+    path = folder / "config_sentence_transformers.json"
+    raw = read_object(path, _MAX_BYTES) if path.exists() else {}
+    prompts, default = raw.get("prompts") or {}, raw.get("default_prompt_name") or ""
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ModelError(f"{path}: prompts must be an object of texts")
+    if default and default not in prompts:
+        raise ModelError(f"{path}: default_prompt_name {shown(default)} is not among the prompts")
+    return {"prompts": prompts, "default_prompt": default}
+
+
+def _max_tokens(folder: Path) -> int | None:
+    path = folder / "sentence_bert_config.json"
+    values = ConfigValues(read_object(path, _MAX_BYTES) if path.exists() else {}, str(path))
+    return values.integer("max_seq_length") if values.get("max_seq_length", default=None) is not None else None

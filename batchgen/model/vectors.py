@@ -1,0 +1,78 @@
+"""The head of a model that gives vectors: dense layers, cut, normalization, or the scores of labels.
+
+Each row is worked on by itself in float32, so that its bits do not depend on other rows. Order and meaning are those
+of sentence-transformers: pooled states, dense layers, the first ``dimensions`` numbers, division by the L2 norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from batchgen.core.errors import ModelError
+from batchgen.kernels.interface import Kernels, Linear
+from batchgen.model.vector_files import Dense
+from batchgen.model.weights import Checkpoint
+
+_LEAST_NORM = np.float32(1e-12)  # torch's functional.normalize
+
+
+@dataclass(frozen=True, slots=True)
+class VectorSettings:
+    """What is made of pooled hidden states.
+
+    ``dimensions`` is how many numbers of a vector are kept, None for all. ``scores`` "softmax" or "sigmoid" stand for
+    a classifier, whose model gives logits of labels; "" for vectors.
+    """
+
+    dense: tuple[Dense, ...] = ()
+    normalize: bool = False
+    dimensions: int | None = None
+    scores: str = ""
+
+
+class VectorHead:
+    """Makes a text's vectors, float32 [num_rows, dimensions], of its pooled states [num_rows, hidden_size]."""
+
+    def __init__(self, settings: VectorSettings, kernels: Kernels, width: int, dtype: torch.dtype) -> None:
+        """``width`` is the model's. Raises ModelError for dense layers that do not fit, and impossible dimensions."""
+        self._settings, self._dtype = settings, dtype
+        self._layers: list[tuple[Linear, bool]] = []
+        for layer in settings.dense:
+            if layer.inputs != width:
+                raise ModelError(f"{layer.folder}: takes {layer.inputs} numbers, and is given {width}")
+            width = layer.outputs
+            self._layers.append((_loaded(layer, kernels, dtype), layer.has_tanh))
+        if settings.dimensions and settings.dimensions > width:
+            raise ModelError(f"embed.dimensions = {settings.dimensions}: the model's vectors have {width}")
+
+    def __call__(self, states: np.ndarray) -> np.ndarray:
+        for linear, has_tanh in self._layers:
+            product = linear(torch.from_numpy(states).to(self._dtype)).float()
+            states = (product.tanh() if has_tanh else product).numpy()
+        states = np.ascontiguousarray(states[:, : self._settings.dimensions], dtype=np.float32)
+        if self._settings.scores:
+            return np.stack([_scores(row, self._settings.scores) for row in states])
+        return np.stack([_normalized(row) for row in states]) if self._settings.normalize else states
+
+
+def _normalized(row: np.ndarray) -> np.ndarray:
+    normed: np.ndarray = row / max(np.sqrt(np.square(row).sum()), _LEAST_NORM)
+    return normed
+
+
+def _scores(row: np.ndarray, kind: str) -> np.ndarray:
+    with np.errstate(over="ignore"):  # infinity, whose score is 0
+        weights: np.ndarray = np.exp(-row if kind == "sigmoid" else row - row.max())
+    scores: np.ndarray = 1 / (1 + weights) if kind == "sigmoid" else weights / weights.sum()
+    return scores
+
+
+def _loaded(layer: Dense, kernels: Kernels, dtype: torch.dtype) -> Linear:
+    source = Checkpoint(layer.folder, dtype, torch.device("cpu"))
+    weight = source.take("linear.weight", (layer.outputs, layer.inputs))
+    bias = source.take("linear.bias", (layer.outputs,)) if layer.has_bias else None
+    source.finish()
+    return kernels.linear(weight.to(dtype), None if bias is None else bias.to(dtype))

@@ -1,0 +1,39 @@
+"""The fields of an output record that hold a vector, the vectors of a text's tokens, or a classifier's scores."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from batchgen.core.records import Result
+
+_FIELDS = ("label", "score", "scores", "embedding", "embeddings")
+
+
+def vector_fields(result: Result, pooling: str | None, labels: Sequence[str]) -> dict[str, Any]:
+    """``embedding``; ``embeddings`` where ``pooling`` is "tokens"; with ``labels`` the best one and all scores."""
+    numbers = [float(f"{number:.9g}") for number in array("f", result.vector)]  # nine digits tell a float32
+    if len(labels) > 1:
+        best = max(numbers)
+        scores = dict(zip(labels, numbers, strict=True))
+        return {"label": labels[numbers.index(best)], "score": best, "scores": scores}
+    if labels:
+        return {"score": numbers[0]}
+    if pooling == "tokens":
+        width = len(numbers) // result.num_prompt_tokens
+        return {"embeddings": [numbers[i : i + width] for i in range(0, len(numbers), width)]}
+    return {"embedding": numbers}
+
+
+def earlier_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a record that was read back; Parquet gives all digits of a float32."""
+    return {name: _shortest(record[name]) for name in _FIELDS if record.get(name) is not None}
+
+
+def _shortest(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_shortest(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _shortest(item) for name, item in value.items()}
+    return float(f"{value:.9g}") if isinstance(value, float) else value

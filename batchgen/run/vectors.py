@@ -1,0 +1,73 @@
+"""What [embed] means with a model: its "auto" resolved, and the pooler that makes the vectors.
+
+A checkpoint that was published to make vectors gives them without [embed] too, unless the job asks for sampled text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from batchgen.config.embed import EmbedSpec
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import UsageError
+from batchgen.core.records import SamplingParams
+from batchgen.core.units import shown
+from batchgen.model.config import ModelConfig
+from batchgen.model.vector_files import VectorFiles
+
+if TYPE_CHECKING:
+    from batchgen.engine.pooler import Pooler
+    from batchgen.model.decoder import Decoder
+
+
+def with_embedding(spec: JobSpec, config: ModelConfig, files: VectorFiles) -> JobSpec:
+    """The job with [embed] resolved, if it or its model is for vectors. Raises UsageError where that cannot work."""
+    is_default, path = spec.sampling == SamplingParams(), spec.model.path
+    if not spec.embed.is_on and config.has_head and not (files.is_there and is_default):
+        return spec
+    if not is_default:
+        raise UsageError(f"{path} gives vectors, no text: write [embed] in place of [sampling]")
+    if spec.output.expected and len(config.labels) < 2:
+        raise UsageError("output.expected compares texts or labels, and this job gives neither: leave it out")
+    spec = replace(spec, embed=_resolved(spec.embed, config, files, path))
+    if spec.output.format == "openai-batch" and (config.labels or spec.embed.pooling == "tokens"):
+        what = "scores of labels" if config.labels else "vectors of tokens"
+        raise UsageError(f'output.format = "openai-batch" has no place for {what}: choose jsonl or parquet')
+    spec.check_embed()
+    return spec
+
+
+def _resolved(asked: EmbedSpec, config: ModelConfig, files: VectorFiles, path: str) -> EmbedSpec:
+    """[embed] with what the checkpoint says where the job says nothing."""
+    pooling, prefix = asked.pooling or "auto", asked.prefix
+    if pooling == "auto":
+        pooling = files.pooling or ("last" if config.labels and config.is_causal else "")
+    if not pooling:
+        raise UsageError(
+            f"{path} does not say which tokens make up a vector: give embed.pooling (--pooling) cls, last or mean, as "
+            "the model's card says"
+        )
+    if config.labels and (asked.dimensions or asked.normalize or pooling == "tokens"):
+        raise UsageError(f"{path} gives scores of labels: dimensions, normalize and tokens are for vectors")
+    name = asked.prompt_name or (files.default_prompt if prefix is None else "")
+    if name and name not in files.prompts:
+        known = ", ".join(files.prompts) or "none"
+        raise UsageError(f"embed.prompt_name = {shown(name)}: the checkpoint has no such prompt (it has: {known})")
+    prefix = files.prompts[name] if name else prefix
+    normalize = files.normalize if asked.normalize is None else asked.normalize
+    return replace(asked, pooling=pooling, prefix=prefix or None, prompt_name=None, normalize=normalize)
+
+
+def pooler(embed: EmbedSpec, files: VectorFiles, model: Decoder) -> Callable[..., Pooler]:
+    """What makes vectors of hidden states in the place of a sampler; imports torch. Raises ModelError."""
+    from batchgen.engine.pooler import Pooler
+    from batchgen.model.vectors import VectorHead, VectorSettings
+
+    config, scores = model.config, ""
+    if config.labels:
+        scores = "sigmoid" if len(config.labels) == 1 or config.has_many_labels else "softmax"
+    settings = VectorSettings(files.dense, bool(embed.normalize), embed.dimensions, scores)
+    return partial(Pooler, VectorHead(settings, model.kernels, config.hidden_size, model.dtype))

@@ -1,0 +1,177 @@
+"""Tool calls: finds the calls that a model wrote into its answer, in the format of its family.
+
+The format is that whose marker the chat template shows, else one whose marker is a token of the vocabulary: LFM2.5's
+template shows none. What a call says is read as data, never run, and not compared with the tools that were offered. A
+new family is a function here and an entry of ``FORMATS``, and the same in ``tool_grammars``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from batchgen.core.json_line import json_value
+from batchgen.text.python_calls import SPACE, read_calls
+from batchgen.text.tokenizer import Tokenizer
+
+Call = dict[str, Any]  # its ``name``, and ``arguments``, an object
+Found = tuple[list[Call], str]  # the calls in a text, and the rest of it
+_DECODER = json.JSONDecoder()
+_ARGUMENTS = ("arguments", "parameters")
+_JSON = re.compile(r"\s*+(?:\{|\[\s*+\{)")
+_MISTRAL_NAME = re.compile(r"([^\s\[{]++)(?:\[CALL_ID\][^\s\[{]*+)?(?:\[ARGS\])?\s*+(?=\{)")
+_BARE_CALL = re.compile(
+    r'\s*+\{\s*+(?:"type"\s*+:\s*+"function"\s*+,\s*+)?"name"\s*+:\s*+"[^"]*+"\s*+,\s*+"(?:parameters|arguments)"\s*+:'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family writes calls.
+
+    ``markers`` stand around them, the first one before; ``sign`` is what a template shows of a family that needs none.
+    ``parse`` raises ValueError for malformed calls.
+    """
+
+    family: str
+    markers: tuple[str, ...]
+    parse: Callable[[str], Found]
+    sign: str = ""
+
+
+class ToolCalls:
+    """Reads the calls in answers of one model. ``tokenizer`` decodes with the markers in the text."""
+
+    def __init__(self, tokenizer: Tokenizer, form: ToolFormat) -> None:
+        self.tokenizer = tokenizer.showing(form.markers)
+        self._form = form
+
+    def read(self, text: str) -> tuple[list[Call], str, bool | None]:
+        """The calls, the rest of the text, and whether the calls are whole, None where there are none.
+
+        Of malformed calls none is taken: the text stays as it is.
+        """
+        try:
+            calls, rest = self._form.parse(text)
+        except ValueError:
+            return [], text, False
+        return (calls, rest, True) if calls else ([], text, None)
+
+
+def tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
+    """The format in which the model with this tokenizer writes calls, None if it is not known."""
+    source = tokenizer.chat_template.source if tokenizer.chat_template else ""
+    shown = (form for form in FORMATS if form.markers[0] in source)
+    in_vocabulary = (form for form in FORMATS if tokenizer.token_id(form.markers[0]) is not None)
+    signed = (form for form in FORMATS if form.sign and form.sign in source)
+    return next((form for forms in (shown, in_vocabulary, signed) for form in forms), None)
+
+
+def _lfm2(text: str) -> Found:
+    """``<|tool_call_start|>[f(a=1), g(b="x")]<|tool_call_end|>``, or JSON in it, which LFM2 writes when asked to."""
+    return _between("<|tool_call_start|>", "<|tool_call_end|>", text, _pythonic_or_json)
+
+
+def _hermes(text: str) -> Found:
+    """``<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>``, also by Qwen 2.5 and 3."""
+    return _between("<tool_call>", "</tool_call>", text, _json_calls)
+
+
+def _llama(text: str) -> Found:
+    """``{"name": "f", "parameters": {"a": 1}}`` at the beginning or behind a tag, several separated by semicolons."""
+    before, tag, body = text.partition("<|python_tag|>")
+    if not tag:
+        if not _BARE_CALL.match(text):
+            return [], text
+        before, body = "", text
+    calls, at = _json_calls(body, 0)
+    while (behind := _past_space(body, at)) < len(body) and body[behind] in ";,{":
+        more, at = _json_calls(body, behind + (body[behind] != "{"))
+        calls += more
+    return calls, _joined([before, body[at:]])
+
+
+def _mistral(text: str) -> Found:
+    """``[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]`` or, since 2025, ``[TOOL_CALLS]f[ARGS]{"a": 1}``."""
+    return _between("[TOOL_CALLS]", "", text, _named_or_json)
+
+
+FORMATS = (
+    ToolFormat("LFM2", ("<|tool_call_start|>", "<|tool_call_end|>"), _lfm2),
+    ToolFormat("Mistral", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), _mistral),
+    ToolFormat("Hermes", ("<tool_call>", "</tool_call>"), _hermes),
+    ToolFormat("Llama 3", ("<|python_tag|>",), _llama, sign='"parameters":'),
+)
+FAMILIES = ", ".join(form.family for form in FORMATS)
+
+
+def _between(opening: str, closing: str, text: str, read: Callable[[str, int], tuple[list[Call], int]]) -> Found:
+    """The calls behind each ``opening``; a ``closing`` may be missing only where nothing else follows."""
+    calls: list[Call] = []
+    rest, at = [], 0
+    while (begin := text.find(opening, at)) >= 0:
+        rest.append(text[at:begin])
+        more, end = read(text, begin + len(opening))
+        calls += more
+        at = _past_space(text, end)
+        if closing and text.startswith(closing, at):
+            at += len(closing)
+        elif closing and at < len(text) and not text.startswith(opening, at):
+            raise ValueError(f"{closing} is missing")
+    return calls, _joined([*rest, text[at:]])
+
+
+def _pythonic_or_json(text: str, at: int) -> tuple[list[Call], int]:
+    if _JSON.match(text, at):
+        return _json_calls(text, at)
+    calls, end = read_calls(text, at)
+    return [_call(name, arguments) for name, arguments in calls], end
+
+
+def _named_or_json(text: str, at: int) -> tuple[list[Call], int]:
+    at = _past_space(text, at)
+    if (head := _MISTRAL_NAME.match(text, at)) is None:
+        return _json_calls(text, at)
+    arguments, end = _json_at(text, head.end())
+    return [_call(head[1], arguments)], end
+
+
+def _json_calls(text: str, at: int) -> tuple[list[Call], int]:
+    """A call, or a list of them, in JSON."""
+    value, end = _json_at(text, at)
+    calls = []
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, dict):
+            raise ValueError("a call is no object")
+        calls.append(_call(item.get("name"), next((item[name] for name in _ARGUMENTS if name in item), {})))
+    return calls, end
+
+
+def _json_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at ``at``, blanks aside, and where it ends."""
+    at = _past_space(text, at)
+    try:
+        end = _DECODER.raw_decode(text, at)[1]
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return json_value(text[at:end]), end
+
+
+def _call(name: object, arguments: object) -> Call:
+    if isinstance(arguments, str):  # as JSON text, the way OpenAI's API has it
+        arguments = json_value(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError("a call has no name, or arguments that are no object")
+    return {"name": name, "arguments": arguments}
+
+
+def _past_space(text: str, at: int) -> int:
+    found = SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return "\n".join(stripped for part in parts if (stripped := part.strip()))

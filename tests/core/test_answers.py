@@ -1,0 +1,156 @@
+"""Answers are found and compared as lm-evaluation-harness does; numbers are equal however they are written."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from typing import Any
+
+import pytest
+
+from batchgen.core.answers import check_rule, find_answer, is_right, normal
+
+STRICT = r"#### (\-?[0-9\.\,]+)"
+
+
+def filtered(text: str, pattern: str, place: int) -> str:
+    """What the harness' regex filter takes from a text (its task gsm8k: strict-match takes 0, flexible-extract -1)."""
+    if not (found := re.findall(pattern, text)):
+        return "[invalid]"
+    chosen = found[place]
+    if isinstance(chosen, tuple):
+        chosen = next(part for part in chosen if part)
+    return str(chosen).strip()
+
+
+def scored(prediction: str, reference: str) -> bool:
+    """The harness' exact_match of that task: ignore_case and regexes_to_ignore."""
+    texts = []
+    for whole in (prediction, reference):
+        text = whole
+        for ignored in (",", r"\$", r"(?s).*#### ", r"\.$"):
+            text = re.sub(ignored, "", text)
+        texts.append(text.lower())
+    return texts[0] == texts[1]
+
+
+def solution(rng: random.Random) -> tuple[str, str]:
+    """A text as a model writes one, and the dataset's solution."""
+    number = rng.choice([rng.randrange(20), rng.randrange(-99, 10**6)])
+    wrong = number + rng.choice([0, 0, 0, 1, 10])
+    written = rng.choice(
+        [str(wrong), f"{wrong:,}", f"${wrong:,}", f"${wrong}.00", f"{wrong}.", f"{wrong}.0", f"{wrong}%"]
+    )
+    ends = [
+        "",
+        ".",
+        "...",
+        " dollars.",
+        "\n",
+        " eggs, i.e. half of 12",
+        ", so yes",
+        "!",
+        " (x = 3)",
+        "\n#### " + str(wrong),
+    ]
+    begins = ["", "2 + 3 = 5. ", "She has 16 - 3 - 4 = <<16-3-4=9>>9 eggs.\n", "- first, $1.50;\n", "No number: "]
+    text = rng.choice(begins) + rng.choice(["The answer is ", "= ", "#### ", "**"]) + written + rng.choice(ends)
+    if rng.random() < 0.05:
+        text = rng.choice(["I do not know", "", "Well... so.", "twelve", "$", "-"])
+    return text, f"He pays 3*4=<<3*4=12>>12 dollars.\n#### {number:,}"
+
+
+@pytest.mark.parametrize(("rule", "pattern", "place"), [
+    ("last_number", r"(-?[$0-9.,]{2,})|(-?[0-9]+)", -1),
+    (STRICT, STRICT, 0),
+])  # fmt: skip
+def test_a_thousand_solutions_are_scored_as_the_harness_does_but_for_zeros_behind_the_point(
+    rule: str, pattern: str, place: int
+) -> None:
+    rng = random.Random(11)
+    num_right = num_zeros = 0
+    for _ in range(1000):
+        text, reference = solution(rng)
+        prediction = filtered(text, pattern, place)
+        if text.count("####") > 1:
+            continue  # the harness' strict filter takes the first of several, this one the last
+        ours, theirs = is_right(rule, find_answer(rule, text), reference), scored(prediction, reference)
+        if ours != theirs:
+            bare, count = re.subn(r"\.0+\.?$", "", prediction.replace(",", ""))
+            assert count and ours and scored(bare, reference), text
+            num_zeros += 1
+        num_right += theirs
+    assert num_right > 100
+    assert num_zeros > 10
+
+
+@pytest.mark.parametrize("text", ["1234", " 1,234\n", "$1,234.", "1234.0", "+1234", "001234.00", "$ 1,234"])
+def test_ways_to_write_a_number_are_one(text: str) -> None:
+    assert normal(text) == "1234"
+    assert is_right("last_number", find_answer("last_number", "It is 1,234."), text)
+    assert is_right("last_number", "1234", 1234) and is_right("parsed.n", "1234.0", 1234)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("1234", "12340"), ("0.1", "0.01"), ("-1", "1"), ("1.2.3", "1.23"), ("x1", "1"), ("", "0")]
+)
+def test_other_texts_are_others(one: str, other: str) -> None:
+    assert normal(one) != normal(other)
+    assert (normal("-0"), normal(".5"), normal("."), normal("NaN"), normal("1e3")) == ("0", "0.5", "", "nan", "1e3")
+
+
+CHOICES = {
+    **{"B": "B", "(B)": "B", "b": None, "The answer is B.": "B", "The answer is (B), not C.": "B"},
+    **{
+        "Answer: **C**": "C",
+        "A or B? I think it is (D).": "D",
+        "I am sure. A good question": None,
+        "Answer:\n\nE": "E",
+    },
+    **{"Let me see. A) no B) yes\nB": "B", "K": None, "the answer is option B": "B", "Why? Because.": None},
+}
+
+
+@pytest.mark.parametrize("text", CHOICES)
+def test_the_letter_of_a_choice_is_found(text: str) -> None:
+    assert find_answer("choice", text) == CHOICES[text]
+
+
+def test_the_last_match_of_a_regular_expression_counts_and_the_expected_text_may_need_none() -> None:
+    rule = r"<a>(.*?)</a>"
+    assert find_answer(rule, "<a>x</a> no, <a> Paris </a>") == "Paris"
+    assert find_answer(rule, "<a>x") is None
+    assert is_right(rule, "Paris", " PARIS. ") and is_right(rule, "Paris", "see <a>paris</a>")
+    assert find_answer(r"(x)?y", "y") is None
+
+
+@pytest.mark.parametrize(
+    ("parsed", "found"),
+    [
+        ({"a": {"b": 2.0}}, "2.0"),
+        ({"a": {"b": "x"}}, "x"),
+        ({"a": {"b": True}}, "true"),
+        ({"a": 1}, None),
+        (None, None),
+        ({"a": {"b": None}}, None),
+        ({"a": {"b": [1, "é"]}}, '[1, "é"]'),
+    ],
+)
+def test_a_value_of_the_parsed_json_is_the_answer(parsed: Any, found: str | None) -> None:
+    assert find_answer("parsed.a.b", "", parsed) == found
+    assert is_right("parsed.a.b", found, (parsed or {"a": 0})["a"]["b"] if found else 0) == (found is not None)
+
+
+@pytest.mark.parametrize("rule", ["last-number", "(", "numbers", "parsed.", "(?:a)", "a{99999999999}(b)"])
+def test_what_is_no_rule_is_refused(rule: str) -> None:
+    with pytest.raises(ValueError, match=r"must be last_number|is no regular expression"):
+        check_rule(rule)
+
+
+@pytest.mark.parametrize("rule", ["last_number", "choice"])
+def test_no_text_takes_long(rule: str) -> None:
+    began = time.process_time()
+    for text in ("0" * 10**6 + "x", "A " * 10**5, "answer" * 10**5, "1." * 10**5, "A" + " " * 10**6 + "x", "-" * 10**6):
+        is_right(rule, find_answer(rule, text), text)
+    assert time.process_time() - began < 60  # seconds; quadratic work would take hours

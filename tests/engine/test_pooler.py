@@ -1,0 +1,237 @@
+"""Vectors are those of the reference, and no bit of one depends on what else is computed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_model import spoil
+from vector_models import bidirectional_states, loaded, saved, vectors
+
+from batchgen.core.records import Request, SamplingParams
+from batchgen.engine import Engine, EngineConfig, model_runner
+from batchgen.engine.pooler import Pooler
+from batchgen.engine.scheduler import Scheduler
+from batchgen.engine.sequence import RequestState
+from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.reference import ReferenceKernels
+from batchgen.model.decoder import Decoder
+from batchgen.model.vectors import VectorHead, VectorSettings
+
+KINDS = {"lfm2": "Lfm2BidirectionalModel", "qwen3": "Qwen3Model", "llama": "LlamaModel"}
+POOLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cls": lambda states: states[:1],
+    "last": lambda states: states[-1:],
+    "mean": lambda states: states.mean(0, keepdim=True),
+    "tokens": lambda states: states,
+}
+
+
+@cache
+def checkpoint(kind: str) -> tuple[Any, Path]:
+    folder = Path(mkdtemp(prefix="batchgen-"))
+    return saved(folder, kind, KINDS[kind]), folder
+
+
+@cache
+def model(kind: str, **settings: Any) -> Decoder:
+    return loaded(checkpoint(kind)[1], **settings)
+
+
+@cache
+def texts() -> dict[int, list[int]]:
+    rng = random.Random(0)
+    lengths = [1, 2, 3, 15, 16, 17, 32, 33, 255, 256, 257, 300]
+    return {key: [rng.randrange(8, 128) for _ in range(length)] for key, length in enumerate(lengths)}
+
+
+def states(kind: str, token_ids: list[int]) -> torch.Tensor:
+    reference = checkpoint(kind)[0]
+    if kind == "lfm2":
+        return bidirectional_states(reference, token_ids)
+    with torch.no_grad():
+        found: torch.Tensor = reference(torch.tensor([token_ids])).last_hidden_state[0]
+    return found
+
+
+def gaps(kind: str, pooling: str, decoder: Decoder | None = None) -> list[float]:
+    """The largest difference of each text's vector to the reference's."""
+    found = vectors(decoder or model(kind), texts(), pooling)
+    largest = []
+    for key, token_ids in texts().items():
+        wanted = torch.nn.functional.normalize(POOLED[pooling](states(kind, token_ids)), dim=-1).numpy().ravel()
+        got = np.frombuffer(found[key], np.float32)
+        assert got.shape == wanted.shape
+        largest.append(float(abs(got - wanted).max()))
+    return largest
+
+
+@pytest.mark.parametrize("pooling", POOLED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_vectors_are_the_references(kind: str, pooling: str) -> None:
+    assert max(gaps(kind, pooling)) <= 1e-5
+
+
+def test_reference_kernels_agree() -> None:
+    decoder = loaded(checkpoint("lfm2")[1], kernels=ReferenceKernels(torch.device("cpu"), torch.float32))
+    assert max(gaps("lfm2", "mean", decoder)) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vectors_in_bfloat16_and_integers_point_the_same_way(kind: str) -> None:
+    exact = vectors(model(kind), texts(), "mean")
+    for form, least in (({"dtype": "bfloat16"}, 0.9995), ({"weights": "int8"}, 0.999)):
+        found = vectors(loaded(checkpoint(kind)[1], **form), texts(), "mean")
+        cosines = [np.dot(*(np.frombuffer(of[key], np.float32) for of in (exact, found))) for key in texts()]
+        assert min(cosines) >= least, (form, min(cosines))
+
+
+@pytest.mark.parametrize("form", [{}, {"dtype": "bfloat16"}, {"weights": "int8"}], ids=str)
+@pytest.mark.parametrize("pooling", POOLED)
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3"])
+def test_no_bit_depends_on_the_batch(kind: str, pooling: str, form: dict[str, str]) -> None:
+    decoder = loaded(checkpoint(kind)[1], **form)
+    alone = {key: vectors(decoder, {key: text}, pooling)[key] for key, text in texts().items()}
+    backwards = dict(reversed(texts().items()))
+    for sizes in ({}, {"max_num_batched_tokens": 4096}, {"max_num_batched_tokens": 40, "block_size": 16}):
+        assert vectors(decoder, backwards, pooling, **sizes) == alone
+    torch.set_num_threads(2)
+    assert vectors(decoder, texts(), pooling, threads=2) == alone
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=12),
+    budget=st.integers(1, 128),
+    block_size=st.sampled_from([1, 5, 16, 32]),
+    pooling=st.sampled_from([*POOLED]),
+    kind=st.sampled_from(["lfm2", "qwen3"]),
+)
+def test_no_bit_depends_on_sizes(lengths: list[int], budget: int, block_size: int, pooling: str, kind: str) -> None:
+    rng = random.Random(sum(lengths))
+    prefix = [rng.randrange(8, 128) for _ in range(40)]  # so that causal models find cached blocks
+    some = {key: (prefix + [rng.randrange(8, 128) for _ in range(n)])[-n - 20 :] for key, n in enumerate(lengths)}
+    plain = vectors(model(kind), some, pooling, max_num_seqs=1, prefix_caching=False)
+    sizes = {"max_num_batched_tokens": budget, "block_size": block_size, "max_num_seqs": 7}
+    assert vectors(model(kind), some, pooling, **sizes) == plain
+
+
+def test_a_long_text_is_computed_in_one_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, steps = Scheduler.schedule, []
+
+    def noted(self: Scheduler) -> Any:
+        found = schedule(self)
+        steps.append(found.counts)
+        return found
+
+    monkeypatch.setattr(Scheduler, "schedule", noted)
+    vectors(model("lfm2"), texts(), "cls", max_num_batched_tokens=64)
+    assert sorted(count for step in steps for count in step) == sorted(map(len, texts().values()))
+    assert all(sum(step) <= 64 or len(step) == 1 for step in steps)
+
+
+def test_a_causal_model_takes_over_cached_prefixes_where_only_the_last_token_counts() -> None:
+    decoder = model("qwen3")
+    prefix = [9 + i % 100 for i in range(64)]
+    some = {key: [*prefix, 10 + key] for key in range(6)}
+    for pooling in ("last", "cls"):
+        assert vectors(decoder, some, pooling) == vectors(decoder, some, pooling, prefix_caching=False)
+
+
+def test_scores_of_labels_are_probabilities() -> None:
+    found = vectors(model("qwen3"), texts(), "last", VectorSettings(scores="softmax"))
+    for vector in found.values():
+        scores = np.frombuffer(vector, np.float32)
+        assert abs(scores.sum() - 1) < 1e-5
+        assert (scores >= 0).all()
+
+
+@pytest.mark.parametrize(("kind", "labels"), [("qwen3", 5), ("llama", 3), ("llama", 1)])
+def test_classifiers_are_transformers(kind: str, labels: int, tmp_path: Path) -> None:
+    name = {"qwen3": "Qwen3", "llama": "Llama"}[kind] + "ForSequenceClassification"
+    reference = saved(tmp_path, kind, name, id2label={str(i): f"l{i}" for i in range(labels)}, num_labels=labels)
+    decoder = loaded(tmp_path)
+    assert decoder.config.labels == tuple(f"l{i}" for i in range(labels))
+    scores = "softmax" if labels > 1 else "sigmoid"
+    found = vectors(decoder, texts(), "last", VectorSettings(scores=scores))
+    for key, token_ids in texts().items():
+        with torch.no_grad():
+            logits = reference(torch.tensor([token_ids])).logits[0]
+        wanted = (logits.softmax(-1) if labels > 1 else logits.sigmoid()).numpy()
+        assert abs(np.frombuffer(found[key], np.float32) - wanted).max() <= 1e-5
+
+
+def test_the_mean_of_a_single_label_does_not_depend_on_sizes(tmp_path: Path) -> None:
+    saved(tmp_path, "llama", "LlamaForSequenceClassification", id2label={"0": "l0"}, num_labels=1)
+    decoder = loaded(tmp_path)
+    whole, parts = (vectors(decoder, texts(), "mean", VectorSettings(), max_num_batched_tokens=n) for n in (4096, 17))
+    assert whole == parts
+
+
+def test_extreme_logits_are_certain_scores_and_infinite_ones_fail_their_row() -> None:
+    head = VectorHead(VectorSettings(scores="sigmoid"), model("llama").kernels, 2, torch.float32)
+    assert head(np.array([[-1000, 1000]], np.float32)).tolist() == [[0, 1]]
+    request = Request(0, (9,), SamplingParams(max_tokens=0), pooling="last")
+    sequence = RequestState(request).sequences[0]
+    Pooler(head, model("llama").kernels, frozenset()).score(torch.tensor([[1, torch.inf]]), [(sequence, range(1, 2))])
+    assert sequence.generation.error is not None
+
+
+def test_a_convolution_that_looks_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    convolve = CpuKernels.short_conv
+
+    def shifted(self: CpuKernels, bcx: Any, weight: Any, bias: Any, state: Any, inputs: Any) -> Any:
+        return convolve(self, bcx, weight, bias, state, replace(inputs, is_causal=True))
+
+    monkeypatch.setattr(CpuKernels, "short_conv", shifted)
+    assert max(gaps("lfm2", "mean")) > 1e-3
+
+
+def test_a_convolution_that_reaches_into_the_next_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    convolve = CpuKernels.short_conv
+
+    def joined(self: CpuKernels, bcx: Any, weight: Any, bias: Any, state: Any, inputs: Any) -> Any:
+        """As in padded batches elsewhere."""
+        bounds, slots = inputs.cu_seqlens[[0, -1]], inputs.conv_slots[:1]
+        return convolve(self, bcx, weight, bias, state, replace(inputs, cu_seqlens=bounds, conv_slots=slots))
+
+    monkeypatch.setattr(CpuKernels, "short_conv", joined)
+    assert max(gaps("lfm2", "mean")) > 1e-3
+
+
+def test_a_causal_mask_left_in_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = model_runner.build_input
+
+    def causal(*arguments: Any, is_causal: bool) -> Any:
+        return build(*arguments)
+
+    monkeypatch.setattr(model_runner, "build_input", causal)
+    assert max(gaps("lfm2", "mean")) > 1e-3
+
+
+def test_the_wrong_token_is_noticed() -> None:
+    found = vectors(model("lfm2"), texts(), "last")
+    wanted = vectors(model("lfm2"), texts(), "cls")
+    assert all(found[key] != wanted[key] for key, text in texts().items() if len(text) > 1)
+
+
+def test_states_that_are_not_finite_fail_their_row_alone() -> None:
+    decoder = loaded(checkpoint("lfm2")[1])
+    spoil(decoder, 100, float("nan"))
+    head = VectorHead(VectorSettings(), decoder.kernels, 64, torch.float32)
+    engine = Engine(decoder, EngineConfig(kv_memory=1 << 24), sampler=partial(Pooler, head))
+    rows = [Request(key, ids, SamplingParams(max_tokens=0), pooling="mean") for key, ids in enumerate([(9,), (9, 100)])]
+    results = {result.key: result for result in engine.run(rows)}
+    assert results[0].error is None
+    assert results[1].error is not None
+    assert "not finite" in results[1].error.message

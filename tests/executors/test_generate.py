@@ -1,0 +1,273 @@
+"""One call from Python is the command over the same rows: what comes out, what a resume finds, what a signal leaves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from run_helpers import ENVIRONMENT, MODEL, JobMaker, quiet, rows_of, text_model, without_timings
+from stub_engine import StubEngine, stub_factory
+
+import batchgen
+from batchgen.cli.main import call
+from batchgen.core.errors import BatchgenError
+from batchgen.executors.backend import run_job
+
+ROWS = rows_of(40)
+NAN = float("nan")
+
+
+def generated(rows: Any, engines: list[StubEngine] | None = None, **keys: Any) -> batchgen.Run:
+    given = {"model": text_model(), "prompt": "{question}", "sampling": {"max_tokens": 16}, **keys}
+    stub = given.pop("stub", {})
+    given["input"] = {"chat": False, **given.get("input", {})}
+    return batchgen.generate(rows, engine_factory=stub_factory(engines, **stub), **given)
+
+
+def records(run: batchgen.Run) -> list[dict[str, Any]]:
+    return [{name: value for name, value in record.items() if name != "timings"} for record in run.rows]
+
+
+def expected(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the command writes of the rows in a file."""
+    job = JobMaker(folder)
+    job.write(rows)
+    job.run(job.spec(input={"prompt": "{question}", "id": None, "keep_columns": ["*"]}))
+    return job.outputs()
+
+
+def as_dataframe(rows: list[dict[str, Any]]) -> Any:
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame(rows, index=range(5, 5 + len(rows)))
+
+
+def as_dataset(rows: list[dict[str, Any]]) -> Any:
+    from datasets import Dataset
+
+    shuffled = Dataset.from_list(rows[::-1])
+    return shuffled.select(range(len(rows))[::-1])
+
+
+KINDS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "list": list,
+    "iterator": iter,
+    "DataFrame": as_dataframe,
+    "Dataset": as_dataset,
+    "stream": lambda rows: as_dataset(rows).to_iterable_dataset(),
+    "table": pa.Table.from_pylist,
+    "batch": pa.RecordBatch.from_pylist,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_any_kind_get_what_the_command_writes(kind: str, tmp_path: Path) -> None:
+    run = generated(KINDS[kind](ROWS))
+    assert records(run) == expected(tmp_path, ROWS)
+    assert run.report["rows"] == {"total": 40, "done": 40, "failed": 0}
+    assert run.errors == []
+    assert run.path is None
+
+
+def test_the_tokens_of_a_model_are_those_of_the_command(tmp_path: Path) -> None:
+    texts = [f"{row['question']} Write it in words." for row in ROWS[:8]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    flags = ["--max-tokens", "12", "--temperature", "0.7", "--token-ids", "--keep-columns", "*", "--quiet"]
+    command = ["run", "--model", MODEL, "--input", tmp_path / "rows.jsonl", "--output", tmp_path / "run", *flags]
+    assert call([*map(str, command)]) == 0
+    sampling = {"max_tokens": 12, "temperature": 0.7}
+    of_texts = batchgen.generate(texts, model=MODEL, sampling=sampling, output={"token_ids": True}, input={})
+    assert records(of_texts) == without_timings(tmp_path / "run" / "outputs.jsonl")
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    of_chats = batchgen.generate(chats, model={"path": MODEL, "device": "cpu"}, sampling=sampling)
+    assert [row["text"] for row in of_chats.rows] == [row["text"] for row in of_texts.rows]
+
+
+def test_a_path_is_the_input_of_a_job(tmp_path: Path) -> None:
+    wanted = expected(tmp_path, ROWS)
+    found = generated(tmp_path / "input.jsonl", input={"keep_columns": ["*"], "limit": 9})
+    assert records(found) == wanted[:9]
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(float("nan"), None), ("NaT", None), ("date", "2026-05-01"), ([1.5, float("inf")], [1.5, None])],
+)
+def test_values_that_json_lacks_are_kept_as_text(value: Any, written: Any) -> None:
+    pandas = pytest.importorskip("pandas")
+    made = {"NaT": pandas.NaT, "date": pandas.Timestamp("2026-05-01").date()}
+    value = made.get(value, value) if isinstance(value, str) else value
+    table = pandas.DataFrame({"question": ["a", "b"], "mixed": ["text", value]})
+    assert [row["mixed"] for row in generated(table).rows] == ["text", written]
+
+
+def test_tables_have_the_columns_of_the_parquet_output(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    run = generated(ROWS, output={"path": tmp_path / "run", "format": "parquet"})
+    table = pq.read_table(tmp_path / "run" / "outputs.parquet")
+    assert run.to_arrow().equals(table)
+    assert run.to_pandas().equals(table.to_pandas())
+    assert run.to_dataset().to_list() == table.to_pylist()
+
+
+def test_failed_rows_are_told_of_and_listed() -> None:
+    rows = [*ROWS[:3], {"question": None}, {"other": 1}]
+    with pytest.warns(UserWarning, match="2 of 5 rows failed"):
+        run = generated(rows)
+    assert [(row["index"], row["code"]) for row in run.errors] == [(3, "bad_type"), (4, "missing_column")]
+    assert [row["index"] for row in run.rows] == [0, 1, 2]
+    assert repr(run) == "<Run: 3 rows done, 2 failed>"
+
+
+def test_an_output_folder_is_resumed_found_done_and_extended(tmp_path: Path) -> None:
+    engines: list[StubEngine] = []
+    out, wanted = tmp_path / "run", expected(tmp_path, ROWS)
+    with pytest.raises(batchgen.RunStopped, match=r"stopped \(max total tokens of 300\): \d+ of 40 rows finished"):
+        generated(ROWS, output=out, options=quiet(max_total_tokens=300))
+    with pytest.raises(batchgen.ResumeMismatch, match="sha256"):
+        generated(ROWS[1:], output=out)
+    assert records(generated(ROWS, engines, output=out)) == wanted
+    assert engines[-1].num_pulled < 40
+    again = generated(ROWS, engines, output=str(out))
+    assert (records(again), len(engines), again.path) == (wanted, 1, out)
+    grown = generated([*ROWS, {"question": "More?"}], engines, output=out)
+    assert (records(grown)[:40], len(grown.rows), engines[-1].num_pulled) == (wanted, 41, 1)
+    for fewer in ([], ROWS[:5]):
+        with pytest.raises(batchgen.ResumeMismatch):
+            generated(fewer, output=out)
+
+
+@pytest.mark.parametrize("stub", [{}, {"crashes_at": 2}])
+def test_without_an_output_folder_nothing_stays(stub: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    try:
+        assert len(generated(ROWS, stub=stub).rows) == 40
+    except RuntimeError:
+        assert stub
+    with pytest.raises(batchgen.RunStopped, match="nothing is kept without an output folder"):
+        generated(ROWS, options=quiet(max_total_tokens=300))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "said"),
+    [
+        ({"a": 1}, {}, "rows is a dict, not a list"),
+        (5, {}, "rows is a int, not a list"),
+        ([1], {}, r"rows\[0\] is a int"),
+        (["a", None], {"prompt": None}, r"rows\[1\] is a NoneType"),
+        (pa.chunked_array([["a"]]), {}, "holds no rows"),
+        (["a"], {}, "names column 'question'.*columns found: 'prompt'"),
+        (ROWS, {"max_tokens": 3}, r"unknown argument 'max_tokens': give it as sampling=\{'max_tokens': ...\}"),
+        (ROWS, {"engin": {}}, "unknown argument 'engin'.*engine"),
+        (ROWS, {"sampling": {"temprature": 1}}, "generate: sampling.temprature: unknown key.*temperature"),
+        (ROWS, {"engine": 5}, r"engine = 5: must be a section"),
+        (ROWS, {"input": {"path": "x"}}, "rows are given as the first argument"),
+        (ROWS, {"input": {"format": "text"}}, "a format of files"),
+        ("no.jsonl", {}, "no input file"),
+        (["a"], {"model": "/nowhere", "prompt": None}, "/nowhere"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_in_one_line(rows: Any, keys: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(batchgen.UsageError, match=said) as caught:
+        generated(rows, output=tmp_path / "run", **keys)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def deep() -> dict[str, Any]:
+    row: dict[str, Any] = {"question": "a"}
+    row["self"] = row
+    return row
+
+
+def test_a_row_that_holds_itself_is_refused() -> None:
+    with pytest.raises(batchgen.UsageError, match=r"rows\[1\] is nested too deeply"):
+        generated([ROWS[0], deep()])
+
+
+def raising(*numbers: signal.Signals) -> dict[str, Any]:
+    """A stub engine that gets signals in its third step."""
+    return {"before_step": lambda step: [signal.raise_signal(number) for number in numbers if step == 3]}
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """The SIGTERMs that the test's own handler has taken."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    yield came
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_keeps_what_is_done_and_leaves_the_process_as_it_was(
+    times: int, handled: list[int], tmp_path: Path
+) -> None:
+    wanted, handlers = expected(tmp_path, ROWS), [*map(signal.getsignal, signal.Signals)]
+    with pytest.raises(
+        KeyboardInterrupt, match=r"stopped \(SIGINT\): \d+ of 40 rows finished, \d+ half done and saved"
+    ):
+        generated(ROWS, output=tmp_path / "run", stub=raising(*[signal.SIGINT] * times))
+    assert [*map(signal.getsignal, signal.Signals)] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    engines: list[StubEngine] = []
+    assert records(generated(ROWS, engines, output=tmp_path / "run")) == wanted
+    assert engines[0].num_pulled <= 40
+    with pytest.raises(KeyboardInterrupt):
+        generated(ROWS, stub=raising(signal.SIGINT))
+    assert handled == []
+
+
+def test_a_signal_has_its_usual_effect_after_the_run_is_saved(handled: list[int], tmp_path: Path) -> None:
+    with pytest.raises(batchgen.RunStopped, match=r"stopped \(SIGTERM\)"):
+        generated(ROWS, output=tmp_path / "run", stub=raising(signal.SIGTERM))
+    assert handled == [signal.SIGTERM]
+    assert (tmp_path / "run" / "journal").is_dir()
+
+
+def test_it_runs_in_a_thread() -> None:
+    found: list[batchgen.Run] = []
+    thread = threading.Thread(target=lambda: found.append(generated(ROWS)))
+    thread.start()
+    thread.join()
+    assert len(found[0].rows) == 40
+
+
+def test_nothing_is_printed_where_no_person_watches(capfd: pytest.CaptureFixture[str]) -> None:
+    generated(ROWS)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_notebook_has_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    shell = types.SimpleNamespace(config={"IPKernelApp": {}})
+    ipython = types.SimpleNamespace(get_ipython=lambda: shell, version_info=(9,))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tqdm's, that widgets are not installed
+        generated(ROWS, stub={"step_s": 0.03})
+    assert "40 rows into" in (said := capsys.readouterr().err)
+    assert "tok computed" in said
+
+
+def test_the_public_names_are_there_and_cost_no_torch() -> None:
+    assert [name for name in batchgen.__all__ if not hasattr(batchgen, name)] == []
+    assert batchgen.run_job is run_job
+    kinds, missing = [BatchgenError], []
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        missing += [] if kind.__name__ in batchgen.__all__ or kind.__module__ != "batchgen.core.errors" else [kind]
+    assert missing == []
+    code = "import sys, batchgen; batchgen.generate, batchgen.RunStopped; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT)

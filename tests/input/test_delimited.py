@@ -1,0 +1,321 @@
+"""Tables are read as the standard library reads them, or refused by line; from any record on, and as they grow."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import random
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from input_helpers import codes, read_bytes, source_of, zstd
+from run_helpers import JobMaker, finish, quiet, rows_of, start
+from stub_engine import stub_factory
+
+from batchgen.core.errors import ExitCode, UsageError
+from batchgen.core.records import BadRow, Record
+from batchgen.input.formats import delimited
+from batchgen.input.formats.delimited import DelimitedFile
+from batchgen.input.input_bytes import LocalFile
+from batchgen.run.retry import retry_job
+
+CELLS = [
+    "",
+    " ",
+    "a",
+    "2",
+    "é",
+    "日本😀",
+    "\0",
+    '"',
+    '""',
+    'say "hi"',
+    "a,b",
+    "a\tb",
+    "a;b",
+    "two\nlines",
+    "two\r\nlines",
+]
+CELLS += ["\n", '\r"', "\ufeff", "\x85\u2028", "x" * 300, '","', "'"]
+
+
+def table(rng: random.Random, num_columns: int) -> tuple[bytes, str]:
+    """A file and its delimiter."""
+    delimiter = rng.choice(",,\t;¦")
+    text = io.StringIO(newline="")
+    quoting = rng.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+    writer = csv.writer(text, delimiter=delimiter, lineterminator=rng.choice(["\n", "\r\n"]), quoting=quoting)
+    writer.writerow(f"{rng.choice(['c', 'é', 'a b', 'two|'])}{number}" for number in range(num_columns))
+    writer.writerows([rng.choice(CELLS) for _ in range(num_columns)] for _ in range(rng.randrange(12)))
+    content = rng.choice([b"", b"\xef\xbb\xbf"]) + text.getvalue().encode()
+    return (content.rstrip(b"\r\n") if rng.random() < 0.3 else content), delimiter
+
+
+def in_the_library(content: bytes, delimiter: str, *, strict: bool = False) -> list[dict[str, str]]:
+    """What the standard library reads, up to what it cannot."""
+    stream = io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="\n" if strict else "")
+    rows: list[Any] = []
+    with suppress(csv.Error, UnicodeDecodeError):
+        rows.extend(csv.DictReader(stream, delimiter=delimiter, strict=strict))
+    return rows
+
+
+def read_all_ways(path: Path, **keys: Any) -> list[Record | BadRow]:
+    """The rows of a file, after checking that reading on from behind each gives the same ones."""
+    source = source_of(path, **keys)
+    rows = list(source.read())
+    for number, row in enumerate(rows):
+        assert list(source.read(row.after)) == rows[number + 1 :]
+    assert list(source.read(wanted=lambda index: index % 2 == 1)) == rows[1::2]
+    return rows
+
+
+def named(delimiter: str) -> dict[str, str]:
+    return {} if delimiter in ",\t" else {"delimiter": delimiter}
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_table_is_read_as_the_library_reads_it_from_any_record_on(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    content, delimiter = table(rng, 10_000 if seed % 100 == 99 else rng.randrange(1, 8))
+    suffix, pack = rng.choice([("", bytes), (".gz", gzip.compress), (".zst", zstd)])
+    path = tmp_path / f"rows.{'tsv' if delimiter == chr(9) else 'csv'}{suffix}"
+    path.write_bytes(pack(content))
+    rows = read_all_ways(path, **named(delimiter))
+    assert [row.columns for row in rows if isinstance(row, Record)] == in_the_library(content, delimiter)
+    assert len(codes(rows)) == codes(rows).count("ok")
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_a_damaged_table_is_read_as_far_as_the_library_can_and_refused_by_line_behind(
+    seed: int, tmp_path: Path
+) -> None:
+    rng = random.Random(seed)
+    content, delimiter = table(rng, rng.randrange(2, 5))
+    head, _, body = content.partition(b"\n")
+    for _ in range(rng.randrange(1, 4)):
+        place = rng.randrange(len(body) + 1)
+        junk = rng.choice([b'"', b"\xff", b"\n", b"\r", b"\0", b'""', delimiter.encode(), b"\xe6", b" "])
+        body = body[:place] + junk + body[place + rng.randrange(3) :]
+    path = tmp_path / "rows.csv"
+    path.write_bytes(head + b"\n" + body)
+    rows = read_all_ways(path, delimiter=delimiter)
+    whole = [
+        row for row in in_the_library(path.read_bytes(), delimiter, strict=True) if None not in [*row, *row.values()]
+    ]
+    found = [row.columns for row in rows if isinstance(row, Record)]
+    assert all(row in found for row in whole)
+    assert sum(row.after.offset > 0 for row in rows) == len(rows)
+    assert set(codes(rows)) <= {"ok", "bad_type", "bad_encoding"}
+
+
+ROW = b'1,"two\nlines"\n'
+BROKEN = {
+    b"1\n": ("bad_type", "the row has 1 cell, and the header has 2"),
+    b"1,2,3\n": ("bad_type", "the row has 3 cells, and the header has 2"),
+    b"1,\xff\n": ("bad_encoding", "not UTF-8: invalid start byte at byte 3 of line 4"),
+    b'1,"a\nb\xe6"\n': ("bad_encoding", "not UTF-8: invalid continuation byte at byte 2 of line 5"),
+    b'1,"a"b\n': (
+        "bad_type",
+        "a cell goes on behind its closing quote (a quote in a cell is written twice), in line 4",
+    ),
+    b"1,a\rb\n": ("bad_type", "a carriage return stands in a cell without quotes, in line 4"),
+}
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_broken_row_is_an_error_row_with_its_line_and_costs_no_other(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"a,b\n" + ROW + line + b"\n" + ROW)
+    rows = read_all_ways(path)
+    code, message = BROKEN[line]
+    assert codes(rows) == ["ok", code, "ok"]
+    assert [row.line for row in rows] == [2, 4, 5 + line.count(b"\n")]
+    assert isinstance(rows[1], BadRow)
+    assert rows[1].error.message.startswith(message)
+    assert rows[1].raw.encode() == line.replace(b"\xff", b"\\xff").replace(b"\xe6", b"\\xe6").rstrip()
+
+
+def test_quotes_that_are_never_closed_are_one_error_row(tmp_path: Path) -> None:
+    rows = read_bytes(tmp_path, b'a,b\n1,2\n3,"4\n' + b"5,6\n" * 9, "rows.csv")
+    assert codes(rows) == ["ok", "bad_type"]
+    assert "never closed" in rows[1].error.message and rows[1].line == 3
+
+
+@pytest.mark.parametrize("cell", [b"x" * 5000, b'"' + b'""\n,' * 2000 + b'"', b'"' + b"x" * 2998 + b'"'])
+def test_a_row_beyond_the_limit_is_one_error_row_that_is_not_kept(
+    cell: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delimited, "MAX_ROW_BYTES", 3000)
+    monkeypatch.setattr(delimited, "_SKIP_BYTES", 7)
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"a,b\n1,2\n3," + cell + b"\n4,5\n")
+    rows = read_all_ways(path)
+    assert codes(rows) == ["ok", "too_long", "ok"]
+    assert isinstance(rows[1], BadRow) and len(rows[1].raw) <= 1000
+    assert rows[2].line == 4 + cell.count(b"\n")
+    path.write_bytes(b"a,b\n1,2\n3," + cell)
+    assert codes(read_all_ways(path)) == ["ok", "too_long"]
+
+
+@pytest.mark.slow
+def test_a_cell_of_50_megabytes_is_read_and_one_of_200_refused_in_bounded_memory(tmp_path: Path) -> None:
+    with (tmp_path / "rows.csv").open("wb") as file:
+        file.write(b"a,b\n1,2\n")
+        for number in (50, 200):
+            file.write(b'"')
+            for _ in range(number):
+                file.write(b"x" * ((1 << 20) - 1) + b"\n")
+            file.write(b'",3\n')
+        file.write(b"4,5\n")
+    rows = list(source_of(tmp_path / "rows.csv").read())
+    assert codes(rows) == ["ok", "ok", "too_long", "ok"]
+    assert isinstance(rows[1], Record) and len(rows[1].columns["a"]) == 50 << 20
+    assert rows[3].line == 3 + 51 + 201
+
+
+REFUSED = {
+    "one name twice": (b"a,b,a\n1,2,3\n", {}, "line 1, the header: two columns are named 'a'"),
+    "an unnamed one's name": (b"column_2,\n", {}, "two columns are named 'column_2'"),
+    "quotes": (b'a,"b\n1,2\n', {}, "the header: the quotes of a cell are never closed"),
+    "no UTF-8": (b"\na,\xff\n1,2\n", {}, "line 2, the header: not UTF-8"),
+    "carriage returns for lines": (b"a,b\r1,2\r3,4\r", {}, "a carriage return stands in a cell"),
+    "semicolons": (b"a;b\n1;2\n", {}, "give input.delimiter"),
+    "two delimiters": (b"a,b\n", {"delimiter": ",,"}, "must be one character"),
+    "a quote": (b"a,b\n", {"delimiter": '"'}, "must be one character"),
+    "a delimiter of lines": (b"a,b\n", {"delimiter": ";", "format": "jsonl"}, "input.delimiter is of tables"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_file_without_a_sound_header_is_refused_in_one_line(what: str, job: JobMaker) -> None:
+    content, keys, message = REFUSED[what]
+    path = job.folder / "rows.csv"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        job.run(job.spec(input={"path": [str(path)], "prompt": "{a}", "id": None, **keys}))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+HEADERS: dict[str, tuple[bytes, dict[str, Any], list[dict[str, str]]]] = {
+    "rows.csv": (b"a\n", {}, []),
+    "empty.csv": (b"", {}, []),
+    "blank.csv": (b"\xef\xbb\xbf\r\n\n", {}, []),
+    "index.csv": (b",a\r\n\r\n0,x\r\n", {}, [{"column_1": "0", "a": "x"}]),
+    "tabs.csv": (b'"a"\tb\n1\t2,3\n', {}, [{"a": "1", "b": "2,3"}]),
+    "commas.tsv": (b"a,b\tc\n1\t2\n", {}, [{"a,b": "1", "c": "2"}]),
+    "one.tsv.gz": (gzip.compress(b"a\n1,2\n"), {}, [{"a": "1,2"}]),
+    "stdin": (b"a\tb\n1\t2\n", {"format": "csv"}, [{"a": "1", "b": "2"}]),
+    "rows.txt": (b"a;b\n1;2\n", {"delimiter": ";"}, [{"a": "1", "b": "2"}]),
+    "one;name.csv": (b"a;b\n1\n", {"delimiter": ","}, [{"a;b": "1"}]),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_the_header_says_the_columns_and_name_or_header_the_delimiter(name: str, tmp_path: Path) -> None:
+    content, keys, expected = HEADERS[name]
+    rows = read_bytes(tmp_path, content, name, **keys)
+    assert [row.columns for row in rows if isinstance(row, Record)] == expected
+
+
+def test_wherever_a_table_was_cut_all_rows_before_the_cut_one_stay(tmp_path: Path) -> None:
+    content = '\ufeff"a",b\r\n1,"é\n""x"""\r\n\r\n2,\n3,"\n"\n"4","5"\n\n6,"7\n'.encode()
+    (tmp_path / "whole.csv").write_bytes(content)
+    whole = list(source_of(tmp_path / "whole.csv").read())
+    for cut in range(1, len(content)):
+        (tmp_path / "cut.csv").write_bytes(content[:cut])
+        with suppress(UsageError):
+            rows = list(source_of(tmp_path / "cut.csv").read())
+            is_cut, is_row_cut = DelimitedFile(LocalFile(tmp_path / "whole.csv"), None).is_cut_at(cut)
+            assert is_cut >= is_row_cut >= (not is_cut and not content[:cut].endswith(b"\n"))
+            num_same = max(len(rows) - is_row_cut, 0)
+            assert [vars_of(row) for row in rows[:num_same]] == [vars_of(row) for row in whole[:num_same]]
+
+
+def vars_of(row: Record | BadRow) -> tuple[Any, ...]:
+    return row.index, row.line, row.columns if isinstance(row, Record) else (row.error, row.raw)
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def as_table(rows: list[dict[str, Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, rows[0])
+    writer.writeheader()
+    writer.writerows({**row, "question": f'{row["question"]}\n"Why"?'} for row in rows)
+    return text.getvalue().encode()
+
+
+TABLE = as_table(rows_of(40))
+WITH_BAD = TABLE + b'q-50,short\r\nq-51,"a\nb",1\r\n'
+
+
+def table_job(job: JobMaker, content: bytes, **sections: Any) -> tuple[JobMaker, Any]:
+    job.input = job.folder / "input.csv"
+    job.input.write_bytes(content)
+    keys = {"path": [str(job.input)], "keep_columns": ["*"], **sections.pop("input", {})}
+    return job, job.spec(input=keys, output={"expected": "answer", **sections.pop("output", {})}, **sections)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_run_that_stops_behind_any_rows_ends_as_one_that_does_not(form: str, job: JobMaker, tmp_path: Path) -> None:
+    _, spec = table_job(job, WITH_BAD, output={"format": form})
+    stops = 0
+    while job.run(spec, quiet(max_total_tokens=60)).exit_code == ExitCode.STOPPED:
+        stops += 1
+    assert stops > 5
+    other = JobMaker(tmp_path / "whole")
+    other.folder.mkdir()
+    _, whole = table_job(other, WITH_BAD, output={"format": form})
+    assert other.run(whole).exit_code == ExitCode.ROWS_FAILED
+    ends = [(made.output / f"outputs.{form}").read_bytes() for made in (job, other)]
+    assert len(ends[0]) > 1000
+    if form == "jsonl":
+        assert job.outputs() == other.outputs()
+        assert job.outputs()[3]["question"] == 'What is 3 times 3?\n"Why"?'
+    assert [(letter["index"], letter["line"], letter["code"]) for letter in job.errors()] == [(40, 82, "bad_type")]
+
+
+def test_a_failed_row_runs_once_it_is_mended_as_an_object(job: JobMaker) -> None:
+    _, spec = table_job(job, WITH_BAD)
+    job.run(spec)
+    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory([])).exit_code == ExitCode.ROWS_FAILED
+    (letter,) = job.errors()
+    assert letter["row"] == "q-50,short"
+    letter["row"] = {"id": "q-50", "question": "short", "answer": "3"}
+    (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
+    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory([])).exit_code == ExitCode.OK
+    assert [record["index"] for record in job.outputs()] == [*range(42)]
+
+
+@pytest.mark.slow
+def test_processes_killed_at_any_moment_end_as_one_run(job: JobMaker, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    _, spec = table_job(job, TABLE)
+    job.run(spec)
+    expected = job.outputs()
+    words = ["run", "--model", spec.model.path, "--input", str(job.input), "--id", "id", "--prompt", "{question}"]
+    words += ["--no-chat", "--keep-columns", "*", "--max-tokens", "16", "--output", str(tmp_path / "killed"), "-q"]
+    for _ in range(8):
+        process = start(words, step_s=0.02)
+        time.sleep(rng.uniform(0.5, 1.5))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert finish(start(words))[0] == 0
+    job.output = tmp_path / "killed"
+    assert job.outputs() == expected
+
+
+def test_standard_input_is_a_table_where_the_job_says_so(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, spec = table_job(job, TABLE, input={"path": ["-"], "format": "csv"})
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TABLE)))
+    job.run(spec)
+    assert [record["id"] for record in job.outputs()] == [row["id"] for row in rows_of(40)]

@@ -1,0 +1,144 @@
+"""Drivers of engines: each runs one workload once, in an environment of its own, and prints one JSON line.
+
+``python drivers.py PEER --model DIR --workload FILE [--max-tokens N] [--max-num-seqs N] [--dtype TYPE]``. Rows have
+``prompt_token_ids``; all have the same ``max_tokens`` and the model's own end tokens, so that no engine knows how long
+an answer will be. It needs nothing but the engine that it drives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+Generate = Callable[[], Iterator[int]]  # the number of generated tokens of each row, in any order
+
+
+def batchgen(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[str, Generate]:
+    """The engine alone, without files; nothing is known of lengths, so rows are admitted in order of arrival."""
+    from batchgen.config.job import ModelSpec
+    from batchgen.core.records import Request, SamplingParams
+    from batchgen.core.version import __version__
+    from batchgen.engine import Engine, EngineConfig
+    from batchgen.engine.load import load_weights
+
+    choices = {"weights": "int8", "activations": "int8"} if given.dtype == "int8" else {"dtype": given.dtype}
+    model = load_weights(ModelSpec(path=given.model, **choices))
+    engine = Engine(model, EngineConfig(max_num_seqs=given.max_num_seqs, longest_first=False), eos_token_ids=given.ends)
+    params = SamplingParams(max_tokens=given.max_tokens)
+    requests = [Request(key, tuple(prompt), params) for key, prompt in enumerate(prompts)]
+    return __version__, lambda: (len(result.token_ids) for result in engine.run(requests))
+
+
+def vllm(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[str, Generate]:
+    """``LLM.generate``; on a CPU without compilation, which is faster to start and was not slower."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    module = importlib.import_module("vllm")
+    longest = max(map(len, prompts)) + given.max_tokens
+    engine = module.LLM(
+        model=given.model,
+        dtype=given.dtype,
+        max_num_seqs=given.max_num_seqs,
+        max_model_len=longest,
+        enforce_eager=True,
+        disable_log_stats=True,
+    )
+    params = module.SamplingParams(
+        temperature=0.0, max_tokens=given.max_tokens, stop_token_ids=given.ends, detokenize=False
+    )
+    rows = [{"prompt_token_ids": prompt} for prompt in prompts]
+
+    def generate() -> Iterator[int]:
+        answers = engine.generate(rows, params, use_tqdm=False)
+        return (len(answer.outputs[0].token_ids) for answer in answers)
+
+    return str(module.__version__), generate
+
+
+def openvino(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[str, Generate]:
+    """``ContinuousBatchingPipeline``; ``--model`` is a folder that optimum-cli has exported."""
+    genai, tensors, numpy = map(importlib.import_module, ("openvino_genai", "openvino", "numpy"))
+    scheduler = genai.SchedulerConfig()
+    scheduler.max_num_seqs, scheduler.cache_size = given.max_num_seqs, 4
+    precision = {"bfloat16": "bf16", "float32": "f32"}.get(given.dtype)
+    properties = {"INFERENCE_PRECISION_HINT": precision} if precision else {}
+    engine = genai.ContinuousBatchingPipeline(given.model, scheduler, "CPU", properties)
+    params = genai.GenerationConfig()
+    params.max_new_tokens, params.do_sample, params.stop_token_ids = given.max_tokens, False, set(given.ends)
+    rows = [tensors.Tensor(numpy.asarray([prompt], dtype=numpy.int64)) for prompt in prompts]
+
+    def generate() -> Iterator[int]:
+        answers = engine.generate(rows, [params] * len(rows))
+        return (len(answer.m_generation_ids[0]) for answer in answers)
+
+    return str(genai.__version__), generate
+
+
+def transformers(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[str, Generate]:
+    """``generate`` on padded batches in the order of the file; a batch ends with its longest answer."""
+    torch, module = map(importlib.import_module, ("torch", "transformers"))
+    model = module.AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
+    settings = {"do_sample": False, "max_new_tokens": given.max_tokens, "eos_token_id": given.ends, "pad_token_id": 0}
+    config = module.GenerationConfig(**settings)
+
+    def generate() -> Iterator[int]:
+        for first in range(0, len(prompts), given.batch):
+            rows = prompts[first : first + given.batch]
+            width = max(map(len, rows))
+            ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+            with torch.inference_mode():
+                answers = model.generate(ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+            for answer in answers:
+                yield 1 + min(
+                    (place for place, token in enumerate(answer) if token in given.ends), default=len(answer) - 1
+                )
+
+    return str(module.__version__), generate
+
+
+PEERS = {"batchgen": batchgen, "vllm": vllm, "openvino": openvino, "transformers": transformers}
+
+
+def main() -> None:
+    """Run one engine once and print what came of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--workload", required=True, type=Path)
+    parser.add_argument("--ends", required=True, type=lambda text: [int(token) for token in text.split(",")])
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--dtype", default="bfloat16")
+    given = parser.parse_args()
+    prompts = [json.loads(line)["prompt_token_ids"] for line in given.workload.read_text().splitlines()]
+    began = time.monotonic()
+    version, generate = PEERS[given.peer](given, prompts)
+    loaded = time.monotonic()
+    lengths = list(generate())
+    ended = time.monotonic()
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    found: dict[str, Any] = {
+        "peer": given.peer,
+        "version": version,
+        "dtype": given.dtype,
+        "rows": len(lengths),
+        "prompt_tokens": sum(map(len, prompts)),
+        "output_tokens": sum(lengths),
+        "load_s": round(loaded - began, 3),
+        "generate_s": round(ended - loaded, 3),
+        "peak_memory_bytes": peak * 1024,
+    }
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

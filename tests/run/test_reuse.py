@@ -1,0 +1,295 @@
+"""Rows of earlier runs are taken over where a fresh run would give the same bytes, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import JobMaker, finish, quiet, rows_of, start, without_timings
+from stub_engine import stub_factory
+
+from batchgen.core.errors import UsageError
+from batchgen.core.shard import Shard
+from batchgen.run.invocation import Outcome, RunOptions
+from batchgen.run.merge import merge
+from batchgen.run.retry import retry_job
+from batchgen.run.status import read_status, render_status
+
+Rows = list[dict[str, Any]]
+
+
+def computed(job: JobMaker) -> int:
+    """How many rows the last run computed."""
+    return sum(engine.num_started for engine in job.engines)
+
+
+def second(job: JobMaker, rows: Rows, options: RunOptions | None = None, **sections: Any) -> Outcome:
+    """Run the job over other rows in a folder of its own, with the rows of its first run reused."""
+    job.write(rows)
+    output = {"path": str(job.folder / "second"), "reuse": [str(job.output)], **sections.pop("output", {})}
+    return job.run(job.spec(output=output, **sections), options)
+
+
+def outputs_of(folder: Path) -> Rows:
+    return without_timings(next(folder.glob("outputs.*")))
+
+
+def assert_as_fresh(job: JobMaker, **sections: Any) -> None:
+    """The second run's files are those of a run that reuses nothing, timings aside; its rows were just written."""
+    output = {**sections.pop("output", {}), "path": str(job.folder / "fresh")}
+    job.run(job.spec(output=output, **sections))
+    assert outputs_of(job.folder / "second") == outputs_of(job.folder / "fresh")
+    files = [job.folder / name / "outputs.jsonl" for name in ("second", "fresh")]
+    if files[0].exists():  # the order of keys too
+        texts = [[line.partition('"timings"')[0] for line in path.read_text().splitlines()] for path in files]
+        assert texts[0] == texts[1]
+
+
+def changed(rows: Rows, num: int, rng: random.Random) -> tuple[Rows, int]:
+    """The rows of the next night, shuffled, and how many of them are new or ask for something else."""
+    gone, edited, longer = num // 100, num // 200, num // 50
+    kept = rng.sample(rows, num - gone)
+    kept = [{**row, "answer": f"seen {i}"} for i, row in enumerate(kept)]  # a kept column, no part of the prompt
+    for row in kept[:edited]:
+        row["question"] += " Edited."
+    for row in kept[edited : edited + longer]:
+        row["sampling"] = {"max_tokens": 15}
+    added = [{"id": f"new-{i}", "question": f"And {i}?", "answer": ""} for i in range(num // 50)]
+    rows = [*kept, *added]
+    rng.shuffle(rows)
+    return rows, edited + longer + len(added)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "openai-batch"])
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 1.0, "seed": 3, "n": 3}, {"logprobs": 2, "prompt_logprobs": 1}, {"choices": ["yes", "no"]}],
+    ids=["greedy", "sampled", "scored", "choices"],
+)
+def test_exactly_the_changed_rows_are_computed(job: JobMaker, form: str, sampling: dict[str, Any]) -> None:
+    rows = rows_of(200)
+    sections: dict[str, Any] = {"sampling": sampling, "input": {"keep_columns": ["answer"]}}
+    job.write(rows)
+    job.run(job.spec(output={"format": form, "token_ids": True}, **sections))
+    rows, num_changed = changed(rows, 200, random.Random(5))
+    if "temperature" in sampling:  # a row draws by its place: those that kept it are reused
+        rows, num_changed = [*rows_of(150), *reversed(rows_of(200)[150:])], 50
+    if form == "openai-batch" and "logprobs" in sampling:  # which it writes without token ids
+        num_changed = len(rows)
+    second(job, rows, output={"format": form, "token_ids": True}, **sections)
+    assert computed(job) == num_changed
+    assert_as_fresh(job, output={"format": form, "token_ids": True}, **sections)
+
+
+def test_ten_thousand_rows(job: JobMaker) -> None:
+    rows = rows_of(10_000)
+    job.write(rows)
+    job.run()
+    rows, num_changed = changed(rows, 10_000, random.Random(6))
+    outcome = second(job, rows)
+    assert computed(job) == num_changed == 450
+    assert f"{len(rows) - 450:,} reused, 450 computed" in outcome.lines
+    report = outcome.report
+    assert report is not None
+    new = [row for row in json_lines(job.folder / "second") if not row["timings"].get("reused")]
+    tokens = sum(row["usage"]["completion_tokens"] for row in new)
+    assert report["tokens"]["completion"] - report["reused"]["completion"] == tokens
+    assert report["tokens_per_s"]["completion"] == pytest.approx(tokens / report["wall_s"], rel=0.01)
+    assert report["computed_tokens"] < report["tokens"]["total"] / 10
+    assert "reused)" in render_status(read_status(job.folder / "second"))
+    assert_as_fresh(job)
+
+
+def json_lines(folder: Path) -> Rows:
+    return [json.loads(line) for line in (folder / "outputs.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"token_ids": True}, {}),
+        ({}, {"token_ids": True}),
+        ({"parse_json": True}, {}),
+        ({}, {"parse_json": True}),
+        ({"format": "parquet"}, {"format": "jsonl"}),
+        ({"format": "openai-batch"}, {"format": "jsonl"}),
+        ({"format": "jsonl"}, {"format": "openai-batch"}),
+        ({"format": "parquet", "parse_json": True}, {"format": "parquet", "parse_json": True}),
+    ],
+)
+def test_a_record_that_lacks_what_is_asked_for_is_computed(
+    job: JobMaker, before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    sections = {"sampling": {"structured_outputs": {"json_object": True}}}
+    job.write(rows_of(20))
+    job.run(job.spec(output=before, **sections))
+    second(job, rows_of(20), output=now, **sections)
+    lacking = now.get("token_ids", False) or now.get("parse_json", False)
+    assert computed(job) == (20 if lacking else 0)
+    assert_as_fresh(job, output=now, **sections)
+
+
+MANIFEST_CHANGES = {
+    "model": lambda found: found["fingerprints"]["model"].update({"model.safetensors": "0" * 64}),
+    "adapter": lambda found: found["fingerprints"]["model"].update({"adapter": {"adapter_config.json": "0" * 64}}),
+    "dtype": lambda found: found["fingerprints"]["numerics"].update({"dtype": "bfloat16"}),
+    "kernels": lambda found: found["fingerprints"]["numerics"].update({"kernels": "avx9"}),
+    "batchgen": lambda found: found["fingerprints"]["code"].update({"batchgen": "0.0.1"}),
+    "weights": lambda found: found["output_keys"].update({"model.weights": "int8"}),
+}
+
+
+@pytest.mark.parametrize("what", MANIFEST_CHANGES)
+def test_a_run_that_computes_otherwise_gives_no_row_and_it_says_why(
+    job: JobMaker, capfd: pytest.CaptureFixture[str], what: str
+) -> None:
+    job.write(rows_of(10))
+    job.run()
+    manifest = json.loads((job.output / "job.json").read_bytes())
+    MANIFEST_CHANGES[what](manifest)
+    (job.output / "job.json").write_text(json.dumps(manifest))
+    second(job, rows_of(10), RunOptions())
+    said = capfd.readouterr().err
+    (line,) = [line for line in said.splitlines() if "can be reused" in line]
+    assert what in line and "0 rows reused, 10 to be computed" in said
+    assert computed(job) == 10
+
+
+def test_another_schema_reuses_nothing_and_the_run_says_so(job: JobMaker, capfd: pytest.CaptureFixture[str]) -> None:
+    job.write(rows_of(10))
+    job.run(job.spec(sampling={"structured_outputs": {"json_object": True}}))
+    second(job, rows_of(10), RunOptions(), sampling={"structured_outputs": {"choice": ["a", "b"]}})
+    assert computed(job) == 10
+    assert "the job has changed: sampling.structured_outputs" in capfd.readouterr().err
+
+
+def test_failed_and_bad_rows_are_not_reused(job: JobMaker) -> None:
+    job.write([*rows_of(10), {"id": "bad"}])
+    job.run(fails=frozenset({2, 5}))
+    second(job, [*rows_of(10), {"id": "bad"}])
+    assert computed(job) == 2
+    assert len(outputs_of(job.folder / "second")) == 10
+
+
+def test_rows_come_from_unfinished_runs_and_from_several(job: JobMaker) -> None:
+    job.write(rows_of(60))
+    job.run(options=quiet(max_total_tokens=300))
+    num_done = read_status(job.output)["rows"]["done"]
+    other = job.folder / "other"
+    job.write(rows_of(60)[40:])
+    job.run(job.spec(output={"path": str(other)}))
+    both = {"reuse": [str(job.output), str(other), str(job.folder / "second")]}
+    second(job, rows_of(60), output=both)
+    assert 0 < num_done <= 60 - computed(job) - 20 + num_done
+    assert computed(job) <= 60 - max(num_done, 20)
+    assert_as_fresh(job)
+    third = job.spec(output={"path": str(job.folder / "third"), "reuse": [str(job.folder / "second")]})
+    job.run(third)  # rows that were reused already
+    assert computed(job) == 0
+
+
+def test_rows_that_a_retry_mended_and_merged_ones_are_reused(job: JobMaker) -> None:
+    job.write([*rows_of(9), {"id": "q-9"}])
+    parts = [job.folder / "part1", job.folder / "part2"]
+    for number, part in enumerate(parts, 1):
+        options = RunOptions(shard=Shard(number, 2), progress="quiet")
+        job.run(job.spec(output={"path": str(part)}), options, fails=frozenset({3}))
+    merge(parts, job.output)
+    letters = [{**letter, "row": rows_of(10)[letter["index"]]} for letter in job.errors()]
+    (job.output / "errors.jsonl").write_text("".join(json.dumps(letter) + "\n" for letter in letters))
+    retry_job(job.output, quiet(), {}, engine_factory=stub_factory())
+    for number in (1, 2):
+        path = {"path": str(job.folder / f"again{number}")}
+        second(job, rows_of(10), RunOptions(shard=Shard(number, 2), progress="quiet"), output=path)
+        assert computed(job) == 0
+    merge([job.folder / "again1", job.folder / "again2"], job.folder / "second")
+    assert_as_fresh(job)
+
+
+def test_an_input_that_grows_reuses_too(job: JobMaker) -> None:
+    job.write(rows_of(30))
+    job.run()
+    second(job, rows_of(40)[35:])
+    second(job, [*rows_of(40)[35:], *rows_of(40)[20:34]])
+    assert computed(job) == 4
+    assert_as_fresh(job)
+
+
+def test_limit_order_and_duplicates(job: JobMaker) -> None:
+    job.write(rows_of(20))
+    job.run()
+    rows = [*rows_of(10), *({**row, "id": f"again-{i}"} for i, row in enumerate(rows_of(10))), rows_of(1)[0]]
+    second(job, rows, input={"limit": 22}, output={"order": "completion"})
+    assert computed(job) == 0
+    records = outputs_of(job.folder / "second")
+    assert sorted(record["index"] for record in records) == [*range(20)]
+    assert (job.folder / "second" / "errors.jsonl").read_text().count("duplicate_id") == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_kill_while_it_reuses_changes_no_byte(job: JobMaker, workers: int) -> None:
+    rows = rows_of(6000)
+    job.write(rows)
+    job.run(job.spec(sampling={"max_tokens": 4}))
+    job.write([*rows, *({"id": f"new-{i}", "question": f"And {i}?"} for i in range(20))])
+    path = job.toml(sampling={"max_tokens": 4})
+    target = job.folder / "second"
+    command = ["run", path, "--output", target, "--reuse", job.output, *(["--workers", "2"] if workers else [])]
+    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        process = start(command)
+        size = sum(file.stat().st_size for file in target.glob("journal/*.seg"))
+        while process.poll() is None and sum(f.stat().st_size for f in target.glob("journal/*.seg")) < size + 200_000:
+            time.sleep(0.01)
+        process.send_signal(number)
+        finish(process)
+    code, said = finish(start(command))
+    assert code == 0, said
+    job.run(job.spec(sampling={"max_tokens": 4}, output={"path": str(job.folder / "fresh")}))
+    assert outputs_of(target) == outputs_of(job.folder / "fresh")
+    report = json.loads((target / "report.json").read_bytes())
+    assert report["reused"]["rows"] == 6000
+    assert {path.name for path in target.iterdir()} == {"outputs.jsonl", "report.json", "job.json"}
+
+
+def test_a_folder_that_is_no_run_or_in_use_is_refused_before_anything_is_written(job: JobMaker) -> None:
+    job.write(rows_of(3))
+    spec = job.spec(output={"path": str(job.folder / "second"), "reuse": [str(job.folder)]})
+    with pytest.raises(UsageError, match=r"reuse.*no job\.json"):
+        job.run(spec)
+    assert not (job.folder / "second").exists()
+    process = start(["run", job.toml()], step_s=5.0)
+    while not (job.output / "journal").exists():
+        time.sleep(0.02)
+    with pytest.raises(UsageError, match="in use by"):
+        second(job, rows_of(3))
+    process.kill()
+    finish(process)
+
+
+EDITS = {
+    "no json": lambda line: "{",
+    "nested": lambda line: '{"timings":' + "[" * 100_000 + "]" * 100_000 + "}",
+    "a number": lambda line: "7",
+    "other fingerprint": lambda line: json.dumps(line | {"timings": line["timings"] | {"fingerprint": "0" * 32}}),
+    "no fingerprint": lambda line: json.dumps(line | {"timings": {}}),
+    "text": lambda line: json.dumps(line | {"text": 7}),
+    "usage": lambda line: json.dumps(line | {"usage": []}),
+    "samples": lambda line: json.dumps(line | {"samples": [7]}),
+    "timings": lambda line: json.dumps(line | {"timings": "later"}),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_records_that_were_edited_are_computed(job: JobMaker, edit: str) -> None:
+    job.write(rows_of(5))
+    job.run()
+    lines = [EDITS[edit](record) if record["index"] == 2 else json.dumps(record) for record in json_lines(job.output)]
+    (job.output / "outputs.jsonl").write_text("\n".join(lines))
+    second(job, rows_of(5))
+    assert computed(job) == 1
+    assert_as_fresh(job)

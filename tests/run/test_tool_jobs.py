@@ -1,0 +1,199 @@
+"""Jobs whose answers call tools: in every format of output, over samples, thoughts, resumes and retries."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import stub_engine
+import tokenizers
+from chat_templates import DATED, SILENT, THINKING, TOOLS
+from input_helpers import write_tokenizer
+from run_helpers import JobMaker, quiet, read_lines, without_timings
+from stub_engine import stub_factory
+from tokenizers import AddedToken
+
+from batchgen.config.job import JobSpec
+from batchgen.core.errors import ResumeMismatch, UsageError
+from batchgen.core.records import Request
+from batchgen.run.loader import read_model
+from batchgen.run.retry import retry_job
+from batchgen.text.tokenizer import Tokenizer
+
+START, END = "<|tool_call_start|>", "<|tool_call_end|>"
+CALL = f'{START}[weather(city="Zürich", days=[1, null])]{END}'
+ASKED = {"name": "weather", "arguments": {"city": "Zürich", "days": [1, None]}}
+FORMATS = {"jsonl": "jsonl", "parquet": "parquet", "openai-batch": "jsonl"}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def says(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a model that answers the row with a number by the text under that number, in LFM2's vocabulary."""
+
+    def prepare(texts: list[str], template: str = SILENT, form: str = "jsonl", **output: Any) -> JobSpec:
+        folder = write_tokenizer(job.folder / "tokenizer", chat_template=template)
+        if template == SILENT:
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+            backend.add_tokens([AddedToken(START, special=True), AddedToken(END, special=True)])
+            backend.save(str(folder / "tokenizer.json"))
+        tokenizer = Tokenizer.load(folder)
+
+        def ids(asked: Request) -> list[int]:
+            [found] = tokenizer.encode_batch([texts[asked.key % len(texts)]], False)
+            assert not isinstance(found, Exception)
+            return found[: asked.params.max_tokens]
+
+        monkeypatch.setattr(stub_engine, "stub_token", lambda asked, position, _: ids(asked)[position])
+        monkeypatch.setattr(stub_engine, "stub_length", lambda asked: len(ids(asked)))
+        return job.spec(
+            model={"tokenizer": str(folder)},
+            input={"id": None, "prompt": None},
+            output={"path": str(job.output), "format": form, **output},
+            sampling={"max_tokens": 500},
+        )
+
+    return prepare
+
+
+def rows(count: int, **columns: Any) -> list[dict[str, Any]]:
+    return [{"messages": MESSAGES, "tools": TOOLS, **columns}] * count
+
+
+def lines(count: int, **body: Any) -> list[dict[str, Any]]:
+    asked = {"messages": MESSAGES, "tools": TOOLS, **body}
+    return [{"custom_id": str(n), "url": "/v1/chat/completions", "body": asked} for n in range(count)]
+
+
+def choices(job: JobMaker) -> list[dict[str, Any]]:
+    """The choices of all lines, seen to be what the openai package reads."""
+    types = pytest.importorskip("openai.types.chat")
+    bodies = [row["response"]["body"] for row in read_lines(job.output / "outputs.jsonl")]
+    for body in bodies:
+        types.ChatCompletion.model_validate(body, strict=True)
+    return [choice for body in bodies for choice in body["choices"]]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_record_has_the_calls_and_the_rest_of_the_text(job: JobMaker, says: Any, form: str) -> None:
+    job.write(rows(3))
+    job.run(
+        says(
+            [f"Wait. {CALL}", "It is warm.", f"So: {START}[weather(city=", f"{START}[]{END}"],
+            form=form,
+            parse_tools=True,
+        )
+    )
+    path = job.output / f"outputs.{form}"
+    found = [(row["text"], row["tool_calls"], row.get("complete")) for row in without_timings(path)]
+    arguments = json.dumps(ASKED["arguments"], ensure_ascii=False) if form == "parquet" else ASKED["arguments"]
+    assert found == [
+        ("Wait.", [{"name": "weather", "arguments": arguments}], True),
+        ("It is warm.", [], None),
+        (f"So: {START}[weather(city=", [], False),
+    ]
+    if form == "parquet":
+        item = pq.read_schema(path).field("tool_calls").type.value_type
+        assert [(field.name, field.type) for field in item] == [("name", pa.string()), ("arguments", pa.string())]
+
+
+def test_openai_requests_with_tools_are_parsed_unasked(job: JobMaker, says: Any) -> None:
+    job.write([*lines(4, n=2, temperature=1), lines(1, tool_choice="none")[0] | {"custom_id": "x"}])
+    two = f"{CALL}{START}[now()]{END}"
+    job.run(says([two, "It is warm.", f"Wait. {CALL}", f"{START}[weather(", CALL], form="openai-batch"))
+    found = choices(job)[::2]  # the stub's second sample is a token shorter
+    calls = found[0]["message"]["tool_calls"]
+    assert [(call["id"], call["type"]) for call in calls] == [
+        ("call_000000000000_0_0", "function"),
+        ("call_000000000000_0_1", "function"),
+    ]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [ASKED["arguments"], {}]
+    assert [(c["message"]["content"], c["finish_reason"], c.get("complete")) for c in found] == [
+        (None, "tool_calls", True),
+        ("It is warm.", "stop", None),
+        ("Wait.", "tool_calls", True),
+        (f"{START}[weather(", "stop", False),
+        ('[weather(city="Zürich", days=[1, null])]', "stop", None),  # not offered
+    ]
+
+
+def test_an_answer_cut_off_behind_a_call_says_so(job: JobMaker, says: Any) -> None:
+    job.write(lines(1, max_tokens=len(CALL.encode()) - len(START) - len(END) + 2))
+    job.run(says([f"{CALL}And then"], form="openai-batch"))
+    [choice] = choices(job)
+    assert choice["finish_reason"] == "length" and choice["message"]["tool_calls"] and choice["complete"]
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_call_that_is_only_thought_of_is_none(job: JobMaker, says: Any, splits: bool) -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    thought = f"<think>\nShall I write {call}?\n</think>\n\n"
+    job.write(rows(3))
+    job.run(
+        says([f"{thought}No.", f"{thought}{call}", thought[:30]], THINKING, parse_tools=True, split_reasoning=splits)
+    )
+    found = job.outputs()
+    now = [{"name": "now", "arguments": {}}]
+    assert [row["tool_calls"] for row in found] == [[], now, []]
+    kept = "" if splits else thought
+    assert [row["text"] for row in found] == [f"{kept}No.", kept, "" if splits else thought[:30]]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_resumed_and_a_retried_run_have_the_calls_of_an_undisturbed_one(job: JobMaker, says: Any, form: str) -> None:
+    job.write(rows(12))
+    texts = [f"{number} {CALL}" if number % 3 else f"{number} {START}[" for number in range(12)]
+    spec = says(texts, form=form, parse_tools=True)
+    job.run(spec)
+    name = f"outputs.{FORMATS[form]}"
+    expected, job.output = without_timings(job.output / name), job.folder / "resumed"
+    spec = says(texts, form=form, parse_tools=True)
+    assert job.run(spec, quiet(max_total_tokens=400)).exit_code == 75
+    with pytest.raises(ResumeMismatch, match=r"output\.parse_tools: was true, now false"):
+        job.run(says(texts, form=form))
+    assert job.run(spec, fails=frozenset({8})).exit_code == 3
+    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == 0
+    assert without_timings(job.output / name) == expected
+
+
+def test_a_choice_of_tool_becomes_a_grammar_or_an_error_row(job: JobMaker, says: Any) -> None:
+    pytest.importorskip("llguidance")
+    named = {"type": "function", "function": {"name": "now"}}
+    bad = [
+        ({"tool_choice": {"type": "function", "function": {"name": "later"}}}, "must be none, auto, required"),
+        ({"tool_choice": "always"}, "must be none, auto, required"),
+        ({"tool_choice": {"type": "custom"}}, "must be none, auto, required"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "give one of them"),
+        ({"tool_choice": "required", "tools": None}, "needs 'tools'"),
+        ({"tool_choice": "required", "tools": [{"function": {"name": "a b"}}]}, "tool_choice: the name 'a b' cannot"),
+        ({"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": {"not": {}}}}]}, "tool_choice"),
+        ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    ]
+    good = [
+        {"tool_choice": "required", "response_format": {"type": "text"}},
+        {"tool_choice": named},
+        {"tool_choice": "auto"},
+    ]
+    bodies = [*good, *(body for body, _ in bad)]
+    job.write([{**lines(1, **body)[0], "custom_id": str(number)} for number, body in enumerate(bodies)])
+    spec = says([CALL], form="openai-batch")
+    assert job.run(spec).exit_code == 3
+    assert len(choices(job)) == 3
+    errors = read_lines(job.output / "errors.jsonl")
+    for error, (_, said) in zip(errors, bad, strict=True):
+        assert error["error"]["code"] == "bad_param" and said in error["error"]["message"], error["error"]
+
+
+def test_a_model_whose_format_is_not_known_is_refused(job: JobMaker, says: Any) -> None:
+    job.write(rows(1))
+    with pytest.raises(UsageError, match=r"^output\.parse_tools: neither tokenizer nor chat template .*LFM2, Mistral"):
+        read_model(says([CALL], "{{ tools }}{{ messages }}", parse_tools=True))
+
+
+def test_a_bare_call_is_read_where_llamas_template_asks_for_it(job: JobMaker, says: Any) -> None:
+    job.write(rows(1))
+    job.run(says(['{"name": "now", "parameters": {}}'], DATED, parse_tools=True))
+    assert job.outputs()[0]["tool_calls"] == [{"name": "now", "arguments": {}}]

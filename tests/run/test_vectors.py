@@ -1,0 +1,286 @@
+"""Jobs whose rows become vectors or labels: records, formats, resume, bad rows, refusals."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, read_lines, without_timings
+from safetensors.torch import load_file, save_file
+from vector_models import CLS, pooling_of, vector_settings
+
+from batchgen.__main__ import main
+from batchgen.core.errors import UsageError
+
+NORMALIZE = {"type": "sentence_transformers.models.Normalize"}
+TEXTS = [f"text {i}: {'word ' * (i % 37)}end" for i in range(60)]
+WIDTH = 192
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The sample model's weights as those of a bidirectional embedding model."""
+    path = tmp_path / "model"
+    shutil.copytree(MODEL, path)
+    change(path, architectures=["Lfm2BidirectionalModel"])
+    vector_settings(path, pooling_of(CLS), NORMALIZE, prompts={"query": "query: ", "document": "document: "})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS), encoding="utf-8")
+    return path
+
+
+def change(model: Path, **values: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")
+
+
+def command(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return int(ended.value.code or 0)
+
+
+def run(folder: Path, *flags: object, output: str = "run", rows: str = "rows.jsonl") -> tuple[int, Path]:
+    place = folder.parent / output
+    words = ["run", "--model", folder, "--input", folder.parent / rows, "--output", place, "--quiet", *flags]
+    return command(*words), place
+
+
+def matrix(path: Path) -> np.ndarray:
+    return np.array([row["embedding"] for row in read_lines(path / "outputs.jsonl")], dtype=np.float32)
+
+
+def test_each_row_gets_a_vector_of_length_one(folder: Path) -> None:
+    code, place = run(folder)
+    assert code == 0
+    found = matrix(place)
+    assert found.shape == (len(TEXTS), WIDTH)
+    assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+    first = read_lines(place / "outputs.jsonl")[0]
+    assert [*first] == ["id", "index", "embedding", "usage", "timings"]
+    assert first["usage"]["completion_tokens"] == 0
+    report = json.loads((place / "report.json").read_text(encoding="utf-8"))
+    assert report["rows"]["done"] == len(TEXTS)
+    assert report["tokens"]["prompt"] > len(TEXTS)
+
+
+def test_a_prompt_is_put_before_each_text(folder: Path) -> None:
+    by_name, by_prefix = (
+        run(folder, "--prompt-name", "query", output="a"),
+        run(folder, "--prefix", "query: ", output="b"),
+    )
+    none = run(folder, output="c")
+    assert np.array_equal(matrix(by_name[1]), matrix(by_prefix[1]))
+    assert not np.array_equal(matrix(by_name[1]), matrix(none[1]))
+
+
+def test_dimensions_are_cut_before_vectors_are_normalized(folder: Path) -> None:
+    whole, cut = matrix(run(folder, output="a")[1]), matrix(run(folder, "--dimensions", 16, output="b")[1])
+    assert np.allclose(cut, whole[:, :16] / np.linalg.norm(whole[:, :16], axis=1, keepdims=True), atol=1e-6)
+
+
+def test_parquet_holds_lists_of_one_size(folder: Path) -> None:
+    wanted = matrix(run(folder, output="a")[1])
+    _, place = run(folder, "--output-format", "parquet", output="b")
+    table = pq.read_table(place / "outputs.parquet")
+    assert table.schema.field("embedding").type == pa.list_(pa.float32(), WIDTH)
+    assert "text" not in table.schema.names
+    assert np.array_equal(np.stack(table["embedding"].to_numpy()), wanted)
+
+
+def test_late_interaction_has_a_vector_for_each_token(folder: Path) -> None:
+    (folder / "1_Dense").mkdir()
+    torch.manual_seed(0)
+    save_file({"linear.weight": torch.randn(8, WIDTH)}, folder / "1_Dense" / "model.safetensors")
+    dense = {"type": "pylate.models.Dense.Dense", "in_features": WIDTH, "out_features": 8, "bias": False}
+    vector_settings(folder, {**dense, "activation_function": "torch.nn.modules.linear.Identity"})
+    _, place = run(folder, "--embed-normalize", "true", "--output-format", "parquet")
+    table = pq.read_table(place / "outputs.parquet")
+    assert table.schema.field("embeddings").type == pa.list_(pa.list_(pa.float32(), 8))
+    for row in table.to_pylist():
+        assert len(row["embeddings"]) == row["usage"]["prompt_tokens"]
+        assert np.allclose(np.linalg.norm(row["embeddings"], axis=1), 1, atol=1e-5)
+
+
+def classifier(folder: Path, **values: Any) -> None:
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    weights["score.weight"] = torch.randn(3, WIDTH).to(next(iter(weights.values())).dtype)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "modules.json").unlink()
+    labels = {"0": "red", "1": "green", "2": "blue"}
+    change(folder, architectures=["Lfm2ForSequenceClassification"], id2label=labels, **values)
+
+
+def test_a_classifier_gives_labels_and_counts_the_right_ones(folder: Path) -> None:
+    classifier(folder)
+    _, place = run(folder, output="a")
+    rows = read_lines(place / "outputs.jsonl")
+    for row in rows:
+        assert row["label"] == max(row["scores"], key=row["scores"].get)
+        assert row["score"] == max(row["scores"].values())
+        assert sum(row["scores"].values()) == pytest.approx(1, abs=1e-5)
+    with (folder.parent / "labelled.jsonl").open("w", encoding="utf-8") as file:
+        for text, row in zip(TEXTS, rows, strict=True):
+            file.write(json.dumps({"text": text, "right": row["label"]}) + "\n")
+    _, place = run(folder, "--expected", "right", output="b", rows="labelled.jsonl")
+    accuracy = json.loads((place / "report.json").read_text(encoding="utf-8"))["accuracy"]
+    assert accuracy == {"correct": len(TEXTS), "total": len(TEXTS), "exact_match": 1.0} | accuracy
+
+
+def test_several_labels_may_hold(folder: Path) -> None:
+    classifier(folder, problem_type="multi_label_classification")
+    _, place = run(folder, "--output-format", "parquet")
+    sums = [sum(row["scores"].values()) for row in pq.read_table(place / "outputs.parquet").to_pylist()]
+    assert max(abs(total - 1) for total in sums) > 0.01
+
+
+def test_openai_lines(folder: Path) -> None:
+    from openai.types import CreateEmbeddingResponse
+
+    bodies = [
+        {"input": "hello there", "encoding_format": "base64", "model": "x"},
+        {"input": ["hello there"], "model": "x", "dimensions": WIDTH},
+        {"input": ["a", "b"]},
+        {"input": [9, 10, 11]},
+        {"input": ""},
+        {"input": "x", "dimensions": 3},
+        {"messages": [{"role": "user", "content": "x"}]},
+        {"input": "x", "colour": 1},
+        {"input": "x", "encoding_format": "hex"},
+    ]
+    lines = [json.dumps({"custom_id": str(i), "body": body}) for i, body in enumerate(bodies)]
+    (folder.parent / "lines.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    code, place = run(folder, "--input-format", "openai-batch", "--output-format", "openai-batch", rows="lines.jsonl")
+    assert code == 3
+    found = {line["custom_id"]: line["response"]["body"] for line in read_lines(place / "outputs.jsonl")}
+    assert [*found] == ["0", "1", "3"]
+    plain = CreateEmbeddingResponse.model_validate(found["1"]).data[0].embedding
+    packed = np.frombuffer(base64.b64decode(found["0"]["data"][0]["embedding"]), "<f4")
+    assert np.array_equal(packed, np.array(plain, dtype=np.float32))
+    codes = [line["error"]["code"] for line in read_lines(place / "errors.jsonl")]
+    assert codes == ["bad_param", "empty_prompt", *["bad_param"] * 4]
+    assert command("report", place) == 0
+
+
+def test_long_texts_are_cut_or_refused(folder: Path) -> None:
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32}), encoding="utf-8")
+    long = "word " * 100_000
+    rows = [{"text": long}, {"text": long[:400]}, {"prompt_token_ids": [9] * 100}, {"text": "short"}]
+    (folder.parent / "long.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    code, place = run(folder, output="a", rows="long.jsonl")
+    assert code == 0
+    found = read_lines(place / "outputs.jsonl")
+    assert [row["usage"]["prompt_tokens"] for row in found][:3] == [32] * 3
+    assert found[0]["embedding"] == found[1]["embedding"]
+    code, place = run(folder, "--no-truncate", output="b", rows="long.jsonl")
+    assert code == 3
+    assert [row["code"] for row in read_lines(place / "errors.jsonl")] == ["too_long"] * 3
+
+
+def test_workers_and_kills_change_no_byte(folder: Path) -> None:
+    wanted = without_timings(run(folder, output="a")[1] / "outputs.jsonl")
+    assert without_timings(run(folder, "--workers", 2, output="b")[1] / "outputs.jsonl") == wanted
+    words = [sys.executable, "-m", "batchgen", "run", "--model", folder, "--input", folder.parent / "rows.jsonl"]
+    place = folder.parent / "c"
+    for _ in range(3):
+        process = subprocess.Popen([*words, "--output", place, "-q", "--max-num-seqs", "2"], env=ENVIRONMENT)
+        until = time.monotonic() + 20
+        while process.poll() is None and time.monotonic() < until and not any(place.glob("journal/*")):
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+    assert run(folder, output="c")[0] == 0
+    assert without_timings(place / "outputs.jsonl") == wanted
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_vectors_of_an_earlier_run_are_reused(form: str, folder: Path) -> None:
+    wanted = without_timings(run(folder, output="a")[1] / "outputs.jsonl")
+    run(folder, "--limit", 40, "--output-format", form, output="b")
+    _, place = run(folder, "--reuse", folder.parent / "b", output="c")
+    assert without_timings(place / "outputs.jsonl") == wanted
+    assert sum("reused" in row["timings"] for row in read_lines(place / "outputs.jsonl")) == 40
+    _, place = run(folder, "--reuse", folder.parent / "b", "--pooling", "mean", output="d")
+    assert not any("reused" in row["timings"] for row in read_lines(place / "outputs.jsonl"))
+
+
+def test_other_settings_are_not_resumed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder)[0] == 0
+    assert run(folder, "--pooling", "cls")[0] == 0  # what "auto" stands for
+    assert run(folder, "--pooling", "mean")[0] == 2
+    assert "embed.pooling" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--temperature", "0.5"], "write [embed] in place of [sampling]"),
+        (["--pooling", "cls", "--max-tokens", "3"], "exclude each other"),
+        (["--dimensions", "1000"], "192"),
+        (["--prompt-name", "nope"], "it has: query, document"),
+        (["--prompt-name", "query", "--prefix", "x"], "exclude each other"),
+        (["--expected", "answer"], "neither"),
+        (["--parse-json"], "output.parse_json is for text"),
+        (["--pooling", "max"], "must be one of"),
+        (["--pooling", "tokens", "--output-format", "openai-batch"], "has no place for vectors of tokens"),
+        (["--embed-normalize", "perhaps"], "true or false"),
+    ],
+)
+def test_refusals(folder: Path, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, *flags)[0] == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "Traceback" not in error
+
+
+def test_tables_refuse_a_model_for_vectors(folder: Path) -> None:
+    from batchgen.arrow import generate
+
+    with pytest.raises(UsageError, match="gives vectors"):
+        next(generate(pa.table({"text": ["a"]}).to_batches(), model=str(folder)))
+
+
+def test_a_text_model_needs_a_pooling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(MODEL, folder.parent / "plain")
+    assert run(folder.parent / "plain", "--pooling", "auto")[0] == 2
+    assert "cls, last or mean" in capsys.readouterr().err
+    assert run(folder.parent / "plain", "--pooling", "mean", output="b")[0] == 0
+
+
+def test_check_compares_hidden_states(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("check", "--model", folder, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [proof["num_tokens"] for proof in found["proofs"]] == [found["num_prompt_tokens"]] * 2
+
+
+def test_bench_measures_texts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("bench", "--model", folder, "--num-requests", 5, "--input-len", "3:9", "--repeats", 1)
+    assert command(*words) == 2
+    assert "--texts" in capsys.readouterr().err
+    assert command(*words, "--texts", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_requests_tokens"]["output"] == 0
+    assert found["requests_per_s"] == pytest.approx(5 / found["wall_s"])
+    assert command(*words, "--texts") == 0
+    assert "texts/s" in capsys.readouterr().out
+
+
+def test_plan_counts_the_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = folder.parent / "rows.jsonl"
+    assert command("plan", "--model", folder, "--input", rows, "--output", folder.parent / "x") == 0
+    assert f"{len(TEXTS)} can run" in capsys.readouterr().out
+
+
+def test_the_recipe_runs(tmp_path: Path) -> None:
+    assert command("run", REPOSITORY / "jobs" / "vectors.toml", "--output", tmp_path / "run", "-q") == 0

@@ -1,0 +1,152 @@
+"""The tokenizer in a GGUF file gives the ids that transformers gets from the same file, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import THINKING
+from scripts import texts
+from tiny_model import write_checkpoint
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, normalizers, pre_tokenizers, trainers
+
+from batchgen.core.errors import ModelError
+from batchgen.model.registry import read_config
+from batchgen.text.gguf_tokenizer import read_gguf_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="the gguf package is not installed; it writes the files")
+from gguf_files import write_gguf  # noqa: E402 - imports the package
+
+CONTROL, USER_DEFINED = 3, 4
+ADDED = {"<|endoftext|>": CONTROL, "<|im_start|>": CONTROL, "<|im_end|>": CONTROL, "<think>": USER_DEFINED}
+
+
+@cache
+def trained() -> tuple[list[str], list[str]]:
+    """Tokens and merges of a small vocabulary, of all bytes and what the texts repeat."""
+    backend = Backend(models.BPE())
+    split = pre_tokenizers.Digits(individual_digits=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        texts(), trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    )
+    vocabulary = backend.get_vocab()
+    merges = json.loads(backend.to_str())["model"]["merges"]
+    return sorted(vocabulary, key=vocabulary.__getitem__), [" ".join(merge) for merge in merges]
+
+
+def metadata(pre: str | None, **changes: Any) -> dict[str, Any]:
+    plain, merges = trained()
+    tokens = [*plain, *ADDED]
+    found = {
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": [*[1] * len(plain), *ADDED.values()],
+        "merges": merges,
+        "bos_token_id": tokens.index("<|im_start|>"),
+        "eos_token_id": tokens.index("<|im_end|>"),
+        "add_bos_token": False,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in (found | changes).items()}
+
+
+def write(folder: Path, pre: str | None = "smollm", template: Any = None, **changes: Any) -> Path:
+    values = metadata(pre, **changes) | {"tokenizer.chat_template": template}
+    num_tokens = len(metadata(pre)["tokenizer.ggml.tokens"])
+    tensors = write_checkpoint(folder / "plain", model_type="qwen3", vocab_size=num_tokens)
+    config = read_config(folder / "plain")
+    write_gguf(folder / "tiny.gguf", config, tensors, lambda name: gguf.GGMLQuantizationType.F32, values)
+    return folder / "tiny.gguf"
+
+
+@pytest.mark.parametrize("pre", ["smollm", "qwen2", "llama-bpe", "lfm2"])
+@pytest.mark.parametrize("has_bos", [False, True])
+def test_ids_are_those_of_transformers_from_the_same_file(tmp_path: Path, pre: str, has_bos: bool) -> None:
+    from transformers import AutoTokenizer
+
+    path = write(tmp_path, pre, add_bos_token=has_bos)
+    ours, theirs = read_gguf_tokenizer(path), AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    if pre == "smollm":  # which it does not know, and reads as GPT-2's; this is that of SmolLM2's tokenizer.json
+        split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    if pre == "qwen2":  # likewise
+        theirs.backend_tokenizer.normalizer = normalizers.NFC()
+    for special in (False, True):
+        expected = [theirs(text, add_special_tokens=special).input_ids for text in texts()]
+        assert ours.encode_batch(texts(), special) == expected
+        if special and has_bos:
+            assert {ids[0] for ids in expected} == {ours.token_id("<|im_start|>")}
+    ids = ours.encode_batch(["Straße <think>42</think><|im_end|>"], False)[0]
+    assert not isinstance(ids, Exception)
+    assert ours.decode(ids) == "Straße <think>42</think>"
+    assert ours.silent_token_ids == {ours.token_id(token) for token, kind in ADDED.items() if kind == CONTROL}
+
+
+@pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", ["whole"]), ("smollm", ["w", "h", "o", "l", "e"])])
+def test_a_word_of_the_vocabulary_is_its_token_where_llama_has_it_so(
+    tmp_path: Path, pre: str, expected: list[str]
+) -> None:
+    tokens = [*metadata(pre)["tokenizer.ggml.tokens"], "whole"]
+    ours = read_gguf_tokenizer(write(tmp_path, pre, tokens=tokens, merges=["t h"], token_type=None))
+    assert ours.encode_batch(["whole"], False)[0] == [tokens.index(token) for token in expected]
+
+
+@pytest.mark.parametrize(
+    ("pre", "is_added"), [("llama-bpe", True), ("lfm2", True), ("smollm", False), ("qwen2", False)]
+)
+def test_a_file_that_says_nothing_of_bos_gets_that_of_its_kind(tmp_path: Path, pre: str, is_added: bool) -> None:
+    ours = read_gguf_tokenizer(write(tmp_path, pre, add_bos_token=None))
+    plain, special = (ours.encode_batch(["Hi"], special)[0] for special in (False, True))
+    assert special == ([ours.token_id("<|im_start|>")] if is_added else []) + plain  # type: ignore[operator]
+
+
+def test_the_chat_template_of_the_file_is_rendered_with_its_special_tokens(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = write(tmp_path, template="{{ bos_token }}|{{ eos_token }}|" + THINKING)
+    chat = [{"role": "user", "content": "Hi"}]
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    expected = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert list(read_gguf_tokenizer(path).render_chats([chat])) == [expected]
+    assert expected.startswith("<|im_start|>|<|im_end|>|")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "llama"}, "tokenizer.ggml.model is 'llama'; tokenizers of 'gpt2' are read: give --tokenizer"),
+        ({"model": None}, "tokenizer.ggml.model is None"),
+        ({"pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'; pre-tokenizers 'smollm', 'qwen2', 'llama-bpe', 'lfm2'"),
+        ({"pre": None}, "tokenizer.ggml.pre is None"),
+        ({"tokens": None}, "tokens, merges or token types of tokenizer.ggml are missing or no lists"),
+        ({"tokens": [1, 2]}, "are missing or no lists"),
+        ({"merges": "a b"}, "are missing or no lists"),
+        ({"token_type": ["x"]}, "are missing or no lists"),
+        ({"tokens": ["a", "a"]}, "token 'a' is there twice"),
+        ({"merges": ["ab"]}, "merge 'ab' is not of two tokens"),
+        ({"merges": ["zz yy"]}, "has no usable tokenizer"),
+        (
+            {"tokens": ["a", "b", "ab", "b" * 10_001], "merges": ["a b"], "bos_token_id": 0},
+            "a token of its vocabulary has 10,001 characters",
+        ),
+        ({"template": 5}, "tokenizer.chat_template is no text"),
+        ({"template": "{% if %}"}, "the chat template does not compile"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_tokenizer_that_is_not_read_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    path = write(tmp_path, **changes)
+    with pytest.raises(ModelError) as caught:
+        read_gguf_tokenizer(path)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_ids_of_special_tokens_beyond_the_vocabulary_are_none(tmp_path: Path) -> None:
+    ours = read_gguf_tokenizer(write(tmp_path, bos_token_id=2**31, add_bos_token=True))
+    assert ours.encode_batch(["Hi"], True) == ours.encode_batch(["Hi"], False)

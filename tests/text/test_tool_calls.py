@@ -1,0 +1,249 @@
+"""Tool calls read from texts of every family, whole, malformed and hostile, and grammars that force them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from chat_templates import DATED, LISTED, SILENT, THINKING, TOOLS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from input_helpers import CHAT_TEMPLATE, write_tokenizer
+from tokenizers import AddedToken
+
+from batchgen.core.structured import canonical
+from batchgen.text.grammar import Grammars
+from batchgen.text.tokenizer import Tokenizer
+from batchgen.text.tool_calls import FORMATS, ToolCalls, tool_format
+from batchgen.text.tool_grammars import required_calls
+
+FORMS = {form.family: form for form in FORMATS}
+MARKERS = {form.family: form.markers[0] for form in FORMATS}
+START, END = FORMS["LFM2"].markers
+SPECIAL = {  # what vocabularies of the family hold, and whether decoding skips it
+    "LFM2": {START: True, END: True},
+    "Mistral": {"[TOOL_CALLS]": True, "[ARGS]": True, "[CALL_ID]": True},
+    "Hermes": {"<tool_call>": False, "</tool_call>": False},
+    "Llama 3": {"<|python_tag|>": True},
+}
+TEMPLATES = {"LFM2": SILENT, "Mistral": LISTED, "Hermes": THINKING, "Llama 3": DATED}
+
+
+def tokenizer_of(folder: Path, template: str = CHAT_TEMPLATE, *families: str) -> Tokenizer:
+    """A tokenizer of bytes with the tokens of some families."""
+    path = write_tokenizer(folder, chat_template=template) / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    added = [AddedToken(text, special=skip) for name in families for text, skip in SPECIAL[name].items()]
+    backend.add_tokens(added)
+    backend.save(str(path))
+    return Tokenizer.load(folder)
+
+
+def parsed(family: str, text: str) -> Any:
+    """The calls in a text, each as a name and arguments, and the rest; None for malformed ones."""
+    try:
+        calls, rest = FORMS[family].parse(text)
+    except ValueError:
+        return None
+    return [(call["name"], call["arguments"]) for call in calls], rest
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "calls", "rest"),
+    [
+        ("LFM2", f'{START}[now()]{END}', [("now", {})], ""),
+        # public bugs of other parsers: dotted names, JSON's words in Python's notation
+        ("LFM2", f'{START}[a.b.c(x=1)]{END}', [("a.b.c", {"x": 1})], ""),
+        ("LFM2", f"{START}[f(a=true, b=false, c=null, d=[True, None])]{END}",
+         [("f", {"a": True, "b": False, "c": None, "d": [True, None]})], ""),
+        ("LFM2", f'{START}[mcp-tool(from="A", class=\'B\')]{END}', [("mcp-tool", {"from": "A", "class": "B"})], ""),
+        ("LFM2", f'I look. {START}[f(a="]{END}"), g(b=(1, -2.5e1,))]{END} Wait.',
+         [("f", {"a": f"]{END}"}), ("g", {"b": [1, -25.0]})], "I look.\nWait."),
+        ("LFM2", f"""{START}[f(a='it\\'s "x"\\n\\u00e9\\ud83d\\ude00\\/', b={{"k": {{}}}}, c='''a'b''')]""",
+         [("f", {"a": 'it\'s "x"\né😀/', "b": {"k": {}}, "c": "a'b"})], ""),
+        ("LFM2", f'{START}[{{"name": "f", "arguments": {{"a": 1}}}}]{END}', [("f", {"a": 1})], ""),
+        ("LFM2", f"{START}f(a=1), g(){END}", [("f", {"a": 1}), ("g", {})], ""),
+        ("Hermes",
+         '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>"}}\n</tool_call>\n<tool_call>{"name": "g"}',
+         [("f", {"a": "</tool_call>"}), ("g", {})], ""),  # a closing one may be missing at the end
+        ("Hermes", 'So: <tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [("f", {"a": 1})], "So:"),
+        ("Llama 3", '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+         [("f", {"a": 1}), ("g", {})], ""),
+        ("Llama 3", 'Yes <|python_tag|>{"type": "function", "name": "f", "parameters": {}}', [("f", {})], "Yes"),
+        ("Mistral", 'A[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+         [("f", {"a": 1}), ("g", {})], "A"),
+        ("Mistral", '[TOOL_CALLS]f[ARGS]{"a": "[TOOL_CALLS]"}[TOOL_CALLS]g[CALL_ID]1[ARGS]{}',
+         [("f", {"a": "[TOOL_CALLS]"}), ("g", {})], ""),
+    ],
+)  # fmt: skip
+def test_calls_and_the_rest_of_the_text(family: str, text: str, calls: Any, rest: str) -> None:
+    assert parsed(family, text) == (calls, rest)
+
+
+@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("text", ["", "No call.", '{"name": "Bob", "age": 3}', "[f(a=1)]", "```python\nf(x)\n```"])
+def test_other_answers_are_left_alone(family: str, text: str) -> None:
+    assert parsed(family, text) == ([], text)
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["__import__('os').system('id')", "[f(a=__import__('os').system('id'))]", "[f(a=1+1)]", "[f(*a)]", "[f(**a)]",
+     "[f(a=g(1))]", "[f(a=[x for x in y])]", "[f(a=lambda: 1)]", '[f(a=f"{x}")]', "[f(1)]", "[f(a=1, a=2)]", "[f(a=x)]",
+     "[f(a={1: 2})]", "[f(a={'k': 1, 'k': 2})]", "[f(a=1e999)]", "[f(a=0x1)]", "[f(a=007)]", "[f(a='\\ud800')]",
+     "[f(a=b'x')]", "[f(a=NaN)]", "[f(a=...)]", "[f(a='x')", "[f(a='x)]", "[f(a=1)] and so on", "[f(", "",
+     '{"name": 1}', '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": {"a": NaN}}',
+     '{"name": "", "arguments": {}}'],
+)  # fmt: skip
+def test_what_is_no_list_of_calls_with_literals_is_malformed(body: str) -> None:
+    assert parsed("LFM2", f"{START}{body}{END}") is None
+
+
+@pytest.mark.parametrize(
+    "unit", ["[", "(", "{", "[{", "[(", "-", "9", " ", "\\", "a", "'''a", "f(", "f(),", '{"a":', "\n", "1,", '"', "a="]
+)
+@pytest.mark.parametrize("head", ["", "[f(a=", "[f(a='", '[f(a="""', '{"name": ', '[{"name": "f", "arguments": {"a": '])
+def test_ten_megabytes_of_anything_end_as_text(unit: str, head: str) -> None:
+    size = 10_000_000 if unit in "[({" else 50_000
+    for family, marker in MARKERS.items():
+        assert parsed(family, marker + head + unit * (size // len(unit))) is None
+
+
+def test_nesting_and_digits_have_limits() -> None:
+    for depth, is_whole in ((60, True), (64, False)):
+        found = parsed("LFM2", f"{START}[f(a={'[' * depth}{']' * depth})]{END}")
+        assert (found is not None) == is_whole
+    assert parsed("LFM2", f"{START}[f(a={'9' * 5000})]{END}") is None
+    assert parsed("LFM2", f"{START}[f(a={'9' * 4000})]{END}")[0][0][1]["a"] == int("9" * 4000)
+    assert parsed("Hermes", '<tool_call>{"name": "f", "arguments": {"a": %s}}' % ("9" * 5000)) is None
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(st.from_regex(r"[a-z_][a-z0-9_.-]{0,9}", fullmatch=True), VALUES, max_size=4))
+def test_what_is_written_in_a_familys_way_is_read_again(arguments: dict[str, Any]) -> None:
+    for show in (repr, json.dumps):  # a Pythonic call, its literals Python's or JSON's
+        pairs = ", ".join(f"{name}={show(value)}" for name, value in arguments.items())
+        assert parsed("LFM2", f"{START}[f({pairs})]{END}") == ([("f", arguments)], "")
+    text = json.dumps(arguments)
+    for family, whole in {
+        "Hermes": f'<tool_call>\n{{"name": "f", "arguments": {text}}}\n</tool_call>',
+        "Llama 3": f'{{"name": "f", "parameters": {text}}}',
+        "Mistral": f"[TOOL_CALLS]f[ARGS]{text}",
+    }.items():
+        assert parsed(family, whole) == ([("f", arguments)], "")
+
+
+@given(st.text(alphabet="[](){}=,:'\"\\ntrue1.-e \n", max_size=60))
+def test_no_text_is_anything_but_calls_or_malformed(text: str) -> None:
+    for family, marker in MARKERS.items():
+        parsed(family, marker + text)
+        parsed(family, f"{marker}[f(a={text}")
+
+
+@pytest.mark.parametrize(
+    ("template", "vocabulary", "family"),
+    [
+        (SILENT, ("LFM2",), "LFM2"),  # the template does not show the delimiters
+        (THINKING, (), "Hermes"),
+        (THINKING, ("Llama 3",), "Hermes"),  # of Nous Research, on Llama's vocabulary
+        (CHAT_TEMPLATE, ("Hermes",), "Hermes"),
+        (DATED, (), "Llama 3"),
+        (DATED, ("Llama 3",), "Llama 3"),
+        (LISTED, ("Mistral",), "Mistral"),
+        (CHAT_TEMPLATE, (), None),
+    ],
+)
+def test_the_family_is_known_by_template_or_vocabulary(
+    tmp_path: Path, template: str, vocabulary: tuple[str, ...], family: str | None
+) -> None:
+    form = tool_format(tokenizer_of(tmp_path, template, *vocabulary))
+    assert (form and form.family) == family
+
+
+def test_markers_are_found_where_decoding_skips_them(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, SILENT, "LFM2")
+    [ids] = tokenizer.encode_batch([f'{START}[f(a="é")]{END}Done.<|im_end|>'], False)
+    assert not isinstance(ids, Exception)
+    assert tokenizer.decode(ids) == '[f(a="é")]Done.'
+    tools = ToolCalls(tokenizer, FORMS["LFM2"])
+    assert tools.read(tools.tokenizer.decode(ids)) == ([{"name": "f", "arguments": {"a": "é"}}], "Done.", True)
+    assert tokenizer.decode(ids) == '[f(a="é")]Done.'
+
+
+MANY = [
+    *TOOLS,
+    {"name": "a.b-c", "parameters": {"type": "object", "properties": {
+        "from": {"$ref": "#/$defs/place"}, "é": {"type": "boolean"}, "z": {"type": "array", "items": {"type": "null"}}},
+        "required": ["é"], "$defs": {"place": {"enum": ['"é"', None, 1]}}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_many", [True, False])
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("family", FORMS)
+def test_a_grammar_allows_only_calls_that_fit(tmp_path: Path, family: str, has_tokens: bool, is_many: bool) -> None:
+    pytest.importorskip("llguidance")
+    if family == "LFM2" and not has_tokens:
+        pytest.skip("LFM2 is known by its tokens alone")
+    tokenizer = tokenizer_of(tmp_path, TEMPLATES[family], *([family] if has_tokens else []))
+    text = canonical({"grammar": required_calls(tokenizer, MANY, is_many=is_many)})
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    tools = ToolCalls(tokenizer, FORMS[family])
+    seen = set()
+    for seed in range(12):
+        calls, rest, is_whole = tools.read(tools.tokenizer.decode(_random_text(grammars, text, seed)))
+        assert (rest, is_whole) == ("", True) and (is_many or len(calls) == 1)
+        for call in calls:
+            seen.add(call["name"])
+            arguments = call["arguments"]
+            if call["name"] == "weather":
+                assert arguments.keys() == {"city"} and isinstance(arguments["city"], str)
+            elif call["name"] == "a.b-c":
+                assert arguments.get("from") in ('"é"', None, 1) and isinstance(arguments["é"], bool)
+            else:
+                assert call == {"name": "now", "arguments": {}}
+    assert len(seen) > 1
+
+
+def _random_text(grammars: Grammars, text: str, seed: int) -> list[int]:
+    draw, guide, ids = random.Random(seed), grammars.begin(text, [1]), []
+    bits = np.zeros((1, -(-grammars.vocab_size // 32)), np.int32)
+    while not guide.is_over:
+        grammars.fill([guide], bits)
+        assert not guide.error
+        allowed = np.unpackbits(bits.view(np.uint8)[0], bitorder="little").nonzero()[0].tolist()
+        ends = [token for token in allowed if token in grammars.eos_token_ids or token == 8 + ord('"') - 33]
+        token = draw.choice(ends if ends and draw.random() < 0.6 else allowed)
+        if token in grammars.eos_token_ids:
+            break
+        ids.append(token)
+        guide.push(token)
+    return ids
+
+
+def test_tools_that_no_call_can_name_are_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, SILENT, "LFM2")
+    for tool, said in (
+        ({}, "has no name"),
+        ({"function": "f"}, "has no name"),
+        ({"name": "a b"}, "cannot be written"),
+        ({"name": "f", "parameters": {"properties": {"x y": {}}}}, "cannot be written"),
+        ({"name": "f", "parameters": [1]}, "no JSON schema"),
+        ({"name": "f", "parameters": {"anyOf": [{}]}}, "have anyOf"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            required_calls(tokenizer, [tool], is_many=True)
+    with pytest.raises(ValueError, match="neither tokenizer nor chat template"):
+        required_calls(tokenizer_of(tmp_path / "plain"), TOOLS, is_many=True)
