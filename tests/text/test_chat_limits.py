@@ -120,7 +120,9 @@ def test_a_hostile_template_ends_in_a_prompt_or_in_one_line(source: str) -> None
         ("{{ 'a' * (2**20 + messages|length) }}", "it makes a text of more than 1048576 characters"),
     ],
 )
-def test_the_message_says_which_limit_was_passed(source: str, reason: str) -> None:
+def test_the_message_says_which_limit_was_passed(source: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if source != HANGS:  # else a loaded machine may pass the limit of time on the way to the other
+        monkeypatch.setattr(chat, "MAX_CPU_S", 60.0)
     [answer] = answers_of(source, "hi")
     assert str(answer) == f"the chat template failed: {reason}"
 
