@@ -7,6 +7,8 @@ Three steps, of which the first needs batchgen, the second an environment for ea
         batchgen=.venv/bin/python transformers=.venv/bin/python openvino=ov/bin/python:EXPORTED_DIR
     python tests/peers/compare.py table raw/
 
+With ``--texts`` the workload has texts in ``prompt``, and each becomes a vector.
+
 An engine is ``NAME[/DTYPE]=PYTHON[:MODEL_DIR]``. One without its Python is left out, and the table says so. Each run is
 a new process and leaves one file of raw JSON: what the driver measured, the seconds of the whole command, the machine,
 the time, the commit.
@@ -52,7 +54,7 @@ class Peer:
         python, _, own_model = place.partition(":")
         return cls(name, dtype or "bfloat16", python, own_model or model)
 
-    def run(self, workload: Path, flags: list[str]) -> Run:
+    def run(self, driver: str, workload: Path, flags: list[str]) -> Run:
         """One run: the driver's object, or why there is none."""
         found: Run = {"peer": self.name, "dtype": self.dtype}
         if not Path(self.python).exists():
@@ -60,7 +62,7 @@ class Peer:
         arguments = ["--model", self.model, "--workload", str(workload), "--dtype", self.dtype, *flags]
         paths = [str(_REPOSITORY)] if self.name == "batchgen" else []
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-        command = [self.python, str(_HERE / "drivers.py"), self.name, *arguments]
+        command = [self.python, str(_HERE / driver), self.name, *arguments]
         start = time.monotonic()
         try:
             done = subprocess.run(
@@ -89,13 +91,16 @@ def make_prompts(given: argparse.Namespace) -> None:
 def run(given: argparse.Namespace) -> None:
     """Run all engines in turns, as often as asked for."""
     given.out.mkdir(parents=True, exist_ok=True)
-    flags = ["--max-tokens", str(given.max_tokens), "--max-num-seqs", str(given.max_num_seqs), "--ends", _ends(given)]
-    about = _conditions(given.workload) | {"max_tokens": given.max_tokens, "max_num_seqs": given.max_num_seqs}
+    driver = "text_drivers.py" if given.texts else "drivers.py"
+    flags = ["--max-num-seqs", str(given.max_num_seqs)]
+    flags += [] if given.texts else ["--max-tokens", str(given.max_tokens), "--ends", _ends(given)]
+    what = "vectors" if given.texts else f"at most {given.max_tokens} tokens of answer, lengths unknown to all"
+    about = _conditions(given.workload) | {"what": what}
     peers = [Peer.parse(text, str(given.model)) for text in given.peers]
     for turn in range(given.rounds * len(peers)):
         peer = peers[turn % len(peers)]
         began_at = datetime.now(UTC).isoformat(timespec="seconds")
-        found = {"round": turn // len(peers), "began_at": began_at, **peer.run(given.workload, flags), **about}
+        found = {"round": turn // len(peers), "began_at": began_at, **peer.run(driver, given.workload, flags), **about}
         path = given.out / f"{turn:03}-{peer.name}-{peer.dtype}.json"
         path.write_text(json.dumps(found, indent=2) + "\n")
         what = found.get("skipped") or found.get("failed") or f"{found['generate_s']:.1f} s"
@@ -139,7 +144,8 @@ def table(runs: list[Run]) -> Iterator[str]:
     for found in runs:
         by_peer.setdefault((found["peer"], found["dtype"]), []).append(found)
     own = {found["round"]: found["generate_s"] for found in runs if found["peer"] == "batchgen" and _is_done(found)}
-    yield "| engine | format | output tokens | generation | whole command | output tokens/s | time, batchgen = 1 |"
+    unit, name = ("rows", "vectors") if runs[0]["what"] == "vectors" else ("output_tokens", "output tokens")
+    yield f"| engine | format | {name} | generation | whole command | {name}/s | time, batchgen = 1 |"
     yield "|---|---|---|---|---|---|---|"
     missing = []
     for (peer, dtype), tries in by_peer.items():
@@ -151,12 +157,12 @@ def table(runs: list[Run]) -> Iterator[str]:
             )
         if not done:
             continue
-        rates = [found["output_tokens"] / found["generate_s"] for found in done]
+        rates = [found[unit] / found["generate_s"] for found in done]
         ratios = [found["generate_s"] / own[found["round"]] for found in done if found["round"] in own]
         columns = (
             f"{peer} {done[0]['version']}",
             dtype,
-            _spread([found["output_tokens"] for found in done], ",.0f"),
+            _spread([found[unit] for found in done], ",.0f"),
             _spread([found["generate_s"] for found in done], ".1f") + " s",
             _spread([found["wall_s"] for found in done], ".1f") + " s",
             f"{statistics.median(rates):.0f}",
@@ -168,9 +174,8 @@ def table(runs: list[Run]) -> Iterator[str]:
     num_rows, num_rounds = max(found.get("rows", 0) for found in runs), 1 + max(found["round"] for found in runs)
     yield (
         f"{first['processor']}, {first['num_cpus']} CPUs, {first['began_at'][:10]}, commit {first['commit']}. "
-        f"{num_rows} rows of {first['workload']} ({first['workload_digest']}), at most {first['max_tokens']} tokens "
-        f"of answer, lengths unknown to all, {num_rounds} rounds in turns; load before: {first['load_before']:.1f}. "
-        "Two numbers are the smallest and the largest."
+        f"{num_rows} rows of {first['workload']} ({first['workload_digest']}), {first['what']}, {num_rounds} "
+        f"rounds in turns; load before: {first['load_before']:.1f}. Two numbers are the smallest and the largest."
     )
     yield from missing
 
@@ -198,6 +203,7 @@ def main() -> None:
     step.add_argument("--model", required=True, type=Path)
     step.add_argument("--workload", required=True, type=Path)
     step.add_argument("--out", required=True, type=Path)
+    step.add_argument("--texts", action="store_true", help="vectors of texts")
     step.add_argument("--rounds", type=int, default=3)
     step.add_argument("--max-tokens", type=int, default=256)
     step.add_argument("--max-num-seqs", type=int, default=128)

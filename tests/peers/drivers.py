@@ -104,24 +104,21 @@ def transformers(given: argparse.Namespace, prompts: list[list[int]]) -> tuple[s
     return str(module.__version__), generate
 
 
-PEERS = {"batchgen": batchgen, "vllm": vllm, "openvino": openvino, "transformers": transformers}
-
-
-def main() -> None:
-    """Run one engine once and print what came of it."""
+def run_one(peers: dict[str, Callable[[argparse.Namespace, list[Any]], tuple[str, Generate]]], column: str) -> None:
+    """Run one engine once over a column of the workload and print what came of it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("peer", choices=peers)
     parser.add_argument("--model", required=True)
     parser.add_argument("--workload", required=True, type=Path)
-    parser.add_argument("--ends", required=True, type=lambda text: [int(token) for token in text.split(",")])
+    parser.add_argument("--ends", default=[], type=lambda text: [int(token) for token in text.split(",")])
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--dtype", default="bfloat16")
     given = parser.parse_args()
-    prompts = [json.loads(line)["prompt_token_ids"] for line in given.workload.read_text().splitlines()]
+    prompts = [json.loads(line)[column] for line in given.workload.read_text().splitlines()]
     began = time.monotonic()
-    version, generate = PEERS[given.peer](given, prompts)
+    version, generate = peers[given.peer](given, prompts)
     loaded = time.monotonic()
     lengths = list(generate())
     ended = time.monotonic()
@@ -131,7 +128,6 @@ def main() -> None:
         "version": version,
         "dtype": given.dtype,
         "rows": len(lengths),
-        "prompt_tokens": sum(map(len, prompts)),
         "output_tokens": sum(lengths),
         "load_s": round(loaded - began, 3),
         "generate_s": round(ended - loaded, 3),
@@ -141,4 +137,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_one({each.__name__: each for each in (batchgen, vllm, openvino, transformers)}, "prompt_token_ids")
