@@ -142,7 +142,7 @@ def _attended(given: tuple[Any, ...], result: Tensor) -> tuple[float, float]:
     Queries are read; of tokens that come as products, these are, and their keys and values are written.
     """
     q, cache, inputs, head_dim = given[:4]
-    window, _, alone = (*given[5:], *(0, None, None)[len(given) - 5 :])
+    window, alone = given[5] if len(given) > 5 else 0, given[7] if len(given) > 7 else None
     positions = inputs.positions.long() + 1
     lasts = positions[inputs.cu_seqlens[1:].long() - 1]
     if window:
