@@ -31,6 +31,7 @@ from batchgen.kernels.cpu.layout import (
     GROUP,
     LANES,
     MAX_ROWS,
+    ROWS_PER_ITEM,
     STRIPS,
     TILE_COLUMNS,
     UNPACKED_BYTES,
@@ -271,7 +272,8 @@ def quantize_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values = empty((rows, groups * DOT_GROUP), torch.int8)
     scales, shifts = empty((rows, groups), torch.float32), empty((rows, groups), torch.int32)
     results = (values.data_ptr(), scales.data_ptr(), shifts.data_ptr())
-    _QUANTIZE.launch(x.dtype, rows * groups, address(x), *results, width, groups, *_BYTE_PRODUCTS)
+    items = -(-rows // ROWS_PER_ITEM)
+    _QUANTIZE.launch(x.dtype, items, address(x), *results, rows, width, groups, *_BYTE_PRODUCTS)
     return values, scales, shifts
 
 
