@@ -246,8 +246,7 @@ class PackedLinear:
         steps, scales_at, shifts_at, number_bytes = inputs // 2, 0, 0, 0
         if kind == "integers":
             kernel, (x, scales, shifts) = _INTEGERS, quantize_inputs(x)
-            inputs, scales_at, shifts_at = x.shape[1], address(scales), address(shifts)
-            steps = inputs // 8
+            steps, inputs, scales_at, shifts_at = -(-inputs // 8), x.shape[1], address(scales), address(shifts)
         elif unpacks:
             kernel, key, number_bytes = _UNPACKED, _UNPACKED_KINDS[x.dtype], _NUMBER_BYTES[x.dtype]
             floats = _SUMS * UNPACKED_TILES + UNPACKED_BYTES // 4
