@@ -249,7 +249,10 @@ def _own_keys(place, tall, apart, heads, newest, cache, scratch):
     """
     head, num_heads = heads
     _, waiting, slot, own, head_dim = newest
-    spread = simd.pointer(simd.address(own) + 4 * cache.width * (1 + layout.MOST_WAITING), cache.keys)
+    cleared = simd.shifted(own, cache.width * (1 + layout.MOST_WAITING))
+    spread = simd.pointer(simd.address(cleared), cache.keys)
+    for i in range(0, cache.width * layout.LANES, layout.LANES):  # of what lies there, some might be no normal numbers
+        simd.store(cleared, i, simd.splat(F32(0.0)))
     for number in range(num_heads):
         q, _, scores, _, _, _, _, _ = query_rows.of_head(scratch, number, apart, tall, cache.width)
         spread_key(own, waiting + number, cache, spread)

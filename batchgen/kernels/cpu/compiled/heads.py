@@ -150,7 +150,7 @@ def scatter_keys(own, waiting, count, slots, number, head_dim, cache):
 
 @simd.inline
 def spread_key(own, waiting, cache, out):
-    """A key from scratch memory as the only position of ``out``, of ``LANES`` lanes; the others keep what they are."""
+    """A key from scratch memory as the first position of ``out``, of ``LANES``; the others keep what they are."""
     units, targets, size = simd.units(_rounded_keys(own, cache)), simd.units(out), cache.width // cache.pack
     for i in range(size):
         targets[i * LANES] = units[waiting * size + i]
