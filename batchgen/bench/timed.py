@@ -135,6 +135,9 @@ def _attended(given: tuple[Any, ...], result: Tensor) -> tuple[float, float]:
     """Four FLOP per head dimension and position attended to; each sequence's keys and values are read once."""
     q, cache, inputs, head_dim, _, window, *_ = (*given, 0)
     positions = inputs.positions.long() + 1
+    if not inputs.is_causal:
+        blocks = inputs.query_blocks.long()
+        positions = blocks[:, 5].repeat_interleave(blocks[:, 2])
     lasts = positions[inputs.cu_seqlens[1:].long() - 1]
     if window:
         positions, lasts = positions.clamp(max=window), lasts.clamp(max=window)
