@@ -279,7 +279,15 @@ def test_bench_measures_texts(folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_plan_counts_the_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = folder.parent / "rows.jsonl"
     assert command("plan", "--model", folder, "--input", rows, "--output", folder.parent / "x") == 0
-    assert f"{len(TEXTS)} can run" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"{len(TEXTS)} can run" in told
+    assert "tokens out   none" in told
+    assert "estimate     none" in told
+    assert run(folder, output="x")[0] == 0
+    assert command("plan", "--model", folder, "--input", rows, "--output", folder.parent / "x", "--json") == 0
+    estimate = json.loads(capsys.readouterr().out)["estimate"]
+    assert estimate["basis"] == "the last run's rate"
+    assert estimate["wall_s"] > 0
 
 
 def test_the_recipe_runs(tmp_path: Path) -> None:
