@@ -38,7 +38,8 @@ _LENGTHS_HELP = "Whether the engine knows how long each answer will be [unknown]
     is_flag=False,
     flag_value="auto",
     type=click.Choice(["auto", *POOLINGS]),
-    help="Vectors of the prompts, no answers [auto: as the checkpoint pools, or mean].",
+    metavar="[POOLING]",
+    help="Vectors of the prompts, no answers [as the checkpoint pools, or mean].",
 )
 @click.option("--max-tokens", type=COUNT, metavar="N", help="Most tokens of an answer in FILE [256].")
 @click.option("--ignore-eos", is_flag=True, help="Generate all max_tokens, as made-up requests do.")
