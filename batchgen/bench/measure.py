@@ -37,6 +37,7 @@ from batchgen.model.load import resolve_device, resolve_dtype
 from batchgen.model.rates import measure
 from batchgen.model.registry import is_dummy, load_config
 from batchgen.model.roofline import Ceilings, Costs, Work, remember
+from batchgen.model.vector_files import read_vector_files
 from batchgen.model.vectors import VectorHead, VectorSettings
 from batchgen.report.facts import integers_text
 from batchgen.text.tokenizer import Tokenizer
@@ -63,6 +64,13 @@ def load_tokenizer(where: ModelSpec) -> Tokenizer | None:
         return None
     folder = tokenizer_folder(resolve_model(where.path, where.revision, ("*.json", "*.jinja")))
     return Tokenizer.load(folder) if (folder / "tokenizer.json").is_file() else None
+
+
+def pooling_of(where: ModelSpec) -> str:
+    """How the model's checkpoint makes vectors, "mean" where it does not say so. Raises ModelError."""
+    if is_dummy(where.path):
+        return "mean"
+    return read_vector_files(resolve_model(where.path, where.revision, ("*.json",))).pooling or "mean"
 
 
 def load(where: ModelSpec, threads: int | None, *, has_head: bool = True) -> Decoder:

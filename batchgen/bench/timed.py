@@ -144,6 +144,9 @@ def _attended(given: tuple[Any, ...], result: Tensor) -> tuple[float, float]:
     q, cache, inputs, head_dim = given[:4]
     window, alone = given[5] if len(given) > 5 else 0, given[7] if len(given) > 7 else None
     positions = inputs.positions.long() + 1
+    if not inputs.is_causal:
+        blocks = inputs.query_blocks.long()
+        positions = blocks[:, 5].repeat_interleave(blocks[:, 2])
     lasts = positions[inputs.cu_seqlens[1:].long() - 1]
     if window:
         positions, lasts = positions.clamp(max=window), lasts.clamp(max=window)

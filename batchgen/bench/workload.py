@@ -135,9 +135,9 @@ def _token_ids(row: Mapping[str, Any], tokenizer: Tokenizer | None) -> tuple[int
     return tuple(found)
 
 
-def as_texts(requests: list[Request]) -> list[Request]:
-    """The same prompts as texts whose vectors are asked for, the mean over their tokens."""
-    return [replace(request, params=SamplingParams(max_tokens=0), pooling="mean") for request in requests]
+def as_texts(requests: list[Request], pooling: str) -> list[Request]:
+    """The same prompts as texts whose vectors are asked for."""
+    return [replace(request, params=SamplingParams(max_tokens=0), pooling=pooling) for request in requests]
 
 
 def hide_lengths(requests: list[Request]) -> list[Request]:

@@ -14,7 +14,7 @@ from batchgen.cli.options import COUNT, GroupedCommand, Parsed, job_options, jso
 from batchgen.cli.say import say, show
 from batchgen.core.errors import ExitCode, UsageError
 from batchgen.core.machine import require_address_space
-from batchgen.core.records import Request, SamplingParams
+from batchgen.core.records import POOLINGS, Request, SamplingParams
 
 if TYPE_CHECKING:
     from batchgen.text.tokenizer import Tokenizer
@@ -32,14 +32,22 @@ _LENGTHS_HELP = "Whether the engine knows how long each answer will be [unknown]
 @click.option("--num-requests", type=COUNT, help="A made-up workload of N requests.")
 @click.option("--input-len", metavar="A[:B]", help="Prompt length, or a range.")
 @click.option("--output-len", metavar="C[:D]", help="Output length, or a range.")
-@click.option("--texts", "is_for_vectors", is_flag=True, help="Vectors of the prompts, no answers.")
+@click.option(
+    "--texts",
+    "pooling",
+    is_flag=False,
+    flag_value="auto",
+    type=click.Choice(["auto", *POOLINGS]),
+    metavar="[POOLING]",
+    help="Vectors of the prompts, no answers [as the checkpoint pools, or mean].",
+)
 @click.option("--max-tokens", type=COUNT, metavar="N", help="Most tokens of an answer in FILE [256].")
 @click.option("--ignore-eos", is_flag=True, help="Generate all max_tokens, as made-up requests do.")
 @click.option("--lengths", type=click.Choice(["unknown", "known"]), default="unknown", help=_LENGTHS_HELP)
 @click.option("--repeats", type=COUNT, default=3, metavar="R", help="Runs of the workload [3].")
 @job_options("model", "engine", without=("tokenizer",))
 @json_option()
-def bench(as_json: bool, repeats: int, lengths: str, is_for_vectors: bool, **values: Any) -> int:
+def bench(as_json: bool, repeats: int, lengths: str, pooling: str | None, **values: Any) -> int:
     """Measure throughput, beside this machine's roofline.
 
     The roofline is the least time that the processor and memory of this machine allow. It is measured in the same
@@ -50,7 +58,7 @@ def bench(as_json: bool, repeats: int, lengths: str, is_for_vectors: bool, **val
     messages or prompt_token_ids, and perhaps max_tokens. The model's own end token ends an answer, or with --ignore-eos
     its max_tokens. As in a real job the engine does not know how long an answer will be, unless --lengths known tells
     it. nano-vllm names the workload of that engine's own benchmark: 256 requests of 100 to 1024 tokens in and out. With
-    --texts nothing is generated: each prompt becomes a vector, the mean over its tokens.
+    --texts nothing is generated: each prompt becomes a vector.
 
     \b
     Examples:
@@ -71,19 +79,20 @@ def bench(as_json: bool, repeats: int, lengths: str, is_for_vectors: bool, **val
     note("loading the model")
     tokenizer = None if values["workload"] in (None, *NAMED) else measure.load_tokenizer(where)
     config = load_config(where.path, where.revision)
-    if not (config.has_head or is_for_vectors):
+    if not (config.has_head or pooling):
         raise UsageError(f"{where.path} gives vectors, no text: add --texts")
-    if is_for_vectors and values["num_requests"] is not None:
+    if pooling and values["num_requests"] is not None:
         values["output_len"] = values["output_len"] or "1"
     requests = _requests(values, config.vocab_size, tokenizer)
-    requests = as_texts(requests) if is_for_vectors else requests
-    model = measure.load(where, spec.engine.threads, has_head=not is_for_vectors)
+    if pooling:
+        requests = as_texts(requests, measure.pooling_of(where) if pooling == "auto" else pooling)
+    model = measure.load(where, spec.engine.threads, has_head=not pooling)
     is_forced = all(request.params.ignore_eos for request in requests)
     if lengths == "unknown" and is_forced:
         requests = hide_lengths(requests)
     ends = frozenset(model.config.eos_token_ids + (tokenizer.eos_token_ids if tokenizer else ()))
     found = measure.benchmark(measure.Bench(model, spec.engine, ends, note), requests, repeats)
-    kind = "none" if is_for_vectors else "forced" if is_forced else "model"
+    kind = "none" if pooling else "forced" if is_forced else "model"
     found = {**where.named, "lengths": lengths, "ends": kind, **found}
     show(json.dumps(found, indent=2) if as_json else measure.render(found))
     return ExitCode.OK

@@ -62,7 +62,7 @@ def build_input(
         conv_slots=torch.from_numpy(np.array([s.conv_slot for s in sequences], dtype=np.int32)),
         query_blocks=query_blocks(
             *(np.arange(len(sequences)), cu_seqlens[:-1], cu_seqlens[1:], positions, tables, block_size),
-            is_causal=is_causal,
+            None if is_causal else counts,
         ),
         logits_indices=torch.from_numpy(_logits_indices(schedule, cu_seqlens)),
         subset=None,

@@ -83,7 +83,8 @@ def _copied(result: Result, key: int, submitted_at: float) -> Result:
 
 def _size(result: Result, tokens: array[int]) -> int:
     """Approximate memory of a remembered result, in tokens."""
-    return _OVERHEAD_TOKENS + len(tokens) + _SCORE_TOKENS * len(result.choice_logprobs)
+    numbers = len(result.vector) // tokens.itemsize
+    return _OVERHEAD_TOKENS + len(tokens) + numbers + _SCORE_TOKENS * len(result.choice_logprobs)
 
 
 def _digest(state: RequestState) -> bytes | None:

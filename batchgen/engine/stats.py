@@ -72,7 +72,7 @@ class EngineStats:
         num_decode_tokens: the other computed ones, which this run generated, sampled or forced, those in vain included.
         num_forced_tokens: of ``num_output_tokens``, those that were not sampled, since a constraint left no choice.
         num_logits: tokens whose logits were computed.
-        num_attended: sum over computed tokens of the positions they attended to.
+        num_attended: sum over computed tokens of the positions up to their own.
         num_kv_read: sum over steps of their sequences' cached positions, each read at least once.
         num_window_attended, num_window_read: the same with no more positions per token, or sequence and step, than the
             model's window has; 0 without one.

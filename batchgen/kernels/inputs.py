@@ -94,14 +94,13 @@ def query_blocks(
     positions: np.ndarray,
     tables: np.ndarray,
     size: int,
-    *,
-    is_causal: bool = True,
+    lengths: np.ndarray | None = None,
 ) -> Tensor:
     """``ModelInput.query_blocks`` of runs of neighbouring tokens.
 
     Run i is the tokens from ``starts[i]`` to ``ends[i]``, of sequence ``sequences[i]``; ``positions`` are those of all
-    tokens, ``tables`` the block tables of all sequences, of blocks of ``size``. Where it is not ``is_causal``, a run
-    is a whole text, of which each token attends to all.
+    tokens, ``tables`` the block tables of all sequences, of blocks of ``size``. With ``lengths`` of
+    all sequences, a token attends to so many positions of its own, not to those up to itself.
     """
     run, first = np.arange(len(starts)), starts
     if len(positions) > len(starts):
@@ -112,8 +111,8 @@ def query_blocks(
     found = np.zeros((len(run), 6), dtype=np.int32)
     found[:, 0], found[:, 1] = sequences[run], first
     found[:, 2] = np.minimum(ends[run] - first, QUERY_BLOCK)
-    if not is_causal:
-        found[:, 5] = positions[ends[run] - 1] + 1
+    if lengths is not None:
+        found[:, 5] = lengths[found[:, 0]]
         return torch.from_numpy(found)
     return torch.from_numpy(_share_prefixes(found, positions[first], tables, size))
 

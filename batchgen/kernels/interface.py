@@ -152,7 +152,7 @@ class Kernels(Protocol):
         window: int = 0,
         gates: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of every token over its sequence's cached positions, the last ``window`` of them if not 0.
+        """Attention of every token over cached positions as ``query_blocks`` says, the last ``window`` if not 0.
 
         The last num_heads columns of ``gates`` [num_tokens, columns] are logits: a head's output is multiplied by
         their sigmoid. Returns [num_tokens, num_heads * head_dim] of ``dtype``, whatever the type of the cache.

@@ -215,6 +215,8 @@ class ReferenceKernels(interface.Kernels):
         for sequence, tokens in _sequences(inputs):
             positions = inputs.positions[tokens]
             context = int(positions[-1]) + 1
+            if not inputs.is_causal:
+                context = int(inputs.query_blocks[inputs.query_blocks[:, 0] == sequence, 5].max())
             first = max(int(positions[0]) + 1 - window, 0) if window else 0
             blocks = inputs.block_tables[sequence, : -(-context // cache.block_size)].long()
             keys, values = cache.key_columns(blocks).float(), cache.values[blocks].float()

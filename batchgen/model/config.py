@@ -194,14 +194,17 @@ class ModelConfig:
 
     @property
     def num_tail_layers(self) -> int | None:
-        """Layers after the last one with attention that need not compute all tokens; None if there are none such."""
-        is_known = self.is_causal and ATTENTION in self.layer_types
-        return self.layer_types[::-1].index(ATTENTION) if is_known else None
+        """Layers after the last one with attention, which need not compute all tokens; None without attention."""
+        return self.layer_types[::-1].index(ATTENTION) if ATTENTION in self.layer_types else None
 
     @property
     def tail_reach(self) -> int | None:
-        """Number of earlier tokens that the layers after the last attention read; None if there is no attention."""
-        return None if self.num_tail_layers is None else self.num_tail_layers * (self.conv_l_cache - 1)
+        """How many tokens away the layers after the last attention read; None if there is no attention.
+
+        These are earlier ones, and where a model is not causal as many later ones.
+        """
+        reach = self.conv_l_cache - 1 if self.is_causal else self.conv_l_cache // 2
+        return None if self.num_tail_layers is None else self.num_tail_layers * reach
 
     @property
     def linear_params_per_token(self) -> int:

@@ -75,7 +75,8 @@ class Costs:
     attention's keys and values only the tokens with logits need be computed, so that part counts with the logits, and
     there one token per sequence and step attends. Bytes: per step every weight (of experts the share that its tokens
     are expected to meet) and each sequence's keys and values. Layers with a window have counts of their own, in which
-    no token attends to more positions, and no more are read.
+    no token attends to more positions, and no more are read. Counts are those of a causal model; in others each of a
+    text's n tokens attends to n positions, not to (n + 1) / 2 on average.
     """
 
     flops_per_token: int
@@ -99,10 +100,11 @@ class Costs:
         attended, read = 4 * config.num_heads * config.head_dim, config.kv_position_bytes(itemsize, kv_dtype)
         read //= max(len(windows), 1)  # in one layer
         inner, last = windows[:-1], windows[-1:]
+        ahead = 0 if config.is_causal else attended * len(inner)
         return cls(
-            flops_per_token=2 * (config.linear_params_per_token - tail),
+            flops_per_token=2 * (config.linear_params_per_token - tail) - ahead,
             flops_per_logits=2 * (config.logits_params_per_token + tail),
-            flops_per_attended=attended * inner.count(False),
+            flops_per_attended=attended * inner.count(False) + ahead,
             bytes_per_step=round(
                 (config.linear_params - config.expert_params + config.logits_params_per_token) * weight_bytes
             ),

@@ -13,17 +13,21 @@ def build_subset(inputs: ModelInput, block_size: int, reach: int) -> LogitsSubse
 
     The convolutions behind the last attention reach back ``reach`` tokens in all. So logits need a token and ``reach``
     before it; the convolution state kept where a chunk or a KV block ends needs the last ``reach`` tokens. One token
-    per sequence is kept in any case: kernels never see a sequence without tokens.
+    per sequence is kept in any case: kernels never see a sequence without tokens. Where a token sees its whole text,
+    the convolutions reach as far ahead, no state is kept, and each text has logits.
     """
     if inputs.num_tokens == inputs.num_seqs:
         return None
     positions, cu_seqlens, logits = (t.numpy() for t in (inputs.positions, inputs.cu_seqlens, inputs.logits_indices))
     sequences = np.repeat(np.arange(inputs.num_seqs), np.diff(cu_seqlens))
     changes = np.zeros(inputs.num_tokens + 1, dtype=np.int64)  # in the number of wanted tokens that need a token
-    borders = np.flatnonzero((positions + 1) % block_size == 0)
-    for wanted, count in ((logits, reach + 1), (borders, reach), (cu_seqlens[1:] - 1, max(reach, 1))):
+    needs, ahead = [(logits, reach + 1)], 0 if inputs.is_causal else reach
+    if inputs.is_causal:
+        borders = np.flatnonzero((positions + 1) % block_size == 0)
+        needs += [(borders, reach), (cu_seqlens[1:] - 1, max(reach, 1))]
+    for wanted, count in needs:
         np.add.at(changes, np.maximum(wanted + 1 - count, cu_seqlens[sequences[wanted]]), 1)
-        np.add.at(changes, wanted + 1, -1)
+        np.add.at(changes, np.minimum(wanted + 1 + ahead, cu_seqlens[sequences[wanted] + 1]), -1)
     rows = np.flatnonzero(changes[:-1].cumsum())
     if len(rows) == inputs.num_tokens:
         return None
@@ -45,9 +49,11 @@ def build_subset(inputs: ModelInput, block_size: int, reach: int) -> LogitsSubse
             positions[rows],
             inputs.block_tables.numpy(),
             block_size,
+            None if inputs.is_causal else np.diff(cu_seqlens),
         ),
         logits_indices=torch.from_numpy(np.searchsorted(rows, logits)),
         subset=None,
+        is_causal=inputs.is_causal,
         num_alone=inputs.num_alone,
     )
     return LogitsSubset(kept, narrowed)

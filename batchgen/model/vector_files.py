@@ -19,11 +19,9 @@ from batchgen.core.units import one_line, shown
 from batchgen.model.config_values import ConfigValues
 
 _MAX_BYTES = 1 << 20  # of each file; published ones have kilobytes
-_POOLINGS = {  # the keys of a pooling's config.json that are true, and what they mean
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_mean_tokens": "mean",
-}
+_ENDLESS = int(1e30)  # tokens, where a tokenizer names no limit
+_ORDER = ("Transformer", "Pooling", "Dense", "Normalize")
+_POOLINGS = {"cls": "cls", "cls_token": "cls", "lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
 _ACTIVATIONS = {"Identity": False, "Tanh": True}
 
 
@@ -59,20 +57,26 @@ def read_vector_files(folder: Path) -> VectorFiles:
     """The settings in a model's folder; the defaults where there are none. Raises ModelError for unknown modules."""
     path = folder / "modules.json"
     found: dict[str, Any] = {}
+    last = 0
     for module in _modules(path) if path.exists() else ():
         kind, where = str(module.get("type", "")).rpartition(".")[2], folder / _folder_of(path, module)
+        kind = "Transformer" if kind == "ColBERT" else kind
+        if kind not in _ORDER:
+            raise ModelError(
+                f"{path}: the module {shown(module.get('type'))} is not known (known: {', '.join(_ORDER)})"
+            )
+        if _ORDER.index(kind) < last:
+            raise ModelError(f"{path}: {kind} behind {_ORDER[last]} is not supported (in order: {', '.join(_ORDER)})")
+        last = _ORDER.index(kind)
         if kind == "Pooling":
             found["pooling"] = _pooling(where / "config.json")
         elif kind == "Dense":
             found["dense"] = (*found.get("dense", ()), _dense(where))
         elif kind == "Normalize":
             found["normalize"] = True
-        elif kind not in ("Transformer", "ColBERT"):
-            known = "Transformer, Pooling, Dense, Normalize"
-            raise ModelError(f"{path}: the module {shown(module.get('type'))} is not known (known: {known})")
     if found.get("dense") and "pooling" not in found:
         found["pooling"] = "tokens"  # a vector for each token, as late interaction has it
-    return VectorFiles(**found, **_prompts(folder), max_tokens=_max_tokens(folder))
+    return VectorFiles(**found, **_prompts(folder), max_tokens=_max_tokens(folder) if path.exists() else None)
 
 
 def _modules(path: Path) -> list[dict[str, Any]]:
@@ -95,15 +99,10 @@ def _folder_of(path: Path, module: Mapping[str, Any]) -> str:
 
 def _pooling(path: Path) -> str:
     raw = read_object(path, _MAX_BYTES)
-    modes = [name for name, value in raw.items() if name.startswith("pooling_mode") and value is True]
-    if isinstance(raw.get("pooling_mode"), str):  # newer releases name it
-        modes = [
-            {"cls": "pooling_mode_cls_token", "lasttoken": "pooling_mode_lasttoken"}.get(
-                raw["pooling_mode"], f"pooling_mode_{raw['pooling_mode']}_tokens"
-            )
-        ]
-    if len(modes) != 1 or modes[0] not in _POOLINGS:
-        raise ModelError(f"{path}: pools by {shown(modes)}; one of {', '.join(_POOLINGS)} is supported")
+    modes = [name for name, value in raw.items() if name.startswith("pooling_mode_") and value is True]
+    modes = [raw["pooling_mode"]] if "pooling_mode" in raw else [name.removeprefix("pooling_mode_") for name in modes]
+    if len(modes) != 1 or not isinstance(modes[0], str) or modes[0] not in _POOLINGS:
+        raise ModelError(f"{path}: pools by {shown(modes)}; one of cls, lasttoken and mean is supported")
     if raw.get("include_prompt") is False:
         raise ModelError(f"{path}: include_prompt false is not supported: the prompt's tokens are pooled too")
     return _POOLINGS[modes[0]]
@@ -131,6 +130,11 @@ def _prompts(folder: Path) -> dict[str, Any]:
 
 
 def _max_tokens(folder: Path) -> int | None:
-    path = folder / "sentence_bert_config.json"
-    values = ConfigValues(read_object(path, _MAX_BYTES) if path.exists() else {}, str(path))
-    return values.integer("max_seq_length") if values.get("max_seq_length", default=None) is not None else None
+    """The longest text, which newer releases write into the tokenizer's settings alone; None where none is named."""
+    for name, key in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
+        path = folder / name
+        values = ConfigValues(read_object(path, _MAX_BYTES) if path.exists() else {}, str(path))
+        values.refuse("do_lower_case")
+        if values.get(key, default=None) is not None:
+            return values.integer(key, most=_ENDLESS)
+    return None

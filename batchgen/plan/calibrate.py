@@ -133,17 +133,17 @@ def calibrate(
     engine = backend.engine
     assert isinstance(engine, Engine)
     probe = _Probe(engine)
-    prompts = survey.sampled_prompts.items
-    probe.run(_requests(prompts[:2], max_tokens=2), began)  # first steps compile kernels and touch memory
+    prompts, pooling = survey.sampled_prompts.items, spec.embed.pooling or ""
+    probe.run(_requests(prompts[:2], pooling, max_tokens=2), began)  # first steps compile kernels and touch memory
     probe.steps.clear()
     start = time.monotonic()
-    finished, unfinished = probe.run(_requests(prompts), start + _REAL_SHARE * seconds)
+    finished, unfinished = probe.run(_requests(prompts, pooling), start + _REAL_SHARE * seconds)
     tokens_per_sample = engine.stats.num_output_tokens / max(1, probe.num_sampled)
     prompt_lengths = [len(prompt.token_ids) for prompt in prompts] or [PREFIX_BLOCK]  # rows may only score
     rng = random.Random(0)
     while True:
         for share, rows in _made_up(engine.config, prompt_lengths):
-            requests = _random_requests(rows, info.config.vocab_size, rng)
+            requests = _random_requests(rows, info.config.vocab_size, pooling, rng)
             probe.run(requests, time.monotonic() + share * seconds)
         if time.monotonic() - start >= seconds:
             break
@@ -220,12 +220,12 @@ class _Probe:
             scheduler.waiting.pop()
 
 
-def _requests(prompts: Iterable[SampledPrompt], max_tokens: int | None = None) -> Iterator[Request]:
-    """The sampled rows as requests, with at most ``max_tokens``."""
+def _requests(prompts: Iterable[SampledPrompt], pooling: str, max_tokens: int | None = None) -> Iterator[Request]:
+    """The sampled rows as requests, with at most ``max_tokens``; ``pooling`` is that of vectors, or ""."""
     for key, prompt in enumerate(prompts):
         most = prompt.params.max_tokens
         params = replace(prompt.params, max_tokens=min(most, max_tokens or most))
-        yield Request(key, tuple(prompt.token_ids), params)
+        yield Request(key, tuple(prompt.token_ids), params, pooling=pooling)
 
 
 def _made_up(sizes: SchedulerConfig, lengths: Sequence[int]) -> Iterator[tuple[float, list[tuple[int, int]]]]:
@@ -242,7 +242,10 @@ def _made_up(sizes: SchedulerConfig, lengths: Sequence[int]) -> Iterator[tuple[f
     yield 1 / 10, [(next(prompts), 4)]
 
 
-def _random_requests(rows: Iterable[tuple[int, int]], vocab_size: int, rng: random.Random) -> Iterator[Request]:
+def _random_requests(
+    rows: Iterable[tuple[int, int]], vocab_size: int, pooling: str, rng: random.Random
+) -> Iterator[Request]:
     for key, (num_tokens, max_tokens) in enumerate(rows):
         prompt = tuple(rng.choices(range(vocab_size), k=num_tokens))
-        yield Request(key, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        params = SamplingParams(max_tokens=0 if pooling else max_tokens, ignore_eos=True)
+        yield Request(key, prompt, params, pooling=pooling)

@@ -106,7 +106,7 @@ def _forecast(
         return calibrate(spec, model, survey, given, began=began)
     with suppress(UsageError):  # there is no report
         report = read_report(RunDir(Path(spec.output.path)))
-        if comparable(report, spec.model, processor_name()):
+        if comparable(report, spec, processor_name()):
             return forecast_from_report(report, survey, given)
     return Forecast(given or ExpectedLengths.limits(survey))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-from batchgen.config.job import JobSpec, ModelSpec
+from batchgen.config.job import JobSpec
 from batchgen.core.errors import UsageError
 from batchgen.core.machine import available_bytes, visible_gpus
 from batchgen.engine.sizes import SchedulerConfig, sizes_for
@@ -126,13 +126,18 @@ class Forecast:
     sizes: SchedulerConfig | None = None
 
 
-def comparable(report: Mapping[str, Any], model: ModelSpec, processor: str) -> bool:
-    """Whether an earlier run's report is of this model and adapter, with such integers, here, and has a rate."""
+def comparable(report: Mapping[str, Any], spec: JobSpec, processor: str) -> bool:
+    """Whether an earlier run's report is of this model and adapter, with such integers, here, and has a rate.
+
+    A rate of texts that became vectors says nothing of generation.
+    """
+    model, tokens = spec.model, report["tokens"]
     integers = [report["numerics"].get(name, "auto") for name in ("weights", "activations")]
     named = {name: report[name] for name in ("model", "adapter") if name in report}
     is_model = named == model.named and integers == [model.weights, model.activations]
     is_same = is_model and report["machine"]["processor"] == processor
-    return bool(is_same and report["tokens"]["completion"] > 0 and report["generate_s"] > 0)
+    is_kind = tokens["total"] > 0 and (tokens["completion"] == 0) == spec.embed.is_on
+    return bool(is_same and is_kind and report["generate_s"] > 0)
 
 
 def forecast_from_report(report: Mapping[str, Any], survey: Survey, given: ExpectedLengths | None) -> Forecast:

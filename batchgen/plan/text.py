@@ -52,7 +52,9 @@ def _tokens(plan: Plan) -> Lines:
         bar = "█" * max(1, round(_BAR_WIDTH * found["rows"] / most))
         yield "", f"{found['from']:>7,}+ {bar} {found['rows']:,}"
     yield "longest", ", ".join(f"{row['id']} ({row['tokens']:,})" for row in plan["longest"][:_SHOWN_LONGEST])
-    if outputs["expected"] == outputs["at_most"]:
+    if not outputs["at_most"]:
+        yield "tokens out", "none"
+    elif outputs["expected"] == outputs["at_most"]:
         yield "tokens out", f"{outputs['at_most']:,} ({outputs['basis']})"
     else:
         yield "tokens out", f"{outputs['expected']:,} expected ({outputs['basis']}), {outputs['at_most']:,} at most"

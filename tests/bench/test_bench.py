@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import tiny_model, write_checkpoint
+import torch
+from tiny_model import ragged_input, random_state, tiny_model, write_checkpoint
 
 from batchgen.bench import measure as bench
+from batchgen.bench.timed import TimedKernels
 from batchgen.bench.workload import NAMED, EndAfter, LengthRange, Shape, from_file, hide_lengths
 from batchgen.cli.main import call
 from batchgen.core.errors import ExitCode, UsageError
@@ -48,6 +50,17 @@ def test_the_same_shape_makes_the_same_requests_with_lengths_in_range() -> None:
     assert requests == shape.requests(100)
     assert all(3 <= len(r.prompt_token_ids) <= 9 and r.params.max_tokens == 5 for r in requests)
     assert all(8 <= token < 100 for r in requests for token in r.prompt_token_ids)
+
+
+@pytest.mark.parametrize(("is_causal", "attended"), [(True, 6 + 820), (False, 9 + 1600)])
+def test_attention_is_counted_by_what_its_tokens_see(is_causal: bool, attended: int) -> None:
+    model = tiny_model()
+    inputs, num_blocks = ragged_input([(0, 3), (0, 40)], 8, is_causal=is_causal)
+    cache = random_state(model, num_blocks=num_blocks, block_size=8, num_slots=2).kv[0]
+    kernels = TimedKernels(model.kernels)
+    kernels.is_timing = True
+    kernels.attention(torch.zeros(43, 4, cache.width), cache, inputs, 16, torch.float32)
+    assert kernels.work["attention"][0] == 4 * 4 * 16 * attended
 
 
 @pytest.mark.parametrize("text", ["", "0", "9:3", "a", "-1:4", "1:2:3"])

@@ -138,13 +138,16 @@ def test_memory_is_bounded_by_tokens_and_the_oldest_are_forgotten(monkeypatch: p
     assert not known._under_way
 
 
-def test_scores_of_choices_count_towards_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [{"choice_logprobs": (-1.0,) * 600}, {"vector": bytes(4 * 4800)}])
+def test_scores_of_choices_and_vectors_count_towards_the_bound(
+    more: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(duplicates, "MAX_REMEMBERED_TOKENS", 10_000)
     known = Duplicates()
     requests = [Request(key, (9, key), SamplingParams(), choices=((3,), (4,))) for key in range(10)]
     for request in requests:
         group = RequestState(request)
         known.begin(group)
-        known.end(group, result_of(request, (3,), choice_logprobs=(-1.0,) * 600))
+        known.end(group, result_of(request, (3,), **more))
     kept = [request.key for request in requests if known.answered(RequestState(request))]
-    assert kept == [8, 9]  # 8 tokens each, and 151 a row
+    assert kept == [8, 9]  # 8 tokens a score and one a number, and 151 a row

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from tiny_model import spoil
 from vector_models import bidirectional_states, loaded, saved, vectors
 
@@ -26,6 +27,7 @@ from batchgen.engine.sequence import RequestState
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.reference import ReferenceKernels
 from batchgen.model.decoder import Decoder
+from batchgen.model.vector_files import Dense
 from batchgen.model.vectors import VectorHead, VectorSettings
 
 KINDS = {"lfm2": "Lfm2BidirectionalModel", "qwen3": "Qwen3Model", "llama": "LlamaModel"}
@@ -80,6 +82,36 @@ def gaps(kind: str, pooling: str, decoder: Decoder | None = None) -> list[float]
 @pytest.mark.parametrize("kind", KINDS)
 def test_vectors_are_the_references(kind: str, pooling: str) -> None:
     assert max(gaps(kind, pooling)) <= 1e-5
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+@pytest.mark.parametrize("pooling", ["cls", "tokens"])
+def test_dense_layers_follow_pooling_and_come_before_cut_and_norm(
+    pooling: str, is_normalized: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    layers, dense = [torch.nn.Linear(64, 48), torch.nn.Linear(48, 32, bias=False)], []
+    for name, layer in zip("ab", layers, strict=True):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file({f"linear.{key}": value for key, value in layer.state_dict().items()}, folder / "model.safetensors")
+        has_bias = layer.bias is not None
+        dense.append(Dense(folder, layer.in_features, layer.out_features, has_bias, has_tanh=has_bias))
+    asked = VectorSettings(tuple(dense), normalize=is_normalized, dimensions=20)
+    found = vectors(model("lfm2"), texts(), pooling, asked)
+    for key, token_ids in texts().items():
+        with torch.no_grad():
+            wanted = layers[1](layers[0](POOLED[pooling](states("lfm2", token_ids))).tanh())[:, :20]
+        wanted = torch.nn.functional.normalize(wanted, dim=-1) if is_normalized else wanted
+        assert abs(np.frombuffer(found[key], np.float32) - wanted.numpy().ravel()).max() <= 1e-5
+
+
+@pytest.mark.parametrize("pooling", POOLED)
+def test_without_a_module_for_it_vectors_keep_their_length(pooling: str) -> None:
+    found = vectors(model("qwen3"), texts(), pooling, VectorSettings())
+    for key, token_ids in texts().items():
+        wanted = POOLED[pooling](states("qwen3", token_ids)).numpy().ravel()
+        assert abs(np.frombuffer(found[key], np.float32) - wanted).max() <= 1e-5 * abs(wanted).max()
 
 
 def test_reference_kernels_agree() -> None:

@@ -245,7 +245,7 @@ def random_requests(
 
 
 def ragged_input(
-    pieces: Sequence[tuple[int, int]], block_size: int, seed: int = 0, spare_blocks: int = 2
+    pieces: Sequence[tuple[int, int]], block_size: int, seed: int = 0, spare_blocks: int = 2, *, is_causal: bool = True
 ) -> tuple[ModelInput, int]:
     """Inputs for sequences given as (tokens cached, tokens of this step), and how many blocks they refer into.
 
@@ -259,4 +259,4 @@ def ragged_input(
     for slot, ((past, count), blocks) in enumerate(zip(pieces, needed, strict=True)):
         tokens = torch.randint(8, 128, (past + count,), generator=generator).tolist()
         entries.append((sequence_at(tokens, past, [deck.pop() for _ in range(blocks)], slot, key=slot), count))
-    return build_input(Schedule(tuple(entries)), block_size), num_blocks
+    return build_input(Schedule(tuple(entries)), block_size, is_causal=is_causal), num_blocks

@@ -23,11 +23,11 @@ CLS, LAST, MEAN = "pooling_mode_cls_token", "pooling_mode_lasttoken", "pooling_m
 
 def vector_settings(folder: Path, *modules: dict[str, Any], prompts: dict[str, str] | None = None) -> None:
     """Write ``modules.json`` and what belongs to it; each of ``modules`` has the ``type`` and its own config."""
-    listed = [{"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"}]
+    listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
     for i, module in enumerate(modules, 1):
         config = dict(module)
         name = f"{i}_{config['type'].rpartition('.')[2]}"
-        listed.append({"idx": i, "path": name, "type": config.pop("type")})
+        listed.append({"idx": i, "name": str(i), "path": name, "type": config.pop("type")})
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "modules.json").write_text(json.dumps(listed), encoding="utf-8")

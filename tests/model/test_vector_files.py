@@ -30,6 +30,18 @@ def test_pooling_normalization_and_prompts_are_read(mode: str, name: str, tmp_pa
     assert read_vector_files(tmp_path) == VectorFiles(name, (), True, prompts, "", 512)
 
 
+@pytest.mark.parametrize(("limit", "longest"), [(256, 256), (int(1e30), int(1e30)), (None, None)])
+def test_newer_releases_write_the_longest_text_to_the_tokenizer(
+    limit: int | None, longest: int | None, tmp_path: Path
+) -> None:
+    vector_settings(tmp_path, pooling_of(CLS))
+    (tmp_path / "sentence_bert_config.json").write_text('{"transformer_task": "feature-extraction"}', encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}), encoding="utf-8")
+    assert read_vector_files(tmp_path).max_tokens == longest
+    (tmp_path / "modules.json").unlink()
+    assert read_vector_files(tmp_path).max_tokens is None
+
+
 @pytest.mark.parametrize("mode", ["cls", "lasttoken", "mean"])
 def test_the_newer_name_of_the_pooling_is_read(mode: str, tmp_path: Path) -> None:
     vector_settings(tmp_path, {"type": "x.Pooling", "pooling_mode": mode})
@@ -51,6 +63,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"type": "x.Pooling", CLS: True, MEAN: True}, "pools by"),
     ({"type": "x.Pooling", CLS: True, "include_prompt": False}, "include_prompt"),
     ({"type": "x.Pooling", "pooling_mode": "weightedmean"}, "pools by"),
+    ({"type": "x.Pooling", "pooling_mode": ["cls", "mean"]}, "pools by"),
     ({**DENSE, "activation_function": "os.system"}, "activation_function"),
     ({**DENSE, "in_features": -1}, "in_features"),
     ({**DENSE, "in_features": "64"}, "in_features"),
@@ -63,6 +76,19 @@ def test_what_is_not_known_is_refused(module: dict[str, Any], told: str, tmp_pat
     with pytest.raises(ModelError, match=told) as refused:
         read_vector_files(tmp_path)
     assert "\n" not in str(refused.value)
+
+
+def test_modules_in_another_order_are_refused(tmp_path: Path) -> None:
+    vector_settings(tmp_path, {"type": "x.Normalize"}, DENSE)
+    with pytest.raises(ModelError, match="Dense behind Normalize"):
+        read_vector_files(tmp_path)
+
+
+def test_texts_that_were_lowered_in_training_are_refused(tmp_path: Path) -> None:
+    vector_settings(tmp_path, pooling_of(CLS))
+    (tmp_path / "sentence_bert_config.json").write_text('{"do_lower_case": true}', encoding="utf-8")
+    with pytest.raises(ModelError, match="do_lower_case"):
+        read_vector_files(tmp_path)
 
 
 @pytest.mark.parametrize(

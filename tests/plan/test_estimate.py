@@ -12,9 +12,11 @@ from late_device import Device
 from run_helpers import JobMaker, rows_of
 from tiny_model import engine_for, random_requests, tiny_model
 
+from batchgen.config.embed import EmbedSpec
 from batchgen.config.job import JobSpec
-from batchgen.core.records import SamplingParams
+from batchgen.core.records import Request, SamplingParams
 from batchgen.core.shard import WHOLE
+from batchgen.engine import Engine
 from batchgen.engine.schedule import Schedule
 from batchgen.engine.sizes import SchedulerConfig
 from batchgen.engine.step_output import PendingTokens
@@ -141,6 +143,7 @@ def test_identical_rows_that_are_sampled_are_all_reckoned(job: JobMaker) -> None
 
 def calibrated(spec: JobSpec, seconds: float) -> Forecast:
     info = read_model(spec)
+    spec = info.resolved(spec)
     rows = RowRange(open_source(spec.input), WHOLE)
     survey = Survey(RowValidator(spec.input, info.builder(spec), UniqueIds(None)), 512)
     survey.take(rows.read())
@@ -165,6 +168,23 @@ def test_calibration_runs_real_steps_and_estimates_the_job(job: JobMaker, max_to
     assert found.lengths.basis == "5 sampled rows run to their end"
     assert found.estimate is not None
     assert 0 < found.estimate.engine_s < found.estimate.wall_s
+
+
+def test_calibration_runs_texts_as_a_job_for_vectors_does(job: JobMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, asked = Engine.submit, []
+
+    def noted(self: Engine, request: Request) -> Any:
+        asked.append(request)
+        return submit(self, request)
+
+    monkeypatch.setattr(Engine, "submit", noted)
+    job.write(rows_of(5))
+    spec = replace(job.spec(engine={"threads": 1}), sampling=SamplingParams(), embed=EmbedSpec("last"))
+    found = calibrated(spec, 0.1)
+    assert found.estimate is not None
+    assert found.estimate.engine_s > 0
+    assert len(asked) > 5
+    assert {(request.pooling, request.params.max_tokens) for request in asked} == {("last", 0)}
 
 
 @pytest.mark.parametrize("parts", [{}, {"overlaps": True, "fetch": Device()}], ids=["one by one", "overlapping"])

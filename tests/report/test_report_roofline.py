@@ -59,6 +59,16 @@ def test_attended_positions_and_read_kv_are_counted_from_the_steps() -> None:
     assert integers.num_bytes == 6 * 8 * 2 * (64 + 4) * 100  # of each head in each layer 64 integers and their scale
 
 
+def test_where_a_text_is_seen_whole_each_token_attends_to_all_of_it() -> None:
+    tokens = 100
+    found = counts(num_prefill_tokens=tokens, num_attended=tokens * (tokens + 1) // 2, num_kv_read=tokens)
+    whole, causal = (
+        Costs.of(config, itemsize=2, weight_bytes=2).work(found).flops
+        for config in (dummy_config("dummy:LFM2.5-Embedding-350M"), CONFIG)
+    )
+    assert whole - causal == 4 * 16 * 64 * 5 * (tokens**2 - tokens * (tokens + 1) // 2)
+
+
 def test_layers_with_a_window_attend_to_and_read_no_more_than_it_holds() -> None:
     config = dummy_config("dummy:LFM3-1.7B")  # 6 layers attend to all positions, the last of them too, 5 to 256
     costs = Costs.of(config, itemsize=2, weight_bytes=2)

@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from vector_models import CLS, pooling_of, vector_settings
 
 from batchgen.__main__ import main
+from batchgen.bench import measure
 from batchgen.core.errors import UsageError
+from batchgen.core.records import Request
 
 NORMALIZE = {"type": "sentence_transformers.models.Normalize"}
 TEXTS = [f"text {i}: {'word ' * (i % 37)}end" for i in range(60)]
@@ -264,7 +266,9 @@ def test_check_compares_hidden_states(folder: Path, capsys: pytest.CaptureFixtur
     assert [proof["num_tokens"] for proof in found["proofs"]] == [found["num_prompt_tokens"]] * 2
 
 
-def test_bench_measures_texts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_measures_texts_as_the_checkpoint_pools_them(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ("bench", "--model", folder, "--num-requests", 5, "--input-len", "3:9", "--repeats", 1)
     assert command(*words) == 2
     assert "--texts" in capsys.readouterr().err
@@ -272,14 +276,32 @@ def test_bench_measures_texts(folder: Path, capsys: pytest.CaptureFixture[str]) 
     found = json.loads(capsys.readouterr().out)
     assert found["num_requests_tokens"]["output"] == 0
     assert found["requests_per_s"] == pytest.approx(5 / found["wall_s"])
-    assert command(*words, "--texts") == 0
-    assert "texts/s" in capsys.readouterr().out
+    asked, run_once = [], measure._run
+
+    def noted(bench: Any, requests: list[Request], note: str) -> Any:
+        asked.append({request.pooling for request in requests})
+        return run_once(bench, requests, note)
+
+    monkeypatch.setattr(measure, "_run", noted)
+    for pooling, wanted in ((), "cls"), (("mean",), "mean"):
+        asked.clear()
+        assert command("bench", "--texts", *pooling, *words[1:]) == 0
+        assert "texts/s" in capsys.readouterr().out
+        assert asked == [{wanted}] * len(asked)
 
 
 def test_plan_counts_the_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = folder.parent / "rows.jsonl"
     assert command("plan", "--model", folder, "--input", rows, "--output", folder.parent / "x") == 0
-    assert f"{len(TEXTS)} can run" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"{len(TEXTS)} can run" in told
+    assert "tokens out   none" in told
+    assert "estimate     none" in told
+    assert run(folder, output="x")[0] == 0
+    assert command("plan", "--model", folder, "--input", rows, "--output", folder.parent / "x", "--json") == 0
+    estimate = json.loads(capsys.readouterr().out)["estimate"]
+    assert estimate["basis"] == "the last run's rate"
+    assert estimate["wall_s"] > 0
 
 
 def test_the_recipe_runs(tmp_path: Path) -> None:
