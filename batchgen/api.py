@@ -31,7 +31,6 @@ from batchgen.output.rundir import RunDir
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.loader import EngineFactory
 from batchgen.run.reports import read_report
-from batchgen.run.stop import RESUME
 
 _LINES_FORMATS = ("auto", "jsonl", "openai-batch")
 _PIECE_ROWS = 1024
@@ -141,7 +140,7 @@ def generate(
         outcome = run_job(spec, options, engine_factory=engine_factory, lines=lines)
         _pass_on_signal(outcome)
         if not RunDir(Path(spec.output.path)).is_complete():
-            lost = f"{outcome.lines[0].removesuffix(f'; {RESUME}')}; {_NOT_KEPT}"
+            lost = f"{outcome.lines[0].partition('; ')[0]}; {_NOT_KEPT}"
             raise RunStopped("; ".join(outcome.lines) if is_kept else lost)
         run = Run(spec, outcome)
         if not is_kept:
