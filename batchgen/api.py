@@ -106,8 +106,8 @@ def generate(
 ) -> Run:
     """Run a model over all rows and return what came of them.
 
-    ``rows`` is a path, as ``input.path`` takes it, or rows in memory: a list or other iterable of strings (column
-    ``prompt``), mappings of columns and chats (lists of messages), a pandas or Polars DataFrame, a
+    ``rows`` is a path, as ``input.path`` takes it, or rows in memory: a list, column or other iterable of strings
+    (column ``prompt``), mappings of columns and chats (lists of messages), a pandas or Polars DataFrame, a
     ``datasets.Dataset``, an Arrow table. Rows in memory keep all their columns; their dates and other values that JSON
     lacks become text, NaN becomes null.
 
@@ -166,7 +166,7 @@ def _spec(path: str | None, prompt: str | None, tables: Mapping[str, Mapping[str
     for name in tables:
         if name not in KEYS:
             homes = [section for section, known in KEYS.items() if name in known]
-            hint = f": give it as {homes[0]}={{{name!r}: ...}}" if homes else nearest(name, [*KEYS])
+            hint = f": give it as {homes[0]}={{{name!r}: ...}}" if homes else nearest(name, [*KEYS, "prompt", "options"])
             raise UsageError(f"generate: unknown argument {name!r}{hint}")
     given = dict(tables.get("input", {}))
     if "path" in given:
@@ -211,6 +211,8 @@ def _lines(rows: Any) -> Iterator[bytes]:
 def _rows(rows: Any) -> Iterator[Any]:
     """Each row as a Python value. Raises UsageError for what holds no rows."""
     if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
+        if not rows.columns.is_unique:
+            raise UsageError("generate: rows is a DataFrame with several columns of one name")
         for first in range(0, len(rows), _PIECE_ROWS):
             piece = rows.iloc[first : first + _PIECE_ROWS].astype(object)
             yield from piece.where(piece.notna(), None).to_dict("records")
@@ -221,9 +223,11 @@ def _rows(rows: Any) -> Iterator[Any]:
         import pyarrow as pa
 
         try:
-            yield from _arrow_rows(pa.RecordBatchReader.from_stream(rows))
-        except pa.ArrowException as error:
-            raise UsageError(f"generate: a {type(rows).__name__} holds no rows: {error}") from None
+            batches = pa.RecordBatchReader.from_stream(rows)
+        except pa.ArrowException:
+            yield from rows  # of one column, such as a pandas Series of texts
+        else:
+            yield from _arrow_rows(batches)
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping | bytes):
         yield from rows
     else:
