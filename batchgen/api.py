@@ -165,8 +165,9 @@ def _spec(path: str | None, prompt: str | None, tables: Mapping[str, Mapping[str
     """The job; ``path`` is None for rows in memory. Raises UsageError."""
     for name in tables:
         if name not in KEYS:
-            homes = [section for section, known in KEYS.items() if name in known]
-            hint = f": give it as {homes[0]}={{{name!r}: ...}}" if homes else nearest(name, [*KEYS, "prompt", "options"])
+            homes = [section for section, keys in KEYS.items() if name in keys]
+            known = [*KEYS, "prompt", "options"]
+            hint = f": give it as {homes[0]}={{{name!r}: ...}}" if homes else nearest(name, known)
             raise UsageError(f"generate: unknown argument {name!r}{hint}")
     given = dict(tables.get("input", {}))
     if "path" in given:

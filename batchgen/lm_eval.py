@@ -33,7 +33,7 @@ from batchgen.text.tokenizer import special_tokens
 
 _SECTIONS = ("model", "engine")
 _TOKENS = "prompt_token_ids"
-_DEFAULT_DEVICE = ("device", "cuda:0")  # what lm-eval's command asks for unasked, and its "hf" takes for the CPU without one
+_DEFAULT_DEVICE = ("device", "cuda:0")  # what lm-eval's command adds, and its "hf" runs on the CPU where there is none
 Scored = tuple[Any, list[int], list[int]]  # what lm-eval names the request by, its context, and what is scored
 
 
