@@ -32,7 +32,7 @@ from batchgen.model.decoder import Decoder
 from batchgen.model.families import FAMILIES
 from batchgen.model.registry import parse_config, read_config
 from batchgen.model.rope import frequencies
-from batchgen.model.weights import Checkpoint, Init, RandomTensors
+from batchgen.model.weights import Checkpoint, Init, NamedTensors, RandomTensors
 
 LENGTHS = (1, 2, 5, 33, 300)  # 300 crosses the CPU kernel's tile of 256 positions
 # Other shapes, most of LFM2, whose convolutions and feed-forward widths no other family has.
@@ -192,6 +192,14 @@ def test_published_shapes_have_the_parameters_that_transformers_gives_them(name:
     biases = [buffer for name, buffer in reference.named_buffers() if name in saved]  # of routers
     assert source.num_parameters == sum(parameter.numel() for parameter in [*reference.parameters(), *biases])
     assert 0 < source.num_parameters - linears < 0.001 * source.num_parameters  # norms and taps
+
+
+@pytest.mark.parametrize("model_type", RAW)
+def test_random_norms_are_near_one(model_type: str) -> None:
+    """Wider ones make the last bits of deep models differ more than ``batchgen check`` allows."""
+    config = parse_config(raw_config(model_type), model_type)
+    tensors = NamedTensors(RandomTensors(torch.float32, CPU), config.tensor_names, config.norm_offset)
+    assert (tensors.norm("final_norm", 4096) - 1).abs().max() < 0.5
 
 
 @pytest.mark.parametrize("interval", [{}, {"no_rope_layer_interval": 3}, {"no_rope_layer_interval": 1}])
