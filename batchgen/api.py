@@ -31,7 +31,6 @@ from batchgen.output.rundir import RunDir
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.loader import EngineFactory
 from batchgen.run.reports import read_report
-from batchgen.run.stop import RESUME
 
 _LINES_FORMATS = ("auto", "jsonl", "openai-batch")
 _PIECE_ROWS = 1024
@@ -107,8 +106,8 @@ def generate(
 ) -> Run:
     """Run a model over all rows and return what came of them.
 
-    ``rows`` is a path, as ``input.path`` takes it, or rows in memory: a list or other iterable of strings (column
-    ``prompt``), mappings of columns and chats (lists of messages), a pandas or Polars DataFrame, a
+    ``rows`` is a path, as ``input.path`` takes it, or rows in memory: a list, column or other iterable of strings
+    (column ``prompt``), mappings of columns and chats (lists of messages), a pandas or Polars DataFrame, a
     ``datasets.Dataset``, an Arrow table. Rows in memory keep all their columns; their dates and other values that JSON
     lacks become text, NaN becomes null.
 
@@ -141,7 +140,7 @@ def generate(
         outcome = run_job(spec, options, engine_factory=engine_factory, lines=lines)
         _pass_on_signal(outcome)
         if not RunDir(Path(spec.output.path)).is_complete():
-            lost = f"{outcome.lines[0].removesuffix(f'; {RESUME}')}; {_NOT_KEPT}"
+            lost = f"{outcome.lines[0].partition('; ')[0]}; {_NOT_KEPT}"
             raise RunStopped("; ".join(outcome.lines) if is_kept else lost)
         run = Run(spec, outcome)
         if not is_kept:
@@ -166,8 +165,9 @@ def _spec(path: str | None, prompt: str | None, tables: Mapping[str, Mapping[str
     """The job; ``path`` is None for rows in memory. Raises UsageError."""
     for name in tables:
         if name not in KEYS:
-            homes = [section for section, known in KEYS.items() if name in known]
-            hint = f": give it as {homes[0]}={{{name!r}: ...}}" if homes else nearest(name, [*KEYS])
+            homes = [section for section, keys in KEYS.items() if name in keys]
+            known = [*KEYS, "prompt", "options"]
+            hint = f": give it as {homes[0]}={{{name!r}: ...}}" if homes else nearest(name, known)
             raise UsageError(f"generate: unknown argument {name!r}{hint}")
     given = dict(tables.get("input", {}))
     if "path" in given:
@@ -212,6 +212,8 @@ def _lines(rows: Any) -> Iterator[bytes]:
 def _rows(rows: Any) -> Iterator[Any]:
     """Each row as a Python value. Raises UsageError for what holds no rows."""
     if hasattr(rows, "iloc") and hasattr(rows, "columns"):  # pandas
+        if not rows.columns.is_unique:
+            raise UsageError("generate: rows is a DataFrame with several columns of one name")
         for first in range(0, len(rows), _PIECE_ROWS):
             piece = rows.iloc[first : first + _PIECE_ROWS].astype(object)
             yield from piece.where(piece.notna(), None).to_dict("records")
@@ -222,9 +224,11 @@ def _rows(rows: Any) -> Iterator[Any]:
         import pyarrow as pa
 
         try:
-            yield from _arrow_rows(pa.RecordBatchReader.from_stream(rows))
-        except pa.ArrowException as error:
-            raise UsageError(f"generate: a {type(rows).__name__} holds no rows: {error}") from None
+            batches = pa.RecordBatchReader.from_stream(rows)
+        except pa.ArrowException:
+            yield from rows  # of one column, such as a pandas Series of texts
+        else:
+            yield from _arrow_rows(batches)
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping | bytes):
         yield from rows
     else:

@@ -8,6 +8,7 @@ are cut from the left, begun and scored as by lm-eval's model "hf", whose ``max_
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
@@ -24,7 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from batchgen.api import Run, generate
 from batchgen.config.job import KEYS
 from batchgen.config.load import job_from_values
-from batchgen.core.errors import TokenizerError, UsageError
+from batchgen.core.errors import BatchgenError, TokenizerError, UsageError
 from batchgen.core.keys import nearest
 from batchgen.run.loader import EngineFactory, read_model
 from batchgen.text.chat import ChatTemplateError
@@ -32,6 +33,7 @@ from batchgen.text.tokenizer import special_tokens
 
 _SECTIONS = ("model", "engine")
 _TOKENS = "prompt_token_ids"
+_DEFAULT_DEVICE = ("device", "cuda:0")  # what lm-eval's command adds, and its "hf" runs on the CPU where there is none
 Scored = tuple[Any, list[int], list[int]]  # what lm-eval names the request by, its context, and what is scored
 
 
@@ -65,7 +67,7 @@ class BatchgenLM(TemplateLM):
             if section is None:
                 known = [key for section in _SECTIONS for key in KEYS[section]]
                 raise UsageError(f"lm-eval: unknown model argument {name!r}{nearest(name, known)}")
-            self._tables[section][name] = value
+            self._tables[section][name] = "auto" if (name, value) == _DEFAULT_DEVICE else value
         if max_length is not None:
             self._tables["engine"]["max_model_len"] = max_length + 1
         info = read_model(job_from_values(self._tables, "lm-eval"), datetime.now())
@@ -205,4 +207,8 @@ def _score(tokens: Sequence[dict[str, Any]]) -> tuple[float, bool]:
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except BatchgenError as error:
+        print(f"batchgen: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -2,7 +2,8 @@
 
 A rule is ``last_number``, ``choice``, ``parsed.KEY`` or a regular expression whose first group is the answer. The
 number is what lm-evaluation-harness takes from answers to GSM8K (its filter "flexible-extract"), and commas, dollar
-signs and a last full stop do not count, as in its exact match. It counts no rows.
+signs and a last full stop do not count, as in its exact match; zeros behind the point do. Values of parsed JSON are
+equal if their numbers are. It counts no rows.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
+from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +23,7 @@ _RULES = {
         re.compile(r"(?<![\w'])([A-J])(?=\s*(?:$|[\n).,:;*\]]))"),
     ),
 }
-_DECIMAL = re.compile(r"([-+]?)([0-9]*+)(?:\.([0-9]++))?")
+_DECIMAL = re.compile(r"-?[0-9]*+(?:\.[0-9]++)?")
 
 
 def check_rule(rule: str) -> str:
@@ -60,18 +62,23 @@ def is_right(rule: str, answer: str | None, expected: Any) -> bool:
     """
     if answer is None:
         return False
-    found = None if rule.startswith(PARSED) else find_answer(rule, _text(expected))
+    if rule.startswith(PARSED):
+        one, other = normal(answer), normal(_text(expected))
+        return one == other or _is_same_number(one, other)
+    found = find_answer(rule, _text(expected))
     return normal(answer) == normal(_text(expected) if found is None else found)
 
 
 def normal(text: str) -> str:
-    """A text as it is compared: without white space around it, case, and the ways to write a number."""
-    text = text.strip().casefold().replace(",", "").replace("$", "").removesuffix(".").strip()
-    if (match := _DECIMAL.fullmatch(text)) and (match[2] or match[3]):
-        sign, whole, places = match.groups(default="")
-        number = f"{whole.lstrip('0') or '0'}.{places.rstrip('0')}".removesuffix(".")
-        return f"-{number}" if sign == "-" and number != "0" else number
-    return text
+    """A text as it is compared: without white space around it, case, commas, dollar signs and a last full stop."""
+    return text.strip().casefold().replace(",", "").replace("$", "").removesuffix(".").strip()
+
+
+def _is_same_number(one: str, other: str) -> bool:
+    try:
+        return Decimal(one) == Decimal(other)
+    except InvalidOperation:
+        return False
 
 
 def _text(value: Any) -> str:

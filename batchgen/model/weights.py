@@ -59,7 +59,6 @@ class Init(NamedTuple):
     std: float
 
 
-NORM = Init(1.0, 0.1)
 TAPS = Init(0.0, 0.5)  # of a convolution
 ROUTER_BIAS = Init(0.0, 0.1)  # beside scores from 0 to 1
 
@@ -249,5 +248,5 @@ class NamedTensors:
 
     def norm(self, role: str, width: int) -> Tensor:
         """Weights [width] of a norm, in memory of their own and the model's dtype."""
-        weight = self.take(role, width, init=NORM)
+        weight = self.take(role, width, init=Init(1.0 - self._norm_offset, 0.1))
         return (weight.float() + self._norm_offset).to(self.dtype, copy=True)

@@ -68,15 +68,15 @@ class CutOffRows:
     def __contains__(self, index: int) -> bool:
         return index < len(self._names) and self._names[index] != 0
 
-    def add(self, record: Mapping[str, Any], where: str, before: int | None) -> None:
-        """Take in a record of the outputs; only attempts ``before`` a retry that goes on count."""
+    def add(self, record: Mapping[str, Any], where: str) -> None:
+        """Take in a record of the outputs."""
         index, retried, attempt = record["index"], record.get("retried"), 1
         if isinstance(retried, dict) and is_count(retried.get("attempt")) and 1 < retried["attempt"] < 256:
             attempt = retried["attempt"]
             values = {name: value for name, value in retried.items() if name not in ("attempt", "seed")}
             self._earlier[attempt] = Again(attempt, values)
         self.num_attempts = max(self.num_attempts, attempt)
-        if index < len(self._names) and is_cut_off(record, where) and (before is None or attempt < before):
+        if index < len(self._names) and is_cut_off(record, where):
             self._names[index] = _name(record.get("id", index), record["timings"].get("fingerprint"))
             self._attempts[index] = attempt
             self.count += 1
@@ -132,7 +132,7 @@ class RunAgain(Invocation):
         cut = CutOffRows(self.manifest.num_rows)
         with self.progress.phase("finding the rows that were cut off", "read"):
             for index, record in read_records(self.run_dir, self.spec):
-                cut.add({**record, "index": index}, self.where, begun.attempt if begun else None)
+                cut.add({**record, "index": index}, self.where)
         self.progress.rows_total = cut.count
         if begun is None and cut.num_attempts >= 255:
             raise UsageError(f"{self.run_dir.path} was retried 254 times; run the job anew")

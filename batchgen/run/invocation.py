@@ -99,7 +99,7 @@ class Invocation(ABC):
             raise UsageError("--max-cost needs a price: give --price-per-hour, or cluster.price_per_hour in the job")
         self.stopper = Stopper(options.limits, may_exit=options.may_exit)
         self.progress = Progress(run_dir.path, make_display(options.progress, options.heartbeat_s), self.stopper)
-        self.progress.price_per_hour = spec.cluster.price_per_hour
+        self.progress.price_per_hour, self.progress.is_anew = spec.cluster.price_per_hour, options.overwrite
         self.remotes = RemoteCopies(spec.output, run_dir, self.progress, overwrite=options.overwrite)
 
     def execute(self) -> Outcome:
@@ -159,6 +159,7 @@ class Invocation(ABC):
         sink = self.progress.sink = ResultSink(journal, record_builder, self.options.max_error_rate, charge)
         stream = RequestStream(sink, validator, self.stopper, charge)
         tasks = stream.tasks(rows)
+        self.stopper.check_limits(0, self.progress.cost)  # before a model is loaded for nothing
         with self.progress.phase("reading the input", "read"):
             first = next(tasks, None)
         if first is not None:
@@ -276,17 +277,17 @@ class Invocation(ABC):
     def stopped(self) -> Outcome:
         """The outcome of an early stop, by request or because too many rows failed."""
         self.progress.state = "stopped"
-        sink, reason = self.progress.sink, self.stopper.reason or ""
+        sink, reason, advice = self.progress.sink, self.stopper.reason or "", self.stopper.advice
         if sink is None:
-            return Outcome(ExitCode.STOPPED, (f"stopped ({reason}) before the first row; run again",))
+            return Outcome(ExitCode.STOPPED, (f"stopped ({reason}) before the first row; {advice}",))
         if self.stopper.exit_code == ExitCode.ROWS_FAILED:
-            advice = f"see {short(self.run_dir.errors)}; {self.stopper.advice}"
+            advice = f"see {short(self.run_dir.errors)}; {advice}"
             return Outcome(ExitCode.ROWS_FAILED, (f"stopped: {reason}", advice))
         total = "" if self.progress.rows_total is None else f" of {self.progress.rows_total:,}"
         rows = f"{sink.num_done + sink.num_failed:,}{total} rows finished"
         if sink.journal.partials:
             rows += f", {len(sink.journal.partials):,} half done and saved"
-        return Outcome(ExitCode.STOPPED, (f"stopped ({reason}): {rows}; run again to resume",))
+        return Outcome(ExitCode.STOPPED, (f"stopped ({reason}): {rows}; {advice}",))
 
 
 def short(path: Path) -> str:

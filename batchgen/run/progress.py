@@ -94,6 +94,7 @@ class Progress:
         self.keeps_file = False  # set once there is something to resume
         self.num_reused = 0  # rows taken over from earlier runs
         self.price_per_hour: float | None = None
+        self.is_anew = False  # what earlier invocations have cost counts no more, since what they left will be dropped
         self._before: dict[str, Any] = {}  # progress.json of earlier invocations
         self._path = folder / PROGRESS_NAME
         self.stopper = stopper
@@ -196,7 +197,7 @@ class Progress:
         return (self.price_per_hour or 0.0) * self._devices_s() / 3600
 
     def _devices_s(self) -> float:
-        before, mine = self._before.get("spent", {}), self.clock.wall_s
+        before, mine = {} if self.is_anew else self._before.get("spent", {}), self.clock.wall_s
         here = {"wall_s": mine, "device_s": mine * self._mean_workers}
         return device_s({name: before.get(name, 0.0) + seconds for name, seconds in here.items()})
 

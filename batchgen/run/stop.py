@@ -69,11 +69,11 @@ class Stopper:
         """Seconds until the process is ended by force; ``DRAIN_S`` while no stop was asked for."""
         return DRAIN_S if self._watchdog is None else self._watchdog.left_s
 
-    def request(self, reason: str) -> None:
+    def request(self, reason: str, advice: str = RESUME) -> None:
         """Ask to stop, from any thread; only the first reason counts."""
         if self.reason is not None:
             return
-        self.reason = reason
+        self.reason, self.advice = reason, advice
         if self._watchdog is not None:
             main = threading.main_thread()
             if threading.current_thread() is not main and main.ident is not None:
@@ -106,7 +106,7 @@ class Stopper:
         elif limits.max_total_tokens is not None and num_tokens >= limits.max_total_tokens:
             self.request(f"max total tokens of {limits.max_total_tokens}")
         elif limits.max_cost is not None and cost >= limits.max_cost:
-            self.request(f"max cost of {format_amount(limits.max_cost)} in all")
+            self.request(f"max cost of {format_amount(limits.max_cost)} in all", "give a higher --max-cost to resume")
 
     @contextmanager
     def drain_with(self, stop: Callable[[], None]) -> Iterator[None]:

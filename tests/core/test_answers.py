@@ -65,39 +65,39 @@ def solution(rng: random.Random) -> tuple[str, str]:
     ("last_number", r"(-?[$0-9.,]{2,})|(-?[0-9]+)", -1),
     (STRICT, STRICT, 0),
 ])  # fmt: skip
-def test_a_thousand_solutions_are_scored_as_the_harness_does_but_for_zeros_behind_the_point(
-    rule: str, pattern: str, place: int
-) -> None:
+def test_a_thousand_solutions_are_scored_as_the_harness_does(rule: str, pattern: str, place: int) -> None:
     rng = random.Random(11)
-    num_right = num_zeros = 0
-    for _ in range(1000):
+    num_right = num_rows = 0
+    while num_rows < 1000:
         text, reference = solution(rng)
-        prediction = filtered(text, pattern, place)
         if text.count("####") > 1:
             continue  # the harness' strict filter takes the first of several, this one the last
-        ours, theirs = is_right(rule, find_answer(rule, text), reference), scored(prediction, reference)
-        if ours != theirs:
-            bare, count = re.subn(r"\.0+\.?$", "", prediction.replace(",", ""))
-            assert count and ours and scored(bare, reference), text
-            num_zeros += 1
+        num_rows += 1
+        theirs = scored(filtered(text, pattern, place), reference)
+        assert is_right(rule, find_answer(rule, text), reference) == theirs, text
         num_right += theirs
-    assert num_right > 100
-    assert num_zeros > 10
+    assert 50 < num_right < 950
 
 
-@pytest.mark.parametrize("text", ["1234", " 1,234\n", "$1,234.", "1234.0", "+1234", "001234.00", "$ 1,234"])
+@pytest.mark.parametrize("text", ["1234", " 1,234\n", "$1,234.", "$ 1,234"])
 def test_ways_to_write_a_number_are_one(text: str) -> None:
     assert normal(text) == "1234"
     assert is_right("last_number", find_answer("last_number", "It is 1,234."), text)
-    assert is_right("last_number", "1234", 1234) and is_right("parsed.n", "1234.0", 1234)
+    assert is_right("last_number", "1234", 1234)
+
+
+@pytest.mark.parametrize("text", ["1234.0", "+1234", "001234.00", "1,234", "1.234e3"])
+def test_numbers_of_parsed_json_are_equal_however_they_are_written(text: str) -> None:
+    assert is_right("parsed.n", text, 1234) and is_right("parsed.n", "1234", text)
+    assert not is_right("last_number", "1234", "1234.0")  # the harness compares what is written
 
 
 @pytest.mark.parametrize(
     ("one", "other"), [("1234", "12340"), ("0.1", "0.01"), ("-1", "1"), ("1.2.3", "1.23"), ("x1", "1"), ("", "0")]
 )
 def test_other_texts_are_others(one: str, other: str) -> None:
-    assert normal(one) != normal(other)
-    assert (normal("-0"), normal(".5"), normal("."), normal("NaN"), normal("1e3")) == ("0", "0.5", "", "nan", "1e3")
+    assert not is_right("parsed.n", one, other) and not is_right("last_number", one, other)
+    assert is_right("parsed.n", "NaN", "nan") and not is_right("parsed.n", "sNaN", "1e999999")
 
 
 CHOICES = {

@@ -100,6 +100,16 @@ def test_a_path_is_the_input_of_a_job(tmp_path: Path) -> None:
     assert records(found) == wanted[:9]
 
 
+def test_a_column_of_texts_is_a_list_of_them() -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"text": [row["question"] for row in ROWS], "other": 1})
+    wanted = [row["text"] for row in generated([*table["text"]], prompt=None).rows]
+    for column in (table["text"], table["text"].astype(object), as_dataset(table.to_dict("records"))["text"]):
+        assert [row["text"] for row in generated(column, prompt=None).rows] == wanted
+    with pytest.raises(batchgen.UsageError, match="several columns of one name"):
+        generated(pandas.concat([table, table], axis=1), prompt=None)
+
+
 @pytest.mark.parametrize(
     ("value", "written"),
     [(float("nan"), None), ("NaT", None), ("date", "2026-05-01"), ([1.5, float("inf")], [1.5, None])],
@@ -167,10 +177,11 @@ def test_without_an_output_folder_nothing_stays(stub: dict[str, Any], tmp_path: 
         (5, {}, "rows is a int, not a list"),
         ([1], {}, r"rows\[0\] is a int"),
         (["a", None], {"prompt": None}, r"rows\[1\] is a NoneType"),
-        (pa.chunked_array([["a"]]), {}, "holds no rows"),
+        (pa.chunked_array([["a"]]), {}, r"rows\[0\] is a StringScalar"),
         (["a"], {}, "names column 'question'.*columns found: 'prompt'"),
         (ROWS, {"max_tokens": 3}, r"unknown argument 'max_tokens': give it as sampling=\{'max_tokens': ...\}"),
         (ROWS, {"engin": {}}, "unknown argument 'engin'.*engine"),
+        (ROWS, {"promt": "x"}, "unknown argument 'promt'.*prompt"),
         (ROWS, {"sampling": {"temprature": 1}}, "generate: sampling.temprature: unknown key.*temperature"),
         (ROWS, {"engine": 5}, r"engine = 5: must be a section"),
         (ROWS, {"input": {"path": "x"}}, "rows are given as the first argument"),

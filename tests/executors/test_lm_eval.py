@@ -108,6 +108,25 @@ def test_scores_are_the_same_at_every_batch_size(folder: Path, max_num_seqs: int
     assert evaluate(str(folder), max_num_seqs=max_num_seqs)[1] == evaluate(str(folder))[1]
 
 
+def command(folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
+    tasks = ["--tasks", ",".join(TASKS), "--include_path", str(folder), "--output_path", str(folder / "found.json")]
+    evaluated = [sys.executable, "-m", "batchgen.lm_eval", "run", "--model", "batchgen", *tasks, "--model_args", *given]
+    return subprocess.run(evaluated, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+def test_the_command_runs_on_the_device_that_there_is(folder: Path) -> None:
+    done = command(folder, f"pretrained={MODEL}", "dtype=float32", "max_length=48")
+    assert done.returncode == 0, done.stderr
+    [found] = folder.glob("**/found*.json")
+    assert json.loads(found.read_text())["results"].keys() == TASKS.keys()
+
+
+def test_the_command_says_in_a_line_what_is_wrong(folder: Path) -> None:
+    done = command(folder, f"pretrained={MODEL}", "dtyp=float32")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("batchgen: lm-eval: unknown model argument 'dtyp'")
+
+
 def test_an_evaluation_that_was_killed_goes_on(folder: Path, tmp_path: Path) -> None:
     environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(Path(__file__).parent)])}
     command = [sys.executable, "-c", KILLED, str(folder), str(tmp_path / "run")]

@@ -27,11 +27,12 @@ from batchgen.core.records import Request, SamplingParams
 from batchgen.engine import Engine, EngineConfig
 from batchgen.kernels.interface import Linear, PlainLinear
 from batchgen.kernels.reference import ReferenceKernels
+from batchgen.model.config import NO_ROPE
 from batchgen.model.decoder import Decoder
 from batchgen.model.families import FAMILIES
 from batchgen.model.registry import parse_config, read_config
 from batchgen.model.rope import frequencies
-from batchgen.model.weights import Checkpoint, Init, RandomTensors
+from batchgen.model.weights import Checkpoint, Init, NamedTensors, RandomTensors
 
 LENGTHS = (1, 2, 5, 33, 300)  # 300 crosses the CPU kernel's tile of 256 positions
 # Other shapes, most of LFM2, whose convolutions and feed-forward widths no other family has.
@@ -191,6 +192,25 @@ def test_published_shapes_have_the_parameters_that_transformers_gives_them(name:
     biases = [buffer for name, buffer in reference.named_buffers() if name in saved]  # of routers
     assert source.num_parameters == sum(parameter.numel() for parameter in [*reference.parameters(), *biases])
     assert 0 < source.num_parameters - linears < 0.001 * source.num_parameters  # norms and taps
+
+
+@pytest.mark.parametrize("model_type", RAW)
+def test_random_norms_are_near_one(model_type: str) -> None:
+    """Wider ones make the last bits of deep models differ more than ``batchgen check`` allows."""
+    config = parse_config(raw_config(model_type), model_type)
+    tensors = NamedTensors(RandomTensors(torch.float32, CPU), config.tensor_names, config.norm_offset)
+    assert (tensors.norm("final_norm", 4096) - 1).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("interval", [{}, {"no_rope_layer_interval": 3}, {"no_rope_layer_interval": 1}])
+def test_a_file_that_lists_no_layers_without_rotation_means_those_of_transformers(interval: dict[str, int]) -> None:
+    from transformers import AutoConfig
+
+    raw = raw_config("smollm3", num_hidden_layers=9)
+    del raw["no_rope_layer_interval"]
+    layers = parse_config(raw | interval, "smollm3").layers
+    wanted: Any = AutoConfig.for_model(**raw | interval)
+    assert [int(layer.rope != NO_ROPE) for layer in layers] == wanted.no_rope_layers
 
 
 class CountedTensors(RandomTensors):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,21 @@ def step_of_a_second(monkeypatch: pytest.MonkeyPatch) -> Any:
         clock.now_s += 1.0
 
     return step
+
+
+def test_a_run_that_has_spent_its_limit_loads_no_model_and_one_begun_anew_starts_from_nothing(
+    job: JobMaker, step_of_a_second: Any
+) -> None:
+    job.write(rows_of(400))
+    spec = job.spec(cluster=PRICED, sampling={"max_tokens": 2})
+    for overwrite, num_engines in ((False, 1), (False, 0), (True, 1)):
+        options = replace(quiet(max_cost=2.0), overwrite=overwrite)
+        outcome = job.run(spec, options, before_step=step_of_a_second, max_num_seqs=1)
+        assert outcome.exit_code == 75
+        assert outcome.lines[0].endswith("of 400 rows finished; give a higher --max-cost to resume")
+        assert len(job.engines) == num_engines
+        assert 2.0 <= read_status(job.output)["cost"]["total"] <= 2.04
+        assert read_status(job.output)["advice"] == "give a higher --max-cost to resume"
 
 
 def test_a_run_stops_within_two_percent_of_its_max_cost_and_resumed_ones_add_up(

@@ -187,6 +187,18 @@ def test_a_choice_of_tool_becomes_a_grammar_or_an_error_row(job: JobMaker, says:
         assert error["error"]["code"] == "bad_param" and said in error["error"]["message"], error["error"]
 
 
+@pytest.mark.parametrize(("given", "has_several"), [({}, True), ({"parallel_tool_calls": False}, False)])
+def test_one_call_is_asked_for_where_several_are_not_wanted(
+    job: JobMaker, says: Any, given: dict[str, Any], has_several: bool
+) -> None:
+    pytest.importorskip("llguidance")
+    job.write(lines(1, tool_choice="required", **given))
+    seen: list[Request] = []
+    spec = says([CALL], form="openai-batch")
+    job.run(spec, before_step=lambda _: seen.extend(asked for asked, *_ in job.engines[0].running.values()))
+    assert seen and (")*" in seen[0].params.structured_outputs) == has_several
+
+
 def test_a_model_whose_format_is_not_known_is_refused(job: JobMaker, says: Any) -> None:
     job.write(rows(1))
     with pytest.raises(UsageError, match=r"^output\.parse_tools: neither tokenizer nor chat template .*LFM2, Mistral"):
