@@ -52,13 +52,13 @@ FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
 ROOM_LINES = {
     "kernels": 6893,
     "engine": 3541,
-    "model": 3677,
+    "model": 3682,
     "text": 2211,
     "run": 3527,
     "executors": 2707,
     "output": 3477,
     "core": 2485,
-    "input": 3197,
+    "input": 3217,
     "report": 1545,
     "config": 1133,
     "plan": 1012,
@@ -66,8 +66,8 @@ ROOM_LINES = {
     "check": 611,
     "bench": 581,
 }
-MAX_LINES = 38_567
-MAX_TEST_LINES = 45_968
+MAX_LINES = 38_592
+MAX_TEST_LINES = 46_014
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),
