@@ -208,10 +208,10 @@ class Kernels(Protocol):
 
 
 class TableEmbedding:
-    """``Embedding`` of a table as it is."""
+    """``Embedding`` of a table as it is, or in ``dtype`` if that is smaller."""
 
     def __init__(self, kernels: Kernels, table: Tensor, dtype: torch.dtype) -> None:
-        self.table = table
+        self.table = table.to(dtype) if dtype.itemsize < table.itemsize else table
         self._take_rows = kernels.take_rows
         self._dtype = dtype
 

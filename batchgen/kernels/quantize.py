@@ -22,7 +22,7 @@ class Int8Weight:
 
     Attributes:
         values: int8 [out_features, in_features], from -most to most.
-        scales: bfloat16 [out_features, groups]; not finite where the group of the original was not.
+        scales: float16 [out_features, groups]; not finite where the group of the original was not.
         group: inputs that share a scale, ``in_features = groups * group`` but for the last group, which may be shorter.
     """
 
@@ -38,9 +38,10 @@ class Int8Weight:
 
 
 def quantize_weight(weight: Tensor, group: int = GROUP, most: int = MOST) -> Int8Weight:
-    """The nearest integers up to ``most`` to a weight over its scales, which are as small as bfloat16 allows.
+    """The nearest integers up to ``most`` to a weight over its scales, which are as small as float16 allows.
 
-    With them a value is off by at most half a scale: 0.4 % of the largest of its group.
+    With them a value is off by at most half a scale: 0.4 % of the largest of its group. Blocks of GGUF's Q8_0, whose
+    scales are of float16 too, give their own integers and scales.
     """
     out_features, in_features = weight.shape
     groups = functional.pad(weight.float(), (0, -in_features % group)).view(out_features, -1, group)
@@ -68,7 +69,6 @@ def quantize_rows(x: Tensor, group: int = DOT_GROUP, most: int = MOST) -> tuple[
 
 
 def _round_up(x: Tensor) -> Tensor:
-    """The least bfloat16 that is no smaller than x, of non-negative numbers."""
-    bits = x.contiguous().view(torch.int32)
-    up = torch.where(x.isfinite(), (bits + 0xFFFF) & ~0xFFFF, bits)
-    return up.view(torch.float32).to(torch.bfloat16)
+    """The least float16 that is no smaller than x, of non-negative numbers; beyond the largest, infinity."""
+    nearest = x.half()
+    return (nearest.view(torch.int16) + (nearest < x)).view(torch.float16)

@@ -77,7 +77,7 @@ def load_model(  # noqa: PLR0913 - the keys of [model]
     if model is None:
         source = RandomTensors(kind, where, saved=DTYPES.get(config.dtype))
     else:
-        source = _open(model, config, kind, where)
+        source = _open(model, config, kind, where, is_exact=weights == "int8" and where.type == "cpu")
         config = _named_as_stored(config, source)
     if lora is not None:
         source = LoraTensors(source, lora, config)
@@ -104,10 +104,12 @@ def _named_as_stored(config: ModelConfig, source: TensorSource) -> ModelConfig:
     return replace(config, tensor_names=names)
 
 
-def _open(model: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> TensorSource:
-    """The weights in a folder or GGUF file. Raises ModelError if they are unusable."""
+def _open(
+    model: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_exact: bool
+) -> TensorSource:
+    """The weights in a folder or GGUF file, whose blocks may come ``is_exact``. Raises ModelError if unusable."""
     if is_gguf(model):
-        return GgufTensors(model, dtype, device, config.head_dim)
+        return GgufTensors(model, dtype, device, config.head_dim, is_exact=is_exact)
     if config.quantization:
         return QuantizedCheckpoint(model, dtype, device, config.quantization)
     return Checkpoint(model, dtype, device)

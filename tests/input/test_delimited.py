@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -225,15 +226,18 @@ def test_the_header_says_the_columns_and_name_or_header_the_delimiter(name: str,
     assert [row.columns for row in rows if isinstance(row, Record)] == expected
 
 
-def test_wherever_a_table_was_cut_all_rows_before_the_cut_one_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstd])
+def test_wherever_a_table_was_cut_all_rows_before_the_cut_one_stay(
+    tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
     content = '\ufeff"a",b\r\n1,"é\n""x"""\r\n\r\n2,\n3,"\n"\n"4","5"\n\n6,"7\n'.encode()
-    (tmp_path / "whole.csv").write_bytes(content)
-    whole = list(source_of(tmp_path / "whole.csv").read())
+    whole = read_bytes(tmp_path, content, "whole.csv")
     for cut in range(1, len(content)):
-        (tmp_path / "cut.csv").write_bytes(content[:cut])
+        first = pack(content[:cut])
+        (tmp_path / "whole.csv").write_bytes(first + pack(content[cut:]))
         with suppress(UsageError):
-            rows = list(source_of(tmp_path / "cut.csv").read())
-            is_cut, is_row_cut = DelimitedFile(LocalFile(tmp_path / "whole.csv"), None).is_cut_at(cut)
+            rows = read_bytes(tmp_path, first, "cut.csv")
+            is_cut, is_row_cut = DelimitedFile(LocalFile(tmp_path / "whole.csv"), None).is_cut_at(len(first))
             assert is_cut >= is_row_cut >= (not is_cut and not content[:cut].endswith(b"\n"))
             num_same = max(len(rows) - is_row_cut, 0)
             assert [vars_of(row) for row in rows[:num_same]] == [vars_of(row) for row in whole[:num_same]]

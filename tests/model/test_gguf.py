@@ -94,6 +94,22 @@ def test_a_gguf_model_has_the_logits_of_the_values_that_it_stands_for(
     assert torch.equal(prefix_logits(found, PROMPT), prefix_logits(expected, PROMPT))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_of_q8_0_are_kept_as_integers_without_a_second_rounding(tmp_path: Path, family: str, dtype: str) -> None:
+    def logits(path: Path, kernels: type[ReferenceKernels] | None, **settings: str) -> torch.Tensor:
+        made = kernels and kernels(**settings)
+        model = load_model(str(path), dtype=dtype, device="cpu", kernels=made, **settings)
+        assert model.embedding(torch.tensor([3])).dtype == DTYPES[dtype]
+        return prefix_logits(model, PROMPT)
+
+    path = write_both(tmp_path, Kind.Q8_0, **FAMILIES[family])
+    for kernels in (ReferenceKernels, None):
+        assert torch.equal(logits(path, kernels, weights="int8"), logits(path, kernels))
+    path = write_both(tmp_path / "other", Kind.Q5_0, **FAMILIES[family])
+    assert not torch.equal(logits(path, None, weights="int8"), logits(path, None))
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -7,12 +7,14 @@ import json
 import random
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from input_helpers import zstd
 from run_helpers import JobMaker, finish, quiet, rows_of, start
 from stub_engine import stub_factory
 
@@ -134,10 +136,16 @@ def test_thirty_nights_of_growth_stops_and_kills_end_as_one_run(
     assert (job.output / "outputs.jsonl").read_bytes() == before
 
 
-def test_a_night_computes_only_what_is_new_and_says_how_much(job: JobMaker) -> None:
-    job.input.write_bytes(b"".join(LINES[:50]))
+MEMBERS: dict[str, Callable[[bytes], bytes]] = {"plain": bytes, "gzip": gzip.compress, "zstd": zstd}
+stored = pytest.mark.parametrize("member", MEMBERS)
+
+
+@stored
+def test_a_night_computes_only_what_is_new_and_says_how_much(job: JobMaker, member: str) -> None:
+    parts = [MEMBERS[member](b"".join(lines)) for lines in (LINES[:50], LINES[50:])]
+    job.input.write_bytes(parts[0])
     job.run()
-    job.input.write_bytes(b"".join(LINES))
+    job.input.write_bytes(b"".join(parts))
     outcome = job.run()
     assert computed(job) == 10
     assert outcome.lines[0] == "10 new rows; in all:"
@@ -269,16 +277,23 @@ def test_an_id_that_a_retry_gave_a_row_is_unique_across_nights_too(job: JobMaker
     assert len(set(names)) == len(names) == 11
 
 
-def test_what_a_retry_gave_the_last_row_stays_where_only_its_newline_was_missing(job: JobMaker) -> None:
-    job.input.write_bytes(b"".join([*LINES[:4], LINES[2].rstrip()]))
+@stored
+@pytest.mark.parametrize("missing", [b"", b"\n"], ids=["whole", "cut"])
+def test_what_a_retry_gave_the_last_row_stays_where_the_row_was_whole(
+    job: JobMaker, member: str, missing: bytes
+) -> None:
+    first = b"".join([*LINES[:4], LINES[2]]).removesuffix(missing)
+    parts = [MEMBERS[member](part) for part in (first, missing + LINES[5] + LINES[6])]
+    job.input.write_bytes(parts[0])
     job.run()
     (letter,) = job.errors()
     letter["row"]["id"] = "mended"
     (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
     assert retried(job).exit_code == ExitCode.OK
     before = job.outputs()
-    job.input.write_bytes(b"".join([*LINES[:4], LINES[2], LINES[5], LINES[6]]))
+    job.input.write_bytes(b"".join(parts))
     assert job.run().exit_code == ExitCode.OK
+    assert computed(job) == 2
     assert job.outputs()[:5] == before
     assert [record["index"] for record in job.outputs()] == [*range(7)]
 

@@ -55,13 +55,14 @@ class DelimitedFile(LinesFile):
             raise RowProblem(RowErrorCode.BAD_TYPE, f"the row has {counts}")
         return dict(zip(self._names, line.cells, strict=True))
 
-    def is_cut_at(self, num_bytes: int) -> tuple[bool, bool]:
-        """See ``InputFile.is_cut_at``; a newline may be one of a cell."""
-        is_cut, is_row_cut = super().is_cut_at(num_bytes)
-        if num_bytes and not is_row_cut:
-            with self.content.open() as stream:
-                end = next(row.end for row in _records(stream, 0, 0, self._dialect) if row.end >= num_bytes)
-            if end > num_bytes + is_cut:
+    def is_text_cut_at(self, end: int) -> tuple[bool, bool]:
+        """See ``LinesFile``; a newline may be one of a cell."""
+        is_cut, is_row_cut = super().is_text_cut_at(end)
+        if end and not is_row_cut:
+            with open_text(self.content) as stream:
+                ends = (row.end for row in _records(stream, 0, 0, self._dialect))
+                row_end = next((row_end for row_end in ends if row_end >= end), None)
+            if row_end is None or row_end > end + is_cut:  # None where what came behind is damaged
                 return True, True
         return is_cut, is_row_cut
 

@@ -15,7 +15,7 @@ from batchgen.core.errors import RowErrorCode, UsageError
 from batchgen.core.fingerprint import digest_of
 from batchgen.core.records import BadRow, Cursor, Record
 from batchgen.input.formats import Rows, StoredFile, Wanted
-from batchgen.input.formats.text_stream import damage, is_compressed, open_text
+from batchgen.input.formats.text_stream import damage, open_text, text_bytes
 from batchgen.input.input_bytes import InputBytes
 from batchgen.input.rows import RowProblem
 
@@ -98,10 +98,14 @@ class LinesFile(StoredFile):
             return bool(digest_of(stream, begun["bytes"]) == begun["sha256"])
 
     def is_cut_at(self, num_bytes: int) -> tuple[bool, bool]:
-        with self.content.open() as stream:
-            if not num_bytes or is_compressed(stream):
-                return bool(num_bytes), bool(num_bytes)
-            stream.seek(num_bytes - 1)
+        end = text_bytes(self.content, num_bytes)
+        return (True, True) if end is None else self.is_text_cut_at(end)
+
+    def is_text_cut_at(self, end: int) -> tuple[bool, bool]:
+        """``is_cut_at`` the first ``end`` bytes of the decompressed text."""
+        if not end:
+            return False, False
+        with open_text(self.content, end - 1) as stream:
             around = stream.read(2)
         is_cut = not around.startswith(b"\n")
         return is_cut, is_cut and (around[1:] != b"\n" or around.startswith(b"\r"))

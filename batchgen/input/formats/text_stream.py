@@ -6,8 +6,8 @@ Compression is recognized by the first bytes, never by the name: no UTF-8 text b
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from typing import BinaryIO
+from collections.abc import Generator
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -18,17 +18,18 @@ _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 class Decompressed(io.RawIOBase):
-    """The decompressed content of a file.
+    """The decompressed content of a file, or of its first ``num_bytes``.
 
     It ends where it cannot be decompressed any further, and ``damage`` then says why; what is decompressed in one go
     with a damaged byte (some 20 kB of a gzip file, a block of a zstd file) is lost with it. A real failure to read
     raises ``OSError``.
     """
 
-    def __init__(self, content: InputBytes, codec: str) -> None:
+    def __init__(self, content: InputBytes, codec: str, num_bytes: int | None = None) -> None:
         self.damage: str | None = None
         self._content = content
         self._codec = codec
+        self._num_bytes = content.num_bytes if num_bytes is None else num_bytes
         self._blocks = self._read_blocks()
         self._pending = memoryview(b"")
 
@@ -44,11 +45,15 @@ class Decompressed(io.RawIOBase):
         self._pending = self._pending[size:]
         return size
 
-    def _read_blocks(self) -> Iterator[bytes]:
+    def close(self) -> None:
+        self._blocks.close()  # and the file with it
+        super().close()
+
+    def _read_blocks(self) -> Generator[bytes]:
         """The content in blocks. A block with damage in it is lost, so it is read again in smaller ones."""
         done = 0
         for block_bytes in (BUFFER_BYTES, 1 << 10, 1):
-            with pa.input_stream(self._content.arrow_source(), compression=self._codec) as stream:
+            with self._content.open() as file, self._decompressed(file) as stream:
                 for start in range(0, done, BUFFER_BYTES):
                     stream.read(min(BUFFER_BYTES, done - start))
                 try:
@@ -60,6 +65,9 @@ class Decompressed(io.RawIOBase):
                     if error.errno is not None:
                         raise
                     self.damage = one_line(error)
+
+    def _decompressed(self, file: BinaryIO) -> Any:
+        return pa.CompressedInputStream(pa.PythonFile(file, "r").get_stream(0, self._num_bytes), self._codec)
 
 
 def open_text(content: InputBytes, offset: int = 0) -> BinaryIO:
@@ -79,9 +87,16 @@ def open_text(content: InputBytes, offset: int = 0) -> BinaryIO:
     return stream
 
 
-def is_compressed(stream: BinaryIO) -> bool:
-    """Whether the bytes at the start of a file are those of a compressed one."""
-    return _codec(stream) is not None
+def text_bytes(content: InputBytes, num_bytes: int) -> int | None:
+    """The size of the text in the first ``num_bytes`` of a file; None where a compressed one is damaged or cut off."""
+    with content.open() as plain:
+        codec = _codec(plain)
+    if codec is None:
+        return num_bytes
+    size, stream = 0, Decompressed(content, codec, num_bytes)
+    while block := stream.read(BUFFER_BYTES):
+        size += len(block)
+    return None if stream.damage else size
 
 
 def _codec(stream: BinaryIO) -> str | None:

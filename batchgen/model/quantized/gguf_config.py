@@ -48,11 +48,9 @@ _KEYS = {  # key of config.json -> key of the metadata, behind the architecture
     "rope_theta": "rope.freq_base",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
-_LFM2_KEYS = {"conv_L_cache": "shortconv.l_cache"}
-_ARCHITECTURES: Mapping[str, Mapping[str, str]] = {  # each with the keys that others lack; the name is the model_type
-    "lfm2": _KEYS | _LFM2_KEYS,
-    "llama": _KEYS,
-    "qwen3": _KEYS,
+_ARCHITECTURES: Mapping[str, Mapping[str, str]] = {  # the name is the model_type
+    "lfm2": _KEYS | {"conv_L_cache": "shortconv.l_cache"},
+    **dict.fromkeys(("llama", "qwen3"), _KEYS),
 }
 _NOT_COMPUTED = (  # what other models of these architectures add
     *("expert_count", "attention.sliding_window", "attention.scale"),

@@ -28,14 +28,18 @@ class GgufTensors(StoredTensors[GgufTensor]):
     """Tensors of a GGUF file, each read back into ``dtype``.
 
     Converters of the architecture "llama" put the outputs of each head of ``head_dim`` that are rotated together, i and
-    i + head_dim / 2, side by side; here they get back their places.
+    i + head_dim / 2, side by side; here they get back their places. With ``is_exact`` blocks are read into float32, for
+    a model that keeps integers: those of Q8_0 are then the file's own.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, head_dim: int = 2) -> None:
+    def __init__(
+        self, path: Path, dtype: torch.dtype, device: torch.device, head_dim: int = 2, *, is_exact: bool = False
+    ) -> None:
         metadata, tensors = read_header(path)
         is_llama = metadata.get("general.architecture") == "llama"
         self._rotated = _ROTATED if is_llama else ()
         self._pairs = head_dim // 2
+        self._of_blocks = torch.float32 if is_exact else dtype
         # Llama 3's factors are compared when the config is read.
         places = {name: found for name, found in tensors.items() if not (is_llama and name == ROPE_FACTORS)}
         super().__init__(path, dtype, device, places)
@@ -51,12 +55,13 @@ class GgufTensors(StoredTensors[GgufTensor]):
             raise self._error(name, "is missing; convert the model again")
         if [n for n in found.shape if n != 1] != [n for n in shape if n != 1]:
             raise self._error(name, f"has shape {list(found.shape)}; the metadata asks for {list(shape)}")
+        wanted = dtype or (self.dtype if found.kind in _NUMBERS else self._of_blocks)
         if found.kind in _NUMBERS:
             kind = _NUMBERS[found.kind]
             tensor = torch.from_numpy(self._bytes(name, found, math.prod(shape) * kind.itemsize)).view(kind)
         else:
-            tensor = self._from_blocks(name, found, dtype or self.dtype)
-        tensor = tensor.to(self.device, dtype or self.dtype).view(shape)
+            tensor = self._from_blocks(name, found, wanted)
+        tensor = tensor.to(self.device, wanted).view(shape)
         if name.endswith(self._rotated):
             tensor = tensor.view(-1, self._pairs, 2, shape[1]).transpose(1, 2).reshape(shape)
         if not is_finite(tensor):

@@ -1,6 +1,6 @@
 """Weights of 8 bits in a tile: read as numbers, or multiplied as the integers that they are. Emitted as LLVM IR.
 
-Numbers: a strip is, for each group of 32 inputs, 16 bfloat16 scales and [16 pairs, 16 outputs, 2 inputs] of bytes. A
+Numbers: a strip is, for each group of 32 inputs, 16 float16 scales and [16 pairs, 16 outputs, 2 inputs] of bytes. A
 number is the integer times its scale, rounded to the type in which the product is computed.
 
 Integers: a strip is, for each group of 128 inputs, 16 float32 scales and [32, 16 outputs, 4 inputs] of bytes, which are
@@ -29,9 +29,9 @@ def _at(builder, base, offset, kind):
 
 def emit_scales(builder, strip, group):
     """The float32 scales of 16 outputs in a group of a strip of numbers."""
-    halves = ir.VectorType(ir.IntType(16), LANES)
+    halves = ir.VectorType(ir.HalfType(), LANES)
     at = _at(builder, strip, builder.mul(group, emit.number(GROUP_BYTES)), halves)
-    return emit.widen(builder, builder.load(at, align=_SCALE_BYTES))
+    return builder.fpext(builder.load(at, align=_SCALE_BYTES), emit.VECTOR)
 
 
 def emit_numbers(builder, strip, group, pair, scales, x):
