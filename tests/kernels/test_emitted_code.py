@@ -37,7 +37,7 @@ totals = {(r, 0): builder.alloca(VECTOR) for r in range(rows)}
 for total in totals.values():
     builder.store(ir.Constant(VECTOR, None), total)
 if x_type is None:
-    int8.emit_integer_sums(builder, totals, x, number(0), [weight], count, lambda index: None)
+    int8.emit_integer_sums(builder, totals, x, number(0), [weight], count, count, lambda index: None)
 else:
     matmul_tiles._emit_sums(builder, totals, x[0], number(0), count, weight, [weight], count, lambda index: None)
 for (r, _), total in totals.items():
