@@ -50,9 +50,9 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
-    "kernels": 6893,
-    "engine": 3541,
-    "model": 3677,
+    "kernels": 6894,
+    "engine": 3542,
+    "model": 3692,
     "text": 2211,
     "run": 3527,
     "executors": 2707,
@@ -61,13 +61,13 @@ ROOM_LINES = {
     "input": 3197,
     "report": 1545,
     "config": 1133,
-    "plan": 1012,
-    "cli": 1120,
+    "plan": 1022,
+    "cli": 1129,
     "check": 611,
-    "bench": 581,
+    "bench": 592,
 }
-MAX_LINES = 38_567
-MAX_TEST_LINES = 45_968
+MAX_LINES = 38_614
+MAX_TEST_LINES = 46_148
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),
