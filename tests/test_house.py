@@ -50,9 +50,9 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
-    "kernels": 6893,
-    "engine": 3541,
-    "model": 3677,
+    "kernels": 7136,
+    "engine": 3542,
+    "model": 3668,
     "text": 2211,
     "run": 3527,
     "executors": 2707,
@@ -64,10 +64,10 @@ ROOM_LINES = {
     "plan": 1012,
     "cli": 1120,
     "check": 611,
-    "bench": 581,
+    "bench": 593,
 }
-MAX_LINES = 38_567
-MAX_TEST_LINES = 45_968
+MAX_LINES = 38_814
+MAX_TEST_LINES = 46_070
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),

@@ -88,6 +88,11 @@ class TimedKernels:
         timed: SparseFeedForward = self._timed("experts", self._kernels.experts(noted()), met)
         return timed
 
+    def attend(self, *given: Any, **named: Any) -> Tensor:
+        """The operations that the wrapped kernels make of it, each timed."""
+        result: Tensor = type(self._kernels).attend(self, *given, **named)
+        return result
+
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._kernels, name)
         return self._timed(name, value) if callable(value) else value
@@ -132,20 +137,27 @@ def _looked_up(given: tuple[Any, ...], result: Tensor) -> tuple[float, float]:
 
 
 def _attended(given: tuple[Any, ...], result: Tensor) -> tuple[float, float]:
-    """Four FLOP per head dimension and position attended to; each sequence's keys and values are read once."""
-    q, cache, inputs, head_dim, _, window, *_ = (*given, 0)
+    """Four FLOP per head dimension and position attended to; each sequence's keys and values are read once.
+
+    Queries are read; of tokens that come as products, these are, and their keys and values are written.
+    """
+    q, cache, inputs, head_dim = given[:4]
+    window, alone = given[5] if len(given) > 5 else 0, given[7] if len(given) > 7 else None
     positions = inputs.positions.long() + 1
     lasts = positions[inputs.cu_seqlens[1:].long() - 1]
     if window:
         positions, lasts = positions.clamp(max=window), lasts.clamp(max=window)
     num_bytes = int(lasts.sum()) * _position_bytes(cache, head_dim) + q.nbytes + result.nbytes
+    if alone is not None:
+        num_bytes += inputs.num_alone * (alone.qkv[0].nbytes + _position_bytes(cache, head_dim))
     return 4.0 * q.shape[1] * head_dim * int(positions.sum()), float(num_bytes)
 
 
 def _cached(given: tuple[Any, ...], result: Tensor) -> tuple[float, float]:
-    """Queries, keys and values are read and written."""
-    qkv, heads, _, inputs, cache = given
-    return 0.0, float(qkv.nbytes + result.nbytes + inputs.num_tokens * _position_bytes(cache, heads.head_dim))
+    """Products are read; queries, keys and values are written."""
+    qkv, heads, _, _, cache, first, *_ = (*given, 0)
+    num_bytes = qkv[0].nbytes + heads.num_heads * cache.width * 4 + _position_bytes(cache, heads.head_dim)
+    return 0.0, float(num_bytes * (len(qkv) - first))
 
 
 def _position_bytes(cache: KVCache, head_dim: int) -> int:

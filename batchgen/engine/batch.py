@@ -67,6 +67,7 @@ def build_input(
         logits_indices=torch.from_numpy(_logits_indices(schedule, cu_seqlens)),
         subset=None,
         is_causal=is_causal,
+        num_alone=int((counts == 1).cumprod().sum()) if is_causal else 0,
     )
     return inputs if tail_reach is None else replace(inputs, subset=build_subset(inputs, block_size, tail_reach))
 

@@ -228,7 +228,7 @@ class StaticInput:
         self.feed = views.pop("feed")
         self._all_known = torch.arange(n, dtype=torch.int32)
         fixed = {"cu_seqlens": rows.to(device), "logits_indices": torch.arange(n, device=device)}
-        self.inputs = ModelInput(**views, **fixed, subset=None, is_causal=True)
+        self.inputs = ModelInput(**views, **fixed, subset=None, is_causal=True, num_alone=n)
         self.padding = padding
 
     def fill(self, inputs: ModelInput | None, pending: PendingTokens | None = None) -> None:

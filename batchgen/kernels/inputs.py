@@ -5,7 +5,8 @@ All sequences' tokens are concatenated along one axis without padding; the other
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,8 @@ class ModelInput:
         logits_indices: int64 [num_logits], the tokens whose logits are needed.
         subset: the tokens that the last layers still compute; None if that is all of them.
         is_causal: whether a token sees those up to itself, not its whole text, of which a step then has all tokens.
+        num_alone: the first so many tokens are the only ones of their sequences in this step. They are also the first
+            of ``subset``. Back ends may ignore it.
     """
 
     token_ids: Tensor
@@ -51,6 +54,7 @@ class ModelInput:
     logits_indices: Tensor
     subset: LogitsSubset | None
     is_causal: bool = True
+    num_alone: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -64,9 +68,9 @@ class ModelInput:
         if device.type == "cpu":
             return self
         subset = self.subset and LogitsSubset(upload(self.subset.rows, device), self.subset.inputs.to(device))
-        names = (name for name in self.__slots__ if name not in ("subset", "is_causal"))
-        moved = {name: upload(getattr(self, name), device) for name in names}
-        return ModelInput(**moved, subset=subset, is_causal=self.is_causal)
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        moved: dict[str, Any] = {n: upload(field, device) for n, field in fields.items() if isinstance(field, Tensor)}
+        return replace(self, **moved, subset=subset)
 
 
 @dataclass(frozen=True, slots=True)

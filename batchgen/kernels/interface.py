@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
+from batchgen.kernels.inputs import ConvState, KVCache, LogitsSubset, ModelInput
 
 
 class Linear(Protocol):
@@ -158,6 +158,23 @@ class Kernels(Protocol):
         their sigmoid. Returns [num_tokens, num_heads * head_dim] of ``dtype``, whatever the type of the cache.
         """
 
+    def attend(
+        self,
+        qkv: Tensor,
+        heads: Heads,
+        rotary: Tensor,
+        inputs: ModelInput,
+        cache: KVCache,
+        *,
+        subset: LogitsSubset | None = None,
+    ) -> Tensor:
+        """``rope_and_cache`` of all tokens, then ``attention`` of all, or of those in ``subset``."""
+        q, gates = self.rope_and_cache(qkv, heads, rotary, inputs, cache), qkv if heads.is_gated else None
+        if subset is not None:
+            q, inputs = self.take_rows(q, subset.rows), subset.inputs
+            gates = None if gates is None else self.take_rows(gates, subset.rows)
+        return self.attention(q, cache, inputs, heads.head_dim, qkv.dtype, heads.window, gates)
+
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         """C * conv(B * x) per sequence for bcx [num_tokens, 3 * width]; updates ``state`` in place.
 
@@ -247,13 +264,19 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Query heads of attention, and the RMS norm weights [head_dim] of its queries and keys if it norms them."""
+    """Query heads of attention, and the RMS norm weights [head_dim] of its queries and keys if it norms them.
+
+    A head attends to the last ``window`` positions, if that is not 0. Of a gated one, the last columns of the products
+    ``qkv`` are logits of gates, one per head.
+    """
 
     num_heads: int
     head_dim: int
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
+    window: int = 0
+    is_gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,13 +101,10 @@ class Decoder:
         x = self.kernels.rms_norm(h, self.norms[0], self.config.norm_eps)
         for layer, next_norm in zip(self.layers, self.norms[1:], strict=True):
             if isinstance(layer.mixer, Attention):
-                cache = next(kv)
-                q, gates = layer.mixer.queries(x, cache, inputs, tables[layer.rope])
-                if layer is self.last_attention and inputs.subset is not None:
-                    q, h = (self.kernels.take_rows(part, inputs.subset.rows) for part in (q, h))
-                    gates = None if gates is None else self.kernels.take_rows(gates, inputs.subset.rows)
-                    inputs = inputs.subset.inputs
-                mixed = layer.mixer.mix(q, gates, cache, inputs)
+                subset = inputs.subset if layer is self.last_attention else None
+                mixed = layer.mixer.mix(x, next(kv), inputs, tables[layer.rope], subset)
+                if subset is not None:
+                    h, inputs = self.kernels.take_rows(h, subset.rows), subset.inputs
             else:
                 mixed = layer.mixer.mix(x, next(conv), inputs)
             if layer is self.layers[-1]:

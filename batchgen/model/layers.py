@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from batchgen.kernels.inputs import ConvState, KVCache, ModelInput
+from batchgen.kernels.inputs import ConvState, KVCache, LogitsSubset, ModelInput
 from batchgen.kernels.interface import Heads, Kernels, Linear, Routing
 from batchgen.model.config import Experts, LayerShape, ModelConfig
 from batchgen.model.weights import ROUTER_BIAS, TAPS, NamedTensors
@@ -135,21 +135,14 @@ class Attention:
             parts.append(("attention_gate", config.num_heads))
         q_norm, k_norm = (tensors.norm(role, d) if config.has_qk_norm else None for role in ("q_norm", "k_norm"))
         self.kernels = kernels
-        self.heads = Heads(config.num_heads, d, q_norm, k_norm, config.norm_eps)
-        self.window = shape.window
-        self.is_gated = config.has_attention_gate
-        self.dtype = tensors.dtype  # of activations
+        self.heads = Heads(
+            config.num_heads, d, q_norm, k_norm, config.norm_eps, shape.window, is_gated=config.has_attention_gate
+        )
         self.qkv = kernels.linear(torch.cat([tensors.take(role, rows, width) for role, rows in parts]))
         out_proj = kernels.linear(tensors.take("attention_out", width, config.num_heads * d))
         self.out_proj = AddedLinear(out_proj, "mixer_post_norm", tensors, config, kernels)
         self.linears = [(self.qkv, width), (out_proj, config.num_heads * d)]
 
-    def queries(self, x: Tensor, cache: KVCache, inputs: ModelInput, rotary: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The queries and gates that ``mix`` takes; writes keys and values to ``cache``."""
-        qkv = self.qkv(x)
-        q = self.kernels.rope_and_cache(qkv, self.heads, rotary, inputs, cache)
-        return q, (qkv if self.is_gated else None)
-
-    def mix(self, q: Tensor, gates: Tensor | None, cache: KVCache, inputs: ModelInput) -> Tensor:
-        """What ``out_proj`` takes."""
-        return self.kernels.attention(q, cache, inputs, self.heads.head_dim, self.dtype, self.window, gates)
+    def mix(self, x: Tensor, cache: KVCache, inputs: ModelInput, rotary: Tensor, subset: LogitsSubset | None) -> Tensor:
+        """What ``out_proj`` takes, of the tokens of ``subset`` if it is given; writes all tokens to ``cache``."""
+        return self.kernels.attend(self.qkv(x), self.heads, rotary, inputs, cache, subset=subset)

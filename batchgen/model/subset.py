@@ -48,5 +48,6 @@ def build_subset(inputs: ModelInput, block_size: int, reach: int) -> LogitsSubse
         ),
         logits_indices=torch.from_numpy(np.searchsorted(rows, logits)),
         subset=None,
+        num_alone=inputs.num_alone,
     )
     return LogitsSubset(kept, narrowed)

@@ -89,6 +89,17 @@ def test_bits_do_not_depend_on_how_many_heads_an_item_walks(
         assert all(all(map(torch.equal, one, found[0])) for one in found)
 
 
+@every_dtype
+@pytest.mark.parametrize("name", BACK_ENDS)
+def test_positions_far_below_the_highest_score_weigh_nothing(name: str, dtype: torch.dtype, kv_dtype: KvDtype) -> None:
+    case = make_case([(40, 1)], (2, 1, 16), dtype, 5, kv_dtype)
+    keys, values = torch.full_like(case.keys[0], -5), torch.full_like(case.values[0], 2e38)
+    keys[7], values[7] = 5, 1
+    case = replace(case, queries=[torch.full_like(case.queries[0], 10)], keys=[keys], values=[values])
+    (found,) = attend(BACK_ENDS[name](), case, 32)
+    assert torch.equal(found, torch.ones_like(found))
+
+
 @pytest.mark.usefixtures("threads_as_before")
 def test_items_leave_every_worker_its_share() -> None:
     for num_blocks, threads, heads in [(1, 1, 8), (1, 2, 4), (7, 2, 4), (8, 2, 8), (1, 16, 1), (16, 4, 8), (15, 4, 4)]:

@@ -73,7 +73,8 @@ class Peer:
         wall_s = time.monotonic() - start
         if done.returncode:
             return found | {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
-        return json.loads(done.stdout.splitlines()[-1]) | {"wall_s": round(wall_s, 3)}  # type: ignore[no-any-return]
+        *_, result = (line for line in done.stdout.splitlines() if line.startswith("{"))  # some engines log behind it
+        return json.loads(result) | {"wall_s": round(wall_s, 3)}  # type: ignore[no-any-return]
 
 
 def make_prompts(given: argparse.Namespace) -> None:
@@ -143,7 +144,10 @@ def table(runs: list[Run]) -> Iterator[str]:
     by_peer: dict[tuple[str, str], list[Run]] = {}
     for found in runs:
         by_peer.setdefault((found["peer"], found["dtype"]), []).append(found)
-    own = {found["round"]: found["generate_s"] for found in runs if found["peer"] == "batchgen" and _is_done(found)}
+    own: dict[int, float] = {}  # of batchgen in the format that comes first
+    for found in runs:
+        if found["peer"] == "batchgen" and _is_done(found):
+            own.setdefault(found["round"], found["generate_s"])
     unit, name = ("rows", "vectors") if runs[0]["what"] == "vectors" else ("output_tokens", "output tokens")
     yield f"| engine | format | {name} | generation | whole command | {name}/s | time, batchgen = 1 |"
     yield "|---|---|---|---|---|---|---|"

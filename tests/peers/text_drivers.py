@@ -38,6 +38,7 @@ def sentence_transformers(given: argparse.Namespace, texts: list[str]) -> tuple[
 def vllm(given: argparse.Namespace, texts: list[str]) -> tuple[str, Generate]:
     """``LLM.embed``."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{(os.cpu_count() or 1) - 1}")  # else it leaves one idle
     module = importlib.import_module("vllm")
     settings = {"enforce_eager": True, "disable_log_stats": True, "max_num_seqs": given.max_num_seqs}
     engine = module.LLM(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from batchgen.kernels.cpu.experts import PackedRouter, packed_experts
 from batchgen.kernels.cpu.layout import ITEMS_PER_WORKER, MOST_HEADS, ROWS_PER_ITEM
 from batchgen.kernels.cpu.parallel import Kernel, address, empty, scratch, use_openmp_threads
 from batchgen.kernels.cpu.recording import Recorder
-from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, ModelInput
+from batchgen.kernels.inputs import QUERY_BLOCK, ConvState, KVCache, LogitsSubset, ModelInput
 from batchgen.kernels.processor import leaves_products_to_onednn, processor_variant
 from batchgen.kernels.reference import ExpertLoop
 
@@ -53,6 +54,22 @@ def _fields(cache: KVCache) -> tuple[int, ...]:
     """A cache as ``compiled.entry.CACHE_FIELDS`` names its parts."""
     places = address(cache.keys), address(cache.values), _address_of(cache.scales)
     return (*places, cache.keys.shape[1], cache.width, cache.block_size, cache.lanes, cache.keys.shape[4])
+
+
+class Alone(NamedTuple):
+    """What queries, keys and values are made of where attention makes them; see ``compiled.heads``."""
+
+    qkv: Tensor
+    heads: interface.Heads
+    rotary: Tensor
+
+    def fields(self) -> tuple[int, ...]:
+        """The rest of ``compiled.heads.HEADS`` behind the sizes, and ``ROTARY``."""
+        heads, norms = self.heads, (_address_of(self.heads.q_norm), _address_of(self.heads.k_norm))
+        return (*norms, _bits(heads.eps), _bits(heads.head_dim**-0.5), *map(address, self.rotary))
+
+
+_ALONE_WORDS = 12  # of these fields and of ``compiled.attention.ALONE``
 
 
 def heads_of_an_item(num_blocks: int, num_kv_heads: int) -> int:
@@ -168,17 +185,18 @@ class CpuKernels(interface.Kernels):
         return out
 
     def rope_and_cache(
-        self, qkv: Tensor, heads: interface.Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache
+        self, qkv: Tensor, heads: interface.Heads, rotary: Tensor, inputs: ModelInput, cache: KVCache, first: int = 0
     ) -> Tensor:
-        width, head_dim = cache.width, heads.head_dim
-        q = empty((len(qkv), heads.num_heads, width), torch.float32)
-        norms = _address_of(heads.q_norm), _address_of(heads.k_norm)
+        """As in ``Kernels``, of the tokens from ``first`` on."""
+        width, num_tokens = cache.width, len(qkv)
+        q = empty((num_tokens if first < num_tokens else 0, heads.num_heads, width), torch.float32)
         arguments = (
-            *(address(qkv), qkv.shape[1], heads.num_heads, head_dim, *norms, _bits(heads.eps)),
-            *map(address, (*rotary, inputs.positions, inputs.slot_mapping, q)),
-            *(*scratch(2 * width), _bits(head_dim**-0.5), *_fields(cache)),
+            *(address(qkv), qkv.shape[1], heads.num_heads, heads.head_dim, *Alone(qkv, heads, rotary).fields()),
+            *map(address, (inputs.positions, inputs.slot_mapping, q)),
+            *(*scratch(layout.heads_scratch_floats(width, layout.ROPE_TOKENS)), first, num_tokens, *_fields(cache)),
         )
-        _ROPE_AND_CACHE.launch(_ROPE_KINDS[qkv.dtype, cache.keys.dtype], len(qkv), *arguments)
+        items = -(-(num_tokens - first) // layout.ROPE_TOKENS) * cache.keys.shape[1]
+        _ROPE_AND_CACHE.launch(_ROPE_KINDS[qkv.dtype, cache.keys.dtype], items, *arguments)
         return q
 
     def attention(
@@ -190,24 +208,52 @@ class CpuKernels(interface.Kernels):
         dtype: torch.dtype,
         window: int = 0,
         gates: Tensor | None = None,
+        alone: Alone | None = None,
     ) -> Tensor:
-        num_tokens, num_heads, width = q.shape
-        num_kv_heads = cache.keys.shape[1]
+        """As in ``Kernels``; of the first ``inputs.num_alone`` tokens not ``q`` but ``alone`` is read, if given."""
+        num_heads, num_kv_heads, width = q.shape[1], cache.keys.shape[1], cache.width
+        num_tokens = inputs.num_tokens
         out = empty((num_tokens, num_heads * head_dim), dtype)
         most_rows = layout.attention_rows(QUERY_BLOCK * (num_heads // num_kv_heads))
         items = len(inputs.query_blocks) * num_kv_heads
         most_together = min(max(items // (ITEMS_PER_WORKER * torch.get_num_threads()), 1), QUERY_BLOCK)
         most_heads = heads_of_an_item(len(inputs.query_blocks), num_kv_heads)
+        of_alone: tuple[int, ...] = (0,) * _ALONE_WORDS
+        if alone is not None:
+            own = scratch(layout.heads_scratch_floats(width, layout.MOST_WAITING))
+            qkv = address(alone.qkv), alone.qkv.shape[1]
+            of_alone = (*alone.fields(), inputs.num_alone, *qkv, address(inputs.slot_mapping), *own)
         arguments = (
             *(address(q), *_fields(cache), address(inputs.query_blocks), address(inputs.positions)),
             *(address(inputs.block_tables), inputs.block_tables.shape[1]),
-            *(num_heads, num_heads // num_kv_heads, head_dim),
+            *(num_heads, head_dim, *of_alone),
             *(*scratch(layout.attention_scratch_floats(width, most_rows)), most_rows, window),
             *(_address_of(gates), 0 if gates is None else gates.shape[1]),
             *(most_together, most_heads, len(inputs.query_blocks), address(out)),
         )
         _ATTENTION.launch(_ATTENTION_KINDS[dtype, cache.keys.dtype], items // most_heads, *arguments)
         return out
+
+    def attend(
+        self,
+        qkv: Tensor,
+        heads: interface.Heads,
+        rotary: Tensor,
+        inputs: ModelInput,
+        cache: KVCache,
+        *,
+        subset: LogitsSubset | None = None,
+    ) -> Tensor:
+        """As in ``Kernels``: attention makes keys of sequences with one token, since it reads their blocks anyway."""
+        q = self.rope_and_cache(qkv, heads, rotary, inputs, cache, inputs.num_alone)
+        kept, gates = inputs, qkv
+        if subset is not None:
+            kept = subset.inputs
+            q, gates = self.take_rows(q, subset.rows), self.take_rows(qkv, subset.rows)
+        alone = Alone(qkv, heads, rotary)
+        return self.attention(
+            q, cache, kept, heads.head_dim, qkv.dtype, heads.window, gates if heads.is_gated else None, alone
+        )
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         taps, width = weight.shape

@@ -14,7 +14,6 @@ from numpy import float32 as F32  # noqa: N812 - as in the kernels' sources
 from numpy import int8 as INT8  # noqa: N812
 from numpy import uint8 as BYTES  # noqa: N812
 from numpy import uint16 as BF16  # noqa: N812
-from numpy import uint32 as WORDS  # noqa: N812
 
 from batchgen.kernels.processor import (
     has_bfloat16_pairs,
@@ -45,17 +44,17 @@ RMS_NORM, SCALE, SWIGLU, ARGMAX, MASK, QUANTIZE = (
     KernelSpec(f"{COMPILED}.rows", name) for name in ("rms_norm", "scale", "swiglu", "argmax", "mask", "quantize_rows")
 )
 SHORT_CONV = KernelSpec(f"{COMPILED}.rope_conv", "short_conv")
-# The element types of the model, of the cache, and of what holds the dimensions of a key that lie side by side.
+# The element types of the model and of the cache.
 _CACHED: Kinds = {
-    "bfloat16": (BF16, BF16, WORDS),
-    "float32": (F32, F32, WORDS),
-    "bf16_kv_int8": (BF16, INT8, INT8),
-    "f32_kv_bf16": (F32, BF16, WORDS),
-    "f32_kv_int8": (F32, INT8, INT8),
+    "bfloat16": (BF16, BF16),
+    "float32": (F32, F32),
+    "bf16_kv_int8": (BF16, INT8),
+    "f32_kv_bf16": (F32, BF16),
+    "f32_kv_int8": (F32, INT8),
 }
 ROPE_AND_CACHE = KernelSpec(f"{COMPILED}.rope_conv", "rope_and_cache", _CACHED)
 # The element types of the model, of the cache, and in which both are multiplied.
-_ATTENDED: Kinds = {kind: (*types[:2], F32) for kind, types in _CACHED.items()} | {"bf16_pairs": (BF16, BF16, BF16)}
+_ATTENDED: Kinds = {kind: (*types, F32) for kind, types in _CACHED.items()} | {"bf16_pairs": (BF16, BF16, BF16)}
 ATTENTION = KernelSpec(f"{COMPILED}.attention", "attention", _ATTENDED)
 ROUTE, ADD_UP = (KernelSpec(f"{COMPILED}.experts", name) for name in ("route", "add_up"))
 SORT = KernelSpec(f"{COMPILED}.experts", "sort", {"any": ()})

@@ -50,6 +50,9 @@ SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
 QUERY_BLOCK_FIELDS = 6  # of a row of ``ModelInput.query_blocks``
 ITEMS_PER_WORKER = 4  # at least, where sequences that share keys would make fewer: the last ones are waited for
 
+MOST_WAITING = 128  # keys of one item: of ``QUERY_BLOCK`` sequences and ``MOST_HEADS`` heads
+ROPE_TOKENS = 16  # whose keys of one head are written together: as many as share a cache line
+
 PEAK_VECTORS = 16  # of memory for each worker of the loops that only multiply
 
 SEGMENT = 32  # tokens convolved at once: their inputs stay in the cache
@@ -69,6 +72,11 @@ def attention_scratch_floats(width: int, most_rows: int) -> int:
     """Float32 words one worker of attention needs: head_dim padded to ``width``, rows of a block to a multiple of 8."""
     scores, copies, scales = SCORE_ROWS * SCORE_STRIDE, NUM_STREAMS * CHUNK * width, MOST_HEADS * 2 * TILE
     return 2 * most_rows * (width + 1) + 2 * scores + copies + scales
+
+
+def heads_scratch_floats(width: int, num_keys: int) -> int:
+    """Float32 words one worker needs for a head, keys that wait, and one that is spread over ``LANES``."""
+    return (1 + num_keys + LANES) * width
 
 
 def conv_scratch_floats(taps: int, width: int) -> int:

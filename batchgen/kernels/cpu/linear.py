@@ -31,6 +31,7 @@ from batchgen.kernels.cpu.layout import (
     GROUP,
     LANES,
     MAX_ROWS,
+    ROWS_PER_ITEM,
     STRIPS,
     TILE_COLUMNS,
     UNPACKED_BYTES,
@@ -245,8 +246,7 @@ class PackedLinear:
         steps, scales_at, shifts_at, number_bytes = inputs // 2, 0, 0, 0
         if kind == "integers":
             kernel, (x, scales, shifts) = _INTEGERS, quantize_inputs(x)
-            inputs, scales_at, shifts_at = x.shape[1], address(scales), address(shifts)
-            steps = inputs // 8
+            steps, inputs, scales_at, shifts_at = -(-inputs // 8), x.shape[1], address(scales), address(shifts)
         elif unpacks:
             kernel, key, number_bytes = _UNPACKED, _UNPACKED_KINDS[x.dtype], _NUMBER_BYTES[x.dtype]
             floats = _SUMS * UNPACKED_TILES + UNPACKED_BYTES // 4
@@ -271,7 +271,8 @@ def quantize_inputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     values = empty((rows, groups * DOT_GROUP), torch.int8)
     scales, shifts = empty((rows, groups), torch.float32), empty((rows, groups), torch.int32)
     results = (values.data_ptr(), scales.data_ptr(), shifts.data_ptr())
-    _QUANTIZE.launch(x.dtype, rows * groups, address(x), *results, width, groups, *_BYTE_PRODUCTS)
+    items = -(-rows // ROWS_PER_ITEM)
+    _QUANTIZE.launch(x.dtype, items, address(x), *results, rows, width, groups, *_BYTE_PRODUCTS)
     return values, scales, shifts
 
 

@@ -26,14 +26,23 @@ import numpy as np
 from batchgen.kernels.cpu import layout
 from batchgen.kernels.cpu.compiled import query_rows, simd
 from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER, accumulate, score, score_chunks
-from batchgen.kernels.cpu.compiled.entry import CACHE_FIELDS, DTYPE, STORED, Group, OfKind, Own, kernel
+from batchgen.kernels.cpu.compiled.entry import DTYPE, Group, OfKind, Own, kernel
+from batchgen.kernels.cpu.compiled.heads import (
+    CACHE,
+    HEADS,
+    ROTARY,
+    cache_value,
+    rotate_query,
+    scatter_keys,
+    spread_key,
+)
 from batchgen.kernels.cpu.compiled.simd import F32
 
 INNER = OfKind(2)  # of queries and probabilities where they are multiplied
-CACHE = Group("Cache", CACHE_FIELDS, keys=STORED, values=STORED, scales=F32)
-HEADS = Group("Heads", "num_heads group head_dim")  # ``group`` query heads read one KV head
 QUERIES = Group("Queries", "blocks positions tables max_blocks", blocks=np.int32, positions=np.int32, tables=np.int32)
 GATES = Group("Gates", "logits columns", logits=DTYPE)  # logits whose rows end with one per head, or none
+# What queries, keys and values of the first ``num_alone`` tokens are made of; those of the others are there.
+ALONE = Group("Alone", "num_alone qkv columns slots own", qkv=DTYPE, slots=np.int64, own=Own(F32))
 
 
 @simd.inline
@@ -143,12 +152,12 @@ def _chunk_of(position):
 
 
 @simd.jit
-def _attend(num_rows, apart, group, start, window, first, end, table, heads, cache, scratch):
+def _attend(num_rows, apart, group, start, window, first, end, table, heads, newest, cache, scratch):
     """Query rows (see ``query_rows``) against the positions from ``first``, a tile's, to ``end`` that they see.
 
     ``heads`` are the first KV head and how many; their rows begin ``apart`` behind each other. ``start`` is the
     position of the block's first token; sums and totals are left in ``scratch``. Tiles are the outer loop, so that all
-    rows meet a tile's keys and values while they are near.
+    rows meet a tile's keys and values while they are near. ``newest`` is for ``_own_keys``.
     """
     width, has_scales, (head, num_heads) = cache.width, simd.address(cache.scales) != 0, heads
     seen = max(first, _chunk_of(query_rows.lowest(start, window)))
@@ -165,6 +174,8 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, cac
                 continue
             tall, mine = query_rows.padded(rows), query_rows.from_row(scratch, row, width)
             _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, mine)
+            if newest[0] and tile_end == end:
+                _own_keys(end - 1 - tile, tall, apart, heads, newest, cache, mine)
             for number in range(num_heads):
                 of_one = query_rows.of_head(scratch, number, apart, tall, width)
                 query_rows.weigh_rows(row, rows, group, start, window, tile, begin, tile_end, width, of_one, has_scales)
@@ -216,12 +227,46 @@ def _heads_together(rows, most):
 
 
 @simd.jit
-def _attend_together(block, members, kv_heads, queries, q, heads, window, cache, scratch, gates, out):
+def _take_alone(token, position, number, waiting, group, heads, rotary, alone, cache, scratch):
+    """The only token of a sequence: its query rows of KV head ``number`` to scratch memory, its value to the cache.
+
+    Its key waits in scratch memory, as number ``waiting``.
+    """
+    rows_q, width, own = scratch[0], cache.width, alone.own
+    row, angle = token * alone.columns, position * (heads.head_dim // 2)
+    query_rows.clear(group, width, scratch)
+    for r in range(group):
+        rotate_query(alone.qkv, row, number * group + r, heads, rotary, angle, own, rows_q, r * width)
+    cache_value(alone.qkv, row, number, heads, rotary, angle, alone.slots[token], own, waiting, cache)
+
+
+@simd.jit
+def _own_keys(place, tall, apart, heads, newest, cache, scratch):
+    """Score a sequence's only token against its own key, at ``place`` of the scores, and write the key to the cache.
+
+    By then the other scores have fetched the lines that a key is spread over, whose own fetch took most of the time.
+    ``newest`` says whether there is such a token, where its keys wait, its slot, and where the memory of them begins.
+    """
+    head, num_heads = heads
+    _, waiting, slot, own, head_dim = newest
+    cleared = simd.shifted(own, cache.width * (1 + layout.MOST_WAITING))
+    spread = simd.pointer(simd.address(cleared), cache.keys)
+    for i in range(0, cache.width * layout.LANES, layout.LANES):  # of what lies there, some might be no normal numbers
+        simd.store(cleared, i, simd.splat(F32(0.0)))
+    for number in range(num_heads):
+        q, _, scores, _, _, _, _, _ = query_rows.of_head(scratch, number, apart, tall, cache.width)
+        spread_key(own, waiting + number, cache, spread)
+        score(tall, 1, q, cache.width, spread, 0, cache.pack, layout.LANES, scores, place)
+        scatter_keys(own, waiting + number, 1, slot, head + number, head_dim, cache)
+
+
+@simd.jit
+def _attend_together(block, members, kv_heads, queries, q, heads, rotary, alone, window, cache, scratch, gates, out):
     """All rows of ``members`` query blocks, from ``block`` on, of some KV heads: the first and how many.
 
     They meet the tiles that their sequences share side by side, then each block its own by itself.
     """
-    num_heads, group, head_dim = heads
+    num_heads, head_dim, group = heads.num_heads, heads.head_dim, heads.num_heads // cache.num_kv_heads
     kv_head, num_kv_heads = kv_heads
     width, together, longest = cache.width, _rows_of(queries, block, members, group), 0
     apart = query_rows.stride(together)
@@ -229,10 +274,13 @@ def _attend_together(block, members, kv_heads, queries, q, heads, window, cache,
         row = number * apart
         for i in range(members):
             _, token, count, start, ending = _piece(queries, block + i)
-            first_head, longest = token * num_heads + (kv_head + number) * group, max(longest, ending)
-            query_rows.gather_queries(
-                count * group, group, q, first_head, num_heads, width, query_rows.from_row(scratch, row, width)
-            )
+            longest, mine = max(longest, ending), query_rows.from_row(scratch, row, width)
+            if token < alone.num_alone:
+                waiting = i * num_kv_heads + number
+                _take_alone(token, start, kv_head + number, waiting, group, heads, rotary, alone, cache, mine)
+            else:
+                first_head = token * num_heads + (kv_head + number) * group
+                query_rows.gather_queries(count * group, group, q, first_head, num_heads, width, mine)
             row += query_rows.stride(count * group)
     shared = queries.blocks[block * layout.QUERY_BLOCK_FIELDS + 4]
     shared = shared - shared % layout.TILE if members > 1 and (window == 0 or longest <= window) else 0
@@ -242,7 +290,9 @@ def _attend_together(block, members, kv_heads, queries, q, heads, window, cache,
         at, first, end = (0, 0, shared) if i < 0 else (row, shared, ending)
         rows, begin, seen = (together, shared, 0) if i < 0 else (count * group, start, window)
         mine = query_rows.from_row(scratch, at, width)  # all rows see all that is shared: their positions do not matter
-        _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, cache, mine)
+        slot, is_alone = simd.shifted(alone.slots, token), i >= 0 and token < alone.num_alone
+        newest = is_alone, i * num_kv_heads, slot, alone.own, head_dim
+        _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, newest, cache, mine)
         if i < 0:
             continue
         for number in range(num_kv_heads):
@@ -254,18 +304,23 @@ def _attend_together(block, members, kv_heads, queries, q, heads, window, cache,
         row += query_rows.stride(rows)
 
 
-@kernel(q=F32, cache=CACHE, queries=QUERIES, heads=HEADS, rows_q=Own(INNER), gates=GATES, out=DTYPE)
-def attention(item, q, cache, queries, heads, rows_q, most_rows, window, gates, most, most_heads, num_blocks, out):
+@kernel(
+    **{"q": F32, "cache": CACHE, "queries": QUERIES, "heads": HEADS, "rotary": ROTARY, "alone": ALONE},
+    **{"rows_q": Own(INNER), "gates": GATES, "out": DTYPE},
+)
+def attention(
+    item, q, cache, queries, heads, rotary, alone, rows_q, most_rows, window, gates, most, most_heads, num_blocks, out
+):
     """One item is up to ``most`` of ``num_blocks`` query blocks and ``most_heads`` KV heads.
 
     ``rows_q`` begin ``layout.attention_scratch_floats`` for ``most_rows``.
     """
-    shares = cache.num_kv_heads // most_heads
+    shares, group = cache.num_kv_heads // most_heads, heads.num_heads // cache.num_kv_heads
     block, first, last = item // shares, item % shares * most_heads, (item % shares + 1) * most_heads
     members = _members(queries, block, most, num_blocks)
     if members:
         scratch = query_rows.divide_scratch(rows_q, most_rows, cache.width, cache.values)
-        together = _heads_together(_rows_of(queries, block, members, heads.group), most_heads)
+        together = _heads_together(_rows_of(queries, block, members, group), most_heads)
         for head in range(first, last, together):
             some = head, min(together, last - head)
-            _attend_together(block, members, some, queries, q, heads, window, cache, scratch, gates, out)
+            _attend_together(block, members, some, queries, q, heads, rotary, alone, window, cache, scratch, gates, out)

@@ -126,8 +126,10 @@ def _emit_part(builder, features, kind, weights, inputs, total):
     return builder.add(total, emit.call(builder, "llvm.x86.avx2.pmadd.wd", [builder.add(first, second), ones], kind))
 
 
-def emit_integer_sums(builder, totals, x, first_row, strip, groups, prefetch):
+def emit_integer_sums(builder, totals, x, first_row, strip, groups, num_steps, prefetch):
     """Add the products of rows with strips to ``totals`` {(row, strip): vector}, group by group in float32.
+
+    There are ``num_steps`` of 8 inputs: what fills the last group is left out.
 
     ``x`` is (bytes [rows, groups * 128], their float32 scales [rows, groups], what the shift of the weights adds to
     each sum, negated, int32 [rows, groups]). ``prefetch`` takes the number of a step of 8 inputs.
@@ -145,7 +147,9 @@ def emit_integer_sums(builder, totals, x, first_row, strip, groups, prefetch):
             for v in range(len(strip)):
                 builder.store(shift, sums[r, v])
         base = builder.mul(outer.index, emit.number(DOT_GROUP_BYTES))
-        with cgutils.for_range(builder, emit.number(steps)) as inner:
+        left = builder.sub(num_steps, builder.mul(outer.index, emit.number(steps)))
+        is_whole = builder.icmp_signed(">=", left, emit.number(steps))
+        with cgutils.for_range(builder, builder.select(is_whole, emit.number(steps), left)) as inner:
             prefetch(builder.add(builder.mul(outer.index, emit.number(steps)), inner.index))
             quads = builder.add(base, builder.mul(inner.index, emit.number(2 * _QUAD_BYTES)))
             weights = [

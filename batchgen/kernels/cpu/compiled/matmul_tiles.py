@@ -188,7 +188,8 @@ def _multiply(
                     builder.store(builder.load(_sums_at(builder, sums, first, r, v), align=4), total)
             if is_integer:
                 groups, row = builder.udiv(x_stride, emit.number(DOT_GROUP)), builder.udiv(x_index, x_stride)
-                emit_integer_sums(builder, totals, cgutils.unpack_tuple(builder, x), row, strip, groups, prefetch)
+                parts = cgutils.unpack_tuple(builder, x)
+                emit_integer_sums(builder, totals, parts, row, strip, groups, steps, prefetch)
             else:
                 _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, steps, prefetch)
             _emit_end(builder, totals, first, out, out_index, out_stride, how)

@@ -76,20 +76,30 @@ def divide_scratch(rows_q, num_rows, width, values):
     )
 
 
+@simd.inline
+def clear(num_rows, width, scratch):
+    """Clear the sums of a block's query rows, and the queries that a tile takes beside them."""
+    rows_q, sums, _, _, _, _, peak, total = scratch
+    zero = simd.splat(F32(0.0))
+    for r in range(stride(num_rows)):
+        for i in range(r * width, (r + 1) * width, layout.LANES):
+            simd.store(sums, i, zero)
+            if r >= num_rows:
+                simd.store(rows_q, i, zero)
+        peak[r], total[r] = F32(-np.inf), F32(0.0)
+
+
 @simd.jit
 def gather_queries(num_rows, group, q, source, num_heads, width, scratch):
     """Copy the query rows of one KV head together and clear their sums.
 
     Row r is query head ``r % group`` of the block's token ``r // group``; those that a tile takes beside them are zero.
     """
-    rows_q, sums, _, _, _, _, peak, total = scratch
-    zero = simd.splat(F32(0.0))
-    for r in range(stride(num_rows)):
+    clear(num_rows, width, scratch)
+    for r in range(num_rows):
         at = (source + (r // group) * num_heads + r % group) * width
         for i in range(0, width, layout.LANES):
-            simd.store(rows_q, r * width + i, simd.load(q, at + i) if r < num_rows else zero)
-            simd.store(sums, r * width + i, zero)
-        peak[r], total[r] = F32(-np.inf), F32(0.0)
+            simd.store(scratch[0], r * width + i, simd.load(q, at + i))
 
 
 @simd.inline

@@ -5,118 +5,34 @@ Each writes only what belongs to its own sequence, so sequences of a ragged batc
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from batchgen.kernels.cpu.compiled import simd
-from batchgen.kernels.cpu.compiled.entry import CACHE_FIELDS, DTYPE, FLOAT, Group, OfKind, Own, kernel, last_first
-from batchgen.kernels.cpu.compiled.rows import mean_square
+from batchgen.kernels.cpu.compiled.entry import DTYPE, Own, kernel, last_first
+from batchgen.kernels.cpu.compiled.heads import CACHE, HEADS, ROTARY, cache_value, rotate_query, scatter_keys
 from batchgen.kernels.cpu.compiled.simd import F32
-from batchgen.kernels.cpu.layout import LANES, SEGMENT
-
-# As in ``interface`` and ``inputs``. A key's dimensions that lie side by side are an element.
-HEADS = Group("Heads", "num_heads head_dim q_norm k_norm eps", q_norm=DTYPE, k_norm=DTYPE, eps=FLOAT)
-CACHE = Group("Cache", CACHE_FIELDS, keys=OfKind(2), values=OfKind(1), scales=F32)
-
-
-@simd.inline
-def _norm_and_rotate(x, start, weight, is_normed, eps, cosine, sine, angle, head_dim, head):
-    """RMS norm of one head, if ``is_normed``, then half-split rotation, into float32 ``head`` [head_dim]."""
-    scale = simd.splat(F32(1.0))
-    if is_normed:
-        scale = simd.splat(F32(1.0) / F32(math.sqrt(mean_square(x, start, head_dim) + eps)))
-    for i in range(0, head_dim, LANES):
-        count = head_dim - i
-        v = simd.load_some(x, start + i, count)
-        if is_normed:
-            v = simd.round_like(x, simd.mul(v, scale))
-            v = simd.round_like(x, simd.mul(v, simd.load_some(weight, i, count)))
-        simd.store_some(head, i, v, count)
-    half = head_dim // 2
-    for i in range(half):
-        c, s = cosine[angle + i], sine[angle + i]
-        a, b = head[i], head[half + i]
-        head[i] = a * c - b * s
-        head[half + i] = b * c + a * s
-
-
-@simd.inline
-def _scale_of(x, count):
-    """A 127th of the largest magnitude in ``x[:count]``; NaN if one is not finite."""
-    zero = simd.splat(F32(0.0))
-    largest, spoilt = zero, zero
-    for i in range(0, count, LANES):
-        v = simd.load_some(x, i, count - i)
-        largest = simd.maximum(largest, simd.absolute(v))
-        spoilt = simd.fma(v, zero, spoilt)
-    return simd.max_lanes(largest) / F32(127.0) + simd.sum_lanes(spoilt)
-
-
-@simd.inline
-def _keep(head, head_dim, out, start, scales, place):
-    """Round one head's float32 values to the element type of ``out``, over a scale where there are ``scales``.
-
-    Returns whether what is kept is finite.
-    """
-    by, zero = simd.splat(F32(1.0)), simd.splat(F32(0.0))
-    odd = zero
-    if simd.address(scales):
-        scale = _scale_of(head, head_dim)
-        scales[place] = scale
-        by = odd = simd.splat(scale)
-    for i in range(0, head_dim, LANES):
-        v = simd.load_some(head, i, head_dim - i)
-        if simd.address(scales):
-            v = simd.div(v, by)
-        else:
-            odd = simd.fma(simd.round_like(out, v), zero, odd)
-        simd.store_some(out, start + i, v, head_dim - i)
-    return simd.all_equal(odd, odd)
-
-
-@simd.inline
-def _fill(head, head_dim, value):
-    for i in range(0, head_dim, LANES):
-        simd.store_some(head, i, simd.splat(value), head_dim - i)
+from batchgen.kernels.cpu.layout import LANES, ROPE_TOKENS, SEGMENT
 
 
 @kernel(
-    **{"qkv": DTYPE, "heads": HEADS, "cosine": F32, "sine": F32, "positions": np.int32, "slots": np.int64},
-    **{"q_out": F32, "head": Own(F32), "scale": FLOAT, "cache": CACHE},
+    **{"qkv": DTYPE, "heads": HEADS, "rotary": ROTARY, "positions": np.int32, "slots": np.int64, "q_out": F32},
+    **{"own": Own(F32), "cache": CACHE},
 )
-def rope_and_cache(token, qkv, columns, heads, cosine, sine, positions, slots, q_out, head, scale, cache):
-    """Queries, keys and values of a token, as in ``Kernels.rope_and_cache``; ``columns`` is how wide ``qkv`` is."""
-    _, values, scales, num_kv_heads, width, block_size, lanes, pack = cache
-    num_heads, head_dim, q_weight, k_weight, eps = heads
-    is_normed, rounded_at = simd.address(q_weight) != 0, simd.address(head) + 4 * width
-    rounded, rounded_units = simd.pointer(rounded_at, values), simd.pointer(rounded_at, cache.keys)
-    angle = positions[token] * (head_dim // 2)
-    block, offset = slots[token] // block_size, slots[token] % block_size
-    row = token * columns
-    for h in range(num_heads):
-        _norm_and_rotate(qkv, row + h * head_dim, q_weight, is_normed, eps, cosine, sine, angle, head_dim, head)
-        to = (token * num_heads + h) * width
-        for i in range(head_dim):
-            q_out[to + i] = head[i] * scale
-        for i in range(head_dim, width):
-            q_out[to + i] = F32(0.0)
-    for h in range(num_kv_heads):
-        start, place = row + (num_heads + num_kv_heads + h) * head_dim, block * num_kv_heads + h
-        scale_at, value_at = 2 * place * lanes + offset, (place * block_size + offset) * width
-        for i in range(0, head_dim, LANES):
-            simd.store_some(head, i, simd.load_some(qkv, start + i, head_dim - i), head_dim - i)
-        is_finite = _keep(head, head_dim, values, value_at, scales, scale_at + lanes)
-        start -= num_kv_heads * head_dim
-        _norm_and_rotate(qkv, start, k_weight, is_normed, eps, cosine, sine, angle, head_dim, head)
-        if not is_finite:
-            _fill(head, head_dim, F32(0.0))
-            _keep(head, head_dim, values, value_at, scales, scale_at + lanes)
-            _fill(head, head_dim, F32(np.nan))
-        _keep(head, head_dim, rounded, 0, scales, scale_at)
-        to = place * (width // pack) * lanes + offset
-        for i in range(head_dim // pack):
-            cache.keys[to + i * lanes] = rounded_units[i]
+def rope_and_cache(item, qkv, columns, heads, rotary, positions, slots, q_out, own, first, num_tokens, cache):
+    """Queries, keys and values of tokens from ``first`` on, as in ``Kernels.rope_and_cache``.
+
+    One item is one KV head of ``ROPE_TOKENS`` tokens: neighbours write to the same lines of memory, which a key of its
+    own would fetch one by one. ``columns`` is how wide ``qkv`` is.
+    """
+    group, begin = heads.num_heads // cache.num_kv_heads, first + item // cache.num_kv_heads * ROPE_TOKENS
+    head, count = item % cache.num_kv_heads, min(ROPE_TOKENS, num_tokens - begin)
+    for i in range(count):
+        token = begin + i
+        row, angle = token * columns, positions[token] * (heads.head_dim // 2)
+        for h in range(head * group, (head + 1) * group):
+            rotate_query(qkv, row, h, heads, rotary, angle, own, q_out, (token * heads.num_heads + h) * cache.width)
+        cache_value(qkv, row, head, heads, rotary, angle, slots[token], own, i, cache)
+    scatter_keys(own, 0, count, simd.shifted(slots, begin), head, heads.head_dim, cache)
 
 
 @simd.inline

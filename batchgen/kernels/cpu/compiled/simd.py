@@ -136,6 +136,17 @@ def shifted(builder: ir.IRBuilder, base: ir.Value, index: ir.Value) -> ir.Value:
     return builder.gep(base, [index])
 
 
+@intrinsic
+def units(_context: Any, keys: Any) -> Any:
+    """``keys`` as what is copied at once of a cached key: a byte of integers, else four bytes."""
+    kind = keys if keys.dtype == types.int8 else types.CPointer(types.uint32)
+
+    def generate(context: Any, builder: ir.IRBuilder, _signature: Any, arguments: Any) -> ir.Value:
+        return builder.bitcast(arguments[0], context.get_value_type(kind))
+
+    return kind(keys), generate
+
+
 @emitted(types.void, ANY, I64, ANY, I64)
 def copy_element(builder: ir.IRBuilder, out: ir.Value, to: ir.Value, x: ir.Value, index: ir.Value) -> None:
     """``out[to] = x[index]``, bit by bit, or as float32 of bfloat16."""
