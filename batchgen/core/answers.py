@@ -23,7 +23,7 @@ _RULES = {
         re.compile(r"(?<![\w'])([A-J])(?=\s*(?:$|[\n).,:;*\]]))"),
     ),
 }
-_DECIMAL = re.compile(r"[-+]?(?:[0-9]++(?:\.[0-9]*+)?|\.[0-9]++)")
+_DECIMAL = re.compile(r"[-+]?(?:[0-9]++(?:\.[0-9]++)?|\.[0-9]++)")
 
 
 def check_rule(rule: str) -> str:
