@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +23,7 @@ _RULES = {
         re.compile(r"(?<![\w'])([A-J])(?=\s*(?:$|[\n).,:;*\]]))"),
     ),
 }
-_DECIMAL = re.compile(r"-?[0-9]*+(?:\.[0-9]++)?")
+_DECIMAL = re.compile(r"[-+]?(?:[0-9]++(?:\.[0-9]++)?|\.[0-9]++)")
 
 
 def check_rule(rule: str) -> str:
@@ -63,8 +63,8 @@ def is_right(rule: str, answer: str | None, expected: Any) -> bool:
     if answer is None:
         return False
     if rule.startswith(PARSED):
-        one, other = normal(answer), normal(_text(expected))
-        return one == other or _is_same_number(one, other)
+        texts = map(normal, (answer, _text(expected)))
+        return len({Decimal(text) if _DECIMAL.fullmatch(text) else text for text in texts}) == 1
     found = find_answer(rule, _text(expected))
     return normal(answer) == normal(_text(expected) if found is None else found)
 
@@ -72,13 +72,6 @@ def is_right(rule: str, answer: str | None, expected: Any) -> bool:
 def normal(text: str) -> str:
     """A text as it is compared: without white space around it, case, commas, dollar signs and a last full stop."""
     return text.strip().casefold().replace(",", "").replace("$", "").removesuffix(".").strip()
-
-
-def _is_same_number(one: str, other: str) -> bool:
-    try:
-        return Decimal(one) == Decimal(other)
-    except InvalidOperation:
-        return False
 
 
 def _text(value: Any) -> str:

