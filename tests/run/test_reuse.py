@@ -6,6 +6,8 @@ import json
 import random
 import signal
 import time
+import tracemalloc
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from stub_engine import stub_factory
 
 from batchgen.core.errors import UsageError
 from batchgen.core.shard import Shard
+from batchgen.output.earlier_rows import EarlierRows
+from batchgen.output.rundir import RunDir
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.merge import merge
 from batchgen.run.retry import retry_job
@@ -103,6 +107,27 @@ def test_ten_thousand_rows(job: JobMaker) -> None:
     assert report["computed_tokens"] < report["tokens"]["total"] / 10
     assert "reused)" in render_status(read_status(job.folder / "second"))
     assert_as_fresh(job)
+
+
+@pytest.mark.slow
+def test_a_million_rows_are_found_in_little_memory(job: JobMaker) -> None:
+    job.write(rows_of(1))
+    job.run()
+    (record,) = json_lines(job.output)
+    names = [f"{number * 0x9E3779B97F4A7C15 % 2**64:016x}{number:016x}" for number in range(1_000_000)]
+    with (job.output / "outputs.jsonl").open("w") as file:
+        for record["timings"]["fingerprint"] in names:
+            file.write(json.dumps(record) + "\n")
+    tracemalloc.start()
+    try:
+        with closing(EarlierRows()) as rows:
+            rows.add(RunDir(job.output), job.spec())
+            rows.seal()
+            for name in random.Random(8).sample(names, 10_000):
+                assert (rows.find(name) or record)["timings"]["fingerprint"] == name
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def json_lines(folder: Path) -> Rows:

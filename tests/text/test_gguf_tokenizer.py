@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from chat_templates import THINKING
+from run_helpers import smollm2
 from scripts import texts
 from tiny_model import write_checkpoint
 from tokenizers import Tokenizer as Backend
@@ -85,6 +86,17 @@ def test_ids_are_those_of_transformers_from_the_same_file(tmp_path: Path, pre: s
     assert not isinstance(ids, Exception)
     assert ours.decode(ids) == "Straße <think>42</think>"
     assert ours.silent_token_ids == {ours.token_id(token) for token, kind in ADDED.items() if kind == CONTROL}
+
+
+@pytest.mark.slow
+def test_ids_of_a_real_file_are_those_of_transformers() -> None:
+    from transformers import AutoTokenizer
+
+    path = smollm2()
+    ours, theirs = read_gguf_tokenizer(path), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)  # see above
+    assert ours.encode_batch(texts(), False) == [theirs(text, add_special_tokens=False).input_ids for text in texts()]
 
 
 @pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", ["whole"]), ("smollm", ["w", "h", "o", "l", "e"])])
