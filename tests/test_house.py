@@ -62,12 +62,12 @@ ROOM_LINES = {
     "report": 1545,
     "config": 1133,
     "plan": 1012,
-    "cli": 1120,
+    "cli": 1122,
     "check": 611,
-    "bench": 581,
+    "bench": 584,
 }
-MAX_LINES = 38_567
-MAX_TEST_LINES = 45_968
+MAX_LINES = 38_572
+MAX_TEST_LINES = 45_983
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),
