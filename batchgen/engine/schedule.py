@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import ge, mul
+from operator import ge
 
 from batchgen.engine.sequence import Sequence
 
@@ -74,7 +74,7 @@ class Schedule:
         """
         if not window:
             own = self.counts if self.is_single else [n * (n + 1) // 2 for n in self.counts]
-            return sum(map(mul, self.starts, self.counts)) + sum(own)
+            return sum([start * n for start, n in zip(self.starts, self.counts, strict=True)], sum(own))
         spans = zip(self.starts, self.counts, strict=True)
         return sum(_attended(start + n, window) - _attended(start, window) for start, n in spans)
 
