@@ -100,7 +100,8 @@ def from_file(
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise UsageError(f"--workload {path}: cannot be read ({error.strerror})") from None
+        names = ", ".join(NAMED)
+        raise UsageError(f"--workload {path}: cannot be read ({error.strerror}), and is no name: {names}") from None
     requests: list[Request] = []
     for number, line in enumerate(lines, 1):
         if len(requests) == limit:
@@ -108,11 +109,13 @@ def from_file(
         if not line.strip():
             continue
         try:
-            row: dict[str, Any] = json.loads(line)
-            prompt = tuple(int(token) for token in row["prompt_token_ids"]) if "prompt_token_ids" in row else None
-            max_tokens = int(row.get("max_tokens", default.max_tokens))
-            prompt = _token_ids(row, tokenizer) if prompt is None else prompt
-        except (ValueError, KeyError, TypeError, ChatTemplateError, TokenizerError) as error:
+            row = json.loads(line)
+            given, most = (row.get(name) for name in ("prompt_token_ids", "max_tokens"))
+            max_tokens = default.max_tokens if most is None else most
+            if any(type(number) is not int or number < 0 for number in (max_tokens, *(given or ()))):
+                raise ValueError("token ids and max_tokens are whole numbers from 0 on")
+            prompt = _token_ids(row, tokenizer) if given is None else tuple(given)
+        except (ValueError, KeyError, TypeError, AttributeError, ChatTemplateError, TokenizerError) as error:
             needs = "needs prompt_token_ids, or messages or a prompt and a model with a tokenizer"
             raise UsageError(f"{path}, line {number}: {needs} ({error!r})") from None
         requests.append(Request(number - 1, prompt, replace(default, max_tokens=max_tokens)))

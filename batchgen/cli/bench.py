@@ -113,6 +113,8 @@ def _requests(values: dict[str, Any], vocab_size: int, tokenizer: Tokenizer | No
         if any(value is not None for value in lengths):
             raise UsageError("--workload FILE is the whole workload: leave out --num-requests and the lengths")
         if workload in NAMED:
+            if values["max_tokens"] is not None:
+                raise UsageError(f"--max-tokens is for the answers of a file: {workload} has its own")
             return NAMED[workload](vocab_size)[:limit]
         default = SamplingParams(max_tokens=values["max_tokens"] or 256, ignore_eos=values["ignore_eos"])
         return from_file(Path(workload), default, limit=limit, tokenizer=tokenizer)

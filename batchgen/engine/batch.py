@@ -87,7 +87,7 @@ def _token_ids(schedule: Schedule) -> list[int]:
         places = zip(schedule.sequences, schedule.starts, strict=True)
         return [0 if s.num_in_flight else s.token_ids[place] for s, place in places]
     token_ids: list[int] = []
-    for sequence, count in schedule.entries:
+    for sequence, count in schedule.entries.items():
         first, end = sequence.num_computed_tokens, sequence.num_computed_tokens + count
         token_ids += [0] if sequence.num_in_flight else sequence.token_ids[first:end]
     return token_ids
@@ -96,7 +96,7 @@ def _token_ids(schedule: Schedule) -> list[int]:
 def _logits_indices(schedule: Schedule, cu_seqlens: np.ndarray) -> np.ndarray:
     if len(schedule.completing) == len(schedule.entries) and not schedule.scored:
         return cu_seqlens[1:].astype(np.int64) - 1
-    bounds = zip(schedule.entries, cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
+    bounds = zip(schedule.entries.items(), cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
     last: list[int] = []
     before_scored: list[int] = []
     for (sequence, count), start, end in bounds:

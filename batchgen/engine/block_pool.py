@@ -24,7 +24,7 @@ class BlockPool:
     """``num_blocks`` interchangeable blocks."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks = self.num_free = num_blocks
         self._num_begun = 0  # blocks from here on have never been used
         self._empty: list[int] = []  # a stack: the block freed last is warm in the cache
         # Full, registered and free, oldest first, and when they were freed: those found by a second sequence, the rest.
@@ -37,20 +37,15 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
-    @property
-    def num_free(self) -> int:
-        return self.num_blocks - self._num_begun + len(self._empty) + sum(map(len, self._unused))
-
     def allocate(self, count: int) -> list[int]:
         """``count`` empty blocks; the caller has made sure that so many are free."""
         if count > self.num_free:
             raise AssertionError(f"asked for {count} blocks, {self.num_free} are free")
-        self._most_held = max(self._most_held, self.num_blocks - self.num_free + count)
-        taken = []
-        for _ in range(count):
-            block = self._empty.pop() if self._empty else self._begin_or_evict()
+        self.num_free -= count
+        self._most_held = max(self._most_held, self.num_blocks - self.num_free)
+        taken = [self._empty.pop() if self._empty else self._begin_or_evict() for _ in range(count)]
+        for block in taken:
             self.num_holders[block] = 1
-            taken.append(block)
         return taken
 
     def _begin_or_evict(self) -> int:
@@ -82,6 +77,7 @@ class BlockPool:
                 raise AssertionError(f"block {block} freed twice")
             self.num_holders[block] -= 1
             if not self.num_holders[block]:
+                self.num_free += 1
                 if block in self._hash_of:
                     self._unused[not self._is_shared[block]][block] = self._num_freed
                     self._num_freed += 1
@@ -98,8 +94,7 @@ class BlockPool:
         """The blocks that hold the longest known run of ``block_hashes``, from the first on."""
         found = []
         for block_hash in block_hashes:
-            block = self._block_of.get(block_hash)
-            if block is None:
+            if (block := self._block_of.get(block_hash)) is None:
                 break
             found.append(block)
         for block_hash in self._emptied.keys() & block_hashes[len(found) :]:
@@ -115,6 +110,7 @@ class BlockPool:
         """Add a holder to blocks that ``find`` named."""
         for block in blocks:
             if not self.num_holders[block]:
+                self.num_free -= 1
                 del self._unused[not self._is_shared[block]][block]
             self._num_shared += not self._is_shared[block]
             self._is_shared[block] = True
@@ -134,7 +130,7 @@ class BlockPool:
         (shared, rest), empty = self._unused, [*range(self._num_begun, self.num_blocks), *self._empty]
         free = [*empty, *shared, *rest]
         assert len(set(free)) == len(free), "a block is free twice"
-        assert len(holders) + len(free) == self.num_blocks, "blocks free + held != total"
+        assert self.num_free == len(free) == self.num_blocks - len(holders), "blocks free + held != total"
         assert not any(self.num_holders[b] for b in free), "a free block is held"
         assert all(self._block_of[h] == block for block, h in self._hash_of.items()), "a hash leads elsewhere"
         assert len(self._block_of) == len(self._hash_of), "a hash without a block"

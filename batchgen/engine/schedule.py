@@ -20,21 +20,21 @@ class Schedule:
     """One step's work. Cached properties keep what they were when first read; the others look anew.
 
     Attributes:
-        entries: ordered (sequence, num_scheduled_tokens), every count at least 1.
+        entries: num_scheduled_tokens, at least 1, by sequence, in order.
         resumed: sequences that start behind a cached prefix, whose convolution state comes with its last block.
     """
 
-    entries: tuple[tuple[Sequence, int], ...]
+    entries: dict[Sequence, int]
     resumed: tuple[Sequence, ...] = ()
 
     @cached_property
     def sequences(self) -> list[Sequence]:
-        return [s for s, _ in self.entries]
+        return list(self.entries)
 
     @cached_property
     def counts(self) -> list[int]:
         """Tokens of each sequence."""
-        return [count for _, count in self.entries]
+        return list(self.entries.values())
 
     @cached_property
     def starts(self) -> list[int]:
@@ -45,6 +45,11 @@ class Schedule:
     def pending(self) -> list[int]:
         """``num_in_flight`` of each sequence; one that has any is scheduled for that token alone."""
         return [s.num_in_flight for s in self.sequences]
+
+    @cached_property
+    def watched(self) -> list[Sequence]:
+        """The sequences that may ask for more than a draw, or be ended by more than an end token."""
+        return [s for s in self.entries if not s.generation.unwatched_until]
 
     @cached_property
     def num_tokens(self) -> int:
@@ -59,8 +64,8 @@ class Schedule:
     @property
     def without_finished(self) -> Schedule:
         """The schedule without the sequences that have ended since it was made."""
-        entries = tuple([entry for entry in self.entries if entry[0].generation.finished_at is None])
-        return self if len(entries) == len(self.entries) else replace(self, entries=entries)
+        ended = [s for s in self.entries if s.generation.finished_at is not None]
+        return replace(self, entries={s: n for s, n in self.entries.items() if s not in ended}) if ended else self
 
     def num_attended(self, window: int = 0) -> int:
         """Positions that the step's tokens attend to: each to itself and all before it, or ``window`` of these.
@@ -68,7 +73,7 @@ class Schedule:
         Ask before booking.
         """
         if not window:
-            own = [n * (n + 1) // 2 for n in self.counts] if self.num_tokens > len(self.entries) else self.counts
+            own = self.counts if self.is_single else [n * (n + 1) // 2 for n in self.counts]
             return sum([start * n for start, n in zip(self.starts, self.counts, strict=True)], sum(own))
         spans = zip(self.starts, self.counts, strict=True)
         return sum(_attended(start + n, window) - _attended(start, window) for start, n in spans)
@@ -87,23 +92,22 @@ class Schedule:
         # A pending token is all that its sequence owes; the rest is ``Sequence.completes``, without a call for each.
         return [
             s
-            for s, n in self.entries
+            for s, n in self.entries.items()
             if s.num_in_flight or (s.generates and s.num_computed_tokens + n == len(s.token_ids))
         ]
 
     @property
     def needs_host(self) -> bool:
         """Whether a sequence needs tokens of the step before on the host, or gives more than a token id."""
-        return any(s.generation.needs_host for s, _ in self.entries if not s.generation.unwatched_until)
+        return any(s.generation.needs_host for s in self.watched)
 
     @property
     def has_masks(self) -> bool:
-        """Whether some tokens may be forbidden to a sequence that is sampled."""
-        watched = [s.generation for s in self.completing if not s.generation.unwatched_until]
-        return any(g.constraint is not None or g.rules is not None for g in watched)
+        """Whether some tokens may be forbidden to a sequence once it is sampled."""
+        return any(s.generation.constraint is not None or s.generation.rules is not None for s in self.watched)
 
     @cached_property
     def scored(self) -> list[tuple[Sequence, range]]:
         """The tokens (indexes) that this step's logits score, by sequence."""
-        wanted = [e for e in self.entries if not (own := e[0].generation).unwatched_until and own.is_scored]
-        return [(s, found) for s, count in wanted if (found := s.scored_in(count))]
+        wanted = [s for s in self.watched if s.generation.is_scored]
+        return [(s, found) for s in wanted if (found := s.scored_in(self.entries[s]))]

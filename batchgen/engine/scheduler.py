@@ -82,7 +82,7 @@ class Scheduler:
         counts = dict.fromkeys(single[:budget], 1)
         later = single[budget:]  # then those that owe more; in order of admission within each
         if len(single) < len(self.running):
-            later += [s for s in self.running if not s.num_in_flight and s.num_owed > 1]
+            later += [s for s in self.running if not s.num_in_flight and len(s.token_ids) - s.num_computed_tokens > 1]
         budget -= len(counts)
         for sequence in [s for s in counts if not s.num_computed_tokens % size]:  # the others' blocks have room
             if sequence.conv_slot is not None:  # not preempted in this step
@@ -96,7 +96,7 @@ class Scheduler:
                 counts[sequence] = count
                 budget -= count
         resumed = self._admit(counts, budget) if self.num_preemptions == preemptions_before else []
-        return Schedule(tuple(counts.items()), tuple(resumed))
+        return Schedule(counts, tuple(resumed))
 
     def _admit(self, counts: dict[Sequence, int], budget: int) -> list[Sequence]:
         """Admit waiting sequences within budget, slots and memory; returns those that start behind a cached prefix."""
@@ -234,7 +234,7 @@ class Scheduler:
 
     def on_launched(self, schedule: Schedule) -> None:
         """Count the schedule's tokens as cached; to be called once their forward pass is launched."""
-        for sequence, count in schedule.entries:
+        for sequence, count in schedule.entries.items():
             sequence.num_computed_tokens += count
 
     def on_tokens_known(self, schedule: Schedule) -> None:
@@ -245,7 +245,7 @@ class Scheduler:
         """
         if not self.config.prefix_caching:
             return
-        size, rows = self.config.block_size, zip(schedule.entries, schedule.starts, strict=True)
+        size, rows = self.config.block_size, zip(schedule.entries.items(), schedule.starts, strict=True)
         filled = [(s, start) for (s, n), start in rows if start % size + n >= size or start < s.decoded_from]
         known = set(schedule.completing) if filled else ()
         for sequence, start in filled:

@@ -134,7 +134,7 @@ class EngineStats:
         self.num_attended += attended
         if window := model.window:
             self.num_window_attended += schedule.num_attended(window)
-            self.num_window_read += sum(min(s.num_computed_tokens + n, window) for s, n in schedule.entries)
+            self.num_window_read += sum(min(s.num_computed_tokens + n, window) for s, n in schedule.entries.items())
         self.sum_experts += model.expected_experts(schedule.num_tokens)
         decode = schedule.num_decoded()
         self.num_kv_read += sum(schedule.starts) + schedule.num_tokens

@@ -76,6 +76,20 @@ def test_a_workload_line_without_tokens_is_named(tmp_path: Path) -> None:
         from_file(path, SamplingParams())
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("[1, 2]", "7", '{"prompt_token_ids": "12"}', '{"prompt_token_ids": [1.5]}', '{"prompt_token_ids": 5}'),
+        *(f'{{"prompt_token_ids": [1], "max_tokens": {value}}}' for value in ("-3", "1.7", "true", '"9"')),
+    ],
+)
+def test_a_workload_line_with_a_value_that_does_not_fit_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "work.jsonl"
+    path.write_text(f'{{"prompt_token_ids": [1, 2], "max_tokens": null}}\n{line}\n')
+    with pytest.raises(UsageError, match="line 2"):
+        from_file(path, SamplingParams())
+
+
 @pytest.mark.usefixtures("ceilings_file")
 def test_real_prompts_end_with_the_models_own_end_token(
     tmp_path: Path, runs: list[tuple[list[Request], list[Result]]], capsys: pytest.CaptureFixture[str]
@@ -271,6 +285,7 @@ def test_bench_text_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         ["--limit", "2", "--num-requests", "3", "--input-len", "1", "--output-len", "1"],
         ["--num-requests", "3"],
         ["--workload", "no/such/file.jsonl"],
+        ["--workload", "nano-vllm", "--limit", "1", "--max-tokens", "5"],
     ],
 )
 def test_bench_refuses_what_names_no_workload(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

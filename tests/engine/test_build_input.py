@@ -38,16 +38,16 @@ def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
     for (past, count, later), blocks, slot in zip(lives, needed, slots, strict=True):
         tokens = [1000 * len(entries) + i for i in range(past + count + later)]
         entries.append((sequence_at(tokens, past, [deck.pop() for _ in range(blocks)], slot), count))
-    return Schedule(tuple(entries)), block_size
+    return Schedule(dict(entries)), block_size
 
 
 def twin(schedule: Schedule, block_size: int) -> dict[str, list[object]]:
     """Token by token."""
     fields: dict[str, list[object]] = {name: [] for name in DTYPES}
     fields["cu_seqlens"] = [0]
-    most_blocks = max(len(sequence.block_table) for sequence, _ in schedule.entries)
+    most_blocks = max(len(sequence.block_table) for sequence in schedule.entries)
     token = 0
-    for row, (sequence, count) in enumerate(schedule.entries):
+    for row, (sequence, count) in enumerate(schedule.entries.items()):
         for i in range(count):
             position = sequence.num_computed_tokens + i
             fields["token_ids"].append(sequence.token_ids[position])
@@ -93,12 +93,12 @@ def test_inputs_are_what_the_kernels_read(case: tuple[Schedule, int]) -> None:
 
 def test_a_step_that_completes_nobody_asks_for_no_logits() -> None:
     sequence = sequence_at(range(10), 2, [0, 1], 0)
-    inputs = build_input(Schedule(((sequence, 5),)), 4)
+    inputs = build_input(Schedule({sequence: 5}), 4)
     assert inputs.logits_indices.shape == (0,)
     assert inputs.logits_indices.dtype == torch.int64
 
 
 def test_building_changes_no_sequence() -> None:
     sequence = sequence_at(range(10), 2, [1, 0], 0)
-    build_input(Schedule(((sequence, 5),)), 4)
+    build_input(Schedule({sequence: 5}), 4)
     assert (sequence.num_computed_tokens, [*sequence.block_table], sequence.token_ids) == (2, [1, 0], list(range(10)))

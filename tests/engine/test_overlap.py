@@ -229,14 +229,14 @@ def test_pending_tokens_come_from_the_rows_that_sampled_them() -> None:
     decoding = [sequence_at(range(10, 14), 4, [0], slot) for slot in range(3)]
     for sequence in decoding:
         sequence.num_in_flight = 1
-    schedule = Schedule(((decoding[2], 1), (sequence_at((9, 9, 9), 0, [1], 3), 2), (decoding[0], 1)))
-    before = InFlight(Schedule(tuple((s, 1) for s in decoding)), torch.tensor([50, 51, -1]), list)
+    schedule = Schedule({decoding[2]: 1, sequence_at((9, 9, 9), 0, [1], 3): 2, decoding[0]: 1})
+    before = InFlight(Schedule(dict.fromkeys(decoding, 1)), torch.tensor([50, 51, -1]), list)
     pending = build_pending(schedule, before)
     assert pending is not None
     token_ids = torch.tensor([0, 9, 9, 0])
     pending.into(token_ids)
     assert token_ids.tolist() == [0, 9, 9, 50], "the -1 of a row gone wrong becomes any token there is"
-    assert build_pending(Schedule(schedule.entries[1:2]), before) is None
+    assert build_pending(Schedule(dict([*schedule.entries.items()][1:2])), before) is None
 
 
 def test_pending_tokens_leave_the_ids_they_are_made_of_alone() -> None:

@@ -46,7 +46,7 @@ def add(scheduler: Scheduler, key: int, prompt: int, max_tokens: int = 10, outpu
 
 
 def keys_and_counts(schedule: Schedule) -> list[tuple[int, int]]:
-    return [(sequence.request.key, count) for sequence, count in schedule.entries]
+    return [(sequence.request.key, count) for sequence, count in schedule.entries.items()]
 
 
 def step(scheduler: Scheduler, ends: Callable[[Sequence], bool] = lambda s: False) -> list[tuple[int, int]]:

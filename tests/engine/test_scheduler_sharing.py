@@ -25,7 +25,7 @@ def add(scheduler: Scheduler, key: int, prompt: tuple[int, ...], max_tokens: int
 def step(scheduler: Scheduler) -> dict[int, int]:
     """Tokens computed by key."""
     schedule = one_step(scheduler)
-    return {sequence.request.key: count for sequence, count in schedule.entries}
+    return {sequence.request.key: count for sequence, count in schedule.entries.items()}
 
 
 def test_a_family_waits_one_step_for_its_common_beginning_and_computes_it_once() -> None:

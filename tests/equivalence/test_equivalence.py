@@ -44,7 +44,7 @@ def cuts_of(engine: Engine) -> list[int]:
 
     def schedule() -> Schedule:
         made = plain()
-        cuts.append(sum(count < sequence.num_owed for sequence, count in made.entries))
+        cuts.append(sum(count < sequence.num_owed for sequence, count in made.entries.items()))
         return made
 
     engine.scheduler.schedule = schedule  # type: ignore[method-assign]

@@ -146,7 +146,7 @@ def token_counts(prompt: Iterable[int], output: Iterable[int]) -> HostTokenCount
 def whole_input(token_ids: Sequence[int], block_size: int) -> ModelInput:
     """One sequence from its first token to its last, with logits for every token."""
     blocks = range(-(-len(token_ids) // block_size))
-    schedule = Schedule(((sequence_at(token_ids, 0, blocks, 0), len(token_ids)),))
+    schedule = Schedule({sequence_at(token_ids, 0, blocks, 0): len(token_ids)})
     return replace(build_input(schedule, block_size), logits_indices=torch.arange(len(token_ids)))
 
 
@@ -259,4 +259,4 @@ def ragged_input(
     for slot, ((past, count), blocks) in enumerate(zip(pieces, needed, strict=True)):
         tokens = torch.randint(8, 128, (past + count,), generator=generator).tolist()
         entries.append((sequence_at(tokens, past, [deck.pop() for _ in range(blocks)], slot, key=slot), count))
-    return build_input(Schedule(tuple(entries)), block_size, is_causal=is_causal), num_blocks
+    return build_input(Schedule(dict(entries)), block_size, is_causal=is_causal), num_blocks

@@ -48,7 +48,7 @@ def inputs_of(tables: list[list[int]], pieces: list[tuple[int, int]], block_size
         (sequence_at([9] * (past + count), past, table, row, key=row), count)
         for row, (table, (past, count)) in enumerate(zip(tables, pieces, strict=True))
     ]
-    return build_input(Schedule(tuple(entries)), block_size)
+    return build_input(Schedule(dict(entries)), block_size)
 
 
 def shared_case(tables: list[list[int]], case: Case, block_size: int) -> Case:
