@@ -12,6 +12,7 @@ from kernel_cases import Shape, every_dtype, make_case, normal, poisoned_cache, 
 from tiny_model import ragged_input
 from torch import Tensor
 
+from batchgen.kernels.cpu import parallel
 from batchgen.kernels.cpu.backend import CpuKernels
 from batchgen.kernels.inputs import KVCache
 from batchgen.kernels.interface import Heads, Kernels
@@ -54,6 +55,8 @@ def assert_equal_to_parts(
     found = []
     for attend in (CpuKernels.attend, Kernels.attend):
         cache = poisoned_cache(case, inputs, num_blocks, block_size)
+        for memory in parallel._SCRATCH.values():
+            memory.fill_(torch.nan)
         out = attend(CpuKernels(dtype), qkv, shape, rotary, inputs, cache, subset=inputs.subset)
         found.append([out.view(torch.uint8), *bits(cache)])
     assert all(map(torch.equal, *found)), "an output or the cache differs"

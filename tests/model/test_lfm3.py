@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ from tiny_model import CPU, prefix_logits
 from torch import Tensor
 
 from batchgen.kernels.cpu.backend import CpuKernels
+from batchgen.kernels.interface import Heads
 from batchgen.model.config import LayerShape, ModelConfig
 from batchgen.model.decoder import Decoder
-from batchgen.model.layers import Attention
 from batchgen.model.registry import dummy_config, parse_config, read_config
 from batchgen.model.rope import frequencies
 from batchgen.model.weights import Checkpoint
@@ -74,8 +75,12 @@ def test_a_wrong_window_or_rotation_is_noticed(name: str, saved: tuple[Tensor, P
 
 
 def test_gates_that_are_left_out_are_noticed(saved: tuple[Tensor, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = Attention.queries
-    monkeypatch.setattr(Attention, "queries", lambda *arguments: (queries(*arguments)[0], None))
+    attend = CpuKernels.attend
+
+    def ungated(kernels: CpuKernels, qkv: Tensor, heads: Heads, *rest: Any, **named: Any) -> Tensor:
+        return attend(kernels, qkv, replace(heads, is_gated=False), *rest, **named)
+
+    monkeypatch.setattr(CpuKernels, "attend", ungated)
     assert gap(*saved) > 10 * TOLERANCE
 
 

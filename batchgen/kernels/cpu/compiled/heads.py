@@ -149,8 +149,9 @@ def scatter_keys(own, waiting, count, slots, number, head_dim, cache):
 
 
 @simd.inline
-def spread_key(own, waiting, cache, out):
+def spread_key(own, waiting, head_dim, cache, out):
     """A key from scratch memory as the first position of ``out``, of ``LANES``; the others keep what they are."""
-    units, targets, size = simd.units(_rounded_keys(own, cache)), simd.units(out), cache.width // cache.pack
-    for i in range(size):
-        targets[i * LANES] = units[waiting * size + i]
+    units, targets = simd.units(_rounded_keys(own, cache)), simd.units(out)
+    first = waiting * (cache.width // cache.pack)
+    for i in range(head_dim // cache.pack):
+        targets[i * LANES] = units[first + i]
