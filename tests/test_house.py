@@ -50,24 +50,24 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
-    "kernels": 7136,
-    "engine": 3542,
-    "model": 3668,
+    "kernels": 7138,
+    "engine": 3543,
+    "model": 3687,
     "text": 2211,
     "run": 3527,
     "executors": 2707,
     "output": 3477,
     "core": 2485,
-    "input": 3197,
+    "input": 3217,
     "report": 1545,
     "config": 1133,
-    "plan": 1012,
-    "cli": 1120,
+    "plan": 1022,
+    "cli": 1131,
     "check": 611,
-    "bench": 593,
+    "bench": 607,
 }
-MAX_LINES = 38_823
-MAX_TEST_LINES = 46_155
+MAX_LINES = 38_901
+MAX_TEST_LINES = 46_441
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),
