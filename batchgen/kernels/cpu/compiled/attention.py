@@ -255,7 +255,7 @@ def _own_keys(place, tall, apart, heads, newest, cache, scratch):
         simd.store(cleared, i, simd.splat(F32(0.0)))
     for number in range(num_heads):
         q, _, scores, _, _, _, _, _ = query_rows.of_head(scratch, number, apart, tall, cache.width)
-        spread_key(own, waiting + number, cache, spread)
+        spread_key(own, waiting + number, head_dim, cache, spread)
         score(tall, 1, q, cache.width, spread, 0, cache.pack, layout.LANES, scores, place)
         scatter_keys(own, waiting + number, 1, slot, head + number, head_dim, cache)
 

@@ -149,8 +149,8 @@ def scatter_keys(own, waiting, count, slots, number, head_dim, cache):
 
 
 @simd.inline
-def spread_key(own, waiting, cache, out):
-    """A key from scratch memory as the first position of ``out``, of ``LANES``; the others keep what they are."""
+def spread_key(own, waiting, head_dim, cache, out):
+    """A key from scratch memory as the first position of ``out``, of ``LANES``; all else keeps what it is."""
     units, targets, size = simd.units(_rounded_keys(own, cache)), simd.units(out), cache.width // cache.pack
-    for i in range(size):
+    for i in range(head_dim // cache.pack):
         targets[i * LANES] = units[waiting * size + i]
