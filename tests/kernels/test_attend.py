@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,14 +15,43 @@ from kernel_cases import Shape, every_dtype, make_case, normal, poisoned_cache, 
 from tiny_model import ragged_input
 from torch import Tensor
 
-from batchgen.kernels.cpu import parallel
+from batchgen.kernels.cpu import backend
 from batchgen.kernels.cpu.backend import CpuKernels
-from batchgen.kernels.inputs import KVCache
+from batchgen.kernels.inputs import KVCache, ModelInput, query_blocks
 from batchgen.kernels.interface import Heads, Kernels
 from batchgen.model.subset import build_subset
 
 # (positions cached before, tokens of this step): single tokens first, as a step has them, and one behind prompts.
 PIECES = [(0, 1), (5, 1), (31, 1), (254, 1), (255, 1), (256, 1), (700, 1), (15, 17), (0, 40), (3, 1)]
+GUARD, UNTOUCHED = 64, 7.0  # float32 on either side of a worker's scratch memory, and what they are
+
+
+@contextmanager
+def guarded_scratch() -> Iterator[None]:
+    """Scratch memory of NaN, which another kernel may have left, between numbers that no kernel may write over."""
+    given: list[Tensor] = []
+
+    def scratch(floats: int) -> tuple[int, int]:
+        memory = torch.full((torch.get_num_threads(), floats + 2 * GUARD), UNTOUCHED)
+        memory[:, GUARD:-GUARD] = torch.nan
+        given.append(memory)
+        return memory.data_ptr() + 4 * GUARD, 4 * memory.shape[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "scratch", scratch)
+        yield
+    beside = [part for memory in given for part in (memory[:, :GUARD], memory[:, -GUARD:])]
+    assert beside and all((part == UNTOUCHED).all() for part in beside), "written beside scratch memory"
+
+
+def sharing(inputs: ModelInput, block_size: int, num_blocks: int) -> ModelInput:
+    """The inputs with the first blocks of the first sequence as those of all; each has so many cached."""
+    tables, bounds = inputs.block_tables, inputs.cu_seqlens.numpy()
+    tables[:, :num_blocks] = tables[:1, :num_blocks]
+    runs = np.arange(inputs.num_seqs), bounds[:-1], bounds[1:]
+    blocks = query_blocks(*runs, inputs.positions.numpy(), tables.numpy(), block_size)
+    assert (blocks[:, 4] == num_blocks * block_size).any(), "none are attended to together"
+    return replace(inputs, query_blocks=blocks)
 
 
 def bits(cache: KVCache) -> list[Tensor]:
@@ -38,10 +70,13 @@ def assert_equal_to_parts(
     is_gated: bool = False,
     is_normed: bool = False,
     narrows: bool = False,
+    num_shared: int = 0,
     spoilt: tuple[int, ...] = (),
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     inputs, num_blocks = ragged_input(pieces, block_size)
+    if num_shared:
+        inputs = sharing(inputs, block_size, num_shared)
     if narrows:
         inputs = replace(inputs, subset=build_subset(inputs, block_size, 0))
         assert inputs.subset is not None and inputs.subset.inputs.num_alone == inputs.num_alone
@@ -55,9 +90,9 @@ def assert_equal_to_parts(
     found = []
     for attend in (CpuKernels.attend, Kernels.attend):
         cache = poisoned_cache(case, inputs, num_blocks, block_size)
-        for memory in parallel._SCRATCH.values():
-            memory.fill_(torch.nan)
-        out = attend(CpuKernels(dtype), qkv, shape, rotary, inputs, cache, subset=inputs.subset)
+        with guarded_scratch():
+            out = attend(CpuKernels(dtype), qkv, shape, rotary, inputs, cache, subset=inputs.subset)
+        assert spoilt or out.isfinite().all()
         found.append([out.view(torch.uint8), *bits(cache)])
     assert all(map(torch.equal, *found)), "an output or the cache differs"
 
@@ -71,6 +106,16 @@ def test_attend_gives_the_bits_of_its_parts(
     assert_equal_to_parts(heads, dtype, kv_dtype, block_size, PIECES)
     assert_equal_to_parts(heads, dtype, kv_dtype, block_size, PIECES, narrows=True, is_gated=True, is_normed=True)
     assert_equal_to_parts(heads, dtype, kv_dtype, block_size, PIECES[:6], window=40)
+
+
+@every_dtype
+@pytest.mark.parametrize("heads", [(8, 8, 24), (16, 8, 16), (12, 1, 16), (48, 1, 8)], ids=str)
+def test_attend_gives_the_bits_of_its_parts_where_sequences_share_blocks(
+    heads: Shape, dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
+    pieces = [(288 + 9 * i % 40, 1) for i in range(18)] + [(300, 5)]
+    assert_equal_to_parts(heads, dtype, kv_dtype, 24, pieces, num_shared=12)
+    assert_equal_to_parts(heads, dtype, kv_dtype, 32, pieces, num_shared=9, is_gated=True, narrows=True)
 
 
 @every_dtype

@@ -246,14 +246,11 @@ class CpuKernels(interface.Kernels):
     ) -> Tensor:
         """As in ``Kernels``: attention makes keys of sequences with one token, since it reads their blocks anyway."""
         q = self.rope_and_cache(qkv, heads, rotary, inputs, cache, inputs.num_alone)
-        kept, gates = inputs, qkv
+        gates, alone = qkv if heads.is_gated else None, Alone(qkv, heads, rotary)
         if subset is not None:
-            kept = subset.inputs
-            q, gates = self.take_rows(q, subset.rows), self.take_rows(qkv, subset.rows)
-        alone = Alone(qkv, heads, rotary)
-        return self.attention(
-            q, cache, kept, heads.head_dim, qkv.dtype, heads.window, gates if heads.is_gated else None, alone
-        )
+            q, inputs = self.take_rows(q, subset.rows), subset.inputs
+            gates = None if gates is None else self.take_rows(gates, subset.rows)
+        return self.attention(q, cache, inputs, heads.head_dim, qkv.dtype, heads.window, gates, alone)
 
     def short_conv(self, bcx: Tensor, weight: Tensor, bias: Tensor, state: ConvState, inputs: ModelInput) -> Tensor:
         taps, width = weight.shape

@@ -2,6 +2,7 @@
 
 A work item is a few KV heads and a few consecutive tokens of one sequence, or of several whose block tables begin
 alike: the tiles that these share are read once for all of them. Up to ``MAX_QUERIES`` query rows meet a key at once.
+Of the only token of a sequence, queries, key and value are made here (see ``heads``); those of others are there.
 Keys are stored as ``[head_dim, lane]`` in a block, so 16 positions fill one vector and a score needs no horizontal
 sum; values as ``[position, head_dim]``. Arithmetic is float32 on keys and values as cached; where the machine
 multiplies pairs of bfloat16 (twice as fast), queries and probabilities are rounded to bfloat16 first, as the reference

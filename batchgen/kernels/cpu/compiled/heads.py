@@ -150,8 +150,7 @@ def scatter_keys(own, waiting, count, slots, number, head_dim, cache):
 
 @simd.inline
 def spread_key(own, waiting, head_dim, cache, out):
-    """A key from scratch memory as the first position of ``out``, of ``LANES``; the others keep what they are."""
-    units, targets = simd.units(_rounded_keys(own, cache)), simd.units(out)
-    first = waiting * (cache.width // cache.pack)
+    """A key from scratch memory as the first position of ``out``, of ``LANES``; all else keeps what it is."""
+    units, targets, size = simd.units(_rounded_keys(own, cache)), simd.units(out), cache.width // cache.pack
     for i in range(head_dim // cache.pack):
-        targets[i * LANES] = units[first + i]
+        targets[i * LANES] = units[waiting * size + i]
