@@ -435,11 +435,11 @@ def test_a_mirror_whose_files_are_removed_in_mid_run_is_copied_again(
         if step == 14:
             for name in store.content(bucket):
                 store.remove(bucket, name)
+            until(lambda: "were removed there: all are copied again" in capsys.readouterr().err)
             until(lambda: f"run/{RunDir(job.output).manifest.name}" in store.content(bucket))
 
     options = RunOptions(heartbeat_s=3600.0, limits=quiet(max_total_tokens=500).limits)
     assert job.run(mirrored, options, before_step=before_step).exit_code == ExitCode.STOPPED
-    assert "were removed there: all are copied again" in capsys.readouterr().err
     num_here = len(lines_of(job.output))
     assert rows_there(store, bucket) == num_here > 10
     shutil.rmtree(job.output)
