@@ -218,16 +218,17 @@ class CpuKernels(interface.Kernels):
         items = len(inputs.query_blocks) * num_kv_heads
         most_together = min(max(items // (ITEMS_PER_WORKER * torch.get_num_threads()), 1), QUERY_BLOCK)
         most_heads = heads_of_an_item(len(inputs.query_blocks), num_kv_heads)
+        own_floats = layout.heads_scratch_floats(width, layout.MOST_WAITING)
+        memory, part_bytes = scratch(own_floats + layout.attention_scratch_floats(width, most_rows))
         of_alone: tuple[int, ...] = (0,) * _ALONE_WORDS
         if alone is not None:
-            own = scratch(layout.heads_scratch_floats(width, layout.MOST_WAITING))
             qkv = address(alone.qkv), alone.qkv.shape[1]
-            of_alone = (*alone.fields(), inputs.num_alone, *qkv, address(inputs.slot_mapping), *own)
+            of_alone = (*alone.fields(), inputs.num_alone, *qkv, address(inputs.slot_mapping), memory, part_bytes)
         arguments = (
             *(address(q), *_fields(cache), address(inputs.query_blocks), address(inputs.positions)),
             *(address(inputs.block_tables), inputs.block_tables.shape[1]),
             *(num_heads, head_dim, *of_alone),
-            *(*scratch(layout.attention_scratch_floats(width, most_rows)), most_rows, window),
+            *(memory + 4 * own_floats, part_bytes, most_rows, window),
             *(_address_of(gates), 0 if gates is None else gates.shape[1]),
             *(most_together, most_heads, len(inputs.query_blocks), address(out)),
         )

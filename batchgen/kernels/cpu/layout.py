@@ -50,7 +50,7 @@ SCORE_STRIDE = TILE + 2 * LANES  # a block's last vectors may hang over
 QUERY_BLOCK_FIELDS = 6  # of a row of ``ModelInput.query_blocks``
 ITEMS_PER_WORKER = 4  # at least, where sequences that share keys would make fewer: the last ones are waited for
 
-MOST_WAITING = 128  # keys of one item: of ``QUERY_BLOCK`` sequences and ``MOST_HEADS`` heads
+MOST_WAITING = 16 * MOST_HEADS  # keys of one item: of up to ``QUERY_BLOCK`` sequences
 ROPE_TOKENS = 16  # whose keys of one head are written together: as many as share a cache line
 
 PEAK_VECTORS = 16  # of memory for each worker of the loops that only multiply

@@ -68,7 +68,7 @@ _SCRATCH: dict[int, torch.Tensor] = {}
 def scratch(floats: int) -> tuple[int, int]:
     """Scratch memory of so many float32 for each worker: its address, and the bytes of a worker's part (``entry.Own``).
 
-    It is never freed (kernels run one at a time).
+    Parts begin at multiples of 64 bytes if ``floats`` is one of 16. It is never freed (kernels run one at a time).
     """
     num_floats = floats * torch.get_num_threads()
     found = _SCRATCH.get(num_floats)

@@ -22,6 +22,8 @@ four blocks side by side: with one head to an item, runs of a few kilobytes gave
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import numpy as np
 
 from batchgen.kernels.cpu import layout
@@ -32,10 +34,10 @@ from batchgen.kernels.cpu.compiled.heads import (
     CACHE,
     HEADS,
     ROTARY,
-    cache_value,
     rotate_query,
     scatter_keys,
     spread_key,
+    take_key_and_value,
 )
 from batchgen.kernels.cpu.compiled.simd import F32
 
@@ -44,6 +46,8 @@ QUERIES = Group("Queries", "blocks positions tables max_blocks", blocks=np.int32
 GATES = Group("Gates", "logits columns", logits=DTYPE)  # logits whose rows end with one per head, or none
 # What queries, keys and values of the first ``num_alone`` tokens are made of; those of the others are there.
 ALONE = Group("Alone", "num_alone qkv columns slots own", qkv=DTYPE, slots=np.int64, own=Own(F32))
+# Of a query block: whether its token is alone, and then where its keys wait among all in ``own``, and its slot.
+Newest = namedtuple("Newest", "is_alone waiting slot own head_dim")
 
 
 @simd.inline
@@ -158,7 +162,7 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, new
 
     ``heads`` are the first KV head and how many; their rows begin ``apart`` behind each other. ``start`` is the
     position of the block's first token; sums and totals are left in ``scratch``. Tiles are the outer loop, so that all
-    rows meet a tile's keys and values while they are near. ``newest`` is for ``_own_keys``.
+    rows meet a tile's keys and values while they are near.
     """
     width, has_scales, (head, num_heads) = cache.width, simd.address(cache.scales) != 0, heads
     seen = max(first, _chunk_of(query_rows.lowest(start, window)))
@@ -175,7 +179,7 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, new
                 continue
             tall, mine = query_rows.padded(rows), query_rows.from_row(scratch, row, width)
             _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, mine)
-            if newest[0] and tile_end == end:
+            if newest.is_alone and tile_end == end:
                 _own_keys(end - 1 - tile, tall, apart, heads, newest, cache, mine)
             for number in range(num_heads):
                 of_one = query_rows.of_head(scratch, number, apart, tall, width)
@@ -238,7 +242,7 @@ def _take_alone(token, position, number, waiting, group, heads, rotary, alone, c
     query_rows.clear(group, width, scratch)
     for r in range(group):
         rotate_query(alone.qkv, row, number * group + r, heads, rotary, angle, own, rows_q, r * width)
-    cache_value(alone.qkv, row, number, heads, rotary, angle, alone.slots[token], own, waiting, cache)
+    take_key_and_value(alone.qkv, row, number, heads, rotary, angle, alone.slots[token], own, waiting, cache)
 
 
 @simd.jit
@@ -246,19 +250,17 @@ def _own_keys(place, tall, apart, heads, newest, cache, scratch):
     """Score a sequence's only token against its own key, at ``place`` of the scores, and write the key to the cache.
 
     By then the other scores have fetched the lines that a key is spread over, whose own fetch took most of the time.
-    ``newest`` says whether there is such a token, where its keys wait, its slot, and where the memory of them begins.
     """
-    head, num_heads = heads
-    _, waiting, slot, own, head_dim = newest
+    (head, num_heads), own, waiting = heads, newest.own, newest.waiting
     cleared = simd.shifted(own, cache.width * (1 + layout.MOST_WAITING))
     spread = simd.pointer(simd.address(cleared), cache.keys)
     for i in range(0, cache.width * layout.LANES, layout.LANES):  # of what lies there, some might be no normal numbers
         simd.store(cleared, i, simd.splat(F32(0.0)))
     for number in range(num_heads):
         q, _, scores, _, _, _, _, _ = query_rows.of_head(scratch, number, apart, tall, cache.width)
-        spread_key(own, waiting + number, head_dim, cache, spread)
+        spread_key(own, waiting + number, newest.head_dim, cache, spread)
         score(tall, 1, q, cache.width, spread, 0, cache.pack, layout.LANES, scores, place)
-        scatter_keys(own, waiting + number, 1, slot, head + number, head_dim, cache)
+        scatter_keys(own, waiting + number, 1, newest.slot, head + number, newest.head_dim, cache)
 
 
 @simd.jit
@@ -292,7 +294,7 @@ def _attend_together(block, members, kv_heads, queries, q, heads, rotary, alone,
         rows, begin, seen = (together, shared, 0) if i < 0 else (count * group, start, window)
         mine = query_rows.from_row(scratch, at, width)  # all rows see all that is shared: their positions do not matter
         slot, is_alone = simd.shifted(alone.slots, token), i >= 0 and token < alone.num_alone
-        newest = is_alone, i * num_kv_heads, slot, alone.own, head_dim
+        newest = Newest(is_alone, i * num_kv_heads, slot, alone.own, head_dim)
         _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, newest, cache, mine)
         if i < 0:
             continue

@@ -107,8 +107,8 @@ def _rounded_keys(own, cache):
 
 
 @simd.inline
-def cache_value(qkv, row, number, heads, rotary, angle, slot, own, waiting, cache):
-    """Value of KV head ``number`` of a token into the cache; its key waits in scratch memory, as number ``waiting``.
+def take_key_and_value(qkv, row, number, heads, rotary, angle, slot, own, waiting, cache):
+    """Cache the value of KV head ``number`` of a token; its key waits in scratch memory, as number ``waiting``.
 
     ``row`` and ``angle`` are those of ``rotate_query``.
     """

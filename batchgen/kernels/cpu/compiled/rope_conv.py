@@ -9,7 +9,7 @@ import numpy as np
 
 from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.entry import DTYPE, Own, kernel, last_first
-from batchgen.kernels.cpu.compiled.heads import CACHE, HEADS, ROTARY, cache_value, rotate_query, scatter_keys
+from batchgen.kernels.cpu.compiled.heads import CACHE, HEADS, ROTARY, rotate_query, scatter_keys, take_key_and_value
 from batchgen.kernels.cpu.compiled.simd import F32
 from batchgen.kernels.cpu.layout import LANES, ROPE_TOKENS, SEGMENT
 
@@ -31,7 +31,7 @@ def rope_and_cache(item, qkv, columns, heads, rotary, positions, slots, q_out, o
         row, angle = token * columns, positions[token] * (heads.head_dim // 2)
         for h in range(head * group, (head + 1) * group):
             rotate_query(qkv, row, h, heads, rotary, angle, own, q_out, (token * heads.num_heads + h) * cache.width)
-        cache_value(qkv, row, head, heads, rotary, angle, slots[token], own, i, cache)
+        take_key_and_value(qkv, row, head, heads, rotary, angle, slots[token], own, i, cache)
     scatter_keys(own, 0, count, simd.shifted(slots, begin), head, heads.head_dim, cache)
 
 
