@@ -215,11 +215,13 @@ def raising(*numbers: signal.Signals) -> dict[str, Any]:
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """The SIGTERMs that the test's own handler has taken."""
+    """The SIGTERMs that the test's own handler has taken; SIGINT, which a shell's background jobs ignore, is not."""
     came: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    handlers = {signal.SIGTERM: lambda number, frame: came.append(number), signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield came
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("times", [1, 2])

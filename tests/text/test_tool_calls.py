@@ -148,8 +148,9 @@ def test_what_is_written_in_a_familys_way_is_read_again(arguments: dict[str, Any
 @given(st.text(alphabet="[](){}=,:'\"\\ntrue1.-e \n", max_size=60))
 def test_no_text_is_anything_but_calls_or_malformed(text: str) -> None:
     for family, marker in MARKERS.items():
-        parsed(family, marker + text)
-        parsed(family, f"{marker}[f(a={text}")
+        for found in (parsed(family, marker + text), parsed(family, f"{marker}[f(a={text}")):
+            calls = [] if found is None else found[0]
+            assert all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in calls)
 
 
 @pytest.mark.parametrize(
