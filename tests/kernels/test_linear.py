@@ -73,6 +73,15 @@ def test_a_row_has_the_same_bits_in_products_of_published_shapes(kind: str, dtyp
     assert rows_that_differ(kind, DTYPES[dtype], shape, {1: counts, 2: counts}) == []
 
 
+@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("inputs", [576, 8192])
+def test_float32_is_as_exact_for_many_inputs_as_for_few(inputs: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(inputs)
+    weight, x = (torch.rand(count, inputs, generator=generator) for count in (96, rows))  # all positive: errors add up
+    exact = x.double() @ weight.double().T
+    assert ((PackedLinear(weight, None)(x).double() - exact).abs() / exact).max() < 7e-7
+
+
 @pytest.mark.parametrize("place", [0, 1, 7, 30, 39])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", LINEARS)

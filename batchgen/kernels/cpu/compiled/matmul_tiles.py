@@ -20,6 +20,7 @@ from batchgen.kernels.cpu.compiled.simd import ANY, I64, emitted, jit
 from batchgen.kernels.cpu.layout import DOT_GROUP, GROUP, GROUP_BYTES, LANES, MAX_ROWS, STRIPS, TILE_COLUMNS
 from batchgen.kernels.processor import has_wide_registers
 
+_SEGMENT = 128  # pairs of inputs: a divisor of those of each part in which weights are unpacked
 _LEAD = 1024  # bytes: how far ahead one or two rows prefetch weights
 
 # How a tile ends: float32 sums that the caller finishes; rounded into ``out``, with ``residual`` added or without; or,
@@ -38,18 +39,20 @@ def strips_at_once(rows):
 
 
 @contextmanager
-def _each_pair(builder, weight, strip, pairs):
-    """Loop over pairs of inputs; gives a pair's number and, of weights of 8 bits, (group, number in it, scales)."""
+def _each_pair(builder, weight, strip, first, pairs):
+    """Loop over pairs of inputs from ``first`` on; gives a pair's number and, of weights of 8 bits, (group, number in
+    it, scales)."""
     if not _is_bytes(weight):
         with cgutils.for_range(builder, pairs) as loop:
-            yield loop.index, None
+            yield builder.add(first, loop.index), None
         return
     pairs_of_group = emit.number(GROUP // 2)
     with cgutils.for_range(builder, builder.udiv(pairs, pairs_of_group)) as outer:
-        scales = [emit_scales(builder, base, outer.index) for base in strip]
+        group = builder.add(builder.udiv(first, pairs_of_group), outer.index)
+        scales = [emit_scales(builder, base, group) for base in strip]
         with cgutils.for_range(builder, pairs_of_group) as inner:
-            pair = builder.add(builder.mul(outer.index, pairs_of_group), inner.index)
-            yield pair, (outer.index, inner.index, scales)
+            pair = builder.add(builder.mul(group, pairs_of_group), inner.index)
+            yield pair, (group, inner.index, scales)
 
 
 def _is_bytes(weight):
@@ -108,20 +111,36 @@ def _emit_sums(builder, totals, x, x_index, x_stride, weight, strip, pairs, pref
     """Add the products of rows of x with the neighbouring strips ``strip`` to ``totals`` {(row, strip): vector}.
 
     A strip is [pairs, 16, 2] of bfloat16: for each pair of inputs, those of 16 outputs; or [inputs, 16] of float32; or
-    bytes as in ``int8``.
+    bytes as in ``int8``. In float32, sums of ``_SEGMENT`` pairs are added up: one sum of all would be as far from the
+    exact one as it has roundings.
     """
     rows = 1 + max(r for r, _ in totals)
     row = [builder.gep(x, [builder.add(x_index, builder.mul(x_stride, emit.number(r)))]) for r in range(rows)]
-    with _each_pair(builder, weight, strip, pairs) as (pair, group):
-        prefetch(pair)
-        of_row, of_strip = _emit_factors(builder, x, weight, row, strip, pair, group)
-        factors = [of_strip(v) for v in range(len(strip))]
-        multiply_add = emit.fma if len(factors[0]) == 2 else emit.dot
-        for r in range(rows):
-            for part, spread in enumerate(of_row(r)):
-                for v, factor in enumerate(factors):
-                    total = totals[r, v]
-                    builder.store(multiply_add(builder, factor[part], spread, builder.load(total)), total)
+
+    def add_products(sums, first, count):
+        with _each_pair(builder, weight, strip, first, count) as (pair, group):
+            prefetch(pair)
+            of_row, of_strip = _emit_factors(builder, x, weight, row, strip, pair, group)
+            factors = [of_strip(v) for v in range(len(strip))]
+            multiply_add = emit.fma if len(factors[0]) == 2 else emit.dot
+            for r in range(rows):
+                for part, spread in enumerate(of_row(r)):
+                    for v, factor in enumerate(factors):
+                        total = sums[r, v]
+                        builder.store(multiply_add(builder, factor[part], spread, builder.load(total)), total)
+
+    if x.type.pointee != emit.FLOAT:
+        add_products(totals, emit.number(0), pairs)
+        return
+    most, sums = emit.number(_SEGMENT), {place: cgutils.alloca_once(builder, emit.VECTOR) for place in totals}
+    with cgutils.for_range(builder, builder.udiv(builder.add(pairs, emit.number(_SEGMENT - 1)), most)) as loop:
+        for found in sums.values():
+            builder.store(ir.Constant(emit.VECTOR, None), found)
+        first = builder.mul(loop.index, most)
+        left = builder.sub(pairs, first)
+        add_products(sums, first, builder.select(builder.icmp_signed("<", left, most), left, most))
+        for place, total in totals.items():
+            builder.store(builder.fadd(builder.load(total), builder.load(sums[place])), total)
 
 
 def _sums_at(builder, sums, first_strip, r, v):
