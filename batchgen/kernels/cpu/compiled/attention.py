@@ -18,6 +18,9 @@ by whole tiles, groups and chunks, and what is left out would have added zeros.
 Memory is the bound where contexts are long, and the processor fetches ahead by itself only what is read in long runs,
 from few places. The keys of a block are one run over all heads, and its values another; so an item walks the heads of
 four blocks side by side: with one head to an item, runs of a few kilobytes gave two thirds of what memory has to give.
+Where few rows meet a key, the processor waits for memory all the same, since a run ends before fetching ahead has got
+under way. So while keys are read, the values of the same positions are asked for, which lie at the same distance
+everywhere, and while those are read, the keys that come next: of the next tile, or of the next query block.
 """
 
 from __future__ import annotations
@@ -67,12 +70,13 @@ def _chunk(table, position, head, cache):
 def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch):
     """Scores of ``tall`` query rows of each head against the positions from ``begin`` to ``tile_end``.
 
-    ``begin`` is a chunk's start. Few rows take a group of chunks at once, to read from several places of memory; for
-    one outside these positions the nearest is scored, and those scores are masked.
+    ``begin`` is a chunk's start. Few rows take a group of chunks at once, to read from several places of memory, and
+    ask for their values meanwhile; for a chunk outside these positions the nearest is scored, and masked later.
     """
     keys, _, _, _, width, block_size, lanes, pack = cache
     head, num_heads = heads
     position, next_head = begin, width * lanes
+    ahead = simd.address(cache.values) - simd.address(keys)
     while position < tile_end:
         is_group = tall <= MOST_TOGETHER and block_size % layout.CHUNK == 0 and tile_end - position > layout.CHUNK
         group, last = position - position % query_rows.GROUP, (tile_end - 1) // layout.CHUNK * layout.CHUNK
@@ -87,54 +91,65 @@ def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch
             if is_group:
                 on = number * next_head
                 starts = a + on, b + on, c + on, d + on
-                score_chunks(tall, q, width, keys, starts, lanes, scores, group - tile)
+                number_of_last = (last - group) // layout.CHUNK
+                score_chunks(tall, number_of_last, q, width, keys, starts, lanes, ahead, scores, group - tile)
             else:
                 score(tall, count, q, width, keys, a + number * next_head, pack, lanes, scores, position - tile)
         position = group + query_rows.GROUP if is_group else position + count
 
 
 @simd.jit
-def _values_of(stream, group, tile_end, table, head, cache, copies):
-    """Pointer to the values of chunk number ``stream`` from ``group`` on; those beyond ``tile_end`` are zero.
+def _values_of(position, begin, tile_end, table, head, upcoming, cache, copies):
+    """Pointer to the values of the chunk at ``position``, and bytes from there to keys that will be read soon.
 
-    Where they are not contiguous, or other data follows them, they are copied first.
+    Those beyond ``tile_end`` are zero: where other data follows them, or a block ends, they are copied first. Of a
+    chunk outside the positions from ``begin`` to ``tile_end`` nothing may be read.
     """
     values, width, block_size = cache.values, cache.width, cache.block_size
-    position = group + stream * layout.CHUNK
+    if position < begin or position >= tile_end:
+        return values, 0
+    next_table, ahead, next_end = upcoming
+    then = min(position + ahead, next_end - 1)
+    offset = _place(next_table, then, head, cache) * cache.lanes + then % block_size
+    following = simd.address(simd.shifted(cache.keys, offset * width))
     if block_size % layout.CHUNK == 0 and position + layout.CHUNK <= tile_end:
         place = _place(table, position, head, cache) * block_size + position % block_size
-        return simd.shifted(values, place * width)
-    target, zero = simd.shifted(copies, stream * layout.CHUNK * width), simd.splat(F32(0.0))
-    for i in range(layout.CHUNK):
-        known = position + i < tile_end
-        at = min(position + i, tile_end - 1)
-        source = (_place(table, at, head, cache) * block_size + at % block_size) * width
-        for j in range(0, width, layout.LANES):
-            simd.store(target, i * width + j, simd.load(values, source + j) if known else zero)
-    return target
+        found = simd.shifted(values, place * width)
+        return found, following - simd.address(found)
+    target = simd.shifted(copies, position % query_rows.GROUP * width)
+    known, i = min(tile_end - position, layout.CHUNK), 0
+    while i < known:
+        offset = (position + i) % block_size
+        count = min(known - i, block_size - offset)
+        source = (_place(table, position + i, head, cache) * block_size + offset) * width
+        for j in range(0, count * width, layout.LANES):
+            simd.store(target, i * width + j, simd.load(values, source + j))
+        i += count
+    for j in range(known * width, layout.CHUNK * width, layout.LANES):
+        simd.store(target, j, simd.splat(F32(0.0)))
+    return target, following - simd.address(target)
 
 
 @simd.jit
-def _value_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch):
+def _value_tile(tall, apart, tile, begin, tile_end, table, heads, upcoming, cache, scratch):
     """Add the values of the positions from ``begin`` to ``tile_end``, weighted, to the sums of each head.
 
-    In place of a chunk of a group outside these positions the first inside is read again, with the zero weights of
-    those positions.
+    The keys of ``upcoming`` are fetched meanwhile: (block table, how far behind these positions, end).
     """
     copies, width, (head, num_heads) = scratch[4], cache.width, heads
     for group in range(begin - begin % query_rows.GROUP, tile_end, query_rows.GROUP):
-        first = max(begin - group, 0) // layout.CHUNK
+        first, last = max(begin - group, 0) // layout.CHUNK, (tile_end - 1 - group) // layout.CHUNK
+        b, c, d = group + layout.CHUNK, group + 2 * layout.CHUNK, group + 3 * layout.CHUNK
         for number in range(num_heads):
-            a = _values_of(first, group, tile_end, table, head + number, cache, copies)
-            b = c = d = a
-            if first < 1 and group + layout.CHUNK < tile_end:
-                b = _values_of(1, group, tile_end, table, head + number, cache, copies)
-            if first < 2 and group + 2 * layout.CHUNK < tile_end:
-                c = _values_of(2, group, tile_end, table, head + number, cache, copies)
-            if first < 3 and group + 3 * layout.CHUNK < tile_end:
-                d = _values_of(3, group, tile_end, table, head + number, cache, copies)
+            one = head + number
+            chunks = (
+                _values_of(group, begin, tile_end, table, one, upcoming, cache, copies),
+                _values_of(b, begin, tile_end, table, one, upcoming, cache, copies),
+                _values_of(c, begin, tile_end, table, one, upcoming, cache, copies),
+                _values_of(d, begin, tile_end, table, one, upcoming, cache, copies),
+            )
             _, sums, _, weights, _, _, _, _ = query_rows.of_head(scratch, number, apart, tall, width)
-            accumulate(tall, weights, group - tile, (a, b, c, d), width, sums)
+            accumulate(tall, weights, group - tile, chunks, (first, last), width, sums)
 
 
 @simd.jit
@@ -157,12 +172,13 @@ def _chunk_of(position):
 
 
 @simd.jit
-def _attend(num_rows, apart, group, start, window, first, end, table, heads, newest, cache, scratch):
+def _attend(num_rows, apart, group, start, window, first, end, table, heads, newest, following, cache, scratch):
     """Query rows (see ``query_rows``) against the positions from ``first``, a tile's, to ``end`` that they see.
 
     ``heads`` are the first KV head and how many; their rows begin ``apart`` behind each other. ``start`` is the
     position of the block's first token; sums and totals are left in ``scratch``. Tiles are the outer loop, so that all
-    rows meet a tile's keys and values while they are near.
+    rows meet a tile's keys and values while they are near. ``following`` are the keys that come next, as in
+    ``_value_tile``.
     """
     width, has_scales, (head, num_heads) = cache.width, simd.address(cache.scales) != 0, heads
     seen = max(first, _chunk_of(query_rows.lowest(start, window)))
@@ -184,7 +200,10 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, new
             for number in range(num_heads):
                 of_one = query_rows.of_head(scratch, number, apart, tall, width)
                 query_rows.weigh_rows(row, rows, group, start, window, tile, begin, tile_end, width, of_one, has_scales)
-            _value_tile(tall, apart, tile, begin, tile_end, table, heads, cache, mine)
+            upcoming = following[0], following[1] - tile, following[2]
+            if tile + layout.TILE < end:
+                upcoming = table, layout.TILE, end
+            _value_tile(tall, apart, tile, begin, tile_end, table, heads, upcoming, cache, mine)
 
 
 @simd.inline
@@ -264,7 +283,9 @@ def _own_keys(place, tall, apart, heads, newest, cache, scratch):
 
 
 @simd.jit
-def _attend_together(block, members, kv_heads, queries, q, heads, rotary, alone, window, cache, scratch, gates, out):
+def _attend_together(
+    block, members, num_blocks, kv_heads, queries, q, heads, rotary, alone, window, cache, scratch, gates, out
+):
     """All rows of ``members`` query blocks, from ``block`` on, of some KV heads: the first and how many.
 
     They meet the tiles that their sequences share side by side, then each block its own by itself.
@@ -294,8 +315,10 @@ def _attend_together(block, members, kv_heads, queries, q, heads, rotary, alone,
         rows, begin, seen = (together, shared, 0) if i < 0 else (count * group, start, window)
         mine = query_rows.from_row(scratch, at, width)  # all rows see all that is shared: their positions do not matter
         slot, is_alone = simd.shifted(alone.slots, token), i >= 0 and token < alone.num_alone
+        next_table, _, _, _, next_end = _piece(queries, min(block + i + 1, num_blocks - 1))
+        following = next_table, shared if i + 1 < members else 0, next_end
         newest = Newest(is_alone, i * num_kv_heads, slot, alone.own, head_dim)
-        _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, newest, cache, mine)
+        _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, newest, following, cache, mine)
         if i < 0:
             continue
         for number in range(num_kv_heads):
@@ -326,4 +349,6 @@ def attention(
         together = _heads_together(_rows_of(queries, block, members, group), most_heads)
         for head in range(first, last, together):
             some = head, min(together, last - head)
-            _attend_together(block, members, some, queries, q, heads, rotary, alone, window, cache, scratch, gates, out)
+            _attend_together(
+                block, members, num_blocks, some, queries, q, heads, rotary, alone, window, cache, scratch, gates, out
+            )

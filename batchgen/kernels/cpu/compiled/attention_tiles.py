@@ -83,12 +83,12 @@ def _part_of_tile(builder, turn, places):
         builder.store(builder.load(total), places[at], align=4)
 
 
-def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out, out_index):
+def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, ahead, out, out_index):
     """Scores, as base-2 logarithms, of ``rows`` queries against ``16 * vectors`` positions of each chunk.
 
-    Chunks begin at ``starts`` in the keys. A score is a sum over dimensions (or pairs of them) in order; there are
-    enough of them under way to hide the latency of an addition. Parts of a tile take turns every few dimensions, so
-    that all chunks are read side by side.
+    Chunks begin at ``starts`` in the keys; of several, what lies ``ahead`` bytes behind them is asked for. A score is
+    a sum over dimensions (or pairs of them) in order; there are enough of them under way to hide the latency of an
+    addition. Parts of a tile take turns every few dimensions, so that all chunks are read side by side.
     """
     unit = 2 if emit.is_bf16(keys) else 1  # dimensions that lie side by side
     starts = cgutils.unpack_tuple(builder, starts)
@@ -115,13 +115,23 @@ def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, out
             ):
                 d = builder.add(builder.mul(outer.index, size), builder.mul(loop.index, emit.number(unit)))
                 row = builder.mul(d, key_stride)
-                for key, place in _factors(builder, q, keys, [builder.add(begins[v], row) for v in columns], d):
+                lines = [builder.add(begins[v], row) for v in columns]
+                if len(starts) > 1 and len(turns) == 1:
+                    _prefetch(builder, keys, lines, LANES * unit, ahead)
+                for key, place in _factors(builder, q, keys, lines, d):
                     for r in some_rows:
                         spread = _spread(builder, q, builder.add(first[r], place))
                         _add(builder, emit.is_bf16(q), spread, key, [sums[r, v] for v in columns])
     to_base_2 = emit.splat(builder, ir.Constant(emit.FLOAT, float(np.float32(emit.LOG2_E))))
     for at, result in results.items():
         builder.store(builder.fmul(builder.load(places[at], align=4), to_base_2), result, align=4)
+
+
+def _prefetch(builder, base, places, apart, ahead):
+    """Ask for the lines ``ahead`` bytes behind those that hold ``base`` at ``places``, each ``apart`` elements on."""
+    for place in places[:: max(emit.CACHE_LINE // (apart * emit.bytes_of(base)), 1)]:
+        address = builder.ptrtoint(builder.gep(base, [place]), ir.IntType(64))
+        emit.prefetch(builder, builder.add(address, ahead), closeness=2)
 
 
 def _add(builder, paired, spread, factors, totals):
@@ -132,24 +142,26 @@ def _add(builder, paired, spread, factors, totals):
 def _scores(vectors, row_counts):
     """Function of the tiles of ``_emit_scores`` for each of ``row_counts``."""
 
-    @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, ANY, I64)
-    def scores(builder, rows, q, width, keys, starts, key_stride, out, out_index):
+    @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, I64, ANY, I64)
+    def scores(builder, rows, q, width, keys, starts, key_stride, ahead, out, out_index):
         def tile(count):
-            _emit_scores(builder, count, vectors, q, width, keys, starts, key_stride, out, out_index)
+            _emit_scores(builder, count, vectors, q, width, keys, starts, key_stride, ahead, out, out_index)
 
         emit.switch(builder, rows, row_counts, tile)
 
     return scores
 
 
-def _emit_values(builder, rows, vectors, weights, weight_index, chunks, width, out, out_index):
-    """Add the weighted values of ``NUM_STREAMS`` chunks to ``vectors`` vectors of ``rows`` accumulators.
+def _emit_values(builder, rows, vectors, weights, weight_index, chunks, some, width, out, out_index):
+    """Add the weighted values of some of ``NUM_STREAMS`` chunks to ``vectors`` vectors of ``rows`` accumulators.
 
-    ``chunks`` are pointers to their values [CHUNK, width] from the first of these vectors on. Two neighbours of
-    each chunk are added in turn, then the next two of each. Parts of a tile take turns every few positions.
+    ``some`` are the first and the last. A chunk is a pointer to its values [CHUNK, width] from the first of these
+    vectors on, and how many bytes from there on few rows ask for what is read next. Two neighbours of each chunk are
+    added in turn, then the next two of each. Parts of a tile take turns every few positions.
     """
-    chunks = cgutils.unpack_tuple(builder, chunks)
-    turns = _turns(rows, vectors, chunks[0])
+    some = cgutils.unpack_tuple(builder, some)
+    chunks = [cgutils.unpack_tuple(builder, chunk) for chunk in cgutils.unpack_tuple(builder, chunks)]
+    turns = _turns(rows, vectors, chunks[0][0])
     size = emit.number(CHUNK if len(turns) == 1 else _POSITIONS)
     starts = [builder.add(weight_index, emit.number(r * SCORE_STRIDE)) for r in range(rows)]
     places: dict[tuple[int, int], ir.Value] = {}
@@ -163,10 +175,10 @@ def _emit_values(builder, rows, vectors, weights, weight_index, chunks, width, o
                 cgutils.for_range(builder, builder.udiv(size, emit.number(2))) as loop,
             ):
                 position = builder.add(builder.mul(outer.index, size), builder.mul(loop.index, emit.number(2)))
-                _emit_pairs_of_values(builder, turn, sums, position, weights, starts, chunks, width)
+                _emit_pairs_of_values(builder, turn, sums, position, weights, starts, chunks, some, width)
 
 
-def _emit_pairs_of_values(builder, turn, sums, position, weights, starts, chunks, width):
+def _emit_pairs_of_values(builder, turn, sums, position, weights, starts, chunks, some, width):
     """Add the weighted values at ``position`` of each chunk, and at the next."""
     rows, columns = turn
     at = builder.mul(position, width)
@@ -180,13 +192,19 @@ def _emit_pairs_of_values(builder, turn, sums, position, weights, starts, chunks
     def loaded(base, at):
         return [emit.load(builder, base, builder.add(at, emit.number(v * LANES))) for v in columns]
 
-    for c, base in enumerate(chunks):
-        weight_at = builder.add(position, emit.number(c * CHUNK))
-        if emit.is_bf16(weights):
-            add(emit.load_pairs(builder, base, at, then, len(columns)), True, weight_at)
-        else:
-            add(loaded(base, at), False, weight_at)
-            add(loaded(base, then), False, builder.add(weight_at, emit.number(1)))
+    first, last = some
+    for c, (base, ahead) in enumerate(chunks):
+        weight_at, number = builder.add(position, emit.number(c * CHUNK)), emit.number(c)
+        is_met = builder.and_(builder.icmp_signed("<=", first, number), builder.icmp_signed("<=", number, last))
+        with builder.if_then(is_met, likely=True):
+            for begin in (at, then) if len(rows) <= MOST_TOGETHER else ():
+                places = [builder.add(begin, emit.number(v * LANES)) for v in columns]
+                _prefetch(builder, base, places, LANES, ahead)
+            if emit.is_bf16(weights):
+                add(emit.load_pairs(builder, base, at, then, len(columns)), True, weight_at)
+            else:
+                add(loaded(base, at), False, weight_at)
+                add(loaded(base, then), False, builder.add(weight_at, emit.number(1)))
 
 
 @jit
@@ -198,11 +216,11 @@ def _wide_vectors(rows):
 def _values(is_wide):
     """Function of the tiles of ``_emit_values``, as wide as their rows allow or one vector wide."""
 
-    @emitted(types.void, I64, ANY, I64, ANY, I64, ANY, I64)
-    def values(builder, rows, weights, weight_index, chunks, width, out, out_index):
+    @emitted(types.void, I64, ANY, I64, ANY, ANY, I64, ANY, I64)
+    def values(builder, rows, weights, weight_index, chunks, some, width, out, out_index):
         def tile(count):
             vectors = _wide_vectors.py_func(count) if is_wide else 1
-            _emit_values(builder, count, vectors, weights, weight_index, chunks, width, out, out_index)
+            _emit_values(builder, count, vectors, weights, weight_index, chunks, some, width, out, out_index)
 
         emit.switch(builder, rows, ROW_COUNTS, tile)
 
@@ -215,16 +233,17 @@ _values_wide, _values_thin = _values(True), _values(False)
 
 
 @jit
-def score_chunks(rows, q, width, keys, starts, stride, out, to):
-    """Scores of up to ``MOST_TOGETHER`` queries against ``NUM_STREAMS`` chunks of ``CHUNK`` positions.
+def score_chunks(rows, last, q, width, keys, starts, stride, ahead, out, to):
+    """Scores of up to ``MOST_TOGETHER`` queries against ``NUM_STREAMS`` chunks of ``CHUNK`` positions up to ``last``.
 
     ``starts`` is a tuple of as many. Four queries meet two chunks at a time: the registers hold the sums.
     """
     if rows <= 2:
-        _scores_of_four_chunks(rows, q, width, keys, starts, stride, out, to)
+        _scores_of_four_chunks(rows, q, width, keys, starts, stride, ahead, out, to)
     else:
-        _scores_of_two(rows, q, width, keys, starts[:2], stride, out, to)
-        _scores_of_two(rows, q, width, keys, starts[2:], stride, out, to + 2 * CHUNK)
+        _scores_of_two(rows, q, width, keys, starts[:2], stride, ahead, out, to)
+        if last >= 2:
+            _scores_of_two(rows, q, width, keys, starts[2:], stride, ahead, out, to + 2 * CHUNK)
 
 
 @jit
@@ -234,26 +253,27 @@ def score(rows, count, q, width, keys, at, pack, stride, out, to):
     while j < count:
         start = (at + j * pack,)
         if count - j > LANES:
-            _scores_wide(rows, q, width, keys, start, stride, out, to + j)
+            _scores_wide(rows, q, width, keys, start, stride, 0, out, to + j)
             j += 2 * LANES
         else:
-            _scores_thin(rows, q, width, keys, start, stride, out, to + j)
+            _scores_thin(rows, q, width, keys, start, stride, 0, out, to + j)
             j += LANES
 
 
 @inline
-def _shifted(four, by):
-    """Four pointers, each ``by`` elements further on."""
-    return shifted(four[0], by), shifted(four[1], by), shifted(four[2], by), shifted(four[3], by)
+def _shifted(chunks, by):
+    """The pointers of four chunks ``by`` elements further on, each with its own bytes."""
+    (a, e), (b, f), (c, g), (d, h) = chunks
+    return (shifted(a, by), e), (shifted(b, by), f), (shifted(c, by), g), (shifted(d, by), h)
 
 
 @jit
-def accumulate(rows, weights, weight_index, chunks, width, out):
-    """``out[r, :width]`` plus the values at the pointers ``chunks`` times ``weights[r]``; see ``_emit_values``."""
+def accumulate(rows, weights, weight_index, chunks, some, width, out):
+    """``out[r, :width]`` plus the values of ``some`` of the ``chunks`` times ``weights[r]``; see ``_emit_values``."""
     vectors = width // LANES
     step = _wide_vectors(rows)
     whole = vectors - vectors % step
     for v in range(0, whole, step):
-        _values_wide(rows, weights, weight_index, _shifted(chunks, v * LANES), width, out, v * LANES)
+        _values_wide(rows, weights, weight_index, _shifted(chunks, v * LANES), some, width, out, v * LANES)
     for v in range(whole, vectors):
-        _values_thin(rows, weights, weight_index, _shifted(chunks, v * LANES), width, out, v * LANES)
+        _values_thin(rows, weights, weight_index, _shifted(chunks, v * LANES), some, width, out, v * LANES)

@@ -164,8 +164,7 @@ def lowest(position, window):
 def weigh_rows(first, rows, group, start, window, tile, begin, tile_end, width, scratch, has_scales):
     """Turn the scores of ``rows`` query rows from ``first`` on into probabilities, and shrink their sums as is due."""
     _, sums, scores, weights, _, scales, peak, total = scratch
-    cleared = max(begin - begin % GROUP - tile, 0)
-    weighted = -(-(tile_end - tile) // GROUP) * GROUP
+    weighted = -(-(tile_end - tile) // layout.CHUNK) * layout.CHUNK
     for r in range(first, first + rows):
         position = start + r // group
         visible = max(min(position + 1, tile_end) - tile, 0)
@@ -173,7 +172,7 @@ def weigh_rows(first, rows, group, start, window, tile, begin, tile_end, width, 
         at, whole = (r - first) * layout.SCORE_STRIDE, seen - seen % layout.LANES
         if has_scales:
             simd.multiply_row(scores, at + whole, visible - whole, scales, whole)
-        peak[r], shrink, added = softmax_row(scores, weights, at, cleared, seen, visible, weighted, peak[r])
+        peak[r], shrink, added = softmax_row(scores, weights, at, begin - tile, seen, visible, weighted, peak[r])
         if has_scales:
             simd.multiply_row(weights, at + whole, visible - whole, scales, layout.TILE + whole)
         total[r] = total[r] * shrink + added
