@@ -30,7 +30,7 @@ from collections import namedtuple
 import numpy as np
 
 from batchgen.kernels.cpu import layout
-from batchgen.kernels.cpu.compiled import query_rows, simd
+from batchgen.kernels.cpu.compiled import query_blocks, query_rows, simd
 from batchgen.kernels.cpu.compiled.attention_tiles import MOST_TOGETHER, accumulate, score, score_chunks
 from batchgen.kernels.cpu.compiled.entry import DTYPE, Group, OfKind, Own, kernel
 from batchgen.kernels.cpu.compiled.heads import (
@@ -45,7 +45,6 @@ from batchgen.kernels.cpu.compiled.heads import (
 from batchgen.kernels.cpu.compiled.simd import F32
 
 INNER = OfKind(2)  # of queries and probabilities where they are multiplied
-QUERIES = Group("Queries", "blocks positions tables max_blocks", blocks=np.int32, positions=np.int32, tables=np.int32)
 GATES = Group("Gates", "logits columns", logits=DTYPE)  # logits whose rows end with one per head, or none
 # What queries, keys and values of the first ``num_alone`` tokens are made of; those of the others are there.
 ALONE = Group("Alone", "num_alone qkv columns slots own", qkv=DTYPE, slots=np.int64, own=Own(F32))
@@ -206,50 +205,6 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, new
             _value_tile(tall, apart, tile, begin, tile_end, table, heads, upcoming, cache, mine)
 
 
-@simd.inline
-def _piece(queries, block):
-    """The block table of a query block, its first token and number of tokens; up to which position the first sees.
-
-    And the end of what all see. Where all see all, that is the position too.
-    """
-    at = block * layout.QUERY_BLOCK_FIELDS
-    table, token = simd.shifted(queries.tables, queries.blocks[at] * queries.max_blocks), queries.blocks[at + 1]
-    count, reach, start = queries.blocks[at + 2], queries.blocks[at + 5], queries.positions[token]
-    return table, token, count, reach if reach else start, reach if reach else start + count
-
-
-@simd.inline
-def _rows_of(queries, block, members, group):
-    """Rows of scratch memory for one KV head of ``members`` query blocks."""
-    rows = 0
-    for i in range(members):
-        rows += query_rows.stride(queries.blocks[(block + i) * layout.QUERY_BLOCK_FIELDS + 2] * group)
-    return rows
-
-
-@simd.inline
-def _members(queries, block, most, num_blocks):
-    """The number of query blocks from ``block`` on that one item attends for; 0 if that of an earlier one does."""
-    place_of = simd.shifted(queries.blocks, 3)
-    place = place_of[block * layout.QUERY_BLOCK_FIELDS]
-    if place % most:
-        return 0
-    members = 1
-    while members < most and block + members < num_blocks:
-        if place_of[(block + members) * layout.QUERY_BLOCK_FIELDS] != place + members:
-            break
-        members += 1
-    return members
-
-
-@simd.inline
-def _heads_together(rows, most):
-    """KV heads of so many rows each that are walked side by side; one where products take longer than reading."""
-    if rows > 2 * layout.MAX_QUERIES:
-        return 1
-    return min(layout.SCORE_ROWS // query_rows.padded(min(rows, layout.MAX_QUERIES)), most)
-
-
 @simd.jit
 def _take_alone(token, position, number, waiting, group, heads, rotary, alone, cache, scratch):
     """The only token of a sequence: its query rows of KV head ``number`` to scratch memory, its value to the cache.
@@ -292,12 +247,12 @@ def _attend_together(
     """
     num_heads, head_dim, group = heads.num_heads, heads.head_dim, heads.num_heads // cache.num_kv_heads
     kv_head, num_kv_heads = kv_heads
-    width, together, longest = cache.width, _rows_of(queries, block, members, group), 0
+    width, together, longest = cache.width, query_blocks.rows_of(queries, block, members, group), 0
     apart = query_rows.stride(together)
     for number in range(num_kv_heads):
         row = number * apart
         for i in range(members):
-            _, token, count, start, ending = _piece(queries, block + i)
+            _, token, count, start, ending = query_blocks.piece(queries, block + i)
             longest, mine = max(longest, ending), query_rows.from_row(scratch, row, width)
             if token < alone.num_alone:
                 waiting = i * num_kv_heads + number
@@ -310,12 +265,12 @@ def _attend_together(
     shared = shared - shared % layout.TILE if members > 1 and (window == 0 or longest <= window) else 0
     row = 0
     for i in range(-1 if shared else 0, members):
-        table, token, count, start, ending = _piece(queries, block + max(i, 0))
+        table, token, count, start, ending = query_blocks.piece(queries, block + max(i, 0))
         at, first, end = (0, 0, shared) if i < 0 else (row, shared, ending)
         rows, begin, seen = (together, shared, 0) if i < 0 else (count * group, start, window)
         mine = query_rows.from_row(scratch, at, width)  # all rows see all that is shared: their positions do not matter
         slot, is_alone = simd.shifted(alone.slots, token), i >= 0 and token < alone.num_alone
-        next_table, _, _, _, next_end = _piece(queries, min(block + i + 1, num_blocks - 1))
+        next_table, _, _, _, next_end = query_blocks.piece(queries, min(block + i + 1, num_blocks - 1))
         following = next_table, shared if i + 1 < members else 0, next_end
         newest = Newest(is_alone, i * num_kv_heads, slot, alone.own, head_dim)
         _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, newest, following, cache, mine)
@@ -331,7 +286,7 @@ def _attend_together(
 
 
 @kernel(
-    **{"q": F32, "cache": CACHE, "queries": QUERIES, "heads": HEADS, "rotary": ROTARY, "alone": ALONE},
+    **{"q": F32, "cache": CACHE, "queries": query_blocks.QUERIES, "heads": HEADS, "rotary": ROTARY, "alone": ALONE},
     **{"rows_q": Own(INNER), "gates": GATES, "out": DTYPE},
 )
 def attention(
@@ -343,10 +298,10 @@ def attention(
     """
     shares, group = cache.num_kv_heads // most_heads, heads.num_heads // cache.num_kv_heads
     block, first, last = item // shares, item % shares * most_heads, (item % shares + 1) * most_heads
-    members = _members(queries, block, most, num_blocks)
+    members = query_blocks.members(queries, block, most, num_blocks)
     if members:
         scratch = query_rows.divide_scratch(rows_q, most_rows, cache.width, cache.values)
-        together = _heads_together(_rows_of(queries, block, members, group), most_heads)
+        together = query_blocks.heads_together(query_blocks.rows_of(queries, block, members, group), most_heads)
         for head in range(first, last, together):
             some = head, min(together, last - head)
             _attend_together(

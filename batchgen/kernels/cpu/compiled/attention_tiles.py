@@ -129,7 +129,9 @@ def _emit_scores(builder, rows, vectors, q, width, keys, starts, key_stride, ahe
 
 def _prefetch(builder, base, places, apart, ahead):
     """Ask for the lines ``ahead`` bytes behind those that hold ``base`` at ``places``, each ``apart`` elements on."""
-    for place in places[:: max(emit.CACHE_LINE // (apart * emit.bytes_of(base)), 1)]:
+    element = base.type.pointee
+    num_bytes = apart * (4 if element == emit.FLOAT else element.width // 8)
+    for place in places[:: max(emit.CACHE_LINE // num_bytes, 1)]:
         address = builder.ptrtoint(builder.gep(base, [place]), ir.IntType(64))
         emit.prefetch(builder, builder.add(address, ahead), closeness=2)
 

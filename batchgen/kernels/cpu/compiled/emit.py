@@ -83,11 +83,6 @@ def is_int8(pointer: ir.Value) -> bool:
     return bool(pointer.type.pointee == ir.IntType(8))
 
 
-def bytes_of(pointer: ir.Value) -> int:
-    """Bytes of an element of a pointer."""
-    return _memory_form(pointer)[2]
-
-
 def _memory_form(pointer: ir.Value) -> tuple[ir.VectorType, str, int]:
     """16 elements of a pointer: as a vector, its name in intrinsics, and the alignment of an element in bytes."""
     if is_int8(pointer):

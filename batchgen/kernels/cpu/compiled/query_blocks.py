@@ -1,0 +1,55 @@
+"""Query blocks: a few tokens of one sequence each, and which of them one item of attention takes together."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from batchgen.kernels.cpu import layout
+from batchgen.kernels.cpu.compiled import query_rows, simd
+from batchgen.kernels.cpu.compiled.entry import Group
+
+QUERIES = Group("Queries", "blocks positions tables max_blocks", blocks=np.int32, positions=np.int32, tables=np.int32)
+
+
+@simd.inline
+def piece(queries, block):
+    """The block table of a query block, its first token and number of tokens; up to which position the first sees.
+
+    And the end of what all see. Where all see all, that is the position too.
+    """
+    at = block * layout.QUERY_BLOCK_FIELDS
+    table, token = simd.shifted(queries.tables, queries.blocks[at] * queries.max_blocks), queries.blocks[at + 1]
+    count, reach, start = queries.blocks[at + 2], queries.blocks[at + 5], queries.positions[token]
+    return table, token, count, reach if reach else start, reach if reach else start + count
+
+
+@simd.inline
+def rows_of(queries, block, members, group):
+    """Rows of scratch memory for one KV head of ``members`` query blocks."""
+    rows = 0
+    for i in range(members):
+        rows += query_rows.stride(queries.blocks[(block + i) * layout.QUERY_BLOCK_FIELDS + 2] * group)
+    return rows
+
+
+@simd.inline
+def members(queries, block, most, num_blocks):
+    """The number of query blocks from ``block`` on that one item attends for; 0 if that of an earlier one does."""
+    place_of = simd.shifted(queries.blocks, 3)
+    place = place_of[block * layout.QUERY_BLOCK_FIELDS]
+    if place % most:
+        return 0
+    members = 1
+    while members < most and block + members < num_blocks:
+        if place_of[(block + members) * layout.QUERY_BLOCK_FIELDS] != place + members:
+            break
+        members += 1
+    return members
+
+
+@simd.inline
+def heads_together(rows, most):
+    """KV heads of so many rows each that are walked side by side; one where products take longer than reading."""
+    if rows > 2 * layout.MAX_QUERIES:
+        return 1
+    return min(layout.SCORE_ROWS // query_rows.padded(min(rows, layout.MAX_QUERIES)), most)
