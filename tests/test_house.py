@@ -50,7 +50,7 @@ TORCH_ROOMS = {"kernels", "model", "engine", "bench", "check"}
 FACES = {"", "__main__", "api", "arrow", "data.tokenizer", "lm_eval", "ray"}
 # Lines of each room and of the whole: numbers that only fall. A new feature may raise its room's by its own lines.
 ROOM_LINES = {
-    "kernels": 7213,
+    "kernels": 7214,
     "engine": 3543,
     "model": 3687,
     "text": 2211,
@@ -66,8 +66,8 @@ ROOM_LINES = {
     "check": 611,
     "bench": 607,
 }
-MAX_LINES = 38_976
-MAX_TEST_LINES = 46_503
+MAX_LINES = 38_977
+MAX_TEST_LINES = 46_509
 # The core, read in this order in an hour.
 READING_PATH = [
     *("core.records", "engine.sequence", "engine.block_pool", "engine.scheduler", "engine.schedule", "engine.batch"),

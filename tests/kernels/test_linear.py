@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_cases import onednn_linear
+from kernel_cases import normal, onednn_linear
 from torch import Tensor
 
 from batchgen.kernels.cpu.linear import PackedGatedLinear, PackedLinear
@@ -165,6 +165,12 @@ def test_panels_refuse_what_they_would_read_out_of_bounds(x: tuple[int, ...], re
         linear(torch.ones(x).to(weight), None if residual is None else torch.ones(residual).to(weight))
     with pytest.raises(AssertionError, match="bits"):
         linear(torch.ones(2, 64, dtype=torch.float16))
+
+
+def test_float32_weights_refuse_inputs_of_bfloat16() -> None:
+    linear = PackedLinear(normal(64, 32, seed=1), None)
+    with pytest.raises(AssertionError, match="no kernel multiplies"):
+        linear(normal(3, 32, seed=2, dtype=torch.bfloat16))
 
 
 def test_a_bias_may_lie_apart_and_be_of_another_type() -> None:

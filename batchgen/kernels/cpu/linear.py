@@ -242,14 +242,15 @@ class PackedLinear:
         groups, weights_at, segments_at = shares, self.weight_at, 0
         if experts is not None:
             groups, weights_at, segments_at = experts.num_experts, address(experts.weights), address(experts.segments)
-        kernel, key, floats = _MATMUL, _KINDS.get((_TYPES[x.dtype], kind), x.dtype), _SUMS
+        kernel, key, floats = _MATMUL, _KINDS.get((_TYPES[x.dtype], kind)), _SUMS
         steps, scales_at, shifts_at, number_bytes = inputs // 2, 0, 0, 0
         if kind == "integers":
-            kernel, (x, scales, shifts) = _INTEGERS, quantize_inputs(x)
+            kernel, key, (x, scales, shifts) = _INTEGERS, x.dtype, quantize_inputs(x)
             steps, inputs, scales_at, shifts_at = -(-inputs // 8), x.shape[1], address(scales), address(shifts)
         elif unpacks:
             kernel, key, number_bytes = _UNPACKED, _UNPACKED_KINDS[x.dtype], _NUMBER_BYTES[x.dtype]
             floats = _SUMS * UNPACKED_TILES + UNPACKED_BYTES // 4
+        assert key is not None, f"no kernel multiplies {x.dtype} by {kind}"
         sizes = (rows, inputs, width, gated, groups, self._num_panels, -(-threads // shares), *self._sizes)
         kernel.launch(
             key,
