@@ -49,8 +49,8 @@ def fetch_ids(token_ids: Tensor) -> Fetched:
 
 
 def is_decode(inputs: ModelInput) -> bool:
-    """Whether each sequence has one token in this step, and all logits are wanted."""
-    is_single = inputs.num_tokens == inputs.num_seqs
+    """Whether each sequence has one token in this step, which attends to those before it, and all logits are wanted."""
+    is_single = inputs.is_causal and inputs.num_tokens == inputs.num_seqs
     return is_single and torch.equal(inputs.logits_indices, torch.arange(inputs.num_tokens))
 
 

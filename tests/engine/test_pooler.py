@@ -158,6 +158,13 @@ def test_no_bit_depends_on_sizes(lengths: list[int], budget: int, block_size: in
     assert vectors(model(kind), some, pooling, **sizes) == plain
 
 
+def test_single_tokens_are_texts_of_their_own_in_step_after_step() -> None:
+    lone = {key: [9 + key] for key in range(9)}
+    alone = {key: vectors(model("lfm2"), {key: text}, "mean")[key] for key, text in lone.items()}
+    assert vectors(model("lfm2"), lone, "mean", max_num_seqs=1) == alone
+    assert vectors(model("lfm2"), lone, "mean", max_num_seqs=2) == alone
+
+
 def test_a_long_text_is_computed_in_one_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule, steps = Scheduler.schedule, []
 
