@@ -158,6 +158,15 @@ def test_no_bit_depends_on_sizes(lengths: list[int], budget: int, block_size: in
     assert vectors(model(kind), some, pooling, **sizes) == plain
 
 
+def test_equal_texts_that_are_pooled_otherwise_share_nothing() -> None:
+    head = VectorHead(VectorSettings(), model("qwen3").kernels, model("qwen3").config.hidden_size, torch.float32)
+    engine = Engine(model("qwen3"), EngineConfig(kv_memory=1 << 26), sampler=partial(Pooler, head))
+    params = SamplingParams(max_tokens=0)
+    requests = [Request(key, (9, 10, 11), params, pooling=key) for key in ("last", "mean")]
+    for result in engine.run(requests):
+        assert result.vector == vectors(model("qwen3"), {0: [9, 10, 11]}, result.key, VectorSettings())[0]
+
+
 def test_single_tokens_are_texts_of_their_own_in_step_after_step() -> None:
     lone = {key: [9 + key] for key in range(9)}
     alone = {key: vectors(model("lfm2"), {key: text}, "mean")[key] for key, text in lone.items()}
