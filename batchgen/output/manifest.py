@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from batchgen.config.job import OutputSpec
+from batchgen.core.errors import UsageError
 from batchgen.core.json_line import encode_json, is_count
 from batchgen.core.shard import WHOLE, Shard
 from batchgen.core.units import shortened
@@ -27,6 +28,15 @@ _SHOWN_CHARS = 60
 _SHOWN_BEFORE = 16  # characters before the first difference
 _SHOWN_LINES = 20
 _DIGEST = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")  # a SHA-256; its first digits are shown
+
+
+class OtherVersion(UsageError):
+    """A ``job.json`` was written by a batchgen whose records have another ``version``."""
+
+    def __init__(self, version: object, message: str = "") -> None:
+        words = f"its run was begun with record version {version!r}, and this batchgen writes {RECORD_VERSION}"
+        super().__init__(message or words)
+        self.version = version
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Read ``job.json`` back. Raises ValueError naming what is wrong with it."""
+        """Read ``job.json`` back. Raises OtherVersion, or ValueError naming what is wrong with it."""
         try:
             data = json.loads(content)
         except RecursionError:
@@ -70,8 +80,7 @@ class Manifest:
         if not isinstance(data, dict) or "version" not in data:
             raise ValueError(f"it is not a job.json of record version {RECORD_VERSION}")
         if (version := data.pop("version")) != RECORD_VERSION:
-            words = f"its run was begun with record version {version!r}, and this batchgen writes {RECORD_VERSION}"
-            raise ValueError(f"{words}: finish it with the batchgen that began it")
+            raise OtherVersion(version)
         if not _is_shard(data.get("shard", [1, 1])):
             raise ValueError("shard is not [i, n] with 1 <= i <= n")
         data["shard"] = Shard(*data.get("shard", ()))

@@ -24,7 +24,7 @@ from batchgen.core.remote import RemoteError
 from batchgen.core.units import counted
 from batchgen.output.bucket import Bucket, Entry
 from batchgen.output.heartbeat import Heartbeat, read_heartbeat
-from batchgen.output.manifest import Manifest
+from batchgen.output.manifest import Manifest, OtherVersion
 from batchgen.output.publish import PUBLISHED, Publication, PublishManifest, identity
 from batchgen.output.restore import fetch_finished, fetch_segments, part_name, parts_in
 from batchgen.output.rundir import OUTPUT_NAMES, PROGRESS_NAME, RunDir
@@ -124,7 +124,7 @@ class Mirror:
     def begin(self, manifest: Manifest) -> None:
         """Copy the run from now on, whose ``job.json`` is in the run directory."""
         self._run = _run_of(manifest)
-        for part in parts_in(self._bucket):
+        for part in parts_in(self._bucket.find("journal")):
             if part.run == self._run:
                 self._known.add(part.name)
                 end = self._there.get(part.segment, 0)
@@ -157,7 +157,7 @@ class Mirror:
     def _look(self, local: Manifest | None, *, overwrite: bool) -> None:
         """Find the run that is there. Raises UsageError for files that are none, and for another run than ``local``."""
         bucket, name = self._bucket, self._run_dir.manifest.name
-        self._files = files = bucket.find("")
+        self._files = files = bucket.find("")  # once: another machine may be writing
         self._published = PublishManifest.read(bucket)
         if name not in files:
             self.manifest = None
@@ -165,6 +165,12 @@ class Mirror:
             return
         try:
             self.manifest = found = Manifest.from_bytes(bucket.read(name) or b"")
+        except OtherVersion as error:
+            self.manifest = None
+            if overwrite:
+                return
+            advice = "use the batchgen that began it, choose another output.mirror, or start anew with --overwrite"
+            raise UsageError(f"{bucket.address}/{name}: {error}: {advice}") from None
         except ValueError as error:
             raise UsageError(
                 f"{bucket.address}/{name} is not of a run ({error}): choose another output.mirror"
@@ -187,7 +193,7 @@ class Mirror:
         if others:
             what = f"{address} holds {others[0]} but no {self._run_dir.manifest.name}"
             raise UsageError(f"{what}, so it is no mirror: choose another output.mirror")
-        runs = {part.run for part in parts_in(self._bucket)}
+        runs = {part.run for part in parts_in(files)}
         if runs - {_run_of(local) if local else ""} and not overwrite:
             raise UsageError(
                 f"{address}/journal holds rows of a run whose job.json was removed there: run it again on the "
@@ -195,7 +201,7 @@ class Mirror:
             )
 
     def _remove_journal(self) -> None:
-        self._bucket.remove([part.name for part in parts_in(self._bucket)])
+        self._bucket.remove([part.name for part in parts_in(self._bucket.find("journal"))])
 
     def _watch(self) -> None:
         """The thread: a copy every half minute, when there is news, and one of all that is there at the end."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from batchgen.core.fingerprint import file_digest
 from batchgen.core.remote import RemoteError
 from batchgen.core.storage import commit_staged, remove_folder, staged_file, storage_errors, sync_folder, temporary_name
-from batchgen.output.bucket import Bucket
+from batchgen.output.bucket import Bucket, Entry
 from batchgen.output.rundir import IDS_NAME, OUTPUT_NAMES, RunDir
 from batchgen.output.segments import segments
 
@@ -36,10 +36,10 @@ def part_name(run: str, segment: str, offset: int) -> str:
     return f"journal/{run}/{segment}.{offset:012d}"
 
 
-def parts_in(bucket: Bucket) -> list[Part]:
-    """The parts of all segments that are there, by segment, in order."""
+def parts_in(files: Mapping[str, Entry]) -> list[Part]:
+    """The parts of all segments among files that were found, by segment, in order."""
     found = []
-    for name, entry in bucket.find("journal").items():
+    for name, entry in files.items():
         if match := _NAME.fullmatch(name):
             offset = int(match[3])
             found.append(Part(match[1], match[2], offset, offset + entry.size, name))
@@ -51,7 +51,7 @@ def fetch_segments(bucket: Bucket, run_dir: RunDir, run: str) -> int:
     journal = run_dir.journal
     here = {path.stem for path in segments(journal)}
     lacking: dict[str, list[Part]] = {}
-    for part in parts_in(bucket):
+    for part in parts_in(bucket.find("journal")):
         if part.run == run and part.segment not in here:
             lacking.setdefault(part.segment, []).append(part)
     if lacking:

@@ -80,8 +80,8 @@ def make_plan(
 
 def _reuse(spec: JobSpec, model: ModelInfo) -> Reuse:
     """The rows of earlier runs; that they computed as this machine does is for the run to find out."""
-    runs = earlier_runs(spec)
-    digests = Digests(runs[-1][1].file_states if runs else None)
+    runs = [run for _, run in earlier_runs(spec) if isinstance(run, Manifest)]
+    digests = Digests(runs[-1].file_states if runs else None)
     known = {"model": model.fingerprint(digests) if runs else {}, "code": {"batchgen": __version__}}
     return Reuse(spec, Manifest(spec.to_dict(), spec.output_keys(), known), model.record_builder(spec))
 

@@ -31,7 +31,7 @@ from batchgen.output.finalize import (
 )
 from batchgen.output.formats import output_format
 from batchgen.output.journal import Counts
-from batchgen.output.manifest import Manifest, compare, kernels_of, mix_kernels, with_kernels
+from batchgen.output.manifest import Manifest, OtherVersion, compare, kernels_of, mix_kernels, with_kernels
 from batchgen.output.rundir import RunDir
 from batchgen.report.build import build_report, write_report
 from batchgen.report.usage import follow, usage_of
@@ -75,8 +75,7 @@ def merge(folders: Sequence[Path], target: Path, *, allow_mixed_kernels: bool = 
         run_dir.create()
         with run_dir.lock():
             run_dir.sweep()
-            begun = run_dir.read_manifest()
-            if begun is not None and not _is_of(begun, manifest, target):
+            if not _is_free_for(manifest, run_dir):
                 raise UsageError(f"{target} holds a run already; merge into a new folder")
             if run_dir.is_complete():
                 _refuse_outdated(shards, run_dir)
@@ -262,9 +261,15 @@ def _moved(manifest: Manifest, target: Path) -> Manifest:
     return replace(manifest, job=job, shard=WHOLE, file_states={})
 
 
-def _is_of(begun: Manifest, merged: Manifest, target: Path) -> bool:
-    """Whether a merge of these shards began a directory; a retry in it may have added kernels since."""
-    return begun.shard == WHOLE and with_kernels(_moved(begun, target), None) == with_kernels(merged, None)
+def _is_free_for(merged: Manifest, run_dir: RunDir) -> bool:
+    """Whether a directory is new, or a merge of these shards began it; a retry in it may have added kernels since."""
+    try:
+        begun = run_dir.read_manifest()
+    except OtherVersion:
+        return False
+    if begun is None:
+        return True
+    return begun.shard == WHOLE and with_kernels(_moved(begun, run_dir.path), None) == with_kernels(merged, None)
 
 
 class _Proof:

@@ -23,7 +23,7 @@ from batchgen.input.source import RowRange
 from batchgen.input.validator import Pending, RowValidator
 from batchgen.output.earlier_rows import EarlierRows
 from batchgen.output.journal import JournalEntry
-from batchgen.output.manifest import Manifest, differences
+from batchgen.output.manifest import RECORD_VERSION, Manifest, OtherVersion, differences
 from batchgen.output.record_builder import RecordBuilder, fingerprint
 from batchgen.output.rundir import RunDir
 from batchgen.run.progress import Progress
@@ -66,7 +66,11 @@ class Reuse:
         except (KeyError, TypeError, AttributeError):  # it was edited
             return None
 
-    def _add(self, run_dir: RunDir, earlier: Manifest, manifest: Manifest) -> None:
+    def _add(self, run_dir: RunDir, earlier: Manifest | OtherVersion, manifest: Manifest) -> None:
+        if isinstance(earlier, OtherVersion):
+            why = f"record version: was {earlier.version!r}, now {RECORD_VERSION}"
+            self.lines.append(f"no row of {run_dir.path} can be reused: {why}")
+            return
         has_numerics = "numerics" in manifest.fingerprints
         was, now = (_facts(found, with_numerics=has_numerics) for found in (earlier, manifest))
         if found := differences(was, now):
@@ -81,17 +85,22 @@ class Reuse:
             self.lines.append(f"since {run_dir.path} the job has changed: {'; '.join(others)}")
 
 
-def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest]]:
+def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest | OtherVersion]]:
     """The runs that ``output.reuse`` names. The job's own run directory is passed over: a script may name it too.
 
-    Raises UsageError for a folder that holds no run of this version, or one that is in use.
+    One of another record version has no manifest to compare. Raises UsageError for a folder that holds no run, or one
+    that is in use.
     """
-    found = []
+    found: list[tuple[RunDir, Manifest | OtherVersion]] = []
     for folder in dict.fromkeys(spec.output.reuse):
         run_dir = RunDir(Path(folder))
         if folder == spec.output.path:
             continue
-        manifest = run_dir.read_manifest()
+        manifest: Manifest | OtherVersion | None
+        try:
+            manifest = run_dir.read_manifest()
+        except OtherVersion as other:
+            manifest = other
         if manifest is None:
             raise UsageError(f"output.reuse: {folder} is not a run directory: it has no job.json")
         if holder := run_dir.holder():

@@ -230,6 +230,17 @@ def test_a_merge_of_rows_that_were_retried_since_is_not_done(tmp_path: Path) -> 
     assert merge(folders, tmp_path / "again") == Counts(NUM_ROWS - len(BAD) + 1, len(BAD) - 1)
 
 
+def test_a_merge_of_another_record_version_is_not_merged_over(tmp_path: Path) -> None:
+    folders = shards(tmp_path)
+    merge(folders, tmp_path / "merged")
+    path = tmp_path / "merged" / "job.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"version": 1}))
+    before = content(tmp_path)
+    with pytest.raises(UsageError, match="merged holds a run already; merge into a new folder"):
+        merge(folders, tmp_path / "merged")
+    assert content(tmp_path) == before
+
+
 @pytest.mark.parametrize("is_begun", [True, False])
 def test_another_runs_folder_is_not_merged_over(tmp_path: Path, is_begun: bool) -> None:
     folders = shards(tmp_path)

@@ -278,6 +278,26 @@ def test_a_second_machine_is_turned_away_and_told_who_holds_the_run(
     assert other.run(spec).lines[0].startswith("already done")
 
 
+def test_a_second_machine_that_looks_while_the_first_begins_is_told_the_same(
+    job: JobMaker, store: ObjectStore, bucket: str, mirrored: JobSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, spec = elsewhere(job, mirrored)
+    find = Bucket.find
+
+    def early(self: Bucket, folder: str) -> dict[str, Any]:
+        found = find(self, folder)
+        return found if folder else {name: entry for name, entry in found.items() if name == "progress.json"}
+
+    def second(step: int) -> None:
+        if step == 3:
+            until(lambda: any("journal" in name for name in store.content(bucket)))
+            with monkeypatch.context() as patch, pytest.raises(LockedError, match="is in use by process"):
+                patch.setattr(Bucket, "find", early)
+                other.run(spec)
+
+    assert job.run(mirrored, before_step=second).exit_code == ExitCode.ROWS_FAILED
+
+
 def test_of_two_machines_that_begin_at_once_one_is_turned_away(
     job: JobMaker, store: ObjectStore, bucket: str, mirrored: JobSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,6 +418,19 @@ def test_the_mirror_of_another_run_is_not_touched_unless_that_is_asked_for(
         other.run(shorter)
     assert {name: content for name, content in store.content(bucket).items() if "progress" not in name} == before
     assert other.run(shorter, RunOptions(progress="quiet", overwrite=True)).exit_code == ExitCode.ROWS_FAILED
+    assert store.content(bucket)["run/outputs.jsonl"] == (other.output / "outputs.jsonl").read_bytes()
+
+
+def test_a_mirror_of_another_record_version_gives_way_to_overwrite(
+    job: JobMaker, store: ObjectStore, bucket: str, mirrored: JobSpec
+) -> None:
+    job.run(mirrored, quiet(max_total_tokens=300))
+    manifest = json.loads(store.content(bucket)["run/job.json"]) | {"version": 1}
+    store.put(bucket, "run/job.json", json.dumps(manifest).encode())
+    other, spec = elsewhere(job, mirrored)
+    with pytest.raises(UsageError, match=r"its run was begun with record version 1.*or start anew with --overwrite"):
+        other.run(spec)
+    assert other.run(spec, RunOptions(progress="quiet", overwrite=True)).exit_code == ExitCode.ROWS_FAILED
     assert store.content(bucket)["run/outputs.jsonl"] == (other.output / "outputs.jsonl").read_bytes()
 
 

@@ -165,6 +165,7 @@ MANIFEST_CHANGES = {
     "dtype": lambda found: found["fingerprints"]["numerics"].update({"dtype": "bfloat16"}),
     "kernels": lambda found: found["fingerprints"]["numerics"].update({"kernels": "avx9"}),
     "batchgen": lambda found: found["fingerprints"]["code"].update({"batchgen": "0.0.1"}),
+    "record version": lambda found: found.update({"version": 1}),
     "weights": lambda found: found["output_keys"].update({"model.weights": "int8"}),
 }
 
