@@ -20,8 +20,8 @@ from run_helpers import ENVIRONMENT, MODEL, REPOSITORY, read_lines, without_timi
 from safetensors.torch import load_file, save_file
 from vector_models import CLS, pooling_of, vector_settings
 
-from batchgen.__main__ import main
 from batchgen.bench import measure
+from batchgen.cli.main import call
 from batchgen.core.errors import UsageError
 from batchgen.core.records import Request
 
@@ -47,9 +47,7 @@ def change(model: Path, **values: Any) -> None:
 
 
 def command(*words: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    return int(ended.value.code or 0)
+    return call([str(word) for word in words])  # not ``main``, which leaves its process deaf to signals
 
 
 def run(folder: Path, *flags: object, output: str = "run", rows: str = "rows.jsonl") -> tuple[int, Path]:
