@@ -50,6 +50,8 @@ GATES = Group("Gates", "logits columns", logits=DTYPE)  # logits whose rows end 
 ALONE = Group("Alone", "num_alone qkv columns slots own", qkv=DTYPE, slots=np.int64, own=Own(F32))
 # Of a query block: whether its token is alone, and then where its keys wait among all in ``own``, and its slot.
 Newest = namedtuple("Newest", "is_alone waiting slot own head_dim")
+# Keys that will be read soon: their block table, how far behind the values that are read now, and where they end.
+Upcoming = namedtuple("Upcoming", "table ahead end")
 
 
 @simd.inline
@@ -86,14 +88,16 @@ def _score_tile(tall, apart, tile, begin, tile_end, table, heads, cache, scratch
             d = _chunk(table, min(max(group + 3 * layout.CHUNK, position), last), head, cache)
         count = min(tile_end - position, block_size - position % block_size)
         for number in range(num_heads):
-            q, _, scores, _, _, _, _, _ = query_rows.of_head(scratch, number, apart, tall, width)
+            mine = query_rows.of_head(scratch, number, apart, tall, width)
             if is_group:
                 on = number * next_head
                 starts = a + on, b + on, c + on, d + on
                 number_of_last = (last - group) // layout.CHUNK
-                score_chunks(tall, number_of_last, q, width, keys, starts, lanes, ahead, scores, group - tile)
+                to = group - tile
+                score_chunks(tall, number_of_last, mine.rows_q, width, keys, starts, lanes, ahead, mine.scores, to)
             else:
-                score(tall, count, q, width, keys, a + number * next_head, pack, lanes, scores, position - tile)
+                at, to = a + number * next_head, position - tile
+                score(tall, count, mine.rows_q, width, keys, at, pack, lanes, mine.scores, to)
         position = group + query_rows.GROUP if is_group else position + count
 
 
@@ -107,9 +111,8 @@ def _values_of(position, begin, tile_end, table, head, upcoming, cache, copies):
     values, width, block_size = cache.values, cache.width, cache.block_size
     if position < begin or position >= tile_end:
         return values, 0
-    next_table, ahead, next_end = upcoming
-    then = min(position + ahead, next_end - 1)
-    offset = _place(next_table, then, head, cache) * cache.lanes + then % block_size
+    then = min(position + upcoming.ahead, upcoming.end - 1)
+    offset = _place(upcoming.table, then, head, cache) * cache.lanes + then % block_size
     following = simd.address(simd.shifted(cache.keys, offset * width))
     if block_size % layout.CHUNK == 0 and position + layout.CHUNK <= tile_end:
         place = _place(table, position, head, cache) * block_size + position % block_size
@@ -133,9 +136,9 @@ def _values_of(position, begin, tile_end, table, head, upcoming, cache, copies):
 def _value_tile(tall, apart, tile, begin, tile_end, table, heads, upcoming, cache, scratch):
     """Add the values of the positions from ``begin`` to ``tile_end``, weighted, to the sums of each head.
 
-    The keys of ``upcoming`` are fetched meanwhile: (block table, how far behind these positions, end).
+    The keys of ``upcoming`` are fetched meanwhile.
     """
-    copies, width, (head, num_heads) = scratch[4], cache.width, heads
+    copies, width, (head, num_heads) = scratch.copies, cache.width, heads
     for group in range(begin - begin % query_rows.GROUP, tile_end, query_rows.GROUP):
         first, last = max(begin - group, 0) // layout.CHUNK, (tile_end - 1 - group) // layout.CHUNK
         b, c, d = group + layout.CHUNK, group + 2 * layout.CHUNK, group + 3 * layout.CHUNK
@@ -147,8 +150,8 @@ def _value_tile(tall, apart, tile, begin, tile_end, table, heads, upcoming, cach
                 _values_of(c, begin, tile_end, table, one, upcoming, cache, copies),
                 _values_of(d, begin, tile_end, table, one, upcoming, cache, copies),
             )
-            _, sums, _, weights, _, _, _, _ = query_rows.of_head(scratch, number, apart, tall, width)
-            accumulate(tall, weights, group - tile, chunks, (first, last), width, sums)
+            mine = query_rows.of_head(scratch, number, apart, tall, width)
+            accumulate(tall, mine.weights, group - tile, chunks, (first, last), width, mine.sums)
 
 
 @simd.jit
@@ -176,15 +179,14 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, new
 
     ``heads`` are the first KV head and how many; their rows begin ``apart`` behind each other. ``start`` is the
     position of the block's first token; sums and totals are left in ``scratch``. Tiles are the outer loop, so that all
-    rows meet a tile's keys and values while they are near. ``following`` are the keys that come next, as in
-    ``_value_tile``.
+    rows meet a tile's keys and values while they are near. ``following`` are the keys that are upcoming at the end.
     """
     width, has_scales, (head, num_heads) = cache.width, simd.address(cache.scales) != 0, heads
     seen = max(first, _chunk_of(query_rows.lowest(start, window)))
     for tile in range(seen - seen % layout.TILE, end, layout.TILE):
         tile_end = min(tile + layout.TILE, end)
         for number in range(num_heads if has_scales else 0):
-            scales = simd.shifted(scratch[5], number * 2 * layout.TILE)
+            scales = simd.shifted(scratch.scales, number * 2 * layout.TILE)
             _gather_scales(tile, max(tile, seen), tile_end, table, head + number, cache, scales)
         for row in range(0, num_rows, layout.MAX_QUERIES):
             rows = min(layout.MAX_QUERIES, num_rows - row)
@@ -199,9 +201,9 @@ def _attend(num_rows, apart, group, start, window, first, end, table, heads, new
             for number in range(num_heads):
                 of_one = query_rows.of_head(scratch, number, apart, tall, width)
                 query_rows.weigh_rows(row, rows, group, start, window, tile, begin, tile_end, width, of_one, has_scales)
-            upcoming = following[0], following[1] - tile, following[2]
+            upcoming = Upcoming(following.table, following.ahead - tile, following.end)
             if tile + layout.TILE < end:
-                upcoming = table, layout.TILE, end
+                upcoming = Upcoming(table, layout.TILE, end)
             _value_tile(tall, apart, tile, begin, tile_end, table, heads, upcoming, cache, mine)
 
 
@@ -211,11 +213,11 @@ def _take_alone(token, position, number, waiting, group, heads, rotary, alone, c
 
     Its key waits in scratch memory, as number ``waiting``.
     """
-    rows_q, width, own = scratch[0], cache.width, alone.own
+    width, own = cache.width, alone.own
     row, angle = token * alone.columns, position * (heads.head_dim // 2)
     query_rows.clear(group, width, scratch)
     for r in range(group):
-        rotate_query(alone.qkv, row, number * group + r, heads, rotary, angle, own, rows_q, r * width)
+        rotate_query(alone.qkv, row, number * group + r, heads, rotary, angle, own, scratch.rows_q, r * width)
     take_key_and_value(alone.qkv, row, number, heads, rotary, angle, alone.slots[token], own, waiting, cache)
 
 
@@ -231,9 +233,9 @@ def _own_keys(place, tall, apart, heads, newest, cache, scratch):
     for i in range(0, cache.width * layout.LANES, layout.LANES):  # of what lies there, some might be no normal numbers
         simd.store(cleared, i, simd.splat(F32(0.0)))
     for number in range(num_heads):
-        q, _, scores, _, _, _, _, _ = query_rows.of_head(scratch, number, apart, tall, cache.width)
+        mine = query_rows.of_head(scratch, number, apart, tall, cache.width)
         spread_key(own, waiting + number, newest.head_dim, cache, spread)
-        score(tall, 1, q, cache.width, spread, 0, cache.pack, layout.LANES, scores, place)
+        score(tall, 1, mine.rows_q, cache.width, spread, 0, cache.pack, layout.LANES, mine.scores, place)
         scatter_keys(own, waiting + number, 1, newest.slot, head + number, newest.head_dim, cache)
 
 
@@ -271,16 +273,14 @@ def _attend_together(
         mine = query_rows.from_row(scratch, at, width)  # all rows see all that is shared: their positions do not matter
         slot, is_alone = simd.shifted(alone.slots, token), i >= 0 and token < alone.num_alone
         next_table, _, _, _, next_end = query_blocks.piece(queries, min(block + i + 1, num_blocks - 1))
-        following = next_table, shared if i + 1 < members else 0, next_end
+        following = Upcoming(next_table, shared if i + 1 < members else 0, next_end)
         newest = Newest(is_alone, i * num_kv_heads, slot, alone.own, head_dim)
         _attend(rows, apart, group, begin, seen, first, end, table, kv_heads, newest, following, cache, mine)
         if i < 0:
             continue
         for number in range(num_kv_heads):
-            target, of_one = (
-                token * num_heads + (kv_head + number) * group,
-                query_rows.from_row(mine, number * apart, width),
-            )
+            of_one = query_rows.from_row(mine, number * apart, width)
+            target = token * num_heads + (kv_head + number) * group
             query_rows.write_rows(rows, group, target, num_heads, head_dim, width, of_one, gates, out)
         row += query_rows.stride(rows)
 

@@ -6,6 +6,8 @@ together follow each other, each block's from a row on that ``stride`` leaves ro
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import numpy as np
 
 from batchgen.kernels.cpu import layout
@@ -13,6 +15,9 @@ from batchgen.kernels.cpu.compiled import simd
 from batchgen.kernels.cpu.compiled.simd import F32
 
 GROUP = layout.NUM_STREAMS * layout.CHUNK  # positions whose values are added side by side
+# Of one worker: queries and sums [rows, width], scores and weights [SCORE_ROWS, SCORE_STRIDE], copied values
+# [NUM_STREAMS, CHUNK, width], scales [MOST_HEADS, 2, TILE], peak and total [rows].
+Scratch = namedtuple("Scratch", "rows_q sums scores weights copies scales peak total")
 
 
 @simd.jit
@@ -34,9 +39,9 @@ def stride(num_rows):
 @simd.inline
 def from_row(scratch, row, width):
     """The scratch memory of a block whose rows begin at ``row``."""
-    rows_q, sums, scores, weights, copies, scales, peak, total = scratch
-    mine = simd.shifted(rows_q, row * width), simd.shifted(sums, row * width), scores, weights, copies, scales
-    return (*mine, simd.shifted(peak, row), simd.shifted(total, row))
+    rows_q, sums = simd.shifted(scratch.rows_q, row * width), simd.shifted(scratch.sums, row * width)
+    peak, total = simd.shifted(scratch.peak, row), simd.shifted(scratch.total, row)
+    return Scratch(rows_q, sums, scratch.scores, scratch.weights, scratch.copies, scratch.scales, peak, total)
 
 
 @simd.inline
@@ -45,26 +50,22 @@ def of_head(scratch, number, apart, tall, width):
 
     A head's rows begin ``apart`` behind those of the one before, its scores, of ``tall`` rows, right behind.
     """
-    rows_q, sums, scores, weights, copies, scales, peak, total = from_row(scratch, number * apart, width)
-    at = number * tall * layout.SCORE_STRIDE
-    mine = simd.shifted(scores, at), simd.shifted(weights, at), copies, simd.shifted(scales, number * 2 * layout.TILE)
-    return (rows_q, sums, *mine, peak, total)
+    mine, at = from_row(scratch, number * apart, width), number * tall * layout.SCORE_STRIDE
+    scores, weights = simd.shifted(mine.scores, at), simd.shifted(mine.weights, at)
+    scales = simd.shifted(mine.scales, number * 2 * layout.TILE)
+    return Scratch(mine.rows_q, mine.sums, scores, weights, mine.copies, scales, mine.peak, mine.total)
 
 
 @simd.jit
 def divide_scratch(rows_q, num_rows, width, values):
-    """The parts of one worker's scratch, which begins with ``rows_q``; ``values`` points to such.
-
-    Queries and sums [rows, width], scores and weights (as queries) [SCORE_ROWS, SCORE_STRIDE], copied values
-    [NUM_STREAMS, CHUNK, width], scales [MOST_HEADS, 2, TILE], peak and total [rows].
-    """
+    """The parts of one worker's memory for ``num_rows``, which begins with ``rows_q``; ``values`` points to such."""
     sums = simd.address(rows_q) + 4 * num_rows * width
     scores = sums + 4 * num_rows * width
     weights = scores + 4 * layout.SCORE_ROWS * layout.SCORE_STRIDE
     copies = weights + 4 * layout.SCORE_ROWS * layout.SCORE_STRIDE
     scales = copies + 4 * layout.NUM_STREAMS * layout.CHUNK * width
     peak = scales + 4 * layout.MOST_HEADS * 2 * layout.TILE
-    return (
+    return Scratch(
         rows_q,
         simd.pointer(sums, F32),
         simd.pointer(scores, F32),
@@ -79,14 +80,13 @@ def divide_scratch(rows_q, num_rows, width, values):
 @simd.inline
 def clear(num_rows, width, scratch):
     """Clear the sums of a block's query rows, and the queries that a tile takes beside them."""
-    rows_q, sums, _, _, _, _, peak, total = scratch
     zero = simd.splat(F32(0.0))
     for r in range(stride(num_rows)):
         for i in range(r * width, (r + 1) * width, layout.LANES):
-            simd.store(sums, i, zero)
+            simd.store(scratch.sums, i, zero)
             if r >= num_rows:
-                simd.store(rows_q, i, zero)
-        peak[r], total[r] = F32(-np.inf), F32(0.0)
+                simd.store(scratch.rows_q, i, zero)
+        scratch.peak[r], scratch.total[r] = F32(-np.inf), F32(0.0)
 
 
 @simd.jit
@@ -99,7 +99,7 @@ def gather_queries(num_rows, group, q, source, num_heads, width, scratch):
     for r in range(num_rows):
         at = (source + (r // group) * num_heads + r % group) * width
         for i in range(0, width, layout.LANES):
-            simd.store(scratch[0], r * width + i, simd.load(q, at + i))
+            simd.store(scratch.rows_q, r * width + i, simd.load(q, at + i))
 
 
 @simd.inline
@@ -163,7 +163,8 @@ def lowest(position, window):
 @simd.jit
 def weigh_rows(first, rows, group, start, window, tile, begin, tile_end, width, scratch, has_scales):
     """Turn the scores of ``rows`` query rows from ``first`` on into probabilities, and shrink their sums as is due."""
-    _, sums, scores, weights, _, scales, peak, total = scratch
+    sums, scores, weights, scales = scratch.sums, scratch.scores, scratch.weights, scratch.scales
+    peak, total = scratch.peak, scratch.total
     weighted = -(-(tile_end - tile) // layout.CHUNK) * layout.CHUNK
     for r in range(first, first + rows):
         position = start + r // group
@@ -191,14 +192,13 @@ def _sigmoid(scratch, logit):
 @simd.jit
 def write_rows(num_rows, group, target, num_heads, head_dim, width, scratch, gates, out):
     """Divide sums by totals, gate, round, and write the rows to ``out`` [tokens, num_heads, head_dim]."""
-    _, sums, scores, _, _, _, _, total = scratch
     for r in range(num_rows):
         place = target + (r // group) * num_heads + r % group
-        scale = F32(1.0) / total[r]
+        scale = F32(1.0) / scratch.total[r]
         if simd.address(gates.logits):
             at = (place // num_heads + 1) * gates.columns - num_heads + place % num_heads
-            scale *= _sigmoid(scores, simd.lane(simd.load_part(gates.logits, at, 1), 0))
+            scale *= _sigmoid(scratch.scores, simd.lane(simd.load_part(gates.logits, at, 1), 0))
         by = simd.splat(scale)
         for i in range(0, head_dim, layout.LANES):
-            v = simd.mul(simd.load(sums, r * width + i), by)
+            v = simd.mul(simd.load(scratch.sums, r * width + i), by)
             simd.store_some(out, place * head_dim + i, v, head_dim - i)
