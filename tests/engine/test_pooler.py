@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_model import spoil
 from vector_models import bidirectional_states, loaded, saved, vectors
 
@@ -216,6 +217,23 @@ def test_classifiers_are_transformers(kind: str, labels: int, tmp_path: Path) ->
         with torch.no_grad():
             logits = reference(torch.tensor([token_ids])).logits[0]
         wanted = (logits.softmax(-1) if labels > 1 else logits.sigmoid()).numpy()
+        assert abs(np.frombuffer(found[key], np.float32) - wanted).max() <= 1e-5
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_a_classifier_over_a_bidirectional_trunk(pooling: str, tmp_path: Path) -> None:
+    architecture, labels = "Lfm2BidirectionalForSequenceClassification", {"0": "a", "1": "b", "2": "c"}
+    reference = saved(tmp_path, "lfm2", "Lfm2BidirectionalModel", id2label=labels)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}), encoding="utf-8")
+    file = tmp_path / "model.safetensors"
+    torch.manual_seed(0)
+    scores = torch.randn(3, 64) / 4
+    save_file({**load_file(file), "score.weight": scores}, file, {"format": "pt"})
+    found = vectors(loaded(tmp_path), texts(), pooling, VectorSettings(scores="softmax"))
+    for key, token_ids in texts().items():
+        pooled = POOLED[pooling](bidirectional_states(reference, token_ids))
+        wanted = (pooled @ scores.T).softmax(-1).numpy()
         assert abs(np.frombuffer(found[key], np.float32) - wanted).max() <= 1e-5
 
 
