@@ -112,8 +112,8 @@ def _conclude(outcome: Outcome, values: dict[str, Any]) -> int:
 @click.command(cls=GroupedCommand)
 @click.argument("folder", metavar="DIR", type=PATH)
 @click.option("--where", type=click.Choice(WHERE), default="failed", help="Which rows are run again [failed].")
-@job_options("sampling", without=_NOT_TRIED)
-@job_options("engine", "cluster")
+@job_options("sampling", without=_NOT_TRIED, of_job=True)
+@job_options("engine", "cluster", of_job=True)
 @run_option("--allow-mixed-kernels", is_flag=True, hidden=True, help=_MIXED_HELP)
 @progress_options
 @click.pass_obj
@@ -124,7 +124,8 @@ def retry(engine_factory: EngineFactory | None, /, folder: Path, **values: Any) 
     retry resumes when run again. Exits 3 while rows still fail.
 
     With --where length, rows that max_tokens cut off run again with the sampling values given; with --where
-    incomplete, those whose text does not fit its schema to the end. Their records name the values (retried).
+    incomplete, those whose text does not fit its schema to the end. Their records name the values (retried). A value
+    that is not given is that of such a retry before, or else of the job.
 
     \b
     Examples:

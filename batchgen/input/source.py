@@ -125,9 +125,19 @@ class Source:
         if was.get("file") != now[num_whole].get("file"):
             return None
         try:
-            return Growth(*file.is_cut_at(was["bytes"])) if file.begins_with(was) else None
+            if not file.begins_with(was):
+                return None
+            is_cut, row_cut_at = file.is_cut_at(was["bytes"])
         except OSError as error:
             raise UsageError(f"cannot read {file.path}: {error.strerror or error}") from error
+        return Growth(is_cut, None if row_cut_at is None else (num_whole, row_cut_at))
+
+    def num_kept(self, num_rows: int, growth: Growth) -> int:
+        """How many of the first ``num_rows`` rows are what they were: all but the last, if that is the one cut."""
+        cut_at = growth.row_cut_at
+        last = () if cut_at is None else self.read(None, lambda index: index == num_rows - 1)
+        is_kept = cut_at is None or any((row.after.file, row.after.offset) <= cut_at for row in last)
+        return num_rows if is_kept else max(num_rows - 1, 0)
 
     def num_rows(self) -> int | None:
         """The number of rows, the limit applied, where it is known without reading them all."""
@@ -148,10 +158,13 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """That rows came behind those of an input, which ended in mid line where ``is_cut``, and in mid row likewise."""
+    """That rows came behind those of an input, which ended in mid line where ``is_cut``.
+
+    ``row_cut_at`` is where it ended in what may have been a row: the number of a file and a byte of its text.
+    """
 
     is_cut: bool = False
-    is_row_cut: bool = False
+    row_cut_at: tuple[int, int] | None = None
 
 
 def _begun_first(

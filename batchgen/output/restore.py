@@ -15,7 +15,7 @@ from batchgen.core.fingerprint import file_digest
 from batchgen.core.remote import RemoteError
 from batchgen.core.storage import commit_staged, remove_folder, staged_file, storage_errors, sync_folder, temporary_name
 from batchgen.output.bucket import Bucket, Entry
-from batchgen.output.rundir import IDS_NAME, OUTPUT_NAMES, RunDir
+from batchgen.output.rundir import OUTPUT_NAMES, RunDir
 from batchgen.output.segments import segments
 
 _NAME = re.compile(r"journal/([0-9a-f]{16})/(\d{6,9}-[0-9a-f]{8})\.(000\d{9})", re.ASCII)  # less than 1 GB
@@ -58,8 +58,7 @@ def fetch_segments(bucket: Bucket, run_dir: RunDir, run: str) -> int:
         with storage_errors("write", journal):
             journal.mkdir(exist_ok=True)
             sync_folder(journal.parent)
-            for path in journal.glob(f"{IDS_NAME}*"):  # which lacks the ids of rows that were read elsewhere
-                path.unlink()
+        run_dir.forget_ids()  # which lacks those of rows that were read elsewhere
     for segment, parts in lacking.items():
         _fetch_segment(bucket, journal / f"{segment}.seg", parts)
     return len(lacking)

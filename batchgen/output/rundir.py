@@ -177,12 +177,19 @@ class RunDir:
 
         A staged spool stays: it is the input of the run that replaces this one.
         """
+        remove_folder(self.retry)  # which belongs to the outputs
         for path in (*self._outputs, self.errors, self.report):
             remove_file(path)
         for folder in self._folders:
             remove_folder(folder)
         self.remove_spool()
         remove_file(self.manifest)
+
+    def forget_ids(self) -> None:
+        """Remove the file of ids, which the next start makes anew from the rows."""
+        with storage_errors("remove", self.journal / IDS_NAME):
+            for path in self.journal.glob(f"{IDS_NAME}*"):
+                path.unlink()
 
     def remove_spool(self) -> None:
         """Remove ``input.spool``, durably."""

@@ -3,7 +3,8 @@
 Rows are read from the input, which must still hold them: a row counts as the one that was run only if its fingerprint
 and its id are those of its record. Attempts are numbered, and a draw depends on the number, so that the same retries in
 the same order give the same bytes. Which values are tried is written beside the journal first: a retry that was killed
-goes on with them. A row that fails now keeps the answer that it had.
+goes on with them. What is not given is as in the retry before, or else as in the job. A row that fails now keeps the
+answer that it had.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from batchgen.output.rundir import RunDir
 from batchgen.output.segments import segments
 from batchgen.run.invocation import Invocation, Outcome
 from batchgen.run.loader import read_model
+from batchgen.run.reports import has_failed_rows
 
 _NAME = "again.json"  # in the journal's folder
 Values = Mapping[str, Any]
@@ -65,6 +67,12 @@ class CutOffRows:
         self.num_attempts = 1
         self.count = 0
 
+    @property
+    def tried(self) -> Values:
+        """The values of the last attempt."""
+        last = self._earlier.get(self.num_attempts)
+        return {} if last is None else last.values
+
     def __contains__(self, index: int) -> bool:
         return index < len(self._names) and self._names[index] != 0
 
@@ -91,6 +99,10 @@ class CutOffRows:
         return self._names[row.index] == _name(row.index if row.id is None else row.id, known)
 
 
+def _holds(values: Values, some: Values) -> bool:
+    return {**values, **some} == values
+
+
 def _name(row_id: object, known: object) -> int:
     return int.from_bytes(blake2b(f"{row_id}\0{known}".encode(errors="backslashreplace"), digest_size=8).digest()) | 1
 
@@ -105,7 +117,9 @@ class RunAgain(Invocation):
     def work(self) -> Outcome:
         """Run the rows again and put their answers into the outputs."""
         begun = interrupted(self.run_dir)
-        if begun is not None and (begun[0] != self.where or begun[1] is None or begun[1].values != self.values):
+        if begun is not None and (
+            begun[0] != self.where or begun[1] is None or not _holds(begun[1].values, self.values)
+        ):
             raise UsageError(
                 f"{self.run_dir.path} has a retry that was interrupted (--where {begun[0]}): finish it first with "
                 f"batchgen retry {self.run_dir.path}"
@@ -117,7 +131,8 @@ class RunAgain(Invocation):
             with closing(Journal.open(self.run_dir.retry, self.manifest.shard)) as journal:
                 if not cut.count and not journal.done:
                     journal.remove()
-                    return self.published(Outcome(ExitCode.OK, ("no row was cut off: nothing to retry",)))
+                    code = ExitCode.ROWS_FAILED if has_failed_rows(self.run_dir) else ExitCode.OK
+                    return self.published(Outcome(code, ("no row was cut off: nothing to retry",)))
                 plan = {"where": self.where, "attempt": again.attempt, "values": dict(again.values)}
                 write_atomic(self.run_dir.retry / _NAME, json.dumps(plan).encode())
                 return self._run(source, cut, journal)
@@ -135,7 +150,7 @@ class RunAgain(Invocation):
         self.progress.rows_total = cut.count
         if begun is None and cut.num_attempts >= 255:
             raise UsageError(f"{self.run_dir.path} was retried 254 times; run the job anew")
-        return cut, begun or Again(cut.num_attempts + 1, self.values)
+        return cut, begun or Again(cut.num_attempts + 1, {**cut.tried, **self.values})
 
     def _open_source(self) -> Source:
         """The input and the model, checked to be those of the run. Raises ResumeMismatch."""

@@ -92,7 +92,9 @@ class _Job(Invocation):
             if begun is not None and self.run_dir.is_complete():
                 self._clear_up(begun)
                 self.progress.state = "running"
-                self.manifest = reopen(self.run_dir, self.manifest, self.growth or Growth())
+                assert self.manifest.num_rows is not None, "it is finished"
+                num_kept = source.num_kept(self.manifest.num_rows, self.growth or Growth())
+                self.manifest = reopen(self.run_dir, self.manifest, num_kept)
             self.builder = self.model.builder(self.spec)
             if begun is None:
                 check_columns(source.read(), self.spec, self.builder.finder)
@@ -105,6 +107,7 @@ class _Job(Invocation):
             journal = self._open_journal()
             stack.callback(journal.close)
             if self.growth is not None and self.growth.is_cut:
+                self.run_dir.forget_ids()  # what a row had for its id may have been the beginning of one
                 journal.run_again([*journal.partials, *([max(journal.done)] if len(journal.done) else ())])
             for line in journal.recovery:
                 self.progress.display.note(line)

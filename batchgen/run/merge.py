@@ -16,7 +16,7 @@ from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_dict
-from batchgen.core.errors import UsageError
+from batchgen.core.errors import LockedError, UsageError
 from batchgen.core.shard import WHOLE
 from batchgen.core.storage import absolute, commit_staged
 from batchgen.core.units import shown
@@ -214,7 +214,7 @@ def _load_shard(run_dir: RunDir) -> _Shard:
     if manifest is None:
         raise UsageError(f"{run_dir.path} is not a run directory: it has no job.json")
     if holder := run_dir.holder():
-        raise UsageError(f"{run_dir.path} is in use by {holder}; merge when it is done")
+        raise LockedError(f"{run_dir.path} is in use by {holder}; merge when it is done")
     if run_dir.retry.is_dir():
         raise UsageError(f"{run_dir.path} has a retry that was interrupted: batchgen retry {run_dir.path}, then merge")
     if manifest.num_rows is None or not run_dir.outputs(manifest.job["output"]["format"]).is_file():

@@ -18,7 +18,7 @@ from batchgen.output.journal import Journal
 from batchgen.output.manifest import Manifest
 from batchgen.output.rundir import RunDir
 from batchgen.report import prometheus
-from batchgen.report.build import build_report, read_report_file
+from batchgen.report.build import build_report, read_report_file, write_report
 from batchgen.report.facts import NUM_ANSWERS, Table, answers
 from batchgen.report.rows import RowTotals
 from batchgen.report.usage import follow, usage_of
@@ -89,8 +89,7 @@ def following_report(
     before = journal / run_dir.report.name
     try:
         if not before.exists():
-            read_report(run_dir)
-            write_atomic(before, run_dir.report.read_bytes())
+            write_report(before, read_report(run_dir))
         usage = follow(usage_of(read_report_file(before)), usage)
     except UsageError as error:  # merged without reports, or written by another version
         note(f"the new report counts the time of this invocation only: {error}")

@@ -12,7 +12,6 @@ from dataclasses import replace
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ResumeMismatch, UsageError
 from batchgen.input.ids import may_have_ids
-from batchgen.input.source import Growth
 from batchgen.output.manifest import Manifest, compare
 from batchgen.output.rundir import RunDir
 
@@ -73,13 +72,14 @@ def _other_ids(spec: JobSpec, begun: Manifest) -> tuple[str, ...]:
     return (f'output.format: was "{was}", now "{now.format}" (only openai-batch has 5 and "5" for one id)',)
 
 
-def reopen(run_dir: RunDir, manifest: Manifest, growth: Growth) -> Manifest:
-    """Mark a finished run, whose journal is gone, as unfinished. Raises UsageError while a retry is under way."""
-    assert manifest.num_rows is not None, "it is finished"
+def reopen(run_dir: RunDir, manifest: Manifest, num_kept: int) -> Manifest:
+    """Mark a finished run, whose journal is gone, as unfinished; the outputs keep ``num_kept`` rows.
+
+    Raises UsageError while a retry is under way.
+    """
     if run_dir.retry.is_dir():
         what = f"{run_dir.path} has a retry that was interrupted, and its input has grown"
         raise UsageError(f"{what}: batchgen retry {run_dir.path}, then run the job again")
-    num_kept = max(manifest.num_rows - growth.is_row_cut, 0)
     manifest = replace(manifest, num_rows=None, num_kept=num_kept)
     run_dir.write_manifest(manifest)
     return manifest

@@ -11,21 +11,25 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from batchgen.config.load import RawSettings, job_from_dict, override
-from batchgen.core.errors import ExitCode, ResumeMismatch, RowErrorCode, UsageError
+from batchgen.core.errors import ExitCode, LockedError, ResumeMismatch, RowErrorCode, UsageError
 from batchgen.core.fingerprint import Digests
 from batchgen.core.records import BadRow, Record
 from batchgen.core.storage import absolute
 from batchgen.core.units import counted
 from batchgen.input.dead_letters import DeadLetters
 from batchgen.input.ids import Claim, UniqueIds
+from batchgen.input.requests import RequestBuilder
+from batchgen.input.rows import chunked
 from batchgen.input.validator import RowValidator
 from batchgen.output.finalize import finalize_retry, read_records
 from batchgen.output.journal import Journal
 from batchgen.output.manifest import differences
+from batchgen.output.record_builder import fingerprint
 from batchgen.output.rundir import RunDir
 from batchgen.run.again import RunAgain, interrupted
 from batchgen.run.invocation import Invocation, Outcome, RunOptions
@@ -51,6 +55,8 @@ def retry_job(
     if manifest is None:
         raise UsageError(f"{folder} is not a run directory: it has no job.json")
     if not run_dir.is_complete():
+        if holder := run_dir.holder():
+            raise LockedError(f"{folder} is in use by {holder}, and not finished: wait for it, retry comes after")
         raise UsageError(f"{folder} is not finished: run its job again first, retry comes after")
     spec = override(job_from_dict(manifest.job, run_dir.manifest), flags)
     options, values = replace(options, max_error_rate=None), _sampling_values(flags)
@@ -96,6 +102,7 @@ class _Retry(Invocation):
             self._find_model()
             builder = self.model.builder(self.spec)
             self.progress.keeps_file = True
+            journal.run_again(self._mended_since(letters, builder, journal))
             todo = (row for row in letters.read() if not _is_run(row, journal))
             validator = RowValidator(self.spec.input, builder, ids)  # failed rows are this run's, whatever its shard
             if not self.generate(todo, validator, journal):
@@ -113,11 +120,9 @@ class _Retry(Invocation):
         if self.manifest.num_rows is None:
             raise UsageError(f'{self.run_dir.manifest} lacks "num_rows", so which rows failed is not known')
 
-        def has_succeeded(index: int) -> bool:
-            return index in journal.done and not journal.done.location(index).is_error
-
         outputs = self.run_dir.outputs(output.format)
         shard, num_rows = self.manifest.shard, self.manifest.num_rows
+        has_succeeded = partial(_has_result, journal)
         letters = DeadLetters(self.run_dir.errors, outputs, num_rows, shard, has_succeeded, self.spec.input)
 
         def known_ids() -> Iterator[Claim]:
@@ -133,6 +138,21 @@ class _Retry(Invocation):
         ids.claim(known_ids())
         return letters
 
+    def _mended_since(self, letters: DeadLetters, builder: RequestBuilder, journal: Journal) -> list[int]:
+        """The rows with a result, of an interrupted retry, that is of another prompt or id than they have by now."""
+        done, found = (row for row in letters.read() if _has_result(journal, row.index)), []
+        with closing(UniqueIds(None)) as ids:
+            validator = RowValidator(self.spec.input, builder, ids)
+            for answer in (answer for chunk in chunked(done) for answer in validator.validate(chunk)):
+                if isinstance(answer, BadRow):
+                    found.append(answer.index)
+                    continue
+                row, record = answer[0], json.loads(journal.payload(answer[0].index))
+                now = row.index if row.id is None else row.id, fingerprint(row.index, row.params, row.prompt_token_ids)
+                if now != (record["id"], record["timings"].get("fingerprint")):
+                    found.append(row.index)
+        return found
+
     def _find_model(self) -> None:
         """Find the model. Raises ResumeMismatch if it is not the one that the run was made with."""
         with self.progress.phase("checking the model", "load"):
@@ -145,10 +165,14 @@ class _Retry(Invocation):
             )
 
 
+def _has_result(journal: Journal, index: int) -> bool:
+    return index in journal.done and not journal.done.location(index).is_error
+
+
 def _is_run(row: Record | BadRow, journal: Journal) -> bool:
     """Whether this retry has run a row already; one that failed again and was fixed since is run as fixed."""
     if row.index not in journal.done:
         return False
     columns = row.columns if isinstance(row, Record) else row.raw
-    is_error = journal.done.location(row.index).is_error
-    return not is_error or bool(json.loads(journal.payload(row.index))["row"] == columns)
+    has_result = _has_result(journal, row.index)
+    return has_result or bool(json.loads(journal.payload(row.index))["row"] == columns)

@@ -14,7 +14,7 @@ from typing import Any
 
 from batchgen.config.job import JobSpec
 from batchgen.config.load import job_from_dict
-from batchgen.core.errors import StorageError, UsageError
+from batchgen.core.errors import LockedError, StorageError, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import BadRow, Record
 from batchgen.core.units import counted
@@ -88,13 +88,13 @@ class Reuse:
 def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest | OtherVersion]]:
     """The runs that ``output.reuse`` names. The job's own run directory is passed over: a script may name it too.
 
-    One of another record version has no manifest to compare. Raises UsageError for a folder that holds no run, or one
-    that is in use.
+    One of another record version has no manifest to compare. Raises UsageError for a folder that holds no run,
+    LockedError for one that is in use.
     """
     found: list[tuple[RunDir, Manifest | OtherVersion]] = []
     for folder in dict.fromkeys(spec.output.reuse):
         run_dir = RunDir(Path(folder))
-        if folder == spec.output.path:
+        if run_dir.path.resolve() == Path(spec.output.path).resolve():
             continue
         manifest: Manifest | OtherVersion | None
         try:
@@ -104,7 +104,7 @@ def earlier_runs(spec: JobSpec) -> list[tuple[RunDir, Manifest | OtherVersion]]:
         if manifest is None:
             raise UsageError(f"output.reuse: {folder} is not a run directory: it has no job.json")
         if holder := run_dir.holder():
-            raise UsageError(f"output.reuse: {folder} is in use by {holder}; run this job once that has ended")
+            raise LockedError(f"output.reuse: {folder} is in use by {holder}; run this job once that has ended")
         found.append((run_dir, manifest))
     return found
 

@@ -237,7 +237,8 @@ def test_wherever_a_table_was_cut_all_rows_before_the_cut_one_stay(
         (tmp_path / "whole.csv").write_bytes(first + pack(content[cut:]))
         with suppress(UsageError):
             rows = read_bytes(tmp_path, first, "cut.csv")
-            is_cut, is_row_cut = DelimitedFile(LocalFile(tmp_path / "whole.csv"), None).is_cut_at(len(first))
+            is_cut, row_cut_at = DelimitedFile(LocalFile(tmp_path / "whole.csv"), None).is_cut_at(len(first))
+            is_row_cut = row_cut_at is not None
             assert is_cut >= is_row_cut >= (not is_cut and not content[:cut].endswith(b"\n"))
             num_same = max(len(rows) - is_row_cut, 0)
             assert [vars_of(row) for row in rows[:num_same]] == [vars_of(row) for row in whole[:num_same]]

@@ -231,6 +231,16 @@ def test_clearing_removes_what_a_run_wrote_and_nothing_else(run_dir: RunDir) -> 
     assert [path.name for path in run_dir.path.iterdir()] == ["notes.txt"]
 
 
+def test_a_retry_goes_before_the_outputs_that_it_belongs_to(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clearing that is killed leaves no retry for the run that comes next."""
+    (run_dir.path / "outputs.jsonl").write_text("x")
+    run_dir.retry.mkdir()
+    monkeypatch.setattr("batchgen.output.rundir.remove_file", lambda path: sys.exit("killed"))
+    with pytest.raises(SystemExit):
+        run_dir.clear()
+    assert not run_dir.retry.exists()
+
+
 def test_an_input_inside_the_run_directorys_own_files_is_recognised(run_dir: RunDir) -> None:
     own = (
         "outputs.jsonl",

@@ -298,6 +298,48 @@ def test_what_a_retry_gave_the_last_row_stays_where_the_row_was_whole(
     assert [record["index"] for record in job.outputs()] == [*range(7)]
 
 
+@pytest.mark.parametrize("kind", ["limit", "header", "blanks"])
+def test_what_a_retry_gave_the_last_row_stays_where_no_row_was_cut(job: JobMaker, kind: str) -> None:
+    """Behind the limit, in the header of a table that has no rows yet, or in blanks."""
+    table = b"id,question\n"
+    first = b"".join([*(line for row in ROWS[:3] for line in _cells(row)), b"q-9,\n"])
+    parts = {
+        "limit": {"a.csv": (table + first + b"".join(_cells(ROWS[5])) + b"q-6,Wh", b"at is 6?\n")},
+        "header": {"a.csv": (table + first, b""), "b.csv": (b"id,que", b"stion\n")},
+        "blanks": {"a.jsonl": (b"".join(LINES[:3]) + b'{"id": "q-9"}\n  ', LINES[5])},
+    }[kind]
+    for name, (begin, _) in parts.items():
+        (job.folder / name).write_bytes(begin)
+    paths = [str(job.folder / name) for name in parts]
+    spec = job.spec(input={"path": paths, **({"limit": 4} if kind == "limit" else {})})
+    assert job.run(spec).exit_code == ExitCode.ROWS_FAILED
+    (letter,) = job.errors()
+    letter["row"]["question"] = "What is 9?"
+    (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n")
+    assert retried(job).exit_code == ExitCode.OK
+    before = job.outputs()
+    for name, contents in parts.items():
+        (job.folder / name).write_bytes(b"".join(contents))
+    assert job.run(spec).exit_code == ExitCode.OK
+    assert job.outputs()[:4] == before
+    assert computed(job) == (kind == "blanks")
+
+
+def _cells(row: dict[str, Any]) -> list[bytes]:
+    return [f"{row['id']},{row['question']}\n".encode()]
+
+
+def test_the_beginning_of_an_id_that_was_cut_is_free(job: JobMaker) -> None:
+    path = job.folder / "input.csv"
+    head = b"question,id\n" + b"".join(b"What is %d?,r%d\n" % (n, n) for n in range(6)) + b"Last,q1"
+    path.write_bytes(head)
+    spec = job.spec(input={"path": [str(path)]})
+    assert job.run(spec, quiet(max_total_tokens=1)).exit_code == ExitCode.STOPPED
+    path.write_bytes(head + b"5\nNext,q1\n")
+    assert job.run(spec).exit_code == ExitCode.OK
+    assert [record["id"] for record in job.outputs()][6:] == ["q15", "q1"]
+
+
 def test_an_id_that_a_row_loses_as_it_runs_again_is_free(job: JobMaker) -> None:
     job.input.write_bytes(b"".join([*LINES[:4], LINES[2].rstrip()]))  # it goes on, so it runs again
     job.run()

@@ -12,7 +12,7 @@ import records
 
 from batchgen.cli.main import call
 from batchgen.config.job import InputSpec, JobSpec, ModelSpec, OutputSpec
-from batchgen.core.errors import StorageError, UsageError
+from batchgen.core.errors import LockedError, StorageError, UsageError
 from batchgen.core.json_line import encode_json
 from batchgen.core.records import Cursor
 from batchgen.core.shard import WHOLE, Shard
@@ -173,7 +173,7 @@ def test_folders_that_are_not_all_shards_of_one_job_are_refused(tmp_path: Path, 
 
 def test_a_shard_in_use_is_named(tmp_path: Path) -> None:
     folders = shards(tmp_path)
-    with RunDir(folders[0]).lock(), pytest.raises(UsageError, match="shard-1 is in use by process"):
+    with RunDir(folders[0]).lock(), pytest.raises(LockedError, match="shard-1 is in use by process"):
         merge(folders, tmp_path / "merged")
 
 

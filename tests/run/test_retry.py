@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import JobMaker, finish, read_lines, rows_of, start, without_timings
+from run_helpers import JobMaker, finish, quiet, read_lines, rows_of, start, without_timings
 from stub_engine import stub_factory
 
 from batchgen.cli.main import call
-from batchgen.core.errors import ResumeMismatch, StorageError, UsageError
+from batchgen.core.errors import ExitCode, LockedError, ResumeMismatch, StorageError, UsageError
 from batchgen.core.shard import Shard
 from batchgen.output.journal import Journal
+from batchgen.output.rundir import RunDir
 from batchgen.run import invocation
 from batchgen.run.invocation import Outcome, RunOptions
 from batchgen.run.retry import retry_job
@@ -207,6 +209,37 @@ def test_a_row_mended_while_half_done_goes_on_with_no_token_of_its_old_prompt(jo
     assert retried(job).exit_code == 0
     expected = outputs_of(tmp_path / "reference")
     assert [row for row in job.outputs() if row["index"] not in done] == [r for r in expected if r["index"] not in done]
+
+
+@pytest.mark.parametrize("key", ["question", "id"])
+def test_a_row_mended_again_after_a_kill_runs_as_it_was_mended_last(
+    job: JobMaker, tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(8)
+    job.write([row | {"question": ""} if row["id"] in ("q-3", "q-5") else row for row in rows])
+    job.run()
+    letters, first = job.errors(), {**rows[3], "question": "What?"}
+    for mended, is_killed in ((first, True), ({**first, key: "Why?"}, False)):
+        letters[0]["row"], letters[1]["row"] = mended, rows[5]
+        (job.output / "errors.jsonl").write_text("".join(json.dumps(letter) + "\n" for letter in letters))
+        with monkeypatch.context() as patch:
+            if is_killed:
+                patch.setattr("batchgen.run.retry.finalize_retry", lambda *_: sys.exit("killed"))
+                with pytest.raises(SystemExit):
+                    retried(job)
+            else:
+                assert retried(job).exit_code == ExitCode.OK
+    assert job.engines[0].num_started == 1
+    job.write([*rows[:3], {**first, key: "Why?"}, *rows[4:]])
+    job.run(job.spec(output={"path": str(tmp_path / "whole")}))
+    assert job.outputs() == outputs_of(tmp_path / "whole")
+
+
+def test_a_folder_in_use_is_named(job: JobMaker) -> None:
+    job.write(rows_of(2))
+    job.run(options=quiet(max_total_tokens=1))
+    with RunDir(job.output).lock(), pytest.raises(LockedError, match="is in use by process"):
+        retried(job)
 
 
 def test_a_retry_that_runs_no_row_leaves_nothing(job: JobMaker) -> None:

@@ -84,6 +84,21 @@ def test_retries_of_retries_are_repeatable(job: JobMaker) -> None:
     assert len({seed for seed in seeds if seed[0] < 4}) == 2 and all((seed is None) == (at == 4) for at, seed in seeds)
 
 
+def test_what_is_not_given_is_as_in_the_retry_before(job: JobMaker) -> None:
+    job.write(rows_of(40))
+    job.run(job.spec(sampling={"max_tokens": 3}), fails=frozenset({4}))
+    again(job.output, max_tokens=8)
+    was = records(job.output)
+    assert num_cut_off(was) > 0
+    again(job.output, temperature=0.5)
+    changed = {i: record for i, record in records(job.output).items() if record != was[i]}
+    assert len(changed) == num_cut_off(was)
+    for record in changed.values():
+        assert {**(retried(record) or {}), "seed": 0} == {"attempt": 3, "max_tokens": 8, "temperature": 0.5, "seed": 0}
+    again(job.output, max_tokens=64)
+    assert again(job.output, max_tokens=64).exit_code == ExitCode.ROWS_FAILED  # nothing is cut off, but a row failed
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_retry_that_was_killed_goes_on_with_its_values(job: JobMaker, workers: int) -> None:
     job.write(rows_of(120))

@@ -15,7 +15,7 @@ import pytest
 from run_helpers import JobMaker, finish, quiet, rows_of, start, without_timings
 from stub_engine import stub_factory
 
-from batchgen.core.errors import UsageError
+from batchgen.core.errors import LockedError, UsageError
 from batchgen.core.shard import Shard
 from batchgen.output.earlier_rows import EarlierRows
 from batchgen.output.rundir import RunDir
@@ -291,7 +291,7 @@ def test_a_folder_that_is_no_run_or_in_use_is_refused_before_anything_is_written
     process = start(["run", job.toml()], step_s=5.0)
     while not (job.output / "journal").exists():
         time.sleep(0.02)
-    with pytest.raises(UsageError, match="in use by"):
+    with pytest.raises(LockedError, match="in use by"):
         second(job, rows_of(3))
     process.kill()
     finish(process)

@@ -60,9 +60,12 @@ class InputFile(ABC):
         """
         return False
 
-    def is_cut_at(self, num_bytes: int) -> tuple[bool, bool]:
-        """Of a file that has grown: whether its first ``num_bytes`` end in mid line, and whether in mid row."""
-        return False, False
+    def is_cut_at(self, num_bytes: int) -> tuple[bool, int | None]:
+        """Of a file that has grown: whether its first ``num_bytes`` end in mid line, and if in mid row, where.
+
+        That is a byte of its text, 0 where it cannot be found.
+        """
+        return False, None
 
     def num_rows(self) -> int | None:
         """Rows in the file, None where that takes reading it."""

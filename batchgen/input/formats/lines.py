@@ -97,18 +97,19 @@ class LinesFile(StoredFile):
         with self.content.open() as stream:
             return bool(digest_of(stream, begun["bytes"]) == begun["sha256"])
 
-    def is_cut_at(self, num_bytes: int) -> tuple[bool, bool]:
+    def is_cut_at(self, num_bytes: int) -> tuple[bool, int | None]:
         end = text_bytes(self.content, num_bytes)
-        return (True, True) if end is None else self.is_text_cut_at(end)
+        return (True, 0) if end is None else self.is_text_cut_at(end)
 
-    def is_text_cut_at(self, end: int) -> tuple[bool, bool]:
+    def is_text_cut_at(self, end: int) -> tuple[bool, int | None]:
         """``is_cut_at`` the first ``end`` bytes of the decompressed text."""
         if not end:
-            return False, False
+            return False, None
         with open_text(self.content, end - 1) as stream:
             around = stream.read(2)
         is_cut = not around.startswith(b"\n")
-        return is_cut, is_cut and (around[1:] != b"\n" or around.startswith(b"\r"))
+        is_row_cut = is_cut and (around[1:] != b"\n" or around.startswith(b"\r"))
+        return is_cut, end if is_row_cut else None
 
     def _row(self, line: Line, index: int, file: int) -> Record | BadRow:
         source = self.content.name
