@@ -99,10 +99,15 @@ class Publication:
         """Before anything is run: see that the destination can be written and holds no other run's files.
 
         Those that ``overwrite`` permits to replace are noted there, so that a resume may replace them too. Raises
-        UsageError.
+        UsageError, also where a later state of this finished run is there.
         """
         self._to.prepare()
         found = self._found(overwrite=overwrite) or self._own
+        if not overwrite and is_earlier(self._run_dir, self._manifest, found):
+            raise UsageError(
+                f"{self._to.address} holds a later state of this run than {self._run_dir.path}: go on where that was "
+                "written, or start anew with --overwrite"
+            )
         if not found.complete and (found.files or not isinstance(self._to, HubDataset)):  # a commit is kept for ever
             self._to.write(PUBLISHED, found.to_bytes())
             self._to.commit("Begin a run of batchgen")
@@ -114,9 +119,7 @@ class Publication:
         """
         to, report = self._to, _read_report(self._run_dir)
         to.prepare()
-        counts = report.get("rows", {}).get("done"), report.get("sessions")
-        num_results, num_sessions = (count if isinstance(count, int) else 0 for count in counts)
-        now = replace(self._own, num_results=num_results, num_sessions=num_sessions)
+        now = _finished(self._manifest, report)
         before = self._found(overwrite=False) or now
         if before.complete and before.is_later(now):
             return f"{to.address} is left as it is: it holds a later state of this run"
@@ -176,6 +179,19 @@ def identity(manifest: Manifest) -> tuple[str, str]:
     first = first.get("file") if isinstance(first, dict) else None
     what = [plain["output_keys"], plain["shard"], first, known.get("model")]
     return manifest.created_at, sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def is_earlier(run_dir: RunDir, manifest: Manifest, there: PublishManifest) -> bool:
+    """Whether a finished run is in an earlier state here than what is published of it: another machine went on."""
+    report = _read_report(run_dir)
+    return run_dir.has_outputs() and bool(report) and there.complete and there.is_later(_finished(manifest, report))
+
+
+def _finished(manifest: Manifest, report: Mapping[str, Any]) -> PublishManifest:
+    """The state of a finished run that has this report."""
+    counts = report.get("rows", {}).get("done"), report.get("sessions")
+    num_results, num_sessions = (count if isinstance(count, int) else 0 for count in counts)
+    return PublishManifest(*identity(manifest), num_results, num_sessions)
 
 
 def _read_report(run_dir: RunDir) -> dict[str, Any]:

@@ -116,6 +116,7 @@ class RunAgain(Invocation):
 
     def work(self) -> Outcome:
         """Run the rows again and put their answers into the outputs."""
+        self.remotes.refuse_earlier()
         begun = interrupted(self.run_dir)
         if begun is not None and (
             begun[0] != self.where or begun[1] is None or not _holds(begun[1].values, self.values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from batchgen.config.job import OutputSpec
-from batchgen.core.errors import BatchgenError, StorageError
+from batchgen.core.errors import BatchgenError, StorageError, UsageError
 from batchgen.core.remote import refusals_as_usage
 from batchgen.output.manifest import Manifest
 from batchgen.output.mirror import Mirror
@@ -50,8 +50,18 @@ class RemoteCopies:
             self._mirror.close(self._progress.stopper.left_s - _EXIT_S)
 
     def begun(self, local: Manifest | None) -> Manifest | None:
-        """The manifest of the run to go on with: that of the run directory, or else of the mirror."""
-        return local if local or self._overwrite or self._mirror is None else self._mirror.manifest
+        """The manifest of the run to go on with: of the run directory, or of a mirror where that is empty or behind."""
+        if self._overwrite or self._mirror is None or (local and not self._mirror.is_ahead):
+            return local
+        return self._mirror.manifest
+
+    def refuse_earlier(self) -> None:
+        """Raises UsageError where another machine has gone on with the finished run of the run directory."""
+        if self._mirror is not None and self._mirror.is_ahead:
+            raise UsageError(
+                f"{self._output.mirror} holds a later state of this run than {self._run_dir.path}: run its job first, "
+                "which fetches that"
+            )
 
     @property
     def is_finished(self) -> bool:

@@ -82,6 +82,7 @@ def _sampling_values(flags: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 class _Retry(Invocation):
     def work(self) -> Outcome:
+        self.remotes.refuse_earlier()
         is_begun = self.run_dir.retry.is_dir()
         try:
             with closing(Journal.open(self.run_dir.retry, self.manifest.shard)) as journal:

@@ -244,6 +244,9 @@ def test_a_later_state_of_the_run_is_not_replaced_by_an_earlier_one(
     store.put(bucket, "out/batchgen.json", later)
     store.put(bucket, "out/outputs.jsonl", b"fixed elsewhere")
     assert "holds a later state of this run" in job.run(published).lines[-1]
+    job.write([*rows_of(3), {"id": "new", "question": "What now?"}])
+    with pytest.raises(UsageError, match="a later state of this run than"):
+        job.run(published)
     assert store.content(bucket)["out/outputs.jsonl"] == b"fixed elsewhere"
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 from object_store import Answer, ObjectStore, bucket_of, object_store
 from run_helpers import REPOSITORY, JobMaker, finish, quiet, rows_of, start, survived, until_rows_are_done
+from stub_engine import stub_factory
 
 from batchgen.config.job import JobSpec
 from batchgen.core.errors import ExitCode, LockedError, ResumeMismatch, StorageError, UsageError
@@ -27,6 +28,7 @@ from batchgen.output.rundir import RunDir
 from batchgen.output.segments import segments
 from batchgen.run import stop
 from batchgen.run.invocation import RunOptions
+from batchgen.run.retry import retry_job
 
 T = TypeVar("T")
 _numbers = count()
@@ -689,3 +691,21 @@ def test_a_finished_run_whose_input_grew_goes_on_here_and_elsewhere(job: JobMake
     shutil.rmtree(job.output)
     assert job.run(mirrored).lines[0].startswith("already done")
     assert job.outputs() == expected[0]
+
+
+def test_a_machine_that_is_behind_replaces_nothing(job: JobMaker, mirrored: JobSpec) -> None:
+    job.run(mirrored)
+    other, spec = elsewhere(job, mirrored)
+    assert other.run(spec).exit_code == ExitCode.ROWS_FAILED  # restored
+    (letter,) = job.errors()
+    letter["row"]["id"] = "mended"
+    (job.output / "errors.jsonl").write_text(json.dumps(letter) + "\n", encoding="utf-8")
+    assert retry_job(job.output, quiet(), {}, engine_factory=stub_factory()).exit_code == ExitCode.OK
+    with pytest.raises(UsageError, match=r"a later state of this run than .*elsewhere: run its job first"):
+        retry_job(other.output, quiet(), {}, engine_factory=stub_factory())
+    job.write([*rows_of(NUM_ROWS), DUPLICATE, {**DUPLICATE, "id": "new"}])
+    assert other.run(spec).exit_code == ExitCode.OK
+    assert [record["id"] for record in other.outputs()][-2:] == ["mended", "new"]
+    assert not other.errors()
+    assert job.run(mirrored).lines[0].startswith("already done")  # and so does the first machine
+    assert job.outputs() == other.outputs()
