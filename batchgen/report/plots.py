@@ -40,6 +40,7 @@ _HISTOGRAMS = {
     "total_s": "Total time of a row",
 }
 _POINTS = 150  # of a series over time: more is noise at this size
+_LEAST_GAP = 0.01  # of the whole time, that is drawn as one
 _LEAST_TICKS = 3
 _SIZE = (5.0, 2.5)  # inches: small enough to be read at the width of a phone
 
@@ -77,9 +78,21 @@ def _picture(name: str, plot: Callable[[Any, Report], None], report: Report) -> 
     return svg
 
 
+def _series(report: Report) -> dict[str, Any]:
+    """The report's series at a size to draw, with a point of no steps for each time between two invocations."""
+    series = {name: [*column] for name, column in thin(report["series"], _POINTS).items()}
+    ends = [at + span for at, span in zip(series["at_s"], series["span_s"], strict=True)]
+    for i in range(len(ends) - 1, 0, -1):
+        gap = series["at_s"][i] - ends[i - 1]
+        if gap > _LEAST_GAP * ends[-1]:
+            for name, column in series.items():
+                column.insert(i, {"at_s": ends[i - 1], "span_s": gap}.get(name, 0))
+    return series
+
+
 def _throughput(axes: Any, report: Report) -> None:
     """Two areas on top of each other: prompt tokens and generated tokens, per second of each point's span."""
-    series = thin(report["series"], _POINTS)
+    series = _series(report)
     edges, unit = _steps(series, "tokens")
     tokens, prefill = series["tokens"], series["prefill_tokens"]
     spans = [max(span, 1e-9) for span in series["span_s"]]
@@ -92,7 +105,7 @@ def _throughput(axes: Any, report: Report) -> None:
 
 
 def _occupancy(axes: Any, report: Report) -> None:
-    series = thin(report["series"], _POINTS)
+    series = _series(report)
     edges, unit = _steps(series, "sequences")
     most, most_tokens = (report["occupancy"][f"max_num_{name}"] or 1 for name in ("seqs", "batched_tokens"))
     counts = zip(series["tokens"], series["steps"], strict=True)  # a second of waiting workers has no step

@@ -21,6 +21,7 @@ from batchgen.core.errors import RowErrorCode
 from batchgen.report.distribution import Distribution
 from batchgen.report.facts import answers
 from batchgen.report.html import render_html as render_page
+from batchgen.report.plots import _series
 from batchgen.report.plots import _ticks as log_ticks
 
 pytest.importorskip("matplotlib", reason="the extra batchgen[report] is not installed")
@@ -138,6 +139,18 @@ def test_times_of_a_long_run_are_in_minutes() -> None:
     long = with_series(wall_s=4000.0)
     long["series"] = {**long["series"], "at_s": [10.0 * i for i in range(400)], "span_s": [10.0] * 400}
     assert render_html(long).count(">minutes") == 3
+
+
+def test_nothing_is_drawn_in_the_time_between_two_invocations() -> None:
+    report = with_series()
+    series = report["series"]
+    series["at_s"] = [at + 30 * (at >= 20) for at in series["at_s"]]
+    before = {name: [*column] for name, column in series.items()}
+    drawn = _series(report)
+    (gap,) = (i for i, steps in enumerate(drawn["steps"]) if not steps)
+    assert (drawn["at_s"][gap], drawn["span_s"][gap]) == (pytest.approx(20), pytest.approx(30))
+    assert sum(drawn["tokens"]) == sum(before["tokens"])
+    assert series == before  # the report itself stays as it is
 
 
 def test_a_report_without_rows_or_series_still_gives_a_page() -> None:
