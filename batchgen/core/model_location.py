@@ -41,6 +41,8 @@ def resolve_model(path: str, revision: str, patterns: Sequence[str]) -> Path:
 def _from_hub(model: Path, path: str, revision: str, patterns: Sequence[str]) -> Path:
     if model.exists():
         raise ModelError(f"model {path} is a file; give the folder it is in, or a .gguf file")
+    if is_gguf(model) and not _GGUF_ID.fullmatch(path):
+        raise ModelError(f"no file {path} (and one on the Hub is written ORGANIZATION/NAME/FILE.gguf)")
     if path.startswith(".") or not (_REPO_ID.fullmatch(path) or _GGUF_ID.fullmatch(path)):
         raise ModelError(f"no model folder {path} (and a Hub id is written NAME or ORGANIZATION/NAME)")
     if match := _GGUF_ID.fullmatch(path):
@@ -64,6 +66,9 @@ def _download(repo_id: str, revision: str, patterns: Sequence[str]) -> Path:
     except Exception as error:  # the client lets connection, proxy and disk errors of several libraries through
         if constants.HF_HUB_OFFLINE:
             reason = f"revision {revision!r} is not in the Hub's cache, and HF_HUB_OFFLINE forbids to fetch it"
+        elif isinstance(error, errors.LocalEntryNotFoundError):  # not in the cache, and no answer
+            why = " ".join(str(error.__cause__ or error).split()).partition(". ")[0]
+            reason = f"the Hub cannot be reached ({why[:100]}); check the network, or give a folder on this machine"
         else:
             reason = f"it could not be fetched: {' '.join(str(error).split())[:200]}"
         raise _not_found(repo_id, reason) from error

@@ -75,6 +75,12 @@ class Figure(NamedTuple):
         """The change as a share of what it was; None where that has no meaning."""
         return None if self.now is None or not self.before else self.now / self.before - 1
 
+    def show_change(self) -> str:
+        """The change in words; that of a share in percentage points, as gates count it."""
+        if self.form.endswith("%") and self.before is not None and self.now is not None:
+            return f"{100 * (self.now - self.before):+.1f} pts"
+        return "" if self.change is None else f"{self.change:+.1%}"
+
     def show(self, value: float | None) -> str:
         if value is None:
             return "-"
@@ -104,8 +110,8 @@ class Comparison(NamedTuple):
         lines = [f"{'':<18} {'before':>14} {'now':>14} {'change':>9}"]
         verdicts = {True: "  REGRESSION", False: "  passes", None: ""}
         for f in self.figures:
-            change = "" if f.change is None else f"{f.change:+.1%}"
-            line = f"{f.name:<18} {f.show(f.before):>14} {f.show(f.now):>14} {change:>9}{verdicts[f.is_regression]}"
+            values = f"{f.show(f.before):>14} {f.show(f.now):>14} {f.show_change():>9}"
+            line = f"{f.name:<18} {values}{verdicts[f.is_regression]}"
             lines.append(line.rstrip())
         return "\n".join([*lines, *(shortened(printable(text), _WIDTH) for text in self.differences)])
 

@@ -135,6 +135,12 @@ def test_of_several_gguf_files_the_one_that_is_named_is_downloaded(endpoint: str
     assert said.startswith("ModelError: ") and "tiny-Q2_K.gguf: cannot be read (No such file" in said
 
 
+@pytest.mark.parametrize("name", ["tiny.gguf", "folder/tiny.gguf", "/nowhere/tiny.gguf"])
+def test_a_file_that_is_missing_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"no file {name} \(and one on the Hub is written"):
+        resolve_model(name, "main", ["*.json"])
+
+
 @pytest.mark.parametrize(
     ("name", "revision", "environment", "message"),
     [
@@ -142,7 +148,7 @@ def test_of_several_gguf_files_the_one_that_is_named_is_downloaded(endpoint: str
         slow("org/gated", "main", {}, "access to it must be granted"),
         slow("org/tiny", "v9", {}, "no revision 'v9'"),
         ("org/tiny", "main", {"HF_HUB_OFFLINE": "1"}, "revision 'main' is not in the Hub's"),
-        slow("org/tiny", "main", {"HF_ENDPOINT": "http://127.0.0.1:9"}, ""),
+        slow("org/tiny", "main", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the Hub cannot be reached (["),
     ],
 )
 def test_what_the_hub_refuses_or_cannot_give_is_one_line(

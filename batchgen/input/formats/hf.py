@@ -57,7 +57,8 @@ class DatasetFile(InputFile):
                 _open_saved(folder) if self._is_saved else _open_builder(name, options)
             )
         except Exception as error:  # datasets raises a dozen unrelated types, its dependencies' among them
-            raise UsageError(f"cannot open {text}: {one_line(error)}") from error
+            advice = "; check the network, or name a copy on this machine" if isinstance(error, ConnectionError) else ""
+            raise UsageError(f"cannot open {text}: {one_line(error)}{advice}") from error
         self._split = _choose_split(text, options.get("split"), list(splits))
         self._dataset = splits[self._split].with_format("arrow")
         self._length: int | None = getattr(self._dataset, "num_rows", None)  # a streamed one has none
