@@ -3,11 +3,16 @@
 python jobs/samples.py runs/samples/outputs.jsonl
 """
 
+import json
 import sys
+from pathlib import Path
 
 import pandas as pd
 
-rows = pd.read_json(sys.argv[1], lines=True, dtype=False, convert_dates=False)
+if len(sys.argv) != 2:
+    sys.exit("usage: python jobs/samples.py runs/samples/outputs.jsonl")
+with Path(sys.argv[1]).open(encoding="utf-8") as file:
+    rows = pd.DataFrame(map(json.loads, file))
 samples = rows[["id", "answer", "samples"]].explode("samples", ignore_index=True)
 table = samples[["id", "answer"]].join(pd.json_normalize(samples["samples"].to_list()))
 print(table)

@@ -113,7 +113,9 @@ def _example_records() -> tuple[dict[str, Any], dict[str, Any]]:
     timings = Timings(0.03, 1.302, 0.222, 1.332, 0.037, 1.554)
     result = Result(4, 22, (1,) * 7, FinishReason.STOP, timings)
     bad_row = BadRow(4, "questions.jsonl", 5, RowError(RowErrorCode.INTERNAL, ""), columns, record.after)
-    return builder.result(record, "q-004", result), builder.error(bad_row)
+    found = builder.result(record, "q-004", result)
+    found["timings"]["fingerprint"] = "42b890a73812415f9bf77b88b900c4a2"  # that of jobs/quickstart.toml
+    return found, builder.error(bad_row)
 
 
 def _spec(path: Path, more: Mapping[str, Any]) -> JobSpec:
