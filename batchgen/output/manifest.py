@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from datetime import datetime
@@ -177,33 +178,32 @@ def differences(old_tree: Mapping[str, Any], new_tree: Mapping[str, Any]) -> tup
     lines = []
     for key in changed[:_SHOWN_LINES]:
         was, now = _shown(_text(old, key), _text(new, key))
-        lines.append(f"{key}{_file_of(key, old, new)}: was {was}, now {now}")
+        lines.append(f"{key}: was {was}, now {now}")
     more = [f"and {len(changed) - len(lines):,} more"] if len(changed) > len(lines) else []
     return (*lines, *more)
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings, in lists too, as one with keys like ``a.b[0].c``; values as after a round trip through JSON."""
+    """Nested mappings, in lists too, as one with keys like ``a.b[0].c``; values as after a round trip through JSON.
+
+    Files go by their names, and these by their order: where one is gone, the others are what they were.
+    """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}.{key}" if prefix and key else prefix or key
         if isinstance(value, Mapping) and value:
             flat |= _flat(value, name)
         elif isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) and item for item in value):
+            files, counts = [item["file"] for item in value if "file" in item], Counter[str]()
             for i, item in enumerate(value):
-                flat |= _flat(item, f"{name}[{i}]")
+                label = str(item.get("file", i))
+                counts[label] += 1
+                label = label if counts[label] == 1 else f"{label} ({counts[label]})"
+                flat |= _flat({key: known for key, known in item.items() if key != "file"}, f"{name}[{label}]")
+            flat |= {f"{name}.order": files} if files else {}
         else:
             flat[name] = json.loads(encode_json(value))
     return flat
-
-
-def _file_of(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The name of the file that a key such as ``input.files[0].sha256`` is about, where it is the same in both."""
-    item, bracket, name = key.rpartition("].")
-    name_key = f"{item}].file"
-    if not bracket or name == "file" or old.get(name_key) is None or old[name_key] != new.get(name_key):
-        return ""
-    return f" ({shortened(str(old[name_key]), _SHOWN_CHARS)})"
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:

@@ -158,7 +158,7 @@ def changed_files(old: list[Any], new: list[Any]) -> tuple[str, ...]:
     return compare(Manifest.from_bytes(was.to_bytes()), now).refused
 
 
-A, B = {"file": "a", "bytes": 1}, {"file": "b", "bytes": 1}
+A, B, C = ({"file": name, "bytes": 1} for name in "abc")
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,24 @@ A, B = {"file": "a", "bytes": 1}, {"file": "b", "bytes": 1}
             [A, {"file": "big.jsonl", "sha256": "7" * 64, "bytes": 145006}],
             [A, {"file": "big.jsonl", "sha256": "e" * 64, "bytes": 144980}],
             [
-                '[1].sha256 (big.jsonl): was "77777777...", now "eeeeeeee..."',
-                "[1].bytes (big.jsonl): was 145006, now 144980",
+                '[big.jsonl].sha256: was "77777777...", now "eeeeeeee..."',
+                "[big.jsonl].bytes: was 145006, now 144980",
             ],
         ),
-        ([A, B], [B, A], ['[0].file: was "a", now "b"', '[1].file: was "b", now "a"']),
-        ([{"file": "a"}], [{"file": "a"}, {"file": "b"}], ['[1].file: was (not there), now "b"']),
+        ([A, B], [B, A], ['.order: was ["a", "b"], now ["b", "a"]']),
+        ([{"file": "a"}], [{"file": "a"}, {"file": "b"}], ['.order: was ["a"], now ["a", "b"]']),
+        ([A, B, C], [A, C], ["[b].bytes: was 1, now (not there)", '.order: was ["a", "b", "c"], now ["a", "c"]']),
+        (
+            [A, A],
+            [A, {**B, "bytes": 2}],
+            [
+                "[a (2)].bytes: was 1, now (not there)",
+                '.order: was ["a", "a"], now ["a", "b"]',
+                "[b].bytes: was (not there), now 2",
+            ],
+        ),
     ],
-    ids=["changed", "in another order", "one more"],
+    ids=["changed", "in another order", "one more", "one gone", "two of one name"],
 )
 def test_other_files_are_named_with_what_changed_of_them(old: list[Any], new: list[Any], said: list[str]) -> None:
     assert changed_files(old, new) == tuple(f"input.files{text}" for text in said)
