@@ -115,6 +115,11 @@ def test_the_table_fits_80_columns_and_marks_what_regressed() -> None:
     assert text.count("passes") == 1
 
 
+def test_the_change_of_a_share_is_in_points_as_its_gate_counts_it() -> None:
+    table = compare_reports(report(exact=0.88), report(), ACCURACY).render()
+    assert "exact match                90.00%         88.00%  -2.0 pts  REGRESSION" in table
+
+
 def test_memory_is_in_the_unit_of_the_report() -> None:
     found = made() | {"max_rss_bytes": 365 * 2**20}
     assert "365 MiB at most" in render_report(found)
